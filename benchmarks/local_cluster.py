@@ -27,13 +27,28 @@ from typing import Any, ClassVar
 
 import psutil
 
-from reft.env import ENV_CLUSTER, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
+from reft.engine.on_import import abandoned_locks
+from reft.env import ENV_CLUSTER, ENV_EXTENSIONS, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.errors import ReftError
 from reft.memory.jobdir import STATUS_FILE, read_json
 
 _POLL_SECS = 0.05
 _KILL_SECS = 60.0
 _NOT_INHERITED = (ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID)
+
+
+EXTENSIONS = Path(__file__).resolve().parents[1] / "build" / "torch_extensions"
+
+
+def use_own_extensions() -> None:
+    """Have torch compile operators into a folder of this checkout, unless the user has named one.
+
+    Jobs that are killed leave a lock on what they were building. Under plain torchrun every later job waits
+    for it without end: here it is removed, since only tests and benchmarks build there."""
+    if os.environ.setdefault(ENV_EXTENSIONS, str(EXTENSIONS)) != str(EXTENSIONS):
+        return
+    for lock, _ in abandoned_locks():
+        lock.unlink(missing_ok=True)
 
 
 class LocalClusterError(ReftError, RuntimeError):
@@ -99,6 +114,7 @@ class LocalCluster:
         self.endpoint = ""
         self._own_memory_root = self.memory_root is None
         self.directory.mkdir(parents=True, exist_ok=True)
+        use_own_extensions()
 
     def __enter__(self) -> LocalCluster:
         if self.memory_root is None:

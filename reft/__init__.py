@@ -72,6 +72,11 @@ _ELSEWHERE = {
 }
 
 
+def __dir__() -> list[str]:
+    """Also the names that are imported on first use: shells complete them."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # On first use: a job without the block finds none of it imported (P10), and commands stay light.
     if name == "data":

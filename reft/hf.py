@@ -11,17 +11,22 @@ data that were trained before the failure are left out, as when the Trainer resu
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
+from reft.engine.host_state import HostState
 from reft.engine.on_import import wrap
 from reft.errors import ConfigError
+from reft.state import attributes
+from reft.state.codec import class_path
+from reft.state.objects import is_stateful
 
 _STATE = "trainer"
 """Key of the Trainer's state among the client state."""
 _KEPT = ("total_flos", "num_input_tokens_seen", "best_metric", "best_global_step", "best_model_checkpoint")
 """What the Trainer's state holds beside its place. Its log grows with every step, and is not kept."""
-_CALLBACKS = "callbacks"
-"""Key of the states of callbacks."""
+_CALLBACKS, _CONTROL = "callbacks", "control"
+"""Keys of the states of callbacks, and of the Trainer's control."""
 _PREPARE, _PASS, _RNG = "_prepare_for_training", "_run_epoch", "_load_rng_state"
 _NEEDED = {
     _PREPARE: {"max_steps", "train_dataloader", "resume_from_checkpoint"},
@@ -36,10 +41,10 @@ _NEEDED = {
 def resumable(trainer: Any) -> Any:
     """Have a ``transformers.Trainer`` go on, after a failure, where the newest version was taken.
 
-    Weights, optimizer, scheduler, random states, the step, the place in the data and the state of callbacks
-    that can export it (``EarlyStoppingCallback``) come back. The Trainer's log begins anew, and an evaluation
-    or checkpoint that was due at the restored step is not made again: a version is taken before they are.
-    Without a ``reft`` block in the DeepSpeed configuration the Trainer trains as before.
+    Weights, optimizer, scheduler, random states, the step, the place in the data, the Trainer's control and
+    the state of callbacks come back: what a callback exports (``EarlyStoppingCallback``), its ``state_dict``,
+    or attributes of plain values and generators. The Trainer's log begins anew. Without a ``reft`` block in
+    the DeepSpeed configuration the Trainer trains as before.
 
     Args:
         trainer: with ``TrainingArguments(deepspeed=...)``; ``train()`` was not called yet.
@@ -64,6 +69,66 @@ def resumable(trainer: Any) -> Any:
     return trainer
 
 
+class Callbacks(HostState):
+    """Callbacks of the script that export nothing: by their ``state_dict``, or by their attributes. Matched
+    by class, in their order."""
+
+    name = "trainer.callbacks"
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.capture()  # by which their attributes are known as they are before training
+
+    def _followed(self) -> list[Any]:
+        from transformers.trainer_callback import ExportableState
+
+        return [
+            callback
+            for callback in self._trainer.callback_handler.callbacks
+            if not isinstance(callback, ExportableState)
+            and not type(callback).__module__.startswith("transformers.")
+        ]
+
+    def capture(self) -> list[list[Any]]:
+        return [[class_path(callback), attributes.capture(callback)] for callback in self._followed()]
+
+    def restore(self, saved: list[list[Any]]) -> None:
+        left = list(saved)
+        for callback in self._followed():
+            found = next((state for state in left if state[0] == class_path(callback)), None)
+            if found is not None:
+                left.remove(found)
+                attributes.restore(callback, found[1])
+
+
+class Scheduler(HostState):
+    """A learning-rate scheduler of the Trainer's that is not torch's, which are followed wherever they are
+    made."""
+
+    name = "trainer.lr_scheduler"
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def capture(self) -> Any:
+        return self._scheduler.state_dict()
+
+    def restore(self, saved: Any) -> None:
+        self._scheduler.load_state_dict(saved)
+
+
+def followers(trainer: Any, engine: Any) -> Iterator[HostState]:
+    """What holds state in a Trainer whose engine is made."""
+    from torch.optim.lr_scheduler import LRScheduler
+
+    yield Callbacks(trainer)
+    scheduler = trainer.lr_scheduler
+    # Accelerate wraps the engine's own.
+    is_engines = engine.lr_scheduler in (scheduler, getattr(scheduler, "scheduler", None))
+    if is_stateful(scheduler) and not is_engines and not isinstance(scheduler, LRScheduler):
+        yield Scheduler(scheduler)
+
+
 class Resumption:
     """Loads the state of one Trainer and leaves out the passes that were trained before."""
 
@@ -73,11 +138,18 @@ class Resumption:
         """The version's random states, until the Trainer asks for them."""
         self._step: int | None = None
         """The restored one, until the pass that it lies in has begun."""
+        self._has_stopped = False
+        """Whether a callback had ended the training when the version was taken."""
 
     def capture(self) -> dict[str, Any]:
         state = self._trainer.state
         callbacks = [[type(c).__name__, c.state()["attributes"]] for c in self._stateful()]
-        return {_STATE: {name: getattr(state, name) for name in _KEPT}, _CALLBACKS: callbacks}
+        control = self._trainer.control.state()["args"]
+        return {
+            _STATE: {name: getattr(state, name) for name in _KEPT},
+            _CALLBACKS: callbacks,
+            _CONTROL: control,
+        }
 
     def _stateful(self) -> list[Any]:
         """Callbacks that the Trainer's own checkpoints keep too."""
@@ -106,6 +178,8 @@ class Resumption:
         if session_of(engine) is None:
             return result
         session = attach(engine, client_state=self.capture)
+        for follower in followers(trainer, engine):
+            session.state.followed.add(follower)
         given = inspect.signature(original).bind(*args, **kwargs).arguments["resume_from_checkpoint"]
         path, client_state = engine.load_checkpoint(given or trainer.args.output_dir)
         saved = (client_state or {}).get(_STATE)
@@ -113,6 +187,7 @@ class Resumption:
             return result
         for name, value in saved.items():
             setattr(trainer.state, name, value)
+        self._has_stopped = (client_state or {}).get(_CONTROL, {}).get("should_training_stop", False)
         self.restore_callbacks((client_state or {}).get(_CALLBACKS) or [])
         trainer.state.global_step = self._step = int(engine.global_steps)
         session.state.data.leave_to_script()  # type: ignore[union-attr]  # DeepSpeed's has one
@@ -124,7 +199,7 @@ class Resumption:
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         if self._step is not None:
             trainer = self._trainer
-            if trainer.state.global_step >= trainer.state.max_steps:
+            if self._has_stopped or trainer.state.global_step >= trainer.state.max_steps:
                 trainer.control.should_training_stop = True
                 return
             first, steps = divmod(self._step, bound["num_update_steps_per_epoch"])

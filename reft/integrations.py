@@ -12,7 +12,11 @@ Importing the module must be cheap: it is imported before the training script. I
   it was imported, where ``REFT_CONFIG`` names a block;
 - ``PROGRAMS``: name of a module of the program -> ``"module:function"``, called with an engine of a program
   that has imported it; returns a :class:`~reft.engine.deepspeed.Program`, or None for an engine of nobody's;
+- ``FOLLOWERS``: any name -> ``"module:function"``, called with a session; returns the
+  :class:`~reft.engine.host_state.HostState` objects that follow the state of its script;
 - ``NAMES``: public name, found in ``reft`` -> module that holds it.
+
+Features of reft itself that the core does not import (:data:`OWN`) are found in the same way.
 """
 
 from __future__ import annotations
@@ -23,10 +27,14 @@ from importlib.metadata import entry_points
 from typing import Any
 
 GROUP = "reft.integrations"
+OWN = ("reft.follow",)
 
 
 def found(table: str) -> Iterator[tuple[str, str]]:
-    """Pairs of ``table`` (``"ON_IMPORT"``, ``"PROGRAMS"`` or ``"NAMES"``) in all integrations."""
+    """Pairs of ``table`` (``"ON_IMPORT"``, ``"PROGRAMS"``, ``"FOLLOWERS"`` or ``"NAMES"``) in all
+    integrations."""
+    for own in OWN:
+        yield from getattr(import_module(own), table, {}).items()
     for integration in entry_points(group=GROUP):
         yield from getattr(integration.load(), table, {}).items()
 

@@ -93,6 +93,7 @@ def to_stderr() -> None:
     logger.setLevel(known.get(wanted.upper(), logging.INFO))
     if wanted.upper() not in known:
         logger.warning("%s is %r; write DEBUG, INFO, WARNING or ERROR", ENV_LOG_LEVEL, wanted)
+        os.environ[ENV_LOG_LEVEL] = "INFO"  # processes that inherit it need not say so again
 
 
 logger = logging.getLogger(__name__)

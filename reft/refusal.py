@@ -89,6 +89,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, words: str = "", **others: Any) -> None:
         usage = " ".join(["%(prog)s [OPTIONS]", *([words] if words else [])])
         super().__init__(usage=usage, formatter_class=_Formatter, **others)
+        # The titles that typer gives to those of the other commands.
+        self._positionals.title, self._optionals.title = "Arguments", "Options"
         self.add_argument(
             "--version", action="version", version=f"reft {__version__}", help="print the version"
         )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from benchmarks.local_cluster import LocalCluster
+from benchmarks.local_cluster import LocalCluster, use_own_extensions
 from reft.job.local import LocalNodes
 from tests import prefork
 from tests.tiers import ENV_FAILURES
@@ -30,6 +30,9 @@ os.environ.setdefault("REFT_SECRET", secrets.token_hex(32))
 
 # Trainers of the suite are forked already (tests/prefork.py); what imports ahead for one node has tests of its own.
 os.environ.setdefault("REFT_WARM", "0")
+
+# What tests compile, and the locks of those that are killed meanwhile, are none of the user's.
+use_own_extensions()
 
 LocalCluster.popen = LocalNodes.popen = prefork.Popen
 

@@ -73,6 +73,20 @@ def test_reft_loglevel_is_for_trainers_too(program: str, level: str, lines: int)
         assert "REFT_LOGLEVEL is 'loud'; write DEBUG, INFO, WARNING or ERROR" in said[0]
 
 
+def test_a_level_that_is_none_is_said_once_for_all_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a launcher the first time; daemons and trainers inherit what it takes instead."""
+    logger = logging.getLogger("reft")
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers])
+    monkeypatch.setattr(logger, "propagate", logger.propagate)
+    monkeypatch.setenv("REFT_LOGLEVEL", "loud")
+    for _ in range(2):
+        log.to_stderr()
+    assert capsys.readouterr().err.count("REFT_LOGLEVEL is 'loud'") == 1
+    assert os.environ["REFT_LOGLEVEL"] == "INFO"
+
+
 @pytest.mark.process
 def test_lines_go_to_the_stderr_of_their_moment() -> None:
     """A thread may log when the one that was there at the start is closed."""

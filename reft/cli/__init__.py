@@ -17,6 +17,7 @@ from reft.errors import ConfigError, ReftError
 EXIT_WELL = 0
 EXIT_NOT_WELL = 1
 EXIT_WRONG_USE = 2
+_HELP = ["-h", "--help"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def make_app(used: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # half of the time of --help
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": _HELP},
     )
     app.callback()(_root)
     for name, command in COMMANDS.items():
@@ -78,6 +79,15 @@ def make_app(used: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
             what = getattr(import_module(command.module), command.name)
         app.command(name, short_help=command.help)(what)
     return app
+
+
+def _describe_in_lower_case(app: Any) -> None:
+    """Give typer's own options, such as ``--help``, the style of all others."""
+    context = typer.Context(app, help_option_names=_HELP)
+    for each in (app, *app.commands.values()):
+        for option in (*each.params, each.get_help_option(context)):
+            if option.help and option.help.endswith("."):
+                option.help = option.help[0].lower() + option.help[1:-1]
 
 
 def _root(
@@ -126,7 +136,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
             typer.echo(f"reft {__version__}")
             return EXIT_WELL
         completes = "_REFT_COMPLETE" in os.environ  # the shell asks for words that may follow
-        make_app(tuple(COMMANDS) if completes else (name,))(args=arguments, prog_name="reft")
+        app = typer.main.get_command(make_app(tuple(COMMANDS) if completes else (name,)))
+        _describe_in_lower_case(app)
+        app(args=arguments, prog_name="reft")
     except SystemExit as stop:  # usage errors have been shown; typer.Exit carries a command's verdict
         return stop.code if isinstance(stop.code, int) else EXIT_WELL
     return EXIT_WELL

@@ -38,6 +38,7 @@ from reft.device import vendor_at_hand, vendor_of
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import user_secret
+from reft.storage.persist import reason_unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,9 @@ def check_command(
     ] = 1.5,
     secs: Annotated[float, typer.Option(min=0.1, help="seconds that each measurement takes")] = 1.0,
     timeout: Annotated[float, typer.Option(min=1.0, help="seconds to wait for a node in each round")] = 60.0,
+    persist_dir: Annotated[
+        Path | None, typer.Option(help="the block's persist.dir: report nodes that cannot write there")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find slow or hanging nodes before training: each node multiplies matrices, copies memory and, where it
@@ -101,10 +105,16 @@ def check_command(
         )
         try:
             found = check_nodes(
-                store, nnodes, node_id or socket.gethostname(), factor=factor, secs=secs, timeout_secs=timeout
+                *(store, nnodes, node_id or socket.gethostname()),
+                factor=factor,
+                secs=secs,
+                timeout_secs=timeout,
+                persist_dir=persist_dir,
             )
         except StoreError as error:
-            raise ReftError(f"the rendezvous at {rdzv_endpoint} does not answer: {error}") from error
+            raise ReftError(
+                f"{error}; start `reft rendezvous` there, or correct --rdzv-endpoint {rdzv_endpoint}"
+            ) from error
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -131,7 +141,14 @@ def _show(found: dict[str, Any], console: Console) -> None:
 
 
 def check_nodes(
-    store: KeyValueStore, nodes: int, name: str, *, factor: float, secs: float, timeout_secs: float
+    store: KeyValueStore,
+    nodes: int,
+    name: str,
+    *,
+    factor: float,
+    secs: float,
+    timeout_secs: float,
+    persist_dir: Path | None = None,
 ) -> dict[str, Any]:
     """One node's part; what came out, as JSON. ``store``: of this check alone. ``nodes``: that take part.
     name: of this one. ``factor``: how many times as slow as the median of the others a node, or a pair,
@@ -168,6 +185,7 @@ def check_nodes(
                 tell(f"reduced{turn}", took)
         return pairs, gather(f"reduced{turn}", [n for pair in pairs for n in pair])
 
+    tell("storage", "" if persist_dir is None else reason_unwritable(persist_dir))
     tell("name", name)
     known = gather("name", range(nodes))
     # Together: what others of the same host do shows in what each can do.
@@ -177,6 +195,8 @@ def check_nodes(
     first = reduce("1", first_pairs(list(alone)))
     rounds = (first, reduce("2", second_pairs(list(alone), first[1])))
     bad, unclear = judge(names, alone, rounds, factor)
+    told = gather("storage", list(alone))
+    bad += [(names[n], [f"it cannot write to {persist_dir}: {why}"]) for n, why in told.items() if why]
     return {
         "nodes": [
             {"node": names[n], "alone": alone.get(n), "all_reduce_secs": [took.get(n) for _, took in rounds]}

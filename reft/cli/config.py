@@ -48,6 +48,7 @@ def config_command(
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     from reft.config import read_object
     from reft.engine.checks.preflight import Finding, ScriptLook, Severity, config_findings, installed
+    from reft.storage.persist import MAKE_WRITABLE, reason_unwritable
 
     block = None
     findings: list[Finding] = []
@@ -55,6 +56,9 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
         config = read_object(Path(check), "the DeepSpeed configuration", "an object")
         block, findings = config_findings(config)
         findings.append(installed(config))
+        if block.persist.dir is not None and (reason := reason_unwritable(block.persist.dir)):
+            found = f'"persist.dir" is {block.persist.dir}, which cannot be written: {reason}'
+            findings.append(Finding(Severity.WARNING, found, MAKE_WRITABLE))
     lines = [(finding.severity, str(finding)) for finding in findings]
     lacks = []
     if script is not None:

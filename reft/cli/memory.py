@@ -18,7 +18,7 @@ from reft.config import ReftConfig
 from reft.env import ENV_MEMORY_DIR
 from reft.errors import ConfigError, ReftError
 from reft.grid import Label
-from reft.memory.jobdir import JobSummary, list_jobs, remove_job, summarise
+from reft.memory.jobdir import JobSummary, list_jobs, live_processes, remove_job, summarise
 from reft.recover.inspect import ArenaReport, JobReport, find_job_dirs, inspect_job, inspect_stored
 from reft.storage.persist import PersistProgress
 
@@ -67,7 +67,7 @@ def _look(
     memory_dirs: Sequence[Path] | None, job: str | None, stored: Path | None, *, verify: bool = False
 ) -> JobReport:
     if stored is not None:
-        return inspect_stored(stored, verify)
+        return inspect_stored(_existing(stored), verify)
     return inspect_job(find_memory(memory_dirs, job), verify)
 
 
@@ -109,6 +109,9 @@ def persist_command(  # noqa: PLR0917 - options of the command line
 ) -> None:
     """Write the newest recoverable version as a DeepSpeed checkpoint, without the job's processes.
 
+    A running job continues: the version that is written is held in memory until then, which costs it versions
+    for which no other arena is free.
+
     Give --memory-dir once per node that is left; blocks of lost nodes come from their copies.
     """
     from reft.recover.offline import export_stored, persist_offline
@@ -118,11 +121,18 @@ def persist_command(  # noqa: PLR0917 - options of the command line
     def progress(at: PersistProgress) -> None:
         screen.print(f"  {at}", markup=False, highlight=False)
 
+    paths = [] if stored is not None else find_memory(memory_dir, job)
+    if any(live_processes(path) for path in paths):
+        screen.print(
+            "the job is running: its newest whole version is held in memory until it is written. Training "
+            "continues; it skips versions for which no other arena is free",
+            markup=False,
+        )
     with _no_device(), redirect_stdout(sys.stderr):  # DeepSpeed says there what it imports
         if stored is not None:
-            result = export_stored(stored, out, keep=keep, progress=progress)
+            result = export_stored(_existing(stored), out, keep=keep, progress=progress)
         else:
-            result = persist_offline(find_memory(memory_dir, job), out, keep=keep, progress=progress)
+            result = persist_offline(paths, out, keep=keep, progress=progress)
     info = result.checkpoint
     facts = {
         "checkpoint": str(info.path),
@@ -138,6 +148,12 @@ def persist_command(  # noqa: PLR0917 - options of the command line
         typer.echo(f"wrote step {info.label.step} to {info.path}; {load} loads it")
         if result.corrupt_blocks:
             typer.echo(f"{result.corrupt_blocks} corrupt blocks were replaced by copies")
+
+
+def _existing(stored: Path) -> Path:
+    if not stored.is_dir():
+        raise ConfigError(f"--from {stored}: no such directory; give the job's directory in persist.dir")
+    return stored
 
 
 @contextmanager

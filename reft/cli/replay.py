@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -12,13 +13,20 @@ from typing import Any
 
 from reft.cli.memory import EXIT_NOT_WELL, find_memory
 from reft.env import ENV_PROFILE, ENV_REPLAY
-from reft.errors import ConfigError
+from reft.errors import ConfigError, ReftError
 from reft.grid import BlockKey, Coordinate, Label, Section
 from reft.memory.arena import ARENA_SUFFIX, Arena, headers
 from reft.memory.header import checksum
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, live_processes
+from reft.refusal import Parser
 
 _NAME = "reft replay"
+_DESCRIPTION = (
+    "Make the last step of a stopped job again: start every node with the options of 'reft launch' "
+    "(--help-all lists them). From a copy of the version before the newest one the job trains to the newest "
+    "one's step and stops. Each node compares the blocks of its ranks with those in memory, which stay as "
+    "they are."
+)
 Blocks = Mapping[tuple[Coordinate, BlockKey], Mapping[str, int]]
 """Checksums of what a block in a rank's memory holds of tensors, by their names."""
 
@@ -26,22 +34,28 @@ Blocks = Mapping[tuple[Coordinate, BlockKey], Mapping[str, int]]
 def main(argv: Sequence[str]) -> int:
     """Command line of ``reft replay``; returns the exit code: 0 if all is equal, 1 if not, else what
     ``reft launch`` returns. Raises ConfigError: memory does not hold what is needed."""
+    if argv[:1] in (["-h"], ["--help"]):  # without torch, whose import takes seconds
+        own = Parser(prog=_NAME, words="SCRIPT [ARGUMENTS]...", description=_DESCRIPTION)
+        _add_options(own)
+        own.print_help()
+        return 0
     from reft.job.launch import launch
     from reft.job.options import make_parser, options_of
 
     parser = make_parser()
     parser.prog = _NAME
-    parser.description = (
-        "Make the last step of a stopped job again: start every node with the options of 'reft launch'. From "
-        "a copy of the version before the newest one the job trains to the newest one's step and stops. Each "
-        "node compares the blocks of its ranks with those in memory, which stay as they are."
-    )
-    group = parser.add_argument_group("replay")
-    group.add_argument("--twice", action="store_true", help="to see whether the step is deterministic")
-    group.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
-    args = parser.parse_args(list(argv))
+    parser.description = _DESCRIPTION
+    _add_options(parser)
+    args = parser.parse_args(["--help"] if argv[:1] == ["--help-all"] else list(argv))
     options = options_of(args)
-    kept = JobDir.open(find_memory([options.memory_dir], options.job_id)[0])
+    try:
+        kept = JobDir.open(find_memory([options.memory_dir], options.job_id)[0])
+    except ReftError as error:
+        raise ConfigError(
+            f"{options.memory_dir} has no memory of job {options.job_id!r} ({error}); a replay needs the "
+            f"memory that the job left: start the job with --keep-memory, and this command with its "
+            f"--memory-dir and --job-id"
+        ) from error
     if holders := live_processes(kept.path):
         raise ConfigError(f"job {kept.job_id} is alive ({', '.join(holders)}); stop it, with --keep-memory")
     before, newest = _last_two(kept)
@@ -75,6 +89,12 @@ def main(argv: Sequence[str]) -> int:
             print(f"{what}: rank {block['at']}, {block['block']}: {', '.join(block['tensors'])}")
     print(f"step {newest.step} from {before.step}: {len(differ)} of {len(expected)} blocks differ")
     return EXIT_NOT_WELL if differ or unsteady else 0
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Replay")
+    group.add_argument("--twice", action="store_true", help="to see whether the step is deterministic")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
 
 
 def _last_two(job: JobDir) -> tuple[Label, Label]:

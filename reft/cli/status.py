@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory,
 from reft.cli.running import describe
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import JobDir
-from reft.node.report import Signal, describe_parts, read_history, why
+from reft.node.report import Round, Signal, describe_parts, read_history, read_kept_histories, why
 from reft.node.status import ENDED_AS_WANTED, StatusReader, clock
 from reft.node.stragglers import STEP_PARTS
 
@@ -63,7 +63,12 @@ def status_command(
         reader = StatusReader(find_memory(memory_dir, job))
         if web:
             told = reader.read()
-            running = (node["status"] or {} for node in told["here"] if node["daemon_runs"])
+            running = [node["status"] or {} for node in told["here"] if node["daemon_runs"]]
+            if problem := next((s["web_problem"] for s in running if s.get("web_problem")), None):
+                raise ReftError(
+                    f"the page is not served: {problem}. End what listens there, or start the job with "
+                    f"another metrics.port"
+                )
             if (url := next((s["web"] for s in running if s.get("web")), None)) is None:
                 raise ConfigError(
                     f'no node daemon of job {told["job_id"]} serves the page here; write "metrics": '
@@ -84,19 +89,33 @@ def status_command(
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJson = False) -> None:
+def history_command(
+    memory_dir: MemoryDirs = None,
+    job: Job = None,
+    kept: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", help="a job's directory in persist.dir, or its --log-dir, after the job ended well"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Show every start of a job's trainers on a node: why the previous one ended, and from where it resumed.
 
-    --json prints a list of nodes; it is empty if no memory is found, and standard error says why.
+    When a job ends well, its history moves from memory to persist.dir/JOB, or else to --log-dir. --json
+    prints a list of nodes; it is empty if no history is found, and standard error says why.
     """
-    paths = find_memory_or_say(memory_dir, job, as_json=as_json)
-    nodes = [(JobDir.open(path), read_history(path)) for path in paths]
+    histories = (
+        _kept(kept, as_json=as_json) if kept is not None else _in_memory(memory_dir, job, as_json=as_json)
+    )
     if as_json:
-        told = [{"job_id": d.job_id, "node": d.node, "rounds": [*map(vars, rounds)]} for d, rounds in nodes]
+        told = [
+            {"job_id": j, "node": n, "rounds": [*map(vars, rounds)]} for (j, n), rounds in histories.items()
+        ]
         typer.echo(json.dumps(told, indent=2))
         return
-    for directory, rounds in nodes:
-        title = f"job {directory.job_id}, as node {directory.node} saw it"
+    for (job_id, node), rounds in histories.items():
+        title = f"job {job_id}, as node {node} saw it"
         table = Table("when", "why", "resumed from", "seconds", title=title, show_lines=True)
         for row in rounds:
             ended = "" if row.ended is None else f". Then the job ended: {row.ended}"
@@ -111,6 +130,32 @@ def history_command(memory_dir: MemoryDirs = None, job: Job = None, as_json: AsJ
             when = f"{datetime.fromtimestamp(row.unix_secs):%m-%d %H:%M:%S}"
             table.add_row(when, why(row) + ended, resumed, describe_parts(row.secs))
         Console().print(table, markup=False)
+
+
+Histories = Mapping[tuple[str, str], Sequence[Round]]  # by job and node
+
+
+def _in_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: bool) -> Histories:
+    try:
+        paths = find_memory_or_say(memory_dir, job, as_json=as_json)
+    except ConfigError:
+        raise
+    except ReftError as error:
+        raise ReftError(
+            f"{error}. The history of a job that ended well is in persist.dir/JOB, or in its --log-dir: "
+            f"reft history --from DIRECTORY"
+        ) from error
+    jobs = map(JobDir.open, paths)
+    return {(job.job_id, job.node): read_history(job.path) for job in jobs}
+
+
+def _kept(directory: Path, *, as_json: bool) -> Histories:
+    found = read_kept_histories(directory)
+    if not found:
+        if as_json:
+            typer.echo("[]")
+        raise ReftError(f"--from {directory}: no job has left its history there")
+    return found
 
 
 # -- showing -------------------------------------------------------------------------------------------
@@ -193,7 +238,7 @@ def _view(told: dict[str, Any]) -> RenderableType:
 
 
 def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "state", told["state"] if told["ended"] is None else f"does not run: {told['ended']}"
+    yield "state", _state(told)
     speed = "" if told["steps_per_sec"] is None else f", {told['steps_per_sec']:.3g} steps/s"
     yield "step", f"{_or(told['step'], 'none yet')}{speed}; round {told['round']}"
     if (counts := told["since_start"]) is not None and counts["newest_step"] is not None:
@@ -229,10 +274,29 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "restarts", str(told["restarts"])
 
 
+def _state(told: dict[str, Any]) -> str:
+    if told["ended"] is not None:
+        return f"does not run: {told['ended']}"
+    said = str(told["state"])
+    if (waiting := told["waiting"]) is None:
+        return said
+    if len(names := waiting["for"]) == 1:
+        said += f": {names[0]}, or one in its place"
+    elif names:
+        said += f": {', '.join(names)}, or others in their place"
+    if (since := waiting["since_unix_secs"]) is not None:
+        said += f", since {clock(since)} ({max(0.0, time.time() - since):.0f} s)"
+    until = waiting["until_unix_secs"]
+    limit = "--rdzv-conf join_timeout is over (600 s by default)" if until is None else clock(until)
+    return f"{said}, until {limit} at most"
+
+
 def _nodes(told: dict[str, Any]) -> Table:
     table = Table(Column("node", overflow="fold"), "signal", "since", "step", "shards", "what it does")
     for node in told["nodes"]:
         signal, since = Signal(node["signal"]), node["since_unix_secs"]
+        shown = "snapshot done" if signal is Signal.COMPLETED else str(signal)
+        style = _STYLES[Signal.UNHEALTHY if node["quiet"] else signal]
         doing = "waits as a spare" if node["spare"] else node["doing"]
         shards = "none"
         if steps := sorted({s["step"] for s in node["shards"]}):
@@ -240,7 +304,7 @@ def _nodes(told: dict[str, Any]) -> Table:
             shards += "" if node["holds_shards"] else " (replaced)"
         table.add_row(
             escape(node["node"]),
-            f"[{_STYLES[signal]}]{'snapshot done' if signal is Signal.COMPLETED else signal}[/]",
+            f"[{style}]{'silent' if node['quiet'] else shown}[/]",
             "" if since is None else clock(since),
             str(_or(node["step"], "")),
             escape(shards),

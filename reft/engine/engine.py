@@ -19,6 +19,7 @@ from reft.config import AUTO, ReftConfig, Variant
 from reft.control.control import WorkerControl
 from reft.device import vendor_of
 from reft.engine.boundary import Encoded, StepBoundary
+from reft.engine.host_state import host_states
 from reft.engine.identity import Fact, local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees, Label
@@ -111,6 +112,8 @@ class EngineState:
         self.restored_client: dict[str, Any] | None = None
         """Client state of the version that was restored, until the script trains on."""
         self.data = engine.data
+        self.followed = host_states(session)
+        """State of the script that versions hold besides the engine's own."""
         self.listener: Callable[[Label, LiveImages, Encoded], None] | None = None
         """Called with every state that is captured; for `reft rehearse`."""
         # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its batch.
@@ -160,9 +163,13 @@ class EngineState:
                 logger.log(level, "the state of step %d cannot be captured", label.step, exc_info=error)
             return SnapshotRequest(label, self._images, cause=Cause("the state could not be captured"))
 
+    def host_state(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a version holds besides tensors of the engine."""
+        return {**self._engine.capture(client_state), "followed": self.followed.capture()}
+
     def _encode_host_state(self, rng: dict[str, Any] | None) -> Encoded:
         images = self._current_images()
-        state = self._engine.capture(self._client())
+        state = self.host_state(self._client())
         if rng is not None:
             state["rng"] = rng
         pair = images.replicated, images.owned
@@ -222,6 +229,7 @@ class EngineState:
             self.gradients.close()
         if self.data is not None:
             self.data.close()
+        self.followed.close()
 
 
 def gradient_capture(session: Session) -> GradientCapture | None:
@@ -410,7 +418,7 @@ class Tracer:
             at=session.coordinate,
             degrees=session.topology.degrees,
             control=session.control,
-            snapshot_bytes=lambda: session.stats.bytes_per_snapshot,
+            snapshot_bytes=lambda: session.stats.device_bytes,
         )
 
     def add(self, session: Session, step: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:

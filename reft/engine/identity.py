@@ -103,7 +103,7 @@ _HOW_LONG_AND_WHERE = re.compile(
     r"|until|wait"
 )
 """Words for how long a job trains, how often it does something, and where things are: ``max_steps``."""
-_LENGTHS = frozenset({("train", "samples"), ("train", "tokens")})
+_LENGTHS = frozenset({("skip", "train"), ("train", "samples"), ("train", "tokens")})
 
 
 @dataclass(frozen=True)

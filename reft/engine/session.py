@@ -316,8 +316,8 @@ class Session:
         self.protection.note()
 
     def flush(self, timeout_secs: float) -> bool:
-        """Take a version of the last step now, instead of where the next one begins, and wait until every version
-        is committed or given up. Collective. Returns whether none is under way any more."""
+        """Take a version of the last step now, instead of where the next one begins, and wait until every
+        version is committed or given up. Collective. Returns whether none is under way any more."""
         self._take_last_step()
         return self.worker is not None and self.worker.drain(timeout_secs)
 

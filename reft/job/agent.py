@@ -47,7 +47,7 @@ from reft.job.options import LaunchOptions
 from reft.job.rendezvous.client import JobEndedError, ServedPlace
 from reft.job.rendezvous.handler import StoreRendezvous, replaced
 from reft.job.rendezvous.membership import Agreement, Ends
-from reft.job.script import Cause, ExitNote, Failure, WorkerExit, judge
+from reft.job.script import Cause, ExitNote, Failure, WorkerExit, judge, name_ended_early
 from reft.job.trainer_store import TrainerStore, deal_ranks, trainer_environ
 from reft.node.client import EXITS_PREFIX
 
@@ -66,6 +66,7 @@ _ONE_AFTER_THE_OTHER_SECS = 1.0
 """Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
 _OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
 _CLOSE_SECS = 30
+_MOST_NAMED = 10
 
 
 class DuplicateNodeError(ConfigError):
@@ -104,6 +105,7 @@ class Agent:
         self._store_lost = False
         self._without_progress = 0
         self._start_error = ""  # what ended the trainers last, before there was any version
+        self._early_end = ""  # which rank ended well before the others in the last round, if one did
         self.agreement: Agreement | None = None
         self._group_rank = 0
         self.failure: Failure | None = None
@@ -170,6 +172,7 @@ class Agent:
                     return {}
                 logger.warning("a peer lost its trainers before it had ended; joining it again")
                 self._launcher.round_over()
+                self._note_ended_early()
             else:
                 self._launcher.round_over()
                 if not self._may_restart():
@@ -210,12 +213,15 @@ class Agent:
                 if not self._handler.refuse_size():
                     failure = replace(failure, cause=Cause.REFUSED)
         self.failure = failure
-        rank = self._rank(failure.local_rank)
-        info = self._handler.info = replace(
-            self._handler.info, cause=failure.cause, failure=f"rank {rank}, {failure.reason}"
-        )
+        told = failure.reason
+        if not failure.ended_early:
+            told = f"rank {self._rank(failure.local_rank)}, {told}"
+        info = self._handler.info = replace(self._handler.info, cause=failure.cause, failure=told)
         if failure.cause is Cause.REFUSED:
             logger.error("%s: the job ends; a restart would be refused again", failure.reason)
+            return False
+        if self._ends_early_again(failure):
+            logger.error("%s: the job ends", _twice(failure))
             return False
         starts = self._options.restarts_renew and self._launcher.newest_step() < 0
         if starts and failure.cause is Cause.OWN and failure.exit_code < _KILLED:
@@ -241,6 +247,26 @@ class Agent:
         }.get(failure.cause, "a peer vanished: uses no restart")
         logger.warning("trainers ended: %s; %s", failure.reason, price)
         return True
+
+    def _note_ended_early(self) -> None:
+        """This node's trainers have all ended well, and their peers need another round. Raises JobEndedError:
+        the same as in the round before."""
+        # Where a node is lost, its peers need another round for that reason.
+        ended = self._ended_well() if self._handler.is_whole else {}
+        failure = name_ended_early(Failure(Cause.PEER, 0, 1, ""), ended)
+        if not failure.ended_early:
+            return
+        if self._ends_early_again(failure):
+            raise JobEndedError(_twice(failure))
+        self._handler.info = replace(self._handler.info, cause=Cause.ENDED, failure=failure.reason)
+
+    def _ends_early_again(self, failure: Failure) -> bool:
+        """Whether a rank has ended well before the others at the same step as in the round before, and no
+        version was committed in between: the next round would end in the same way."""
+        before = self._early_end
+        self._early_end = failure.reason if failure.ended_early else ""
+        same = failure.ended_early and failure.reason == before
+        return same and self._options.restarts_renew and not self._has_new_version()
 
     def _has_new_version(self) -> bool:
         return self._launcher.newest_step() > self._handler.info.known_step
@@ -342,7 +368,7 @@ class Agent:
         if exits:
             self._launcher.failure_seen()
             exits = self._trainers.once_clear(exits)
-            self.failure = judge(exits)
+            self.failure = self._judge(exits)
             self._trainers.end(signal.SIGTERM, self._options.stop_secs)
         elif self.agreement is not None and not self.told_to_stop:
             mine, silent = hangs.look(self._trainers.running()), self._handler.is_left_by_silent
@@ -350,19 +376,29 @@ class Agent:
             hang = hangs.judge(mine, self._handler.table, self._group_rank, size, silent=silent)
             if hang is not None:
                 self._launcher.failure_seen()
-                self.failure = hang
+                self.failure = name_ended_early(hang, self._ended_well())
                 self._trainers.end(signal.SIGKILL, self._options.stop_secs)
         failures = self._trainers.ended()
         if failures and not exits and self.failure is None:
             # It failed between the two looks; those that TorchElastic ended show its signal.
             seen = self._trainers.failures()
             exits = {r: e for r, e in seen.items() if e.exit_code != -signal.SIGTERM} or seen
-            self.failure = judge(exits) if exits else None
+            self.failure = self._judge(exits) if exits else None
         if not failures:
             return failures
         # Those that the agent ended itself did not fail.
         kept = {local_rank: f for local_rank, f in failures.items() if local_rank in exits} or failures
         return {self._rank(local_rank): failure for local_rank, failure in kept.items()}
+
+    def _judge(self, exits: dict[int, WorkerExit]) -> Failure:
+        failure = judge(exits)
+        if self._trainers.script_has_ended(failure.local_rank):
+            return failure  # it no longer needed the others
+        return name_ended_early(failure, self._ended_well())
+
+    def _ended_well(self) -> dict[int, str]:
+        """This node's trainers that have ended well, by global rank."""
+        return {self._rank(local_rank): said for local_rank, said in self._trainers.ended_well().items()}
 
     def _rank(self, local_rank: int) -> int:
         assert self.agreement is not None
@@ -409,6 +445,13 @@ class Agent:
         self._trainers.close()
 
 
+def _twice(failure: Failure) -> str:
+    return (
+        f"{failure.reason}, twice and without a new version in between. Give all ranks the same number of "
+        "steps: a DataLoader with drop_last=True and a DistributedSampler, or reft.data.loader"
+    )
+
+
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
@@ -440,6 +483,7 @@ class Trainers:
         shared = {
             "ROLE_NAME": config.role,
             "TORCHELASTIC_RUN_ID": config.run_id,
+            ENV_EXIT_DIR: str(self._notes),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
         envs = {
@@ -477,7 +521,6 @@ class Trainers:
             self._notes.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             logger.warning("trainers cannot record why they end: %s", error)
-        os.environ[ENV_EXIT_DIR] = str(self._notes)
         self._ended_groups.clear()
 
     def ended(self) -> dict[int, ProcessFailure] | None:
@@ -499,13 +542,32 @@ class Trainers:
 
     def failures(self) -> dict[int, WorkerExit]:
         """Those that have failed, or say that they do, by local rank."""
-        found, noted = {}, os.listdir(self._notes) if self._notes.is_dir() else []
+        found = {}
         for local_rank, process in self._processes().items():
             code = process.poll()
-            note = ExitNote.read(self._notes, local_rank) if noted else None
+            # After its script has ended well, a trainer may still fail.
+            note = None if self.script_has_ended(local_rank) else self._note_of(local_rank)
             if code not in (None, 0) or (note is not None and code is None):
                 found[local_rank] = WorkerExit(code, note)
         return found
+
+    def ended_well(self) -> dict[int, str]:
+        """Those that have ended well, or whose script has, by local rank: with which code, at which step."""
+        found = {}
+        for local_rank, process in self._processes().items():
+            code, note = process.poll(), self._note_of(local_rank)
+            if code in (None, 0) and note is not None and note.cause is Cause.ENDED:
+                found[local_rank] = note.error
+            elif code == 0:
+                found[local_rank] = "exit code 0"
+        return found
+
+    def script_has_ended(self, local_rank: int) -> bool:
+        note = self._note_of(local_rank)
+        return note is not None and note.cause is Cause.ENDED
+
+    def _note_of(self, local_rank: int) -> ExitNote | None:
+        return ExitNote.read(self._notes, local_rank)
 
     def once_clear(self, failures: dict[int, WorkerExit]) -> dict[int, WorkerExit]:
         """The same a moment later, once it is clear whose fault it was: all have failed, or one by its
@@ -513,7 +575,9 @@ class Trainers:
         deadline = time.monotonic() + _ONE_AFTER_THE_OTHER_SECS
         while failures and time.monotonic() < deadline:
             ended = [f for f in failures.values() if f.exit_code is not None]
-            if len(ended) == len(self._processes()) or any(f.cause in _OWN_CAUSES for f in ended):
+            if len(ended) + len(self.ended_well()) == len(self._processes()) or any(
+                f.cause in _OWN_CAUSES for f in ended
+            ):
                 break
             time.sleep(0.02)
             failures = self.failures()
@@ -540,6 +604,25 @@ class Trainers:
                 os.killpg(process.pid, signal.SIGKILL)
             # Its number may be another group's from now on.
             self._ended_groups.add(process.pid)
+        if any(process.poll() != 0 for process in processes):
+            self._end_descendants()
+
+    def _end_descendants(self) -> None:
+        """Kill what failed trainers have started in sessions of their own: it may hold ports and devices that
+        the next trainers need. The environment tells whose it is, also after its parent has ended."""
+        marker, found = f"{ENV_EXIT_DIR}={self._notes}\0".encode(), []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            pid = int(entry.parent.name)
+            with suppress(OSError):  # of another user, or ended meanwhile
+                if marker in entry.read_bytes() and os.getpgid(pid) not in self._ended_groups:
+                    name = entry.with_name("comm").read_text().strip()
+                    os.kill(pid, signal.SIGKILL)
+                    found.append(f"{pid} {name}")
+        if found:
+            logger.warning(
+                "ended %d %s that failed trainers had left in sessions of their own (%s)",
+                *(len(found), "process" if len(found) == 1 else "processes", ", ".join(found[:_MOST_NAMED])),
+            )
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)

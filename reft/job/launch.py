@@ -38,17 +38,16 @@ from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Agreement
 from reft.job.rendezvous.scaling import Scaler
-from reft.job.script import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure
+from reft.job.script import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure, not_ignored
 from reft.job.warm import WarmTrainers
 from reft.log import EventLog, set_place, to_stderr
 from reft.memory.jobdir import read_json, user_secret
 from reft.naming import kernel_id
 from reft.node.client import DaemonKeeper, NodeMemory
-from reft.node.daemon import CONFIG_FILE
 from reft.node.hangs import STOPPED, WAITING, Waiting, Watch, name_culprit, step_limit_secs
 from reft.node.observe import CommitWatch, StatusBoard
 from reft.node.progress import STACKS_SUFFIX, read_pages
-from reft.node.report import ENDED, ENDED_WELL, STARTED, NodeReport, note
+from reft.node.report import CONFIG_FILE, ENDED, ENDED_WELL, STARTED, NodeReport, note
 from reft.storage.persisted import job_directory
 
 logger = logging.getLogger("reft.job.launch")
@@ -57,6 +56,7 @@ _GRACE_MARGIN_SECS = 5.0
 _LEAST_FLUSH_SECS = 1.0
 LEAVE_SIGNAL = signal.SIGUSR1
 _IMPATIENT_SECS = 1.0
+_TORCHS_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # TorchElastic's default
 
 
 class StopSignals:
@@ -66,6 +66,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
+        # Looked up once: TorchElastic sets handlers of its own whenever it starts trainers.
+        self._handled = not_ignored(STOP_SIGNALS)
         self.received: signal.Signals | None = None
         self.asked_to_leave = False
         self._at = 0.0
@@ -73,8 +75,14 @@ class StopSignals:
 
     def install(self) -> None:
         for number in STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            signal.signal(number, self._handle if number in self._handled else signal.SIG_IGN)
         signal.signal(LEAVE_SIGNAL, self._ask_to_leave)
+
+    def handled_names(self, names: str) -> str:
+        """Remove ignored signals from ``names``, which are separated by commas: if TorchElastic handles one
+        while it starts trainers, they do not inherit that it is ignored."""
+        ignored = {number.name for number in STOP_SIGNALS if number not in self._handled}
+        return ",".join(name for name in names.split(",") if name.strip() not in ignored)
 
     def elapsed_secs(self) -> float:
         return time.monotonic() - self._at if self.received is not None else 0.0
@@ -300,8 +308,8 @@ class Launcher:
             self._warm = WarmTrainers(options.preload, shared)
         handler = self.rendezvous = self.place.join()
         self._board.start(lambda: handler.is_spare, lambda: handler.nodes, lambda: self.hangs.waiting)
-        if hasattr(options.config, "signals_to_handle"):
-            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.config.signals_to_handle
+        names = getattr(options.config, "signals_to_handle", _TORCHS_SIGNALS)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self._signals.handled_names(names)
         agent = self._agent = Agent(
             options,
             place=self.place,
@@ -402,9 +410,10 @@ class Launcher:
                 assert persist.dir is not None
                 stored = job_directory(persist.dir, self._options.job_id)
                 words = ["persist", "--from", stored, "--out", persist.export_at_end]
-                subprocess.run([sys.executable, "-m", "reft.cli", *map(str, words)], check=False)
+                subprocess.run([sys.executable, "-P", "-m", "reft.cli", *map(str, words)], check=False)
         if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
-            self._memory.remove()
+            logs = self._options.config.logs_specs
+            self._memory.remove(None if logs is None else Path(logs.root_log_dir))
         elif self._agent is None or self._agent.agreement is None:
             self._memory.discard_unused()
         elif self._memory.job_dir is not None and self._memory.holds_versions():

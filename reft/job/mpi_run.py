@@ -220,7 +220,7 @@ def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
     except (OSError, EOFError, ReftError):
         pass
     linger = ["--linger-secs", str(linger_secs)]
-    command = [sys.executable, "-m", "reft.node.daemon", str(job_dir.path), *linger]
+    command = [sys.executable, "-P", "-m", "reft.node.daemon", str(job_dir.path), *linger]
     # Without what names this rank to MPI: the daemon is none.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_", "MPIR_"))}
     with open(job_dir.path / DAEMON_LOG, "ab") as output:
@@ -289,6 +289,8 @@ def main(argv: Sequence[str]) -> int:
 def _run_script(options: argparse.Namespace) -> tuple[bool, int]:
     """Whether the script ended by itself, and its exit code."""
     words = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    if not sys.flags.safe_path:
+        del sys.path[0]  # this command's; the script gets its own
     try:
         code = script.run(words)
     except SystemExit as stop:

@@ -198,6 +198,7 @@ def _rank_turn(order: str) -> int:
 _AUTO = "auto"
 _SMALL_JOB_NODES = 32
 _MOST_PORT = 65535
+_MOST_RUN_ID_BYTES = 240  # a file's name may have 255; TorchElastic appends 9
 _NUMBERS = frozenset(
     f"{name}_timeout" for name in ("join", "last_call", "close", "heartbeat", "read", "connect")
 ) | {"timeout", "keep_alive_interval", "keep_alive_max_attempt"}
@@ -275,6 +276,13 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     args.nnodes, args.nproc_per_node = args.nnodes or "1:1", args.nproc_per_node or "1"
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", args.nnodes):
         raise ConfigError(f"--nnodes is {args.nnodes!r}; write a number such as 4, or MIN:MAX such as 2:4")
+    least, _, most = args.nnodes.partition(":")
+    if most and int(least) > int(most):
+        raise ConfigError(
+            f"--nnodes is {args.nnodes}, whose minimum is above its maximum; write {most}:{least}"
+        )
+    if args.spares < 0:
+        raise ConfigError(f"--spares is {args.spares}; write 0 or more")
     memory_dir = _memory_dir(args)
     job_id = safe_name(f"dry-run-{_job_id(args)}") if args.dry_run else _job_id(args)
     restarts_renew = args.max_restarts is None
@@ -283,6 +291,9 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     if args.rdzv_id in ("", "none"):
         # Jobs that meet at one rendezvous without an id must not be taken for one.
         args.rdzv_id = job_id
+    if "/" in args.rdzv_id or len(os.fsencode(args.rdzv_id)) > _MOST_RUN_ID_BYTES:
+        # TorchElastic names its log directory by it.
+        args.rdzv_id = safe_name(args.rdzv_id)
     try:
         _choose_rendezvous(args)
         _check_program(args)
@@ -292,6 +303,11 @@ def options_of(args: argparse.Namespace) -> LaunchOptions:
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         if isinstance(error, ConfigError):
             raise
+        if "nproc_per_node" in str(error):
+            raise ConfigError(
+                f"--nproc-per-node is {args.nproc_per_node!r}; write a number such as 8, or gpu, cpu or auto "
+                f"for as many trainers as the node has of them"
+            ) from error
         raise ConfigError(f"these options cannot be used: {error}") from error
     _complete_rendezvous_conf(config)
     entrypoint, arguments = _program(args)
@@ -372,7 +388,6 @@ def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
     for option, found, least, most in (
         ("--nproc-per-node", config.nproc_per_node, 1, math.inf),
         ("--nnodes", config.min_nodes, 1, math.inf),
-        ("--spares", args.spares, 0, math.inf),
         ("--node-rank", args.node_rank, 0, most_rank),
         ("--max-peer-restarts", args.max_peer_restarts, 0, math.inf),
         ("--master-port", args.master_port, 0, _MOST_PORT),
@@ -419,7 +434,8 @@ def _program(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:
     module = ("-m",) if args.module else ()
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     script = (args.training_script, *args.training_script_args)
-    return python, ("-u", "-m", "reft.job.script", *module, *script)
+    # -P: reft's own imports do not find modules of the working directory.
+    return python, ("-u", "-P", "-m", "reft.job.script", *module, *script)
 
 
 def _complete_rendezvous_conf(config: LaunchConfig) -> None:
@@ -433,7 +449,7 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
     conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
     if config.rdzv_backend in ("c10d", ETCD_BACKEND):
         # Bounds the wait for a node that dies between joining and introducing itself.
-        conf.setdefault("read_timeout", 30)
+        conf.setdefault("read_timeout", min(30.0, float(conf["join_timeout"])))
     if config.min_nodes < config.max_nodes:
         conf.setdefault("last_call_timeout", 10)
 

@@ -1,7 +1,10 @@
 """Runs a training script as ``python`` would, with reft ready for the moment it imports DeepSpeed.
 
-    python -m reft.job.script script.py ARGS...
-    python -m reft.job.script -m package.module ARGS...
+    python -P -m reft.job.script script.py ARGS...
+    python -P -m reft.job.script -m package.module ARGS...
+
+``-P`` keeps the working directory out of ``sys.path`` while reft is imported: a ``logging.py`` there is the
+script's. The script gets the path that ``python`` itself would give it.
 
 ``reft launch`` starts trainers this way. Nothing heavy is imported before the script runs: scripts set
 environment variables first. The traceback and, but for a lost peer, the exit code are the script's own.
@@ -26,7 +29,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -46,6 +49,13 @@ EX_FENCED = 76
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Those that tell a launcher to stop; its exit code is then 128 + n, whatever its trainers' are."""
 
+
+def not_ignored(numbers: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
+    """Signals that this process may handle. Whoever started it with a signal ignored (``nohup``; a shell, for
+    what it starts in the background) wants it to continue when that signal arrives."""
+    return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
+
+
 _LAUNCHERS_CODES = frozenset({EX_FENCED, *(128 + number for number in STOP_SIGNALS)})
 """What they say of a launcher, a trainer's end cannot mean."""
 
@@ -61,6 +71,9 @@ class Cause(StrEnum):
     OWN = "own"  # Its own error, exit code or signal: uses one of ``--max-restarts``
     PEER = "peer"  # Communication broke because another rank vanished: free
     STOPPED = "stopped"  # a peer was told to stop and took the whole job to a last commit: free
+    ENDED = "ended"
+    """Ended well while other ranks trained on. It is to blame only if they lost it: decided by what the other
+    nodes report, as the next."""
     UNCLEAR = "unclear"
     """Aborted by a communication library's watchdog, or by its own code: decided by what the other
     nodes report (:func:`reft.job.rendezvous.membership.agree`)."""
@@ -134,7 +147,8 @@ class ExitNote:
         if ours or _OF_DEEPSPEEDS_STAGES.match(str(error)):
             cause = Cause.SIZE
         lines = str(error).strip().splitlines()
-        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        # A first line that announces a list ends with a colon, and so does what is put in front of the rest.
+        text = f"{type(error).__name__}: {lines[0].rstrip(': ')}" if lines else type(error).__name__
         return cls(cause, text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 1] + "…")
 
     def write(self, directory: Path, local_rank: int) -> None:
@@ -194,6 +208,7 @@ class Failure:
     local_rank: int
     exit_code: int
     reason: str
+    ended_early: bool = False  # a rank that ended well left the others alone
 
 
 def judge(exits: Mapping[int, WorkerExit]) -> Failure:
@@ -201,6 +216,21 @@ def judge(exits: Mapping[int, WorkerExit]) -> Failure:
     order = (Cause.REFUSED, Cause.SIZE, Cause.OWN, Cause.UNCLEAR, Cause.PEER, Cause.STOPPED)
     rank, worst = min(exits.items(), key=lambda item: (order.index(item[1].cause), item[0]))
     return Failure(worst.cause, rank, shell_code(worst), f"local rank {rank}: {worst}")
+
+
+def name_ended_early(failure: Failure, ended: Mapping[int, str]) -> Failure:
+    """Name a rank that ended well where other ranks lost it and nothing else explains their failure.
+
+    Args:
+        failure: of this node's trainers.
+        ended: this node's trainers that ended well, by global rank, with their exit code and step.
+    """
+    if not ended or failure.cause not in (Cause.PEER, Cause.UNCLEAR):
+        return failure
+    rank = min(ended)
+    others = f" (and {len(ended) - 1} more on this node)" if len(ended) > 1 else ""
+    reason = f"rank {rank} ended with {ended[rank]} while other ranks trained on{others}"
+    return Failure(Cause.UNCLEAR, failure.local_rank, 1, reason, ended_early=True)
 
 
 def shell_code(end: WorkerExit) -> int:
@@ -234,8 +264,6 @@ def run_script(path: str) -> None:
             runpy.run_path(path, run_name="__main__")
             return
         raise _not_runnable(f"can't open file {os.path.abspath(path)!r}: no such file")
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
     absolute = os.path.abspath(path)
     try:
         with io.open_code(absolute) as file:
@@ -290,7 +318,9 @@ def run_and_classify(run: Callable[[], None]) -> int:
     try:
         run()
     except SystemExit as stop:
-        if stop.code not in (None, 0) and stop.__context__ is not None:
+        if stop.code in (None, 0):
+            _note_good_end()
+        elif stop.__context__ is not None:
             _note(stop)
         raise
     except KeyboardInterrupt as error:
@@ -301,6 +331,7 @@ def run_and_classify(run: Callable[[], None]) -> int:
         write_error_file(error)
         cause = _note(error)
         return 1 if cause is Cause.REFUSED and not is_refusal(error) else EXIT_CODES.get(cause, 1)
+    _note_good_end()
     return 0
 
 
@@ -320,18 +351,30 @@ def _show(error: BaseException) -> None:
 
 def _note(error: BaseException) -> Cause:
     note = ExitNote.of(error)
-    directory = os.environ.get(ENV_EXIT_DIR)
     # A script that prints lost communication and exits by itself has still lost a peer; one that
     # just exits says nothing more than its code does.
-    if directory and not (isinstance(error, SystemExit) and note.cause is Cause.OWN):
+    if not (isinstance(error, SystemExit) and note.cause is Cause.OWN):
+        _leave(note)
+    return note.cause
+
+
+def _note_good_end() -> None:
+    """Before the interpreter is taken apart, which takes seconds: peers may fail at once."""
+    # Without the module there is no page: nothing is imported for it.
+    progress = sys.modules.get("reft.node.progress")
+    step = progress.newest_step() if progress is not None else 0
+    _leave(ExitNote(Cause.ENDED, f"exit code 0 at step {step}" if step else "exit code 0"))
+
+
+def _leave(note: ExitNote) -> None:
+    if directory := os.environ.get(ENV_EXIT_DIR):
         with contextlib.suppress(OSError):
             note.write(Path(directory), int(os.environ.get("LOCAL_RANK", "0")))
-    return note.cause
 
 
 def main(argv: list[str]) -> int:
     if not argv or (argv[0] == "-m" and len(argv) < 2):
-        print("usage: python -m reft.job.script (script.py | -m module) [ARGS...]", file=sys.stderr)
+        print("usage: python -P -m reft.job.script (script.py | -m module) [ARGS...]", file=sys.stderr)
         return 2
     die_with_launcher()
     return run(argv)
@@ -354,9 +397,15 @@ def leave(code: int) -> NoReturn:
 
 
 def run(argv: list[str]) -> int:
-    """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify` does."""
+    """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify` does.
+    ``sys.path`` gets the first entry that ``python`` would give it."""
     on_import.mark(on_import.BEGAN)
     hook_imports()
+    if not os.environ.get("PYTHONSAFEPATH"):  # the flag is reft's own
+        if argv[0] == "-m":
+            sys.path.insert(0, os.getcwd())
+        elif os.path.isfile(argv[0]):  # runpy adds a directory itself
+            sys.path.insert(0, os.path.dirname(os.path.realpath(argv[0])))
     if argv[0] == "-m":
         name = argv[1]
         sys.argv = ["-m", *argv[2:]]

@@ -6,7 +6,7 @@ waited for, signalled and killed like any process that the launcher started itse
 multiprocessing's ``forkserver`` is the server's: its exit code is lost with the server, exit handlers of its
 script do not run, and processes that the script makes by "forkserver" come from the launcher's server.)
 
-    python -m reft.job.warm FD MODULE...
+    python -P -m reft.job.warm FD MODULE...
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import importlib
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +51,18 @@ READ_AT_IMPORT = (
     *("ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_"),
 )
 """How variables begin that libraries read while they are loaded."""
+READ_LATER = frozenset({"TORCH_CUDA_ARCH_LIST", "TORCH_EXTENSIONS_DIR", "TORCH_HOME"})
+"""Exceptions: torch and DeepSpeed read these only when they compile an operator or download a model."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_BYTES = 2**18
 _READY_SECS, _END_SECS, _THREAD_ENDS_SECS = 600.0, 5.0, 1.0
 _STARTS, _UNFIT = 5, 3
 _UNDERSTOOD = {"cwd", "env", "stdin", "stdout", "stderr", "text", "start_new_session", "encoding", "errors"}
 _prctl = ctypes.CDLL(None).prctl
+
+
+def is_read_at_import(name: str) -> bool:
+    return name.startswith(READ_AT_IMPORT) and name not in READ_LATER
 
 
 @dataclass(frozen=True)
@@ -67,9 +75,11 @@ class ForkRequest:
     parent: int
     session: bool
     unbuffered: bool
+    safe_path: bool  # started with -P
 
     def command(self) -> list[str]:
-        return [sys.executable, *(["-u"] if self.unbuffered else []), *self.argv]
+        flags = [*(["-u"] if self.unbuffered else []), *(["-P"] if self.safe_path else [])]
+        return [sys.executable, *flags, *self.argv]
 
 
 class ForkError(ReftError, RuntimeError):
@@ -108,8 +118,8 @@ class ForkingPopen(subprocess.Popen[Any]):
 
     def __init__(self, args: Any, *more: Any, **options: Any) -> None:
         words = [] if more or isinstance(args, str | bytes) else [os.fspath(word) for word in args]
-        self._unbuffered = words[1:2] == ["-u"]
-        program = words[2:] if self._unbuffered else words[1:]
+        program = list(dropwhile(lambda word: word in ("-u", "-P"), words[1:]))
+        self._flags = words[1 : len(words) - len(program)]
         fits = words[:1] == [sys.executable] and set(options) <= _UNDERSTOOD
         fits = fits and (program[:1] == ["-m"] or not "".join(program[:1]).startswith("-"))
         self._program = program if fits else []
@@ -128,8 +138,10 @@ class ForkingPopen(subprocess.Popen[Any]):
         env = dict(os.environ) if env is None else {str(k): str(v) for k, v in env.items()}
         server = self.server_for(self._program, env) if self._program else None
         if server is not None:
-            unbuffered = self._unbuffered or bool(env.get("PYTHONUNBUFFERED"))
-            request = ForkRequest(self._program, env, cwd, os.getpid(), self._session, unbuffered)
+            unbuffered = "-u" in self._flags or bool(env.get("PYTHONUNBUFFERED"))
+            safe_path = "-P" in self._flags or bool(env.get("PYTHONSAFEPATH"))
+            how = self._session, unbuffered, safe_path
+            request = ForkRequest(self._program, env, cwd, os.getpid(), *how)
             ends = enumerate((pipes[0], pipes[3], pipes[5]))
             try:
                 self.pid = fork(server, request, [number if end == -1 else end for number, end in ends])
@@ -173,7 +185,7 @@ class WarmTrainers:
         # Asking CUDA or HIP whether there are devices makes a state that no forked process can use: with
         # this, torch asks NVML, or on AMD's devices amdsmi.
         environ = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **self._environ, ENV_ROOM: "x" * 2**14}
-        command = [sys.executable, "-m", "reft.job.warm", str(theirs.fileno()), *self._modules]
+        command = [sys.executable, "-P", "-m", "reft.job.warm", str(theirs.fileno()), *self._modules]
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -195,7 +207,7 @@ class WarmTrainers:
             self._tell("the preloading process does not run: see its messages")
             return None
         names = sorted(n for n in {*self._environ, *env} if self._environ.get(n) != env.get(n))
-        if others := [n for n in names if n.startswith(READ_AT_IMPORT)]:
+        if others := [n for n in names if is_read_at_import(n)]:
             self._tell(f"{', '.join(others)} differ from the launcher's environment")
             return None
         return self._server
@@ -245,11 +257,11 @@ def _write(begin: int, end: int, texts: Sequence[str]) -> None:
 
 def serve(connection: socket.socket, entry: ProcEntry, path: Sequence[str]) -> ForkRequest:
     """Fork whenever it is asked for, until the other end is closed, which ends this process. ``path``:
-    ``sys.path`` without its first entry and without PYTHONPATH's. Returns in forked processes alone: what
-    to run. They are then as if they had been started for it."""
+    ``sys.path`` without the program's own entry and without PYTHONPATH's. Returns in forked processes alone:
+    what to run. They are then as if they had been started for it."""
     gc.collect()
     gc.freeze()  # its pages stay shared
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         message, fds, _, _ = socket.recv_fds(connection, _MOST_BYTES, 4)
         if not message:
@@ -272,6 +284,7 @@ def serve(connection: socket.socket, entry: ProcEntry, path: Sequence[str]) -> F
                 os.dup2(fd, number)
             for fd in (*fds, read, write):
                 os.close(fd)
+            signal.signal(signal.SIGINT, inherited)
             _become(request, path)
             return request
         os.close(write)
@@ -285,7 +298,6 @@ def serve(connection: socket.socket, entry: ProcEntry, path: Sequence[str]) -> F
 def _become(request: ForkRequest, path: Sequence[str]) -> None:
     if request.session:
         os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request.env)
     os.chdir(request.cwd)
@@ -297,8 +309,9 @@ def _become(request: ForkRequest, path: Sequence[str]) -> None:
     sys.modules["torch"].random.default_generator.seed()
     importlib.invalidate_caches()
     module = request.argv[0] == "-m"
+    first = [request.cwd if module else str(Path(request.argv[0]).resolve().parent)]
     own = [entry for entry in request.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = [request.cwd if module else str(Path(request.argv[0]).resolve().parent), *own, *path]
+    sys.path[:] = [*([] if request.safe_path else first), *own, *path]
     sys.argv = ["-m", *request.argv[2:]] if module else list(request.argv)
 
 
@@ -334,11 +347,12 @@ def _heed_variables(request: ForkRequest) -> None:
         if event != "os.putenv" or sys.modules["torch"].distributed.is_initialized():
             return
         name, value = map(os.fsdecode, arguments)
-        if name.startswith(READ_AT_IMPORT) and os.environ.get(name) != value:
+        if is_read_at_import(name) and os.environ.get(name) != value:
             sys.stdout.flush()
             print(
-                f"reft: this trainer starts again without preloaded imports: the script sets {name}, which "
-                "libraries read at import. Set it where `reft launch` is started, or start with --no-warm",
+                f"reft: this trainer starts again without preloaded imports: the script sets "
+                f"{name}={shlex.quote(value)}, which libraries read at import. Set it where `reft launch` is "
+                "started, or start with --no-warm",
                 file=sys.stderr,
                 flush=True,
             )
@@ -352,7 +366,7 @@ def main(argv: Sequence[str]) -> None:
     script.die_with_launcher()  # also while it imports, when it does not see that the connection is closed
     connection, entry = socket.socket(fileno=int(argv[0])), ProcEntry()
     connection.set_inheritable(False)
-    path = sys.path[1 + len([part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]) :]
+    path = sys.path[len([part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]) :]
     # Trainers hook DeepSpeed themselves.
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PostImportFinder)]
     for name in argv[1:]:

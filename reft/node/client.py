@@ -44,6 +44,7 @@ from reft.memory.jobdir import (
 )
 from reft.node.hangs import STOPPED, TRACED
 from reft.node.progress import process_state
+from reft.node.report import CONFIG_FILE, keep_history
 from reft.protect.codes import Scheme
 
 logger = logging.getLogger(__name__)
@@ -262,7 +263,15 @@ class NodeMemory:
         JobInUseError: another launcher, or a job under plain torchrun, has the directory."""
         check_place(self.path)
         self._made = not os.path.lexists(self.path)
-        make_job_directory(self.memory_dir, self.job_id)
+        try:
+            make_job_directory(self.memory_dir, self.job_id)
+        except OSError as error:
+            if isinstance(error, ReftError):
+                raise
+            raise ConfigError(
+                f"--memory-dir {self.memory_dir} cannot be used: {error.strerror}; write a directory on "
+                f"tmpfs that can be written, such as /dev/shm/reft"
+            ) from error
         self._lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
         # Of a launcher that was killed: this one holds the lock.
         for left in self.path.glob(f"{EXITS_PREFIX}*"):
@@ -334,16 +343,29 @@ class NodeMemory:
     def holds_versions(self) -> bool:
         return any(self.path.glob(f"*{ARENA_SUFFIX}"))
 
-    def remove(self) -> None:
+    def remove(self, log_dir: Path | None = None) -> None:
+        """Remove the memory of a job that ended well. Its history is kept in the persist directory, or else
+        in ``log_dir``, if that is there."""
         if self.job_dir is None:
             return
         try:
             if self._is_ours():
+                self._keep_history(log_dir)
                 remove_job(self.job_dir.path, force=True)
         except (OSError, ReftError) as error:
             logger.warning("%s could not be removed: %s", self.path, error)
         if self._lock is not None:
             self._lock.close()
+
+    def _keep_history(self, log_dir: Path | None) -> None:
+        persist_dir = ((read_json(self.path / CONFIG_FILE) or {}).get("persist") or {}).get("dir")
+        directory = log_dir if persist_dir is None else Path(persist_dir)
+        if directory is None or not directory.is_dir():
+            return
+        if persist_dir is not None:
+            directory /= self.job_id
+            directory.mkdir(exist_ok=True)
+        keep_history(self.path, self.job_id, self.node, directory)
 
 
 class DaemonKeeper:
@@ -402,7 +424,7 @@ class DaemonKeeper:
             began = time.monotonic()
             try:
                 # Its own session: Ctrl-C is for the launcher, which flushes before it ends the daemon.
-                command = [sys.executable, "-m", "reft.node.daemon", str(self._job_dir.path)]
+                command = [sys.executable, "-P", "-m", "reft.node.daemon", str(self._job_dir.path)]
                 self._process = subprocess.Popen(
                     [*command, "--launcher-pid", str(os.getpid())], start_new_session=True
                 )

@@ -38,13 +38,13 @@ from reft.node.client import END_SIGNAL, PURPOSE, SOCKET_NAME, short_path
 from reft.node.hangs import STOPPED, Unchanged
 from reft.node.observe import CommitWatch
 from reft.node.progress import process_state
+from reft.node.report import CONFIG_FILE
 from reft.node.status import MetricsServer
 from reft.storage.persist import persist_label
 from reft.storage.persister import Persister, PersistStatus, label_json
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.json"
 _POLL_SECS = 1.0
 _STATUS_SECS = 0.2  # between two looks at what stands still, and two versions of the status
 _IDLE_CONNECTION_SECS = 3600.0
@@ -201,7 +201,7 @@ class Daemon:
                         told.add(cause)
                         logger.exception("hang detection failed this time")
             self._listen_again()
-            self.status.update(web=self.metrics.url)
+            self.status.update(web=self.metrics.url, web_problem=self.metrics.problem)
             self.status.write_if_changed()
             if self._linger_secs and self._is_forsaken():
                 break

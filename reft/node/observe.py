@@ -46,6 +46,7 @@ from reft.node.report import (
     Signal,
     cut,
     heard,
+    note_keeper,
     place,
     read_board,
     read_history,
@@ -401,6 +402,8 @@ class StatusBoard:
         """The launcher does something else now, in ``words``. ``round``: of the trainers that it has started,
         if it has; ``failed``: why its trainers have ended by themselves."""
         said: dict[str, Any] = {"doing": words, "why": failed}
+        if words != self._mine.doing:
+            said["doing_since_unix_secs"] = time.time()
         if round is not None:
             said |= {"round": round, "times": {Signal.HEALTHY: time.time()}}
         self._mine = self._mine.model_copy(update=said)
@@ -500,7 +503,12 @@ class StatusBoard:
         board = Board(job_id=self.board.job_id)
         with suppress(ValueError):  # another release's: it is put together anew
             board = board if held is None else Board.unpack(held)
-        self.board = board
+        # This launcher may have stood still itself: that is nobody else's silence.
+        period = self._period_secs()
+        elapsed = min(elapsed, 2 * period)
+        self.board = note_keeper(
+            self.board, board, elapsed_secs=elapsed, offline_after_secs=_OFFLINE_PERIODS * period
+        )
         names = self._nodes() or [self._node]
         if names[0] == self._node:
             self._keep(store, names, report, elapsed)
@@ -509,8 +517,6 @@ class StatusBoard:
         self, store: RendezvousStore, names: Sequence[str], mine: NodeReport, elapsed_secs: float
     ) -> None:
         period, now = self._period_secs(), time.time()
-        # The keeper may have stood still itself: that is nobody else's silence.
-        elapsed = min(elapsed_secs, 2 * period)
         before = {node.node: node for node in self.board.nodes}
         there, told = [], []
         for name in sorted({*before, *names}):
@@ -521,7 +527,7 @@ class StatusBoard:
             node = heard(
                 known,
                 report or known,  # type: ignore[arg-type]
-                elapsed_secs=elapsed,
+                elapsed_secs=elapsed_secs,
                 offline_after_secs=_OFFLINE_PERIODS * period,
                 now=now,
             )

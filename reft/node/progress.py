@@ -490,6 +490,11 @@ def open_page(
     return page
 
 
+def newest_step() -> int:
+    """Last step that the sessions of this process have made; 0 if there was none."""
+    return max((int(page._page.step) for page in _pages), default=0)
+
+
 def at_instruction(page: ProgressPage, name: str) -> Callable[..., Any]:
     """Goes around an engine's method that is an instruction by itself."""
     number = page.number_of(name)

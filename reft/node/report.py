@@ -30,6 +30,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.memory.jobdir import read_json
+from reft.naming import safe_name
 from reft.node.memory_watch import MemoryUse, RunsOut
 from reft.node.progress import RankSteps
 from reft.node.stragglers import RankSpeed, Straggler
@@ -39,10 +40,14 @@ from reft.protect.placement import place_group, tolerance_left
 logger = logging.getLogger(__name__)
 
 BOARD_FILE, HISTORY_FILE = "board.json", "history.jsonl"
+CONFIG_FILE = "config.json"  # the block, as the trainers gave it to the daemon
+_KEPT = "history-"
 STARTED, RESUMED, STEPPED, ENDED = "started", "resumed", "stepped", "ended"  # events of the history
+WAITING, FAILED = "waiting for nodes", "a trainer has failed"  # a launcher's words for what it does
 ENDED_WELL = "the job ended well"  # why a launcher has ended whose job has
 MOST_CHARACTERS = 200  # of a text in a report; longer ones are cut
 MOST_WARNINGS = 6
+_QUIET_SHARE = 1 / 3  # of the silence that makes a node OFFLINE; then it is not counted on
 _MOST_BYTES = 64 * 2**20  # of a report or board, once it is unpacked: 65,536 nodes
 
 
@@ -218,7 +223,9 @@ class NodeReport(_Message):
     # its state; ``times`` says when it last was in each, in seconds since 1970
     signal: Signal = Signal.HEALTHY
     times: dict[Signal, float] = {}
-    doing: _Text = ""  # the launcher's words for what it does; ``why`` for what is wrong
+    # the launcher's words for what it does, and since when; ``why`` for what is wrong
+    doing: _Text = ""
+    doing_since_unix_secs: float | None = None
     why: _Text = ""
     step: int | None = None  # last one that its trainers have made; ``steps_per_sec``: over the last steps
     steps_per_sec: float | None = None
@@ -239,6 +246,7 @@ class NodeReport(_Message):
     # What the keeper of the board adds: how long the number has not changed, by its clock, and since when
     # nothing is heard of the node; None: it is heard of
     silent_secs: float = 0.0
+    quiet: bool = False  # silent for longer than usual, and not OFFLINE yet
     offline_unix_secs: float | None = None
 
     @property
@@ -299,7 +307,20 @@ def heard(
     if report.left or silent > offline_after_secs:
         known = before.offline_unix_secs if before is not None and same else None
         offline = now - silent if known is None else known
-    return report.model_copy(update={"silent_secs": silent, "offline_unix_secs": offline})
+    quiet = offline is None and silent > _QUIET_SHARE * offline_after_secs
+    return report.model_copy(update={"silent_secs": silent, "quiet": quiet, "offline_unix_secs": offline})
+
+
+def note_keeper(before: Board, board: Board, *, elapsed_secs: float, offline_after_secs: float) -> Board:
+    """The board as nodes other than its keeper see it: a keeper that writes nothing new is silent itself."""
+    known = before.node(board.keeper)
+    keeper = board.node(board.keeper)
+    if known is None or keeper is None or before.keeper != board.keeper:
+        return board
+    silent = known.silent_secs + elapsed_secs if before.unix_secs == board.unix_secs else 0.0
+    seen = {"silent_secs": silent, "quiet": silent > _QUIET_SHARE * offline_after_secs}
+    nodes = (n.model_copy(update=seen) if n is keeper else n for n in board.nodes)
+    return board.model_copy(update={"nodes": tuple(nodes)})
 
 
 # -- the placement ---------------------------------------------------------------------------------------
@@ -326,9 +347,10 @@ def scheme_of(nodes: Iterable[NodeReport]) -> str:
     return max(shards, key=lambda s: s.label).scheme if shards else ""
 
 
-def tolerance_now(nodes: Sequence[NodeReport]) -> int | None:
+def tolerance_now(nodes: Sequence[NodeReport], *, without_quiet: bool = False) -> int | None:
     """Further node losses that every sharding group survives, from the real placement without the nodes that
-    are gone (P4). -1: what is gone is more than that; None: no version, or its protection is not known."""
+    are gone, or also without those that are quiet (P4). -1: what is gone is more than that; None: no version,
+    or its protection is not known."""
     degrees, holders = place(nodes)
     scheme = scheme_of(nodes)
     if degrees is None or not scheme:
@@ -339,7 +361,11 @@ def tolerance_now(nodes: Sequence[NodeReport]) -> int | None:
             held = [holders.get(Coordinate(pp, dp, tp)) for dp in range(degrees.dp)]
             # P4: a rank that nobody has told of counts as lost, alone.
             domains = tuple(f"?{dp}" if n is None else n.domain for dp, n in enumerate(held))
-            lost = frozenset(dp for dp, n in enumerate(held) if n is None or n.seen is Signal.OFFLINE)
+            lost = frozenset(
+                dp
+                for dp, n in enumerate(held)
+                if n is None or n.seen is Signal.OFFLINE or (without_quiet and n.quiet)
+            )
             groups.add((domains, lost))
     try:
         return min(losses_left(domains, lost, scheme) for domains, lost in groups)
@@ -369,7 +395,7 @@ def summary(board: Board, now: float) -> dict[str, Any]:
     recoveries = [n.recovery for n in nodes if n.recovery is not None]
     last = max(recoveries, key=lambda r: (r.round, r.unix_secs), default=None)
     needed = {node.node for node in place(nodes)[1].values()}
-    left = tolerance_now(nodes)
+    left = tolerance_now(nodes, without_quiet=True)
     runs_out = [{"node": n.node, **asdict(r), "said": f"{n.node}: {r}"} for n in present for r in n.runs_out]
     warnings = [*_warnings(nodes, needed, left), *map(str, board.slow), *(r["said"] for r in runs_out)]
     told: dict[str, Any] = {"newest_commit": None, "commit_age_secs": None, "commit_lag_steps": None}
@@ -422,7 +448,7 @@ def _since_start(nodes: Sequence[NodeReport]) -> dict[str, Any] | None:
     return asdict(counts) | derived | (speeds if known else dict.fromkeys(speeds))
 
 
-_OF_NODE = {"node", "domain", "spare", "round", "step", "steps_per_sec", "trainers"}
+_OF_NODE = {"node", "domain", "spare", "round", "step", "steps_per_sec", "trainers", "quiet"}
 
 
 def _node(node: NodeReport, needed: bool) -> dict[str, Any]:
@@ -447,6 +473,9 @@ def _node(node: NodeReport, needed: bool) -> dict[str, Any]:
 def _warnings(nodes: Iterable[NodeReport], needed: Iterable[str], left: int | None) -> Iterable[str]:
     told: dict[str, list[str]] = {}
     for node in nodes:
+        if node.quiet:
+            secs = f"{node.silent_secs:.0f} s"
+            yield f"{node.node} has not reported for {secs}; it counts as lost until it does"
         if node.seen is not Signal.OFFLINE:
             for said in node.warnings:
                 told.setdefault(said, []).append(node.node)
@@ -463,7 +492,7 @@ def _warnings(nodes: Iterable[NodeReport], needed: Iterable[str], left: int | No
 def is_well(told: Mapping[str, Any]) -> bool:
     needed = [n for n in told["nodes"] if n["holds_shards"] or n["signal"] != Signal.OFFLINE]
     bad = (Signal.UNHEALTHY, Signal.OFFLINE)
-    return told["newest_commit"] is not None and not any(n["signal"] in bad for n in needed)
+    return told["newest_commit"] is not None and not any(n["signal"] in bad or n["quiet"] for n in needed)
 
 
 # -- the restarts ----------------------------------------------------------------------------------------
@@ -538,6 +567,26 @@ def read_history(job_dir: Path) -> list[Round]:
             elif event == ENDED and rounds:
                 rounds[-1].ended = _text(facts["reason"])
     return rounds
+
+
+def keep_history(job_dir: Path, job_id: str, node: str, directory: Path) -> None:
+    """Append the history of a node, a line for each start, to a file that outlives the job's memory. Raises
+    OSError: it cannot be written."""
+    lines = (json.dumps({"job_id": job_id, "node": node, **asdict(row)}) for row in read_history(job_dir))
+    with (directory / f"{_KEPT}{job_id}-{safe_name(node)}.jsonl").open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def read_kept_histories(directory: Path) -> dict[tuple[str, str], list[Round]]:
+    """The starts that :func:`keep_history` has kept there, by job and node; other lines are left out."""
+    found: dict[tuple[str, str], list[Round]] = {}
+    for path in sorted(directory.glob(f"{_KEPT}*.jsonl")):
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                facts = json.loads(line)
+                of = _text(facts.pop("job_id")), _text(facts.pop("node"))
+                found.setdefault(of, []).append(_ROUND.validate_python(facts))
+    return found
 
 
 def _secs(value: Any) -> float:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ from reft.memory.jobdir import DAEMON_FILE, JobDir, is_running, read_json
 from reft.node.advice import advise, situation
 from reft.node.client import read_record
 from reft.node.observe import NodeObserver
-from reft.node.progress import read_pages
+from reft.node.progress import Phase, read_pages
 from reft.node.report import (
+    CONFIG_FILE,
     ENDED_WELL,
+    FAILED,
+    WAITING,
     Board,
     NodeReport,
     Signal,
@@ -47,7 +51,15 @@ logger = logging.getLogger(__name__)
 
 ENDED_AS_WANTED = "it ended well"
 _OLD_SECS = 10.0
+_BRIEF_SECS = 2.0  # in which nodes that are there come to meet after a failure
 _MOST_ROUNDS = 64
+
+
+class State(StrEnum):
+    RUNS = "runs"
+    RECOVERING = "recovering"
+    WAITING = "waiting for a node"
+    ENDED = "ended"
 
 
 class StatusReader:
@@ -65,12 +77,14 @@ class StatusReader:
         told = summary(board, now)
         here = [_node(path) for path in self.paths]
         found = advise(situation(self.paths, board, None)) if running else ()
+        state, waiting = _state(board, self.paths) if running else (State.ENDED, None)
         return told | {
             "warnings": [*said, *told["warnings"]],
             "advice": [advice.to_json() for advice in found],
-            "state": "runs" if running else "ended",
+            "state": str(state),
+            "waiting": waiting,
             "ended": None if running else _end(self.paths),
-            "well": running and is_well(told) and all(map(_node_is_well, here)),
+            "well": state is State.RUNS and is_well(told) and all(map(_node_is_well, here)),
             "here": here,
         }
 
@@ -91,6 +105,30 @@ class StatusReader:
         alone = "no reft launcher reports on other nodes: only nodes whose memory was read are shown"
         board = Board(job_id=JobDir.open(self.paths[0]).job_id, unix_secs=now, nodes=nodes)
         return board, [alone] if running else []
+
+
+def _state(board: Board, paths: Sequence[Path]) -> tuple[State, dict[str, Any] | None]:
+    """What a running job does; while it waits for nodes: for which, since when, and until when. The limit is
+    None if the launchers' join timeout is the only one."""
+    rounds = [row for path in paths for row in read_history(path)[-1:]]
+    last = max(rounds, key=lambda row: row.unix_secs, default=None)
+    present = [n for n in board.nodes if n.seen is not Signal.OFFLINE and not n.quiet and not n.spare]
+    waits = [n for n in present if n.doing == WAITING]
+    missing = [] if last is None else sorted(set(last.nodes) - {n.node for n in waits})
+    since = min((n.doing_since_unix_secs for n in waits if n.doing_since_unix_secs), default=None)
+    late = since is not None and time.time() - since > _BRIEF_SECS
+    if waits and (last is None or set(missing) - {n.node for n in present} or (missing and late)):
+        block = next(filter(None, (read_json(path / CONFIG_FILE) for path in paths)), {})
+        wait_secs = (block.get("elastic") or {}).get("wait_secs")
+        until = since + wait_secs if since and wait_secs else None
+        return State.WAITING, {"for": missing, "since_unix_secs": since, "until_unix_secs": until}
+    if waits or any(n.doing == FAILED for n in present):
+        return State.RECOVERING, None
+    pages = [page for path in paths for page in read_pages(path) if page.state not in ("", "Z")]
+    trains = any(page.phase not in (Phase.LOADING, Phase.FIRST_STEP) for page in pages)
+    if last is not None and restarts_among([last]) and not trains:
+        return State.RECOVERING, None
+    return State.RUNS, None
 
 
 def _node(path: Path) -> dict[str, Any]:
@@ -302,6 +340,7 @@ class MetricsServer:
         self._config = MetricsConfig()
         self._ended = threading.Event()
         self._server: WSGIServer | None = None
+        self.problem: str | None = None  # why nothing is served although the block asks for it
         self._reader: StatusReader | None = None
         self._reading = threading.Lock()
 
@@ -370,15 +409,15 @@ class MetricsServer:
                 metrics = server.get_app()
                 assert metrics is not None
                 server.set_app(partial(self._answer, metrics))
-                self._server = server
+                self._server, self.problem = server, None
                 logger.info("metrics for Prometheus, and the status page, are served at %s", self.url)
                 return
             except ImportError:
-                logger.warning(
-                    "no metrics: the package prometheus-client is missing; pip install 'reft-ckpt[metrics]'"
-                )
+                self.problem = "the package prometheus-client is missing; pip install 'reft-ckpt[metrics]'"
+                logger.warning("no metrics: %s", self.problem)
                 return
             except (OSError, OverflowError, UnicodeError) as error:
+                self.problem = f"{place}: {error}"
                 if not told:
                     logger.warning(
                         "no metrics at %s: %s; reft tries again, training does not wait for it. Set "

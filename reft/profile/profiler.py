@@ -184,7 +184,7 @@ def write(result: ProfileResult, folder: Path) -> None:
     path = (folder / PROFILE_FILE).absolute()
     result.save(path)
     # Another process draws: no training process imports what draws.
-    command = [sys.executable, "-m", "reft.cli", "profile", "--from", str(path)]
+    command = [sys.executable, "-P", "-m", "reft.cli", "profile", "--from", str(path)]
     command += ["--trace", str(folder / "trace.json")]
     if find_spec("matplotlib") is not None:
         command += ["--figure", str(folder / "profile.png")]

@@ -118,6 +118,12 @@ class RankStep(StepTrace):
     def secs_of(self, activity: Activity) -> float:
         return sum(s.secs for s in self.segments if s.activity is activity)
 
+    @property
+    def held_up_secs(self) -> float:
+        """Seconds that training spent on a snapshot in this step."""
+        begun = self.secs_of(Activity.CAPTURE) if self.chunks else 0.0
+        return self.secs_of(Activity.FENCE) + begun
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWindow:
@@ -146,7 +152,7 @@ class StageProfile:
     # between instructions (Python, data, the launch of kernels).
     secs: dict[Activity, Spread]
     usable_secs: Spread  # of them, those in which snapshots may be copied: not within the optimizer step
-    snapshot_bytes: int  # bytes one rank copies per snapshot; 0 if unknown
+    snapshot_bytes: int  # bytes one rank copies from its device per snapshot; 0 if unknown
     windows: tuple[MeasuredWindow, ...]  # recurring idle intervals, in the order of the instructions
     # What snapshots did, per rank and step: mean bytes by tier (0: at the fence), and mean seconds of copying
     # by what the device did meanwhile.

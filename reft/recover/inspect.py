@@ -240,12 +240,13 @@ def _report(
 
 
 def _report_arena(node: str, path: Path, arena: Arena, verify: bool) -> ArenaReport:
+    # A live trainer may be writing: what it overwrites meanwhile is not bad, it is gone. Pinned before the
+    # header is read: a version that began in between would be compared with the checksums of the one before.
+    pinned = verify and arena.lock_shared()
     header = arena.header()
     report = ArenaReport(node, path, header, arena.file_bytes)
     if not verify or header is None or not header.state.whole:
         return report
-    # A live trainer may be writing: what it overwrites meanwhile is not bad, it is gone.
-    pinned = arena.lock_shared()
     bad = tuple(e.key for e in header.entries if not arena.verify(e))
     if bad and not pinned and arena.header() != header:
         return replace(report, header=arena.header())

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from reft.errors import LayoutError, PersistError
-from reft.grid import STATE_SECTIONS, Coordinate
-from reft.memory.arena import Arena
+from reft.grid import STATE_SECTIONS, Coordinate, Label
+from reft.memory.arena import Arena, scan
 from reft.memory.header import Entry
 from reft.memory.jobdir import newest_record
-from reft.recover.decide import offline_topology, plan_verified
+from reft.recover.decide import offline_topology, plan_recovery, plan_verified
 from reft.recover.inventory import ArenaSet, Inventory, Place, open_job
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import rebuild_offline
@@ -28,6 +29,8 @@ from reft.storage.publish import SourceBlock
 logger = logging.getLogger(__name__)
 
 STORED = "storage"  # in the place of a node's id
+_HOLD_SECS = 10.0  # for which ranks of a running job are awaited that are writing
+_POLL_SECS = 0.02
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ def persist_offline(
     """Write the newest recoverable version as a DeepSpeed checkpoint, without the job's processes.
 
     The same plan as for a recovery decides which version that is and where each block is read, so
-    blocks of lost nodes come from their copies.
+    blocks of lost nodes come from their copies. If the job runs, the version is held in memory until it is
+    written; training continues, and skips versions that need its arenas.
 
     Args:
         job_dirs: the job's memory directories of all nodes that are left, made reachable here.
@@ -62,9 +66,12 @@ def persist_offline(
     jobs = [*nodes.values()]
     places = [Place(job.path, node, job.secret) for node, job in nodes.items()]
     with ExitStack() as stack:
-        found = _find(places, jobs[0].job_id, stack)
+        held = _hold(places, jobs[0].job_id, stack)
+        of_held = [replace(place, is_wanted=held.__contains__) for place in places]
+        found = _find(of_held, jobs[0].job_id, stack)
         if isinstance(found.plan, NotRecoverable):
             raise found.plan.error()
+        _release_others(held, found.plan.label)
         records = [newest_record(job.path, found.plan.label.incarnation) for job in jobs]
         _, fingerprint = max((r for r in records if r is not None), default=(0, None))
         noted = max(job.noted_incarnation() for job in jobs)
@@ -99,6 +106,48 @@ def export_stored(
         f"{stored} holds no whole version that reft wrote ({'; '.join(problems) or 'no marker was found'}); "
         f"give the job's directory in persist.dir"
     )
+
+
+def _hold(places: Sequence[Place], job_id: str, stack: ExitStack) -> dict[Path, Arena | None]:
+    """Pin the arenas that no trainer is writing, until they hold a whole version; the job may be running.
+    None stands for an arena that cannot be read, which the inventory names.
+
+    Nodes are visited one after the other, so the first visit may pin different versions on different nodes.
+    What is pinned stays, which stops the ranks that are ahead; those behind then finish the same version."""
+    held: dict[Path, Arena | None] = {}
+    deadline = time.monotonic() + _HOLD_SECS
+    while True:
+        written = False
+        for place in places:
+            for path, arena in scan(place.directory, place.secret, is_wanted=lambda path: path not in held):
+                if isinstance(arena, str):
+                    held[path] = None
+                elif stack.enter_context(arena).lock_shared():
+                    held[path] = arena
+                else:
+                    written = True
+                    arena.close()
+        if not written or _is_whole(places, job_id, held) or time.monotonic() > deadline:
+            return held
+        time.sleep(_POLL_SECS)
+
+
+def _is_whole(places: Sequence[Place], job_id: str, held: Collection[Path]) -> bool:
+    inventories = [replace(place, is_wanted=held.__contains__).inventory() for place in places]
+    if not any(record.usable for inventory in inventories for record in inventory.arenas):
+        return False
+    with suppress(LayoutError):  # the ranks that were pinned tell too little
+        topology = offline_topology(inventories, job_id)
+        return isinstance(plan_recovery(inventories, topology, job_id=job_id), RecoveryPlan)
+    return False
+
+
+def _release_others(held: Mapping[Path, Arena | None], label: Label) -> None:
+    """Return the arenas of other versions to the job: it can write one more while this one is exported."""
+    for arena in filter(None, held.values()):
+        header = arena.header()
+        if header is None or header.label != label:
+            arena.unlock()
 
 
 @dataclass(frozen=True)
@@ -142,7 +191,7 @@ def _find(places: Sequence[Place], job_id: str, stack: ExitStack) -> _Found:
         # Ends: each round stores lost blocks, or finds sources that no later round uses.
         folder = TemporaryDirectory(prefix=".decoded-", dir=places[0].directory.parent)
         scratch = Path(stack.enter_context(folder))
-        decoded = replace(places[0], directory=scratch, node=f"decoded {scratch.name}")
+        decoded = Place(scratch, f"decoded {scratch.name}", places[0].secret)
         refused = rebuild_offline(plan, arenas, decoded)
         look(decoded)
         plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id, bad=bad | refused)

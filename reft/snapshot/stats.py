@@ -119,6 +119,7 @@ class SnapshotStats:
     committed: int = 0  # versions committed globally
     skipped: Counter[str] = field(default_factory=Counter)  # versions given up, by cause
     bytes_per_snapshot: int = 0  # bytes this rank keeps per version, own and redundant
+    device_bytes: int = 0  # bytes of a version that are copied from this rank's device
     peer_bytes: int = 0  # bytes received from ring peers so far
     # bytes of the newest committed version, to the host and to other nodes
     traffic: Traffic = field(default_factory=Traffic)

@@ -250,6 +250,10 @@ class Votes:
         self.stop_step = stop_step
 
 
+class WrittenError(ReftError):
+    """Live tensors changed while a version of them was copied."""
+
+
 _STANDING = TypeAdapter(versions.Standing)
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
@@ -579,6 +583,8 @@ class SnapshotWorker:
         self._paced = request.paced
         try:
             return self._fill(request, self._gate_for(request))
+        except WrittenError as error:
+            return versions.CopyFailed(Cause(versions.WRITTEN, str(error)))
         except Exception as error:
             if not isinstance(error, ReftError | OSError):
                 self._complaints.tell("a version could not be copied", error)
@@ -628,6 +634,12 @@ class SnapshotWorker:
                 filling.write_host(placed, request.host_blob)
                 filling.hash(placed)
         self.watchers.stats.tier_bytes.update(bytes_by_tier(self._records))
+        if self.copier.written:
+            self.written_tensors.update(self.copier.written)
+            raise WrittenError(
+                f"{shortened(self.copier.written)} changed while they were copied, although torch counts no "
+                f"write to them: the script writes .data, or another library does"
+            )
 
     def _released(self) -> None:
         """Training may go on: all was copied, or is kept on the device."""
@@ -914,6 +926,7 @@ class SnapshotWorker:
     def _adopt(self, layout: GroupLayout) -> None:
         self.layout = layout
         self.watchers.stats.bytes_per_snapshot = layout.mine.data_bytes
+        self.watchers.stats.device_bytes = sum(layout.mine.device_bytes.values())
         self._ring.agree(layout.mine.data_bytes)
         logger.info("layout of the snapshots: %s", layout.plan)
 

@@ -306,6 +306,7 @@ class StateAdapter:
         self.wrapper = engine.optimizer
         self.state = OptimizerState(self._innermost())
         self.check()
+        self._sizes = self._group_sizes()
         self._module_params = [p for _, p in engine.module.named_parameters()]
 
     def _innermost(self) -> Any:
@@ -314,6 +315,25 @@ class StateAdapter:
     def check(self) -> None:
         """Refuse what this class may hold but the adapter does not know."""
         check_optimizer(self.state.optimizer)
+
+    def _group_sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.state.optimizer.param_groups]
+
+    def why_groups_are_lost(self) -> str | None:
+        """What the script has changed about the parameter groups since the start that cannot be restored, and
+        what to write; None where there is nothing."""
+        now = self._group_sizes()
+        if now == self._sizes:
+            return None
+        return (
+            f"the optimizer's parameter groups have changed: {self._sizes} parameters at the start, {now} "
+            f"now. "
+            f"{class_path(self.wrapper)} cannot be restored with groups that the script adds on the way: "
+            f"versions "
+            "are taken from here on, but the job could not be resumed from them. Give all parameters to the "
+            'optimizer before deepspeed.initialize, with "lr": 0.0 and requires_grad_(False) until they '
+            "are trained"
+        )
 
     @property
     def steps_exactly(self) -> bool:
@@ -438,6 +458,25 @@ class StateAdapter:
         """Make what the wrapper caches about masters and state point to the live tensors."""
 
 
+ADDED_GROUPS = "added_groups"
+"""Key of the host state: see :meth:`PlainAdapter._added_names`."""
+
+
+def _leave_out_once(optimizer: Any, restored: list[set[int]]) -> None:
+    """Have ``add_param_group`` do nothing for groups of these parameters, once for each."""
+    original = optimizer.add_param_group
+
+    def add_param_group(group: dict[str, Any]) -> None:
+        given = group["params"]
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        if (identities := {id(p) for p in given}) in restored:
+            restored.remove(identities)
+        else:
+            original({**group, "params": given})
+
+    optimizer.add_param_group = add_param_group
+
+
 class PlainAdapter(StateAdapter):
     """fp32 without ZeRO: the engine's optimizer is the torch optimizer itself."""
 
@@ -446,6 +485,42 @@ class PlainAdapter(StateAdapter):
 
     def _innermost(self) -> Any:
         return self.wrapper
+
+    def host_state(self) -> dict[str, Any]:
+        return {**super().host_state(), ADDED_GROUPS: self._added_names()}
+
+    def _added_names(self) -> dict[int, list[str | None]]:
+        """The model's parameters in the groups that were added since the start, by number of the group."""
+        added = list(enumerate(self.wrapper.param_groups))[len(self._sizes) :]
+        if not added:
+            return {}
+        names = {id(p): name for name, p in self.engine.module.named_parameters()}
+        return {number: [names.get(id(p)) for p in group["params"]] for number, group in added}
+
+    def why_groups_are_lost(self) -> str | None:
+        unknown = any(name is None for names in self._added_names().values() for name in names)
+        if not unknown and self._group_sizes()[: len(self._sizes)] == self._sizes:
+            return None
+        return super().why_groups_are_lost()
+
+    def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
+        self._check_same(host_state)
+        self._add_groups(host_state)
+        return super().prepare(manifest, host_state)
+
+    def _add_groups(self, host_state: dict[str, Any]) -> None:
+        """Groups that the script had added when the version was taken. It may add them once more, where it
+        repeats the step in which it did so: that is then left out."""
+        optimizer, parameters = self.wrapper, dict(self.engine.module.named_parameters())
+        restored = []
+        for number, names in host_state.get(ADDED_GROUPS, {}).items():
+            if number != len(optimizer.param_groups) or not all(name in parameters for name in names):
+                continue
+            group = {**host_state["param_groups"][number], "params": [parameters[name] for name in names]}
+            optimizer.add_param_group(group)
+            restored.append({id(p) for p in group["params"]})
+        if restored:
+            _leave_out_once(optimizer, restored)
 
     def grouped(self) -> list[list[torch.Tensor]]:
         return [list(group["params"]) for group in self.wrapper.param_groups]

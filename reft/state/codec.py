@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import sys
 from argparse import Namespace
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from math import prod
 from pathlib import Path, PosixPath
@@ -61,6 +61,7 @@ class _Ext(enum.IntEnum):
     RANGE = 19
     SLICE = 20
     NAMESPACE = 21
+    COUNTER = 22
 
 
 _KEY_TYPES = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, enum.Enum)
@@ -238,6 +239,7 @@ _FORMS: dict[type, tuple[_Ext, _Lower]] = {
     frozenset: (_Ext.FROZENSET, _members),
     dict: (_Ext.DICT, _pairs),
     OrderedDict: (_Ext.ORDERED_DICT, _pairs),
+    Counter: (_Ext.COUNTER, _pairs),
     deque: (_Ext.DEQUE, lambda v, path, depth: [v.maxlen, _items(v, path, depth)]),
     complex: (_Ext.COMPLEX, lambda v, path, depth: [v.real, v.imag]),
     Namespace: (_Ext.NAMESPACE, lambda v, path, depth: _lower(dict(vars(v)), path, depth)),
@@ -340,6 +342,7 @@ _MAKE: dict[int, Callable[[Any], Any]] = {
     _Ext.FROZENSET: frozenset,
     _Ext.DICT: lambda pairs: {k: v for k, v in pairs},
     _Ext.ORDERED_DICT: lambda pairs: OrderedDict((k, v) for k, v in pairs),
+    _Ext.COUNTER: lambda pairs: Counter({k: v for k, v in pairs}),
     _Ext.TENSOR: make_tensor,
     _Ext.ARRAY: _make_array,
     _Ext.SCALAR: _make_scalar,

@@ -15,8 +15,10 @@ that are already there are not touched (P6).
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
+import socket
 import threading
 import time
 from collections import Counter
@@ -24,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from reft.config import FaultPoint, ReftConfig
@@ -51,6 +54,7 @@ from reft.storage.publish import (
 logger = logging.getLogger(__name__)
 
 _POLL_SECS = (0.02, 0.5)
+MAKE_WRITABLE = "mount it or make it writable, or set persist.dir to another directory that every node sees"
 _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arenas)"
 
 
@@ -153,6 +157,17 @@ def _fault_points(config: ReftConfig, source: VersionSource) -> Callable[[Coordi
     return lambda coordinate: plans[coordinate].reach(FaultPoint.DURING_PERSIST, source.label.step)
 
 
+def reason_unwritable(directory: Path) -> str:
+    """Why this host cannot write to a persist directory; empty if it can. Nothing is left there.
+
+    The directory is made by the first write. A missing parent is a file system that is not mounted."""
+    try:
+        with TemporaryFile(dir=directory if directory.exists() else directory.parent):
+            return ""
+    except OSError as error:
+        return f"{error.strerror or error} (tried on host {socket.gethostname()})"
+
+
 # --- what this node has ----------------------------------------------------------------------------
 
 
@@ -247,10 +262,10 @@ def write_version(
     except OSError as error:
         if isinstance(error, ReftError):
             raise
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        change = f"make room in {options.directory}" if full else MAKE_WRITABLE
         raise PersistError(
-            f"{error.filename or options.directory}: {error.strerror or error}; make room in "
-            f"{options.directory} or make it writable, or set persist.dir to another directory that every "
-            f"node sees"
+            f"{error.filename or options.directory}: {error.strerror or error}; {change}"
         ) from error
 
 

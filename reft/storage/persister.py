@@ -133,7 +133,8 @@ class Persister:
             self._newest = label
             lag, waits = self._lag()
             self.status.update(lag_steps=lag)
-            if interval and lag > interval and waits != self._told:
+            slow = interval and lag > interval and self.status.stale_since_step is None  # else it fails
+            if slow and waits != self._told:
                 self._told = waits
                 logger.warning(
                     "step %d is committed, but step %d is not on storage yet: writing takes longer than "

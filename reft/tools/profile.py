@@ -41,11 +41,21 @@ from reft.snapshot.schedule import WindowKind
 
 _NAME = "reft profile"
 _WIDTH = 170
+_DESCRIPTION = (
+    "Run a job like 'reft launch' (with the same options: --help-all lists them), measure some steps after "
+    "warm-up, and report where the devices of every pipeline stage wait and how much of a snapshot fits "
+    "there. The job ends after the measurement."
+)
 
 
 def main(argv: Sequence[str]) -> int:
     """Command line of ``reft profile``; returns the exit code: 0, 1 if there is no profile in the end, else
     what ``reft launch`` returns. Raises ReftError: a :class:`~reft.errors.ConfigError` for wrong use."""
+    if argv[:1] in (["-h"], ["--help"]):  # without torch, whose import takes seconds
+        parser = Parser(prog=_NAME, words="SCRIPT [ARGUMENTS]...", description=_DESCRIPTION)
+        _add_options(parser)
+        parser.print_help()
+        return 0
     if any(word.partition("=")[0] == "--from" for word in argv):
         parser = Parser(prog=_NAME, add_help=False, allow_abbrev=False)
         _add_outputs(parser)
@@ -57,7 +67,23 @@ def main(argv: Sequence[str]) -> int:
             except ProfileError as error:
                 raise ConfigError(str(error)) from error
             return 0
-    return _run(argv)
+    return _run(["--help"] if argv[:1] == ["--help-all"] else argv)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Profile")
+    for option, default, says in (
+        ("--steps", 10, "steps to measure"),
+        ("--warmup-steps", ProfileConfig().warmup_steps, "steps before the measurement"),
+    ):
+        dest = f"profile_{option[2:].replace('-', '_')}"
+        shown = f"{says} (default: %(default)s)"
+        group.add_argument(option, type=int, default=default, dest=dest, metavar="N", help=shown)
+    group.add_argument("--dir", type=Path, help="directory in which to keep all files")
+    says = "let the job continue to its own end after the measurement"
+    group.add_argument("--keep-running", action="store_true", help=says)
+    group.add_argument("--without-snapshots", action="store_true", help="measure the job without snapshots")
+    _add_outputs(group)
 
 
 def _add_outputs(group: argparse._ActionsContainer) -> None:
@@ -79,24 +105,8 @@ def _run(argv: Sequence[str]) -> int:
 
     parser = make_parser()
     parser.prog = _NAME
-    parser.description = (
-        "Run a job like 'reft launch' (with the same options), measure some steps after warm-up, and "
-        "report where the devices of every pipeline stage wait and how much of a snapshot fits there. The "
-        "job ends after the measurement."
-    )
-    group = parser.add_argument_group("profile")
-    for option, default, says in (
-        ("--steps", 10, "steps to measure"),
-        ("--warmup-steps", ProfileConfig().warmup_steps, "steps before the measurement"),
-    ):
-        dest = f"profile_{option[2:].replace('-', '_')}"
-        shown = f"{says} (default: %(default)s)"
-        group.add_argument(option, type=int, default=default, dest=dest, help=shown)
-    group.add_argument("--dir", type=Path, help="directory in which to keep all files")
-    says = "let the job continue to its own end after the measurement"
-    group.add_argument("--keep-running", action="store_true", help=says)
-    group.add_argument("--without-snapshots", action="store_true", help="measure the job without snapshots")
-    _add_outputs(group)
+    parser.description = _DESCRIPTION
+    _add_options(parser)
     args = parser.parse_args(list(argv))
     if args.saved is not None:
         raise ConfigError("--from shows a saved profile: remove the script and its launch options")
@@ -448,7 +458,8 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
     idle = sum(stage.idle_share for stage in result.stages) / len(result.stages)
     facts = (
         f"job {result.job_id}, pp {pp} x dp {dp} x tp {tp}, step {rows[0].step}, "
-        f"{milliseconds(end - begin)}   ·   idle {percent(idle)} of the step"
+        f"{milliseconds(end - begin)}   ·   idle {percent(idle)} of the step   ·   held up "
+        f"{milliseconds(max(row.held_up_secs for row in rows))}"
     )
     for text, up, style in (
         (verdict(result), 26, {"fontsize": 13, "fontweight": "bold", "color": _INK}),
@@ -504,7 +515,10 @@ def verdict(result: ProfileResult) -> str:
         for place in (Beside.IDLE, Beside.COMMUNICATION, Beside.COMPUTATION)
     )
     if held_up > _MUCH_HELD_UP:
-        return f"Snapshots hold training up for {percent(held_up)} of a step"
+        return (
+            f"Snapshots hold training up for {percent(held_up)} of a step (median of {len(result.steps)} "
+            f"steps)"
+        )
     if idle > _MOSTLY:
         return f"Snapshots are free here: {percent(idle)} of the copying time is idle time"
     beside = f"{percent(idle)} of the copying time is idle time, {percent(moving)} during communication"

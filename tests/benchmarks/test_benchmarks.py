@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import local_cluster
+from reft.env import ENV_EXTENSIONS
 from tests.test_wheel import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -279,3 +281,20 @@ def test_the_overhead_is_counted_within_each_part_and_of_few_versions_nothing_is
     assert judged["held"] is None
     assert judged["too_few_in"] == [part["part"] for part in parts]
     assert "is not judged: fewer than 20 versions in alone," in "\n".join(table(result | {"goal": judged}))
+
+
+def test_a_build_that_was_killed_holds_up_no_later_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But what the user's own jobs may be building is left as it is."""
+    own, users = (tmp_path / name / "deepspeed_shm_comm" / "lock" for name in ("own", "users"))
+    for lock in (own, users):
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    monkeypatch.setattr(local_cluster, "EXTENSIONS", tmp_path / "own")
+    monkeypatch.delenv(ENV_EXTENSIONS)
+    local_cluster.use_own_extensions()
+    assert os.environ[ENV_EXTENSIONS] == str(tmp_path / "own")
+    monkeypatch.setenv(ENV_EXTENSIONS, str(tmp_path / "users"))
+    local_cluster.use_own_extensions()
+    assert (own.exists(), users.exists()) == (False, True)

@@ -103,6 +103,16 @@ def test_one_node_is_checked_by_itself() -> None:
     assert "all nodes are well" in answer.out
 
 
+def test_a_node_that_cannot_write_to_storage_is_bad(tmp_path: Path) -> None:
+    quick = ("check", "--secs", "0.1", "--node-id", "n", "--persist-dir")
+    answer = command(*quick, tmp_path / "not" / "mounted", "--json")
+    assert answer.code == EXIT_NOT_WELL
+    (bad,) = answer.json["bad"]
+    assert bad["node"] == "n"
+    assert str(tmp_path / "not") in bad["reasons"][0]
+    assert command(*quick, tmp_path).code == EXIT_WELL
+
+
 def test_several_nodes_need_a_place_to_meet() -> None:
     answer = command("check", "--nnodes", "2")
     assert answer.code == EXIT_WRONG_USE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,15 +13,19 @@ from typing import Any
 
 import pytest
 
+import reft
 from reft import cli
 from reft.cli import COMMANDS, EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
 from reft.config import explain
 from reft.grid import Label
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
 from reft.node.advice import Speed, situation
+from reft.node.client import NodeMemory
 from reft.node.daemon import NodeStatus
+from reft.node.progress import ProgressPage
 from reft.node.report import (
     BOARD_FILE,
+    CONFIG_FILE,
     ENDED,
     ENDED_WELL,
     HISTORY_FILE,
@@ -53,6 +58,27 @@ def test_help_and_version_import_no_more_than_the_parser(arguments: list[str]) -
         [sys.executable, "-c", COUNT, *arguments], capture_output=True, text=True, timeout=120, check=True
     )
     assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
+
+
+def test_the_public_names_are_listed_although_they_are_imported_on_first_use() -> None:
+    assert set(reft.__all__) <= set(dir(reft))
+
+
+@pytest.mark.parametrize("words", [[], *EVERY], ids=" ".join)
+def test_all_help_is_in_one_style(words: list[str]) -> None:
+    """Options are described in lower case, under a title in title case, whichever parser prints them."""
+    lines = command(*words, "--help").out.splitlines()
+    assert "Options:" in lines
+    described = [re.match(r"  -.*?  +(\w+)", line) for line in lines]
+    assert [m[1] for m in described if m and m[1] in ("Show", "Install")] == []
+
+
+@pytest.mark.parametrize("name", ["profile", "replay"])
+def test_help_of_what_launches_a_job_leaves_launchs_options_out(name: str) -> None:
+    brief = command(name, "--help").out
+    assert len(brief.splitlines()) < 60
+    assert "--help-all" in brief
+    assert "--memory-dir" not in brief
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
@@ -368,6 +394,164 @@ def test_the_whole_job_is_told_from_one_node(tmp_path: Path) -> None:
     assert [line.split()[1] for line in shown.out.splitlines() if "HEALTHY" in line] == ["[c]", "a", "b"]
     told = answer.json
     assert (told["state"], told["step"], [n["node"] for n in told["nodes"]]) == ("runs", 3, ["[c]", "a", "b"])
+
+
+def recovering(tmp_path: Path, doing: str, *, gone: bool = False, **of_history: object) -> dict[str, Any]:
+    """What is told of a job of two nodes, a and b, whose second start follows the loss of b."""
+    job = running(tmp_path)
+    for number, lost in ((1, []), (2, ["b"])):
+        note(job.path, STARTED, **FACTS | {"round": number, "nodes": ["a", "b"], "lost": lost} | of_history)
+    since = {"doing": doing, "doing_since_unix_secs": time.time() - (7 if gone else 0.5)}
+    nodes = [
+        NodeReport(node="a", domain="a", round=2, **since),
+        NodeReport(
+            node="b", domain="b", round=1, offline_unix_secs=time.time() if gone else None, doing="running"
+        ),
+    ]
+    running(tmp_path, nodes=[node.model_dump(mode="json") for node in nodes])
+    told: dict[str, Any] = asked(tmp_path, "--json").json
+    return told
+
+
+def test_a_job_that_waits_for_a_node_says_for_which_since_when_and_until_when(tmp_path: Path) -> None:
+    told = recovering(tmp_path, "waiting for nodes", gone=True)
+    assert (told["state"], told["waiting"]["for"]) == ("waiting for a node", ["b"])
+    assert 6 <= time.time() - told["waiting"]["since_unix_secs"] < 60
+    assert told["waiting"]["until_unix_secs"] is None
+    shown = " ".join(asked(tmp_path).out.split())
+    assert "waiting for a node: b, or one in its place, since" in shown
+    assert "join_timeout" in shown
+    write_json(ended(tmp_path).path / CONFIG_FILE, {"elastic": {"wait_secs": 60}})
+    answer = asked(tmp_path, "--json")
+    waiting = answer.json["waiting"]
+    assert waiting["until_unix_secs"] == waiting["since_unix_secs"] + 60
+    assert answer.code == EXIT_NOT_WELL
+
+
+def test_a_job_that_recovers_says_so_until_it_trains(tmp_path: Path) -> None:
+    assert recovering(tmp_path, "a trainer has failed")["state"] == "recovering"
+    assert recovering(tmp_path, "waiting for nodes")["state"] == "recovering"
+    assert recovering(tmp_path, "running")["state"] == "recovering"
+    path = ended(tmp_path).path
+    page = ProgressPage(path, 0, 0, 10.0, 600.0)
+    assert asked(tmp_path, "--json").json["state"] == "recovering"
+    page.begin_step()
+    page.end_step(9)
+    assert asked(tmp_path, "--json").json["state"] == "runs"
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--nproc-per-node eight", "--nproc-per-node is 'eight'; write a number such as 8"),
+        ("--nnodes 3:2", "--nnodes is 3:2, whose minimum is above its maximum; write 2:3"),
+        ("--spares -1", "--spares is -1; write 0 or more"),
+        ("--memory-dir /proc/x", "--memory-dir /proc/x cannot be used: No such file or directory"),
+        ("--memory-dir FILE/x", "train.py/x cannot be used: "),
+    ],
+)
+def test_a_launch_that_cannot_be_meant_is_refused_with_what_to_write(
+    tmp_path: Path, options: str, said: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    words = options.replace("FILE", str(script)).split()
+    place = [] if "--memory-dir" in words else ["--memory-dir", tmp_path / "memory"]
+    answer = command("launch", *place, *words, script)
+    assert answer.code == EXIT_WRONG_USE, answer.err
+    assert said in " ".join(answer.err.split())
+
+
+@pytest.mark.parametrize("words", ["inspect", "verify", "persist --out out"])
+def test_a_stored_job_that_is_not_there_is_named(words: str, tmp_path: Path) -> None:
+    answer = command(*words.split(), "--from", tmp_path / "nothere")
+    assert answer.code == EXIT_WRONG_USE
+    assert f"--from {tmp_path / 'nothere'}: no such directory" in " ".join(answer.err.split())
+
+
+def test_a_replay_without_memory_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.chdir(tmp_path)
+    for folder in ("none", "."):
+        answer = command("replay", "--memory-dir", tmp_path / folder, script)
+        assert answer.code == EXIT_WRONG_USE
+        assert "a replay needs the memory that the job left: start the job with --keep-memory" in answer.err
+
+
+def test_a_model_that_is_not_known_is_named_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
+    answer = command("plan", tmp_path / "ds.json", "--model", "llama3-70b", "--dp", "4")
+    assert answer.code == EXIT_WRONG_USE
+    said = " ".join(answer.err.split())
+    assert "no model named 'llama3-70b'" in said
+    assert "config.json" in said
+    assert "--parameters" in said
+
+
+def test_a_check_where_nothing_listens_says_so_once() -> None:
+    answer = command("check", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9", "--secs", "0.1")
+    assert answer.code == EXIT_NOT_WELL
+    assert answer.err.count("does not answer") == 1
+    assert "reft rendezvous" in answer.err
+
+
+def test_the_address_of_a_page_whose_port_is_taken(tmp_path: Path) -> None:
+    job = running(tmp_path, "a")
+    write_json(job.path / "status.json", {"web": None, "web_problem": "127.0.0.1 port 9095: in use"})
+    answer = asked(tmp_path, "--web")
+    assert answer.code == EXIT_NOT_WELL
+    assert "127.0.0.1 port 9095: in use" in answer.err
+    assert "9095}" not in answer.err
+
+
+def ended_well(tmp_path: Path, log_dir: Path | None = None, *, persist: bool = True) -> None:
+    """A job of one node that was started twice, and whose memory is removed as at a good end."""
+    memory = NodeMemory(tmp_path / "memory", "job", "a")
+    memory.prepare(b"s" * 32)
+    for number in (1, 2):
+        note(
+            memory.path,
+            STARTED,
+            **FACTS | {"round": number, "failures": ["rank 0 was killed"] * (number - 1)},
+        )
+    if persist:
+        write_json(memory.path / CONFIG_FILE, {"persist": {"dir": str(tmp_path / "persisted")}})
+    memory.remove(log_dir)
+    assert not memory.path.exists()
+
+
+@pytest.mark.parametrize("kept_in", ["persisted/job", "logs"])
+def test_the_history_of_a_job_that_ended_well_is_kept(tmp_path: Path, kept_in: str) -> None:
+    (tmp_path / "persisted").mkdir()
+    (tmp_path / "logs").mkdir()
+    persist, log_dir = kept_in != "logs", tmp_path / "logs"
+    for starts in (2, 4):  # the second job has the same name
+        ended_well(tmp_path, log_dir, persist=persist)
+        answer = command("history", "--from", tmp_path / kept_in, "--json")
+        assert answer.code == EXIT_WELL, answer.err
+        (node,) = answer.json
+        assert (node["job_id"], node["node"], len(node["rounds"])) == ("job", "a", starts)
+    assert "rank 0 was killed" in command("history", "--from", tmp_path / kept_in).out
+    gone = command("history", "--memory-dir", tmp_path / "memory")
+    assert gone.code == EXIT_NOT_WELL
+    assert "reft history --from" in gone.err
+
+
+def test_a_history_that_is_not_there_or_torn_is_no_traceback(tmp_path: Path) -> None:
+    assert command("history", "--from", tmp_path).code == EXIT_NOT_WELL
+    (tmp_path / "persisted").mkdir()
+    ended_well(tmp_path)
+    (kept,) = (tmp_path / "persisted" / "job").glob("history-*.jsonl")
+    kept.write_text(kept.read_text() + '{"node": 5}\n[1]\n{"torn')
+    (node,) = command("history", "--from", tmp_path / "persisted" / "job", "--json").json
+    assert len(node["rounds"]) == 2
+
+
+def test_p6_a_directory_that_cannot_be_written_costs_the_history_alone(tmp_path: Path) -> None:
+    ended_well(tmp_path)  # there is no directory tmp_path / "persisted"
+    assert not (tmp_path / "persisted").exists()
 
 
 def test_the_address_of_the_web_page_or_what_to_write(tmp_path: Path) -> None:

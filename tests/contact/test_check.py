@@ -11,6 +11,9 @@ import pytest
 from tests.commands import command
 
 ON = {"enabled": True}
+AOR: dict[str, Any] = {"reft": {**ON, "protection": "arc+aor"}, "zero_optimization": {"stage": 1}}
+BF16_FP32: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+KEEPS_ALL = {"reduce_scatter": False, "contiguous_gradients": False}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -46,6 +49,9 @@ def look(directory: Path, script: str) -> list[str]:
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"reft": {**ON, "tolerance": 2}}, 'write "protection": "auto", or "tolerance": 1'),
         ({"reft": {**ON, "tolerance": 1, "protection": "none"}}, "survives 0 lost node(s)"),
+        ({**AOR, "fp16": {"enabled": True}}, '"reduce_scatter": false, "contiguous_gradients": false'),
+        ({**AOR, "bf16": {"enabled": True}}, '"data_types": {"grad_accum_dtype": "fp32"}'),
+        ({**AOR, **BF16_FP32, "optimizer": {"type": "Lamb"}}, "\"optimizer.type\" is 'lamb'"),
     ],
 )
 def test_what_the_job_will_be_refused_for(tmp_path: Path, config: dict[str, Any], said: str) -> None:
@@ -64,6 +70,10 @@ def test_what_the_job_will_be_refused_for(tmp_path: Path, config: dict[str, Any]
         {"reft": {**ON, "protection": "none"}},
         {"reft": {**ON, "protection": "auto", "tolerance": 3}},
         {"reft": {**ON, "tolerance": 2, "allow_unprotected": True}},
+        {**AOR, **BF16_FP32},
+        {**AOR, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1, **KEEPS_ALL}},
+        {**AOR, "fp16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+        {**AOR, "fp16": {"enabled": True}, "reft": {**ON, "variant": "none", "protection": "arc+aor"}},
     ],
 )
 def test_what_is_taken_is_not_refused(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -82,6 +92,21 @@ def test_what_is_taken_is_not_refused(tmp_path: Path, config: dict[str, Any]) ->
 )
 def test_what_the_job_will_be_warned_of(tmp_path: Path, block: dict[str, Any], said: str) -> None:
     assert any(said in warned for warned in check(tmp_path, {"reft": block})["warned"])
+
+
+@pytest.mark.parametrize("where", ["file/below", "not/mounted", "/proc/reft"])
+def test_a_persist_directory_that_cannot_be_written_is_told(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").touch()
+    directory = tmp_path / where
+    warned = check(tmp_path, {"reft": {**ON, "persist": {"dir": str(directory)}}})["warned"]
+    (said,) = (text for text in warned if text.startswith('"persist.dir"'))
+    assert str(directory) in said
+    assert not directory.exists()
+
+
+def test_a_persist_directory_that_the_job_can_make_is_not_made(tmp_path: Path) -> None:
+    assert check(tmp_path, {"reft": {**ON, "persist": {"dir": str(tmp_path / "new")}}})["warned"] == []
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

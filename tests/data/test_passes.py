@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import os
 import random
@@ -76,6 +77,92 @@ class Shuffled(Sampler[int]):
         return SAMPLES
 
 
+class Own(Sampler[int]):
+    """Goes on from pass to pass with generators, a counter and a queue of its own."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.python, self.numpy, self.legacy = (
+            random.Random(1),
+            np.random.default_rng(2),
+            np.random.RandomState(3),
+        )
+        self.torch = torch.Generator().manual_seed(4)
+        self.rounds = 0
+        self.queue = collections.deque([3, 1, 2])
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        if self.kind == "python":
+            self.python.shuffle(order)
+        elif self.kind == "numpy":
+            order = [int(i) for i in self.numpy.permutation(self.legacy.permutation(SAMPLES))]
+        elif self.kind == "torch":
+            order = torch.randperm(SAMPLES, generator=self.torch).tolist()
+        elif self.kind == "counter":
+            self.rounds += 1
+            order = order[self.rounds :] + order[: self.rounds]
+        elif self.kind == "queue":
+            self.queue.rotate(1)
+            order = order[:: self.queue[0]] * 3
+        if self.kind == "lazy":  # draws while the pass is read
+            yield from (int(self.python.random() * SAMPLES) for _ in order)
+        else:
+            yield from order[:SAMPLES]
+
+
+class OwnState(Own):
+    def state_dict(self) -> dict[str, int]:
+        return {"rounds": self.rounds}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.rounds = state["rounds"]
+
+
+class OwnBatches(BatchSampler):
+    """Batches of lengths that it draws."""
+
+    def __init__(self) -> None:
+        super().__init__(range(SAMPLES), BATCH, False)
+        self.rng = random.Random(5)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [list(range(i, min(i + BATCH, SAMPLES))) for i in range(0, SAMPLES, BATCH)]
+        self.rng.shuffle(batches)
+        yield from batches
+
+
+class Remembering(Noisy):
+    """A data set whose items depend on how many were read, and which says so."""
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [*super().__getitem__(index), float(len(self.loaded))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loaded": list(self.loaded)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = list(state["loaded"])
+
+
+class RememberingStream(Stream):
+    read = 0
+
+    def __iter__(self) -> Iterator[float]:
+        for item in super().__iter__():
+            self.read += 1
+            yield item + 100 * self.read
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -96,6 +183,15 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "batch_sampler": lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(Shuffled(), BATCH, False)),
     "unbatched": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
     "stream": lambda: DataLoader(Stream(), BATCH),
+    **{
+        f"own_{kind}": (lambda kind=kind: DataLoader(Noisy(), BATCH, sampler=Own(kind)))  # type: ignore[misc]
+        for kind in ("python", "numpy", "torch", "counter", "queue", "lazy")
+    },
+    "own_state_dict": lambda: DataLoader(Noisy(), BATCH, sampler=OwnState("counter")),
+    "own_in_batches": lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(Own("python"), BATCH, False)),
+    "own_batches": lambda: DataLoader(Noisy(), batch_sampler=OwnBatches()),
+    "remembering": lambda: DataLoader(Remembering(), BATCH, shuffle=True),
+    "remembering_stream": lambda: DataLoader(RememberingStream(), BATCH),
     "workers": lambda: DataLoader(Noisy(), BATCH, shuffle=True, num_workers=2),
     "persistent_workers": lambda: DataLoader(
         Noisy(), BATCH, shuffle=True, num_workers=1, persistent_workers=True, generator=generator(7)

@@ -21,7 +21,8 @@ class Recorder:
 
     def __init__(self, directory: Path, name: str) -> None:
         options = parse(["--steps", str(STEPS), "--pp", "1", "--kill", "none"])
-        self.job = Job(options, name, directory, directory, lambda text, style: None)
+        self.said: list[str] = []
+        self.job = Job(options, name, directory, directory, lambda text, style: self.said.append(text))
         self._events = directory / "events"
         self._events.mkdir()
 
@@ -172,3 +173,43 @@ def test_both_runs_train_the_same_and_only_one_has_the_block():
     quiet, protected = (deepspeed_config(options, protected=which) for which in (False, True))
     assert protected.pop("reft")["protection"] == "arc:2"
     assert quiet == protected
+
+
+def test_a_restored_state_is_told_once_with_what_came_from_peers(tmp_path: Path) -> None:
+    """The first rank has it in its own memory; that of the lost node is what is worth seeing."""
+    recorder = Recorder(tmp_path, "training")
+    facts = {"source": "memory", "version": 3}
+    came_from = ({"local": 1_510_000, "peer": 0}, {"peer": 500_000, "copy": 1_010_000})
+    for rank, (bytes_from, secs) in enumerate(zip(came_from, (0.2, 0.31), strict=True)):
+        assert recorder.said == []
+        recorder.write(
+            "reft", rank, rank, "restored", 200.0 + rank, bytes_from=bytes_from, secs=secs, **facts
+        )
+        recorder.read()
+    (said,) = recorder.said
+    assert "step 3 restored from memory in 0.31 s" in said
+    assert "1.51 MB from the nodes' own memory, 1.51 MB from peers" in said
+
+
+def test_the_restored_state_is_no_further_commit(disturbed: Recorder, reference: Job) -> None:
+    disturbed.write("reft", 0, 20, "commit", 203.5, step=3)
+    report = disturbed.read().report(reference.losses, None)
+    assert report["snapshots"]["committed"] == STEPS
+
+
+def test_what_takes_its_time_is_told(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "training")
+    job = recorder.job
+    assert job.doing() == "launchers start"
+    for name in ("node0", "node1"):
+        recorder.write("reft", -1, int(name[-1]), "launcher", 99.0, node=name, state="waiting for nodes")
+    assert "import torch and DeepSpeed" in recorder.read().doing()
+    for name in ("node0", "node1"):
+        recorder.write("reft", -1, int(name[-1]), "launcher", 100.0, node=name, state="running")
+    assert recorder.read().doing() == "trainers build the model, and meet"
+    recorder.step(0, 10, 1, 101.0, 5.0)
+    assert recorder.read().doing() == "step 2 is computed"
+    recorder.step(0, 10, STEPS, 102.0, 5.0)
+    assert recorder.read().doing() == "trainers end"
+    recorder.write("reft", -1, 0, "launcher", 103.0, node="node0", state="waiting for nodes")
+    assert "import torch and DeepSpeed" in recorder.read().doing()

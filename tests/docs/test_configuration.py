@@ -12,7 +12,8 @@ PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
 
 The `reft` block of the DeepSpeed JSON. Without it, or with `"enabled": false`, reft does nothing. Unknown keys and impossible
-values are refused with what to write. `reft config --explain` prints the same; `reft config --check ds.json` checks a file.
+values are refused with what to write. `reft config --explain` prints the same; `reft config --check ds.json` checks a file,
+and whether this host can write to `persist.dir`.
 """
 
 

@@ -94,7 +94,7 @@ DECIDE = """
 """
 DO_NOT = """
     output_dir save save-interval save_steps save_total_limit load load-tag no-load-optim
-    num_train_epochs max_steps train-iters train-samples train-tokens exit-interval
+    skip-train num_train_epochs max_steps train-iters train-samples train-tokens exit-interval
     exit-duration-in-mins eval-interval eval-iters eval_steps eval_strategy per_device_eval_batch_size
     do_eval log-interval logging_steps logging_dir tensorboard-dir tensorboard_path wandb-project
     log-batch-size-to-tensorboard no-log-learnig-rate-to-tensorboard report_to run_name push_to_hub

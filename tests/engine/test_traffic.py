@@ -104,6 +104,7 @@ def watched(root: Path, name: str, zero: int, **options: Any) -> dict[str, Any]:
         "losses": losses,
         "versions": versions,
         "total": stats["total_traffic"],
+        "device_bytes": session.stats.device_bytes,
         "moved": {what: [counted[n] for n in range(STEPS)] for what, counted in moved.items()},
         "replicated": sizes.replicated_bytes,
         "owned": sizes.owned_bytes[layout.member],
@@ -203,6 +204,7 @@ def test_what_was_counted_is_what_was_moved(ranks: Ranks) -> None:
             padding = sum(moved.values()) - run["moved"]["copied"][number]
             assert 0 <= padding < 64 * run["moved"]["tensors"][number], name
             assert sum(version["sent"].values()) == run["moved"]["sent"][number], name
+            assert run["device_bytes"] == sum(moved.values()), name
         for direction in ("to_host", "sent"):
             kinds = {kind for v in run["versions"] for kind in v[direction]}
             summed = {kind: sum(v[direction].get(kind, 0) for v in run["versions"]) for kind in kinds}

@@ -40,7 +40,7 @@ def test_a_trainer_goes_on_where_the_version_was_taken(undisturbed: Path, tmp_pa
 
 
 def test_callbacks_go_on_with_their_state() -> None:
-    from transformers import EarlyStoppingCallback, TrainerState
+    from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
     from transformers.trainer_callback import CallbackHandler
 
     def life(*counters: int) -> tuple[reft.hf.Resumption, list[EarlyStoppingCallback]]:
@@ -48,7 +48,8 @@ def test_callbacks_go_on_with_their_state() -> None:
         for callback, counter in zip(callbacks, counters, strict=True):
             callback.early_stopping_patience_counter = counter
         handler = CallbackHandler(callbacks, None, None, None, None)
-        return reft.hf.Resumption(SimpleNamespace(callback_handler=handler, state=TrainerState())), callbacks
+        trainer = SimpleNamespace(callback_handler=handler, state=TrainerState(), control=TrainerControl())
+        return reft.hf.Resumption(trainer), callbacks
 
     captured = json.loads(json.dumps(life(2, 1)[0].capture()))
     resumed, callbacks = life(0, 0, 0)

@@ -28,7 +28,7 @@ def wait_for(condition: Callable[[], object], what: str, timeout_secs: float = 2
 def spawn(job_dir: JobDir, *args: str) -> subprocess.Popen[bytes]:
     with log_path(job_dir).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "reft.node.daemon", str(job_dir.path), *args],
+            [sys.executable, "-P", "-m", "reft.node.daemon", str(job_dir.path), *args],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=log,
             start_new_session=True,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,15 +25,18 @@ from reft.engine.on_import import abandoned_locks
 from reft.env import ENV_EXTENSIONS
 from reft.errors import ConfigError
 from reft.job.agent import Trainers
-from reft.job.launch import Launcher, main
+from reft.job.launch import Launcher, StopSignals, main
 from reft.job.options import LaunchOptions, parse_options
 from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
+from reft.node.progress import process_state
 from reft.node.report import PARTS, note, read_history
 from tests.job.conftest import SECRET
 
 from .cluster import WatchedCluster, cluster, deepspeed_json
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def single(tmp_path: Path, *args: str, options: tuple[str, ...] = (), **more: object):
@@ -46,8 +51,8 @@ def parse(*args: str) -> LaunchOptions:
 
 
 def test_scripts_run_through_the_hook() -> None:
-    assert parse().arguments == ("-u", "-m", "reft.job.script", "train.py", "--lr", "1")
-    assert parse("-m").arguments == ("-u", "-m", "reft.job.script", "-m", "train.py", "--lr", "1")
+    assert parse().arguments == ("-u", "-P", "-m", "reft.job.script", "train.py", "--lr", "1")
+    assert parse("-m").arguments == ("-u", "-P", "-m", "reft.job.script", "-m", "train.py", "--lr", "1")
     bare = parse("--no-python")
     assert (bare.entrypoint, bare.arguments) == ("train.py", ("--lr", "1"))
 
@@ -94,6 +99,17 @@ def test_p7_a_job_without_an_id_has_the_same_name_at_every_start() -> None:
     assert parse("--standalone", "--rdzv-id", "job7").job_id == "job7"
     assert parse("--rdzv-id", "run 7/a").job_id == safe_name("run 7/a")
     assert parse("-m").job_id != name
+
+
+@pytest.mark.parametrize("run_id", ["team/exp1", "/", "../a", "j" * 300, "ö" * 125])
+def test_a_run_id_that_no_directory_can_have_gets_a_name_that_is_the_same_on_every_node(
+    tmp_path: Path, run_id: str
+) -> None:
+    config = parse("--rdzv-id", run_id, "--log-dir", str(tmp_path)).config
+    assert config.run_id == safe_name(run_id)
+    config.logs_specs.reify({0: {"TORCHELASTIC_RUN_ID": config.run_id, "TORCHELASTIC_RESTART_COUNT": "0"}})
+    assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]
+    assert parse("--rdzv-id", "run 7, ä").config.run_id == "run 7, ä"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -151,6 +167,23 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
         place.reconnect()
 
 
+def test_what_listens_at_the_endpoint_and_never_answers_is_found_within_the_time_that_was_given() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        endpoint = f"127.0.0.1:{stranger.getsockname()[1]}"
+        options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "connect_timeout=1")
+        began = time.monotonic()
+        with pytest.raises(JobEndedError, match=r"did not answer within 1 s.*connect_timeout"):
+            place_of(options, SECRET).join()
+        assert time.monotonic() - began < 20.0, "a request may take 30 s"
+
+
+def test_a_request_to_the_store_takes_no_longer_than_a_node_is_waited_for() -> None:
+    conf = parse("--rdzv-endpoint", "x", "--rdzv-conf", "join_timeout=5").config.rdzv_configs
+    assert conf["read_timeout"] == 5.0
+    conf = parse("--rdzv-endpoint", "x", "--rdzv-conf", "join_timeout=5,read_timeout=9").config.rdzv_configs
+    assert conf["read_timeout"] == "9"
+
+
 @pytest.mark.parametrize(("options", "stays"), [((), False), (("--keep-memory",), True)])
 def test_a_good_end_clears_the_note_of_what_was_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], stays: bool
@@ -184,6 +217,32 @@ def test_a_launch_that_cannot_start_is_exit_code_2_and_leaves_no_directory(
         assert not memory.exists()
 
 
+@pytest.fixture
+def hang_up_ignored() -> Iterator[None]:
+    """As under ``nohup``."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("hang_up_ignored")
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored() -> None:
+    signals = StopSignals()
+    signals.install()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signals._handle
+    # TorchElastic sets handlers of its own when it starts trainers.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signals.install()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signals._handle
+    assert signals.handled_names("SIGTERM,SIGINT,SIGHUP,SIGQUIT") == "SIGTERM,SIGINT,SIGQUIT"
+
+
 @pytest.mark.process
 def test_help_needs_no_torch() -> None:
     code = "import sys; from reft.cli import main; code = main(['launch', '--help']); print(code, 'torch' in sys.modules)"
@@ -192,6 +251,57 @@ def test_help_needs_no_torch() -> None:
     assert done.stdout.splitlines()[-1] == "0 False"
     for option in ("--nproc-per-node", "--rank-order", "--hostfile", "REFT_LOGLEVEL", "REFT_EVENTS"):
         assert option in done.stdout
+
+
+SHADOWS = ("logging", "queue", "secrets", "select", "random", "psutil", "numpy")
+SAYS_PATH = """
+import json, os, sys
+with open(os.environ["TEST_OUT"] + "/" + os.environ["RANK"], "w") as out:
+    json.dump({"path": sys.path, "warm": "reft.job.warm" in sys.orig_argv}, out)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("way", ["--no-warm", "--warm"])
+@pytest.mark.parametrize("program", [["pkg/train.py"], ["-m", "pkg.train"]])
+def test_modules_of_the_working_directory_are_the_scripts_alone(
+    tmp_path: Path, way: str, program: list[str]
+) -> None:
+    """A trainer's path is that under torchrun; launcher, daemon and what imports ahead do not have the directory."""
+    work = tmp_path / "work"
+    (work / "pkg").mkdir(parents=True)
+    (work / "pkg" / "train.py").write_text(SAYS_PATH)
+    for name in SHADOWS:
+        (work / f"{name}.py").write_text(f"raise SystemExit('the working directory\\'s {name}.py')")
+    found = []
+    torchrun = Path(sys.executable).parent / "torchrun"
+    reft = (
+        str(Path(sys.executable).parent / "reft"),
+        "launch",
+        way,
+        "--memory-dir",
+        str(tmp_path / "memory"),
+    )
+    environ = {k: v for k, v in os.environ.items() if k not in ("REFT_WARM", "PYTHONPATH")}
+    for launcher in ((str(torchrun),), reft):
+        (out := tmp_path / str(len(found))).mkdir()
+        # Not torchrun's own path: its console script has no working directory in it.
+        done = subprocess.run(
+            [*launcher, *program],
+            cwd=work,
+            env={**environ, "TEST_OUT": str(out), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "working directory's" not in done.stderr
+        assert "the node daemon ended" not in done.stderr
+        found.append(json.loads((out / "0").read_text()))
+    theirs, ours = found
+    assert ours["path"] == theirs["path"]
+    assert ours["warm"] is (way == "--warm")
 
 
 # -- one node ------------------------------------------------------------------------------------------
@@ -251,6 +361,28 @@ def test_free_restarts_are_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+def test_a_rank_that_ends_well_before_the_others_is_named_and_ends_the_job(tmp_path: Path) -> None:
+    """Uneven data: the same at every start."""
+    with single(tmp_path, "uneven", procs_per_node=2, options=("--no-daemon",)) as job:
+        assert job.wait(240) == {0: 1}
+        assert len(job.launcher_events("round")) == 2
+        log = job.log(0)
+    assert "rank 0 ended with exit code 0 while other ranks trained on" in log
+    assert "twice" in log
+    assert "drop_last" in log
+
+
+@pytest.mark.integration
+def test_a_node_whose_trainers_end_well_before_the_others_is_named_and_ends_the_job(tmp_path: Path) -> None:
+    with cluster(tmp_path, "light.py", "uneven", nodes=2, options=("--no-daemon",)) as job:
+        assert job.wait(240) == {0: 1, 1: 1}
+        rounds = [event["round"] for event in job.launcher_events("round")]
+        logs = job.log(0), job.log(1)
+    assert max(rounds) <= 3
+    assert all("rank 0 ended with exit code 0 while other ranks trained on" in log for log in logs)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
     with single(tmp_path, "wait", "graceful", procs_per_node=2) as job:
@@ -262,6 +394,53 @@ def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number
         assert not job.job_dir(0).exists(), "no version was taken"
         assert "Traceback" not in job.log(0)
         job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+_WITH_CHILDREN_OF_ITS_OWN = """
+import os, signal, subprocess, sys, time
+restarts, (out,) = os.environ["TORCHELASTIC_RESTART_COUNT"], sys.argv[1:]
+none = subprocess.DEVNULL
+left = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=none, stderr=none)
+with open(f"{out}/{restarts}.part", "w") as file:
+    file.write(str(left.pid))
+os.rename(file.name, f"{out}/{restarts}")
+if restarts == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.process
+def test_what_a_killed_trainer_has_put_into_a_session_of_its_own_ends_before_the_next_starts(
+    tmp_path: Path,
+) -> None:
+    """It would keep ports and devices. What a trainer that ends well leaves, it leaves on purpose."""
+    (tmp_path / "train.py").write_text(_WITH_CHILDREN_OF_ITS_OWN)
+    launch = [
+        sys.executable,
+        "-m",
+        "reft.cli",
+        "launch",
+        "--no-warm",
+        "--no-daemon",
+        "--memory-dir",
+        str(tmp_path / "m"),
+    ]
+    done = subprocess.run(
+        [*launch, str(tmp_path / "train.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    first, second = (int((tmp_path / restarts).read_text()) for restarts in "01")
+    states = process_state(first), process_state(second)
+    for pid, state in zip((first, second), states, strict=True):
+        if state == "S":
+            os.kill(pid, signal.SIGKILL)
+    assert states[0] in ("", "Z")
+    assert states[1] == "S"
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"ended 1 process.*\({first} sleep\)", done.stderr)
 
 
 _WITH_A_WORKER = """

@@ -276,6 +276,7 @@ def test_p4_dealt_by_tensor_parallel_groups_deepspeeds_order_spreads_peers(
 
 
 PEER, OWN, UNCLEAR, STOPPED = Cause.PEER, Cause.OWN, Cause.UNCLEAR, Cause.STOPPED
+ENDED = Cause.ENDED
 
 
 @pytest.mark.parametrize(
@@ -287,6 +288,9 @@ PEER, OWN, UNCLEAR, STOPPED = Cause.PEER, Cause.OWN, Cause.UNCLEAR, Cause.STOPPE
         ((OWN, OWN, PEER), "", "", 1),  # ... or on several
         ((OWN, PEER, None), "c", "d", 1),
         ((UNCLEAR, PEER, PEER), "", "", 1),  # all nodes are back: nobody vanished, it was a bug
+        ((ENDED, PEER, PEER), "", "", 1),  # its trainers ended well, and the others could not go on
+        ((ENDED, PEER, None), "c", "d", 0),  # ... because a node vanished
+        ((ENDED, None, None), "", "d", 0),  # ... because somebody joined
         ((STOPPED, STOPPED, None), "c", "d", 0),
         ((PEER, PEER, PEER), "", "", 0),  # a launcher's daemon of nodes that only lost contact
         ((None, None, None), "", "d", 0),  # somebody joined
@@ -297,6 +301,15 @@ def test_only_own_failures_use_restarts(
 ) -> None:
     agreement = second_round(*causes, lost=lost, joined=joined)
     assert (agreement.round, agreement.restarts_used) == (2, used)
+
+
+def test_whose_trainers_ended_well_is_named_among_the_failures() -> None:
+    failures = [
+        replace(info("b"), cause=PEER, failure="rank 1, lost"),
+        replace(info("a"), cause=ENDED, failure="rank 0 ended"),
+    ]
+    rounds = {c.node: replace(c, round=1, size=2) for c in failures}
+    assert agree(rounds).failures == ("node-a, rank 0 ended",)
 
 
 def test_who_missed_a_round_does_not_decide() -> None:

@@ -178,14 +178,18 @@ def test_p6_a_script_that_fails_in_one_process_ends_the_job(nodes: Nodes) -> Non
 
 @pytest.mark.process
 def test_without_mpi_it_says_what_to_install(tmp_path: Path) -> None:
-    environ = {**os.environ, "MPI4PY_LIBMPI": str(tmp_path / "none.so"), "HOME": str(tmp_path)}
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").touch()
+    tried = "cannot load MPI library\\nlibmpi.so: no such file\\nlibmpi.so.40: no such file"
+    (tmp_path / "mpi4py" / "MPI.py").write_text(f'raise RuntimeError("{tried}")')
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.modules['mpi4py'] = None\n"
-         "from reft.job.mpi_run import main; sys.exit(main(['x.py']))"],
+        [sys.executable, "-c", "import sys; from reft.job.mpi_run import main; sys.exit(main(['x.py']))"],
         env=environ, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert "pip install 'reft-ckpt[mpi]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_processes_that_do_not_belong_together_are_refused() -> None:

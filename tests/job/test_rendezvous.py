@@ -47,6 +47,22 @@ def test_it_serves_until_told_to_end(number: signal.Signals) -> None:
         process.kill()
 
 
+@pytest.mark.process
+def test_a_hang_up_that_nohup_keeps_off_does_not_end_it() -> None:
+    command = ["nohup", *COMMAND, "--host", "127.0.0.1", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENV)
+    try:
+        assert process.stdout is not None
+        info = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGHUP)
+        assert is_served_by_reft(KeyValueStore(info["endpoint"], SECRET))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(240) == 0
+        process.stdout.close()
+    finally:
+        process.kill()
+
+
 def test_a_taken_port_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -24,14 +24,23 @@ from reft.errors import (
     TransferError,
     UnrecoverableError,
 )
-from reft.job.script import Cause, ExitNote, Failure, WorkerExit, is_peer_failure, judge, shell_code
+from reft.job.script import (
+    Cause,
+    ExitNote,
+    Failure,
+    WorkerExit,
+    is_peer_failure,
+    judge,
+    name_ended_early,
+    shell_code,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 FACTS = """
 import json, os, sys, __main__
 facts = {
-    "argv": sys.argv, "name": __name__, "file": __file__, "path0": os.path.abspath(sys.path[0]),
+    "argv": sys.argv, "name": __name__, "file": __file__, "path": [os.path.abspath(sys.path[0]), *sys.path[1:]],
     "main_is_here": __main__.__dict__ is globals(), "spec": getattr(__spec__, "name", None),
     "package": __package__, "heavy": sorted({"torch", "deepspeed", "numpy"} & set(sys.modules)),
 }
@@ -41,7 +50,7 @@ print(json.dumps(facts))
 
 def run(*args: str, cwd: Path, auto: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
     python_path = os.pathsep.join(p for p in (str(ROOT), env.pop("PYTHONPATH", "")) if p)
-    prefix = ("-m", "reft.job.script") if auto else ()
+    prefix = ("-P", "-m", "reft.job.script") if auto else ()
     return subprocess.run(
         [sys.executable, *prefix, *args],
         cwd=cwd,
@@ -62,6 +71,8 @@ def test_a_program_sees_what_it_would_see_under_python(tmp_path: Path, kind: str
     (package / "__init__.py").touch()
     for name in ("train.py", "__main__.py"):
         (package / name).write_text(FACTS)
+    for directory in (work, package):
+        (directory / "logging.py").write_text("raise SystemExit('the user's logging.py')")
     target = {
         "script": ["job/train.py"],
         "module": ["-m", "job.train"],
@@ -73,6 +84,20 @@ def test_a_program_sees_what_it_would_see_under_python(tmp_path: Path, kind: str
     seen, expected = json.loads(ours.stdout), json.loads(theirs.stdout)
     assert seen["heavy"] == []
     assert seen == expected
+
+
+@pytest.mark.process
+def test_a_script_imports_its_neighbours_unless_python_is_safe(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").touch()
+    (tmp_path / "train.py").write_text("import neighbour")
+    assert run("train.py", cwd=Path("/")).returncode != 0, "there is none"
+    for environ, code in (({}, 0), ({"PYTHONSAFEPATH": "1"}, 1)):
+        done = [
+            run(str(tmp_path / "train.py"), cwd=Path("/"), auto=auto, **environ) for auto in (True, False)
+        ]
+        assert [d.returncode for d in done] == [code, code]
+        done = [run("-m", "train", cwd=tmp_path, auto=auto, **environ) for auto in (True, False)]
+        assert [d.returncode != 0 for d in done] == [code != 0] * 2
 
 
 @pytest.mark.process
@@ -108,7 +133,8 @@ def test_tracebacks_and_exit_codes_are_pythons_and_what_cannot_be_run_is_said(tm
         ),
         ("import sys; sys.exit(9)", 9, None),
         ("import os; os._exit(4)", 4, None),
-        ("pass", 0, None),
+        ("pass", 0, Cause.ENDED),
+        ("import sys; sys.exit()", 0, Cause.ENDED),
     ],
 )
 def test_a_failure_is_noted_for_the_agent(
@@ -135,6 +161,17 @@ def test_a_failure_is_noted_for_the_agent(
         said = json.loads(error_file.read_text())["message"]
         assert said["message"].startswith("ConfigError: ")
         assert set(said["extraInfo"]) == {"timestamp"}
+
+
+@pytest.mark.process
+def test_a_script_that_ends_well_says_at_which_step(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(
+        "from pathlib import Path\nfrom reft.node.progress import open_page\n"
+        "page = open_page(Path('.'), 2, 2, 0.0, 0.0)\npage.set_step(7)\npage.close()\n"
+    )
+    done = run("t.py", cwd=tmp_path, REFT_EXIT_DIR=str(tmp_path), LOCAL_RANK="2")
+    assert done.returncode == 0, done.stderr
+    assert ExitNote.read(tmp_path, 2) == ExitNote(Cause.ENDED, "exit code 0 at step 7")
 
 
 def fake_packages(directory: Path, install: str) -> str:
@@ -306,6 +343,7 @@ def test_notes_survive_the_way_through_the_file(tmp_path: Path) -> None:
     (tmp_path / "0.json").write_text('{"cause": "pe')
     assert ExitNote.read(tmp_path, 0) is None
     assert len(ExitNote.of(ValueError("x" * 10_000)).error) < 300
+    assert ExitNote.of(ValueError("these differ:\n  lr: 1, 2")).error == "ValueError: these differ"
 
 
 PEER = WorkerExit(75, ExitNote(Cause.PEER, "RuntimeError: Connection closed by peer"))
@@ -349,6 +387,25 @@ def test_one_own_failure_makes_the_nodes_failure_its_own() -> None:
     assert judge({0: killed, 1: refused}) == said
     assert judge({0: PEER, 1: PEER}).cause is Cause.PEER
     assert judge({1: PEER, 0: WorkerExit(143, None)}).cause is Cause.PEER
+
+
+@pytest.mark.parametrize(
+    ("failed", "cause", "reason"),
+    [
+        (PEER, Cause.UNCLEAR, "rank 8 ended with exit code 0 at step 7 while other ranks trained on"),
+        (WorkerExit(-signal.SIGABRT, None), Cause.UNCLEAR, "rank 8 ended with exit code 0 at step 7"),
+        (WorkerExit(-signal.SIGKILL, None), Cause.OWN, "local rank 1: killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_ended_well_is_named_where_another_lost_it(
+    failed: WorkerExit, cause: Cause, reason: str
+) -> None:
+    """Uneven data: it has one batch fewer than the others."""
+    found = name_ended_early(judge({1: failed}), {8: "exit code 0 at step 7"})
+    assert found.cause is cause
+    assert found.reason.startswith(reason)
+    assert found.ended_early is (cause is Cause.UNCLEAR)
+    assert name_ended_early(judge({1: failed}), {}) == judge({1: failed})
 
 
 def test_exit_codes_are_the_shells() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from reft.job.warm import is_read_at_import
 from tests.attack.jobs import runs
 from tests.job.daemons import wait_for
 from tests.prefork import Popen
@@ -100,15 +101,16 @@ def test_a_forked_trainer_finds_what_a_started_one_finds(tmp_path: Path) -> None
         # Neither the server's end of its connection nor that of another trainer's.
         assert [fd for fd in found["open"] if fd.startswith(("socket:", "pipe:"))] == []
     assert [found["shown_rank"] for found in (one, other)] == [["RANK=0"], ["RANK=1"]]
-    command = ["-u", "-m", "reft.job.script", str(tmp_path / "script.py")]
-    assert all(found["shown"][1:5] == command for found in (one, other)), one["shown"]
+    command = ["-u", "-P", "-m", "reft.job.script", str(tmp_path / "script.py")]
+    assert all(found["shown"][1:6] == command for found in (one, other)), one["shown"]
     # As after a start of their own, ranks draw other numbers.
     assert all(a != b for a, b in zip(one["random"], other["random"], strict=True))
 
 
 @pytest.mark.integration
 def test_restarts_fork_too_and_all_end_with_the_launcher(tmp_path: Path) -> None:
-    job = Job(tmp_path, after="time.sleep(3600)")
+    # Megatron-DeepSpeed sets this while it is imported.
+    job = Job(tmp_path, before='os.environ["TORCH_CUDA_ARCH_LIST"] = ""', after="time.sleep(3600)")
     first, server = job.found(), job.server()
     os.kill(first[0]["pid"], signal.SIGKILL)
     second = job.found(restarts=1)
@@ -139,6 +141,22 @@ def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
     wait_for(lambda: not runs(server), "it", DEADLINE_SECS)
 
 
+@pytest.mark.parametrize(
+    ("name", "at_import"),
+    [
+        ("TORCH_CUDA_ARCH_LIST", False),  # Megatron-DeepSpeed sets it while it is imported
+        ("TORCH_EXTENSIONS_DIR", False),
+        ("TORCH_LOGS", True),
+        ("TORCH_DISTRIBUTED_DEBUG", True),
+        ("OMP_NUM_THREADS", True),
+        ("DS_ACCELERATOR", True),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", False),
+    ],
+)
+def test_only_variables_that_are_read_at_import_start_a_trainer_again(name: str, at_import: bool) -> None:
+    assert is_read_at_import(name) is at_import
+
+
 @pytest.mark.integration
 def test_p1_what_a_script_sets_before_it_imports_counts(tmp_path: Path) -> None:
     # Later, as torch's compiler does with its own variables, it starts nothing again.
@@ -147,7 +165,7 @@ def test_p1_what_a_script_sets_before_it_imports_counts(tmp_path: Path) -> None:
     assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
     for found in job.found():
         assert (found["threads"], found["warm"], found["ppid"]) == (2, False, job.process.pid)
-    assert "the script sets OMP_NUM_THREADS, which libraries read at import" in job.log.read_text()
+    assert "the script sets OMP_NUM_THREADS=2, which libraries read at import" in job.log.read_text()
 
 
 @pytest.mark.integration

@@ -115,7 +115,7 @@ class Alone:
             place["TEST_REFT_BLOCK"] = json.dumps(block)
         done = subprocess.run(
             [
-                *(sys.executable, "-m", "reft.job.script", str(STANDIN / "pretrain_gpt.py")),
+                *(sys.executable, "-P", "-m", "reft.job.script", str(STANDIN / "pretrain_gpt.py")),
                 *(*self.arguments, *more, "--deepspeed", "--deepspeed_config", str(config)),
             ],
             env={**os.environ, **place, "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)},

@@ -147,6 +147,8 @@ def test_p6_a_port_that_is_taken_is_said_once(
         (said,) = caplog.messages
         assert f"no metrics at 127.0.0.1 port {port}" in said
         assert "training does not wait" in said
+        assert server.problem is not None
+        assert server.problem.startswith(f"127.0.0.1 port {port}: ")
     assert server.url is None
 
 

@@ -30,6 +30,7 @@ from reft.node.report import (
     heard,
     is_well,
     note,
+    note_keeper,
     summary,
     tolerance_now,
 )
@@ -131,6 +132,35 @@ def test_a_node_whose_report_stands_still_is_offline_and_comes_back() -> None:
     assert (seen.seen, seen.silent_secs) == (Signal.COMPLETED, 0.0)
     seen = update(seen, report.model_copy(update={"number": 3, "left": True}), now=112.0)
     assert (seen.seen, seen.offline_unix_secs) == (Signal.OFFLINE, 112.0)
+
+
+def test_p4_a_node_that_is_quiet_is_not_counted_on_before_it_is_offline() -> None:
+    nodes = three(number=1)
+    quiet = None
+    for _ in range(4):
+        quiet = heard(quiet, nodes[1], elapsed_secs=1.0, offline_after_secs=6.0, now=100.0)
+    assert quiet is not None
+    assert (quiet.seen, quiet.quiet) == (Signal.HEALTHY, True)
+    told = summary(Board(job_id="j", nodes=(nodes[0], quiet, nodes[2])), 100.0)
+    assert told["tolerance_left"] == 0
+    assert "n1 has not reported for 3 s; it counts as lost until it does" in told["warnings"]
+    assert not is_well(told)
+    back = heard(
+        quiet, nodes[1].model_copy(update={"number": 2}), elapsed_secs=1.0, offline_after_secs=6.0, now=101.0
+    )
+    assert not back.quiet
+
+
+def test_a_keeper_that_writes_no_board_is_quiet_to_the_others() -> None:
+    nodes = tuple(three())
+    seen = written = Board(job_id="j", keeper="n0", unix_secs=50.0, nodes=nodes)
+    for _ in range(4):
+        seen = note_keeper(seen, written, elapsed_secs=1.0, offline_after_secs=6.0)
+    assert [n.quiet for n in seen.nodes] == [True, False, False]
+    again = note_keeper(
+        seen, written.model_copy(update={"unix_secs": 51.0}), elapsed_secs=1.0, offline_after_secs=6.0
+    )
+    assert [n.quiet for n in again.nodes] == [False, False, False]
 
 
 def test_p9_of_nodes_that_were_replaced_only_some_are_kept() -> None:

@@ -44,6 +44,7 @@ from reft.profile.result import Activity, Beside, ProfileError, ProfileResult
 from reft.snapshot.schedule import AnalyticEstimator, ChunkRecord, InstructionRecord, StepTrace, WindowKind
 from reft.tools import profile as cli_profile
 from reft.tools.profile import advice, draw, show, verdict
+from tests.commands import command as reft
 from tests.device.conftest import sim
 from tests.device.simulated import NAME, Simulated
 from tests.profile.simulated import (
@@ -454,12 +455,35 @@ def test_the_figure_is_drawn(tmp_path):
         draw(result, path, step=99)
 
 
+@pytest.mark.process
+def test_the_picture_says_what_is_of_its_step_and_what_of_all(tmp_path):
+    """A version holds one of the steps up for 10 ms, the others for 2 ms: the cost is 2 ms."""
+    pytest.importorskip("matplotlib")
+    (rank,), _ = run(train_schedule(1, 2), costs(1), 5)
+
+    def held_up(number: int, t: StepTrace) -> StepTrace:
+        secs = 10e-3 if number == 2 else 2e-3
+        return replace(changed(t, "OptimizerStep", secs), fence_secs=secs)
+
+    late = tuple(held_up(number, t) for number, t in enumerate(rank.traces))
+    chunks = [ChunkRecord(1, 1000, 1e-4, 2e-4, 0, "replicated")]
+    result = analyse(with_chunks([replace(rank, traces=late)], {0: chunks}), *FACTS)
+    saved, path = tmp_path / "p.json", tmp_path / "figure.svg"
+    result.save(saved)
+    step = rank.traces[2].step
+    assert reft("profile", "--from", saved, "--figure", path, "--figure-step", str(step)).code == 0
+    text = path.read_text()
+    assert "of a step (median of 5 steps)" in text
+    assert f"step {step}" in text
+    assert "held up 10.0 ms" in text
+
+
 @pytest.mark.integration
 def test_the_picture_of_the_guide_can_be_drawn_again(tmp_path):
     pytest.importorskip("matplotlib")
     root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, str(root / "benchmarks/profile_picture.py"), "--out", str(tmp_path / "p.png")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root, check=False)
+    words = [sys.executable, str(root / "benchmarks/profile_picture.py"), "--out", str(tmp_path / "p.png")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=root, check=False)
     assert done.returncode == 0, done.stderr
     assert "stage 2: a snapshot of 1.2 GB does not fit its idle time" in done.stdout
     assert (tmp_path / "p.png").stat().st_size > 20_000

@@ -51,7 +51,8 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     options = ["--steps", 6, "--warmup-steps", 3, "--keep-running"]
     outputs = ["--json", files["profile"], "--trace", files["trace"]]
     losses = run_job(folder, "profile", *options, *outputs)
-    return SimpleNamespace(losses=losses, result=ProfileResult.load(files["profile"]), trace=files["trace"])
+    result = ProfileResult.load(files["profile"])
+    return SimpleNamespace(losses=losses, result=result, trace=files["trace"], events=folder / "events")
 
 
 def test_losses_are_those_of_the_job_without_profiling(profiled, tmp_path):
@@ -97,6 +98,13 @@ def test_snapshot_chunks_are_on_the_timeline(profiled):
         assert stage.snapshot_bytes > 0
         # Snapshots may be dropped on a busy machine, but not all of them.
         assert 0 < stage.copied_bytes <= 1.01 * stage.snapshot_bytes
+        # What only the host knows is not copied from the device; the arena reserves room for it.
+        (rank,) = stage.ranks
+        (events,) = profiled.events.glob(f"reft-{rank}-*.jsonl")
+        lines = events.read_text().splitlines()
+        *_, version = (e["traffic"]["to_host"] for e in map(json.loads, lines) if e["event"] == "commit")
+        copied = (n for kind, n in version.items() if kind not in ("host_state", "checksums"))
+        assert stage.snapshot_bytes == sum(copied)
     for rank in profiled.result.timelines:
         assert all(rank.begin_secs <= c.begin_secs for c in rank.chunks)
 

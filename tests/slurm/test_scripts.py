@@ -222,6 +222,45 @@ def test_a_node_removes_its_memory_where_the_job_was_cancelled(dry: Dry, state: 
 
 
 @pytest.mark.process
+def test_ctrl_c_reaches_a_launcher_that_the_shell_has_ignore_it(dry: Dry) -> None:
+    dry.write("reft", f'#!/bin/bash\ncd {dry.directory}\necho "$*" >> reft.calls\nexec sleep 600\n')
+    process = dry.start("reft-srun", "--on-node", "train.py", REFT_JOB_ID="a", REFT_NODES="2")
+    wait_for(lambda: dry.called("reft"), "it", SECS)
+    process.send_signal(signal.SIGINT)
+    code, out = dry.end(process)
+    assert code == 75, out
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "TIMEOUT"])
+@pytest.mark.parametrize("code", ["1", "75"])
+def test_a_job_that_is_over_is_not_requeued_whatever_slurm_counts(dry: Dry, state: str, code: str) -> None:
+    """After scancel, Slurm counts only the nodes that are not done."""
+    dry.says(state=state, nodes=1)
+    dry.steps(f"exit {code}")
+    assert dry.run("h100.sbatch", "train.py")[0] == int(code)
+    dry.write("launch.code", code)
+    dry.write("hosts", "n2")
+    node = ("reft-srun", "--on-node", "train.py")
+    assert dry.run(*node, REFT_JOB_ID="a", REFT_NODES="2", REFT_BATCH_HOST="n1")[0] == int(code)
+    dry.write("launch.code", "0")
+    assert dry.run(*node, REFT_JOB_ID="a", REFT_NODES="2", REFT_BATCH_HOST="n1")[0] == 0
+    assert (dry.called("requeue"), dry.called("scancel")) == ([], [])
+
+
+@pytest.mark.process
+def test_a_job_that_is_cancelled_while_it_stops_is_not_requeued(dry: Dry) -> None:
+    dry.steps(
+        "while [ ! -e scancel.calls ]; do sleep 0.02; done; sed -i s/RUNNING/COMPLETING/ job.facts; exit 75"
+    )
+    process = dry.start("h100.sbatch", "train.py")
+    wait_for(lambda: dry.called("srun"), "it", SECS)
+    process.send_signal(signal.SIGTERM)
+    assert dry.end(process)[0] == 75
+    assert dry.called("requeue") == []
+
+
+@pytest.mark.process
 @pytest.mark.parametrize(("launcher", "task"), [("0", 0), ("3", 3), ("137", 1)])
 def test_a_launcher_that_failed_is_told_from_a_step_that_was_killed(
     dry: Dry, launcher: str, task: int

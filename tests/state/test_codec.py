@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 from argparse import Namespace
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,7 @@ values = st.recursive(
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
         | st.lists(inner, max_size=4).map(lambda v: deque(v, 4))
+        | st.dictionaries(st.integers(0, 9), st.integers(0, 3), max_size=3).map(Counter)
         | st.dictionaries(text, inner, max_size=4)
         | st.dictionaries(keys, inner, max_size=4)
         | st.lists(st.tuples(keys, inner), max_size=4).map(OrderedDict)

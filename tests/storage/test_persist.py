@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,19 @@ import pytest
 import torch
 
 from reft.config import FaultConfig, FaultPoint, ReftConfig
-from reft.errors import OvertakenError, PersistError
+from reft.errors import ArenaError, OvertakenError, PersistError
 from reft.grid import Label, Section
 from reft.memory.arena import Arena
+from reft.recover import offline
 from reft.recover.offline import export_stored, persist_offline
 from reft.state.deepspeed_format import host_file_name, read_host_file
 from reft.state.template import same_value
 from reft.storage import fence
 from reft.storage.persist import PersistProgress, persist_label
 from reft.storage.persisted import job_directory, latest_tag
+from reft.storage.persister import Persister
 from reft.storage.publish import WorkDir
+from tests.commands import command
 from tests.job.daemons import wait_for
 from tests.spawn import RankError, spawn
 from tests.storage.job_memory import (
@@ -245,3 +250,99 @@ def test_offline_the_copies_replace_a_lost_node_and_the_result_is_the_same(
     assert result.corrupt_blocks == 0
     check_checkpoint(directory, V4)
     assert list(dict.fromkeys(seen)) == ["writing", "written", "renaming", "renamed", "latest"]
+
+
+class RunningJob:
+    """Commits versions into two slots in turn. A rank that cannot write, as a reader holds its arena, keeps all
+    from committing the version."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory, self.step, self.committed, self.slot = memory, V4.step, V4.step, 0
+        self.options = [word for node in NODES for word in ("--memory-dir", memory.root / node)]
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step, written, images = self.step + 1, 0, made_up_images(self.step + 1)
+            for at in DEGREES.coordinates():
+                with suppress(ArenaError):
+                    self.memory.write(Label(1, self.step), images, slot=1 - self.slot, only=[at])
+                    written += 1
+            if written == DEGREES.world_size:
+                self.committed, self.slot = self.step, 1 - self.slot
+
+
+def test_a_version_of_a_running_job_is_held_while_it_is_exported(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, plan_verified = RunningJob(memory), offline.plan_verified
+    job.train(2)
+
+    def plan_while_the_job_trains_on(*arguments: Any, **options: Any) -> Any:
+        found = plan_verified(*arguments, **options)
+        job.train(3)
+        return found
+
+    monkeypatch.setattr(offline, "plan_verified", plan_while_the_job_trains_on)
+    answer = command("persist", *job.options, "--out", tmp_path / "out", "--json")
+    assert (answer.code, answer.json["step"]) == (0, 6), answer.err
+    check_checkpoint(tmp_path / "out", Label(1, 6))
+    assert "running" not in answer.err  # no process holds this memory
+    job.train(2)  # nothing is held any more
+    assert job.committed == job.step
+
+
+def test_nodes_of_a_running_job_that_are_a_version_apart_are_held_at_the_newer_one(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first node is visited, version 7 is being written; before the second one is, it is committed."""
+    job, lock_shared = RunningJob(replace(memory, copies=0)), Arena.lock_shared
+    job.train(2)
+
+    def lock(arena: Arena) -> bool:
+        if job.step == 6 and arena.path.parent == memory.job_dir("n1").path:
+            job.train(2)  # version 8 is written on the second node only, over version 6
+        being_written = job.step == 6 and "slot1" in arena.path.name
+        return not being_written and lock_shared(arena)
+
+    monkeypatch.setattr(Arena, "lock_shared", lock)
+    answer = command("persist", *job.options, "--out", tmp_path / "out", "--json")
+    assert (answer.code, answer.json["step"]) == (0, 7), answer.err
+    assert (job.committed, job.step) == (7, 8)
+    check_checkpoint(tmp_path / "out", Label(1, 7))
+
+
+def test_what_a_running_job_overwrites_is_no_damage(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, lock_shared = RunningJob(memory), Arena.lock_shared
+    job.train(2)
+
+    def train_on_and_lock(arena: Arena) -> bool:
+        job.train(2)
+        return lock_shared(arena)
+
+    monkeypatch.setattr(Arena, "lock_shared", train_on_and_lock)
+    assert command("verify", *job.options, "--json").json["bad_blocks"] == 0
+
+
+def test_a_persist_directory_that_cannot_be_written_is_not_short_of_room(
+    memory: Memory, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PersistError, match="mount it or make it writable") as refused:
+        persist_label(memory.job_dir("n0"), V4, memory.config(tmp_path / "file" / "below"))
+    assert "make room" not in str(refused.value)
+
+
+def test_storage_that_fails_is_not_said_to_be_slow(
+    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    persister = Persister(memory.job_dir("n0"))
+    persister.configure(memory.config(tmp_path / "file" / "below", interval_steps=2))
+    persister.start()
+    persister.offer(V4)
+    wait_for(lambda: persister.status.stale_since_step is not None, "the failure")
+    for step in range(5, 12):
+        persister.offer(Label(1, step))
+    persister.close()
+    assert "cannot be persisted" in caplog.text
+    assert "takes longer" not in caplog.text

@@ -14,7 +14,8 @@ from functools import partial
 from importlib.metadata import distributions
 from typing import Any, TypeVar
 
-from reft.config import ReftConfig, Variant, load_config
+from reft.config import AOR, ReftConfig, Variant, load_config
+from reft.engine.checks.held import HeldState
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
 
@@ -52,7 +53,8 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
             f'"{BLOCK_NAME}": {{"enabled": true}}'
         )
     block = load_config(config)
-    return block, [*engine_findings(config), *_tolerance_findings(block), *block_findings(block)]
+    of_job = [*_tolerance_findings(block), *_recompute_findings(config, block)]
+    return block, [*engine_findings(config), *of_job, *block_findings(block)]
 
 
 def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -106,6 +108,32 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
             f"lost node(s): on several nodes the job is not started",
             f'write "protection": "auto", or "tolerance": {survived}',
         )
+
+
+def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
+    """What keeps peers from recomputing ZeRO-1 partitions; without partitions "+aor" has no effect."""
+    zero = part_of(config, "zero_optimization")
+    if not block.recompute or block.variant is Variant.NONE or zero.get("stage", 0) != 1:
+        return
+    refused = partial(Finding, Severity.REFUSED)
+    leave_out = f'leave "{AOR}" out of "protection"'
+    kind = str(part_of(config, "optimizer").get("type", "")).lower()
+    if kind not in ("", "adam", "adamw"):
+        found = f'"optimizer.type" is {kind!r}, but "{AOR}" recomputes Adam and AdamW only'
+        yield refused(found, f'write "AdamW", or {leave_out}')
+    kept = [name for name in ("reduce_scatter", "contiguous_gradients") if zero.get(name, True)]
+    if kept and not _accumulates_bf16_in_fp32(config):
+        yield refused(
+            f'"{AOR}" needs the gradients of all partitions on every rank, but ZeRO-1 with '
+            f"{' and '.join(kept)}, which are on by default, keeps those of the own partition only",
+            'write "zero_optimization": {"reduce_scatter": false, "contiguous_gradients": false}, or use '
+            f'bf16 with "data_types": {{"grad_accum_dtype": "fp32"}}, or {leave_out}',
+        )
+
+
+def _accumulates_bf16_in_fp32(config: Mapping[str, Any]) -> bool:
+    bf16 = part_of(config, "bf16") or part_of(config, "bfloat16")
+    return bool(bf16.get("enabled")) and part_of(config, "data_types").get("grad_accum_dtype") == "fp32"
 
 
 def block_findings(block: ReftConfig) -> Iterator[Finding]:
@@ -163,8 +191,54 @@ class ScriptLook:
         self._parents = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
 
     def findings(self) -> list[Finding]:
-        resumed = (*self.conditional_loads(), *self.loops(), *self.client_states())
+        resumed = (*self.conditional_loads(), *self.begins_anew())
         return sorted([*self._no_load(), *resumed, *self._data()], key=lambda f: f.line)
+
+    def begins_anew(self) -> list[Finding]:
+        """What a version does not bring back, by line."""
+        found = (*self.loops(), *self.skips(), *self.client_states(), *self.own_state())
+        return sorted(found, key=lambda f: f.line)
+
+    def own_state(self) -> Iterator[Finding]:
+        """Generators, averaged copies and attributes of modules that the script has to name."""
+        for held in HeldState(self._nodes, self._parents).findings():
+            yield _finding(held.node, held.found, held.change)
+
+    def skips(self) -> Iterator[Finding]:
+        """Batches of a resumable loader that the script skips, too."""
+        loaders = self._loaders()
+        for loop in self._all(ast.For):
+            read = {_text(part) for part in ast.walk(loop.iter)} & loaders
+            calls = [call for call in ast.walk(loop.iter) if isinstance(call, ast.Call)]
+            cuts = any(_name(call) in ("islice", "skip_first_batches") for call in calls)
+            counter = None
+            if any(_name(call) == "enumerate" for call in calls) and isinstance(loop.target, ast.Tuple):
+                counter = _text(loop.target.elts[0])
+            if read and (cuts or (counter is not None and self._continues_below(loop, counter))):
+                yield _finding(
+                    loop,
+                    f"`{min(read)}` is resumable, and the script skips batches of it as well. Resumed, "
+                    f"they would be "
+                    "skipped twice and never trained on",
+                    "leave the skipping out: the loader begins behind the batches that were trained on",
+                )
+
+    def _loaders(self) -> set[str]:
+        return {_text(target) for target, call in self._assigned() if _is_resumable(call)}
+
+    def _continues_below(self, loop: ast.For, counter: str) -> bool:
+        """Whether turns of the loop are left out by a comparison of its counter."""
+        return any(
+            isinstance(node, ast.If)
+            and any(isinstance(part, ast.Continue) for part in node.body)
+            and any(
+                isinstance(c, ast.Compare)
+                and isinstance(c.ops[0], ast.Lt | ast.LtE)
+                and _text(c.left) == counter
+                for c in ast.walk(node.test)
+            )
+            for node in ast.walk(loop)
+        )
 
     def conditional_loads(self) -> Iterator[Finding]:
         """Loads that stand behind a condition, such as a test for a file that is not there at the first
@@ -185,7 +259,7 @@ class ScriptLook:
 
     def loops(self) -> Iterator[Finding]:
         """Loops that count steps, or passes over a resumable loader, from 0: so they do when resumed."""
-        loaders = {_text(target) for target, call in self._assigned() if _is_resumable(call)}
+        loaders = self._loaders()
         for loop in self._all(ast.For):
             if not (over := _counted_from_zero(loop.iter)):
                 continue
@@ -206,6 +280,28 @@ class ScriptLook:
                     f"`{index}` would belong to another step",
                     f"write for {index} in range(engine.global_steps, {most})",
                 )
+
+    def group_writes(self, key: str) -> Iterator[tuple[int, bool]]:
+        """Lines that write this number of a parameter group (``group["lr"] = ...``), and whether the value is
+        derived from the engine's step."""
+        writes = [(node, target) for node in self._all(ast.Assign) for target in node.targets]
+        writes += [(node, node.target) for node in self._all(ast.AugAssign)]  # type: ignore[misc]
+        for node, target in writes:
+            if isinstance(target, ast.Subscript) and _text(target.slice) == repr(key):
+                yield node.lineno, isinstance(node, ast.Assign) and self._from_step(node.value)
+
+    def _from_step(self, value: ast.expr) -> bool:
+        """Whether ``global_steps`` occurs in a value, or in what a name or function in it was made of."""
+        seen: set[str] = set()
+        todo: list[ast.AST] = [value]
+        while todo:
+            node = todo.pop()
+            if _reads_step(node):
+                return True
+            names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} - seen
+            seen |= names
+            todo += [n.value for n in self._all(ast.Assign) if {_text(t) for t in n.targets} & names]
+        return False
 
     def client_states(self) -> Iterator[Finding]:
         """What is read from a checkpoint's client state; a version in memory has only what it was given."""
@@ -259,7 +355,9 @@ class ScriptLook:
                 call,
                 "a DataLoader is read in the script's own loop. After a failure the script continues with "
                 "other samples, unless it skips those that were already used",
-                "write loader = reft.resumable(loader), and for epoch in range(loader.epoch, epochs)",
+                "write loader = reft.resumable(loader), and for epoch in range(loader.epoch, epochs), and "
+                "leave out "
+                "any skipping of batches",
             )
 
     def _calls(self, *names: str) -> list[ast.Call]:
@@ -418,7 +516,7 @@ def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
         return None
     engines: tuple[str, ...] = (ZERO0, ZERO0_PIPELINE)
     if part_of(config, "zero_optimization").get("stage", 0):
-        engines = (ZERO1_FP32,) if part_of(config, "data_types").get("grad_accum_dtype") == "fp32" else ()
+        engines = (ZERO1_FP32,) if _accumulates_bf16_in_fp32(config) else ()
     return next((engine for engine in engines if engine in row.unloadable), None)
 
 

@@ -220,9 +220,28 @@ def conditional_loads() -> list[str]:
 
 
 def what_begins_anew() -> list[str]:
-    """Loops of the running script that begin at 0 in every life, and places that it reads from a client state
-    which nobody keeps; each with what to write."""
-    return [str(f) for look in _look_at_script() for f in (*look.loops(), *look.client_states())]
+    """What the running script would begin again with in every life: loops that count from 0, places that it
+    reads from a client state which nobody keeps, and state of its own; by line, each with what to write."""
+    return [str(finding) for look in _look_at_script() for finding in look.begins_anew()]
+
+
+def report_findings(session: Session, findings: list[str]) -> None:
+    """What was found after the first step, as one list."""
+    if len(findings) > 1:
+        lines = "".join(f"\n- {finding}" for finding in findings)
+        warn(session, f"{len(findings)} things of this script would not be as in an undisturbed run:{lines}")
+    elif findings:
+        warn(session, findings[0])
+
+
+def rates_from_step(key: str) -> str | None:
+    """Where the running script writes this number of a parameter group, in words; empty if that is not known,
+    None if it is derived from engine.global_steps at every place."""
+    lines = [line for look in _look_at_script() for line in look.group_writes(key)]
+    if lines and all(derived for _, derived in lines):
+        return None
+    places = ", ".join(str(number) for number, derived in lines if not derived)
+    return f"line {places}: " if places else ""
 
 
 def _look_at_script() -> Iterator[ScriptLook]:

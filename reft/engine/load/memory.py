@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from reft.data.watch import WATCH
 from reft.engine import on_import
 from reft.engine.data import READ_BY_SCRIPT
 from reft.engine.identity import BY_LAYOUT, BY_REPLICAS, local_rank, noted_commit
@@ -269,6 +270,9 @@ class MemoryRestorer:
         session = self._session
         if session.state.data is not None:
             session.state.data.restore(state.get("data") or {}, state.get("rng"))
+        session.state.followed.restore(state.get("followed"))
+        if WATCH.resuming is not None:
+            WATCH.resuming.begins = session.state.followed.reapply
         session.state.restored_client = dict(state.get("client") or {})
         self.client_state = ClientStateView(session.state.restored_client)
         read_by_script = (state.get("data") or {}).get(READ_BY_SCRIPT, False)

@@ -20,6 +20,7 @@ from reft.config import Variant
 from reft.engine.checks.start import (
     check_orders,
     conditional_loads,
+    report_findings,
     require_first_version,
     warn,
     what_begins_anew,
@@ -195,6 +196,7 @@ class Restorer:
         if self._unprotected:
             self._unprotected = False
             self._memory.protect()
+        self._session.state.followed.begin_step(is_first=not self._trains)
         self._trains = True
         self._session.state.restored_client = None
         self._engine.data.trains()
@@ -202,6 +204,10 @@ class Restorer:
     def after_step(self) -> None:
         """A step has returned: after the first one it is known how the script reads its data."""
         session = self._session
+        for said in session.state.followed.end_step():
+            warn(session, said)
+        if session.stepped and (hidden := self._engine.data.no_longer_reads()) is not None:
+            warn(session, hidden)
         if self._advised or session.engine.global_steps == self._first_step:
             return
         self._advised = True
@@ -211,11 +217,15 @@ class Restorer:
             return
         if self._resumed is None:
             require_first_version(session)
-        if session.state.client_state is None:
-            for said in filter(None, (text, *what_begins_anew())):
-                warn(session, said)
-        elif text is not None and session.is_rank_zero:
-            logger.info("the attached client state restores the position in the data")
+        # By its client state the script restores the position in data that reft does not follow, and nothing
+        # else.
+        is_clients = session.state.client_state is not None and not self._engine.data.comes_back()
+        if text is not None and is_clients:
+            if session.is_rank_zero:
+                logger.info("the attached client state restores the position in the data")
+            text = None
+        found = filter(None, (text, *session.state.followed.findings(), *what_begins_anew()))
+        report_findings(session, list(found))
 
     def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """``engine.load_checkpoint``: the newest state of memory and disk.

@@ -102,14 +102,20 @@ class ServedPlace:
     def _open(self) -> RendezvousStore:
         if self._has_to_serve():
             self._serve()
-        store = self._make_client(self._read_secs)
+        endpoint, secs = self._config.rdzv_endpoint, min(self._contact_secs, self._read_secs)
+        # What listens there may never answer: the first contact has a limit of its own.
+        first = self._make_client(secs)
         try:
-            store.check([])
+            first.check([])
         except StoreError as error:
             raise JobEndedError(
-                f"the rendezvous endpoint {self._config.rdzv_endpoint} cannot be used: {error}"
+                f"what listens at the rendezvous endpoint {endpoint} did not answer within {secs:.0f} s as "
+                f"reft's rendezvous does ({error}). Check the address, start `reft rendezvous` there, or "
+                "wait longer for a slow one with --rdzv-conf connect_timeout=SECS,read_timeout=SECS"
             ) from error
-        return store
+        finally:
+            first.close()
+        return self._make_client(self._read_secs)
 
     def _make_client(self, timeout_secs: float) -> RendezvousStore:
         """Another connection to the store; does not wait for it."""

@@ -97,15 +97,18 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
     causes = {c.cause for c in last}
     somebody_vanished = bool(last) and len(last) < last[0].size
     # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
-    own = Cause.OWN in causes or (Cause.UNCLEAR in causes and not somebody_vanished)
+    # Trainers that end well are to blame only if their peers lost them.
+    ended_early = Cause.ENDED in causes and Cause.PEER in causes
+    own = Cause.OWN in causes or ((Cause.UNCLEAR in causes or ended_early) and not somebody_vanished)
     newest = max(c.newest_step for c in all_infos)
     known = max((c.known_step for c in last), default=-1)
     renewed = all_infos[0].renews and newest > known
     used = 0 if renewed else max((c.restarts_used for c in last), default=0)
     # Causes, not consequences: that peers were lost is said only where nothing else is known.
-    told = [c for c in last if c.cause in (Cause.OWN, Cause.UNCLEAR)]
+    named = (Cause.OWN, Cause.UNCLEAR, *([Cause.ENDED] if ended_early else []))
+    told = [c for c in last if c.cause in named]
     if not told and not somebody_vanished:
-        told = [c for c in last if c.cause is not None]
+        told = [c for c in last if c.cause not in (None, Cause.ENDED)]
     return Agreement(
         round=1 + max(last_round, before.round if before else 0),
         members=tuple(infos),

@@ -19,6 +19,7 @@ from pathlib import Path
 from reft.control.keyvalue import Journal, KeyValueServer, RendezvousStore
 from reft.control.wire import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
 from reft.errors import AuthenticationError, ConfigError
+from reft.job.script import not_ignored
 from reft.memory.jobdir import user_secret
 from reft.refusal import Parser
 
@@ -97,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(list(argv))
     # A pipe: a lock could be held by the very thread that the handler interrupts.
     told, tell = os.pipe()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in not_ignored((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
         signal.signal(number, lambda *_: os.write(tell, b"."))
     try:
         server = RendezvousServer(options.host, options.port, state_dir=options.state_dir)

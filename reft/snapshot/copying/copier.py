@@ -215,6 +215,8 @@ def _in_order(image: SectionImage, at: int, pieces: CheckedPieces, part: torch.T
         yield _hashed_only(part[end:])
 
 
+_COPIED_AS_IT_IS = frozenset({Section.REPLICATED, Section.OWNED})
+
 TURNS = 61
 """Versions after which every block was compared once by turns."""
 _COLUMNS = 64  # sums of a block, so that what has moved within it is seen
@@ -434,6 +436,10 @@ class Copier:
         """Of the newest versions; whoever traces takes them away."""
         self.staged: Sequence[StagedChunk] = ()
         """Of the version that was copied last: what is still to be drained."""
+        self.written: Sequence[str] = ()
+        """Of the version that was copied last: tensors of one block that changed while it was copied."""
+        self._scratch = torch.zeros(0, dtype=torch.uint8)
+        self._read_again_count = 0
         self._begun = False
         self._hasher = hashing_copier()
         self._fault: Callable[[FaultPoint], None] = lambda point: None
@@ -523,8 +529,10 @@ class Copier:
         else:
             records = self._copy(chunks, filling, gate)
         self._look(images, filling, gate)
+        again = self._read_again(images, filling, gate)
         handed_over()
         self.engine.synchronize()
+        self.written = self._differing_tensors(images, filling, again)
         records += _settled(queued)
         self.records.extend(records)
         return records
@@ -547,6 +555,49 @@ class Copier:
                 self.engine.copy((), encode=part)
             finally:
                 gate.release(permit, time.perf_counter() - began)
+
+    def _read_again(self, images: LiveImages, filling: Filling, gate: Gate) -> PlacedBlock | None:
+        """Copy one block a second time, after all others: another one with each version, for ever. Writes
+        that torch does not count (through ``.data``, by other libraries) show in the difference (P2). Returns
+        the block; None where there is none to compare."""
+        own = [b for b in filling.local_blocks if b.block.nbytes and b.key.section in _COPIED_AS_IT_IS]
+        if not own or self.staged:
+            return None
+        self._read_again_count += 1
+        placed = own[self._read_again_count % len(own)]
+        if placed.block.nbytes > len(self._scratch):
+            if len(self._scratch):
+                self.engine.unregister(self._scratch)
+            self._scratch = torch.zeros(placed.block.nbytes, dtype=torch.uint8)
+            self.engine.register(self._scratch)
+        image = _image_of(images, placed)
+        assert image is not None
+        pieces = image.pieces_into(placed.block.start_bytes, self._scratch[: placed.block.nbytes])
+        if self.engine.asynchronous:
+            self.engine.copy(pieces)
+            return placed
+        permit, began = gate.admit(), time.perf_counter()
+        try:
+            self.engine.copy(pieces)
+        finally:
+            gate.release(permit, time.perf_counter() - began)
+        return placed
+
+    def _differing_tensors(
+        self, images: LiveImages, filling: Filling, placed: PlacedBlock | None
+    ) -> Sequence[str]:
+        """Names of the tensors in a block that was read twice, if it has changed in between."""
+        if placed is None:
+            return ()
+        begin, nbytes = placed.block.start_bytes, placed.block.nbytes
+        if torch.equal(self._scratch[:nbytes], filling.tensor(placed)[:nbytes]):
+            return ()
+        image = _image_of(images, placed)
+        assert image is not None
+        first = filling.tensor(placed)[:nbytes]
+        differs = (self._scratch[:nbytes] != first).nonzero()
+        at = [begin + int(differs[0]), begin + int(differs[-1])]
+        return [spec.name for spec in image.tensors_at(at[0], at[1] + 1)]
 
     def drain(self, filling: Filling, gate: Gate) -> list[ChunkRecord]:
         """Bring what was staged to the arena; training goes on meanwhile, whatever it does. Returns what was

@@ -28,7 +28,7 @@ from reft.errors import ConfigError
 from reft.job.local import STOPS, LocalNodes, Node, stop_by_signal
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import BLOCK_NAME
-from reft.node.report import describe_parts
+from reft.node.report import WAITING, describe_parts
 from reft.refusal import Parser
 
 EXIT_INTERRUPTED = 130
@@ -37,6 +37,14 @@ _MOST_SECS = 600.0  # of both runs
 _POLL_SECS = 0.01
 _END_SECS = 15.0  # when the launcher of a node has failed, the others have so long to end, too
 _MOST_STEP_LINES = 40
+_SILENT_SECS = 5.0  # then it is told what takes so long
+_SOURCES = {
+    "local": "the nodes' own memory",
+    "peer": "peers",
+    "copy": "peers",
+    "parity": "peers' parities",
+    "disk": "disk",
+}
 _LOG_LINES = 25
 _MEMORY_DIR = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
@@ -216,8 +224,13 @@ class Job:
         self.current: dict[int, Node] = {}
         self._name, self._count = f"demo-{name}", options.pp * options.dp
         self._recovered: list[dict[str, Any]] = []  # what nodes tell behind the first step of each start
-        self._versions = Counter[str]()  # commits and skips, of rank 0
-        self._steps, self._say = options.steps, say
+        self._committed, self._skipped = (
+            set[int](),
+            0,
+        )  # steps with a version, and versions given up, of rank 0
+        self._restored: list[dict[str, Any]] = []  # what each rank has restored since the last failure
+        self._states: dict[str, str] = {}  # what the launchers do, by node
+        self._steps, self._say_now, self._said_at = options.steps, say, time.monotonic()
         self._pending = list(options.kills) if name == "training" else []
         self._start = self._failed_in = 0  # of the job: the newest, and that in which nodes were lost last
         self._step = 0  # of the newest start
@@ -258,6 +271,23 @@ class Job:
 
     # -- nodes -----------------------------------------------------------------------------------------
 
+    def _say(self, text: str, style: str = "") -> None:
+        self._said_at = time.monotonic()
+        self._say_now(text, style)
+
+    def doing(self) -> str:
+        """What the job is busy with while it makes no step."""
+        states = {
+            self._states.get(node) for node in [node.name for node in self.current.values()] or self._states
+        }
+        if not states - {None}:
+            return "launchers start"
+        if None in states or WAITING in states:
+            return "nodes import torch and DeepSpeed, from which trainers are forked, and meet"
+        if self._step:
+            return f"step {self._step + 1} is computed" if self._step < self._steps else "trainers end"
+        return "trainers build the model, and meet"
+
     def _start_node(self, index: int) -> Node:
         """Start the launcher of a node, or of its replacement if there was one before."""
         before = sum(node.name.partition(".")[0] == f"node{index}" for node in self.nodes.started)
@@ -279,6 +309,8 @@ class Job:
             self.take_in()
             self._lose_nodes()
             now = time.monotonic()
+            if now - self._said_at > _SILENT_SECS:
+                self._say(f"... {self.doing()}", "dim")
             codes = {node.name: node.process.poll() for node in self.current.values()}
             if any(codes.values()):
                 failed_at = failed_at or now
@@ -302,6 +334,7 @@ class Job:
             return
         del self._pending[: len(due)]
         self._failed_in = self._start
+        self._restored.clear()
         for kill in due:
             self.failures.append(Failure(self._step, kill.node, time.time()))
             lost = self.current[kill.node]
@@ -309,7 +342,10 @@ class Job:
             self._say(f"{lost.name} is killed, its memory is gone, in step {self._step + 1}", "bold red")
         for kill in due:
             node = self._start_node(kill.node)
-            self._say(f"{node.name} starts in its place, with empty memory", "yellow")
+            said = (
+                "with empty memory, and cold: its launcher and its trainer import torch and DeepSpeed first"
+            )
+            self._say(f"{node.name} starts in its place, {said}. A spare node would have done so", "yellow")
 
     def take_in(self) -> None:
         """The events since the last call, in the order of their times. A line that is not whole yet is left
@@ -325,27 +361,48 @@ class Job:
         for event in sorted(found, key=lambda event: float(event["time"])):
             if event.get("rank", -1) >= 0:
                 self._take(event)
+            elif event["event"] == "launcher":
+                self._states[event["node"]] = event["state"]
+                if event["state"] == WAITING:
+                    self._step = 0  # of the start that is over
 
     def _take(self, event: dict[str, Any]) -> None:
         kind, step, first = event["event"], event.get("step", 0), event["rank"] == 0
         if kind == "recovered":
             self._recovered.append(event)
+        elif kind == "restored":
+            self._restored.append(event)
+            if len(self._restored) == self._count:
+                self._say_restored()
         elif kind == "step":
             self.losses.setdefault(step, []).append(event["loss_hex"])
         if not first:
             return
-        self._versions[kind] += 1
-        if kind == "attached":
+        if kind == "commit":
+            self._committed.add(step)
+        elif kind == "skip":
+            self._skipped += 1
+        elif kind == "attached":
             self._start, self._step, self.tolerance = event["incarnation"], 0, event["tolerance"]
             self._say(f"reft is attached, start {self._start}", "")
-        elif kind == "restored":
-            parts = ", ".join(f"{k} {n / 1e6:.2f} MB" for k, n in event["bytes_from"].items() if n)
-            said = f"state of step {event['version']} restored from {event['source']}"
-            self._say(f"{said} in {event['secs']:.2f} s ({parts})", "bold magenta")
         elif kind == "step":
             self._step = step
             if step % -(-self._steps // _MOST_STEP_LINES) == 0 or step == self._steps:
                 self._say(f"step {step}/{self._steps}  loss {event['loss']:.6f}", "")
+
+    def _say_restored(self) -> None:
+        """All ranks have restored the same version."""
+        told, self._restored = self._restored, []
+        found = Counter[str]()
+        for event in told:
+            for source, nbytes in event["bytes_from"].items():
+                found[_SOURCES.get(source, source)] += nbytes
+        parts = ", ".join(
+            f"{nbytes / 1e6:.2f} MB from {source}" for source, nbytes in found.items() if nbytes
+        )
+        secs = max(event["secs"] for event in told)
+        said = f"state of step {told[0]['version']} restored from {told[0]['source']} in {secs:.2f} s"
+        self._say(f"{said}: {parts}", "bold magenta")
 
     # -- the verdict -----------------------------------------------------------------------------------
 
@@ -370,8 +427,7 @@ class Job:
             "losses": standing(self.losses),
             "reference_losses": standing(reference),
             "max_abs_loss_difference": difference,
-            # The restored state counts once more.
-            "snapshots": {"committed": self._versions["commit"], "skipped": self._versions["skip"]},
+            "snapshots": {"committed": len(self._committed), "skipped": self._skipped},
             "problem": problem,
             "good": problem is None and difference == 0.0,
         }
@@ -432,7 +488,9 @@ def _show(console: Console, report: dict[str, Any]) -> None:
         console.print(Text(f"recovery: {resumed}, {recovery['lost_steps']} committed step(s) lost; {after}"))
     versions = report["snapshots"]
     console.print(
-        f"snapshots: {versions['committed']} committed, {versions['skipped']} skipped", highlight=False
+        f"snapshots: {versions['committed']} of {report['steps']} steps committed, "
+        f"{versions['skipped']} skipped",
+        highlight=False,
     )
     console.print(Text(_verdict(report), style="bold green" if report["good"] else "bold red"))
 

@@ -246,8 +246,8 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
             near = get_close_matches(name, SHAPES, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}, or the path of a Hugging Face "
-                f"config.json"
+                f"no model named {model!r}; {hint}known: {', '.join(SHAPES)}. For another one give the path "
+                f"of its Hugging Face config.json, or the nearest of these with --parameters, such as 70B"
             )
         return replace(known, seq_length=seq_length or known.seq_length), ""
     shape = read_shape(path, seq_length)

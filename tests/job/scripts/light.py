@@ -1,6 +1,6 @@
 """A trainer without torch, for what concerns launcher and signals alone.
 
-ARGS: end | exit CODE | raise | lose | needs TRAINERS | wait graceful|stubborn|plain
+ARGS: end | exit CODE | raise | lose | uneven | needs TRAINERS | wait graceful|stubborn|plain
 """
 
 import json
@@ -35,7 +35,9 @@ def train() -> None:
         sys.exit(int(ARGS[0]))
     if BEHAVIOUR == "raise":
         raise ValueError("a bad sample")
-    if BEHAVIOUR == "lose":
+    if BEHAVIOUR == "uneven" and os.environ["RANK"] == "0":
+        return
+    if BEHAVIOUR in ("lose", "uneven"):
         raise RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:1234")
     if BEHAVIOUR == "needs" and os.environ["WORLD_SIZE"] != ARGS[0]:
         from reft.errors import SizeError

@@ -1,0 +1,215 @@
+"""State of the script that a version holds, besides the engine's own.
+
+A *follower* captures one kind of it and puts it back: learning-rate schedulers, flags of the engine, objects
+that ``reft.attach(engine, state={...})`` was given. Features bring followers; a session has one registry of
+them.
+
+A version is the state with which a step begins. So it is restored twice: at the load, where the script may
+read it, and again where the first step begins, which undoes what the script has changed in between, as with
+random states.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from reft import integrations
+from reft.errors import ConfigError, ReftError
+from reft.state import objects
+from reft.state.codec import class_path, encode
+
+if TYPE_CHECKING:
+    from reft.engine.session import Session
+
+logger = logging.getLogger(__name__)
+
+
+class HostState(Protocol):
+    """Follows one kind of state. ``name``: its key in a version."""
+
+    name: str
+    is_reapplied: bool = True
+    """Whether it is restored again where the first step begins."""
+
+    def capture(self) -> Any:
+        """The state as it is now, in encodable values. They are encoded before training continues, so they
+        may alias live objects."""
+
+    def restore(self, saved: Any) -> None:
+        """Put back what :meth:`capture` returned, in place. What does not exist yet is restored when it
+        appears."""
+
+    def findings(self) -> Iterable[str]:
+        """What of its kind is not restored, and the line to write. Read once, after the first step."""
+        return ()
+
+    def end_step(self) -> str | None:
+        """A step has returned. Returns what to report then."""
+        return None
+
+    def close(self) -> None:
+        """Leave nothing in classes and objects that others use."""
+        return
+
+
+class GivenState(HostState):
+    """One object that the script has named in ``state={name: object}``."""
+
+    def __init__(self, name: str, given: Any) -> None:
+        if not objects.is_known(given):
+            raise ConfigError(
+                f"state[{name!r}] is of class {class_path(given)}; expected one of: {objects.KINDS}. Give "
+                f"the "
+                "object whose state changes, or keep plain values in client_state=lambda: {...}"
+            )
+        self.name = given_name(name)
+        self.is_reapplied = objects.is_generator(given)
+        self.given = given
+        try:
+            encode(self.capture())
+        except ReftError as error:
+            raise ConfigError(
+                f"state[{name!r}] ({class_path(given)}) cannot be stored: {error}. Give an object whose "
+                f"state_dict "
+                "holds such values alone"
+            ) from error
+
+    def capture(self) -> Any:
+        return objects.capture(self.given)
+
+    def restore(self, saved: Any) -> None:
+        try:
+            objects.restore(self.given, saved)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.name} of the version does not fit the object that the script gives "
+                f"({class_path(self.given)}): {error}. Give the object that was given when the version was "
+                f"taken"
+            ) from error
+
+
+def given_name(name: str) -> str:
+    """The key of a given object, in versions and in ``accept_changes``."""
+    return f"state.{name}"
+
+
+class HostStates:
+    """The followers of one session, by name.
+
+    Args:
+        accepted: names of given objects that a version may lack, or have beside those that are given
+            (``accept_changes`` of the ``reft`` block).
+    """
+
+    def __init__(self, followers: Iterable[HostState] = (), accepted: Collection[str] = ()) -> None:
+        self._followers = {follower.name: follower for follower in followers}
+        self._accepted = frozenset(accepted)
+        self._saved: dict[str, Any] | None = None
+        """What was restored last, until training continues. Captured again as it is: nothing was trained
+        since."""
+        self._is_due = False
+        """Whether it has yet to be restored a second time."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._followers
+
+    def given(self) -> list[Any]:
+        """The objects of the script's ``state={...}``."""
+        return [f.given for f in self._followers.values() if isinstance(f, GivenState)]
+
+    def give(self, state: Mapping[str, Any]) -> None:
+        """Follow the objects of the script's ``state={...}``. Raises ConfigError: an object is of an unknown
+        kind, or the version that was loaded does not hold it."""
+        for name, given in state.items():
+            self.add(GivenState(name, given))
+
+    def add(self, follower: HostState) -> None:
+        """Follow one more. If a version was loaded before, it is restored at once."""
+        self._followers[follower.name] = follower
+        if self._saved is not None:
+            self._restore(follower, self._saved)
+
+    def capture(self) -> dict[str, Any]:
+        saved = self._saved or {}
+        captured = {n: f.capture() for n, f in self._followers.items() if n not in saved}
+        return captured | saved
+
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """The host state of a version; None if it was written before there were followers. Raises
+        ConfigError: it does not hold an object that was given."""
+        if saved is None:
+            given = [name for name in self._followers if name.startswith(given_name(""))]
+            if given:
+                logger.warning("the version is of an older reft and does not hold %s", ", ".join(given))
+            self._saved = None
+            return
+        self._saved, self._is_due = dict(saved), True
+        for follower in self._followers.values():
+            self._restore(follower, self._saved)
+
+    def _restore(self, follower: HostState, saved: Mapping[str, Any]) -> None:
+        name = follower.name
+        if name in saved:
+            follower.restore(saved[name])
+        elif name.startswith(given_name("")) and not self._accepts(name):
+            held = [n for n in saved if n.startswith(given_name(""))]
+            raise ConfigError(
+                f"the version that was loaded does not hold {name}; it holds "
+                f"{', '.join(held) or 'no such object'}. "
+                f"Give reft.attach the objects that were given when it was taken, or, to continue with "
+                f"{name} as the "
+                f'script makes it, write "accept_changes": ["{name}"] into the reft block'
+            )
+
+    def reapply(self) -> None:
+        """The first step after a load is about to begin, before anything is drawn for it. Does its work
+        once."""
+        if self._is_due and self._saved is not None:
+            self._is_due = False
+            for name, follower in self._followers.items():
+                if follower.is_reapplied and name in self._saved:
+                    follower.restore(self._saved[name])
+
+    def begin_step(self, *, is_first: bool) -> None:
+        """A step begins. ``is_first``: of this process. A job that goes back to a checkpoint while it trains
+        may change what was restored. Raises ConfigError: the version holds an object that the script has not
+        given."""
+        if self._saved is None:
+            return
+        missing = sorted(n for n in self._saved if n not in self._followers and n.startswith(given_name("")))
+        if missing := [name for name in missing if not self._accepts(name)]:
+            names = ", ".join(f'"{name.removeprefix(given_name(""))}": ...' for name in missing)
+            accepted = ", ".join(f'"{name}"' for name in missing)
+            raise ConfigError(
+                f"the version that was loaded holds {', '.join(missing)}, which the script has not given. "
+                f"Write "
+                f"reft.attach(engine, state={{{names}}}) before training, or, to leave it out, "
+                f'"accept_changes": '
+                f"[{accepted}] into the reft block"
+            )
+        if is_first:
+            self.reapply()
+        self._saved = None
+
+    def _accepts(self, name: str) -> bool:
+        return name in self._accepted or "state" in self._accepted
+
+    def findings(self) -> list[str]:
+        """What is not restored, of all kinds; each with the line to write."""
+        return [said for follower in self._followers.values() for said in follower.findings()]
+
+    def end_step(self) -> list[str]:
+        """A step has returned. What to report now."""
+        return [said for follower in self._followers.values() if (said := follower.end_step()) is not None]
+
+    def close(self) -> None:
+        for follower in self._followers.values():
+            follower.close()
+
+
+def host_states(session: Session) -> HostStates:
+    """The registry of a session, with the followers that features bring."""
+    made = [integrations.load(function)(session) for _, function in integrations.found("FOLLOWERS")]
+    return HostStates([one for some in made for one in some], session.config.accept_changes)

@@ -1,0 +1,7 @@
+"""What a script holds and reft can find by itself: followed without a line
+(:mod:`reft.engine.host_state`)."""
+
+FOLLOWERS = {
+    "flags": "reft.follow.flags:followers",
+    "schedulers": "reft.follow.schedulers:followers",
+}

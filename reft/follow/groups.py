@@ -1,0 +1,121 @@
+"""Learning rates and the other numbers of the optimizer's parameter groups: restored where training begins,
+and compared from step to step. What changes them must be followed, or the next life computes other ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reft.engine.checks.start import rates_from_step
+from reft.engine.host_state import HostState
+
+if TYPE_CHECKING:
+    from reft.engine.session import Session
+    from reft.follow.schedulers import Schedulers
+
+_COUNTS = ("last_epoch", "_step_count", "last_batch_iteration")
+"""Attributes by which torch's and DeepSpeed's schedulers count their steps."""
+_MOMENTA = ("betas", "momentum")
+"""What torch's cyclic schedulers change beside the learning rate."""
+
+
+class ParamGroups(HostState):
+    """Numbers of every parameter group of the innermost optimizer."""
+
+    name = "param_groups"
+
+    def __init__(self, session: Session, schedulers: Schedulers) -> None:
+        self._session = session
+        self._schedulers = schedulers
+        self._state = session.engine.adapter.state  # type: ignore[attr-defined]  # DeepSpeed's have one
+        self._after: tuple[list[dict[str, Any]], Any] | None = None
+        """Numbers and counts of the schedulers after the last optimizer step."""
+        self._found: str | None = None
+        self._reported = self._lost_reported = False
+        optimizer, self._hooks = self._state.optimizer, []
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._hooks = [
+                optimizer.register_step_pre_hook(self._before_optimizer),
+                optimizer.register_step_post_hook(self._after_optimizer),
+            ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def capture(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._state.param_groups()
+        return groups
+
+    def restore(self, saved: list[dict[str, Any]]) -> None:
+        self._after = None
+        if len(saved) == len(self._state.optimizer.param_groups):
+            self._state.restore_groups(saved)
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self._after = None if self._reported else (self._numbers(), self._counts())
+
+    def _before_optimizer(self, *_: Any) -> None:
+        if self._after is None:
+            return
+        (was, counts), now = self._after, self._numbers()
+        moved = self._counts() != counts or any(not any(c) for c in counts)
+        for index, (before, after) in enumerate(zip(was, now, strict=False)):
+            for key in before:
+                changed = before[key] != after.get(key)
+                if changed and not (moved and self._is_scheduled(key, after.get(key))):
+                    self._found = self._found or self._describe(index, key, before[key], after.get(key))
+
+    def _numbers(self) -> list[dict[str, Any]]:
+        return [dict(_numbers_of(group)) for group in self._state.optimizer.param_groups]
+
+    def _followed(self) -> list[Any]:
+        """Schedulers whose state is part of the version, by reft or because the script has given them."""
+        given = [g for g in self._session.state.followed.given() if callable(getattr(g, "step", None))]
+        return [s for s in (self._schedulers.own(), *self._schedulers.live(), *given) if s is not None]
+
+    def _counts(self) -> list[tuple[Any, ...]]:
+        return [tuple(getattr(s, name, None) for name in _COUNTS) for s in self._followed()]
+
+    def _is_scheduled(self, key: str, value: Any) -> bool:
+        """Whether a scheduler has set this number. Of learning rates, schedulers keep which they have set;
+        one that does not may have set anything."""
+        rates = [getattr(s, "_last_lr", None) for s in self._followed()]
+        if any(kept is None for kept in rates):
+            return True
+        return any(value in kept for kept in rates if kept) if key == "lr" else key in _MOMENTA
+
+    def _describe(self, index: int, key: str, was: Any, now: Any) -> str | None:
+        if (lines := rates_from_step(key)) is None:
+            return None
+        what = "the learning rate" if key == "lr" else f'"{key}"'
+        return (
+            f"{lines}{what} of parameter group {index} was changed from {was} to {now} between two steps, "
+            f"by nothing "
+            "that reft follows. After a failure the script computes it from values that it has to restore "
+            "itself. "
+            "Compute it from engine.global_steps, or give the object that changes it: "
+            'reft.attach(engine, state={"scheduler": ...})'
+        )
+
+    def end_step(self) -> str | None:
+        lost = None if self._lost_reported else self._session.engine.adapter.why_groups_are_lost()  # type: ignore[attr-defined]
+        if lost is not None:
+            self._lost_reported = True
+            return str(lost)
+        found, self._found = self._found, None
+        if found is not None:
+            self._reported, self._after = True, None
+        return found
+
+
+def _numbers_of(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in group.items():
+        if isinstance(value, torch.Tensor):
+            # Reading one on a device would wait for it.
+            if value.device.type == "cpu" and value.numel() == 1:
+                yield key, value.item()
+        elif isinstance(value, int | float | tuple):
+            yield key, value

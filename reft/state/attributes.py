@@ -1,0 +1,83 @@
+"""The state of objects of a script that have no ``state_dict``: those of their attributes that are state.
+
+These are random generators of three kinds, and numbers, texts, tensors and collections of them that have
+changed since the object was first seen. What has not changed is a setting, which the script makes the same at
+every start, or means to change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from reft.errors import ReftError
+from reft.state import objects
+from reft.state.codec import decode, encode
+
+_MOST_BYTES = 64 * 2**10
+"""Longer attributes are data that the object was given, such as the indices or weights of a sampler."""
+_STATE = "state_dict"
+
+_seen = weakref.WeakKeyDictionary[Any, dict[str, bytes]]()
+"""Attributes of objects as they were when first seen, encoded."""
+
+
+def has_attributes(owner: Any) -> bool:
+    """Whether it can be followed by its attributes."""
+    return type(owner).__dictoffset__ != 0 and type(owner).__weakrefoffset__ != 0
+
+
+def capture(owner: Any) -> dict[str, bytes]:
+    """What its ``state_dict`` returns, or else its attributes that are state; each encoded."""
+    if objects.is_stateful(owner):
+        state = _encoded(owner.state_dict())
+        return {} if state is None else {_STATE: state}
+    first = _first_seen(owner)
+    now = _attributes(owner)
+    return {
+        name: value for name, value in now.items() if value != first.get(name) or _is_generator(owner, name)
+    }
+
+
+def restore(owner: Any, saved: dict[str, bytes]) -> None:
+    """Put back what :func:`capture` returned, in place. Other attributes are as they were when the object was
+    first seen."""
+    if objects.is_stateful(owner):
+        if _STATE in saved:
+            owner.load_state_dict(decode(saved[_STATE]))
+        return
+    first = _first_seen(owner)
+    for name, now in _attributes(owner).items():
+        value = saved.get(name, first.get(name))
+        if value is None or value == now:
+            continue
+        if _is_generator(owner, name):
+            objects.restore(getattr(owner, name), decode(value))
+        else:
+            setattr(owner, name, decode(value))
+
+
+def _first_seen(owner: Any) -> dict[str, bytes]:
+    if owner not in _seen:
+        _seen[owner] = _attributes(owner)
+    return _seen[owner]
+
+
+def _attributes(owner: Any) -> dict[str, bytes]:
+    found = {}
+    for name, value in getattr(owner, "__dict__", {}).items():
+        state = objects.capture(value) if objects.is_generator(value) else value
+        if (encoded := _encoded(state)) is not None and len(encoded) <= _MOST_BYTES:
+            found[name] = encoded
+    return found
+
+
+def _is_generator(owner: Any, name: str) -> bool:
+    return objects.is_generator(getattr(owner, name, None))
+
+
+def _encoded(value: Any) -> bytes | None:
+    try:
+        return encode(value)
+    except ReftError:
+        return None

@@ -1,0 +1,65 @@
+"""The state of single objects of a script: what has ``state_dict``, and random generators of three kinds.
+
+:func:`capture` reads an object's state as encodable values; :func:`restore` puts it back in place. Neither
+advances a generator.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+KINDS = (
+    "objects with state_dict and load_state_dict (modules, optimizers, schedulers, loaders), "
+    "torch.Generator, "
+    "numpy.random.Generator and RandomState, random.Random"
+)
+"""What :func:`is_known` accepts, for messages."""
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a random generator whose state can be read."""
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether it has ``state_dict`` and ``load_state_dict``, as torch's ``Stateful`` protocol says. A class
+    is none."""
+    names = ("state_dict", "load_state_dict")
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in names)
+
+
+def is_known(value: Any) -> bool:
+    return is_generator(value) or is_stateful(value)
+
+
+def capture(value: Any) -> Any:
+    """The state of a known object. It may alias live tensors: encode it before training continues."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
+    if isinstance(value, random.Random):
+        version, words, gauss = value.getstate()
+        return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
+    return value.state_dict()
+
+
+def restore(value: Any, saved: Any) -> None:
+    """Put back what :func:`capture` returned, in place."""
+    if isinstance(value, torch.Generator):
+        value.set_state(saved)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = saved
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(saved)
+    elif isinstance(value, random.Random):
+        value.setstate((saved["version"], tuple(saved["words"].tolist()), saved["gauss"]))
+    else:
+        value.load_state_dict(saved)
