@@ -42,11 +42,22 @@ from reft.state.catalogue import SectionImage
 
 PLAN = "plan.json"
 BETWEEN, KILLED, SAID = "between", "killed", "said"
-_CAUSES = {"data": DATA, "rng": GENERATORS, "client": CLIENT, "followed": CLIENT, "buffers": WEIGHTS}
-_CAUSES |= dict.fromkeys(("lr_scheduler", "last_lr"), RATES)
-"""What a part of the captured state belongs to; the others to :data:`HOST`."""
-_RESULTS = ("engine._global_grad_norm", "adapter.scaler")
-"""Keys, and first parts of keys, of what follows from the loss."""
+_CAUSES = {
+    "data": DATA,
+    "rng": GENERATORS,
+    "lr_scheduler": RATES,
+    "last_lr": RATES,
+    "followed.schedulers": RATES,
+    "followed.param_groups": RATES,
+    "client": CLIENT,
+    "followed": CLIENT,
+    "followed.flags": HOST,
+    "buffers": WEIGHTS,
+    # What follows from the loss.
+    "engine._global_grad_norm": LOSS,
+    "adapter.scaler": LOSS,
+}
+"""What parts of the captured state belong to, by the beginning of the key; the others to :data:`HOST`."""
 _NOT_COMPARED = "data.pass."
 """The position in a loader of the script's own: after a restart it may read by another one, as Hugging Face's
 Trainer does to skip batches. The batches are compared."""
@@ -293,9 +304,9 @@ def cause_of(key: str) -> str:
     """Where an item of the captured state belongs."""
     if ".start." in key:  # A position in the data begins with the generators that chose the order.
         return GENERATORS
-    if key.startswith(_RESULTS):
-        return LOSS
-    return _CAUSES.get(key.partition(".")[0], HOST)
+    parts = key.split(".")
+    prefixes = (".".join(parts[:count]) for count in (2, 1))
+    return next((_CAUSES[prefix] for prefix in prefixes if prefix in _CAUSES), HOST)
 
 
 # -- digests ---------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ _BLOCK = {
 }
 """What a rehearsal sets in the ``reft`` block: a version of every step, and nothing on storage."""
 
+_ADVICE = re.compile(r"\b[Ww]rite\b")
 _PREFIX = re.compile(r"^reft \[[^]]*\] ")
 Say = Callable[[str], None]
 
@@ -160,7 +161,8 @@ class _Runs:
                 tries.append(_judge(first, run, unseeded))
         code = UNSTEADY if unsteady else EQUAL if all(t["equal"] for t in tries) else DIFFERENT
         made = self._directory / MADE
-        said = (_PREFIX.sub("", event["text"]) for event in first.of_kind(SAID))
+        # Advice of the first steps; the rest of what is logged is about the run.
+        said = (_PREFIX.sub("", e["text"]) for e in first.of_kind(SAID) if _ADVICE.search(e["text"]))
         return {
             "exit_code": code,
             "steps": len(steps),
