@@ -45,12 +45,20 @@ class Difference:
 
 
 def compare(
-    expected: Iterable[Record], found: Iterable[Record], but: Collection[tuple[str, str]] = ()
+    expected: Iterable[Record],
+    found: Iterable[Record],
+    but: Collection[tuple[str, str]] = (),
+    *,
+    partial: bool = False,
 ) -> list[Difference]:
-    """All differences between two runs, the first one first: by step, then in the order of causes. ``but``:
-    causes and keys that are not compared.
+    """All differences between two runs, the first one first: by step, then in the order of causes.
 
     A step that was made twice, or made and restored, has to be equal each time.
+
+    Args:
+        but: causes and keys that are not compared.
+        partial: whether these are the records of one node of several: a rank may have moved to another one
+            between the runs, so that what only one run has is no difference.
     """
     reference = {(r.kind, r.rank, r.step): r for r in expected}
     missing = set(reference)
@@ -66,7 +74,9 @@ def compare(
     for kind, rank, step in missing:
         differences.append(Difference(step, rank, STEPS, f"not {kind}", "", None))
     # dict: a step that was made twice may differ both times in the same way.
-    unique = dict.fromkeys(one for one in differences if (one.cause, one.key) not in but)
+    unique = dict.fromkeys(
+        one for one in differences if (one.cause, one.key) not in but and not (partial and one.cause == STEPS)
+    )
     return sorted(unique, key=_order)
 
 

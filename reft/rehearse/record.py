@@ -42,15 +42,26 @@ from reft.state.catalogue import SectionImage
 
 PLAN = "plan.json"
 BETWEEN, KILLED, SAID = "between", "killed", "said"
-_CAUSES = {"data": DATA, "rng": GENERATORS, "client": CLIENT, "followed": CLIENT, "buffers": WEIGHTS}
-_CAUSES |= dict.fromkeys(("lr_scheduler", "last_lr"), RATES)
-"""What a part of the captured state belongs to; the others to :data:`HOST`."""
-_RESULTS = ("engine._global_grad_norm", "adapter.scaler")
-"""Keys, and first parts of keys, of what follows from the loss."""
+_CAUSES = {
+    "data": DATA,
+    "rng": GENERATORS,
+    "lr_scheduler": RATES,
+    "last_lr": RATES,
+    "followed.schedulers": RATES,
+    "followed.param_groups": RATES,
+    "client": CLIENT,
+    "followed": CLIENT,
+    "followed.flags": HOST,
+    "buffers": WEIGHTS,
+    # What follows from the loss.
+    "engine._global_grad_norm": LOSS,
+    "adapter.scaler": LOSS,
+}
+"""What parts of the captured state belong to, by the beginning of the key; the others to :data:`HOST`."""
 _NOT_COMPARED = "data.pass."
 """The position in a loader of the script's own: after a restart it may read by another one, as Hugging Face's
 Trainer does to skip batches. The batches are compared."""
-_COMMIT_SECS = 10.0
+_COMMIT_SECS = 3.0  # Well below the time after which a trainer is taken to hang.
 _POLL_SECS = 0.01
 _MOST_CHARS = 60
 _MOST_ITEMS = 8
@@ -100,7 +111,7 @@ class Recorder:
             self._start_from(int(self._base_file.read_text()))
         session.state.listener = self._captured
         logging.getLogger("reft").addHandler(_Warnings(self))
-        wrap(session, "before_optimizer_step", self._before_optimizer_step)
+        wrap(session.fence, "hold", self._hold)
         wrap(session, "after_step", self._after_step)
         self._watch_engine()
 
@@ -248,10 +259,10 @@ class Recorder:
             self.write(BETWEEN, what=what, step=self._session.engine.global_steps)
             self._die_at(what)
 
-    def _before_optimizer_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+    def _hold(self, original: Callable[[], None]) -> None:
+        """The optimizer is about to write; the version with which the step began was copied by then."""
+        original()
         self._die_at("step")
-        return result
 
     def _die_at(self, where: Where) -> None:
         """Die, if it is here. The last rank does: in a pipeline it computes the loss."""
@@ -293,9 +304,9 @@ def cause_of(key: str) -> str:
     """Where an item of the captured state belongs."""
     if ".start." in key:  # A position in the data begins with the generators that chose the order.
         return GENERATORS
-    if key.startswith(_RESULTS):
-        return LOSS
-    return _CAUSES.get(key.partition(".")[0], HOST)
+    parts = key.split(".")
+    prefixes = (".".join(parts[:count]) for count in (2, 1))
+    return next((_CAUSES[prefix] for prefix in prefixes if prefix in _CAUSES), HOST)
 
 
 # -- digests ---------------------------------------------------------------------------------------

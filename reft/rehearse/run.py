@@ -10,7 +10,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -49,6 +49,7 @@ _BLOCK = {
 }
 """What a rehearsal sets in the ``reft`` block: a version of every step, and nothing on storage."""
 
+_ADVICE = re.compile(r"\b[Ww]rite\b")
 _PREFIX = re.compile(r"^reft \[[^]]*\] ")
 Say = Callable[[str], None]
 
@@ -128,22 +129,41 @@ def rehearse(what: Rehearsal, progress: Say, say: Say) -> dict[str, Any]:
         ConfigError: the job cannot be rehearsed as it is: it fails undisturbed, or no step was recorded.
     """
     with ExitStack() as stack:
-        directory = what.directory
-        if directory is None:
-            directory = Path(tempfile.mkdtemp(prefix="reft-rehearse-"))
-            stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        directory.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix="reft-rehearse-"))
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        temporary, directory = scratch / "tmp", what.directory or scratch / "runs"
+        for path in (temporary, directory):
+            path.mkdir(parents=True, exist_ok=True)
         what.memory_parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         memory = Path(tempfile.mkdtemp(prefix="rehearse-", dir=what.memory_parent))
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
-        return _Runs(what, directory, memory, progress, say).report()
+        # Launchers that are killed leave files in their directory for temporary ones.
+        environment = {"TMPDIR": str(temporary), ENV_PROFILE: json.dumps(_BLOCK)}
+        return _Runs(
+            what,
+            directory=directory,
+            memory=memory,
+            environment=environment,
+            progress=progress,
+            say=say,
+        ).report()
 
 
 class _Runs:
     """All runs of one rehearsal, consecutively, in the same directories."""
 
-    def __init__(self, what: Rehearsal, directory: Path, memory: Path, progress: Say, say: Say) -> None:
+    def __init__(
+        self,
+        what: Rehearsal,
+        *,
+        directory: Path,
+        memory: Path,
+        environment: Mapping[str, str],
+        progress: Say,
+        say: Say,
+    ) -> None:
         self._what, self._directory, self._memory = what, directory, memory
+        self._environment = environment
         self._progress, self._say = progress, say
         self._number = 0
 
@@ -151,16 +171,17 @@ class _Runs:
         what = self._what
         undisturbed = Plan(what.steps, overwrites=what.overwrites)
         first, second = (self._run(f"undisturbed-{n}", undisturbed) for n in (1, 2))
-        unsteady, unseeded = split_unsteady(compare(first.records, second.records))
+        unsteady, unseeded = split_unsteady(self._compare(first, second))
         steps = sorted({r.step for r in first.records if r.kind == TRAINED})
         tries: list[dict[str, Any]] = []
         if not unsteady:
             for name, plan in self._kills(first, undisturbed, steps[0] - 1, len(steps)):
                 run = self._run(name, plan)
-                tries.append(_judge(first, run, unseeded))
+                tries.append(_judge(first, run, self._compare(first, run, unseeded)))
         code = UNSTEADY if unsteady else EQUAL if all(t["equal"] for t in tries) else DIFFERENT
         made = self._directory / MADE
-        said = (_PREFIX.sub("", event["text"]) for event in first.of_kind(SAID))
+        # Advice of the first steps; the rest of what is logged is about the run.
+        said = (_PREFIX.sub("", e["text"]) for e in first.of_kind(SAID) if _ADVICE.search(e["text"]))
         return {
             "exit_code": code,
             "steps": len(steps),
@@ -173,6 +194,9 @@ class _Runs:
             "said": list(dict.fromkeys(said)),
             "written": sorted(set(made.read_text().splitlines())) if made.exists() else [],
         }
+
+    def _compare(self, one: Run, other: Run, but: Collection[tuple[str, str]] = ()) -> list[Difference]:
+        return compare(one.records, other.records, but, partial=self._what.nodes == 0)
 
     def _kills(self, first: Run, undisturbed: Plan, base: int, made: int) -> Iterable[tuple[str, Plan]]:
         """What the killed runs do: the first dies while a step is made, the second between two steps."""
@@ -209,7 +233,11 @@ class _Runs:
         began = time.monotonic()
         with ExitStack() as stack:
             restarts = _RESTARTS if plan.kill_after else 0
-            job = _Job(self._what, f"{self._what.job_id}-{self._number}", records, self._memory, restarts)
+            nodes = LocalNodes({**self._environment, ENV_REHEARSE: str(records)})
+            run_id = f"{self._what.job_id}-{self._number}"
+            job = _Job(
+                self._what, nodes, run_id=run_id, records=records, memory=self._memory, restarts=restarts
+            )
             stack.callback(job.end)
             job.start(stack)
             reader = Reader(records)
@@ -238,18 +266,17 @@ class _Runs:
             )
 
 
-def _judge(undisturbed: Run, run: Run, but: set[tuple[str, str]]) -> dict[str, Any]:
+def _judge(undisturbed: Run, run: Run, differences: Sequence[Difference]) -> dict[str, Any]:
     """What one killed run shows."""
-    differences = compare(undisturbed.records, run.records, but)
     killed = run.of_kind(KILLED)
+    resumed = min((r.step for r in run.records if r.kind == TRAINED and r.life > 1), default=None)
     failed = ""
-    if not killed:
-        failed = "the kill did not come about"
-    elif any(run.codes):
+    if any(run.codes):
         codes = ", ".join(map(str, run.codes))
         failed = f"the job did not go on to its end (exit code {codes}):\n{_end_of(run.log)}"
-    resumed = min((r.step for r in run.records if r.kind == TRAINED and r.life > 1), default=None)
-    if not failed and resumed == min(r.step for r in undisturbed.records if r.kind == TRAINED):
+    elif resumed is None and not killed:  # on a cluster it may be killed on another node
+        failed = "the kill did not come about"
+    elif resumed == min(r.step for r in undisturbed.records if r.kind == TRAINED):
         failed = "the job was not resumed: it made its first step again"
     return {
         "name": run.name,
@@ -299,10 +326,18 @@ class Reader:
 class _Job:
     """The launchers of one run on this machine."""
 
-    def __init__(self, what: Rehearsal, run_id: str, records: Path, memory: Path, restarts: int) -> None:
-        self._what, self._records, self._memory = what, records, memory
+    def __init__(
+        self,
+        what: Rehearsal,
+        nodes: LocalNodes,
+        *,
+        run_id: str,
+        records: Path,
+        memory: Path,
+        restarts: int,
+    ) -> None:
+        self._what, self._nodes, self._records, self._memory = what, nodes, records, memory
         self._meeting = ["--job-id", what.job_id, "--rdzv-id", run_id, "--max-restarts", str(restarts)]
-        self._nodes = LocalNodes({ENV_REHEARSE: str(records), ENV_PROFILE: json.dumps(_BLOCK)})
         self._current: dict[str, Node] = {}
         self._failed_at: float | None = None
 

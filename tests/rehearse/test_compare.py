@@ -121,6 +121,15 @@ def test_missing_and_further_steps_differ() -> None:
     assert {(one.step, one.cause) for one in further} == {(4, STEPS)}
 
 
+def test_a_rank_that_has_moved_to_another_node_is_no_difference() -> None:
+    here = [r for r in run() if r.rank == 0]
+    moved = [r for r in run() if r.rank == (1 if r.step > 2 else 0)]
+    assert {one.cause for one in compare(here, moved)} == {STEPS}
+    assert compare(here, moved, partial=True) == []
+    other = changed(moved, {"step": 2}, RATES, "group0", "0.2")
+    assert {one.cause for one in compare(here, other, partial=True)} == {RATES}
+
+
 def test_a_generator_that_nobody_seeds_makes_a_job_not_unsteady_while_nothing_else_differs() -> None:
     second = changed(run(), {}, GENERATORS, "rng.numpy.1", "#other")
     unsteady, unseeded = split_unsteady(compare(run(), second))

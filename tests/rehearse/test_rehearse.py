@@ -144,6 +144,35 @@ def _read(path: Path) -> bytes:
         return b""
 
 
+def test_options_of_the_launch_and_arguments_of_the_script_are_passed_on() -> None:
+    words = [
+        "--steps",
+        "6",
+        "--nnodes",
+        "2",
+        "--kill",
+        "3",
+        "--node",
+        "-m",
+        "package.train",
+        "--steps",
+        "1000",
+    ]
+    what, as_json = parse(["--json", *words])
+    assert as_json
+    assert what.launch == ("--nnodes", "2", "-m")
+    assert what.program == ("package.train", "--steps", "1000")
+    assert (what.steps, what.kill_after, what.kills_node, what.nodes) == (6, 3, True, 2)
+
+
+def test_a_node_of_a_cluster_starts_itself_alone() -> None:
+    words = ["--nnodes", "4", "--rdzv-endpoint", "login1:29400", "--rdzv-id", "myjob", "train.py"]
+    what, _ = parse(words)
+    assert what.nodes == 0
+    assert what.launch == tuple(words[:-1])
+    assert what.job_id == "rehearse-myjob", "the same on all nodes"
+
+
 def test_options_that_leave_nothing_to_compare_are_refused(rehearsed: Rehearse) -> None:
     with pytest.raises(ConfigError, match=r"--kill is 5 and --steps 5"):
         rehearsed("--steps", "5", "train.py")
@@ -183,17 +212,24 @@ def test_a_trainer_that_evaluates_and_saves_between_steps_is_equal(rehearsed: Re
 
 
 @pytest.mark.integration
-def test_megatrons_program_is_equal(
-    rehearsed: Rehearse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("program", ["core", "deepspeed"])
+def test_megatrons_programs_are_equal(
+    rehearsed: Rehearse, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It evaluates behind every second iteration."""
-    pytest.importorskip("megatron.core", reason="needs the extra megatron: pip install 'reft-ckpt[megatron]'")
+    """Both evaluate between two steps."""
     monkeypatch.setenv("REFT_EVENTS", str(tmp_path / "events"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    block = Path("block.json")
-    block.write_text(json.dumps({"reft": {"enabled": True}}))
-    script = ROOT / "tests" / "megatron_core" / "standin" / "pretrain_gpt.py"
-    options = ("--steps", "6", "--kill", "3", "--block", block, "--nproc-per-node", "2")
-    report = rehearsed(*options, script)
+    config = Path("config.json")
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    config.write_text(json.dumps({**sizes, "reft": {"enabled": True}}))
+    options = ("--steps", "6", "--kill", "3", "--nnodes", "2")
+    if program == "core":
+        pytest.importorskip("megatron.core", reason="needs: pip install 'reft-ckpt[megatron]'")
+        script = ROOT / "tests" / "megatron_core" / "standin" / "pretrain_gpt.py"
+        report = rehearsed(*options, "--block", config, script)
+    else:
+        script = ROOT / "tests" / "megatron" / "standin" / "pretrain_gpt.py"
+        arguments = ("--train-iters", "8", "--deepspeed", "--deepspeed_config", config)
+        report = rehearsed(*options, script, *arguments)
     assert [one["killed_at"] for one in report["tries"]] == ["step", "evaluation"]
     assert report["exit_code"] == 0, list(describe(report))
