@@ -19,7 +19,7 @@ _MOST_BYTES = 64 * 2**10
 _STATE = "state_dict"
 
 _seen = dict[int, dict[str, bytes]]()
-"""Attributes of objects as they were when first seen, encoded; by ``id``, since not every sampler has a hash."""
+"""Attributes of objects as they were when first seen, encoded. By ``id``: not every sampler has a hash."""
 
 
 def has_attributes(owner: Any) -> bool:
