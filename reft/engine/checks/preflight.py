@@ -196,7 +196,7 @@ class ScriptLook:
 
     def begins_anew(self) -> list[Finding]:
         """What a version does not bring back, by line."""
-        found = (*self.loops(), *self.skips(), *self.client_states(), *self.own_state())
+        found = (*self.loops(), *self.skips(), *self.cycles(), *self.client_states(), *self.own_state())
         return sorted(found, key=lambda f: f.line)
 
     def own_state(self) -> Iterator[Finding]:
@@ -222,6 +222,23 @@ class ScriptLook:
                     "skipped twice and never trained on",
                     "leave the skipping out: the loader begins behind the batches that were trained on",
                 )
+
+    def cycles(self) -> Iterator[Finding]:
+        """Loaders that ``itertools.cycle`` reads once: it repeats what it has read since the process
+        began, which after a failure are other batches."""
+        for call in self._calls("cycle"):
+            read = {_text(argument) for argument in call.args} & self._all_loaders()
+            if read:
+                yield _finding(
+                    call,
+                    f"`{_text(call)}` keeps the batches that it reads from `{min(read)}` and repeats them: "
+                    "resumed, it would keep those of the rest of a pass only",
+                    f"while engine.global_steps < steps:\n    for batch in {min(read)}: ...",
+                )
+
+    def _all_loaders(self) -> set[str]:
+        made = {_text(target) for target, call in self._assigned() if _name(call).endswith("DataLoader")}
+        return made | self._loaders()
 
     def _loaders(self) -> set[str]:
         return {_text(target) for target, call in self._assigned() if _is_resumable(call)}
