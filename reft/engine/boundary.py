@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from reft.data.passes import Read
-from reft.state.blob import capture_rng
 
 logger = logging.getLogger(__name__)
 
 Encoded = Callable[[], bytes | bytearray]
 """Returns the encoded host state. Whatever may change is encoded before; called on the worker thread."""
 Capture = Callable[[dict[str, Any] | None], Encoded]
-"""Captures the host state as it is now, with the given random states, if any, instead of the present ones."""
+"""Captures the host state as it is now. Random states: those given, as the second callable has returned them;
+or the present ones if there are none."""
 
 
 @dataclass
@@ -46,11 +46,14 @@ class StepBoundary:
 
     Args:
         capture: captures the host state of the engine.
+        random_states: returns the states of all generators that are part of it.
         repeats_draws: whether what the script draws without a loader, before a step begins, makes its batch.
     """
 
-    def __init__(self, capture: Capture, *, repeats_draws: bool) -> None:
-        self._capture, self._repeats_draws = capture, repeats_draws
+    def __init__(
+        self, capture: Capture, random_states: Callable[[], dict[str, Any]], *, repeats_draws: bool
+    ) -> None:
+        self._capture, self._random_states, self._repeats_draws = capture, random_states, repeats_draws
         self._open = False  # whether a step was made and the next one has not begun
         self._candidates: list[_Candidate] = []
         self._evaluated: list[Any] = []  # loaders whose batches were evaluated since the step
@@ -61,7 +64,7 @@ class StepBoundary:
         self._open = True
         self._candidates.clear()
         self._evaluated.clear()
-        self._rng = capture_rng() if self._repeats_draws else None
+        self._rng = self._random_states() if self._repeats_draws else None
 
     def begins_pass(self, loader: Any) -> None:
         """A pass over ``loader`` is about to begin, before it draws anything."""
@@ -86,7 +89,7 @@ class StepBoundary:
         if read is not None:
             self._evaluated.append(read.loader)
             self._candidates = [c for c in self._candidates if c.read is not read]
-        self._rng = capture_rng() if self._repeats_draws else None
+        self._rng = self._random_states() if self._repeats_draws else None
 
     def take(self, read: Read | None) -> Encoded:
         """The host state with which the step begins. Called once for each version.
