@@ -66,6 +66,7 @@ def attach_megatron(
     client_state: ClientState | None = None,
     config: Mapping[str, Any] | None = None,
     micro_batches: int | None = None,
+    state: Mapping[str, Any] | None = None,
 ) -> MegatronProtection:
     """Protect a training loop on Megatron-core. Collective: call it on all ranks at the same point,
     after ``get_megatron_optimizer``, and ``MegatronProtection.load`` before the first step.
@@ -78,6 +79,7 @@ def attach_megatron(
             Values may be anything ``reft.state.codec`` encodes.
         config: the ``reft`` block; ``"enabled"`` is not needed.
         micro_batches: of one step; by default what Megatron's calculator says.
+        state: objects of the script that are restored, too: see :func:`reft.attach`.
 
     Raises:
         ConfigError: the block is wrong or asks for what there is not with Megatron-core, or this release of
@@ -97,6 +99,7 @@ def attach_megatron(
         )
     engine = MegatronEngine(list(model), optimizer, scheduler, micro_batches or _micro_batches())
     session = Session(engine, parsed, client_state)
+    session.state.followed.give(state or {})
     protection = MegatronProtection(engine, session)
     record(session)
     say_untried_device(session)
@@ -204,6 +207,7 @@ class MegatronProtection:
             self._start_at_first_step()
         self.end_step()
         self.memory.restore_rng()
+        self.session.state.followed.begin_step(is_first=True)
         self.session.progress.begin_step()
         self.session.state.restored_client = None
         if self._weaver is not None:

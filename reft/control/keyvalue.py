@@ -114,6 +114,10 @@ class RendezvousStore(ABC):
     def left(self, prefix: str) -> dict[str, float]:
         """Who held a name that begins with ``prefix`` and does so no more: seconds by name."""
 
+    def time(self) -> float | None:
+        """Seconds since 1970 by the store's clock, which its clients share; None where it tells no time."""
+        return None
+
     def local_address(self) -> str:
         """The address of this host on its way to the store."""
         found = address_towards(*parse_endpoint(self.endpoint))
@@ -131,7 +135,7 @@ logger = logging.getLogger(__name__)
 PURPOSE = "rendezvous"
 _RETRY_SECS = 1.0
 _FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.01, 0.25
-_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "left")
+_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "left", "time")
 """Doing these twice leaves what doing them once does; a lost answer is asked for again."""
 _LEFT_SECS = 600.0  # Whose connection has ended is known for so long
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
@@ -162,6 +166,7 @@ class KeyValueServer:
             "check": lambda keys: all(key in self._table for key in keys),
             "delete": self._delete,
             "compare_set": self._compare_set,
+            "time": time.time,
             "left": lambda prefix: {
                 name: time.monotonic() - at for name, at in self._left.items() if name.startswith(prefix)
             },
@@ -294,6 +299,9 @@ class KeyValueStore(RendezvousStore):
         """The kernel ends the connection of a process that dies; that of a host which dies stays."""
         found: dict[str, float] = self._line.ask("left", self.prefix + prefix)
         return {name.removeprefix(self.prefix): secs for name, secs in found.items()}
+
+    def time(self) -> float | None:
+        return float(self._line.ask("time"))
 
     def close(self) -> None:
         self._line.close()

@@ -131,6 +131,7 @@ class Resuming:
     ) -> None:
         self._begins = begins
         self._position = position
+        self._placed: list[Pass] = []  # of which a batch was read
         self._rng = rng
         self._is_training = is_training
         self.begins: Callable[[], None] | None = None
@@ -146,7 +147,7 @@ class Resuming:
         if not self._concerns(loader):
             one = watch.begin(loader)
             one.natural = False
-        elif position is None and is_within(loader) is not False:
+        elif position is None and not self._begins and is_within(loader) is not False:
             one = watch.begin(loader, draws=False)
             one.natural = False
         elif position is None or self._at_end:
@@ -180,7 +181,10 @@ class Resuming:
             one.adopt(self.begin(one.loader, watch))
         if self._position is not None:
             restore_items(one.loader, self._position)
-        if not (one.natural and one.taken == 0):
+        # Of a placed pass the first batch is trained on; of another pass the script may skip batches.
+        placed = one.follow is not None and one in self._placed
+        self._placed.append(one)
+        if not (one.natural or placed):
             restore_rng(self._rng)
 
     def after_last(self, one: Pass) -> bool:

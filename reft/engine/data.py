@@ -36,6 +36,7 @@ from reft.data.passes import (
     dealt_by,
     described,
     iterates_itself,
+    length_of,
     order_of,
     reads_lazily,
 )
@@ -76,7 +77,7 @@ _OF_JOB = """
 _AHEAD = (
     "the script reads the resumable loader ahead of training: after a failure the batches in between would "
     "be skipped. Take a batch from the loader only when it is trained on; DataLoader's worker processes "
-    "prefetch by themselves"
+    "prefetch by themselves. Skip no batches either: the loader continues after those that were trained on"
 )
 
 
@@ -109,6 +110,7 @@ class DataPosition:
         self._elsewhere = self._ahead = False
         """Whether batches were read ahead by the script, or since the last version."""
         self._unread = False  # whether a step trained on no batch that was read for it, as earlier steps did
+        self._cut_off: str | None = ""  # how much of a pass was trained on when it was left; None: reported
         self._said_unread = False
         self._goes_there = True  # whether batches that were read may be those that the script skips
         self._pass: Read | None = None
@@ -161,6 +163,12 @@ class DataPosition:
                 self._upcoming = None
 
     def begins_pass(self, loader: Any) -> None:
+        one, of_step = self._pass, int(self._engine.gradient_accumulation_steps())
+        if isinstance(one, Pass) and one.loader is loader and self._may_train(loader):
+            length = length_of(loader)
+            # A pass of a step's batches is no loop: each step begins one.
+            if length is not None and of_step < one.taken < length and self._cut_off == "":
+                self._cut_off = f"{one.taken} of {length} batches"
         if self.boundary is not None and self._may_train(loader):
             self._begins = loader
             try:
@@ -361,10 +369,17 @@ class DataPosition:
         left, self._left = self._left, None
         return left
 
-    def no_longer_reads(self) -> str | None:
-        """What to say, once, where steps train on batches that nobody has seen them read. Asked after every
-        step."""
+    def found_on_the_way(self) -> str | None:
+        """What shows only after the first step, and would make a recovery different; each once. Called after
+        every step."""
         self._count_up()
+        if self._cut_off:
+            taken, self._cut_off = self._cut_off, None
+            return (
+                f"the script left a pass after {taken}, by a count of its own that no version holds: after a "
+                "failure within a pass it counts from 0 again and stays longer in it. Let the loop end by "
+                "engine.global_steps, or give the loader a sampler of as many samples"
+            )
         if not self._unread or self._said_unread:
             return None
         self._said_unread = True

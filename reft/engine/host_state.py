@@ -30,8 +30,11 @@ class HostState(Protocol):
     """Follows one kind of state. ``name``: its key in a version."""
 
     name: str
-    is_reapplied: bool = True
-    """Whether it is restored again where the first step begins."""
+
+    @property
+    def is_reapplied(self) -> bool:
+        """Whether it is restored again where the first step begins."""
+        return True
 
     def capture(self) -> Any:
         """The state as it is now, in encodable values. They are encoded before training continues, so they
@@ -65,7 +68,6 @@ class GivenState(HostState):
                 "object whose state changes, or keep plain values in client_state=lambda: {...}"
             )
         self.name = given_name(name)
-        self.is_reapplied = objects.is_generator(given)
         self.given = given
         try:
             encode(self.capture())
@@ -75,6 +77,11 @@ class GivenState(HostState):
                 f"state_dict "
                 "holds such values alone"
             ) from error
+
+    @property
+    def is_reapplied(self) -> bool:
+        # A loader has begun its pass by then, and a large model would be copied twice.
+        return objects.is_generator(self.given)
 
     def capture(self) -> Any:
         return objects.capture(self.given)

@@ -30,6 +30,9 @@ class Flags(HostState):
         self._engine = engine
         self._parameters = dict(engine.module.named_parameters())
         self._modules = dict(engine.module.named_modules())
+        self._start = self._batch()
+        self._accumulation = self._start["accumulation"]
+        self._step_ended = int(engine.global_steps), int(engine.micro_steps)
         names = "\n".join([*self._parameters, "", *self._modules])
         self._names = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
 
@@ -38,7 +41,8 @@ class Flags(HostState):
             "names": self._names,
             "frozen": [name for name, p in self._parameters.items() if not p.requires_grad],
             "evaluating": [name for name, module in self._modules.items() if not module.training],
-            "batch": self._batch(),
+            # What follows from the configuration may be another one at another number of replicas.
+            "batch": None if (now := self._batch()) == self._start else now,
         }
 
     def _batch(self) -> dict[str, int]:
@@ -64,9 +68,35 @@ class Flags(HostState):
                 "those that the script has set",
                 len(saved["frozen"]),
             )
-        self._restore_batch(saved["batch"])
+        if saved["batch"] is not None:
+            self._restore_batch(saved["batch"])
+        self._accumulation = self._batch()["accumulation"]
+        self._step_ended = int(self._engine.global_steps), int(self._engine.micro_steps)
+
+    def end_step(self) -> str | None:
+        engine, (step, micro) = self._engine, self._step_ended
+        if engine.global_steps == step:
+            return None
+        self._step_ended = int(engine.global_steps), int(engine.micro_steps)
+        before, self._accumulation = self._accumulation, int(engine.gradient_accumulation_steps())
+        made = engine.micro_steps - micro
+        # A script that says itself where its steps end is not bound to the engine's count.
+        counts_itself = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
+        if before == self._accumulation or engine.global_steps != step + 1 or counts_itself:
+            return None
+        if made == self._accumulation:
+            return None
+        return (
+            f"step {engine.global_steps} was made of {made} micro-batches although the accumulation was "
+            f"set to "
+            f"{self._accumulation}: it was changed after {micro} micro-batches, which is no multiple. From "
+            f"here on "
+            "steps end within the script's loop over micro-batches, and a resumed script begins that loop at "
+            "another micro-batch. Write engine.micro_steps = 0 after engine.set_train_batch_size(...)"
+        )
 
     def _restore_batch(self, saved: Mapping[str, int]) -> None:
+        """The sizes that the script had set on the way."""
         now = self._batch()
         if now == saved:
             return

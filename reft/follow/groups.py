@@ -41,6 +41,12 @@ class ParamGroups(HostState):
                 optimizer.register_step_post_hook(self._after_optimizer),
             ]
 
+    @property
+    def is_reapplied(self) -> bool:
+        # The constructor of a scheduler sets the learning rate of step 0. What else the script writes after a
+        # load, such as a rate for another number of replicas, is meant.
+        return self._schedulers.made_after_load
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()

@@ -58,6 +58,7 @@ class Schedulers(HostState):
         self._waiting: list[dict[str, Any]] = []
         """States of schedulers that the script has not made yet."""
         self._steps_waited = 0
+        self.made_after_load = False
         CONSTRUCTED.join(self)
         if _may_have_schedulers(engine):
             CONSTRUCTED.add_existing()
@@ -98,6 +99,7 @@ class Schedulers(HostState):
     def constructed(self, scheduler: Any) -> None:
         """The script has just made one. Its constructor has set the learning rate to that of step 0."""
         if self._waiting and scheduler in self.live() and self._restore_one(scheduler):
+            self.made_after_load = True
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=False):
                 group["lr"] = rate
 

@@ -33,7 +33,7 @@ from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_RO
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
 from reft.job.hosts import show_devices
-from reft.job.options import LaunchOptions, parse_options
+from reft.job.options import LaunchOptions, parse_options, warnings_of
 from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Agreement
@@ -446,6 +446,8 @@ def launch(options: LaunchOptions) -> int:
             "there is no script %s; write its path after the options, or -m for a module", options.script
         )
         return 2
+    for warning in warnings_of(options):
+        logger.warning("%s", warning)
     try:
         return Launcher(options).run()
     except (ConfigError, AuthenticationError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import logging
 import math
 import os
@@ -17,6 +18,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from reft.config import parse_block, read_block
 from reft.control.wire import format_endpoint
 from reft.errors import ConfigError
 from reft.job.warm import DEFAULT_MODULES
-from reft.naming import is_name, own_name, safe_name
+from reft.naming import BLOCK_NAME, is_name, own_name, safe_name
 from reft.refusal import Parser
 
 if TYPE_CHECKING:
@@ -198,6 +200,8 @@ def _rank_turn(order: str) -> int:
 _AUTO = "auto"
 _SMALL_JOB_NODES = 32
 _MOST_PORT = 65535
+_IN_MEMORY = ("tmpfs", "ramfs")
+_OF_DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
 _MOST_RUN_ID_BYTES = 240  # a file's name may have 255; TorchElastic appends 9
 _NUMBERS = frozenset(
     f"{name}_timeout" for name in ("join", "last_call", "close", "heartbeat", "read", "connect")
@@ -471,6 +475,52 @@ def _memory_dir(args: argparse.Namespace) -> Path:
             f"that is no link to itself"
         ) from error
     return Path(args.memory_dir).absolute()
+
+
+def warnings_of(options: LaunchOptions) -> list[str]:
+    """What can be used as it is written, and is probably not meant."""
+    found, directory = [], options.memory_dir
+    kind = _file_system_of(directory)
+    if kind not in (*_IN_MEMORY, ""):
+        found.append(
+            f"--memory-dir {directory} is on {kind}, which is not memory: every version is written there, at "
+            "its speed. Write a directory on tmpfs, such as /dev/shm/reft"
+        )
+    if not directory.parent.exists():
+        found.append(f"--memory-dir {directory}: {directory.parent} does not exist, and is made")
+    words = [part for word in options.arguments for part in (word, word.partition("=")[2])]
+    configs = [(word, config) for word in words if (config := _deepspeed_json(word)) is not None]
+    has_block = options.block_file is not None or any(BLOCK_NAME in config for _, config in configs)
+    if configs and not has_block and not os.environ.get(env.ENV_PROFILE):
+        found.append(
+            f'{configs[0][0]} has no "{BLOCK_NAME}" block: this job is not protected, unless its script adds '
+            f'the block. Write "{BLOCK_NAME}": {{"enabled": true}} into it'
+        )
+    return found
+
+
+def _file_system_of(path: Path) -> str:
+    """Its kind, such as tmpfs; "" where that cannot be found out."""
+    target, kind, longest = path.resolve(), "", 0
+    with suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, mounted, name, *_ = line.split()
+            point = mounted.replace("\\040", " ")
+            # Of two file systems at one place the later covers the other.
+            if target.is_relative_to(point) and len(point) >= longest:
+                kind, longest = name, len(point)
+    return kind
+
+
+def _deepspeed_json(path: str) -> dict[str, Any] | None:
+    """DeepSpeed's configuration in that file; None if it is something else."""
+    if not path.endswith(".json"):
+        return None
+    with suppress(OSError, ValueError):
+        content = json.loads(Path(path).read_text())
+        if isinstance(content, dict) and _OF_DEEPSPEED & content.keys():
+            return content
+    return None
 
 
 def _job_id(args: argparse.Namespace) -> str:

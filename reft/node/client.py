@@ -358,7 +358,10 @@ class NodeMemory:
             self._lock.close()
 
     def _keep_history(self, log_dir: Path | None) -> None:
-        persist_dir = ((read_json(self.path / CONFIG_FILE) or {}).get("persist") or {}).get("dir")
+        block = read_json(self.path / CONFIG_FILE)
+        if block is None:
+            return  # P10: no trainer had a block
+        persist_dir = (block.get("persist") or {}).get("dir")
         directory = log_dir if persist_dir is None else Path(persist_dir)
         if directory is None or not directory.is_dir():
             return

@@ -18,8 +18,8 @@ _MOST_BYTES = 64 * 2**10
 """Longer attributes are data that the object was given, such as the indices or weights of a sampler."""
 _STATE = "state_dict"
 
-_seen = weakref.WeakKeyDictionary[Any, dict[str, bytes]]()
-"""Attributes of objects as they were when first seen, encoded."""
+_seen = dict[int, dict[str, bytes]]()
+"""Attributes of objects as they were when first seen, encoded. By ``id``: not every sampler has a hash."""
 
 
 def has_attributes(owner: Any) -> bool:
@@ -58,9 +58,10 @@ def restore(owner: Any, saved: dict[str, bytes]) -> None:
 
 
 def _first_seen(owner: Any) -> dict[str, bytes]:
-    if owner not in _seen:
-        _seen[owner] = _attributes(owner)
-    return _seen[owner]
+    if id(owner) not in _seen:
+        _seen[id(owner)] = _attributes(owner)
+        weakref.finalize(owner, _seen.pop, id(owner), None)
+    return _seen[id(owner)]
 
 
 def _attributes(owner: Any) -> dict[str, bytes]:

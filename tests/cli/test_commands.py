@@ -480,7 +480,7 @@ def test_a_replay_without_memory_says_what_it_needs(tmp_path: Path, monkeypatch:
         assert "a replay needs the memory that the job left: start the job with --keep-memory" in answer.err
 
 
-def test_a_model_that_is_not_known_is_named_as_it_was_given(tmp_path: Path) -> None:
+def test_a_model_that_is_not_known_is_told_with_what_to_give_instead(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
     answer = command("plan", tmp_path / "ds.json", "--model", "llama3-70b", "--dp", "4")
     assert answer.code == EXIT_WRONG_USE
@@ -506,7 +506,9 @@ def test_the_address_of_a_page_whose_port_is_taken(tmp_path: Path) -> None:
     assert "9095}" not in answer.err
 
 
-def ended_well(tmp_path: Path, log_dir: Path | None = None, *, persist: bool = True) -> None:
+def ended_well(
+    tmp_path: Path, log_dir: Path | None = None, *, persist: bool = True, has_block: bool = True
+) -> None:
     """A job of one node that was started twice, and whose memory is removed as at a good end."""
     memory = NodeMemory(tmp_path / "memory", "job", "a")
     memory.prepare(b"s" * 32)
@@ -516,8 +518,9 @@ def ended_well(tmp_path: Path, log_dir: Path | None = None, *, persist: bool = T
             STARTED,
             **FACTS | {"round": number, "failures": ["rank 0 was killed"] * (number - 1)},
         )
-    if persist:
-        write_json(memory.path / CONFIG_FILE, {"persist": {"dir": str(tmp_path / "persisted")}})
+    if has_block:
+        block = {"persist": {"dir": str(tmp_path / "persisted")}} if persist else {}
+        write_json(memory.path / CONFIG_FILE, block)
     memory.remove(log_dir)
     assert not memory.path.exists()
 
@@ -547,6 +550,12 @@ def test_a_history_that_is_not_there_or_torn_is_no_traceback(tmp_path: Path) -> 
     kept.write_text(kept.read_text() + '{"node": 5}\n[1]\n{"torn')
     (node,) = command("history", "--from", tmp_path / "persisted" / "job", "--json").json
     assert len(node["rounds"]) == 2
+
+
+def test_p10_a_job_without_a_block_leaves_no_history(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    ended_well(tmp_path, tmp_path / "logs", has_block=False)
+    assert [*(tmp_path / "logs").iterdir()] == []
 
 
 def test_p6_a_directory_that_cannot_be_written_costs_the_history_alone(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import reft
-from tests.follow.lives import Life, batch, mlp, resumed, square
+from tests.follow.lives import Life, batch, live, mlp, resumed, said, square
 
+pytestmark = pytest.mark.integration
 AT = 3  # with 3 micro-batches a step, steps of the engine end where those of the script do
 
 
@@ -40,14 +41,16 @@ def evaluating(life: Life) -> None:
         life.note(life.train(square))
 
 
-def batch_size(life: Life) -> None:
+def batch_size(life: Life, at: int = AT, aligns: bool = False) -> None:
     """The accumulation grows, later the micro-batch."""
     engine = life.initialize(mlp())
     reft.resume(engine)
     while engine.global_steps < life.steps:
-        if engine.global_steps == AT:
+        if engine.global_steps == at and engine.train_batch_size() != 12:
             engine.set_train_batch_size(12)
-        if engine.global_steps == AT + 1:
+            if aligns:
+                engine.micro_steps = 0
+        if engine.global_steps == at + 1:
             engine.set_train_micro_batch_size(2)
         step, total = engine.global_steps, 0.0
         for micro in range(engine.gradient_accumulation_steps()):
@@ -63,6 +66,7 @@ SCRIPTS: dict[str, Callable[[Life], None]] = {
     "frozen after the load": lambda life: release(life, False),
     "evaluating": evaluating,
     "batch size": batch_size,
+    "batch size within an accumulation": lambda life: batch_size(life, 4, aligns=True),
 }
 
 
@@ -70,3 +74,12 @@ SCRIPTS: dict[str, Callable[[Life], None]] = {
 def test_p8_what_was_changed_once_stays_changed(root: Path, name: str) -> None:
     undisturbed, cut = resumed(root, SCRIPTS[name], cuts=(2, 6), steps=9)
     assert cut == undisturbed
+
+
+@pytest.mark.parametrize(("at", "aligns"), [(4, False), (4, True), (AT, False)])
+def test_p12_steps_that_end_within_the_scripts_loop_are_said(
+    root: Path, caplog: pytest.LogCaptureFixture, at: int, aligns: bool
+) -> None:
+    live(root, lambda life: batch_size(life, at, aligns), "loop", 6)
+    words = "step 5 was made of 2 micro-batches although the accumulation was set to 3"
+    assert (words in said(caplog)) == (at == 4 and not aligns)

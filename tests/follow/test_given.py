@@ -67,6 +67,7 @@ def script(life: Life, when: str) -> None:
         life.note(loss, *norms, *drawn, state["counter"].count)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("when", ["attach", "resume", "late"])
 def test_p8_objects_of_every_kind_continue_where_the_version_was(root: Path, when: str) -> None:
     undisturbed, cut = resumed(root, lambda life: script(life, when), cuts=(3, 6), steps=8)

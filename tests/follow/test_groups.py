@@ -11,6 +11,7 @@ import torch
 import reft
 from tests.follow.lives import Life, live, mlp, resumed, said, square
 
+pytestmark = pytest.mark.integration
 AT = 3
 
 
@@ -79,3 +80,24 @@ def test_p12_what_nothing_followed_has_changed_is_said_once(
     live(root, rates(change), "rates", 5)
     assert said(caplog).count("between two steps, by nothing that reft follows") == (words is not None)
     assert words is None or words in said(caplog)
+
+
+def test_a_rate_that_the_script_writes_after_the_load_is_meant(root: Path) -> None:
+    def script(life: Life) -> None:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = life.initialize(model, optimizer=optimizer)
+        if reft.resume(engine)[0] is not None:
+            optimizer.param_groups[0]["lr"] *= 0.5  # as for another number of replicas
+        while engine.global_steps < life.steps:
+            life.note(life.train(square), optimizer.param_groups[0]["lr"])
+
+    _, cut = resumed(root, script, cuts=(2, 4), steps=6)
+    assert [float.fromhex(row[1]) for _, row in sorted(cut.items())] == [
+        1e-2,
+        1e-2,
+        5e-3,
+        5e-3,
+        2.5e-3,
+        2.5e-3,
+    ]

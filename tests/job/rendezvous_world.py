@@ -124,6 +124,10 @@ class Connection:
         table = self._reach()
         return {n: self._clock.now - at for n, at in table.left_at.items() if n.startswith(prefix)}
 
+    def time(self) -> float | None:
+        self._reach()
+        return self._clock.time()
+
     def close(self) -> None:
         """The connection breaks: the server sees it at once."""
         for name in self.names:
@@ -141,6 +145,9 @@ class LeasedConnection(Connection):
         super().__init__(table, clock, randomness)
         self._known: set[str] = set()
         self._missed: dict[str, float] = {}
+
+    def time(self) -> float | None:
+        return None
 
     def hold(self, name: str, secs: float) -> None:
         self._reach().leases[name] = self._clock.now + secs

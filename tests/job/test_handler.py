@@ -91,6 +91,32 @@ def test_p6_who_waits_for_a_place_that_there_is_not_restarts_nobody() -> None:
     assert job.state.seats == {"a", "b"}, "a seat more than places"
 
 
+class Clocks:
+    """The module ``time``, but hosts, which are threads here, have clocks of their own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def time(self) -> float:
+        return time.time() + (3600.0 if threading.current_thread().name == "ahead" else 0.0)
+
+
+def test_p3_a_node_that_dies_is_struck_out_in_time_though_its_clock_is_an_hour_ahead(
+    server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reft.job.rendezvous.handler.time", Clocks())
+    one, ahead = (node_of(server.port, keep_alive_interval=1, keep_alive_max_attempt=2) for _ in range(2))
+    monkeypatch.setattr(ahead, "_start_heartbeats", lambda: None)  # it dies once it has joined
+    joined = threading.Thread(target=ahead.next_rendezvous, name="ahead")
+    joined.start()
+    assert set(one.next_rendezvous().members) == {one.node, ahead.node}
+    joined.join(WAIT_SECS)
+    try:
+        wait_for(lambda: one.state.participants == {one.node}, "the end of the node", 40.0)
+    finally:
+        one._stop_heartbeats()
+
+
 def test_nodes_meet_over_a_store_tell_that_they_live_and_hear_that_the_job_has_ended(
     server: KeyValueServer,
 ) -> None:

@@ -26,7 +26,7 @@ from reft.env import ENV_EXTENSIONS
 from reft.errors import ConfigError
 from reft.job.agent import Trainers
 from reft.job.launch import Launcher, StopSignals, main
-from reft.job.options import LaunchOptions, parse_options
+from reft.job.options import LaunchOptions, parse_options, warnings_of
 from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
@@ -151,6 +151,39 @@ def test_wrong_use_says_what_to_write(
         shutil.rmtree(there)
     with pytest.raises(ConfigError, match=says):
         parse(*args)
+
+
+def test_a_job_without_a_block_and_a_memory_that_is_a_disk_are_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = ["disk / ext4 rw 0 0", f"tmpfs {tmp_path}/shm tmpfs rw 0 0", f"x {tmp_path}/a\\040b xfs rw 0 0"]
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda path, **how: "\n".join(mounts) if path.name == "mounts" else read(path, **how),
+    )
+    for directory, kind in (("shm/reft", ""), ("elsewhere", "ext4"), ("a b/c", "xfs")):
+        (tmp_path / directory).parent.mkdir(exist_ok=True)
+        said = warnings_of(parse("--memory-dir", str(tmp_path / directory)))
+        assert [f"is on {kind}, which is not memory" in text for text in said] == ([True] if kind else [])
+    (said,) = warnings_of(parse("--memory-dir", str(tmp_path / "shm/typo/reft")))
+    assert "typo does not exist, and is made" in said
+
+    plain, block, other = (tmp_path / name for name in ("ds.json", "reft.json", "other.json"))
+    plain.write_text('{"train_batch_size": 4}')
+    block.write_text('{"train_batch_size": 4, "reft": {"enabled": true}}')
+    other.write_text('{"vocabulary": 7}')
+    where = ("--memory-dir", str(tmp_path / "shm/reft"))
+    for words, told in (
+        ([f"--deepspeed_config={plain}"], True),
+        ([str(plain)], True),
+        ([str(plain), str(block)], False),
+        ([str(block)], False),
+        ([str(other), "absent.json"], False),
+    ):
+        said = warnings_of(parse_options([*where, "train.py", *words]))
+        assert ['has no "reft" block' in text for text in said] == ([True] if told else [])
 
 
 def test_a_lost_store_is_waited_for_and_then_explained() -> None:

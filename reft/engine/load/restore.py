@@ -206,8 +206,8 @@ class Restorer:
         session = self._session
         for said in session.state.followed.end_step():
             warn(session, said)
-        if session.stepped and (hidden := self._engine.data.no_longer_reads()) is not None:
-            warn(session, hidden)
+        if session.stepped and (found := self._engine.data.found_on_the_way()) is not None:
+            warn(session, found)
         if self._advised or session.engine.global_steps == self._first_step:
             return
         self._advised = True
@@ -224,8 +224,8 @@ class Restorer:
             if session.is_rank_zero:
                 logger.info("the attached client state restores the position in the data")
             text = None
-        found = filter(None, (text, *session.state.followed.findings(), *what_begins_anew()))
-        report_findings(session, list(found))
+        findings = filter(None, (text, *session.state.followed.findings(), *what_begins_anew()))
+        report_findings(session, list(findings))
 
     def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """``engine.load_checkpoint``: the newest state of memory and disk.

@@ -58,6 +58,7 @@ the next heartbeat."""
 _LEAST_SECS, _MOST_SECS = 0.1, 1.0
 _NODES_PER_SEC = 500  # All nodes together look so often, whose state grows with their number
 _SKEW_SECS = 0.3  # Nodes that are started at once do not all ask the store at once
+_COMPARE_SECS = 60.0
 _NEVER = float("-inf")
 
 
@@ -95,7 +96,8 @@ class StoreRendezvous:
         self._here = f"{self._key}/here/"
         self._look_secs = min(_MOST_SECS, max(_LEAST_SECS, self.rules.most / _NODES_PER_SEC))
         self._held: bytes | None = None
-        self._looked_at = self._trusts_after = _NEVER
+        self._looked_at = self._trusts_after = self._compared_at = _NEVER
+        self._offset_secs = time.time() - time.monotonic()
         self._alive: dict[str, float] = {}
         # Longer than the time between two looks.
         self._lease_secs = max(self.rules.alive_secs / 2, self.rules.beat_secs + 1.0)
@@ -117,6 +119,28 @@ class StoreRendezvous:
         self._began = self._again_as_many_at = 0.0
         self.newest_incarnation = 0  # the newest one, as the last heartbeat found it in the store
 
+    # -- the clock -----------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """Seconds since 1970 by the store's clock, with which shared ages and deadlines are compared: a host
+        whose own clock is an hour ahead would seem alive for an hour after its death."""
+        return time.monotonic() + self._offset_secs
+
+    def _compare_clocks(self) -> None:
+        """Measure how far the store's clock is from this host's monotonic one, once a minute. Raises
+        StoreError."""
+        began = time.monotonic()
+        if began - self._compared_at < _COMPARE_SECS:
+            return
+        told = self._store.time()
+        now = time.monotonic()
+        # A store that tells no time has leases, which its own clock ends.
+        offset = time.time() - now if told is None else told - (began + now) / 2
+        if abs(offset - self._offset_secs) > self.rules.beat_secs and self._compared_at != _NEVER:
+            # It was set, or another host serves the store: what nodes wrote before is by another clock.
+            self._trusts_after = now + self.rules.alive_secs
+        self._offset_secs, self._compared_at = offset, now
+
     # -- what all share ------------------------------------------------------------------------------
 
     def _look(self) -> State:
@@ -135,6 +159,7 @@ class StoreRendezvous:
         too, to show itself again."""
         try:
             self._store.hold(self._here + self.node, self._lease_secs)
+            self._compare_clocks()
             if state is None:
                 held = self._store.peek(self._key)
             else:
@@ -144,7 +169,7 @@ class StoreRendezvous:
             left = self._store.left(self._here) if found.is_between_rounds else {}
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
-        at, now = time.time(), time.monotonic()
+        at, now = self._now(), time.monotonic()
         bare = len(self._here)
         self._alive.update((name[bare:], at) for name in names)
         seen = [max(node.seen, self._alive.get(name, 0.0)) for name, node in found.nodes.items()]
@@ -203,10 +228,11 @@ class StoreRendezvous:
         node has to go."""
         self._stop_heartbeats()
         self._trains, self._lost, self._was_spare = False, None, False
-        self._began, self._again_as_many_at, self._said = time.time(), 0.0, False
+        self._again_as_many_at, self._said = 0.0, False
         if self.state.agreement is None:
             time.sleep(random.uniform(0, _SKEW_SECS))
         self.tell(Exited(self.node), self._join_secs)
+        self._began = self._now()
         members, leaving = self._members, self.state.leaving
         told_to_leave = self.node in leaving
         if not told_to_leave and self.incarnation:
@@ -256,14 +282,14 @@ class StoreRendezvous:
             if state.complete and role is Role.TRAINS and state.agreement is not None:
                 return state.agreement
             event = self._joins(state)
-            after = step(state, event, time.time(), self.rules)
+            after = step(state, event, self._now(), self.rules)
             waits_on = after.role(self.node) is Role.SPARE
             if role is Role.SPARE or event.forgotten:
                 deadline = now + self._join_secs
             elif now > deadline and not waits_on:
                 if role is Role.NONE:
                     raise RendezvousTimeoutError
-                after = step(state, Exited(self.node), time.time(), self.rules)
+                after = step(state, Exited(self.node), self._now(), self.rules)
             if role is Role.SPARE and waits_on and told_to_leave and self._is_dispensable(state):
                 # One that fell silent meanwhile was struck out: nobody else knows any more that it leaves.
                 self.tell(Leaves(self.node))
@@ -307,13 +333,13 @@ class StoreRendezvous:
             return None
         if len(state.participants) < len(set(self._members) - state.leaving):
             return self._began + min(self.wait_secs, _JOIN_PART * self._join_secs)
-        self._again_as_many_at = self._again_as_many_at or time.time()
+        self._again_as_many_at = self._again_as_many_at or self._now()
         return self._again_as_many_at + self.rules.last_call_secs
 
     def _say_what_is_waited_for(self, state: State) -> None:
         """Once, where trainers of this node have ended and no round has formed within a heartbeat."""
         here = len(state.participants | state.seats)
-        least, waited = self.rules.least, time.time() - self._began
+        least, waited = self.rules.least, self._now() - self._began
         if self._said or not self._members or here >= least or waited < self.rules.beat_secs:
             return
         self._said = True
@@ -337,7 +363,7 @@ class StoreRendezvous:
         deadline = time.monotonic() + (self._heartbeat_secs if secs is None else secs)
         with self._lock:
             state = self._look()
-            while (after := step(state, event, time.time(), self.rules)) != state:
+            while (after := step(state, event, self._now(), self.rules)) != state:
                 if time.monotonic() > deadline:
                     raise RendezvousTimeoutError
                 state = self._exchange(after)
@@ -348,7 +374,7 @@ class StoreRendezvous:
         members = self._members
         sizes = replace(sizes, members=members if sizes.groups else ())
         event = Fits(self.info.round, len(members), sizes)
-        if step(self.state, event, time.time(), self.rules) != self.state:  # nobody waits for the store else
+        if step(self.state, event, self._now(), self.rules) != self.state:  # nobody waits for the store else
             self.tell(event)
 
     def refuse_size(self) -> bool:

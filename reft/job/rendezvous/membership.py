@@ -146,7 +146,7 @@ class Role(StrEnum):
 
 class Node(NamedTuple):
     role: Role = Role.NONE
-    seen: float = 0.0  # when it was last known to live, in seconds since 1970
+    seen: float = 0.0  # when it was last known to live, in seconds since 1970 by the store's clock
     # it took part in the last complete round and has not been struck out since: it keeps its place from one
     # round to the next
     seated: bool = False

@@ -246,7 +246,7 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
             near = get_close_matches(name, SHAPES, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"no model named {model!r}; {hint}known: {', '.join(SHAPES)}. For another one give the path "
+                f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}. For another one give the path "
                 f"of its Hugging Face config.json, or the nearest of these with --parameters, such as 70B"
             )
         return replace(known, seq_length=seq_length or known.seq_length), ""
