@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reft.data.passes import Read
+from reft.state.blob import capture_rng
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +47,16 @@ class StepBoundary:
 
     Args:
         capture: captures the host state of the engine.
-        random_states: returns the states of all generators that are part of it.
         repeats_draws: whether what the script draws without a loader, before a step begins, makes its batch.
+        random_states: returns the states of all generators that are part of the host state.
     """
 
     def __init__(
-        self, capture: Capture, random_states: Callable[[], dict[str, Any]], *, repeats_draws: bool
+        self,
+        capture: Capture,
+        *,
+        repeats_draws: bool,
+        random_states: Callable[[], dict[str, Any]] = capture_rng,
     ) -> None:
         self._capture, self._random_states, self._repeats_draws = capture, random_states, repeats_draws
         self._open = False  # whether a step was made and the next one has not begun
