@@ -355,7 +355,10 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- 
 
     def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         session.begin_step()  # of a script that computes by engine.module
-        return original(*args, **kwargs)
+        session.check_tensors()
+        result = original(*args, **kwargs)
+        session.check_tensors()
+        return result
 
     def set_mode(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

@@ -29,9 +29,10 @@ def batch(step: int) -> torch.Tensor:
 
 
 def note(engine: Any, loss: torch.Tensor) -> None:
-    """Keep the loss; when this returns, a version of the step is committed, and one of every second step lies in
-    the directory TEST_PERSISTED, where the environment has it."""
+    """Keep the loss; when this returns, a version of the step before is committed, and one of every second step
+    lies in the directory TEST_PERSISTED, where the environment has it."""
     with Path(os.environ["TEST_OUT"], "losses").open("a") as file:
         file.write(f"{engine.global_steps} {float(loss).hex()}\n")
-    awaited = os.environ.get("TEST_PERSISTED") if engine.global_steps % 2 == 0 else None
-    VERSIONS.wait(engine.global_steps, Path(awaited) if awaited else None)
+    before = engine.global_steps - 1
+    awaited = os.environ.get("TEST_PERSISTED") if before and before % 2 == 0 else None
+    VERSIONS.wait(before, Path(awaited) if awaited else None)
