@@ -19,7 +19,7 @@ from reft.config import AUTO, ReftConfig, Variant
 from reft.control.control import WorkerControl
 from reft.device import vendor_of
 from reft.engine.boundary import Encoded, StepBoundary
-from reft.engine.host_state import host_states
+from reft.engine.host_state import DRAWN, host_states
 from reft.engine.identity import Fact, local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees, Label
@@ -38,7 +38,7 @@ from reft.snapshot.switching import Keeping, OrderWatch, SchemeSwitch
 from reft.snapshot.version import Cause
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.adapters import StateAdapter
-from reft.state.blob import HostBlob
+from reft.state.blob import HostBlob, capture_rng
 from reft.state.catalogue import Adapter, SectionImage
 from reft.state.gradients import GradientCapture
 
@@ -118,7 +118,9 @@ class EngineState:
         """Called with every state that is captured; for `reft rehearse`."""
         # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its batch.
         repeats_draws = engine.data is not None and not engine.data.is_pipeline
-        self.boundary = StepBoundary(self._encode_host_state, repeats_draws=repeats_draws)
+        self.boundary = StepBoundary(
+            self._encode_host_state, repeats_draws=repeats_draws, random_states=self._random_states
+        )
         if engine.data is not None:
             engine.data.boundary = self.boundary
         self._images: LiveImages | None = None
@@ -167,11 +169,16 @@ class EngineState:
         """What a version holds besides tensors of the engine."""
         return {**self._engine.capture(client_state), "followed": self.followed.capture()}
 
-    def _encode_host_state(self, rng: dict[str, Any] | None) -> Encoded:
+    def _random_states(self) -> dict[str, Any]:
+        """Of the generators of this process, and of those that the script has given."""
+        return {"rng": capture_rng(), "followed": self.followed.generators()}
+
+    def _encode_host_state(self, drawn: dict[str, Any] | None) -> Encoded:
         images = self._current_images()
         state = self.host_state(self._client())
-        if rng is not None:
-            state["rng"] = rng
+        if drawn is not None:
+            state["rng"] = drawn["rng"]
+            state["followed"][DRAWN] = drawn["followed"]
         pair = images.replicated, images.owned
         return self._blob.prepare(self._engine.template, pair, images.signature, state)
 

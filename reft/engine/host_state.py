@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+DRAWN = "drawn"
+"""Key of the states that given generators had where the last step ended, in versions whose step began without
+a loader: what was drawn between the two most likely made its batch, and is drawn again. Where the step begins
+they have the states of the version itself, so that other draws between the two are not lost."""
+
+
 class HostState(Protocol):
     """Follows one kind of state. ``name``: its key in a version."""
 
@@ -143,6 +149,11 @@ class HostStates:
         captured = {n: f.capture() for n, f in self._followers.items() if n not in saved}
         return captured | saved
 
+    def generators(self) -> dict[str, Any]:
+        """States of the random generators that the script has given, by name."""
+        given = (f for f in self._followers.values() if isinstance(f, GivenState))
+        return {f.name: f.capture() for f in given if objects.is_generator(f.given)}
+
     def restore(self, saved: Mapping[str, Any] | None) -> None:
         """The host state of a version; None if it was written before there were followers. Raises
         ConfigError: it does not hold an object that was given."""
@@ -159,7 +170,7 @@ class HostStates:
     def _restore(self, follower: HostState, saved: Mapping[str, Any]) -> None:
         name = follower.name
         if name in saved:
-            follower.restore(saved[name])
+            follower.restore(saved.get(DRAWN, {}).get(name, saved[name]))
         elif name.startswith(given_name("")) and not self._accepts(name):
             held = [n for n in saved if n.startswith(given_name(""))]
             raise ConfigError(

@@ -496,6 +496,8 @@ class Stopping:
                 "deepspeed.initialize in the main thread"
             )
         for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue  # as nohup and background jobs of a shell have it
             self._previous[number] = signal.signal(number, self._handle)
         return None
 

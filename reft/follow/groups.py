@@ -32,6 +32,10 @@ class ParamGroups(HostState):
         self._state = session.engine.adapter.state  # type: ignore[attr-defined]  # DeepSpeed's have one
         self._after: tuple[list[dict[str, Any]], Any] | None = None
         """Numbers and counts of the schedulers after the last optimizer step."""
+        self._ended: list[dict[str, Any]] | None = None
+        """Numbers where the last step of the engine ended."""
+        self._moved = False
+        """Whether they were changed between that and the next step, in the version that was restored."""
         self._found: str | None = None
         self._reported = self._lost_reported = False
         optimizer, self._hooks = self._state.optimizer, []
@@ -43,22 +47,30 @@ class ParamGroups(HostState):
 
     @property
     def is_reapplied(self) -> bool:
-        # The constructor of a scheduler sets the learning rate of step 0. What else the script writes after a
-        # load, such as a rate for another number of replicas, is meant.
-        return self._schedulers.made_after_load
+        # Where nothing was changed between the two steps, what the script writes after a load is meant: a
+        # rate for another number of replicas, for one. Else it may be what it has written there, and writes
+        # once more. The constructor of a scheduler sets the learning rate of step 0.
+        return self._moved or self._schedulers.made_after_load
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def capture(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self._state.param_groups()
-        return groups
+    def capture(self) -> dict[str, Any]:
+        moved = self._ended is not None and self._ended != self._numbers()
+        return {"groups": self._state.param_groups(), "moved": moved, "replicas": self._replicas()}
 
-    def restore(self, saved: list[dict[str, Any]]) -> None:
-        self._after = None
-        if len(saved) == len(self._state.optimizer.param_groups):
-            self._state.restore_groups(saved)
+    def restore(self, saved: dict[str, Any]) -> None:
+        self._after = self._ended = None
+        data = self._session.state.data
+        # A program that loads its own checkpoints may be told to override what they hold.
+        overrides = data is not None and data.left_to_program
+        self._moved = saved["moved"] and saved["replicas"] == self._replicas() and not overrides
+        if len(saved["groups"]) == len(self._state.optimizer.param_groups):
+            self._state.restore_groups(saved["groups"])
+
+    def _replicas(self) -> int:
+        return self._session.topology.degrees.dp
 
     def _after_optimizer(self, *_: Any) -> None:
         self._after = None if self._reported else (self._numbers(), self._counts())
@@ -107,6 +119,7 @@ class ParamGroups(HostState):
         )
 
     def end_step(self) -> str | None:
+        self._ended = self._numbers()
         lost = None if self._lost_reported else self._session.engine.adapter.why_groups_are_lost()  # type: ignore[attr-defined]
         if lost is not None:
             self._lost_reported = True

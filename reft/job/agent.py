@@ -159,6 +159,8 @@ class Agent:
                 if not self._nodes_waiting():
                     self._launcher.trainers_run(self._group_rank)
                     continue
+                # The script of a trainer may have ended well, and the trainer itself not yet.
+                self._note_ended_early()
                 size = "fewer nodes" if self._handler.is_scaled_down else "a node that joins"
                 logger.warning("the trainers restart with %s", size)
                 if self._handler.is_whole:
@@ -249,8 +251,9 @@ class Agent:
         return True
 
     def _note_ended_early(self) -> None:
-        """This node's trainers have all ended well, and their peers need another round. Raises JobEndedError:
-        the same as in the round before."""
+        """Report this node's trainers that have ended well while their peers need another round; what the
+        peers report decides whether that is the fault. Raises JobEndedError: the same as in the round before.
+        """
         # Where a node is lost, its peers need another round for that reason.
         ended = self._ended_well() if self._handler.is_whole else {}
         failure = name_ended_early(Failure(Cause.PEER, 0, 1, ""), ended)

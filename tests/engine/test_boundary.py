@@ -53,7 +53,7 @@ class Job:
     def start(self) -> None:
         """``reft.resume(engine)``."""
         self.data = DataPosition(self.engine)
-        self.data.boundary = self._boundary = StepBoundary(self._capture, repeats_draws=True)
+        self.data.boundary = self._boundary = StepBoundary(self._capture, capture_rng, repeats_draws=True)
         if self._version is not None:
             self.counted = self._version["counted"]
             restore_rng(self._version["rng"])
@@ -78,6 +78,12 @@ class Job:
         self._boundary.step_ended()
         if self.step == STEPS:
             raise EndedError
+
+    def begin_step(self) -> None:
+        if self.seen:
+            self.data.mark()
+        elif self._version is not None:
+            restore_rng(self._version["rng"])
 
     def evaluate(self, loader: Any, *, module: bool = False) -> None:
         self.engine.training = False
@@ -219,6 +225,18 @@ def no_loader_and_evaluation(job: Job) -> None:
             job.evaluate(held_out)
 
 
+def marked(job: Job) -> None:
+    """A stream whose position moves before the forward pass; what the script draws while it sets up is undone."""
+    job.start()
+    torch.rand(job.step + 1)
+    while True:
+        job.begin_step()
+        batch = torch.rand(2) + job.counted
+        job.counted += 1
+        job.evaluate(DataLoader(range(2), 1, shuffle=True))
+        job.train(batch)
+
+
 SCRIPTS: dict[str, Callable[[Job], None]] = {
     "epochs": epochs,
     "epochs, own generator": lambda job: epochs(job, "own generator"),
@@ -234,6 +252,7 @@ SCRIPTS: dict[str, Callable[[Job], None]] = {
     "micro-batches read at once": micro_batches_at_once,
     "no loader": no_loader,
     "no loader, and evaluation": no_loader_and_evaluation,
+    "no loader, and the script says where steps begin": marked,
 }
 MICRO_BATCHES = {"micro-batches read at once": 2}
 
@@ -303,7 +322,7 @@ def test_a_state_that_cannot_be_taken_aside_is_captured_where_the_step_begins() 
             raise RuntimeError("no")
         return lambda: b"captured"
 
-    boundary = StepBoundary(capture, repeats_draws=True)
+    boundary = StepBoundary(capture, capture_rng, repeats_draws=True)
     boundary.step_ended()
     boundary.begins_pass("loader")
     assert boundary.take(None)() == b"captured"

@@ -111,3 +111,27 @@ def test_p12_names_that_a_version_lacks_or_has_too_many_are_said_with_what_to_wr
     ):
         live(root, gives({"a": Counter()}), "names", 4)
     live(root, gives({"a": Counter(), "c": Counter()}, "state.b", "state.c"), "names", 4)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_p8_what_is_drawn_between_two_steps_is_drawn_once(root: Path, when: str) -> None:
+    """A batch that a generator makes before its step, without a loader; a number that it draws after the step."""
+
+    def script(life: Life) -> None:
+        engine = life.initialize(mlp())
+        generator = np.random.default_rng(3)
+        reft.resume(engine, state={"generator": generator})
+        while engine.global_steps < life.steps:
+            x = (
+                torch.from_numpy(generator.random((4, 8), np.float32))
+                if when == "before"
+                else torch.ones(4, 8)
+            )
+            loss = square(engine(x))
+            engine.backward(loss)
+            engine.step()
+            life.note(loss, 0.0 if when == "before" else generator.random())
+
+    undisturbed, cut = resumed(root, script, cuts=(2, 5), steps=7)
+    assert cut == undisturbed

@@ -101,3 +101,19 @@ def test_a_rate_that_the_script_writes_after_the_load_is_meant(root: Path) -> No
         2.5e-3,
         2.5e-3,
     ]
+
+
+@pytest.mark.parametrize("cut", [AT - 1, AT, AT + 1])
+def test_p8_what_is_written_before_a_step_is_not_written_twice(root: Path, cut: int) -> None:
+    def script(life: Life) -> None:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = life.initialize(model, optimizer=optimizer)
+        reft.resume(engine)
+        while engine.global_steps < life.steps:
+            if engine.global_steps == AT:
+                optimizer.param_groups[0]["lr"] *= 0.1
+            life.note(life.train(square), optimizer.param_groups[0]["lr"])
+
+    undisturbed, rows = resumed(root, script, cuts=(cut,), steps=6)
+    assert rows == undisturbed

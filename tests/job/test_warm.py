@@ -38,7 +38,7 @@ found = {{
     "shown_rank": [v for v in open("/proc/self/environ").read().split("\\0") if v.startswith("RANK=")],
     "random": [random.random(), numpy.random.rand(), torch.rand(1).item()], "path": sys.path[0],
     "threads": torch.get_num_threads(), "spec": [torch.__spec__.origin, deepspeed.__spec__.origin],
-    "hooked": deepspeed.initialize.__code__.co_filename, "open": open_,
+    "hooked": deepspeed.initialize.func.__code__.co_filename, "open": open_,
 }}
 with open(f"{{sys.argv[1]}}.{{restarts}}.{{rank}}.part", "w") as file:
     json.dump(found, file)

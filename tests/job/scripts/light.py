@@ -35,8 +35,14 @@ def train() -> None:
         sys.exit(int(ARGS[0]))
     if BEHAVIOUR == "raise":
         raise ValueError("a bad sample")
-    if BEHAVIOUR == "uneven" and os.environ["RANK"] == "0":
-        return
+    if BEHAVIOUR == "uneven":
+        ended = os.path.join(os.environ["TEST_EVENTS"], "ended-" + os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if os.environ["RANK"] == "0":
+            open(ended, "w").close()
+            return
+        while not os.path.exists(ended):  # until then it has its peer
+            time.sleep(0.05)
+        time.sleep(0.5)
     if BEHAVIOUR in ("lose", "uneven"):
         raise RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:1234")
     if BEHAVIOUR == "needs" and os.environ["WORLD_SIZE"] != ARGS[0]:
