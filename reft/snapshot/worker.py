@@ -424,7 +424,7 @@ class SnapshotWorker:
         return time.perf_counter() - began
 
     def check_tensors(self) -> None:
-        """Compare the write counts of what was copied with those of the boundary, so that it may be committed.
+        """Compare the write counts of what was copied with those of the boundary; then it may be committed.
 
         Called by the training thread, so that none of its own writes is under way: at its fence, and between
         passes before that, since until then a failure would cost the version."""
