@@ -182,7 +182,7 @@ class Resuming:
         if self._position is not None:
             restore_items(one.loader, self._position)
         # Of a placed pass the first batch is trained on; of another pass the script may skip batches.
-        placed = one.follow is not None and one in self._placed
+        placed = one.follow is not None and not one.reads_ahead and one in self._placed
         self._placed.append(one)
         if not (one.natural or placed):
             restore_rng(self._rng)

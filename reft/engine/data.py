@@ -108,6 +108,8 @@ class DataPosition:
         self._batches = 0
         self._micro_batches = 0
         self._datasets: set[int] = set()
+        self._trained_loaders: dict[str, Any] = {}
+        """Resumable loaders by name: the last version is taken when the script's own variables are gone."""
         self._elsewhere = self._ahead = False
         """Whether batches were read ahead by the script, or since the last version."""
         self._unread = False  # whether a step trained on no batch that was read for it, as earlier steps did
@@ -131,6 +133,7 @@ class DataPosition:
         WATCH.leave(self)
         self._pass = self._source = None
         self._maybe.clear()
+        self._trained_loaders.clear()
 
     def leave_to_program(self) -> None:
         """The program makes its loaders at the position that it finds in its client state."""
@@ -241,6 +244,8 @@ class DataPosition:
             self._datasets.add(id(one.loader.dataset))
             self._batches += 1
             self._pass = one
+            if one.follow is not None and (follow := one.follow()) is not None:
+                self._trained_loaders[follow.__self__.name] = follow.__self__
             one.train()
 
     def orders(self, iterator: Any) -> Orders:

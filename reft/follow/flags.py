@@ -60,7 +60,7 @@ class Flags(HostState):
             frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
             for name, parameter in self._parameters.items():
                 parameter.requires_grad = name not in frozen
-            # A version that was taken between an evaluation and ``model.train()`` says that all evaluate. Where
+            # A version taken between an evaluation and ``model.train()`` says that all evaluate. Where
             # its first step begins, the script has called that.
             if not (self._is_restored and "" in evaluating and self._modules[""].training):
                 for name, module in self._modules.items():
