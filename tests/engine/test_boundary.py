@@ -6,6 +6,8 @@ there on has to be the same.
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,6 +48,8 @@ class Job:
         self.counted = 0  # by the script, after each step
         self.versions: list[dict[str, Any]] = []
         self.seen: list[tuple[int, Any, float]] = []
+        self.client_state: Callable[[], Any] = lambda: None
+        self.restored_client = None if version is None else version["client"]
         self._version = version
         self._stepped = False
         self._micro = 0
@@ -53,14 +57,19 @@ class Job:
     def start(self) -> None:
         """``reft.resume(engine)``."""
         self.data = DataPosition(self.engine)
-        self.data.boundary = self._boundary = StepBoundary(self._capture, capture_rng, repeats_draws=True)
+        self.data.boundary = self._boundary = StepBoundary(self._capture, repeats_draws=True)
         if self._version is not None:
             self.counted = self._version["counted"]
             restore_rng(self._version["rng"])
             self.data.restore(self._version["data"], self._version["rng"])
 
     def _capture(self, rng: dict[str, Any] | None) -> Any:
-        state = {"rng": rng or capture_rng(), "data": self.data.state(), "counted": self.counted}
+        state: dict[str, Any] = {
+            "rng": rng or capture_rng(),
+            "data": self.data.state(),
+            "counted": self.counted,
+        }
+        state["client"] = copy.deepcopy(self.client_state())
         return lambda: state
 
     def train(self, batch: Any) -> None:
@@ -237,6 +246,20 @@ def marked(job: Job) -> None:
         job.train(batch)
 
 
+def stateful(job: Job) -> None:
+    """torchdata's loader, whose state the script keeps itself."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader = StatefulDataLoader(range(SAMPLES), BATCH, shuffle=True)  # type: ignore[arg-type]
+    job.start()
+    job.client_state = loader.state_dict
+    if job.restored_client is not None:
+        loader.load_state_dict(job.restored_client)
+    while True:
+        for batch in loader:
+            job.train(batch)
+
+
 SCRIPTS: dict[str, Callable[[Job], None]] = {
     "epochs": epochs,
     "epochs, own generator": lambda job: epochs(job, "own generator"),
@@ -254,6 +277,8 @@ SCRIPTS: dict[str, Callable[[Job], None]] = {
     "no loader, and evaluation": no_loader_and_evaluation,
     "no loader, and the script says where steps begin": marked,
 }
+if importlib.util.find_spec("torchdata") is not None:
+    SCRIPTS["stateful loader"] = stateful
 MICRO_BATCHES = {"micro-batches read at once": 2}
 
 
@@ -322,7 +347,7 @@ def test_a_state_that_cannot_be_taken_aside_is_captured_where_the_step_begins() 
             raise RuntimeError("no")
         return lambda: b"captured"
 
-    boundary = StepBoundary(capture, capture_rng, repeats_draws=True)
+    boundary = StepBoundary(capture, repeats_draws=True)
     boundary.step_ended()
     boundary.begins_pass("loader")
     assert boundary.take(None)() == b"captured"
