@@ -135,7 +135,7 @@ def commit_every_version(session: Any, committed: Callable[[], object] = lambda:
         request.must = True
         submit(request)
         session.worker.drain(60)
-        assert request.done.is_set()
+        assert request.done.wait(60)
         committed()
 
     session.worker.submit = submit_and_wait

@@ -207,7 +207,7 @@ def missing_tensor(root: Path, case: dict[str, Any]) -> dict[str, Any]:
             member: SectionImage([(name.replace(old, f"lost.{old}"), t) for name, t in tensors.items()])
             for member, tensors in capture.staged.items()
         }
-        session.restored()
+        session.state.replaced()
 
     def spoil(step: int) -> None:
         if os.environ["RANK"] != "0":
