@@ -132,6 +132,7 @@ class Watched:
         return {str(m): hashlib.sha256(filling.partition(m).numpy().tobytes()).hexdigest() for m in members}
 
     def result(self, losses: list[str]) -> dict[str, Any]:
+        self.session.flush(60)
         stats = self.session.stats.to_json()
         sizes = self.newest.layout.plan.sizes
         out = {
