@@ -34,6 +34,7 @@ class NodeInfo:
     node: str
     workers: int
     turn: int = 0  # how many ranks each node gets in its turn (`deal_ranks`)
+    nnodes: str = ""  # its ``--nnodes``; empty: not known
     renews: bool = False  # restarts are counted from the last new version on, not over the job's life
     # last round this launcher took part in, with its number of nodes and ``restarts_used``; 0: it is new
     round: int = 0
@@ -153,6 +154,7 @@ class Node(NamedTuple):
     leaving: bool = False  # it is to leave the job, and is still there
     info: NodeInfo | None = None  # what it brings into a round that forms
     node: str = ""  # its id
+    nnodes: str = ""  # its ``--nnodes``; empty: not known
 
 
 @dataclass(frozen=True)
@@ -392,7 +394,7 @@ def step(state: State, event: Event, now: float, rules: Rules) -> State:
         case Joins():
             _join(after, event, now, rules)
             if after.role(event.node) is not Role.NONE:
-                _set(after, event.node, node=event.info.node)
+                _set(after, event.node, node=event.info.node, nnodes=event.info.nnodes)
         case Beat():
             _beat(after, event, now, rules)
         case Ends():
