@@ -99,8 +99,8 @@ class LocalNodes:
 
 
 def handle_stop_signals() -> None:
-    """Let the first signal to stop raise KeyboardInterrupt. Later ones do not disturb the end. A signal that was
-    ignored when this process started stays ignored."""
+    """Let the first signal to stop raise KeyboardInterrupt; later ones do not disturb the end. A signal that
+    was ignored when this process started stays ignored."""
     for number in not_ignored(_STOPS):
         signal.signal(number, _interrupt)
 

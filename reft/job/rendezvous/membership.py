@@ -34,7 +34,6 @@ class NodeInfo:
     node: str
     workers: int
     turn: int = 0  # how many ranks each node gets in its turn (`deal_ranks`)
-    nnodes: str = ""  # its ``--nnodes``; empty: not known
     renews: bool = False  # restarts are counted from the last new version on, not over the job's life
     # last round this launcher took part in, with its number of nodes and ``restarts_used``; 0: it is new
     round: int = 0
@@ -48,6 +47,7 @@ class NodeInfo:
     # why the node's trainers of that round ended; None if they did not fail; ``failure``: in words
     cause: Cause | None = None
     failure: str = ""
+    nnodes: str = ""  # its ``--nnodes``; empty: not known
 
     def after(self, agreement: Agreement) -> NodeInfo:
         """What this node brings into the next round, if the trainers of this one do not fail."""
