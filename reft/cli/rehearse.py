@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,13 +24,12 @@ def main(argv: Sequence[str]) -> int:
     """Command line of ``reft rehearse``. Returns 0: all steps are equal; 1: a step differs after the kill, or
     the job did not come back; 3: the two undisturbed runs differ; 130: told to stop. Raises ConfigError: the
     options do not fit together, or the job fails undisturbed."""
-    from reft.job.local import STOPS, stop_by_signal
+    from reft.job.local import handle_stop_signals
     from reft.rehearse.run import rehearse
 
     what, as_json = parse(argv)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    for number in STOPS:
-        signal.signal(number, stop_by_signal)
+    handle_stop_signals()
     try:
         with console.status("the job starts") as status:
             report = rehearse(what, status.update, console.print)

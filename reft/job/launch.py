@@ -336,6 +336,8 @@ class Launcher:
                 f"with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is made of "
                 "user, directory, program and arguments"
             )
+            if disagree := handler.describe_other_nnodes():
+                message = f"too few nodes joined in {options.join_timeout_secs:.0f} s: {disagree}"
             if handler.incarnation:  # it has taken part; else others may train, or wait longer
                 self.rendezvous.shutdown(message)
             raise JobEndedError(message) from error

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
@@ -29,12 +30,14 @@ def test_p11_anything_else_is_refused(data: bytes) -> None:
         decode_state(data)
 
 
-def node_of(port: int = 1, least: int = 2, **options: Any) -> StoreRendezvous:
-    """A node of a job of as many as two."""
+def node_of(
+    port: int = 1, least: int = 2, most: int = 2, node: str | None = None, **options: Any
+) -> StoreRendezvous:
+    """A node of a job."""
     endpoint = f"127.0.0.1:{port}"
-    given = LaunchConfig(least, 2, 1, run_id="job", local_addr="127.0.0.1", rdzv_configs=options)
+    given = LaunchConfig(least, most, 1, run_id="job", local_addr="127.0.0.1", rdzv_configs=options)
     store = KeyValueStore(endpoint, SECRET, timeout_secs=WAIT_SECS)
-    return StoreRendezvous(store, given, NodeInfo(str(threading.get_ident()), 1), "job")
+    return StoreRendezvous(store, given, NodeInfo(node or str(threading.get_ident()), 1), "job")
 
 
 def training(least: int = 2, **nodes: Node) -> StoreRendezvous:
@@ -134,3 +137,23 @@ def test_nodes_meet_over_a_store_tell_that_they_live_and_hear_that_the_job_has_e
     wait_for(pair[1].is_closed, "the end")
     assert pair[1].state.closed == "enough"
     pair[1].shutdown("too")
+
+
+def test_nodes_that_disagree_about_nnodes_are_named_on_each_of_them(
+    server: KeyValueServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each waits for its own number, until its time is up."""
+    two = node_of(server.port, 2, 2, node="a", join_timeout=2)
+    three = node_of(server.port, 3, 3, node="b", join_timeout=1)
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(two.next_rendezvous)
+        wait_for(lambda: two.state.participants, "the first node")
+        with pytest.raises(RendezvousTimeoutError):
+            three.next_rendezvous()
+        with pytest.raises(RendezvousTimeoutError):
+            waits.result(WAIT_SECS)
+    one = "node a was started with --nnodes 2, but node b with 3: start all nodes of a job with the same --nnodes"
+    other = "node b was started with --nnodes 3, but node a with 2: start all nodes of a job with the same --nnodes"
+    assert sorted(caplog.messages) == [one, other]
+    assert [two.describe_other_nnodes(), three.describe_other_nnodes()] == [one, other]
+    assert node_of(server.port, 1, 2).info.nnodes == "1:2"

@@ -59,6 +59,7 @@ _LEAST_SECS, _MOST_SECS = 0.1, 1.0
 _NODES_PER_SEC = 500  # All nodes together look so often, whose state grows with their number
 _SKEW_SECS = 0.3  # Nodes that are started at once do not all ask the store at once
 _COMPARE_SECS = 60.0
+_MOST_NAMED = 4  # Nodes in one message
 _NEVER = float("-inf")
 
 
@@ -77,7 +78,11 @@ class StoreRendezvous:
             return found
 
         self._store, self._run_id = store, config.run_id
-        self.info = info  # that this node brings into the next round
+        nnodes = sorted({config.min_nodes, config.max_nodes})
+        self.info = replace(
+            info, nnodes=":".join(map(str, nnodes))
+        )  # that this node brings into the next round
+        self.other_nnodes: dict[str, str] = {}  # ``--nnodes`` of nodes that have another one, by node id
         self.agreement: Agreement | None = None  # of the last round that this node took part in
         # Unique: in containers, launchers that follow each other have one number.
         address = config.local_addr or socket.getfqdn()
@@ -276,6 +281,7 @@ class StoreRendezvous:
         deadline = time.monotonic() + self._join_secs
         while True:
             role, now = state.role(self.node), time.monotonic()
+            self._report_other_nnodes(state)
             if state.closed:
                 ended = RendezvousGracefulExitError if role is Role.SPARE else RendezvousClosedError
                 raise ended(f"the rendezvous {self._run_id} is closed")
@@ -346,6 +352,26 @@ class StoreRendezvous:
         logger.warning(
             "%d of %d nodes are here; waiting up to %.0f s for `reft launch` on another node",
             *(here, least, self._join_secs),
+        )
+
+    def _report_other_nnodes(self, state: State) -> None:
+        """Once for each group of nodes that disagree: every node decides by its own ``--nnodes`` whether a
+        round is complete, so that some may wait while others train."""
+        found = {node.node: node.nnodes for node in state.nodes.values() if node.nnodes}
+        others = {node: nnodes for node, nnodes in found.items() if nnodes != self.info.nnodes}
+        if others and others != self.other_nnodes:
+            self.other_nnodes = others
+            logger.warning("%s", self.describe_other_nnodes())
+
+    def describe_other_nnodes(self) -> str:
+        """Which nodes have another ``--nnodes`` than this one; empty if none has."""
+        if not self.other_nnodes:
+            return ""
+        named = [f"node {node} with {nnodes}" for node, nnodes in sorted(self.other_nnodes.items())]
+        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+        return (
+            f"node {self.info.node} was started with --nnodes {self.info.nnodes}, but "
+            f"{', '.join(named[:_MOST_NAMED])}{more}: start all nodes of a job with the same --nnodes"
         )
 
     def _is_dispensable(self, state: State) -> bool:
