@@ -336,7 +336,9 @@ def run_and_classify(run: Callable[[], None]) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback as ``python`` itself would; what reft refuses says itself what to change."""
+    """Print the traceback as ``python`` itself would; what reft refuses says itself what to change. Exit
+    handlers find the exception where ``python`` leaves it, too."""
+    sys.last_value = error
     if is_refusal(error):
         say(error)
     else:
