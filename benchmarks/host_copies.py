@@ -13,12 +13,16 @@ turns; times are the process's processor time, ratios are to ``plain`` in the sa
 - written_to_file: to a new file in shared memory, as a newcomer's arena is filled;
 - over_loopback: from a thread that sends to one that receives, both counted.
 
+Then ``memmove`` and the loops that copy, hash and look for NaN, in GB/s, by where the target lies in its page
+relative to the source, ``(target - source) mod 4096``: one of them may be slow where they lie alike.
+
     python benchmarks/host_copies.py [--json] [--mib 512] [--rounds 9]
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
 import os
@@ -41,9 +45,20 @@ from results import estimate, machine
 
 from reft.device import compiled
 from reft.memory.header import checksum
-from reft.memory.stream import EXPONENTS, PlainHashingCopier, copier, hashing_copier, ranges_of
+from reft.memory.stream import (
+    EXPONENTS,
+    PlainHashingCopier,
+    choose_loop,
+    compiled_hash,
+    copier,
+    hashing_copier,
+    ranges_of,
+)
 
 BLOCK_BYTES = 4 * MIB
+PAGE_BYTES = 4096
+OFFSETS = (0, 64, 128, 2048, 17)
+LOOPS = {"pages": 0, "pieces_4k": PAGE_BYTES, "pieces_16k": 4 * PAGE_BYTES}
 
 
 @contextmanager
@@ -161,6 +176,40 @@ def measure(nbytes: int, rounds: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def use_pieces(nbytes: int) -> None:
+    """Copy in pieces of the given bytes; 0: pages side by side."""
+    function = compiled("reft.memory._stream", "reft_use_pieces")
+    function.argtypes = [ctypes.c_size_t]
+    function(nbytes)
+
+
+def measure_alignments(nbytes: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """GB/s by offset within the page and by loop; the loops take turns."""
+    hasher = hashing_copier()
+    memory = torch.ones(2 * nbytes + 4 * PAGE_BYTES, dtype=torch.uint8)
+    source = -(-memory.data_ptr() // PAGE_BYTES) * PAGE_BYTES
+    found: dict[str, dict[str, Any]] = {}
+    for offset in OFFSETS:
+        # The target stays aligned to a cache line, as blocks of an arena are; the source moves.
+        target, at = source + nbytes // PAGE_BYTES * PAGE_BYTES + 2 * PAGE_BYTES, source + PAGE_BYTES - offset
+        row = ranges_of([(target, at, nbytes, EXPONENTS["float32"])])
+        taken: dict[str, list[float]] = {name: [] for name in ("memmove", *LOOPS)}
+        for _ in range(rounds):
+            for name, secs in taken.items():
+                began = time.process_time()
+                if name == "memmove":
+                    ctypes.memmove(target, at, nbytes)
+                else:
+                    use_pieces(LOOPS[name])
+                    hasher.copy(row)
+                secs.append(max(time.process_time() - began, 1e-9))
+                hasher.take()
+        rates = {name: estimate([nbytes / s / 1e9 for s in secs]).to_json() for name, secs in taken.items()}
+        found[str(offset)] = rates
+    use_pieces(choose_loop())
+    return found
+
+
 def main() -> int:
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -173,6 +222,7 @@ def main() -> int:
     options = made.parse_args()
     nbytes, rounds = (8 * MIB + 123, 2) if options.quick else (options.mib * MIB, options.rounds)
     found = measure(nbytes, rounds, options.shm)
+    alignments = measure_alignments(min(nbytes, 64 * MIB), rounds) if compiled_hash() else {}
     if options.json:
         head = {
             "benchmark": "host_copies",
@@ -181,7 +231,9 @@ def main() -> int:
             "machine": machine(),
             "bytes": nbytes,
         }
-        print(json.dumps({**head, "ways": found}, indent=2))
+        chosen = choose_loop() if alignments else None
+        result = {**head, "ways": found, "alignments": alignments, "chosen_piece_bytes": chosen}
+        print(json.dumps(result, indent=2))
         return 0
     for name, way in found.items():
         ratio = way["secs_to_plain"]
@@ -189,6 +241,11 @@ def main() -> int:
         print(
             f"{name:20}{way['bytes_per_sec'] / 1e9:6.1f} GB/s, {ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
         )
+    for offset, rates in alignments.items():
+        shown = (
+            f"{name} {r['median']:.1f} [{r['ci95'][0]:.1f}, {r['ci95'][1]:.1f}]" for name, r in rates.items()
+        )
+        print(f"offset {offset:>4}: {', '.join(shown)} GB/s")
     return 0
 
 

@@ -336,9 +336,7 @@ def run_and_classify(run: Callable[[], None]) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback as ``python`` itself would; what reft refuses says itself what to change. Exit
-    handlers find the exception where ``python`` leaves it, too."""
-    sys.last_value = error
+    """Print the traceback as ``python`` itself would; what reft refuses says itself what to change."""
     if is_refusal(error):
         say(error)
     else:
@@ -346,6 +344,8 @@ def _show(error: BaseException) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename in own:
             trace = trace.tb_next
         error.__traceback__ = trace
+        # As the interpreter does: exit handlers see by it that the script has failed.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()

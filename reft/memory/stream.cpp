@@ -4,7 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <ctime>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -15,7 +17,7 @@ constexpr size_t kPageBytes = 4096;
 constexpr size_t kPages = 4;  // side by side: each has rows of its own in memory, which stay open longer
 constexpr size_t kGroupBytes = kPages * kPageBytes;
 constexpr size_t kLineBytes = 64;  // also XXH3's stripe
-constexpr size_t kAheadBytes = 256;
+constexpr size_t kAheadBytes = 256, kFarAheadBytes = 1024;
 
 // XXH3 adds up the stripes of a block of 1 KiB and then scrambles: the sums of several blocks can be taken side
 // by side. See the XXH3 specification in https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
@@ -99,40 +101,55 @@ uint64_t not_finite(const uint8_t* source, size_t nbytes, uint64_t exponents) {
   return (found | ((rest & exponents) + lowest)) & (exponents + lowest);
 }
 
-// Copies kGroupBytes to a target aligned to a line, and hashes the first of their blocks into ``sums`` if asked. Past
-// the caches goes what fills whole lines: with its stores spread over two lines each step took twice as long.
-template <bool kHashes>
-inline void copy_group(uint8_t* target, const uint8_t* source, Sums& sums, size_t hashed_blocks = kGroupBlocks) {
-  Sums blocks[kGroupBlocks];
-  for (size_t block = 0; block < kPageBytes / kBlockBytes; ++block) {
-    Sums running[kPages] = {};
-    for (size_t stripe = 0; stripe < kStripes; ++stripe) {
-      for (size_t page = 0; page < kPages; ++page) {
-        const size_t at = page * kPageBytes + block * kBlockBytes + stripe * kLineBytes;
-        __builtin_prefetch(source + at + kAheadBytes);
-        for (size_t i = 0; i < kParts; ++i) {
-          const __m128i data = load(source + at + 16 * i);
-          _mm_stream_si128(reinterpret_cast<__m128i*>(target + at) + i, data);
-          if (kHashes) add_part(running[page].part[i], data, kSecret + 8 * stripe + 16 * i);
-        }
-      }
-    }
-    if (kHashes)
-      for (size_t page = 0; page < kPages; ++page) blocks[page * (kPageBytes / kBlockBytes) + block] = running[page];
-  }
-  if (kHashes)
-    for (size_t block = 0; block < hashed_blocks; ++block) scramble(sums, blocks[block]);
+#define REFT_AVX2 __attribute__((target("avx2")))
+
+// Intrinsics, because the compiler is not asked for AVX2 elsewhere: the library must load on every x86-64.
+REFT_AVX2 inline __m256i load_wide(const uint8_t* at) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
 }
 
-// The same with vectors of 32 bytes: the sums of four pages fill 8 of 16 registers, where those of 16 bytes fill all.
-// Intrinsics, because the compiler is not asked for AVX2 elsewhere: the library must load on every x86-64.
+REFT_AVX2 inline __m256i add_wide(__m256i sum, __m256i data, const uint8_t* secret) {
+  const __m256i keyed = _mm256_xor_si256(data, load_wide(secret));
+  const __m256i product = _mm256_mul_epu32(keyed, _mm256_shuffle_epi32(keyed, _MM_SHUFFLE(0, 3, 0, 1)));
+  const __m256i swapped = _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2));
+  return _mm256_add_epi64(sum, _mm256_add_epi64(product, swapped));
+}
+
+REFT_AVX2 inline __m256i scramble_wide(__m256i x, const uint8_t* secret) {
+  const __m256i prime = _mm256_set1_epi32(static_cast<int>(kPrime32));
+  x = _mm256_xor_si256(_mm256_xor_si256(x, _mm256_srli_epi64(x, 47)), load_wide(secret));
+  const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), prime);
+  return _mm256_add_epi64(_mm256_mul_epu32(x, prime), _mm256_slli_epi64(high, 32));
+}
+
+// not_finite while the bytes are in registers.
+struct Look {
+  __m256i wanted, lowest, found;
+  uint64_t mask;
+
+  REFT_AVX2 explicit Look(uint64_t exponents)
+      : wanted(_mm256_set1_epi64x(static_cast<long long>(exponents))),
+        lowest(_mm256_set1_epi64x(static_cast<long long>(lowest_bits(exponents)))),
+        found(_mm256_setzero_si256()),
+        mask(exponents + lowest_bits(exponents)) {}
+  REFT_AVX2 inline void at(__m256i data) {
+    found = _mm256_or_si256(found, _mm256_add_epi64(_mm256_and_si256(data, wanted), lowest));
+  }
+  REFT_AVX2 inline uint64_t result() const {
+    uint64_t lanes[4];
+    std::memcpy(lanes, &found, sizeof(lanes));
+    return (lanes[0] | lanes[1] | lanes[2] | lanes[3]) & mask;
+  }
+};
+
+constexpr size_t kWide = kLineBytes / sizeof(__m256i);
+
+// One way to copy: a few pages side by side, each with its own rows in memory. On some processors this is the fastest
+// way. On others it is several times slower where source and target lie alike in their pages: they then compete for
+// the same few sets of the cache. Copies kGroupBytes to a target aligned to a line.
 template <bool kHashes>
-__attribute__((target("avx2"))) uint64_t copy_group_avx2(uint8_t* target, const uint8_t* source, Sums& sums,
-                                                         size_t hashed_blocks, uint64_t exponents) {
-  constexpr size_t kWide = kLineBytes / sizeof(__m256i);
-  const __m256i wanted = _mm256_set1_epi64x(static_cast<long long>(exponents));
-  const __m256i lowest = _mm256_set1_epi64x(static_cast<long long>(lowest_bits(exponents)));
-  __m256i found = _mm256_setzero_si256();
+REFT_AVX2 uint64_t copy_pages_avx2(uint8_t* target, const uint8_t* source, Sums& sums, uint64_t exponents) {
+  Look look(exponents);
   Sums blocks[kGroupBlocks];
   for (size_t block = 0; block < kPageBytes / kBlockBytes; ++block) {
     __m256i running[kPages][kWide];
@@ -143,15 +160,11 @@ __attribute__((target("avx2"))) uint64_t copy_group_avx2(uint8_t* target, const 
         const size_t at = page * kPageBytes + block * kBlockBytes + stripe * kLineBytes;
         _mm_prefetch(reinterpret_cast<const char*>(source + at + kAheadBytes), _MM_HINT_T0);
         for (size_t i = 0; i < kWide; ++i) {
-          const __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + at) + i);
+          const __m256i data = load_wide(source + at + 32 * i);
           _mm256_stream_si256(reinterpret_cast<__m256i*>(target + at) + i, data);
           if (kHashes) {
-            found = _mm256_or_si256(found, _mm256_add_epi64(_mm256_and_si256(data, wanted), lowest));
-            const __m256i secret = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kSecret + 8 * stripe + 32 * i));
-            const __m256i keyed = _mm256_xor_si256(data, secret);
-            const __m256i product = _mm256_mul_epu32(keyed, _mm256_shuffle_epi32(keyed, _MM_SHUFFLE(0, 3, 0, 1)));
-            const __m256i swapped = _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2));
-            running[page][i] = _mm256_add_epi64(running[page][i], _mm256_add_epi64(product, swapped));
+            look.at(data);
+            running[page][i] = add_wide(running[page][i], data, kSecret + 8 * stripe + 32 * i);
           }
         }
       }
@@ -161,21 +174,56 @@ __attribute__((target("avx2"))) uint64_t copy_group_avx2(uint8_t* target, const 
         std::memcpy(&blocks[page * (kPageBytes / kBlockBytes) + block], running[page], sizeof(Sums));
   }
   if (kHashes)
-    for (size_t block = 0; block < hashed_blocks; ++block) scramble(sums, blocks[block]);
-  uint64_t lanes[4];
-  std::memcpy(lanes, &found, sizeof(lanes));
-  return (lanes[0] | lanes[1] | lanes[2] | lanes[3]) & (exponents + lowest_bits(exponents));
+    for (const Sums& block : blocks) scramble(sums, block);
+  return look.result();
+}
+
+// The other way: hash a piece, which brings it into the cache, then copy it from there in order. Every alignment of
+// source and target costs the same.
+REFT_AVX2 uint64_t hash_blocks_avx2(Sums& sums, const uint8_t* source, size_t nbytes, uint64_t exponents) {
+  Look look(exponents);
+  __m256i running[kWide];
+  std::memcpy(running, &sums, sizeof(sums));
+  for (; nbytes; nbytes -= kBlockBytes, source += kBlockBytes) {
+    for (size_t stripe = 0; stripe < kStripes; ++stripe) {
+      const uint8_t* at = source + stripe * kLineBytes;
+      _mm_prefetch(reinterpret_cast<const char*>(at + kFarAheadBytes), _MM_HINT_T0);
+      for (size_t i = 0; i < kWide; ++i) {
+        const __m256i data = load_wide(at + 32 * i);
+        look.at(data);
+        running[i] = add_wide(running[i], data, kSecret + 8 * stripe + 32 * i);
+      }
+    }
+    for (size_t i = 0; i < kWide; ++i)
+      running[i] = scramble_wide(running[i], kSecret + sizeof(kSecret) - kLineBytes + 32 * i);
+  }
+  std::memcpy(&sums, running, sizeof(sums));
+  return look.result();
+}
+
+REFT_AVX2 void stream_avx2(uint8_t* target, const uint8_t* source, size_t nbytes) {
+  for (size_t at = 0; at < nbytes; at += 4 * sizeof(__m256i)) {
+    __m256i data[4];
+    for (size_t i = 0; i < 4; ++i) data[i] = load_wide(source + at + 32 * i);
+    for (size_t i = 0; i < 4; ++i) _mm256_stream_si256(reinterpret_cast<__m256i*>(target + at) + i, data[i]);
+  }
 }
 
 bool uses_avx2 = __builtin_cpu_supports("avx2");
+size_t piece_bytes = kPageBytes;  // what is hashed before it is copied; 0: pages side by side. See reft_choose_loop
 
-// Returns what not_finite does.
-template <bool kHashes>
-inline uint64_t copy_whole_group(uint8_t* target, const uint8_t* source, Sums& sums, size_t hashed = kGroupBlocks,
-                                 uint64_t exponents = 0) {
-  if (uses_avx2) return copy_group_avx2<kHashes>(target, source, sums, hashed, exponents);
-  copy_group<kHashes>(target, source, sums, hashed);
-  return exponents ? not_finite(source, kGroupBytes, exponents) : 0;
+// Both take whole blocks.
+inline uint64_t hash_blocks(Sums& sums, const uint8_t* source, size_t nbytes, uint64_t exponents) {
+  if (uses_avx2) return hash_blocks_avx2(sums, source, nbytes, exponents);
+  for (size_t at = 0; at < nbytes; at += kBlockBytes) hash_block(sums, source + at);
+  return exponents ? not_finite(source, nbytes, exponents) : 0;
+}
+
+inline void copy_blocks(uint8_t* target, const uint8_t* source, size_t nbytes) {
+  if (!target) return;
+  // With stores spread over two lines each step took twice as long.
+  if (uses_avx2 && reinterpret_cast<uintptr_t>(target) % kLineBytes == 0) stream_avx2(target, source, nbytes);
+  else std::memcpy(target, source, nbytes);
 }
 
 // What was hashed so far. A block is taken in when more bytes follow it: the last one ends in another way.
@@ -223,25 +271,15 @@ void copy_and_hash(Hash& hash, uint8_t* target, const uint8_t* source, size_t nb
     std::memcpy(hash.held, hash.open() + kBlockBytes - kLineBytes, kLineBytes);
   }
   if (nbytes > kBlockBytes) {
-    const bool streams = target && reinterpret_cast<uintptr_t>(target) % kLineBytes == 0;
-    for (; nbytes > kGroupBytes; advance(kGroupBytes)) {
-      if (streams) {
-        hash.not_finite |= copy_whole_group<true>(target, source, sums, kGroupBlocks, exponents);
-      } else {
-        copy(target, source, kGroupBytes);
-        for (size_t at = 0; at < kGroupBytes; at += kBlockBytes) hash_block(sums, source + at);
-        look(kGroupBytes);
-      }
-    }
-    if (streams && nbytes == kGroupBytes) {  // as most chunks end: past the caches too
-      hash.not_finite |= copy_whole_group<true>(target, source, sums, kGroupBlocks - 1, exponents);
-      advance(kGroupBytes - kBlockBytes);
-      target = nullptr;
-    }
-    for (; nbytes > kBlockBytes; advance(kBlockBytes)) {
-      hash_block(sums, source);
-      copy(target, source, kBlockBytes);
-      look(kBlockBytes);
+    const bool side_by_side = target && uses_avx2 && !piece_bytes && reinterpret_cast<uintptr_t>(target) % kLineBytes == 0;
+    for (; side_by_side && nbytes > kGroupBytes; advance(kGroupBytes))
+      hash.not_finite |= copy_pages_avx2<true>(target, source, sums, exponents);
+    const size_t most = piece_bytes ? piece_bytes : kGroupBytes;
+    while (nbytes > kBlockBytes) {
+      const size_t whole = (nbytes - 1) / kBlockBytes * kBlockBytes, piece = whole < most ? whole : most;
+      hash.not_finite |= hash_blocks(sums, source, piece, exponents);
+      copy_blocks(target, source, piece);
+      advance(piece);
     }
     std::memcpy(hash.held, source - kLineBytes, kLineBytes);
   }
@@ -327,14 +365,60 @@ extern "C" uint64_t reft_hash_digest(Hash* hash) {
 extern "C" void reft_copy_past_caches(uint8_t* target, const uint8_t* source, size_t nbytes) {
 #if defined(__x86_64__)
   const size_t head = -reinterpret_cast<uintptr_t>(target) % kLineBytes;
-  if (nbytes >= head + kGroupBytes) {
+  if (uses_avx2 && nbytes >= head + kGroupBytes) {
     std::memcpy(target, source, head);
     target += head, source += head, nbytes -= head;
     Sums unused;
-    for (; nbytes >= kGroupBytes; nbytes -= kGroupBytes, target += kGroupBytes, source += kGroupBytes)
-      copy_whole_group<false>(target, source, unused);
+    for (; !piece_bytes && nbytes >= kGroupBytes; nbytes -= kGroupBytes, target += kGroupBytes, source += kGroupBytes)
+      copy_pages_avx2<false>(target, source, unused, 0);
+    const size_t whole = nbytes / kBlockBytes * kBlockBytes;
+    stream_avx2(target, source, whole);
+    target += whole, source += whole, nbytes -= whole;
     _mm_sfence();
   }
 #endif
   std::memcpy(target, source, nbytes);
 }
+
+#if defined(__x86_64__)
+// Uses one way to copy from here on: pieces of ``nbytes``, whole blocks of 1 KiB; 0: pages side by side. Any of them
+// may be chosen while other threads copy: the bytes and the checksum are the same.
+extern "C" void reft_use_pieces(size_t nbytes) { piece_bytes = nbytes; }
+
+// Measures the ways and uses the fastest one from here on. Returns its piece_bytes. Processor seconds of this thread,
+// the least of some rounds: other processes take the rest. It costs some 20 ms.
+extern "C" size_t reft_choose_loop() {
+  constexpr size_t kWays[] = {kPageBytes, kGroupBytes, 0}, kOffsets[] = {0, kLineBytes, kPageBytes / 2};
+  constexpr size_t kMeasuredBytes = 2 << 20, kRounds = 3;
+  uint8_t* memory = static_cast<uint8_t*>(std::aligned_alloc(kPageBytes, 2 * kMeasuredBytes + kPageBytes));
+  if (!memory || !uses_avx2) {
+    std::free(memory);
+    return piece_bytes;
+  }
+  std::memset(memory, 1, 2 * kMeasuredBytes + kPageBytes);
+  double best_secs = 1e9;
+  size_t best = piece_bytes;
+  for (size_t way : kWays) {
+    double secs = 0;
+    for (size_t offset : kOffsets) {  // of the target to the source within a page
+      double least = 1e9;
+      for (size_t round = 0; round < kRounds; ++round) {
+        Hash hash;
+        reft_hash_reset(&hash);
+        timespec begin, end;
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &begin);
+        reft_use_pieces(way);
+        copy_and_hash(hash, memory + kMeasuredBytes + offset, memory, kMeasuredBytes, 0);
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &end);
+        const double took = (end.tv_sec - begin.tv_sec) + 1e-9 * (end.tv_nsec - begin.tv_nsec);
+        least = took < least ? took : least;
+      }
+      secs += least;
+    }
+    if (secs < best_secs) best_secs = secs, best = way;
+  }
+  std::free(memory);
+  reft_use_pieces(best);
+  return best;
+}
+#endif

@@ -424,8 +424,10 @@ class SnapshotWorker:
         return time.perf_counter() - began
 
     def check_tensors(self) -> None:
-        """Compare the write counts of what was copied with those of the boundary. Called by the training
-        thread, so that none of its own writes is under way."""
+        """Compare the write counts of what was copied with those of the boundary; then it may be committed.
+
+        Called by the training thread, so that none of its own writes is under way: at its fence, and between
+        passes before that, since until then a failure would cost the version."""
         if not self._state.unchecked:
             return
         with self._changed:

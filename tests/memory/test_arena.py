@@ -31,6 +31,7 @@ from reft.memory.stream import (
     CutRanges,
     HashingCopier,
     PlainHashingCopier,
+    choose_loop,
     copier,
     hashing_copier,
     ranges_of,
@@ -408,10 +409,28 @@ PAGE = 4096
 SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20 * PAGE), st.sampled_from([4 * PAGE, 8 * PAGE]))
 
 
-@given(nbytes=SIZES, source_at=st.integers(0, 70), target_at=st.integers(0, 70), seed=st.integers(0, 2**32))
+def use_pieces(nbytes: int) -> None:
+    """Copy in the given way, as :func:`~reft.memory.stream.choose_loop` would choose it."""
+    function = compiled("reft.memory._stream", "reft_use_pieces")
+    function.argtypes = [ctypes.c_size_t]
+    function(nbytes)
+
+
+WAYS = {"pages": 0, "pieces of 4 KiB": PAGE, "pieces of 16 KiB": 4 * PAGE}
+
+
+@given(
+    nbytes=SIZES,
+    source_at=st.integers(0, 70),
+    target_at=st.integers(0, 70),
+    seed=st.integers(0, 2**32),
+    pieces=st.sampled_from([0, PAGE, 4 * PAGE]),
+)
 def test_a_copy_is_exact_and_touches_nothing_else(
-    nbytes: int, source_at: int, target_at: int, seed: int
+    nbytes: int, source_at: int, target_at: int, seed: int, pieces: int
 ) -> None:
+    if copier() is not ctypes.memmove:
+        use_pieces(pieces)
     source = np.random.default_rng(seed).integers(0, 256, nbytes + source_at, dtype=np.uint8)
     target = np.full(nbytes + target_at + 100, 0xEE, np.uint8)
     copier()(target.ctypes.data + target_at, source.ctypes.data + source_at, nbytes)
@@ -430,7 +449,7 @@ PARTS = st.lists(
 )
 
 
-@pytest.fixture(params=["AVX2", "SSE2", "plain"])
+@pytest.fixture(params=[*WAYS, "SSE2", "plain"])
 def hasher(request: pytest.FixtureRequest) -> Iterator[HashingCopier]:
     if request.param == "plain":
         yield PlainHashingCopier()
@@ -439,10 +458,19 @@ def hasher(request: pytest.FixtureRequest) -> Iterator[HashingCopier]:
     if type(made) is PlainHashingCopier:
         pytest.skip("the loop that hashes was not built: no C++ compiler, or no x86-64")
     use_avx2 = compiled("reft.memory._stream", "reft_use_avx2")
-    if use_avx2(request.param == "AVX2") != (request.param == "AVX2"):
+    wide = request.param in WAYS
+    if use_avx2(wide) != wide:
         pytest.skip("this processor has no AVX2")
+    use_pieces(WAYS.get(request.param, PAGE))
     yield made
     use_avx2(True)
+    use_pieces(choose_loop())
+
+
+def test_a_measured_way_to_copy_is_used() -> None:
+    if copier() is ctypes.memmove:
+        pytest.skip("the loop was not built: no C++ compiler, or no x86-64")
+    assert choose_loop() in WAYS.values()
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
