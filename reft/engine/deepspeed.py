@@ -173,6 +173,7 @@ def running_program(engine: Any) -> Program | None:
 
 _SESSION = "_reft_session"
 _BEGIN_STEP = "_reft_begin_step"
+_sessions: list[Session] = []  # of this process
 
 
 def attach(
@@ -249,6 +250,7 @@ def attach(
     session.state.followed.give(state or {})
     record(session)
     say_untried_device(session)
+    _sessions.append(session)
     atexit.register(session.close)
     if program is not None:
         program.join(session)
@@ -301,6 +303,12 @@ def begin_step(engine: Any) -> None:
 
 def session_of(engine: Any) -> Session | None:
     return getattr(engine, _SESSION, None)
+
+
+def close_sessions() -> None:
+    """Close what :func:`attach` has made in this process, before the interpreter does."""
+    for session in _sessions:
+        session.close()
 
 
 def _during(page: ProgressPage, phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

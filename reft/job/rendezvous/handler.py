@@ -103,6 +103,7 @@ class StoreRendezvous:
         self._held: bytes | None = None
         self._looked_at = self._trusts_after = self._compared_at = _NEVER
         self._offset_secs = time.time() - time.monotonic()
+        self._writer_behind_secs = 0.0
         self._alive: dict[str, float] = {}
         # Longer than the time between two looks.
         self._lease_secs = max(self.rules.alive_secs / 2, self.rules.beat_secs + 1.0)
@@ -146,6 +147,18 @@ class StoreRendezvous:
             self._trusts_after = now + self.rules.alive_secs
         self._offset_secs, self._compared_at = offset, now
 
+    def _in_own_time(self, state: State, *, is_new: bool) -> State:
+        """The state of a store that tells no time: its times are by the clock of the host that wrote it last.
+        A new one was written since the last look, so that the clocks differ by its age."""
+        if is_new:
+            self._writer_behind_secs = self._now() - state.written
+        behind = self._writer_behind_secs
+        return replace(
+            state,
+            deadline=None if state.deadline is None else state.deadline + behind,
+            nodes={name: node._replace(seen=node.seen + behind) for name, node in state.nodes.items()},
+        )
+
     # -- what all share ------------------------------------------------------------------------------
 
     def _look(self) -> State:
@@ -168,13 +181,16 @@ class StoreRendezvous:
             if state is None:
                 held = self._store.peek(self._key)
             else:
-                _, held = self._store.compare_set(self._key, self._held, encode_state(state))
+                written = encode_state(replace(state, written=self._now()))
+                _, held = self._store.compare_set(self._key, self._held, written)
             names = self._store.alive(self._here)
             found = State() if held is None else decode_state(held)
             left = self._store.left(self._here) if found.is_between_rounds else {}
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
         at, now = self._now(), time.monotonic()
+        if self._store.keeps_leases:
+            found = self._in_own_time(found, is_new=held != self._held)
         bare = len(self._here)
         self._alive.update((name[bare:], at) for name in names)
         seen = [max(node.seen, self._alive.get(name, 0.0)) for name, node in found.nodes.items()]

@@ -182,6 +182,7 @@ class State:
     ends: dict[str, int] = field(default_factory=dict)
     scaling: Scaling | None = None  # None: as many nodes take part as there may be
     sizes: Sizes | None = None  # with how many nodes the job can train; None: nothing is known
+    written: float = 0.0  # when, by the clock by which the times above are meant
 
     def those(self, *roles: Role) -> set[str]:
         return {name for name, node in self.nodes.items() if node.role in roles}

@@ -234,10 +234,12 @@ class Job:
         self._step = 0  # of the newest start
         self._offsets: dict[str, int] = {}
         self._directory, self._memory = directory, memory
-        self._events, self._temporary = directory / "events", directory / "tmp"
-        self._temporary.mkdir(parents=True)  # launchers that are killed leave files there
+        self._events = directory / "events"
+        directory.mkdir()
+        # Launchers that are killed leave files there. Its path is short: sockets of DataLoaders are in it.
+        (temporary := memory / "tmp").mkdir()
         environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        environment |= {ENV_EVENTS: str(self._events), "TMPDIR": str(self._temporary)}
+        environment |= {ENV_EVENTS: str(self._events), "TMPDIR": str(temporary)}
         # The training program is reft's own: it needs no module of the working directory either.
         environment |= {"PYTHONSAFEPATH": "1"}
         self.nodes = LocalNodes(environment)
@@ -262,7 +264,6 @@ class Job:
                 problem = self._watch(deadline)
             finally:
                 self.nodes.kill(*self.nodes.started)
-                shutil.rmtree(self._temporary, ignore_errors=True)
         self.take_in()
         if problem is None and self._pending:
             left = ", ".join(f"{kill.step}:{kill.node}" for kill in self._pending)
