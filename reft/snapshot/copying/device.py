@@ -268,10 +268,11 @@ class DeviceCopyEngine(CopyEngine):
 
     # -- training thread -------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self) -> Any:
         event = self.stamp()
-        super().begin()
+        self._order.begin()
         self._begun = event
+        return event
 
     def reached(self, stamp: Any) -> bool:
         return bool(stamp.query())
@@ -418,6 +419,10 @@ class DeviceCopyEngine(CopyEngine):
             free_secs[ticket.drains] = ticket.settle(
                 lambda event: anchor_secs - event.elapsed_time(anchor) * _MS, free_secs[ticket.drains]
             )
+
+    def wait(self, ticket: CopyTicket) -> None:
+        self._vendor.enter(self.device)
+        ticket.wait()
 
     def secs_of(self, stamps: Sequence[Any]) -> list[float]:
         self._vendor.enter(self.device)
