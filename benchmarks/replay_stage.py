@@ -28,6 +28,7 @@ BYTES_PER_PARAMETER = 2 + 3 * 4
 """State of a parameter: bf16 weight, fp32 master and Adam's two moments."""
 
 _CALIBRATION_CYCLES = 20_000_000
+_BUSY_SECS = 1.0  # until a device runs at the clock of training
 
 
 class HostDevice:
@@ -82,14 +83,25 @@ class GpuDevice(HostDevice):
         self._cycles_per_sec = self._calibrate()
 
     def _calibrate(self) -> float:
-        """Cycles of ``_sleep`` per second, by the difference of two lengths: launching cancels out."""
+        """Cycles of ``_sleep`` per second, by the difference of two lengths: launching cancels out.
+
+        Right after products: the clock of an idle device is several times slower than that of a busy one."""
+        factor = torch.ones(4096, 4096, dtype=torch.bfloat16, device=self.device)
+
+        def busy(products: int) -> None:
+            for _ in range(products):
+                factor @ factor
 
         def secs(cycles: int) -> float:
+            busy(50)
             begin = self.stamp()
             torch.cuda._sleep(cycles)
             return self.between(begin, self.stamp())
 
-        secs(_CALIBRATION_CYCLES)
+        until = time.monotonic() + _BUSY_SECS
+        while time.monotonic() < until:
+            busy(50)
+            self.synchronize()
         found = [secs(3 * _CALIBRATION_CYCLES) - secs(_CALIBRATION_CYCLES) for _ in range(5)]
         return 2 * _CALIBRATION_CYCLES / sorted(found)[2]
 

@@ -77,6 +77,8 @@ def build_engine(options: argparse.Namespace) -> tuple[Any, Iterator[Any]]:
     job = parse(argv)
     # Denormals would make a CPU's backward pass several times slower (trap 19).
     torch.set_flush_denormal(True)
+    # DeepSpeed would build its fused Adam at first use where there is a compiler, in a minute or more.
+    train._needs_torch_adam = lambda: True
     train.import_deepspeed(options.verbose)
     with train._quiet(options.verbose):
         import deepspeed

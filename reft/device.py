@@ -35,9 +35,12 @@ class Vendor(ABC):
         MB of its memory for every rank of the node."""
 
     @abstractmethod
-    def create_stream(self, device: torch.device) -> tuple[Any, Callable[[], object]]:
-        """A stream that nobody else has, of the default stream's priority, and what destroys it. torch hands
-        those of its pool out in turns, to communicators too, whose transfers then wait behind copies."""
+    def create_stream(self, device: torch.device) -> Any:
+        """A stream that nobody else has, of the default stream's priority.
+
+        torch hands those of its pool out in turns, to communicators too: their transfers then wait for copies.
+        It is never destroyed: torch's allocator keeps blocks that were allocated on it, and asks it again
+        when it gives them back."""
 
     @abstractmethod
     def host_register(self, device: torch.device, address: int, nbytes: int) -> None:
@@ -84,17 +87,15 @@ class Cuda(Vendor):
                 name = f"{'cu' if nvidia else 'hip'}ThreadExchangeStreamCaptureMode"
                 getattr(library, name)(ctypes.byref(ctypes.c_int(self._THREAD_LOCAL)))
 
-    def create_stream(self, device: torch.device) -> tuple[Any, Callable[[], object]]:
+    def create_stream(self, device: torch.device) -> Any:
         self.module.set_device(device)
         library = self.library()
         nvidia = hasattr(library, "cuStreamCreateWithPriority")
         name = "cuStreamCreateWithPriority" if nvidia else "hipStreamCreateWithPriority"
-        destroy = library.cuStreamDestroy_v2 if nvidia else library.hipStreamDestroy
         made = ctypes.c_void_p()
         if error := getattr(library, name)(ctypes.byref(made), self._NON_BLOCKING, 0):
             raise RuntimeError(f"{name}: error {error}")
-        stream = self.module.ExternalStream(made.value or 0, device=device)
-        return stream, lambda: destroy(made)
+        return self.module.ExternalStream(made.value or 0, device=device)
 
     def library(self) -> Any:
         """NVIDIA's driver or AMD's runtime, as torch has loaded it."""

@@ -28,7 +28,7 @@ from reft.node.client import ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
 from reft.snapshot.arenas import ArenaSet
-from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea, shortened
+from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea, hashing_threads, shortened
 from reft.snapshot.copying.device import copy_engine_for
 from reft.snapshot.copying.gate import Pacer
 from reft.snapshot.plan import LiveImages
@@ -521,6 +521,7 @@ class Copying:
         stages_bytes = self.engine.asynchronous and Overflow(config.has.overflow) is Overflow.STAGING
         self._staging = StagingArea(self.engine) if stages_bytes else None
         self._chunk_bytes = config.has.chunk_bytes
+        self._hashers = hashing_threads(session.ranks_here)
         self._peers = None
         if config.verify.peers != "off":
             self._peers = PeerCheck(config.verify.peers == "rotate", config.block_bytes)
@@ -540,7 +541,7 @@ class Copying:
 
     def copier(self) -> Copier:
         """Made anew for every worker."""
-        return Copier(self.engine, self._chunk_bytes, self._staging, self._peers)
+        return Copier(self.engine, self._chunk_bytes, self._staging, self._peers, self._hashers)
 
 
 class OptimizerFence:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, compress
@@ -50,6 +51,8 @@ class Filling:
     scanned: dict[PlacedBlock, Ranges] = field(default_factory=dict)
     # blocks with a NaN or an infinity among their numbers
     not_finite: set[PlacedBlock] = field(default_factory=set)
+    # blocks that arrive from a device are hashed on other threads meanwhile
+    hashing: list[Future[None]] = field(default_factory=list)
     _lengths: dict[PlacedBlock, int] = field(default_factory=dict)
     _expected: dict[PlacedBlock, int] = field(default_factory=dict)
 
@@ -95,7 +98,9 @@ class Filling:
             self.not_finite.add(placed)
 
     def hash_rest(self) -> None:
-        """Checksum every local block that has none yet."""
+        """Checksum every local block that has none yet; waits for those that other threads hash."""
+        for future in self.hashing:
+            future.result()
         for placed in self.local_blocks:
             if placed not in self.checksums and placed.key.section is not Section.GRADIENTS:
                 self.hash(placed)
@@ -519,6 +524,7 @@ class ArenaSet:
     def abort(self, filling: Filling) -> None:
         """Free the slot. What was sealed stays readable until the slot is written again: it is the
         true state of that step, and a recovery may use it if every member's bytes are there."""
+        wait(filling.hashing)  # a thread that reads the slot would hash another version's bytes
         filling.arena.unlock()
 
     def close(self) -> None:

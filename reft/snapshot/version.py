@@ -450,6 +450,11 @@ class State:
         return any(version.holds_training and _not_begun(version) for version in self.versions)
 
     @property
+    def waits_in_line(self) -> bool:
+        """Whether the worker is busy with an older version than one that has not begun."""
+        return any(version.holds_training and _not_begun(version) for version in self.versions[1:])
+
+    @property
     def unchecked(self) -> bool:
         """Whether some version is copied, and waits for the training thread to compare its tensors."""
         return any(v.unchecked and v.cause is None and not v.holds_training for v in self.versions)

@@ -257,7 +257,10 @@ class WrittenError(ReftError):
 _STANDING = TypeAdapter(versions.Standing)
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
-_POLL_SECS = 0.0005  # how often a host that is ahead of its device asks whether the device is at the write
+_POLL_SECS = 0.0005  # how often a host that is ahead of its device asks where the device is
+LATE_PART = 0.25
+"""Part of a step that the device may be past a version's state while the worker is at an older one; then
+the version is given up. The host is held no longer; what is left of its lead keeps the device busy."""
 _REJOINS = 3
 
 
@@ -320,6 +323,7 @@ class SnapshotWorker:
         self._filling: Filling | None = None
         """The slot that a version is written to, until it is known what becomes of that."""
         self._records: list[ChunkRecord] = []
+        self._handed_over_at = self._fenced_at = time.perf_counter()  # by the training thread, the last time
         self._paced = False
         self._state = State(arenas.slots)
         self._requests: deque[SnapshotRequest] = deque()
@@ -380,6 +384,7 @@ class SnapshotWorker:
             if self._state.accepts:
                 if request.images is not None:
                     self.copier.begin()
+                    self._handed_over_at = time.perf_counter()
                 self._requests.append(request)
                 effects = self._tell(versions.HandedOver(version))
             else:
@@ -431,9 +436,11 @@ class SnapshotWorker:
         if not self._state.unchecked:
             return
         with self._changed:
-            request = next(r for r in self._requests if r.version.unchecked and r.version.cause is None)
-        assert request.written is not None
-        names = request.written()
+            # The worker may have given the version up since it was looked at.
+            waiting = [r for r in self._requests if r.version.unchecked and r.version.cause is None]
+        if not waiting or waiting[0].written is None:
+            return
+        names = waiting[0].written()
         cause = None
         if names:
             self.written_tensors.update(names)
@@ -443,15 +450,31 @@ class SnapshotWorker:
         self._tell(versions.TensorsChecked(cause))
 
     def _await_device(self) -> None:
-        """Let versions begin until the device is at the write. The host is ahead of it, by up to a step or
-        more; what it waits here is not the device's time."""
+        """Let versions begin while the host is ahead of its device, by up to a step or more.
+
+        A version whose turn it is begins within milliseconds: it may do so until the device is at the write.
+        One that waits for an older version may do so until the device is :data:`LATE_PART` of a step past the
+        state that it would copy. A host that waited longer would have no lead left when it goes on, in every
+        step, and the copy would not end before the write."""
+        now = time.perf_counter()
+        late_secs = LATE_PART * (
+            now - self._fenced_at
+        )  # of a step, by the host, which this keeps to the device's pace
+        self._fenced_at = now
         if not self._state.may_begin:
             return
-        engine, until = self.copier.engine, time.perf_counter() + FENCE_SECS
-        here = engine.stamp()
+        engine, until = self.copier.engine, now + FENCE_SECS
+        at_write, at_state = engine.stamp(), self.copier.begun
+        # A device that is past the state already got there when the version was handed over at the earliest.
+        passed_at = self._handed_over_at if engine.reached(at_state) else None
         with self._changed:
-            while self._state.may_begin and not engine.reached(here) and time.perf_counter() < until:
+            while self._state.may_begin and not engine.reached(at_write) and now < until:
+                if passed_at is None and engine.reached(at_state):
+                    passed_at = now
+                if self._state.waits_in_line and passed_at is not None and now >= passed_at + late_secs:
+                    return
                 self._changed.wait(_POLL_SECS)
+                now = time.perf_counter()
 
     @contextmanager
     def _hurried(self) -> Iterator[None]:

@@ -126,7 +126,10 @@ struct Streams {
   void put(c10::StreamId id, std::function<void()> run, std::function<bool()> ready = {}) {
     std::lock_guard lock(mutex);
     Queue* queue = &at(id);
-    if (queue->ended) queue = &at(0);  // memory that outlives the stream it was allocated on
+    if (queue->ended) {  // also by the allocator, for a block that was allocated on it
+      if (error.empty()) error = "invalid resource handle: the stream was destroyed";
+      queue = &at(0);
+    }
     queue->works.push_back({std::move(run), std::move(ready)});
     changed.notify_all();
   }

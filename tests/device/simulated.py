@@ -265,9 +265,8 @@ class SimulatedVendor(Vendor):
     def enter(self, device: torch.device) -> None:
         self.module.look_away()
 
-    def create_stream(self, device: torch.device) -> tuple[Any, Callable[[], object]]:
-        address = self.module.create_stream()
-        return self.module.ExternalStream(address), lambda: self.module.destroy_stream(address)
+    def create_stream(self, device: torch.device) -> Any:
+        return self.module.ExternalStream(self.module.create_stream())
 
     def host_register(self, device: torch.device, address: int, nbytes: int) -> None:
         self.enter(device)

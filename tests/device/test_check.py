@@ -44,6 +44,14 @@ def test_a_device_is_tried_with_real_copies_parities_and_steps(
     assert found.adam_parameters_per_sec > 0
 
 
+def test_a_device_is_tried_where_the_host_says_nothing_of_numa_nodes(
+    sim: Simulated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("reft.engine.checks.choice.NUMA_MAPS", tmp_path.parent / "missing", raising=False)
+    found = tried(SimulatedVendor(sim), tmp_path)
+    assert (found.adam_is_exact, found.to_change) == (True, [])
+
+
 def test_p6_what_a_device_does_otherwise_is_found_and_ends_nothing(
     sim: Simulated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

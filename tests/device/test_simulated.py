@@ -134,3 +134,14 @@ def test_by_hand_a_seed_tells_the_whole_story(sim: Simulated) -> None:
         sim.hold()
         with pytest.raises(RuntimeError, match="for ever"):
             sim.current_stream().synchronize()
+
+
+def test_a_block_of_a_destroyed_stream_is_punished_when_it_is_given_back(sim: Simulated) -> None:
+    address = sim.create_stream()
+    with sim.stream(sim.ExternalStream(address)):
+        block = torch.zeros(1000, device=NAME)
+    sim.synchronize()
+    sim.destroy_stream(address)
+    del block
+    with pytest.raises(RuntimeError, match="the stream was destroyed"):
+        sim.synchronize()

@@ -47,7 +47,7 @@ def test_it_is_found_by_its_tensors(vendor: Vendor, device: torch.device) -> Non
 def test_its_own_stream_waits_for_events_alone_and_is_nobody_else_s(
     vendor: Vendor, device: torch.device
 ) -> None:
-    stream, destroy = vendor.create_stream(device)
+    stream = vendor.create_stream(device)
     state = torch.zeros(10_000, device=device)
     target = registered(vendor, device, 2**16)[:40_000].view(torch.float32)
     vendor.module.synchronize()
@@ -65,7 +65,6 @@ def test_its_own_stream_waits_for_events_alone_and_is_nobody_else_s(
     go()
     stream.synchronize()
     assert target.eq(1).all()
-    destroy()
     vendor.host_unregister(device, target.data_ptr())
 
 

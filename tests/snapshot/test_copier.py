@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,15 +23,16 @@ from reft.memory.header import checksum
 from reft.protect.backend import TorchBackend, _tried
 from reft.protect.placement import place_group
 from reft.snapshot.arenas import Filling
-from reft.snapshot.copying.copier import Copier, StagingArea
+from reft.snapshot.copying import copier as copier_module
+from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
-from reft.snapshot.copying.engine import CpuCopyEngine
+from reft.snapshot.copying.engine import CopyTicket, CpuCopyEngine
 from reft.snapshot.copying.gate import Gate, HostGate, Permit, StreamGate
-from reft.snapshot.plan import GroupLayout, LiveImages, SectionSizes, make_shard_plan
+from reft.snapshot.plan import GroupLayout, LiveImages, PlacedBlock, SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import Simulated
 from tests.protect.backends import case_or_skip
-from tests.snapshot.conftest import parity_of, random_bytes
+from tests.snapshot.conftest import WAIT_SECS, parity_of, random_bytes
 
 
 class OneByOne(HostGate):
@@ -219,6 +223,69 @@ def test_p2_what_was_staged_is_hashed_as_it_was_then(
         copier.close()
 
 
+def test_memory_that_is_registered_shares_no_page_with_anything_else(
+    tmp_path: Path, sim: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver refuses a copy to memory that is registered in part: a tensor of the heap on the same page."""
+    tensors = [random_bytes(50_000, 1).to("sim")]
+    with filling_of(tmp_path, tensors, copies=0, parities=0, block_bytes=16_384) as (filling, images):
+        engine, begins = copy_engine_for("sim"), list[int]()
+        copier = Copier(engine, 4096, peers=PeerCheck(False, 16_384))
+        monkeypatch.setattr(engine, "register", lambda memory: begins.append(memory.data_ptr()))
+        copy_all(copier, filling, images, Gate())
+        assert begins
+        assert all(begin % mmap.PAGESIZE == 0 for begin in begins)
+        copier.close()
+
+
+def test_blocks_are_hashed_by_several_threads_while_others_arrive(tmp_path: Path, sim: Simulated) -> None:
+    tensors = [random_bytes(300_000, 1).to("sim"), random_bytes(50_000, 2).to("sim")]
+    with filling_of(tmp_path, tensors, copies=0, parities=0, block_bytes=16_384) as (filling, images):
+        engine = copy_engine_for("sim")
+        engine.register(filling.arena.data)
+        copier = Copier(engine, 4096, hashers=3)
+        together, threads = threading.Barrier(3), set[int]()
+        hash_block = Filling.hash
+
+        def hash_together(self: Filling, placed: PlacedBlock) -> None:
+            here = threading.current_thread()
+            if here.name == "reft-hash" and here.ident not in threads:
+                threads.add(threading.get_ident())
+                together.wait(WAIT_SECS)  # all three are at work
+            hash_block(self, placed)
+
+        with (
+            mock.patch.object(copier_module, "_BATCH_BYTES", 16_384),
+            mock.patch.object(Filling, "hash", hash_together),
+        ):
+            copy_all(copier, filling, images, Gate())
+            filling.hash_rest()
+        check(filling, images)
+        assert len(threads) == 3
+        copier.close()
+
+
+def test_p6_a_device_that_fails_while_blocks_arrive_fails_the_version(
+    tmp_path: Path, sim: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with filling_of(
+        tmp_path, [random_bytes(50_000, 1).to("sim")], copies=0, parities=0, block_bytes=16_384
+    ) as (
+        filling,
+        images,
+    ):
+        copier = Copier(copy_engine_for("sim"), 4096)
+
+        def fail(ticket: CopyTicket) -> None:
+            raise RuntimeError("the device failed")
+
+        monkeypatch.setattr(copier.engine, "wait", fail)
+        copy_all(copier, filling, images, Gate())
+        with pytest.raises(RuntimeError, match="the device failed"):
+            filling.hash_rest()
+        copier.close()
+
+
 def test_faults_are_reached_in_the_middle_whatever_the_gate_lets_through(tmp_path: Path) -> None:
     tensors = [random_bytes(50_000, 1), random_bytes(50_000, 2)]
     with filling_of(tmp_path, tensors, copies=0, parities=1, block_bytes=2**20) as (filling, images):
@@ -284,4 +351,7 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
     at_once = gate.permits + wanted // most + 1  # the fault point in the middle splits one
     assert recorded <= at_once + 1, "an event for what is copied at once, one that tells the time"
     assert waits <= gate.permits + 1, "a mark of each window, and the state's own"
-    assert transfers <= tensors + len(filling.local_blocks) + at_once
+    again = -(
+        -tensors * max(b.block.nbytes for b in filling.local_blocks) // total
+    )  # of the block read twice
+    assert transfers <= tensors + again + len(filling.local_blocks) + at_once

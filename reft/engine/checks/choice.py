@@ -201,6 +201,9 @@ def device_paragraph(ranks: Sequence[DeviceFindings], nodes: Sequence[str]) -> s
     )
 
 
+NUMA_MAPS = Path("/proc/self/numa_maps")
+
+
 def try_device(
     found: DeviceFindings, vendor: Vendor, engine: DeviceCopyEngine, directory: Path, parities: bool
 ) -> None:
@@ -235,7 +238,8 @@ def _try_copies(engine: DeviceCopyEngine, directory: Path) -> tuple[float, int]:
             target.copy_(source, non_blocking=True)
             stamps.append(engine.stamp())
         shortest = min(b - a for a, b in pairwise(engine.secs_of(stamps)))
-        node = memory_node(Path("/proc/self/numa_maps").read_text(), target.data_ptr())
+        # Kernels without NUMA, and some containers, have no such file.
+        node = memory_node(NUMA_MAPS.read_text(), target.data_ptr()) if NUMA_MAPS.exists() else -1
         return _COPIED_BYTES / max(shortest, 1e-9), node
     finally:
         engine.unregister(target)

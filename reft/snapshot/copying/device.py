@@ -45,6 +45,11 @@ from reft.snapshot.copying.engine import (
 logger = logging.getLogger(__name__)
 
 
+_left_streams: dict[torch.device, list[Any]] = {}
+"""Streams of closed engines, for the next ones of the process. A stream must not be destroyed while torch's
+allocator keeps blocks that were allocated on it: it synchronises the stream when it gives them back."""
+_lock = threading.Lock()  # of these
+
 CHUNK_BYTES = 2**35  # most bytes of one driver call, 32 GiB; below the 64 GiB at which some drivers refuse
 
 
@@ -204,7 +209,7 @@ class DeviceCopyEngine(CopyEngine):
         self.device = torch.device(vendor.type, index)
         self.name = vendor.name
         self._warned: set[str] = set()
-        self._destroy: list[Callable[[], object]] = []
+        self._own: list[Any] = []  # streams that nobody else has
         self._side = self._own_stream()
         # Not the side stream: the next fence waits for that.
         self.drain_stream = self._own_stream()
@@ -219,9 +224,14 @@ class DeviceCopyEngine(CopyEngine):
     # -- streams ---------------------------------------------------------------------------------
 
     def _own_stream(self) -> Any:
-        """A stream that nobody else has, if there is one."""
+        """A stream that nobody else has, if there is one: one that a closed engine has left, or a new one."""
+        with _lock:
+            left = _left_streams.setdefault(self.device, [])
+            if left:
+                self._own.append(left.pop())
+                return self._own[-1]
         try:
-            stream, destroy = self._vendor.create_stream(self.device)
+            stream = self._vendor.create_stream(self.device)
         except (RuntimeError, OSError, AttributeError) as error:
             self._warn_once(
                 "stream",
@@ -229,7 +239,7 @@ class DeviceCopyEngine(CopyEngine):
                 "torch's pool, so a communicator's transfers may wait for copies",
             )
             return self._module.Stream(self.device)
-        self._destroy.append(destroy)
+        self._own.append(stream)
         return stream
 
     # -- memory ----------------------------------------------------------------------------------
@@ -268,10 +278,11 @@ class DeviceCopyEngine(CopyEngine):
 
     # -- training thread -------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self) -> Any:
         event = self.stamp()
-        super().begin()
+        self._order.begin()
         self._begun = event
+        return event
 
     def reached(self, stamp: Any) -> bool:
         return bool(stamp.query())
@@ -419,6 +430,10 @@ class DeviceCopyEngine(CopyEngine):
                 lambda event: anchor_secs - event.elapsed_time(anchor) * _MS, free_secs[ticket.drains]
             )
 
+    def wait(self, ticket: CopyTicket) -> None:
+        self._vendor.enter(self.device)
+        ticket.wait()
+
     def secs_of(self, stamps: Sequence[Any]) -> list[float]:
         self._vendor.enter(self.device)
         for stamp in stamps:
@@ -441,12 +456,12 @@ class DeviceCopyEngine(CopyEngine):
             self._vendor.enter(self.device)
             self._side.synchronize()
             self.drain_stream.synchronize()
+            with _lock:
+                _left_streams[self.device] += self._own
         except RuntimeError as error:
             self._warn_once("close", f"{self.device}: the device failed while it copied: {error}")
         self._pinned.clear()
         self._tickets.clear()
-        for destroy in self._destroy:
-            destroy()
 
 
 def _into_buffer(views: Iterable[Piece], buffer: torch.Tensor) -> list[Piece]:

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -109,9 +110,10 @@ class CopyEngine(ABC):
         """Forget that memory; waits for copies into it. Before it is unmapped, replaced or resized.
         Memory that is not registered is fine."""
 
-    def begin(self) -> None:
-        """Open a version: the state is final now."""
+    def begin(self) -> Any:
+        """Open a version: the state is final now. Returns the stamp of that point."""
         self._order.begin()
+        return self.stamp()
 
     def reached(self, stamp: Any) -> bool:
         """Whether the device is there. Does not wait."""
@@ -143,6 +145,11 @@ class CopyEngine(ABC):
                 (closed) the version is not whole.
             RuntimeError: the device failed.
         """
+
+    def wait(self, ticket: CopyTicket) -> None:
+        """Wait until what belongs to a ticket is in host memory. Not on the training thread. Raises
+        RuntimeError: the device failed."""
+        ticket.wait()
 
     # -- staging: of devices. In host memory a copy within the memory gains nothing.
 
@@ -205,6 +212,12 @@ class CheckedPieces(tuple[Piece, ...]):
     def addresses(self) -> tuple[tuple[int, int, int], ...]:
         """``(target, source, bytes)`` of each."""
         return tuple((target.data_ptr(), source.data_ptr(), target.numel()) for source, target in self)
+
+
+def own_pages(nbytes: int) -> torch.Tensor:
+    """Zeroed host memory on pages of its own, 1-D uint8. Drivers register whole pages: a tensor of the heap
+    that begins on the last one would be registered in part, and every copy to it refused."""
+    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
 
 def host_bytes(view: torch.Tensor) -> memoryview:
