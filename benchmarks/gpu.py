@@ -32,6 +32,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -182,6 +183,10 @@ def run(name: str, arguments: Sequence[str], limit_secs: float, log: TextIO) -> 
             failed = f"it ended with status {process.returncode}" if process.returncode else None
         except subprocess.TimeoutExpired:
             failed = f"it took longer than {limit_secs:.0f} s"
+            if name in TESTS:  # pytest writes down what has passed by then
+                os.killpg(process.pid, signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECS)
         finally:
             end(process)
         shown.join(END_SECS)
