@@ -14,7 +14,7 @@ from reft.engine.on_import import hook_imports, uncollected
 if TYPE_CHECKING:
     from reft.config import ReftConfig
     from reft.data.watch import resumable
-    from reft.engine.deepspeed import attach, resume
+    from reft.engine.deepspeed import attach, begin_step, resume
     from reft.engine.on_import import initialize
     from reft.errors import (
         ArenaError,
@@ -52,6 +52,7 @@ __all__ = [
     "UnrecoverableError",
     "UnsupportedStateError",
     "attach",
+    "begin_step",
     "data",
     "initialize",
     "pause_watch",
@@ -64,6 +65,7 @@ _ELSEWHERE = {
     "ExactAdam": "reft.optim",
     "ReftConfig": "reft.config",
     "attach": "reft.engine.deepspeed",
+    "begin_step": "reft.engine.deepspeed",
     "initialize": "reft.engine.on_import",
     "pause_watch": "reft.node.progress",
     "resumable": "reft.data.watch",

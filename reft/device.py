@@ -38,7 +38,7 @@ class Vendor(ABC):
     def create_stream(self, device: torch.device) -> Any:
         """A stream that nobody else has, of the default stream's priority.
 
-        torch hands those of its pool out in turns, also to communicators: their transfers would wait.
+        torch hands those of its pool out in turns, to communicators too: these would wait for copies.
         It is never destroyed: torch's allocator keeps blocks that were allocated on it, and asks it again
         when it gives them back."""
 

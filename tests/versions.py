@@ -29,7 +29,7 @@ class Versions:
 
     def wait(self, step: int, directory: Path | None = None) -> None:
         """Until the version of ``step`` is committed or given up, and the directory's ``latest`` names it; at once
-        where reft is not attached."""
+        where reft is not attached. It is taken where the next step begins: after a step, ask for the one before."""
         deadline = time.monotonic() + LIMIT_SECS
         while not self._has_ended(step) or (directory is not None and step_on_storage(directory) < step):
             assert time.monotonic() < deadline, f"no end of the version of step {step}"
@@ -38,6 +38,12 @@ class Versions:
     def _has_ended(self, step: int) -> bool:
         self._reader = self._reader or EventReader(Path(os.environ["REFT_EVENTS"]))
         for event in self._reader.poll():
-            if event.pid == os.getpid() and event.kind in ("attached", "commit", "skip"):
-                self._ended = int(event.fields["step"]) if event.kind != "attached" else 0
+            if event.pid != os.getpid():
+                continue
+            if event.kind == "attached":
+                self._ended = 0
+            elif event.kind in ("commit", "skip"):
+                self._ended = int(event.fields["step"])
+            elif event.kind == "restored":
+                self._ended = int(event.fields["version"])
         return self._ended is None or self._ended >= step

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,12 @@ def main(argv: Sequence[str]) -> int:
     """Command line of ``reft rehearse``. Returns 0: all steps are equal; 1: a step differs after the kill, or
     the job did not come back; 3: the two undisturbed runs differ; 130: told to stop. Raises ConfigError: the
     options do not fit together, or the job fails undisturbed."""
-    from reft.job.local import STOPS, stop_by_signal
+    from reft.job.local import handle_stop_signals
     from reft.rehearse.run import rehearse
 
     what, as_json = parse(argv)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    for number in STOPS:
-        signal.signal(number, stop_by_signal)
+    handle_stop_signals()
     try:
         with console.status("the job starts") as status:
             report = rehearse(what, status.update, console.print)
@@ -76,6 +76,8 @@ def parse(argv: Sequence[str]) -> tuple[Any, bool]:
         # Where they meet is known when they are started.
         args.rdzv_endpoint = "127.0.0.1:0"
     options = options_of(args)
+    with suppress(OSError, AttributeError):  # torchrun makes it for logs when it reads its options
+        os.rmdir(options.config.logs_specs.root_log_dir)  # type: ignore[union-attr]
     nodes = 0 if meets and options.config.max_nodes > 1 else options.config.min_nodes
     what = Rehearsal(
         launch=tuple(launch),
@@ -117,9 +119,9 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
         return
     for one in report["tries"]:
         yield from _describe_try(report["steps"], one)
-    if not all(one["equal"] for one in report["tries"]):
-        for text in report["said"]:
-            yield f"reft said: {text}"
+    # Also where all is equal: what does not enter the numbers of the next steps may differ unseen.
+    for text in report["said"]:
+        yield f"reft said: {text}"
 
 
 _WHERE = {

@@ -60,8 +60,8 @@ def saying(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
     def say(missing: list[str], secs: float) -> None:
         logger.log(
             logging.WARNING if first_on_node else logging.INFO,
-            "%s: no answer for %.0f s. Training goes on, but no version is committed until there is one; is "
-            "that process stopped, swapped out or in a debugger?",
+            "%s: no answer for %.0f s. Training goes on, but no version is committed until there is one. "
+            "Does it evaluate or save alone between two steps, or is it stopped, swapped out or debugged?",
             *(", ".join(missing), secs),
         )
         on_silence(missing, secs)

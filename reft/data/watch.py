@@ -161,17 +161,12 @@ class Resuming:
         one.era = self
         return one
 
-    def before_pass(self) -> None:
-        """A pass of a loader whose state the script has loaded is about to begin."""
-        if self._begins and self._is_training():
-            restore_rng(self._rng)
-
     def before_batch(self, one: Read, watch: Watch) -> None:
         if self.begins is not None and self._is_training():
             self.begins()
         if not isinstance(one, Pass):
             # Of reft.data.loader, or of a loader whose state the script has loaded: both are in position.
-            if self._is_training() and not (self._begins and one.taken == 0):
+            if self._is_training():
                 restore_rng(self._rng)
             return
         if not self._concerns(one.loader):
@@ -182,7 +177,7 @@ class Resuming:
         if self._position is not None:
             restore_items(one.loader, self._position)
         # Of a placed pass the first batch is trained on; of another pass the script may skip batches.
-        placed = one.follow is not None and one in self._placed
+        placed = one.follow is not None and not one.reads_ahead and one in self._placed
         self._placed.append(one)
         if not (one.natural or placed):
             restore_rng(self._rng)
@@ -234,14 +229,7 @@ class Watch:
     def _open_stateful(self, original: Any, loader: Any) -> Any:
         if get_worker_info() is not None:
             return original(loader)
-        for listener in self._listeners:
-            listener.begins_pass(loader)
-        if self.resuming is not None:
-            self.resuming.before_pass()
-        one = KeptByScript(loader, original(loader), self)
-        for listener in self._listeners:
-            listener.began_pass(one)
-        return one
+        return KeptByScript(loader, original(loader), self)
 
     def _patch(self, kind: Any, iterate: Callable[[Any, Any], Any]) -> None:
         original = kind.__iter__

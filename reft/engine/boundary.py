@@ -9,6 +9,8 @@ the host state is taken aside before the script reads from a loader. That is onl
 - an evaluation's forward pass discards the candidate of the pass that it reads;
 - further reads of the same pass change nothing: a script may read all micro-batches of a step at once.
 
+Where the script itself says that a step begins (``reft.begin_step``), the state there is final.
+
 A script that reads from no loader has no candidate. Its host state is the one at the forward pass, but for
 the random generators: what was drawn since the optimizer step, or since the last evaluation, most likely made
 the batch, and is drawn again.
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reft.data.passes import Read
+from reft.state.blob import capture_rng
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +49,36 @@ class StepBoundary:
 
     Args:
         capture: captures the host state of the engine.
-        random_states: returns the states of all generators that are part of it.
         repeats_draws: whether what the script draws without a loader, before a step begins, makes its batch.
+        random_states: returns the states of all generators that are part of the host state.
     """
 
     def __init__(
-        self, capture: Capture, random_states: Callable[[], dict[str, Any]], *, repeats_draws: bool
+        self,
+        capture: Capture,
+        *,
+        repeats_draws: bool,
+        random_states: Callable[[], dict[str, Any]] = capture_rng,
     ) -> None:
         self._capture, self._random_states, self._repeats_draws = capture, random_states, repeats_draws
         self._open = False  # whether a step was made and the next one has not begun
+        self._is_marked = False  # whether the script has said where the next step begins
         self._candidates: list[_Candidate] = []
         self._evaluated: list[Any] = []  # loaders whose batches were evaluated since the step
         self._rng: dict[str, Any] | None = None
 
     def step_ended(self) -> None:
         """The optimizer step was made."""
-        self._open = True
+        self._open, self._is_marked = True, False
         self._candidates.clear()
         self._evaluated.clear()
         self._rng = self._random_states() if self._repeats_draws else None
+
+    def mark(self) -> None:
+        """The script says that the next step begins here."""
+        if self._open and not self._is_marked:
+            self._candidates = [_Candidate(None, None, self._encoded())]
+            self._is_marked = True
 
     def begins_pass(self, loader: Any) -> None:
         """A pass over ``loader`` is about to begin, before it draws anything."""
@@ -84,7 +98,7 @@ class StepBoundary:
 
     def evaluated(self, read: Read | None) -> None:
         """A forward pass that does not train has used a batch, of ``read`` if it came from a loader."""
-        if not self._open:
+        if not self._open or self._is_marked:
             return
         if read is not None:
             self._evaluated.append(read.loader)
@@ -113,7 +127,11 @@ class StepBoundary:
 
     def _takes(self, loader: Any) -> bool:
         # One capture for each evaluation, not for each of its batches.
-        return self._open and all(loader is not evaluated for evaluated in self._evaluated)
+        return (
+            self._open
+            and not self._is_marked
+            and all(loader is not evaluated for evaluated in self._evaluated)
+        )
 
     def _encoded(self) -> Encoded | None:
         try:

@@ -54,8 +54,8 @@ LEFT = "left"  # Beside the positions: what has to be said of those that were le
 ITERATOR_OF = "iterator_of"  # Beside the state of an iterator that counts what a replica has read: its class
 
 READ_BY_SCRIPT = "read_by_script"
-"""Next to the positions: the random states are those before the script reads its next batch, which it does
-before ``train_batch``."""
+"""Next to the positions: the random states are those before the script makes its next batch, which it does
+before ``train_batch`` or the forward pass."""
 BEGINS = "begins"  # next to the positions: the script was about to begin a pass
 
 _LINES_PLAIN = """
@@ -102,11 +102,14 @@ class DataPosition:
         """Is told of reads between two steps; None where nothing is captured."""
         self._upcoming: Read | None = None
         """The pass that the script is about to read, while the state before that is captured."""
+        self._is_marking = False  # whether the script says that a step begins, likewise
         self._begins: Any = None  # the loader of which a pass is about to begin, likewise
         self._maybe: list[Read] = []
         self._batches = 0
         self._micro_batches = 0
         self._datasets: set[int] = set()
+        self._trained_loaders: dict[str, Any] = {}
+        """Resumable loaders by name: the last version is taken when the script's own variables are gone."""
         self._elsewhere = self._ahead = False
         """Whether batches were read ahead by the script, or since the last version."""
         self._unread = False  # whether a step trained on no batch that was read for it, as earlier steps did
@@ -130,6 +133,7 @@ class DataPosition:
         WATCH.leave(self)
         self._pass = self._source = None
         self._maybe.clear()
+        self._trained_loaders.clear()
 
     def leave_to_program(self) -> None:
         """The program makes its loaders at the position that it finds in its client state."""
@@ -195,6 +199,15 @@ class DataPosition:
         passes = _without_looks(self._maybe)
         return passes[-1] if passes else None
 
+    def mark(self) -> None:
+        """The script says that the next step begins here."""
+        if self.boundary is not None:
+            self._is_marking = True
+            try:
+                self.boundary.mark()
+            finally:
+                self._is_marking = False
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """``eval_batch`` of a pipeline engine, which reads its batches itself."""
@@ -231,6 +244,8 @@ class DataPosition:
             self._datasets.add(id(one.loader.dataset))
             self._batches += 1
             self._pass = one
+            if one.follow is not None and (follow := one.follow()) is not None:
+                self._trained_loaders[follow.__self__.name] = follow.__self__
             one.train()
 
     def orders(self, iterator: Any) -> Orders:
@@ -307,7 +322,8 @@ class DataPosition:
             return self._unmoved
         self._count_up()
         found: dict[str, Any] = {}
-        if self.is_pipeline and (self._upcoming is not None or self._begins is not None):
+        reads = self._upcoming is not None or self._begins is not None
+        if self._is_marking or (self.is_pipeline and reads):
             found[READ_BY_SCRIPT] = True
         if self._begins is not None:
             found[BEGINS] = True

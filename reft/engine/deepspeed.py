@@ -172,6 +172,8 @@ def running_program(engine: Any) -> Program | None:
 
 
 _SESSION = "_reft_session"
+_BEGIN_STEP = "_reft_begin_step"
+_sessions: list[Session] = []  # of this process
 
 
 def attach(
@@ -248,6 +250,7 @@ def attach(
     session.state.followed.give(state or {})
     record(session)
     say_untried_device(session)
+    _sessions.append(session)
     atexit.register(session.close)
     if program is not None:
         program.join(session)
@@ -279,8 +282,33 @@ def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, An
     return path, client_state
 
 
+def begin_step(engine: Any) -> None:
+    """Say that the next step begins here. A version is then the state at this call, except for tensors, which
+    are as they are when the forward pass or ``train_batch`` begins.
+
+    Only a script needs it that makes its batches itself, without a ``DataLoader``, and changes its own state
+    (a position, a counter) between this point and the forward pass:
+
+        while engine.global_steps < steps:
+            reft.begin_step(engine)
+            batch = stream.read()
+            loss = engine(batch)
+
+    It does nothing where the engine is not protected.
+    """
+    begin = getattr(engine, _BEGIN_STEP, None)
+    if begin is not None:
+        begin()
+
+
 def session_of(engine: Any) -> Session | None:
     return getattr(engine, _SESSION, None)
+
+
+def close_sessions() -> None:
+    """Close what :func:`attach` has made in this process, before the interpreter does."""
+    for session in _sessions:
+        session.close()
 
 
 def _during(page: ProgressPage, phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -290,6 +318,7 @@ def _during(page: ProgressPage, phase: Phase, original: Callable[..., Any], *arg
 
 def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- one wrapper after the other
     engine, restorer, progress = seen.engine, Restorer(session, seen), session.progress
+    setattr(engine, _BEGIN_STEP, restorer.begin_by_script)
     micro_batch, tokens = int(engine.train_micro_batch_size_per_gpu()), 0
 
     def look_for_tokens(inputs: Any) -> None:
@@ -334,7 +363,10 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- 
 
     def backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         session.begin_step()  # of a script that computes by engine.module
-        return original(*args, **kwargs)
+        session.check_tensors()
+        result = original(*args, **kwargs)
+        session.check_tensors()
+        return result
 
     def set_mode(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)

@@ -119,7 +119,7 @@ class EngineState:
         # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its batch.
         repeats_draws = engine.data is not None and not engine.data.is_pipeline
         self.boundary = StepBoundary(
-            self._encode_host_state, self._random_states, repeats_draws=repeats_draws
+            self._encode_host_state, repeats_draws=repeats_draws, random_states=self._random_states
         )
         if engine.data is not None:
             engine.data.boundary = self.boundary

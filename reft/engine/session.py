@@ -400,6 +400,12 @@ class Session:
             self.state.boundary.skip()
             self.worker.submit(SnapshotRequest(Label(self.memory.incarnation, step), None, b"", idle=True))
 
+    def check_tensors(self) -> None:
+        """Called on the training thread between two passes of a step; see
+        :meth:`~reft.snapshot.worker.SnapshotWorker.check_tensors`."""
+        if self.worker is not None:
+            self.worker.check_tensors()
+
     def after_step(self) -> None:
         """A call that may have made an optimizer step has returned. What the script changes from here on,
         until the next step begins, belongs to the version of this step."""

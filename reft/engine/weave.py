@@ -173,12 +173,16 @@ class Weaver:
         stamps, stamp = self._computing.get(name), self._pacer.stamp
         number, note = self._progress.number_of(name), self._progress.instruction
 
+        check = self._session.check_tensors
+
         def noted(engine: Any, *args: Any, **kwargs: Any) -> Any:
             note(number)
+            check()
             return execute(engine, *args, **kwargs)
 
         def clocked(engine: Any, *args: Any, **kwargs: Any) -> Any:
             note(number)
+            check()
             mark = self._mark() if traced else None
             came = stamp() if stamps is not None else None
             began = time.perf_counter()

@@ -28,6 +28,7 @@ class Flags(HostState):
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._is_restored = False
         self._parameters = dict(engine.module.named_parameters())
         self._modules = dict(engine.module.named_modules())
         self._start = self._batch()
@@ -59,8 +60,12 @@ class Flags(HostState):
             frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
             for name, parameter in self._parameters.items():
                 parameter.requires_grad = name not in frozen
-            for name, module in self._modules.items():
-                module.training = name not in evaluating
+            # A version taken between an evaluation and ``model.train()`` says that all evaluate. Where
+            # its first step begins, the script has called that.
+            if not (self._is_restored and "" in evaluating and self._modules[""].training):
+                for name, module in self._modules.items():
+                    module.training = name not in evaluating
+            self._is_restored = True
         elif saved["frozen"]:
             logger.warning(
                 "the version is of another layout: frozen parameters (%d) and the training mode of modules "

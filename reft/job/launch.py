@@ -336,6 +336,8 @@ class Launcher:
                 f"with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is made of "
                 "user, directory, program and arguments"
             )
+            if disagree := handler.describe_other_nnodes():
+                message = f"too few nodes joined in {options.join_timeout_secs:.0f} s: {disagree}"
             if handler.incarnation:  # it has taken part; else others may train, or wait longer
                 self.rendezvous.shutdown(message)
             raise JobEndedError(message) from error
@@ -403,9 +405,11 @@ class Launcher:
             persist = parse_block(read_json(self._memory.path / CONFIG_FILE) or {}).persist
             stops = self._end is End.UNFINISHED and self._signals.received is not None
             exports = persist.export_at_end is not None and (stops or self._end is End.WELL)
-            if exports and not stops:
+            # The last version is taken when the script ends; its memory is removed next.
+            stores = exports or (persist.dir is not None and self._end is End.WELL)
+            if stores and not stops:
                 left_secs = persist.timeout_secs
-            self._daemon.end(left_secs if exports or self._end is End.UNFINISHED else 0.0)
+            self._daemon.end(left_secs if stores or self._end is End.UNFINISHED else 0.0)
             if exports and self._agent is not None and self._agent.leads:
                 assert persist.dir is not None
                 stored = job_directory(persist.dir, self._options.job_id)

@@ -18,8 +18,9 @@ from types import FrameType
 import psutil
 
 from reft.env import ENV_CLUSTER, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
+from reft.job.script import not_ignored
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOT_INHERITED = (ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID)
 _KILL_SECS = 60.0
 _POLL_SECS = 0.01
@@ -55,8 +56,9 @@ class LocalNodes:
         self, name: str, memory_dir: Path, log: Path, options: Sequence[str], program: Sequence[str]
     ) -> Node:
         """Start ``reft launch OPTIONS PROGRAM`` with this memory directory, in a session of its own."""
-        # Behind the options, which may name another one.
-        words = ["-m", "reft.job.launch", *options, "--memory-dir", str(memory_dir), *program]
+        # -P: the launcher does not import modules of the working directory. The memory directory comes after
+        # the options, which may name another one.
+        words = ["-P", "-m", "reft.job.launch", *options, "--memory-dir", str(memory_dir), *program]
         with log.open("ab") as output:
             process = type(self).popen(
                 [sys.executable, *words],
@@ -96,8 +98,14 @@ class LocalNodes:
                     yield process
 
 
-def stop_by_signal(number: int, frame: FrameType | None) -> None:
-    """A handler of signals: the first one raises KeyboardInterrupt, later ones do not disturb the end."""
-    for each in STOPS:
+def handle_stop_signals() -> None:
+    """Let the first signal to stop raise KeyboardInterrupt; later ones do not disturb the end. A signal that
+    was ignored when this process started stays ignored."""
+    for number in not_ignored(_STOPS):
+        signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    for each in _STOPS:
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt

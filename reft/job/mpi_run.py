@@ -279,6 +279,9 @@ def main(argv: Sequence[str]) -> int:
             "job's memory stays. Remove that call"
         )
         return code
+    # The version of the last step is taken while sessions close: later, it would make the memory again.
+    if (hook := sys.modules.get("reft.engine.deepspeed")) is not None:
+        hook.close_sessions()
     try:
         return step.end(code)
     except TransferError as error:

@@ -344,6 +344,8 @@ def _show(error: BaseException) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename in own:
             trace = trace.tb_next
         error.__traceback__ = trace
+        # As the interpreter does: exit handlers see by it that the script has failed.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()

@@ -58,9 +58,10 @@ _CAUSES = {
     "adapter.scaler": LOSS,
 }
 """What parts of the captured state belong to, by the beginning of the key; the others to :data:`HOST`."""
-_NOT_COMPARED = "data.pass."
+_NOT_COMPARED = ("data.pass.", "client.args.load")
 """The position in a loader of the script's own: after a restart it may read by another one, as Hugging Face's
-Trainer does to skip batches. The batches are compared."""
+Trainer does to skip batches. The batches are compared. And the directory that reft gives Megatron-DeepSpeed
+after a restart, so that it asks for its counters."""
 _COMMIT_SECS = 3.0  # Well below the time after which a trainer is taken to hang.
 _POLL_SECS = 0.01
 _MOST_CHARS = 60

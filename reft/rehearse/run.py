@@ -98,7 +98,13 @@ class Run:
         kinds = (TRAINED, STATE)
         names = ("rank", "life", "step", "values")
         found = [event for event in self.events if event["event"] in kinds]
-        return [Record(event["event"], *(event[name] for name in names)) for event in found]
+        records = [Record(event["event"], *(event[name] for name in names)) for event in found]
+        if not self.plan.kill_after or not records:
+            return records
+        # Ranks that outlive the killed one may capture a state where they end; it is no version.
+        last = min(r.step for r in records) - 1 + self.plan.kill_after
+        last -= self.plan.kill_at != "step"  # killed before the version of the step was taken
+        return [r for r in records if r.kind == TRAINED or r.life > 1 or r.step <= last]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]

@@ -456,8 +456,8 @@ class State:
 
     @property
     def unchecked(self) -> bool:
-        """Whether some version waits for the training thread to compare its tensors."""
-        return any(version.unchecked and version.cause is None for version in self.versions)
+        """Whether some version is copied, and waits for the training thread to compare its tensors."""
+        return any(v.unchecked and v.cause is None and not v.holds_training for v in self.versions)
 
     @property
     def staged(self) -> bool:

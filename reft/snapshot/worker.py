@@ -429,14 +429,18 @@ class SnapshotWorker:
         return time.perf_counter() - began
 
     def check_tensors(self) -> None:
-        """Compare the write counts of what was copied with those of the boundary. Called by the training
-        thread, so that none of its own writes is under way."""
+        """Compare the write counts of what was copied with those of the boundary; then it may be committed.
+
+        Called by the training thread, so that none of its own writes is under way: at its fence, and between
+        passes before that, since until then a failure would cost the version."""
         if not self._state.unchecked:
             return
         with self._changed:
-            request = next(r for r in self._requests if r.version.unchecked and r.version.cause is None)
-        assert request.written is not None
-        names = request.written()
+            # The worker may have given the version up since it was looked at.
+            waiting = [r for r in self._requests if r.version.unchecked and r.version.cause is None]
+        if not waiting or waiting[0].written is None:
+            return
+        names = waiting[0].written()
         cause = None
         if names:
             self.written_tensors.update(names)

@@ -18,6 +18,7 @@ _MOST_BYTES = 64 * 2**10
 """Longer attributes are data that the object was given, such as the indices or weights of a sampler."""
 _STATE = "state_dict"
 
+_GENERATOR = "generator"  # marks the state of a random generator among attributes
 _seen = dict[int, dict[str, bytes]]()
 """Attributes of objects as they were when first seen, encoded. By ``id``: not every sampler has a hash."""
 
@@ -51,10 +52,13 @@ def restore(owner: Any, saved: dict[str, bytes]) -> None:
         value = saved.get(name, first.get(name))
         if value is None or value == now:
             continue
-        if _is_generator(owner, name):
-            objects.restore(getattr(owner, name), decode(value))
+        decoded = decode(value)
+        if isinstance(decoded, dict) and _GENERATOR in decoded:
+            # Some samplers make their generator when a pass begins, and seed it then.
+            if _is_generator(owner, name):
+                objects.restore(getattr(owner, name), decoded[_GENERATOR])
         else:
-            setattr(owner, name, decode(value))
+            setattr(owner, name, decoded)
 
 
 def _first_seen(owner: Any) -> dict[str, bytes]:
@@ -67,7 +71,7 @@ def _first_seen(owner: Any) -> dict[str, bytes]:
 def _attributes(owner: Any) -> dict[str, bytes]:
     found = {}
     for name, value in getattr(owner, "__dict__", {}).items():
-        state = objects.capture(value) if objects.is_generator(value) else value
+        state = {_GENERATOR: objects.capture(value)} if objects.is_generator(value) else value
         if (encoded := _encoded(state)) is not None and len(encoded) <= _MOST_BYTES:
             found[name] = encoded
     return found

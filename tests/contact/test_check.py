@@ -161,6 +161,12 @@ LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < st
         (PASSES, "for epoch in range(3):\n  for x in loader:", "write for epoch in range(loader.epoch, 3)"),
         (OWN, "for epoch in range(3):\n  for x in loader:", "write for epoch in range(loader.epoch, 3)"),
         (PASSES, "for e in range(args.epochs):\n  for i, x in enumerate(loader):", "train N passes too many"),
+        (PASSES, "for x in itertools.cycle(loader):", "keeps the batches that it reads from `loader`"),
+        (
+            f"reft.attach(engine, client_state=lambda: {{'at': at}})\n{LOAD}",
+            f"{LOOP}\n    at += 1",
+            "begin_step",
+        ),
     ],
 )
 def test_what_a_script_lacks_is_told_by_its_line(tmp_path: Path, load: str, loop: str, said: str) -> None:
@@ -195,6 +201,10 @@ def test_what_a_script_lacks_is_told_by_its_line(tmp_path: Path, load: str, loop
         (f"path, _ = {LOAD}\nstate = {{}}\nstate.get('i')", LOOP),
         (f"if args.tag: engine.load_checkpoint(d, args.tag)\nelse: {LOAD}", LOOP),
         (f"class Trainer:\n  def load(self): {LOAD}\nTrainer().load()", LOOP),
+        (
+            f"reft.attach(engine, client_state=lambda: {{'at': at}})\n{LOAD}",
+            f"{LOOP}\n  for x in y:\n    at += 1",
+        ),
     ],
 )
 def test_what_is_right_is_not_found(tmp_path: Path, load: str, loop: str) -> None:

@@ -41,10 +41,17 @@ def test_p3_a_plain_loop_goes_on_with_resume(tmp_path: Path, undisturbed: list[s
     job = Run(tmp_path, "resumes.py")
     code, log = job.start(KILL)
     assert code == 0, log
-    assert f"resumed at step {KILLED_AT} from memory" in log
+    # Whether the step before was committed by then is a matter of milliseconds.
+    assert re.search(rf"resumed at step ({KILLED_AT}|{KILLED_AT - 1}) from memory", log)
     assert "s after the failure (" in log
     assert log.count("the job is protected: PP1xDP1xTP1 on 1 node(s)") == 2, "a line at each start"
-    assert job.losses() == undisturbed
+    assert each_once(job.losses()) == undisturbed
+
+
+def each_once(losses: list[str]) -> list[str]:
+    """A step that is made twice has the same loss both times."""
+    assert len({line.split()[0] for line in losses}) == len(set(losses))
+    return list(dict.fromkeys(losses))
 
 
 @pytest.mark.nightly

@@ -107,7 +107,7 @@ def step(engine: Any, batch: torch.Tensor) -> None:
 def train(engine: Any, data: Iterable[torch.Tensor] = itertools.repeat(torch.ones(2, WIDTH))) -> None:
     for batch in data:
         step(engine, batch)
-        VERSIONS.wait(engine.global_steps)
+        VERSIONS.wait(engine.global_steps - 1)
         if engine.global_steps == STEPS:
             break
 
@@ -123,7 +123,7 @@ def pipeline_with(place: Place, data: Any, **block: Any) -> None:
     reft.resume(engine)
     while engine.global_steps < STEPS:
         engine.train_batch(data)
-        VERSIONS.wait(engine.global_steps)
+        VERSIONS.wait(engine.global_steps - 1)
 
 
 def loader(**options: Any) -> DataLoader[Any]:

@@ -33,10 +33,11 @@ class Session:
         self.folder = folder
         self.token = uuid.uuid4().hex
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "reft.cli", "demo", "--memory-dir", str(self.memory_dir)]
+    def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+        command = [sys.executable, "-P", "-m", "reft.cli", "demo", "--memory-dir", str(self.memory_dir)]
         return subprocess.Popen(
             [*command, *arguments],
+            cwd=cwd,
             env={**os.environ, _MARK: self.token, "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -100,6 +101,26 @@ def test_a_node_dies_in_mid_step_and_not_a_bit_of_any_loss_changes(session: Sess
     # Parts of the same time, on one host:
     assert sum(parts.values()) <= recovery["failure_to_step_secs"] + 1.0
     assert report["snapshots"]["committed"] >= 10
+    assert session.left() == []
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(_TIMEOUT_SECS + 30)
+def test_a_small_one_loses_a_node_in_a_directory_with_modules_of_pythons_names(
+    session: Session, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    work = tmp_path_factory.mktemp("work")
+    for name in ("logging", "queue", "random", "numpy", "psutil"):
+        (work / f"{name}.py").write_text(f"raise SystemExit('the working directory's {name}.py')")
+    path = tmp_path / REPORT
+    words = ("--pp", "1", "--steps", "5", "--kill", "2:1", "--json", str(path))
+    demo = session.start(*words, cwd=work)
+    out, err = demo.communicate(timeout=_TIMEOUT_SECS)
+    assert demo.returncode == 0, out + err
+    report = json.loads(path.read_text())
+    assert report["max_abs_loss_difference"] == 0.0
+    (recovery,) = report["recoveries"]
+    assert recovery["source"] == "memory"
     assert session.left() == []
 
 

@@ -132,6 +132,7 @@ class Watched:
         return {str(m): hashlib.sha256(filling.partition(m).numpy().tobytes()).hexdigest() for m in members}
 
     def result(self, losses: list[str]) -> dict[str, Any]:
+        self.session.flush(60)
         stats = self.session.stats.to_json()
         sizes = self.newest.layout.plan.sizes
         out = {
@@ -207,7 +208,7 @@ def missing_tensor(root: Path, case: dict[str, Any]) -> dict[str, Any]:
             member: SectionImage([(name.replace(old, f"lost.{old}"), t) for name, t in tensors.items()])
             for member, tensors in capture.staged.items()
         }
-        session.restored()
+        session.state.replaced()
 
     def spoil(step: int) -> None:
         if os.environ["RANK"] != "0":

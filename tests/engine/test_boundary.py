@@ -6,6 +6,8 @@ there on has to be the same.
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,6 +48,8 @@ class Job:
         self.counted = 0  # by the script, after each step
         self.versions: list[dict[str, Any]] = []
         self.seen: list[tuple[int, Any, float]] = []
+        self.client_state: Callable[[], Any] = lambda: None
+        self.restored_client = None if version is None else version["client"]
         self._version = version
         self._stepped = False
         self._micro = 0
@@ -60,7 +64,12 @@ class Job:
             self.data.restore(self._version["data"], self._version["rng"])
 
     def _capture(self, rng: dict[str, Any] | None) -> Any:
-        state = {"rng": rng or capture_rng(), "data": self.data.state(), "counted": self.counted}
+        state: dict[str, Any] = {
+            "rng": rng or capture_rng(),
+            "data": self.data.state(),
+            "counted": self.counted,
+        }
+        state["client"] = copy.deepcopy(self.client_state())
         return lambda: state
 
     def train(self, batch: Any) -> None:
@@ -78,6 +87,12 @@ class Job:
         self._boundary.step_ended()
         if self.step == STEPS:
             raise EndedError
+
+    def begin_step(self) -> None:
+        if self.seen:
+            self.data.mark()
+        elif self._version is not None:
+            restore_rng(self._version["rng"])
 
     def evaluate(self, loader: Any, *, module: bool = False) -> None:
         self.engine.training = False
@@ -219,6 +234,32 @@ def no_loader_and_evaluation(job: Job) -> None:
             job.evaluate(held_out)
 
 
+def marked(job: Job) -> None:
+    """A stream whose position moves before the forward pass; what the script draws while it sets up is undone."""
+    job.start()
+    torch.rand(job.step + 1)
+    while True:
+        job.begin_step()
+        batch = torch.rand(2) + job.counted
+        job.counted += 1
+        job.evaluate(DataLoader(range(2), 1, shuffle=True))
+        job.train(batch)
+
+
+def stateful(job: Job) -> None:
+    """torchdata's loader, whose state the script keeps itself."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader = StatefulDataLoader(range(SAMPLES), BATCH, shuffle=True)  # type: ignore[arg-type]
+    job.start()
+    job.client_state = loader.state_dict
+    if job.restored_client is not None:
+        loader.load_state_dict(job.restored_client)
+    while True:
+        for batch in loader:
+            job.train(batch)
+
+
 SCRIPTS: dict[str, Callable[[Job], None]] = {
     "epochs": epochs,
     "epochs, own generator": lambda job: epochs(job, "own generator"),
@@ -234,7 +275,10 @@ SCRIPTS: dict[str, Callable[[Job], None]] = {
     "micro-batches read at once": micro_batches_at_once,
     "no loader": no_loader,
     "no loader, and evaluation": no_loader_and_evaluation,
+    "no loader, and the script says where steps begin": marked,
 }
+if importlib.util.find_spec("torchdata") is not None:
+    SCRIPTS["stateful loader"] = stateful
 MICRO_BATCHES = {"micro-batches read at once": 2}
 
 

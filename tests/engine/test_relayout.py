@@ -259,8 +259,15 @@ def are_of_their_layouts(
             assert rank[case]["images"] == rank[case]["reference"]["images"], degrees
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("layouts", [REPLICAS, MANY_REPLICAS], ids=["two-stages", "one-stage"])
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(REPLICAS[:2], id="fewer"),
+        pytest.param(REPLICAS, id="two-stages", marks=pytest.mark.nightly),
+        pytest.param(MANY_REPLICAS, id="one-stage", marks=pytest.mark.nightly),
+    ],
+)
 def test_p1_a_job_goes_on_with_other_replicas_that_each_have_the_whole_state(
     tmp_path: Path, layouts: tuple[Degrees, ...]
 ) -> None:
@@ -297,10 +304,14 @@ def test_p3_so_it_does_from_memory(tmp_path: Path, layouts: tuple[Degrees, ...])
         assert "the running job alone has 6.down.weight" in rank["zero1"]["refused"]
 
 
-@pytest.mark.nightly
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("dp", "protection", "point"),
-    [(2, "arc", "during_recovery"), (3, "aec", "during_recovery"), (2, "arc", "before_commit")],
+    [
+        (2, "arc", "during_recovery"),
+        pytest.param(3, "aec", "during_recovery", marks=pytest.mark.nightly),
+        pytest.param(2, "arc", "before_commit", marks=pytest.mark.nightly),
+    ],
 )
 def test_p3_a_node_lost_and_a_rank_killed_while_it_takes_up_cost_nothing(
     tmp_path: Path, dp: int, protection: str, point: str
@@ -338,7 +349,7 @@ def flip(job: Path) -> None:
             arena.data[entry.arena_offset + entry.nbytes // 2] ^= 0x40
 
 
-@pytest.mark.nightly
+@pytest.mark.integration
 def test_p5_corrupt_memory_is_replaced_or_refused(tmp_path: Path) -> None:
     """What is corrupt on one node comes from its peer; on both, the start is refused and the memory kept."""
     memory, aside = tmp_path / "zero1" / "memory", tmp_path / "aside"
@@ -360,29 +371,38 @@ def test_p5_corrupt_memory_is_replaced_or_refused(tmp_path: Path) -> None:
     are_of_their_layouts(lives, SMALLER, "zero1", "memory:zero1/3")
 
 
-def are_tied(lives: Lives) -> None:
+def are_tied(lives: Lives, cases: Sequence[str]) -> None:
     """What is on the first stage and on the last is one and the same."""
     for ranks in lives:
-        for case in TIED_CASES:
+        for case in cases:
             assert len({json.dumps(rank[case]["tied"]) for rank in ranks if rank[case]["tied"]}) == 1
             assert ranks[0][case]["tied"]
             assert ranks[-1][case]["tied"]
 
 
-@pytest.mark.nightly
+@pytest.mark.integration
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("nodes", "path"), [(0, "persisted"), (2, "memory:")], ids=["storage", "memory"])
+@pytest.mark.parametrize(
+    ("nodes", "path", "cases"),
+    [
+        pytest.param(2, "memory:", ["tied-zero1"], id="zero1"),
+        pytest.param(0, "persisted", list(TIED_CASES), id="storage", marks=pytest.mark.nightly),
+        pytest.param(2, "memory:", list(TIED_CASES), id="memory", marks=pytest.mark.nightly),
+    ],
+)
 def test_p1_tied_modules_come_together_on_one_stage_and_part_again(
-    tmp_path: Path, nodes: int, path: str
+    tmp_path: Path, nodes: int, path: str, cases: list[str]
 ) -> None:
-    lives = lives_of(tmp_path, TIED_LAYOUTS, list(TIED_CASES), nodes=nodes)
-    for case in TIED_CASES:
+    lives = lives_of(tmp_path, TIED_LAYOUTS, cases, nodes=nodes)
+    for case in cases:
         are_of_their_layouts(lives, TIED_LAYOUTS, case, path)
-    are_tied(lives)
+    are_tied(lives, cases)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("nodes", [0, 2], ids=["storage", "memory"])
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "nodes", [pytest.param(0, id="storage", marks=pytest.mark.nightly), pytest.param(2, id="memory")]
+)
 def test_p7_what_a_tied_module_does_not_keep_equal_is_refused_by_name(tmp_path: Path, nodes: int) -> None:
     """DeepSpeed adds up the gradients of what it is told is tied: the rest of such a module is another one on
     each stage."""
@@ -400,13 +420,15 @@ def test_p7_what_a_tied_module_does_not_keep_equal_is_refused_by_name(tmp_path: 
         assert "tied_weight_attr" in rank["tied-zero1"]
 
 
-@pytest.mark.nightly
+@pytest.mark.integration
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     BF16_OPTIMIZER_IS_NEVER_MADE or GRADIENTS_ARE_NOT_AVERAGED,
     reason="this DeepSpeed has no gradients for aor",
 )
-@pytest.mark.parametrize("lost", [False, True], ids=["whole", "node-lost"])
+@pytest.mark.parametrize(
+    "lost", [pytest.param(False, id="whole", marks=pytest.mark.nightly), pytest.param(True, id="node-lost")]
+)
 def test_p3_recomputed_partitions_go_to_another_layout(tmp_path: Path, lost: bool) -> None:
     """What a lost node had of the optimizer is what its peer had recomputed."""
     case, block = "zero1-bf16", {"tolerance": 1, "protection": {"scheme": "arc", "recompute": True}}

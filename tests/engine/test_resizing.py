@@ -23,9 +23,6 @@ from reft.recover.inventory import Place
 from tests.engine.ranks import Mlp, be_a_rank, groups, images_of, run_life
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
 
-pytestmark = pytest.mark.nightly
-
-
 RANK_GIVEN = "RANK" in os.environ
 RANK = int(os.environ.get("RANK", "0"))
 STEPS = 3  # of every life
@@ -229,23 +226,40 @@ def to_universal(root: Path, tag: str) -> None:
             )
 
 
-@pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
-    root, found, tag = tmp_path_factory.mktemp("lives"), Lives(), ""
-    for number, replicas in enumerate(LIVES, 1):
-        found.append(
-            run_life(Path(__file__), root, replicas, until=number * STEPS, tag=tag, cases=tuple(CASES))
-        )
+def lives_of(root: Path, replicas: tuple[int, ...], cases: tuple[str, ...]) -> Lives:
+    """Per life what every rank saw."""
+    found, tag = Lives(), ""
+    for number, world_size in enumerate(replicas, 1):
+        found.append(run_life(Path(__file__), root, world_size, until=number * STEPS, tag=tag, cases=cases))
         tag = f"step{number * STEPS}"
         to_universal(root, tag)
     return found
 
 
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    return lives_of(tmp_path_factory.mktemp("lives"), LIVES, tuple(CASES))
+
+
+@pytest.mark.integration
+def test_p1_p3_p7_a_job_of_fewer_replicas_goes_on_where_it_was_and_refuses_what_is_another(
+    tmp_path: Path,
+) -> None:
+    found = lives_of(tmp_path, LIVES[:2], ("zero1",))
+    is_as_a_job_of_its_layout(found, "zero1")
+    other_settings_are_refused(found)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_p1_p3_a_resized_job_goes_on_where_it_was_as_a_job_of_its_layout(lives: Lives, case: str) -> None:
+    is_as_a_job_of_its_layout(lives, case)
+
+
+def is_as_a_job_of_its_layout(lives: Lives, case: str) -> None:
     """Also after a start that failed before the first version of its degree was committed. Bit for bit, masters and
     moments with their padding too; the first version of the new degree is protected before the first step."""
-    for number, (replicas, ranks) in enumerate(zip(LIVES, lives, strict=True)):
+    for number, (replicas, ranks) in enumerate(zip(LIVES, lives, strict=False)):
         for rank in ranks if number else ():
             found = rank[case]
             assert found["path"] == f"memory:{case}/{number * STEPS}"
@@ -257,7 +271,12 @@ def test_p1_p3_a_resized_job_goes_on_where_it_was_as_a_job_of_its_layout(lives: 
             assert found["images"] == found["reference"]["images"]
 
 
+@pytest.mark.nightly
 def test_p7_what_is_not_this_job_at_another_degree_is_refused(lives: Lives) -> None:
+    other_settings_are_refused(lives)
+
+
+def other_settings_are_refused(lives: Lives) -> None:
     for rank in lives[1]:
         batch, optimizer = rank["refused"]["batch"], rank["refused"]["optimizer"]
         assert "FingerprintError" in batch
@@ -269,6 +288,7 @@ def test_p7_what_is_not_this_job_at_another_degree_is_refused(lives: Lives) -> N
         assert "config.gradient_accumulation_steps" not in optimizer
 
 
+@pytest.mark.nightly
 def test_p1_without_zero_a_checkpoint_of_other_replicas_is_one_of_this_layout(tmp_path: Path) -> None:
     """DeepSpeed loads the files that the script had it save; what reft saved beside them is of a replica each."""
     tag = ""
@@ -290,6 +310,7 @@ def test_p1_without_zero_a_checkpoint_of_other_replicas_is_one_of_this_layout(tm
         tag = f"step{until}"
 
 
+@pytest.mark.nightly
 def test_a_global_batch_that_the_replicas_cannot_share_is_refused_with_the_degrees_that_can(
     lives: Lives,
 ) -> None:
@@ -320,6 +341,7 @@ def test_degrees_that_share_a_batch(config: dict[str, Any] | None, said: str | N
     assert refusal_of(AssertionError("something else"), config) is None
 
 
+@pytest.mark.nightly
 def test_p7_partitions_in_an_order_of_their_degree_are_refused_by_name(lives: Lives) -> None:
     for rank in lives[1]:
         assert "round_robin_gradients" in rank["refused"]["round-robin"]

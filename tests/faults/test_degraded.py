@@ -239,6 +239,24 @@ class Switched(FaultJob):
 
 
 @pytest.mark.integration
+def test_a_job_that_was_switched_to_parities_survives_a_node_by_them(scratch: Scratch) -> None:
+    block = {"host_state_bytes": 2**17, "grace_secs": 100.0}
+    with Switched(scratch, "to-parities", DP3, PLAIN, steps=10**6, block=block, max_restarts=1) as job:
+        job.wait_for_commit(3)
+        assert job.newest_protection() == "arc"
+        assert job.ask("protect", 0, "aec").code == 0
+        job.wait_for_protection("aec")
+        job.lose_node(1)
+        restored = [e.fields for e in job.history.current.restored.values()]
+        assert sum(int(f["bytes_from"]["parity"]) for f in restored) > 0
+        assert job.newest_protection() == "aec"
+        history = job.history
+        assert broken_promises(history) == []
+        assert wrong_losses(history, scratch.reference(DP3, PLAIN, history.current.last_step)) == []
+        job.stop()
+
+
+@pytest.mark.integration
 @pytest.mark.timeout(1200)
 @pytest.mark.nightly
 def test_protection_is_switched_while_training(scratch: Scratch) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
@@ -29,12 +30,38 @@ def test_p11_anything_else_is_refused(data: bytes) -> None:
         decode_state(data)
 
 
-def node_of(port: int = 1, least: int = 2, **options: Any) -> StoreRendezvous:
-    """A node of a job of as many as two."""
+class Leased(KeyValueStore):
+    """As etcd's: it tells no time, and leases say who lives."""
+
+    keeps_leases = True
+    ends: ClassVar[dict[str, float]] = {}  # of leases, by name
+
+    def time(self) -> float | None:
+        return None
+
+    def hold(self, name: str, secs: float = 0.0) -> None:
+        self.ends[name] = time.monotonic() + secs
+
+    def alive(self, prefix: str) -> frozenset[str]:
+        return frozenset(name for name, end in self.ends.items() if end > time.monotonic())
+
+    def left(self, prefix: str) -> dict[str, float]:
+        return {}
+
+
+def node_of(
+    port: int = 1,
+    least: int = 2,
+    most: int = 2,
+    node: str | None = None,
+    kind: type[KeyValueStore] = KeyValueStore,
+    **options: Any,
+) -> StoreRendezvous:
+    """A node of a job."""
     endpoint = f"127.0.0.1:{port}"
-    given = LaunchConfig(least, 2, 1, run_id="job", local_addr="127.0.0.1", rdzv_configs=options)
-    store = KeyValueStore(endpoint, SECRET, timeout_secs=WAIT_SECS)
-    return StoreRendezvous(store, given, NodeInfo(str(threading.get_ident()), 1), "job")
+    given = LaunchConfig(least, most, 1, run_id="job", local_addr="127.0.0.1", rdzv_configs=options)
+    store = kind(endpoint, SECRET, timeout_secs=WAIT_SECS)
+    return StoreRendezvous(store, given, NodeInfo(node or str(threading.get_ident()), 1), "job")
 
 
 def training(least: int = 2, **nodes: Node) -> StoreRendezvous:
@@ -98,14 +125,17 @@ class Clocks:
         return getattr(time, name)
 
     def time(self) -> float:
-        return time.time() + (3600.0 if threading.current_thread().name == "ahead" else 0.0)
+        name, _, _ = threading.current_thread().name.partition("_")
+        return time.time() + {"ahead": 3600.0, "behind": -3600.0}.get(name, 0.0)
 
 
+@pytest.mark.parametrize("kind", [KeyValueStore, Leased])
 def test_p3_a_node_that_dies_is_struck_out_in_time_though_its_clock_is_an_hour_ahead(
-    server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
+    kind: type[KeyValueStore], server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reft.job.rendezvous.handler.time", Clocks())
-    one, ahead = (node_of(server.port, keep_alive_interval=1, keep_alive_max_attempt=2) for _ in range(2))
+    options = {"keep_alive_interval": 1, "keep_alive_max_attempt": 2}
+    one, ahead = (node_of(server.port, kind=kind, **options) for _ in range(2))
     monkeypatch.setattr(ahead, "_start_heartbeats", lambda: None)  # it dies once it has joined
     joined = threading.Thread(target=ahead.next_rendezvous, name="ahead")
     joined.start()
@@ -115,6 +145,28 @@ def test_p3_a_node_that_dies_is_struck_out_in_time_though_its_clock_is_an_hour_a
         wait_for(lambda: one.state.participants == {one.node}, "the end of the node", 40.0)
     finally:
         one._stop_heartbeats()
+
+
+@pytest.mark.parametrize("kind", [KeyValueStore, Leased])
+def test_further_nodes_are_waited_for_though_a_clock_is_an_hour_behind(
+    kind: type[KeyValueStore], server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells the others until when."""
+    monkeypatch.setattr("reft.job.rendezvous.handler.time", Clocks())
+    one, behind, third = (
+        node_of(server.port, 2, 3, kind=kind, last_call_timeout=WAIT_SECS) for _ in range(3)
+    )
+    with ThreadPoolExecutor(1) as here, ThreadPoolExecutor(1, thread_name_prefix="behind") as there:
+        found = [here.submit(one.next_rendezvous)]
+        wait_for(lambda: one.state.participants, "the first node")
+        found.append(there.submit(behind.next_rendezvous))
+        wait_for(lambda: len(one.state.participants) == 2, "the second node")
+        time.sleep(2 * one._look_secs)  # in which a round would be complete whose time is up
+        members = set(third.next_rendezvous().members)
+        assert members == {one.node, behind.node, third.node}
+        assert all(set(each.result(WAIT_SECS).members) == members for each in found)
+    for node in (one, behind, third):
+        node._stop_heartbeats()
 
 
 def test_nodes_meet_over_a_store_tell_that_they_live_and_hear_that_the_job_has_ended(
@@ -134,3 +186,23 @@ def test_nodes_meet_over_a_store_tell_that_they_live_and_hear_that_the_job_has_e
     wait_for(pair[1].is_closed, "the end")
     assert pair[1].state.closed == "enough"
     pair[1].shutdown("too")
+
+
+def test_nodes_that_disagree_about_nnodes_are_named_on_each_of_them(
+    server: KeyValueServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each waits for its own number, until its time is up."""
+    two = node_of(server.port, 2, 2, node="a", join_timeout=2)
+    three = node_of(server.port, 3, 3, node="b", join_timeout=1)
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(two.next_rendezvous)
+        wait_for(lambda: two.state.participants, "the first node")
+        with pytest.raises(RendezvousTimeoutError):
+            three.next_rendezvous()
+        with pytest.raises(RendezvousTimeoutError):
+            waits.result(WAIT_SECS)
+    one = "node a was started with --nnodes 2, but node b with 3: start all nodes of a job with the same --nnodes"
+    other = "node b was started with --nnodes 3, but node a with 2: start all nodes of a job with the same --nnodes"
+    assert sorted(caplog.messages) == [one, other]
+    assert [two.describe_other_nnodes(), three.describe_other_nnodes()] == [one, other]
+    assert node_of(server.port, 1, 2).info.nnodes == "1:2"

@@ -26,6 +26,7 @@ from reft.env import ENV_EXTENSIONS
 from reft.errors import ConfigError
 from reft.job.agent import Trainers
 from reft.job.launch import Launcher, StopSignals, main
+from reft.job.local import LocalNodes, handle_stop_signals
 from reft.job.options import LaunchOptions, parse_options, warnings_of
 from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.server import RendezvousServer
@@ -276,6 +277,16 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored() -> None:
     assert signals.handled_names("SIGTERM,SIGINT,SIGHUP,SIGQUIT") == "SIGTERM,SIGINT,SIGQUIT"
 
 
+@pytest.mark.usefixtures("hang_up_ignored")
+def test_commands_that_try_a_job_are_not_ended_by_a_signal_that_was_ignored_at_their_start() -> None:
+    """``reft demo``, ``reft rehearse``."""
+    handle_stop_signals()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "a second one does not disturb the end"
+
+
 @pytest.mark.process
 def test_help_needs_no_torch() -> None:
     code = "import sys; from reft.cli import main; code = main(['launch', '--help']); print(code, 'torch' in sys.modules)"
@@ -292,6 +303,27 @@ import json, os, sys
 with open(os.environ["TEST_OUT"] + "/" + os.environ["RANK"], "w") as out:
     json.dump({"path": sys.path, "warm": "reft.job.warm" in sys.orig_argv}, out)
 """
+
+
+def shadow(work: Path) -> None:
+    """Write modules to a directory that end whoever imports them."""
+    for name in SHADOWS:
+        (work / f"{name}.py").write_text(f"raise SystemExit('the working directory\\'s {name}.py')")
+
+
+@pytest.mark.process
+def test_a_node_that_a_command_starts_imports_nothing_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (work := tmp_path / "work").mkdir()
+    shadow(work)
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("REFT_TEST_PREFORK", "0")  # what is forked has imported all before
+    node = LocalNodes({}).start(
+        "a", tmp_path / "memory", log := tmp_path / "log", ["--version"], ["train.py"]
+    )
+    assert node.process.wait(60) == 0, log.read_text()
+    assert "reft" in log.read_text()
 
 
 @pytest.mark.integration

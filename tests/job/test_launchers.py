@@ -125,10 +125,20 @@ def configured(directory: Path, way: str) -> str:
     return path
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("way", WAYS)
+LAUNCHERS = {"torchrun": TORCHRUN, "deepspeed": DEEPSPEED, "accelerate": ACCELERATE}
+QUICK = ("torchrun", "import")
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize(
-    "launcher", [TORCHRUN, DEEPSPEED, ACCELERATE], ids=["torchrun", "deepspeed", "accelerate"]
+    ("launcher", "way"),
+    [
+        pytest.param(
+            words, way, id=f"{name}-{way}", marks=() if (name, way) == QUICK else pytest.mark.nightly
+        )
+        for name, words in LAUNCHERS.items()
+        for way in WAYS
+    ],
 )
 def test_a_killed_job_is_resumed(
     environment: Path, tmp_path: Path, launcher: tuple[str, ...], way: str
@@ -207,7 +217,6 @@ def test_a_host_that_is_lost_with_its_memory_is_made_whole_by_the_other(tmp_path
 
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'reft-ckpt[hf]'")
-pytestmark = pytest.mark.nightly
 LOSS = re.compile(r"(rank \d step \d+) loss (\S+)")
 
 
@@ -220,6 +229,7 @@ def start_accelerated(out: Path, *ways: str, reft: bool = True) -> tuple[int, st
     return done.returncode, done.stdout
 
 
+@pytest.mark.nightly
 def test_p8_a_killed_job_goes_on_in_the_pass_of_every_rank(tmp_path: Path) -> None:
     code, undisturbed = start_accelerated(tmp_path / "undisturbed", "resumable", reft=False)
     assert code == 0, undisturbed[-4000:]
@@ -237,6 +247,7 @@ def test_p8_a_killed_job_goes_on_in_the_pass_of_every_rank(tmp_path: Path) -> No
     assert {"rank 0 step 14", "rank 1 step 14"} <= dict(LOSS.findall(second)).keys()
 
 
+@pytest.mark.nightly
 def test_p12_a_loader_that_rank_0_reads_for_all_is_told_by_name(tmp_path: Path) -> None:
     code, log = start_accelerated(tmp_path / "told", "dispatch")
     assert code == 0, log[-4000:]

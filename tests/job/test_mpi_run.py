@@ -100,6 +100,15 @@ def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Nodes]:
     made.close()
 
 
+@pytest.mark.integration
+def test_a_good_end_leaves_no_memory_though_the_last_step_has_a_version(nodes: Nodes) -> None:
+    names = ["n0", "n1", "n2", "n3"]
+    code, output = nodes.run("job", names, {"enabled": True})
+    assert code == 0, output[-4000:]
+    assert "it is made again" not in output
+    assert not [node for node in names if (nodes.memory(node) / JOB).exists()]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["mpi", "sockets"])
 def test_p8_the_next_step_goes_on_from_memory_bit_for_bit(nodes: Nodes, transport: str) -> None:

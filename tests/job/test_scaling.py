@@ -131,6 +131,18 @@ def goes_to(job: WatchedCluster, replicas: int, before: int, lives: int) -> None
     assert len(set(steps)) == len(steps), "a step was made twice"
 
 
+@pytest.mark.integration
+def test_p3_a_job_goes_to_fewer_nodes_as_it_is_told(tmp_path: Path) -> None:
+    with cluster(tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS) as job:
+        trains(job, 3, 0, lives=1)
+        assert scale(job, 0, "2", "--without", "node1") == EXIT_WELL
+        assert job.current[1].process.wait(120) == 0
+        assert not job.job_dir(1).exists(), "its memory is needed no more"
+        goes_to(job, 2, 3, lives=1)
+        job.finish()
+        assert job.wait(240) == {0: 0, 1: 0, 2: 0}
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_p3_a_job_goes_to_fewer_nodes_and_back_as_it_is_told(

@@ -252,6 +252,19 @@ def test_spawned_children_and_exit_handlers_find_main(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+def test_exit_handlers_find_the_exception_that_ended_the_script(tmp_path: Path) -> None:
+    """A version of a state that an exception left half changed is not taken at the end."""
+    (tmp_path / "t.py").write_text(
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(repr(sys.last_value)))\n"
+        "raise ValueError('no such batch')\n"
+    )
+    for auto in (True, False):
+        done = run("t.py", cwd=tmp_path, auto=auto)
+        assert (done.returncode, done.stdout) == (1, "ValueError('no such batch')\n"), done.stderr
+
+
+@pytest.mark.process
 def test_a_trainer_does_not_outlive_its_launcher(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("print('ran')")
     done = run("t.py", cwd=tmp_path, REFT_LAUNCHER_PID="1")  # the launcher is gone already

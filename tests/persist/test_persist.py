@@ -107,7 +107,7 @@ def test_p3_an_older_version_in_memory_replaces_no_checkpoint(persisted: Path, t
     assert (refused.code, "older version of the job" in " ".join(refused.err.split())) == (1, True), refused
     assert step_on_storage(run.persisted / "contact") == 6
     assert command(*memory, "--out", run.saved).code == 0
-    assert step_on_storage(run.saved / "contact") == 3
+    assert step_on_storage(run.saved / "contact") in (2, 3)  # the second if it was committed by then
 
 
 @pytest.mark.nightly

@@ -172,6 +172,7 @@ def _enables(part: Any) -> bool:
 
 # -- the training script ----------------------------------------------------------------------------------
 
+_TRAINS = frozenset({"backward", "train_batch"})
 _LOADS = ("load_checkpoint", "resume")
 _FILE_TESTS = {"exists", "isfile", "isdir", "is_file", "is_dir", "listdir", "glob", "iterdir", "scandir"}
 N = TypeVar("N", bound=ast.AST)
@@ -196,7 +197,10 @@ class ScriptLook:
 
     def begins_anew(self) -> list[Finding]:
         """What a version does not bring back, by line."""
-        found = (*self.loops(), *self.skips(), *self.cycles(), *self.client_states(), *self.own_state())
+        found = (
+            *(*self.loops(), *self.skips(), *self.cycles()),
+            *(*self.client_states(), *self.counted_early(), *self.own_state()),
+        )
         return sorted(found, key=lambda f: f.line)
 
     def own_state(self) -> Iterator[Finding]:
@@ -346,6 +350,30 @@ class ScriptLook:
                     f"write reft.attach(engine, client_state=lambda: {{{_text(key)}: ...}}) after "
                     f"deepspeed.initialize, or derive it from engine.global_steps",
                 )
+
+    def counted_early(self) -> Iterator[Finding]:
+        """Client state that a step without a loader changes before its forward pass, where a version is
+        taken: a resumed step would change it once more."""
+        attached = self._calls("attach", "resume")
+        states = [k.value for call in attached for k in call.keywords if k.arg == "client_state"]
+        kept = {_text(part) for state in states for part in ast.walk(state) if isinstance(part, ast.expr)}
+        if not kept or self._calls("begin_step"):
+            return
+        for loop in self._all(ast.While):
+            steps = [c for c in ast.walk(loop) if isinstance(c, ast.Call) and _name(c) in _TRAINS]
+            changes = [node for node in ast.walk(loop) if isinstance(node, ast.AugAssign)]
+            first = min((call.lineno for call in steps), default=0)
+            for change in changes:
+                # What a loop over a loader changes is as it was before the loader was read.
+                early = change.lineno < first and self._loop_around(change) is loop
+                if early and _text(change.target) in kept:
+                    yield _finding(
+                        change,
+                        f"`{_text(change.target)}` is client state, and changes before the step's forward "
+                        "pass, where a version is taken: a resumed step would change it once more",
+                        "write reft.begin_step(engine) where the loop begins, or change it after "
+                        "engine.step()",
+                    )
 
     def _no_load(self) -> Iterator[Finding]:
         after = "After a failure it would not be resumed: it would stop with an error"

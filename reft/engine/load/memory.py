@@ -191,6 +191,7 @@ class MemoryRestorer:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._rng: dict[str, Any] | None = None
+        self._is_read_by_script = False  # whether the script draws from these states before it trains
         self.client_state = ClientStateView()
 
     @uncollected()
@@ -275,17 +276,18 @@ class MemoryRestorer:
             WATCH.resuming.begins = session.state.followed.reapply
         session.state.restored_client = dict(state.get("client") or {})
         self.client_state = ClientStateView(session.state.restored_client)
-        read_by_script = (state.get("data") or {}).get(READ_BY_SCRIPT, False)
-        self._rng = None if read_by_script else state.get("rng")
+        self._rng = state.get("rng")
+        self._is_read_by_script = bool((state.get("data") or {}).get(READ_BY_SCRIPT))
         session.restored()
 
     def keep_rng(self) -> None:
         """The program has loaded its random states: what it draws until it trains is undone likewise."""
         self._rng = capture_rng()
 
-    def restore_rng(self) -> None:
-        """Training begins: whatever the script has drawn since it loaded is undone."""
-        if self._rng is not None:
+    def restore_rng(self, *, marked: bool = False) -> None:
+        """Training begins: whatever the script has drawn since it loaded is undone. ``marked``: the script
+        says that a step begins, and makes its batch after that."""
+        if self._rng is not None and (marked or not self._is_read_by_script):
             restore_rng(self._rng)
         self._rng = None
 

@@ -171,6 +171,13 @@ class Restorer:
         self._engine.data.begin_batch(data_iter)
         self._memory.restore_rng()
 
+    def begin_by_script(self) -> None:
+        """The script says that a step begins here."""
+        if self._trains:
+            self._engine.data.mark()
+        else:
+            self._memory.restore_rng(marked=True)
+
     def after_batch(self) -> None:
         self._engine.data.end_batch()
 

@@ -59,6 +59,7 @@ _LEAST_SECS, _MOST_SECS = 0.1, 1.0
 _NODES_PER_SEC = 500  # All nodes together look so often, whose state grows with their number
 _SKEW_SECS = 0.3  # Nodes that are started at once do not all ask the store at once
 _COMPARE_SECS = 60.0
+_MOST_NAMED = 4  # Nodes in one message
 _NEVER = float("-inf")
 
 
@@ -77,7 +78,11 @@ class StoreRendezvous:
             return found
 
         self._store, self._run_id = store, config.run_id
-        self.info = info  # that this node brings into the next round
+        nnodes = sorted({config.min_nodes, config.max_nodes})
+        self.info = replace(
+            info, nnodes=":".join(map(str, nnodes))
+        )  # that this node brings into the next round
+        self.other_nnodes: dict[str, str] = {}  # ``--nnodes`` of nodes that have another one, by node id
         self.agreement: Agreement | None = None  # of the last round that this node took part in
         # Unique: in containers, launchers that follow each other have one number.
         address = config.local_addr or socket.getfqdn()
@@ -98,6 +103,7 @@ class StoreRendezvous:
         self._held: bytes | None = None
         self._looked_at = self._trusts_after = self._compared_at = _NEVER
         self._offset_secs = time.time() - time.monotonic()
+        self._writer_behind_secs = 0.0
         self._alive: dict[str, float] = {}
         # Longer than the time between two looks.
         self._lease_secs = max(self.rules.alive_secs / 2, self.rules.beat_secs + 1.0)
@@ -141,6 +147,18 @@ class StoreRendezvous:
             self._trusts_after = now + self.rules.alive_secs
         self._offset_secs, self._compared_at = offset, now
 
+    def _in_own_time(self, state: State, *, is_new: bool) -> State:
+        """The state of a store that tells no time: its times are by the clock of the host that wrote it last.
+        A new one was written since the last look, so that the clocks differ by its age."""
+        if is_new:
+            self._writer_behind_secs = self._now() - state.written
+        behind = self._writer_behind_secs
+        return replace(
+            state,
+            deadline=None if state.deadline is None else state.deadline + behind,
+            nodes={name: node._replace(seen=node.seen + behind) for name, node in state.nodes.items()},
+        )
+
     # -- what all share ------------------------------------------------------------------------------
 
     def _look(self) -> State:
@@ -163,13 +181,16 @@ class StoreRendezvous:
             if state is None:
                 held = self._store.peek(self._key)
             else:
-                _, held = self._store.compare_set(self._key, self._held, encode_state(state))
+                written = encode_state(replace(state, written=self._now()))
+                _, held = self._store.compare_set(self._key, self._held, written)
             names = self._store.alive(self._here)
             found = State() if held is None else decode_state(held)
             left = self._store.left(self._here) if found.is_between_rounds else {}
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
         at, now = self._now(), time.monotonic()
+        if self._store.keeps_leases:
+            found = self._in_own_time(found, is_new=held != self._held)
         bare = len(self._here)
         self._alive.update((name[bare:], at) for name in names)
         seen = [max(node.seen, self._alive.get(name, 0.0)) for name, node in found.nodes.items()]
@@ -276,6 +297,7 @@ class StoreRendezvous:
         deadline = time.monotonic() + self._join_secs
         while True:
             role, now = state.role(self.node), time.monotonic()
+            self._report_other_nnodes(state)
             if state.closed:
                 ended = RendezvousGracefulExitError if role is Role.SPARE else RendezvousClosedError
                 raise ended(f"the rendezvous {self._run_id} is closed")
@@ -346,6 +368,26 @@ class StoreRendezvous:
         logger.warning(
             "%d of %d nodes are here; waiting up to %.0f s for `reft launch` on another node",
             *(here, least, self._join_secs),
+        )
+
+    def _report_other_nnodes(self, state: State) -> None:
+        """Once for each group of nodes that disagree: every node decides by its own ``--nnodes`` whether a
+        round is complete, so that some may wait while others train."""
+        found = {node.node: node.nnodes for node in state.nodes.values() if node.nnodes}
+        others = {node: nnodes for node, nnodes in found.items() if nnodes != self.info.nnodes}
+        if others and others != self.other_nnodes:
+            self.other_nnodes = others
+            logger.warning("%s", self.describe_other_nnodes())
+
+    def describe_other_nnodes(self) -> str:
+        """Which nodes have another ``--nnodes`` than this one; empty if none has."""
+        if not self.other_nnodes:
+            return ""
+        named = [f"node {node} with {nnodes}" for node, nnodes in sorted(self.other_nnodes.items())]
+        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+        return (
+            f"node {self.info.node} was started with --nnodes {self.info.nnodes}, but "
+            f"{', '.join(named[:_MOST_NAMED])}{more}: start all nodes of a job with the same --nnodes"
         )
 
     def _is_dispensable(self, state: State) -> bool:

@@ -47,6 +47,7 @@ class NodeInfo:
     # why the node's trainers of that round ended; None if they did not fail; ``failure``: in words
     cause: Cause | None = None
     failure: str = ""
+    nnodes: str = ""  # its ``--nnodes``; empty: not known
 
     def after(self, agreement: Agreement) -> NodeInfo:
         """What this node brings into the next round, if the trainers of this one do not fail."""
@@ -153,6 +154,7 @@ class Node(NamedTuple):
     leaving: bool = False  # it is to leave the job, and is still there
     info: NodeInfo | None = None  # what it brings into a round that forms
     node: str = ""  # its id
+    nnodes: str = ""  # its ``--nnodes``; empty: not known
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ class State:
     ends: dict[str, int] = field(default_factory=dict)
     scaling: Scaling | None = None  # None: as many nodes take part as there may be
     sizes: Sizes | None = None  # with how many nodes the job can train; None: nothing is known
+    written: float = 0.0  # when, by the clock by which the times above are meant
 
     def those(self, *roles: Role) -> set[str]:
         return {name for name, node in self.nodes.items() if node.role in roles}
@@ -392,7 +395,7 @@ def step(state: State, event: Event, now: float, rules: Rules) -> State:
         case Joins():
             _join(after, event, now, rules)
             if after.role(event.node) is not Role.NONE:
-                _set(after, event.node, node=event.info.node)
+                _set(after, event.node, node=event.info.node, nnodes=event.info.nnodes)
         case Beat():
             _beat(after, event, now, rules)
         case Ends():

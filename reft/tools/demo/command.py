@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from rich.text import Text
 from reft.config import parse_block
 from reft.env import ENV_EVENTS
 from reft.errors import ConfigError
-from reft.job.local import STOPS, LocalNodes, Node, stop_by_signal
+from reft.job.local import LocalNodes, Node, handle_stop_signals
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import BLOCK_NAME
 from reft.node.report import WAITING, describe_parts
@@ -65,8 +64,7 @@ def main(argv: Sequence[str]) -> int:
     told to stop. Raises ConfigError: the options do not fit together."""
     options = parse(argv)
     console = Console(stderr=options.json == "-", soft_wrap=True)
-    for number in STOPS:
-        signal.signal(number, stop_by_signal)
+    handle_stop_signals()
     try:
         report = _run(options, console)
     except KeyboardInterrupt:
@@ -236,10 +234,14 @@ class Job:
         self._step = 0  # of the newest start
         self._offsets: dict[str, int] = {}
         self._directory, self._memory = directory, memory
-        self._events, self._temporary = directory / "events", directory / "tmp"
-        self._temporary.mkdir(parents=True)  # launchers that are killed leave files there
+        self._events = directory / "events"
+        directory.mkdir()
+        # Launchers that are killed leave files there. Its path is short: sockets of DataLoaders are in it.
+        (temporary := memory / "tmp").mkdir()
         environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        environment |= {ENV_EVENTS: str(self._events), "TMPDIR": str(self._temporary)}
+        environment |= {ENV_EVENTS: str(self._events), "TMPDIR": str(temporary)}
+        # The training program is reft's own: it needs no module of the working directory either.
+        environment |= {"PYTHONSAFEPATH": "1"}
         self.nodes = LocalNodes(environment)
         trained = {
             "steps": options.steps,
@@ -262,7 +264,6 @@ class Job:
                 problem = self._watch(deadline)
             finally:
                 self.nodes.kill(*self.nodes.started)
-                shutil.rmtree(self._temporary, ignore_errors=True)
         self.take_in()
         if problem is None and self._pending:
             left = ", ".join(f"{kill.step}:{kill.node}" for kill in self._pending)
