@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv mpi-libraries etcd compilers wheel docs clock demo quick test integration nightly lint bench peers paper gpu faults storm soak matrix megatron slurm mpi clean
+.PHONY: venv mpi-libraries etcd compilers wheel docs clock demo quick test integration nightly lint bench peers paper gpu gpu-wheels faults storm soak matrix megatron slurm mpi clean
 
 venv: $(STAMP)
 
@@ -108,8 +108,11 @@ paper: venv  ## what the papers behind reft print, beside what follows here: bui
 
 # GPU_PYTHON=python3 takes an installation that has torch for the device, pytest and reft's requirements.
 GPU_PYTHON ?= $(BIN)/python
-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## on a CUDA or ROCm device: what needs one, in 25 minutes, into docs/measurements
-	$(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),venv)  ## on a CUDA or ROCm device: what needs one, in MINUTES=8, into docs/measurements
+	$(GPU_PYTHON) benchmarks/gpu.py --minutes $(or $(MINUTES),8) $(ARGS)
+
+gpu-wheels: venv  ## fills build/gpu-wheels with what a GPU machine without a network lacks: 5 MB, see the script
+	bash benchmarks/gpu_wheels.sh build/gpu-wheels $(BIN)/python
 
 faults: venv  ## the fault matrix: every pair of values, with all variants and protections; ARGS='-k host': some of them
 	REFT_FAULTS=1 $(PYTEST) tests/faults/test_matrix.py tests/faults/test_write_hole.py $(ARGS)

@@ -1,15 +1,18 @@
-"""The first hour on a GPU, in at most 25 minutes: what only a device can prove, then what reft costs there.
+"""The first minutes on a GPU: what tells most comes first, under one budget (``make gpu MINUTES=8``).
 
-Parts, one after another, each with a limit of time; what fails is written down with its error, and the rest
-goes on:
+Parts in this order, each with a limit in proportion to the minutes; what fails is written down with its
+error, and the rest goes on:
 
-- tests: those of every path in :data:`PATHS`;
-- has_gpu: every way of saving beside a stage of a Llama-2 pipeline;
-- restore and memory_copy: two ranks, which share the device;
-- baseline: a version at every step of a 1.7B model on one device, beside what others published.
+- facts: 18 facts of driver, link, kernels and allocator (``gpu_facts.py``);
+- job: two jobs over NCCL, one of which is killed: losses equal to the bit (``gpu_job.py``);
+- baseline: a version at every step of a 1.7B model on one device, beside what others published;
+- fast, ranks, parities: the tests of every path in :data:`PATHS`, these three at the same time;
+- replay: bubbles of a stage of a Llama-2 pipeline, HAS against everything queued at once;
+- restore and memory_copy: two ranks, which share the device.
 
-Writes a JSON file and a Markdown file, named by date and device, and exits with 1 if a part failed, with 2 if
-there is no device. ``--device sim --quick`` tries the program on the simulated device of the tests.
+Every row is shown and written to the ``.log`` file when it is measured, the JSON and the Markdown file after
+every part; they are named by date and device. Exits with 1 if a part failed, with 2 if there is no device.
+``--device sim --quick`` tries the program on the simulated device of the tests.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from xml.etree import ElementTree
 
 import has_gpu
@@ -66,64 +71,110 @@ PUBLISHED = {
     "source": "https://github.com/NVIDIA-NeMo/Automodel/pull/3131",
     "step_secs": {"asynchronous staging": [4.35, 5.66], "the loop waits for staging": [0.43, 0.54]},
 }
-TOTAL_SECS = 25 * 60
-LIMITS_SECS = {"tests": 400, "has_gpu": 330, "restore": 240, "memory_copy": 180, "baseline": 330}
+GROUPS = (
+    ("facts",),
+    ("job",),
+    ("baseline",),
+    ("fast", "ranks", "parities"),
+    ("replay",),
+    ("restore",),
+    ("memory_copy",),
+)
+"""Parts of a group run at the same time: only tests, which measure nothing."""
+LIMITS_SECS = {
+    **{"facts": 85, "job": 75, "baseline": 175, "fast": 90, "ranks": 110, "parities": 110, "replay": 90},
+    **{"restore": 120, "memory_copy": 120},
+}
+"""Of eight minutes; more of more."""
+LEAST_SECS = 20  # no part begins later than this before the end
+RANKS = ("tests/engine/test_engine.py", "tests/engine/test_aor.py")
+PARITIES = ("tests/protect/test_backends.py",)
+TESTS = ("fast", "ranks", "parities")
 TAIL_LINES = 30
 END_SECS = 20  # for a program that was told to end
 
 
-def commands(options: argparse.Namespace, report: Path) -> dict[str, list[str]]:
-    """Of each part."""
+def test_files(part: str, paths: Sequence[str]) -> list[str]:
+    """Files of a part of the tests."""
+    of_part = {"ranks": RANKS, "parities": PARITIES}
+    files = dict.fromkeys(PATHS[name] for name in paths)
+    if part in of_part:
+        return [file for file in files if file in of_part[part]]
+    return [file for file in files if file not in (*RANKS, *PARITIES)]
+
+
+def commands(options: argparse.Namespace, reports: Path) -> dict[str, list[str]]:
+    """Of each part. Parts without a test to run are left out."""
     places = [f"--{name}={getattr(options, name)}" for name in ("shm", "disk")]
     device = ["--device", options.device, "--json", *places]
-    replay, ranks = (["--self-test"], ["--quick"]) if options.quick else ([], [])
+    replay, ranks, small = (["--self-test"], ["--quick"], ["--small"]) if options.quick else ([], [], [])
     model = "tiny" if options.quick else str(Path(__file__).with_name("qwen3-1.7b.json"))
-    tests = [PATHS[name] for name in options.paths]
-    return {
-        "tests": ["-m", "pytest", "-m", "gpu", "-rs", f"--junitxml={report}", *tests],
-        "has_gpu": ["benchmarks/has_gpu.py", "--rounds", "20", *device, *replay],
-        "restore": ["benchmarks/restore.py", "--trials", "3", *device, *ranks],
-        "memory_copy": ["benchmarks/memory_copy.py", "--rounds", "6", *device, *ranks],
+    alone = ["--pp", "1", "--stage", "0", "--dp", "1", "--copies", "0"]
+    rows = ["--rounds", "4", "--trials", "3", "--samples", "64"]
+    found = {
+        "facts": ["benchmarks/gpu_facts.py", "--device", options.device, *places, *small],
+        "job": ["benchmarks/gpu_job.py", f"--shm={options.shm}", *small],
         "baseline": [
+            *("benchmarks/has_gpu.py", "--models", model, *alone, *rows),
+            *("--variants", "blocking", "has", *device, *replay),
+        ],
+    }
+    for part in TESTS:
+        if files := test_files(part, options.paths):
+            report = f"--junitxml={reports / part}.xml"
+            found[part] = ["-m", "pytest", "-m", "gpu", "-rs", "-n0", "--timeout", "60", report, *files]
+    return {
+        **found,
+        "replay": [
             *(
                 "benchmarks/has_gpu.py",
                 "--models",
-                model,
-                "--pp",
-                "1",
-                "--stage",
-                "0",
-                "--dp",
-                "1",
-                "--copies",
-                "0",
+                "1.3b",
+                "--rounds",
+                "8",
+                "--trials",
+                "4",
+                "--samples",
+                "64",
             ),
-            *("--variants", "blocking", "has", "--rounds", "20", *device, *replay),
+            *("--variants", "blocking", "host_device", "has", *device, *replay),
         ],
+        "restore": ["benchmarks/restore.py", "--trials", "3", *device, *ranks],
+        "memory_copy": ["benchmarks/memory_copy.py", "--rounds", "6", *device, *ranks],
     }
 
 
 # --- running -----------------------------------------------------------------------------------------
 
 
-def run(name: str, arguments: Sequence[str], limit_secs: float) -> dict[str, Any]:
-    """Run a part. What it says is shown; what it prints as JSON is its result."""
+def run(name: str, arguments: Sequence[str], limit_secs: float, log: TextIO) -> dict[str, Any]:
+    """Run a part. What it says is shown and logged at once; what it prints as JSON is its result."""
     progress(f"--- {name}, at most {limit_secs:.0f} s")
-    begin, tail = time.monotonic(), deque[str](maxlen=TAIL_LINES)
+    begin, tail, facts = time.monotonic(), deque[str](maxlen=TAIL_LINES), list[dict[str, Any]]()
+    has_json = name not in (*TESTS, "facts")
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=ROOT,
-            stdout=subprocess.PIPE if name == "tests" else out,
-            stderr=subprocess.STDOUT if name == "tests" else subprocess.PIPE,
+            stdout=out if has_json else subprocess.PIPE,
+            stderr=subprocess.PIPE if has_json else subprocess.STDOUT,
             text=True,
+            errors="replace",
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            },
             start_new_session=True,
         )
 
         def show() -> None:
             for line in process.stdout or process.stderr or ():
                 tail.append(line.rstrip())
+                log.write(f"{name}: {tail[-1]}\n")
+                log.flush()
                 progress(tail[-1])
+                if line.startswith('{"fact"'):
+                    facts.append(json.loads(line))
 
         shown = threading.Thread(target=show, daemon=True)
         shown.start()
@@ -132,17 +183,25 @@ def run(name: str, arguments: Sequence[str], limit_secs: float) -> dict[str, Any
             failed = f"it ended with status {process.returncode}" if process.returncode else None
         except subprocess.TimeoutExpired:
             failed = f"it took longer than {limit_secs:.0f} s"
+            if name in TESTS:  # pytest writes down what has passed by then
+                os.killpg(process.pid, signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECS)
         finally:
             end(process)
         shown.join(END_SECS)
         out.seek(0)
         text = out.read()
     found: dict[str, Any] = {"secs": round(time.monotonic() - begin, 1), "limit_secs": round(limit_secs)}
-    if failed is None and name != "tests":
+    if name == "facts":
+        found["facts"] = facts
+    elif has_json and "{" in text:
         try:
             found["result"] = json.loads(text[text.index("{") :])
         except ValueError:
-            failed = f"it printed no JSON: {text[-1000:]}"
+            failed = failed or f"it printed no JSON: {text[-1000:]}"
+    elif has_json:
+        failed = failed or "it printed no JSON"
     return found if failed is None else {**found, "error": "\n".join([failed, *tail])}
 
 
@@ -157,9 +216,9 @@ def end(process: subprocess.Popen[str]) -> None:
             process.wait()
 
 
-def paths_of(report: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def paths_of(reports: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Of each path how many of its tests passed, which failed, and why some were skipped."""
-    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    cases = [c for report in reports.glob("*.xml") for c in ElementTree.parse(report).iter("testcase")]
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         module = PATHS[name].removesuffix(".py").replace("/", ".")
@@ -208,6 +267,12 @@ def baseline_lines(part: Mapping[str, Any]) -> list[str]:
     for way, (low, high) in PUBLISHED["step_secs"].items():
         lines.append(f"| published: {way} | {low} to {high} | |")
     for model in part.get("result", {}).get("models", ()):
+        if free := model.get("free"):
+            over, (low, high) = free["overhead"]["median"], free["overhead"]["ci95"]
+            secs, count = free["step_secs"]["median"], f"{free['committed']} of {free['versions']} versions"
+            lines.append(
+                f"| here, running freely: has, {count} | {secs:.3f} | {over:.2%} [{low:.2%}, {high:.2%}] |"
+            )
         for name, way in model["variants"].items():
             secs, over, (low, high) = (
                 way["step_secs"]["median"],
@@ -259,7 +324,17 @@ def markdown(result: Mapping[str, Any]) -> str:
             lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
     if "baseline" in parts:
         lines += ["", "## A version at every step of a 1.7B model", "", *baseline_lines(parts["baseline"])]
-    for name, module in (("has_gpu", has_gpu), ("restore", restore), ("memory_copy", memory_copy)):
+    if "facts" in parts:
+        lines += ["", "## Facts", "", "```", *(json.dumps(fact) for fact in parts["facts"]["facts"]), "```"]
+    if found := parts.get("job", {}).get("result"):
+        shown = {key: value for key, value in found.items() if not key.endswith("_log")}
+        lines += ["", "## A job that is killed", "", "```", json.dumps(shown, indent=1), "```"]
+    for name, module in (
+        ("baseline", has_gpu),
+        ("replay", has_gpu),
+        ("restore", restore),
+        ("memory_copy", memory_copy),
+    ):
         if found := parts.get(name, {}).get("result"):
             lines += ["", f"## {name}", "", "```", module.table(found), "```"]
     for name, part in parts.items():
@@ -270,6 +345,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 def parse() -> argparse.Namespace:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--minutes", type=float, default=8, help="for all parts (default 8)")
     made.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="(default cuda, ROCm's too)")
     made.add_argument(
         "--parts", nargs="+", choices=LIMITS_SECS, default=list(LIMITS_SECS), help="(default all)"
@@ -307,25 +383,35 @@ def main() -> int:
         "published": PUBLISHED,
         "parts": {},
     }
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "tests.xml")
-        for name, arguments in commands(options, report).items():
-            left = TOTAL_SECS - END_SECS - (time.monotonic() - begin)
-            if name not in options.parts:
-                continue
-            if left <= 0:
-                result["parts"][name] = {"secs": 0.0, "error": f"not run: {TOTAL_SECS} s are over"}
-                continue
-            result["parts"][name] = run(name, arguments, min(LIMITS_SECS[name], left))
-        if "tests" in result["parts"]:
-            result["paths"] = paths_of(report, options.paths)
-    result["secs"] = round(time.monotonic() - begin, 1)
     slug = re.sub("[^a-z0-9]+", "-", device["name"].lower()).strip("-")
     options.out.mkdir(parents=True, exist_ok=True)
-    for suffix, text in ((".json", json.dumps(result, indent=2) + "\n"), (".md", markdown(result))):
-        path = options.out / f"{result['date']}-gpu-{slug}{suffix}"
-        path.write_text(text)
-        print(path)
+    path = options.out / f"{result['date']}-gpu-{slug}"
+
+    def write() -> None:
+        result["secs"] = round(time.monotonic() - begin, 1)
+        path.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
+        path.with_suffix(".md").write_text(markdown(result))
+
+    total_secs = 60 * options.minutes
+    with tempfile.TemporaryDirectory() as folder, path.with_suffix(".log").open("w") as log:
+        made = commands(options, Path(folder))
+
+        def run_part(name: str) -> None:
+            left = total_secs - END_SECS - (time.monotonic() - begin)
+            if left < LEAST_SECS:
+                result["parts"][name] = {"secs": 0.0, "error": f"not run: {total_secs:.0f} s are over"}
+                return
+            limit_secs = min(LIMITS_SECS[name] * options.minutes / 8, left)
+            result["parts"][name] = run(name, made[name], limit_secs, log)
+
+        for group in GROUPS:
+            names = [name for name in group if name in options.parts and name in made]
+            with ThreadPoolExecutor(len(GROUPS)) as together:
+                list(together.map(run_part, names))
+            if set(names) & {*TESTS}:
+                result["paths"] = paths_of(Path(folder), options.paths)
+            write()
+    print(*(path.with_suffix(suffix) for suffix in (".json", ".md", ".log")), sep="\n")
     return int(any("error" in part for part in result["parts"].values()))
 
 

@@ -10,6 +10,9 @@ the round's step without one:
 - host_device: everything is queued on a side stream at once, straight into the pinned arena;
 - has: the same engine, but each chunk waits for its bubble, what is left runs beside computation.
 
+Before the rounds steps run freely with ``has``: nothing waits for a commit, the host is ahead of the device,
+as in a job. Every row is shown on standard error when it is measured.
+
 Copied are the bytes that one of ``--dp`` replicas keeps: its shard of the state and a copy of its
 neighbour's. Each way is checked once, byte by byte. Waits keep their full length whatever happened
 before them, so no delay is hidden; checksums and commit, which take host time only, are not part of it.
@@ -50,7 +53,7 @@ from replay_stage import (
     copy_rate,
     measure_times,
 )
-from replay_worker import WARM_UP_STEPS, Production, WorkerSaver
+from replay_worker import WARM_UP_STEPS, FreeSaver, Production, WorkerSaver
 from results import estimate, machine, plan_text
 
 from examples.llama.model_config import LlamaConfig, load_model
@@ -123,6 +126,7 @@ def run_rounds(replay: Replay, savers: Sequence[NoSaver], rounds: int) -> dict[s
         for index in order.permutation(len(savers)):
             saver = savers[index]
             secs = replay.step(saver)
+            progress(f"round {number}: {saver.name} {secs:.4f} s, {(saver.rate() or 0.0) / 1e9:.1f} GB/s")
             if not number:
                 continue  # a warm-up round
             found[saver.name]["secs"].append(secs)
@@ -132,7 +136,34 @@ def run_rounds(replay: Replay, savers: Sequence[NoSaver], rounds: int) -> dict[s
     return found
 
 
-def check(replay: Replay, version: Version, savers: Sequence[NoSaver], device: HostDevice) -> None:
+def run_freely(replay: Replay, production: Production, steps: int, rounds: int = 3) -> dict[str, Any]:
+    """Steps in a row with a version each, as a job makes them, against as many without."""
+    alone, secs, committed, causes = [], [], 0, set[str]()
+    for number in range(rounds):
+        alone.append(replay.run(NoSaver(), steps))
+        free = FreeSaver(production, Variant.HAS)
+        secs.append(replay.run(free, steps))
+        committed += free.committed()
+        causes |= {str(r.given_up) for r in free.requests if r.given_up}
+        progress(f"free round {number}: {alone[-1]:.4f} s alone, {secs[-1]:.4f} s with a version every step")
+    return {
+        "versions": rounds * steps,
+        "committed": committed,
+        "given_up": sorted(causes),
+        "alone_secs": estimate(alone).to_json(),
+        "step_secs": estimate(secs).to_json(),
+        "overhead": estimate([s / a - 1 for s, a in zip(secs, alone, strict=True)]).to_json(),
+        "copy_secs": production.stats.copy_secs.newest,
+    }
+
+
+def check(
+    options: argparse.Namespace,
+    replay: Replay,
+    version: Version,
+    production: Production,
+    savers: Sequence[NoSaver],
+) -> None:
     """Every way has to hold the state from which its step began.
 
     Raises:
@@ -141,8 +172,9 @@ def check(replay: Replay, version: Version, savers: Sequence[NoSaver], device: H
     for saver in savers:
         wrong = None
         for _ in range(CHECK_STEPS):  # on a busy machine a version may be given up before it has begun
-            device.synchronize()
-            expected = version.expected()
+            replay.device.synchronize()
+            sampled = options.samples and isinstance(saver, WorkerSaver)
+            expected: Any = production.sampled(version, options.samples) if sampled else version.expected()
             replay.step(saver)
             wrong = saver.differing(expected)
             if wrong is not None or saver.name == NONE:
@@ -183,7 +215,10 @@ def measure_model(
             for saver in (s for s in savers if s.name == Variant.HAS.value):
                 for _ in range(WARM_UP_STEPS):
                     replay.step(saver)
-            check(replay, version, savers, device)
+            check(options, replay, version, production, savers)
+            progress(f"{config.name}: the bytes of every way are those of the state")
+            free = run_freely(replay, production, options.free_steps) if options.free_steps else None
+            progress(f"{config.name}, free: {json.dumps(free)}")
             found = run_rounds(replay, savers, options.rounds)
         measured = production.pacer.plan
     finally:
@@ -215,6 +250,7 @@ def measure_model(
         "hbm_step_bytes_estimate": traffic,
         "hbm_snapshot_share": version.nbytes / (traffic + version.nbytes),
         "bytes_equal": True,
+        "free": free,
         "variants": {
             name: {
                 "step_secs": estimate(f["secs"]).to_json(),
@@ -293,6 +329,12 @@ def table(result: dict[str, Any]) -> str:
                 f"{'' if rate is None else format(rate / 1e9, '.1f'):>8}"
                 f"{'' if part is None else format(part, '.0%'):>9}"
             )
+        if free := m["free"]:
+            low, high = free["overhead"]["ci95"]
+            lines.append(
+                f"running freely: {free['committed']} of {free['versions']} versions committed, "
+                f"{free['overhead']['median']:.2%} [{low:.2%}, {high:.2%}] more a step"
+            )
     lines += ["", *(f"{goal}: {met}" for goal, met in result["goals"].items())]
     return "\n".join(lines)
 
@@ -313,6 +355,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     made.add_argument("--rounds", type=int, default=40, help="measured steps of each way (default 40)")
     made.add_argument("--trials", type=int, default=10, help="of the single measurements (default 10)")
+    made.add_argument("--samples", type=int, default=0, help="blocks of a version to compare (default all)")
+    made.add_argument("--free-steps", type=int, default=12, help="in a row, without waiting for commits")
     made.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="(default all)")
     made.add_argument("--shm", type=Path, default=Path("/dev/shm"), help="tmpfs for the arena")
     made.add_argument("--disk", type=Path, default=Path("/tmp"), help=argparse.SUPPRESS)

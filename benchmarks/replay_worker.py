@@ -113,8 +113,25 @@ class Production:
         self.worker.submit(request)
         return request
 
-    def differing(self, expected: torch.Tensor) -> int | None:
-        """How many bytes of the version of the last step are others; None if it was given up."""
+    def sampled(self, version: Version, samples: int) -> dict[int, torch.Tensor]:
+        """The state of now in some blocks of the newest version, by begin; the device must be idle."""
+        found: dict[int, torch.Tensor] = {}
+        for _, arena in scan(self.folder, _SECRET):
+            if isinstance(arena, Arena):
+                with arena:
+                    header = arena.header()
+                    blocks = (
+                        [] if header is None else [e for e in header.entries if e.key.section == "replicated"]
+                    )
+                for entry in blocks[:: max(1, len(blocks) // samples)]:
+                    found[entry.start_bytes] = torch.zeros(entry.nbytes, dtype=torch.uint8)
+        for start, target in found.items():
+            version.image.read_into(start, target)
+        return found
+
+    def differing(self, expected: torch.Tensor | dict[int, torch.Tensor]) -> int | None:
+        """How many bytes of the version of the last step differ; None if it was given up. ``expected``: all
+        bytes, or those of some blocks."""
         for _, arena in scan(self.folder, _SECRET):
             if not isinstance(arena, Arena):
                 continue
@@ -122,12 +139,18 @@ class Production:
                 header = arena.header()
                 if header is None or not header.state.whole or header.label.step != self.step:
                     continue
-                wrong = expected.numel()
-                for entry in (e for e in header.entries if e.key.section == "replicated"):
+                blocks = [e for e in header.entries if e.key.section == "replicated"]
+                if isinstance(expected, dict):
+                    blocks = [e for e in blocks if e.start_bytes in expected]
+                wrong = 0
+                for entry in blocks:
                     data = torch.frombuffer(bytearray(arena.read_block(entry)), dtype=torch.uint8)
                     at = slice(entry.start_bytes, entry.start_bytes + entry.nbytes)
-                    wrong -= int((data == expected[at]).sum())
-                return wrong
+                    same = expected[entry.start_bytes] if isinstance(expected, dict) else expected[at]
+                    wrong += int((data != same).sum())
+                compared = sum(e.nbytes for e in blocks)
+                missing = 0 if isinstance(expected, dict) else expected.numel() - compared
+                return wrong + missing
         return None
 
     def close(self) -> None:
@@ -179,7 +202,7 @@ class WorkerSaver(NoSaver):
             raise SystemExit(f"{self.name}: a version was neither committed nor given up")
         self.given_up += not self._request.committed
 
-    def differing(self, expected: torch.Tensor) -> int | None:
+    def differing(self, expected: torch.Tensor | dict[int, torch.Tensor]) -> int | None:
         return self._production.differing(expected)
 
     def rate(self) -> float | None:
@@ -198,3 +221,22 @@ class WorkerSaver(NoSaver):
         for record in self._production.worker.copier.records:
             found[record.tier] += record.nbytes
         return dict(found)
+
+
+class FreeSaver(WorkerSaver):
+    """The same where nothing waits for a version, as in a job."""
+
+    def __init__(self, production: Production, variant: Variant) -> None:
+        super().__init__(production, variant)
+        self.requests: list[SnapshotRequest] = []
+
+    def finish(self) -> None:
+        assert self._request is not None
+        self.requests.append(self._request)
+
+    def committed(self) -> int:
+        """How many of the versions were committed; waits until that is known."""
+        for request in self.requests:
+            if not request.done.wait(WAIT_SECS):
+                raise SystemExit(f"{self.name}: a version was neither committed nor given up")
+        return sum(request.committed for request in self.requests)

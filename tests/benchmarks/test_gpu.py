@@ -51,7 +51,7 @@ def test_what_passed_and_what_failed_is_written_down_and_the_rest_goes_on(
         pytest.skip(why)
     if not works:
         (tmp_path / "disk").touch()  # where a folder is needed
-    trial = ["--device", "sim", "--quick", "--parts", "tests", "memory_copy", "baseline"]
+    trial = ["--device", "sim", "--quick", "--parts", "fast", "memory_copy", "baseline"]
     done = run(GPU, *trial, f"--out={tmp_path}", "--paths", PATH, folder=tmp_path)
     assert done.returncode == (0 if works else 1), done.stderr
     (file,) = tmp_path.glob("*-gpu-simulated.json")
@@ -66,12 +66,28 @@ def test_what_passed_and_what_failed_is_written_down_and_the_rest_goes_on(
     if works:
         (model,) = baseline["result"]["models"]
         assert set(model["variants"]) == {"none", "blocking", "has"}
-        assert check_estimates(model) == 6
+        assert check_estimates(model) == 9
+        assert 0 < model["free"]["committed"] <= model["free"]["versions"]
         assert "| here: has, " in text
+        assert "| here, running freely: has, " in text
     else:
         assert "it ended with status 1" in baseline["error"]
         assert str(tmp_path / "disk") in baseline["error"]
         assert baseline["error"] in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_facts_are_written_as_soon_as_they_are_known_and_limits_keep_to_the_minutes(tmp_path: Path) -> None:
+    if why := missing():
+        pytest.skip(why)
+    trial = ["--device", "sim", "--quick", "--parts", "facts", "replay", "--minutes", "1"]
+    done = run(GPU, *trial, f"--out={tmp_path}", folder=tmp_path)
+    (file,) = tmp_path.glob("*-gpu-simulated.json")
+    parts = json.loads(file.read_text())["parts"]
+    assert parts["facts"]["limit_secs"] <= 11
+    assert parts["facts"]["facts"], done.stderr
+    shown = [line for line in file.with_suffix(".log").read_text().splitlines() if '{"fact"' in line]
+    assert len(shown) == len(parts["facts"]["facts"])
 
 
 # The first stage has the embedding and no fill, the last one head, loss, fill and drain. With these

@@ -54,12 +54,13 @@ void sleep_until(double secs) {
 // -- streams and events ------------------------------------------------------------------------------
 
 struct Settings {  // The same in simulated.py
-  double bytes_per_sec, delay_secs;
+  double bytes_per_sec, delay_secs, register_secs_per_gib;
+  int64_t launch_queue, malloc_waits;
   int64_t total_bytes, others_bytes, refuse_registering, pool, seed;
   int64_t allocated_bytes, peak_bytes, reserved_bytes, own_streams, synchronised;
   int64_t captures_ended, recorded, waits, transfers;
   uint64_t rng_seed, rng_offset;
-} settings{INFINITY, 0.0, int64_t(8) << 30, 0, 0, 3, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+} settings{INFINITY, 0.0, 0.0, 1024, 0, int64_t(8) << 30, 0, 0, 3, -1, 0, 0, 0, 0, 0, 0, 0, 0};
 
 // A graph's capture, which calls of other threads end unless they have said that they do not look at it.
 std::atomic<bool> capturing{false};
@@ -97,6 +98,7 @@ struct KernelGuards {
 };
 
 thread_local c10::StreamId current_id = 0;
+thread_local bool on_stream = false;  // a stream's own thread never waits for a queue
 
 struct Streams {
   std::mutex mutex;
@@ -123,9 +125,12 @@ struct Streams {
     return found->second;
   }
 
+  // A host that is ahead by as many launches as the queue takes waits for the device.
   void put(c10::StreamId id, std::function<void()> run, std::function<bool()> ready = {}) {
-    std::lock_guard lock(mutex);
+    std::unique_lock lock(mutex);
     Queue* queue = &at(id);
+    if (!manual() && !on_stream)
+      changed.wait_for(lock, LONGEST_WAIT, [&] { return stopping || int64_t(queue->works.size()) < settings.launch_queue; });
     if (queue->ended) {  // also by the allocator, for a block that was allocated on it
       if (error.empty()) error = "invalid resource handle: the stream was destroyed";
       queue = &at(0);
@@ -136,6 +141,7 @@ struct Streams {
 
   void serve(Queue& queue) {
     KernelGuards guards;
+    on_stream = true;
     prctl(PR_SET_TIMERSLACK, 1000UL);
     std::unique_lock lock(mutex);
     while (true) {
@@ -310,6 +316,7 @@ struct Memory final : c10::Allocator {
     auto fits = [&] {
       return settings.reserved_bytes + settings.others_bytes + int64_t(nbytes) <= settings.total_bytes;
     };
+    if (settings.malloc_waits) streams.wait([] { return streams.idle(); });  // as drivers may, for what is new
     if (!fits()) empty_cache();
     TORCH_CHECK_WITH(OutOfMemoryError, fits(), "the simulated device is out of memory: ", nbytes, " bytes are wanted");
     auto* block = new Block{aligned_alloc(512, nbytes), nbytes, current_id, {}};
@@ -381,6 +388,7 @@ bool is_registered(uintptr_t begin, size_t nbytes) {
 
 int host_register(uintptr_t begin, size_t nbytes) {
   if (ends_capture()) return CAPTURING;
+  sleep_until(now_secs() + settings.register_secs_per_gib * double(nbytes) / double(1 << 30));
   std::lock_guard lock(registered_mutex);
   if (settings.refuse_registering || nbytes == 0) return INVALID_VALUE;
   auto next = registered.lower_bound(begin);

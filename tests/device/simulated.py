@@ -43,6 +43,9 @@ class Settings(ctypes.Structure):
     _fields_ = (
         ("bytes_per_sec", ctypes.c_double),  # of the link, in each direction
         ("delay_secs", ctypes.c_double),  # of each copy over it
+        ("register_secs_per_gib", ctypes.c_double),  # of host memory, on the thread that calls
+        ("launch_queue", ctypes.c_int64),  # launches that a stream takes before the host waits for it
+        ("malloc_waits", ctypes.c_int64),  # whether memory that is new waits for the device
         ("total_bytes", ctypes.c_int64),
         ("others_bytes", ctypes.c_int64),  # of other processes
         ("refuse_registering", ctypes.c_int64),
@@ -60,7 +63,7 @@ class Settings(ctypes.Structure):
         ("rng_seed", ctypes.c_uint64),
         ("rng_offset", ctypes.c_uint64),
     )
-    DEFAULTS = (float("inf"), 0.0, 8 * 2**30, 0, 0, 3)
+    DEFAULTS = (float("inf"), 0.0, 0.0, 1024, 0, 8 * 2**30, 0, 0, 3)
 
 
 def library() -> Path:

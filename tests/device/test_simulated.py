@@ -145,3 +145,30 @@ def test_a_block_of_a_destroyed_stream_is_punished_when_it_is_given_back(sim: Si
     del block
     with pytest.raises(RuntimeError, match="the stream was destroyed"):
         sim.synchronize()
+
+
+def test_the_host_is_ahead_by_as_many_launches_as_a_stream_takes(sim: Simulated) -> None:
+    sim.settings.launch_queue = 4
+    begin = time.perf_counter()
+    for _ in range(3):
+        sim.sleep(0.05)
+    assert time.perf_counter() - begin < 0.05
+    for _ in range(6):
+        sim.sleep(0.05)
+    assert time.perf_counter() - begin > 0.15
+    sim.synchronize()
+
+
+def test_registering_takes_time_and_new_memory_may_wait(sim: Simulated) -> None:
+    sim.settings.register_secs_per_gib = 10.0
+    memory = mmap.mmap(-1, 2**24)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    begin = time.perf_counter()
+    assert sim.host_register(address, 2**24) == 0
+    assert time.perf_counter() - begin > 0.1
+    sim.host_unregister(address)
+    sim.settings.malloc_waits = 1
+    sim.sleep(0.1)
+    begin = time.perf_counter()
+    torch.empty(2**22, dtype=torch.uint8, device=NAME)
+    assert time.perf_counter() - begin > 0.05

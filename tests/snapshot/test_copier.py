@@ -351,7 +351,4 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
     at_once = gate.permits + wanted // most + 1  # the fault point in the middle splits one
     assert recorded <= at_once + 1, "an event for what is copied at once, one that tells the time"
     assert waits <= gate.permits + 1, "a mark of each window, and the state's own"
-    again = -(
-        -tensors * max(b.block.nbytes for b in filling.local_blocks) // total
-    )  # of the block read twice
-    assert transfers <= tensors + again + len(filling.local_blocks) + at_once
+    assert transfers <= tensors + len(filling.local_blocks) + at_once

@@ -328,14 +328,6 @@ _KEPT_PLANS = 16
 _MOST_PLANS_WITHOUT = 64
 
 
-def _host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Memory for copies from a device: into memory that is not pinned a copy would hold up the caller."""
-    if pinned:
-        with suppress(RuntimeError):
-            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-    return torch.zeros(nbytes, dtype=torch.uint8)
-
-
 @dataclass(frozen=True, slots=True)
 class StagedChunk:
     """A chunk, its position in its version, and the pieces from the staging area to the arena."""
@@ -630,7 +622,10 @@ class Copier:
         self._read_again_count += 1
         placed = own[self._read_again_count % len(own)]
         if placed.block.nbytes > len(self._scratch):
-            self._scratch = _host_memory(placed.block.nbytes, pinned=self.engine.asynchronous)
+            if len(self._scratch):
+                self.engine.unregister(self._scratch)
+            self._scratch = own_pages(placed.block.nbytes)
+            self.engine.register(self._scratch)  # into other memory a copy would hold up the caller
         image = _image_of(images, placed)
         assert image is not None
         pieces = image.pieces_into(placed.block.start_bytes, self._scratch[: placed.block.nbytes])
