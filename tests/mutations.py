@@ -42,6 +42,7 @@ VERSION_ON_DEVICE = (
 )
 UNTIL_COPIED = ("tests/snapshot/test_copy_engines.py::test_sources_and_targets_stay_until_all_is_copied",)
 LOCAL = ("tests/recover/test_local.py",)
+BOUNDARY = ("tests/engine/test_boundary.py",)
 
 MUTATIONS = {
     "p2-no-fence-before-the-optimizer": Mutation(
@@ -49,6 +50,21 @@ MUTATIONS = {
         "if approached or self._state.holds_training:",
         "if False:",
         ("tests/snapshot/test_worker.py",),
+    ),
+    "p2-host-state-is-captured-at-the-forward-pass": Mutation(
+        "engine/boundary.py",
+        "of_read = [c for c in candidates if c.read is read] or candidates",
+        "of_read = []",
+        BOUNDARY,
+    ),
+    "p2-an-evaluation-is-taken-for-the-step": Mutation(
+        "engine/boundary.py",
+        "self._candidates = [c for c in self._candidates if c.read is not read]",
+        "pass",
+        BOUNDARY,
+    ),
+    "p2-write-counts-are-not-compared": Mutation(
+        WORKER, "names = waiting[0].written()", "names = []", ("tests/engine/test_written.py",)
     ),
     "p3-peers-that-differ-are-committed": Mutation(
         "snapshot/worker.py",
