@@ -738,6 +738,8 @@ def main() -> int:
     made.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     made.add_argument("--budget", type=float, default=1e9, help="seconds; no fact begins later")
     OPTIONS = made.parse_args()
+    for folder in (OPTIONS.shm, OPTIONS.disk):
+        folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     import torch
 

@@ -92,6 +92,7 @@ def main() -> int:
     made.add_argument("--small", action="store_true")
     made.add_argument("--shm", type=Path, default=Path("/dev/shm"))
     options = made.parse_args()
+    options.shm.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, os.getcwd())
     folder = Path(tempfile.mkdtemp(prefix="reft-first-"))
     begin = time.monotonic()

@@ -80,11 +80,11 @@ def test_what_passed_and_what_failed_is_written_down_and_the_rest_goes_on(
 def test_facts_are_written_as_soon_as_they_are_known_and_limits_keep_to_the_minutes(tmp_path: Path) -> None:
     if why := missing():
         pytest.skip(why)
-    trial = ["--device", "sim", "--quick", "--parts", "facts", "replay", "--minutes", "1"]
+    trial = ["--device", "sim", "--quick", "--parts", "facts", "--minutes", "6"]
     done = run(GPU, *trial, f"--out={tmp_path}", folder=tmp_path)
     (file,) = tmp_path.glob("*-gpu-simulated.json")
     parts = json.loads(file.read_text())["parts"]
-    assert parts["facts"]["limit_secs"] <= 11
+    assert parts["facts"]["limit_secs"] < 85, "of eight minutes"
     assert parts["facts"]["facts"], done.stderr
     shown = [line for line in file.with_suffix(".log").read_text().splitlines() if '{"fact"' in line]
     assert len(shown) == len(parts["facts"]["facts"])
