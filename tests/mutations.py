@@ -64,7 +64,7 @@ MUTATIONS = {
         BOUNDARY,
     ),
     "p2-write-counts-are-not-compared": Mutation(
-        WORKER, "names = waiting[0].written()", "names = []", ("tests/engine/test_written.py",)
+        WORKER, "names = waiting[0].written()", "names = []", ("tests/follow/test_written.py",)
     ),
     "p3-peers-that-differ-are-committed": Mutation(
         "snapshot/worker.py",

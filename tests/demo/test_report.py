@@ -177,7 +177,7 @@ def test_both_runs_train_the_same_and_only_one_has_the_block():
 
 def test_a_restored_state_is_told_once_with_what_came_from_peers(tmp_path: Path) -> None:
     """The first rank has it in its own memory; that of the lost node is what is worth seeing."""
-    recorder = Recorder(tmp_path, "training")
+    recorder = Recorder(tmp_path / "run", "training")
     facts = {"source": "memory", "version": 3}
     came_from = ({"local": 1_510_000, "peer": 0}, {"peer": 500_000, "copy": 1_010_000})
     for rank, (bytes_from, secs) in enumerate(zip(came_from, (0.2, 0.31), strict=True)):
@@ -198,7 +198,7 @@ def test_the_restored_state_is_no_further_commit(disturbed: Recorder, reference:
 
 
 def test_what_takes_its_time_is_told(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, "training")
+    recorder = Recorder(tmp_path / "run", "training")
     job = recorder.job
     assert job.doing() == "launchers start"
     for name in ("node0", "node1"):

@@ -170,7 +170,7 @@ def test_p6_a_rank_whose_data_cannot_be_captured_has_its_checkpoint(
 ) -> None:
     session = mock.Mock()
     session.state.client_state = None
-    session.engine.capture.side_effect = TypeError("the data")
+    session.state.host_state.side_effect = TypeError("the data")
     saved = save_with_host_state(session, lambda **call: "saved", {"save_dir": str(tmp_path), "tag": "mine"})
     assert saved == "saved"
     assert "without random and data state: TypeError: the data" in caplog.text

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 from megatron_patches.deepspeed import running_program
@@ -232,15 +231,6 @@ def captured(step: int) -> dict[str, Any]:
     return state
 
 
-def test_a_version_is_taken_before_the_program_has_counted_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = started(monkeypatch)
-    state = captured(3)
-    assert (state["iteration"], state["tokens"], state["checkpoint_version"]) == (3, 96, 3.0)
-    saved = state["args"]
-    assert (saved.iteration, saved.consumed_train_samples, saved.consumed_valid_samples) == (3, 24, 16)
-    assert (args.iteration, args.consumed_train_samples, args.consumed_valid_samples) == (2, 16, 0)
-
-
 def test_its_own_checkpoint_is_saved_after_it_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, iteration=3, consumed_train_samples=24, consumed_valid_samples=5)
     saved = captured(3)["args"]
@@ -303,37 +293,12 @@ def test_p12_it_is_said_that_the_programs_own_handler_of_signals_saves_nothing(
     assert "--exit-signal-handler" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("kind", "evaluated", "draws"), [("cyclic", 0, 1), ("cyclic", 16, 0), ("single", 0, 0)]
-)
-def test_p8_a_version_is_behind_the_draw_of_the_evaluation_that_follows_it(
-    kind: str, evaluated: int, draws: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``cyclic`` opens its loaders when their first batch is asked for, and a resumed job does not evaluate again."""
-    started(monkeypatch, load="somewhere", dataloader_type=kind, consumed_valid_samples=evaluated)
-    session = session_of(lambda client: (client, torch.get_rng_state()))
-    program = running_program(Engine(global_steps=3))
-    assert program is not None
-    program.join(session)
-    torch.manual_seed(1)
-    here = torch.get_rng_state()
-    client, rng = session.engine.capture(program.client_state())
-    assert torch.equal(torch.get_rng_state(), here)
-    for _ in range(draws):
-        iter(DataLoader([0]))  # type: ignore[arg-type]
-    wanted = torch.get_rng_state()
-    assert torch.equal(rng, wanted)
-    assert torch.equal(client["rng_state"][0]["torch_rng_state"], wanted)
-    torch.set_rng_state(here)
-    assert torch.equal(session.engine.capture(client)[1], here), "as of a version that was restored"
-
-
 def test_p8_random_states_are_part_of_a_version_where_the_programs_checkpoints_have_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its ``load_checkpoint`` asks for them, also with ``--no-save-rng``."""
     started(monkeypatch, no_save_rng=True)
-    (states,) = captured(3)["rng_state"]
+    (states,) = captured(2)["rng_state"]
     assert torch.equal(states["torch_rng_state"], torch.get_rng_state())
 
 

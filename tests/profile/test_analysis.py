@@ -368,6 +368,7 @@ def test_every_traced_instruction_has_its_marks_and_no_other(tmp_path: Path):
     session: Any = SimpleNamespace(
         progress=page,
         copying=SimpleNamespace(pacer=_Pacer(), variant=Variant.HAS),
+        check_tensors=lambda: None,
         worker=object(),
         tracer=tracer,
         boundary=lambda: None,

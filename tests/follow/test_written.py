@@ -13,20 +13,9 @@ from torch import nn
 
 import reft
 from reft.engine.deepspeed import session_of
-from tests.follow.lives import Life, live, mlp, one_rank, resumed, said, square
+from tests.follow.lives import Life, live, mlp, resumed, said, square
 
 STEPS = 9
-
-
-@pytest.fixture(scope="module")
-def _world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with one_rank(tmp_path_factory.mktemp("world")):
-        yield
-
-
-@pytest.fixture
-def root(_world: None, tmp_path: Path) -> Path:
-    return tmp_path
 
 
 def clipped(model: nn.Module) -> None:
