@@ -402,9 +402,9 @@ class Session:
 
     def check_tensors(self) -> None:
         """Called on the training thread between two passes of a step; see
-        :meth:`~reft.snapshot.worker.SnapshotWorker.check_tensors`."""
+        :meth:`~reft.snapshot.worker.SnapshotWorker.check_between_passes`."""
         if self.worker is not None:
-            self.worker.check_tensors()
+            self.worker.check_between_passes()
 
     def after_step(self) -> None:
         """A call that may have made an optimizer step has returned. What the script changes from here on,

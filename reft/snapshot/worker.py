@@ -428,11 +428,18 @@ class SnapshotWorker:
         self.copier.fence()
         return time.perf_counter() - began
 
+    def check_between_passes(self) -> None:
+        """As :meth:`check_tensors`, before the fence. Not while a device may still have copies to make: writes
+        that the script launches after this call could overtake them."""
+        if not (self.copier.engine.asynchronous and self._state.task is Task.COPY):
+            self.check_tensors()
+
     def check_tensors(self) -> None:
         """Compare the write counts of what was copied with those of the boundary; then it may be committed.
 
         Called by the training thread, so that none of its own writes is under way: at its fence, and between
-        passes before that, since until then a failure would cost the version."""
+        passes before that, since until then a failure would cost the version. At the fence the device's next
+        writes wait for the copies."""
         if not self._state.unchecked:
             return
         with self._changed:
