@@ -429,8 +429,8 @@ class SnapshotWorker:
         return time.perf_counter() - began
 
     def check_between_passes(self) -> None:
-        """As :meth:`check_tensors`, before the fence. Not while a device may still have copies to make: writes
-        that the script launches after this call could overtake them."""
+        """As :meth:`check_tensors`, before the fence. Not while a device may still have copies to make: a
+        write that the script launches after this call could overtake them."""
         if not (self.copier.engine.asynchronous and self._state.task is Task.COPY):
             self.check_tensors()
 
