@@ -25,6 +25,7 @@ from reft.snapshot.copying.engine import CopyTicket, Piece
 from reft.snapshot.copying.gate import UNLIMITED, Pacer, Permit, StreamGate
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.schedule import Overflow
+from reft.snapshot.version import WRITTEN
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import NAME
@@ -191,6 +192,31 @@ def test_p2_a_committed_version_is_the_state_of_its_step(job: Job, variant: Vari
 
 
 @pytest.mark.gpu
+def test_p2_what_is_written_after_copies_are_queued_and_before_they_are_made_costs_the_version(
+    job: Job,
+) -> None:
+    """The host compares write counts between two passes, while the device has yet to copy."""
+    job.train(range(1, 3))
+    assert job.worker.drain(WAIT_SECS)
+    job.kernel(0.3)  # what is handed over now is copied after that
+    counts = job.images.write_counts()
+    request = SnapshotRequest(
+        Label(1, 3),
+        job.images,
+        b"host 3",
+        written=lambda: job.images.written_since(counts),
+        variant=Variant.HOST,
+    )
+    job.worker.submit(request)
+    assert request.copied.wait(WAIT_SECS), "queued"
+    job.worker.check_between_passes()
+    job.state.fill_(-1.0)
+    job.worker.fence()
+    assert request.done.wait(WAIT_SECS)
+    assert request.given_up is not None
+    assert request.given_up.kind == WRITTEN
+
+
 def test_with_has_chunks_begin_in_the_device_s_windows(job: Job) -> None:
     for number in range(1, 2 * STEPS):
         job.await_turn(job.step(number, Variant.HAS))
