@@ -39,7 +39,6 @@ or the present ones if there are none."""
 class _Candidate:
     """Host state before a loader was asked for a batch. ``read``: the pass; None while it is being begun."""
 
-    loader: Any
     read: Read | None
     encoded: Encoded | None  # None: it could not be captured
 
@@ -64,7 +63,7 @@ class StepBoundary:
         self._open = False  # whether a step was made and the next one has not begun
         self._is_marked = False  # whether the script has said where the next step begins
         self._candidates: list[_Candidate] = []
-        self._evaluated: list[Any] = []  # loaders whose batches were evaluated since the step
+        self._evaluated: list[Read] = []  # passes whose batches were evaluated since the step
         self._rng: dict[str, Any] | None = None
 
     def step_ended(self) -> None:
@@ -77,13 +76,13 @@ class StepBoundary:
     def mark(self) -> None:
         """The script says that the next step begins here."""
         if self._open and not self._is_marked:
-            self._candidates = [_Candidate(None, None, self._encoded())]
+            self._candidates = [_Candidate(None, self._encoded())]
             self._is_marked = True
 
-    def begins_pass(self, loader: Any) -> None:
-        """A pass over ``loader`` is about to begin, before it draws anything."""
-        if self._takes(loader):
-            self._candidates.append(_Candidate(loader, None, self._encoded()))
+    def begins_pass(self) -> None:
+        """A pass is about to begin, before it draws anything."""
+        if self._open and not self._is_marked:
+            self._candidates.append(_Candidate(None, self._encoded()))
 
     def began_pass(self, read: Read) -> None:
         """``read`` is the pass that was about to begin."""
@@ -92,16 +91,18 @@ class StepBoundary:
 
     def before_read(self, read: Read) -> None:
         """A batch of ``read`` is about to be read."""
-        known = any(candidate.read is read for candidate in self._candidates)
-        if not known and self._takes(read.loader):
-            self._candidates.append(_Candidate(read.loader, read, self._encoded()))
+        # One capture for each evaluation, not for each of its batches.
+        seen = [*(candidate.read for candidate in self._candidates), *self._evaluated]
+        if self._open and not self._is_marked and all(one is not read for one in seen):
+            self._candidates.append(_Candidate(read, self._encoded()))
 
     def evaluated(self, read: Read | None) -> None:
         """A forward pass that does not train has used a batch, of ``read`` if it came from a loader."""
         if not self._open or self._is_marked:
             return
         if read is not None:
-            self._evaluated.append(read.loader)
+            if all(one is not read for one in self._evaluated):
+                self._evaluated.append(read)
             self._candidates = [c for c in self._candidates if c.read is not read]
         self._rng = self._random_states() if self._repeats_draws else None
 
@@ -124,14 +125,6 @@ class StepBoundary:
     def skip(self) -> None:
         """The step begins, and no version is due."""
         self._open, self._candidates, self._rng = False, [], None
-
-    def _takes(self, loader: Any) -> bool:
-        # One capture for each evaluation, not for each of its batches.
-        return (
-            self._open
-            and not self._is_marked
-            and all(loader is not evaluated for evaluated in self._evaluated)
-        )
 
     def _encoded(self) -> Encoded | None:
         try:

@@ -176,7 +176,7 @@ class DataPosition:
         if self.boundary is not None and self._may_train(loader):
             self._begins = loader
             try:
-                self.boundary.begins_pass(loader)
+                self.boundary.begins_pass()
             finally:
                 self._begins = None
 

@@ -155,6 +155,17 @@ def evaluation_after_steps(job: Job) -> None:
             assert job.counted == job.step
 
 
+def evaluation_of_training_data(job: Job) -> None:
+    """After each epoch, in a pass of the loader that training reads."""
+    loader = reft.resumable(loader_of())
+    job.start()
+    for _ in range(loader.epoch, 99):
+        for batch in loader:
+            job.train(batch)
+        job.evaluate(DataLoader(range(4), 2, shuffle=True))
+        job.evaluate(loader_of())
+
+
 def evaluation_before_steps(job: Job) -> None:
     """After the batch was read: a resumed script makes this evaluation again."""
     loader, held_out = reft.resumable(loader_of()), DataLoader(range(4), 2, shuffle=True)
@@ -349,6 +360,6 @@ def test_a_state_that_cannot_be_taken_aside_is_captured_where_the_step_begins() 
 
     boundary = StepBoundary(capture, repeats_draws=True)
     boundary.step_ended()
-    boundary.begins_pass("loader")
+    boundary.begins_pass()
     assert boundary.take(None)() == b"captured"
     assert calls == [None, None]  # the draws of the loader are in it, as far as they can be
