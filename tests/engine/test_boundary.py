@@ -157,13 +157,13 @@ def evaluation_after_steps(job: Job) -> None:
 
 def evaluation_of_training_data(job: Job) -> None:
     """After each epoch, in a pass of the loader that training reads."""
-    loader = reft.resumable(loader_of())
+    made = loader_of()
+    loader = reft.resumable(made)
     job.start()
     for _ in range(loader.epoch, 99):
         for batch in loader:
             job.train(batch)
-        job.evaluate(DataLoader(range(4), 2, shuffle=True))
-        job.evaluate(loader_of())
+        job.evaluate(made)
 
 
 def evaluation_before_steps(job: Job) -> None:
@@ -280,6 +280,7 @@ SCRIPTS: dict[str, Callable[[Job], None]] = {
     "evaluation after epochs, by the module": lambda job: epochs_with_evaluation(job, module=True),
     "evaluation after steps": evaluation_after_steps,
     "evaluation before steps": evaluation_before_steps,
+    "evaluation of the training data": evaluation_of_training_data,
     "mode set after reading": mode_set_after_reading,
     "one batch of each pass": one_batch_of_each_pass,
     "looks between steps": looks_between_steps,
