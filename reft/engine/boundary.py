@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 Encoded = Callable[[], bytes | bytearray]
 """Returns the encoded host state. Whatever may change is encoded before; called on the worker thread."""
 Capture = Callable[[dict[str, Any] | None], Encoded]
-"""Captures the host state as it is now. Random states: those given, as the second callable has returned them;
-or the present ones if there are none."""
+"""Captures the host state as it is now, with the given random states (as ``random_states`` of
+:class:`StepBoundary` returned them), or with the present ones if none are given."""
 
 
 @dataclass
@@ -60,15 +60,16 @@ class StepBoundary:
         random_states: Callable[[], dict[str, Any]] = capture_rng,
     ) -> None:
         self._capture, self._random_states, self._repeats_draws = capture, random_states, repeats_draws
-        self._open = False  # whether a step was made and the next one has not begun
+        self._open = False  # whether a step was made whose version is due, and the next one has not begun
         self._is_marked = False  # whether the script has said where the next step begins
         self._candidates: list[_Candidate] = []
         self._evaluated: list[Read] = []  # passes whose batches were evaluated since the step
         self._rng: dict[str, Any] | None = None
 
-    def step_ended(self) -> None:
-        """The optimizer step was made."""
-        self._open, self._is_marked = True, False
+    def step_ended(self, *, is_due: bool = True) -> None:
+        """The optimizer step was made. ``is_due``: whether its version is taken where the next one begins; if
+        not, nothing is captured in between."""
+        self._open, self._is_marked = is_due, False
         self._candidates.clear()
         self._evaluated.clear()
         self._rng = self._random_states() if self._repeats_draws else None

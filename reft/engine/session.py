@@ -214,6 +214,7 @@ class Session:
         self.tracer = Tracer()
         self._last_step = self.engine.global_steps
         self._stepped = False  # whether a step was made and the next one has not begun
+        self._is_due = False  # whether that step's version is to be taken
         self.progress.set_step(self._last_step)
         self._boundary_secs = time.perf_counter()
         self.closed = False
@@ -394,7 +395,7 @@ class Session:
         if not self.copying.takes_versions:
             return
         self.stopping.stop_if_due(self, step, step_secs)
-        if self.rates.takes_version(step):
+        if self._is_due:
             self.rates.begun(self.submit(must=False))
         else:
             self.state.boundary.skip()
@@ -413,7 +414,8 @@ class Session:
         if step != self._last_step and not self.closed:
             self._last_step, self._stepped = step, True
             log.set_step(step)
-            self.state.boundary.step_ended()
+            self._is_due = self.worker is not None and self.rates.takes_version(step)
+            self.state.boundary.step_ended(is_due=self._is_due)
             if not self.tracer.woven:
                 self.copying.pacer.end_step("step", ())
         self.progress.end_step(self._last_step)

@@ -27,7 +27,7 @@ _POLL_SECS = 0.01
 
 
 @dataclass(frozen=True)
-class Node:
+class LocalNode:
     """One ``reft launch`` with a memory directory of its own, and what it started."""
 
     name: str
@@ -44,7 +44,7 @@ class LocalNodes:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """``environment``: set for all nodes, on top of this process's own."""
-        self.started: list[Node] = []
+        self.started: list[LocalNode] = []
         self._token = uuid.uuid4().hex
         inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         # Found also where reft is not installed but run from its sources.
@@ -54,7 +54,7 @@ class LocalNodes:
 
     def start(
         self, name: str, memory_dir: Path, log: Path, options: Sequence[str], program: Sequence[str]
-    ) -> Node:
+    ) -> LocalNode:
         """Start ``reft launch OPTIONS PROGRAM`` with this memory directory, in a session of its own."""
         # -P: the launcher does not import modules of the working directory. The memory directory comes after
         # the options, which may name another one.
@@ -68,15 +68,15 @@ class LocalNodes:
                 env={**self._environment, ENV_CLUSTER: f"{self._token}:{name}"},
                 start_new_session=True,
             )
-        self.started.append(Node(name, memory_dir, log, process))
+        self.started.append(LocalNode(name, memory_dir, log, process))
         return self.started[-1]
 
-    def lose(self, node: Node) -> None:
+    def lose(self, node: LocalNode) -> None:
         """Kill everything on a node and remove its memory, as the loss of a host does."""
         self.kill(node)
         shutil.rmtree(node.memory_dir, ignore_errors=True)
 
-    def kill(self, *nodes: Node) -> None:
+    def kill(self, *nodes: LocalNode) -> None:
         """SIGKILL of every process of these nodes, until none is left: first all stand still, so that none
         starts another."""
         deadline, number = time.monotonic() + _KILL_SECS, signal.SIGSTOP

@@ -2,7 +2,7 @@
 
 :func:`attach` is called once a session has been made, where ``REFT_REHEARSE`` names a directory. It holds
 :data:`PLAN`, which says how many steps to make and where to die, and takes a file ``rank-N.jsonl`` of
-:class:`~reft.rehearse.compare.Record` in JSON and of other events:
+:class:`~reft.rehearse.compare.StepRecord` in JSON and of other events:
 
 - ``trained``: digests of the batches by which a step was made, and the losses that the engine knows;
 - ``state``: digests of the state after it, tensor by tensor;
@@ -89,7 +89,7 @@ class Plan:
 
 
 def attach(session: Session) -> None:
-    """Record every step of this session from now on."""
+    """StepRecord every step of this session from now on."""
     Recorder(session, Path(os.environ[ENV_REHEARSE]))
 
 

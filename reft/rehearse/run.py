@@ -18,13 +18,13 @@ from typing import Any
 
 from reft.env import ENV_PROFILE, ENV_REHEARSE
 from reft.errors import ConfigError
-from reft.job.local import LocalNodes, Node
+from reft.job.local import LocalNode, LocalNodes
 from reft.job.rendezvous.server import RendezvousServer
 from reft.rehearse.compare import (
     STATE,
     TRAINED,
     Difference,
-    Record,
+    StepRecord,
     advise,
     advise_unsteady,
     compare,
@@ -94,11 +94,11 @@ class Run:
     secs: float = 0.0
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[StepRecord]:
         kinds = (TRAINED, STATE)
         names = ("rank", "life", "step", "values")
         found = [event for event in self.events if event["event"] in kinds]
-        records = [Record(event["event"], *(event[name] for name in names)) for event in found]
+        records = [StepRecord(event["event"], *(event[name] for name in names)) for event in found]
         if not self.plan.kill_after or not records:
             return records
         # Ranks that outlive the killed one may capture a state where they end; it is no version.
@@ -344,7 +344,7 @@ class _Job:
     ) -> None:
         self._what, self._nodes, self._records, self._memory = what, nodes, records, memory
         self._meeting = ["--job-id", what.job_id, "--rdzv-id", run_id, "--max-restarts", str(restarts)]
-        self._current: dict[str, Node] = {}
+        self._current: dict[str, LocalNode] = {}
         self._failed_at: float | None = None
 
     def start(self, stack: ExitStack) -> None:

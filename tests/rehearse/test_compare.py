@@ -20,7 +20,7 @@ from reft.rehearse.compare import (
     TRAINED,
     WEIGHTS,
     Difference,
-    Record,
+    StepRecord,
     advise,
     advise_unsteady,
     compare,
@@ -39,9 +39,9 @@ OF_STATE = {
 }
 
 
-def run(steps: int = 4, ranks: int = 2, life: int = 1, first: int = 1) -> list[Record]:
+def run(steps: int = 4, ranks: int = 2, life: int = 1, first: int = 1) -> list[StepRecord]:
     return [
-        Record(kind, rank, life, step, values)
+        StepRecord(kind, rank, life, step, values)
         for step in range(first, steps + 1)
         for rank in range(ranks)
         for kind, values in ((TRAINED, OF_TRAINING), (STATE, OF_STATE))
@@ -49,11 +49,11 @@ def run(steps: int = 4, ranks: int = 2, life: int = 1, first: int = 1) -> list[R
 
 
 def changed(
-    records: list[Record], at: Mapping[str, object], cause: str, key: str, value: str
-) -> list[Record]:
+    records: list[StepRecord], at: Mapping[str, object], cause: str, key: str, value: str
+) -> list[StepRecord]:
     """With another value in the records that have these attributes."""
 
-    def change(record: Record) -> Record:
+    def change(record: StepRecord) -> StepRecord:
         if cause not in record.values or any(getattr(record, name) != wanted for name, wanted in at.items()):
             return record
         return replace(record, values={**record.values, cause: {**record.values[cause], key: value}})

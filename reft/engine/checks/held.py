@@ -36,7 +36,7 @@ _UPDATING_WORDS = ("ema", "update", "average", "momentum", "copy")
 _CALLED_BY_TORCH = frozenset({"forward", "__getitem__", "__iter__", "training_step", "compute_loss"})
 
 
-class Held(NamedTuple):
+class HeldFinding(NamedTuple):
     node: ast.expr | ast.stmt
     found: str
     change: str
@@ -52,7 +52,7 @@ class HeldState:
         self._training = self._training_code()
         self._kept = self._kept_names()
 
-    def findings(self) -> Iterator[Held]:
+    def findings(self) -> Iterator[HeldFinding]:
         if self._training:
             yield from self._generators()
             yield from self._averages()
@@ -133,10 +133,10 @@ class HeldState:
 
     # -- findings ------------------------------------------------------------------------------------
 
-    def _generators(self) -> Iterator[Held]:
+    def _generators(self) -> Iterator[HeldFinding]:
         for name, target, call in self._made():
             if _name(call) in _GENERATORS and not self._is_in_class(target, "Sampler"):
-                yield Held(
+                yield HeldFinding(
                     target,
                     f"`{name}` ({ast.unparse(call.func)}) is a random generator of the script's own. After "
                     f"a failure "
@@ -144,11 +144,11 @@ class HeldState:
                     f"write {_attach(name)}",
                 )
 
-    def _averages(self) -> Iterator[Held]:
+    def _averages(self) -> Iterator[HeldFinding]:
         for name, target, call in self._made():
             is_copy = _name(call) == "deepcopy" and self._is_updated(name)
             if is_copy or _name(call) in _AVERAGES:
-                yield Held(
+                yield HeldFinding(
                     target,
                     f"`{name}` ({ast.unparse(call.func)}) is a copy of the model that training updates. "
                     f"After a "
@@ -174,7 +174,7 @@ class HeldState:
                 return True
         return False
 
-    def _attributes(self) -> Iterator[Held]:
+    def _attributes(self) -> Iterator[HeldFinding]:
         """Attributes of modules that are computed from their own last value."""
         modules = {
             ast.unparse(n.func.value)
@@ -191,7 +191,7 @@ class HeldState:
             reads_itself = isinstance(node, ast.AugAssign) or name in _names_in(value)
             if reads_itself and (own or owner in modules):
                 seen.add(name)
-                yield Held(
+                yield HeldFinding(
                     target,
                     f"`{name}` is computed from its last value, and is neither a parameter nor a buffer. "
                     f"After a "

@@ -24,7 +24,7 @@ from rich.text import Text
 from reft.config import parse_block
 from reft.env import ENV_EVENTS
 from reft.errors import ConfigError
-from reft.job.local import LocalNodes, Node, handle_stop_signals
+from reft.job.local import LocalNode, LocalNodes, handle_stop_signals
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import BLOCK_NAME
 from reft.node.report import WAITING, describe_parts
@@ -219,7 +219,7 @@ class Job:
         self.losses = Losses()
         self.failures: list[Failure] = []
         self.tolerance: int | None = None
-        self.current: dict[int, Node] = {}
+        self.current: dict[int, LocalNode] = {}
         self._name, self._count = f"demo-{name}", options.pp * options.dp
         self._recovered: list[dict[str, Any]] = []  # what nodes tell behind the first step of each start
         self._committed, self._skipped = (
@@ -289,7 +289,7 @@ class Job:
             return f"step {self._step + 1} is computed" if self._step < self._steps else "trainers end"
         return "trainers build the model, and meet"
 
-    def _start_node(self, index: int) -> Node:
+    def _start_node(self, index: int) -> LocalNode:
         """Start the launcher of a node, or of its replacement if there was one before."""
         before = sum(node.name.partition(".")[0] == f"node{index}" for node in self.nodes.started)
         name = f"node{index}.{before}" if before else f"node{index}"
