@@ -69,8 +69,7 @@ class Flags(HostState):
         elif saved["frozen"]:
             logger.warning(
                 "the version is of another layout: frozen parameters (%d) and the training mode of modules "
-                "are "
-                "those that the script has set",
+                "are those that the script has set",
                 len(saved["frozen"]),
             )
         if saved["batch"] is not None:

@@ -464,9 +464,9 @@ class SnapshotWorker:
         state that it would copy. A host that waited longer would have no lead left when it goes on, in every
         step, and the copy would not end before the write."""
         now = time.perf_counter()
-        late_secs = LATE_PART * (
-            now - self._fenced_at
-        )  # of a step, by the host, which this keeps to the device's pace
+        # A step by the host's clock: the waits of this method keep the host at the device's pace.
+        step_secs = now - self._fenced_at
+        late_secs = LATE_PART * step_secs
         self._fenced_at = now
         if not self._state.may_begin:
             return
