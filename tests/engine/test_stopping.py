@@ -16,6 +16,7 @@ import pytest
 from reft.engine.deepspeed import session_of
 from reft.engine.session import Stopping
 from reft.errors import TransferError
+from reft.grid import Label
 from tests.attack.jobs import DEADLINE_SECS, ranks
 from tests.engine.ranks import join_group
 from tests.engine.test_traffic import make, train
@@ -84,6 +85,27 @@ def test_the_job_ends_after_the_step_that_a_vote_names() -> None:
     assert ended.value.code == 143
     session.submit.assert_called_once_with(must=True)
     session.close.assert_called_once_with()
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_where_no_step_begins_in_time_the_newest_version_is_persisted_and_the_process_exits(
+    stepped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation of ten minutes. Within a step the boundary is near, and its state is newer."""
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    session = told_to_stop(waited_secs=0.6 * GRACE_SECS, committed=True)
+    session.closed, session.stepped = False, stepped
+    session.stats.committed_step, session.memory.incarnation = 6, 2
+    session.stopping._session = session
+    session.stopping._stop_between_steps()
+    assert exits == ([143] if stepped else [])
+    if stepped:
+        label, secs = session.daemon.persist_now.call_args.args
+        assert label == Label(2, 6)
+        assert 0 < secs < 0.4 * GRACE_SECS
+    else:
+        assert not session.daemon.persist_now.called
 
 
 @pytest.mark.integration
