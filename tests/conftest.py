@@ -42,15 +42,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+
 @pytest.fixture(autouse=True)
-def _environment_is_kept() -> Iterator[None]:
-    """A command that is called within a test may set variables for the processes it was to start: they must
-    not reach the tests that follow."""
-    before = dict(os.environ)
+def _environment_and_signals_are_kept() -> Iterator[None]:
+    """A command that is called within a test may set variables for the processes it was to start, and ignore
+    signals at its end: neither must reach the tests that follow, whose processes would inherit both."""
+    variables = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
     yield
-    if os.environ != before:
+    if os.environ != variables:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(variables)
+    for number, handler in handlers.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 # -- markers: a test that starts a process says so ---------------------------------------------------
