@@ -36,15 +36,15 @@ from reft.control.control import connect
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.control.transport import FANOUT, Buffers, children_of, parent_of
 from reft.control.wire import listen
-from reft.grid import Coordinate, Degrees, Label
+from reft.grid import Coordinate, Degrees, VersionId
 from reft.memory.header import ArenaState
-from reft.recover.decide import Verdict, encode_verdicts
+from reft.recover.decide import GroupStatus, encode_verdicts
 from reft.recover.inventory import Head, Summary
 
 SECRET = b"b" * 32
 WAIT_SECS = 240.0
 BALLOT_INTS = 9
-VERSIONS = (Label(3, 1234), Label(3, 1235))
+VERSIONS = (VersionId(3, 1234), VersionId(3, 1235))
 """What every rank holds, where the ranks agree on a version."""
 WARM_UP = 3
 
@@ -62,7 +62,9 @@ def said(ranks: int, per_node: int) -> list[tuple[bytes, bytes]]:
             for slot, label in enumerate(VERSIONS)
         )
         summary = Summary(node, heads, ()).encode()
-        verdict = encode_verdicts({label: Verdict(0, (), False) for label in VERSIONS}) if at.dp == 0 else b""
+        verdict = (
+            encode_verdicts({label: GroupStatus(0, (), False) for label in VERSIONS}) if at.dp == 0 else b""
+        )
         # In the envelope that also carries errors.
         found.append((msgpack.packb([None, summary]), msgpack.packb([None, verdict])))
     return found

@@ -26,7 +26,7 @@ from replay_stage import SimulatedDevice
 from results import estimate, machine
 
 from reft.config import Variant
-from reft.snapshot.arenas import Filling
+from reft.snapshot.arenas import ArenaWriter
 from reft.snapshot.copying import copier
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
 from reft.snapshot.plan import PlacedBlock
@@ -38,13 +38,13 @@ PARTS = 96  # blocks of a version; twice as many as batches
 
 def hash_slowly(bytes_per_sec: float) -> None:
     """Have hashing take at least as long as it would."""
-    hash_block = Filling.hash
+    hash_block = ArenaWriter.hash
 
-    def act(self: Filling, placed: PlacedBlock) -> None:
+    def act(self: ArenaWriter, placed: PlacedBlock) -> None:
         time.sleep(self.length(placed) / bytes_per_sec)
         hash_block(self, placed)
 
-    Filling.hash = act  # type: ignore[method-assign]
+    ArenaWriter.hash = act  # type: ignore[method-assign]
 
 
 def run(

@@ -125,7 +125,7 @@ class Rank:
         from reft.engine import deepspeed
         from reft.memory.arena import Arena
         from reft.snapshot import worker as worker_module
-        from reft.snapshot.arenas import Filling
+        from reft.snapshot.arenas import ArenaWriter
 
         watch, worker = self.watch, self.session.worker
         watch.watch(self.session, "submit", "training: submit")
@@ -133,7 +133,7 @@ class Rank:
         watch.watch(worker, "fence", "training: fence")
         watch.watch(worker_module, "_encode", "worker: encode host state")
         watch.watch(worker.copier, "copy", "worker: copy and hash")
-        watch.watch(Filling, "hash_rest", "worker: hash rest")
+        watch.watch(ArenaWriter, "hash_rest", "worker: hash rest")
         watch.watch(worker, "_exchange", "worker: exchange")
         watch.watch(worker.votes, "cast", "worker: votes")
         for name in ("begin", "seal", "lost", "commit"):

@@ -18,7 +18,7 @@ from common import MIB, parser, progress, scratch
 from results import estimate, machine
 
 from reft.config import PersistConfig, ReftConfig
-from reft.grid import BlockKey, Coordinate, Degrees, Label, Section
+from reft.grid import BlockKey, Coordinate, Degrees, Section, VersionId
 from reft.memory.arena import Arena, arena_name
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.memory.jobdir import JobDir
@@ -31,7 +31,9 @@ def commit(arena: Arena, step: int) -> None:
     nbytes = arena.data_bytes
     entries = []
     arena.begin(
-        ArenaHeader("bench", "n0", Degrees(1, 1, 1), Coordinate(0, 0, 0), Label(1, step), ArenaState.WRITING)
+        ArenaHeader(
+            "bench", "n0", Degrees(1, 1, 1), Coordinate(0, 0, 0), VersionId(1, step), ArenaState.WRITING
+        )
     )
     for number, at in enumerate(range(0, nbytes, BLOCK_BYTES)):
         data = arena.data[at : at + BLOCK_BYTES]
@@ -79,7 +81,7 @@ def main() -> None:
             for step in range(1, options.rounds + 1):
                 copies.append(timed(lambda: copy(arena, space.disk / "copy")))
                 commit(arena, step)
-                label = Label(1, step)
+                label = VersionId(1, step)
                 versions.append(timed(lambda at=label: persist_label(job, at, config)))
                 progress(f"round {step} of {options.rounds}")
             copies.append(timed(lambda: copy(arena, space.disk / "copy")))

@@ -25,10 +25,10 @@ from typing import Any
 from common import MIB
 from results import machine
 
-from reft.grid import Coordinate, Degrees, Label, Topology
+from reft.grid import Coordinate, Degrees, Topology, VersionId
 from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.protect.placement import place_group
-from reft.recover.decide import Verdict, decide, decode_verdicts, encode_verdicts, judge, plan_decided
+from reft.recover.decide import GroupStatus, decide, decode_verdicts, encode_verdicts, judge, plan_decided
 from reft.recover.inventory import (
     ArenaRecord,
     Inventory,
@@ -46,7 +46,7 @@ PARAMETERS = 34_000_000_000
 RANKS_PER_NODE = 8
 BLOCK_BYTES = 4 * MIB
 HOST_BYTES = 64 * 1024
-OLD, NEW = Label(1, 99), Label(1, 100)
+OLD, NEW = VersionId(1, 99), VersionId(1, 100)
 JOB = "llama-2-34b"
 
 SHAPES = {
@@ -151,7 +151,7 @@ def measure(degrees: Degrees) -> dict[str, Any]:
     tables = [Inventory(node, tuple(found)).pack() for node, found in by_node.items()]
 
     marks = [time.process_time()]
-    labels: dict[tuple[int, int], Label] = {}
+    labels: dict[tuple[int, int], VersionId] = {}
     summaries = [Summary.decode(body, topology, labels) for body in told]
     findings = put_together(summaries, topology, job_id=JOB)
     parts = parts_of(findings, rank)
@@ -161,7 +161,7 @@ def measure(degrees: Degrees) -> dict[str, Any]:
     marks.append(time.process_time())
 
     sources = judge(group, records, findings.written)
-    verdict = encode_verdicts({label: Verdict.of(found) for label, found in sources.items()})
+    verdict = encode_verdicts({label: GroupStatus.of(found) for label, found in sources.items()})
     marks.append(time.process_time())
 
     decision = decide(findings, {each: decode_verdicts(verdict) for each in topology.groups()})

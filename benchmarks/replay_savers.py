@@ -9,7 +9,7 @@ import torch
 
 from reft.grid import ALIGNMENT_BYTES
 from reft.snapshot.plan import shard_cuts
-from reft.snapshot.schedule import Bandwidth, HasSchedule, Interval, Limits, Window, plan_schedule
+from reft.snapshot.schedule import Bandwidth, HasLimits, HasSchedule, Interval, Window, plan_schedule
 from reft.state.catalogue import SectionImage
 
 NONE = "none"
@@ -128,6 +128,6 @@ def make_plan(nbytes: int, windows: Sequence[Window], bytes_per_sec: float, step
         Bandwidth(window=bytes_per_sec, compute=bytes_per_sec),
         step_secs=step_secs,
         computing=tuple(gaps.values()),
-        limits=Limits(compute_share=1.0),
+        limits=HasLimits(compute_share=1.0),
         estimator="analytic",
     )

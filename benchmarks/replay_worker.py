@@ -17,7 +17,7 @@ from replay_savers import NoSaver, Version
 from reft.config import HasConfig, Variant
 from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
-from reft.grid import Degrees, Label, Topology
+from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena, SlotFiles, scan
 from reft.node.client import ProtectionRecord
 from reft.snapshot.arenas import ArenaSet
@@ -27,7 +27,7 @@ from reft.snapshot.copying.gate import Pacer
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.switching import SchemeSwitch
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallbacks
 from reft.state.catalogue import SectionImage
 
 WAIT_SECS = 600.0
@@ -94,7 +94,7 @@ class Production:
             block_bytes=_BLOCK_BYTES,
             host_bytes=_HOST_BYTES,
             switch=SchemeSwitch(control, topology, arenas, ProtectionRecord("none", "none")),
-            watchers=Watchers(self.stats, FaultPlan((), topology.coordinates[0])),
+            watchers=WorkerCallbacks(self.stats, FaultPlan((), topology.coordinates[0])),
             copier=Copier(engine, chunk_bytes),
             pacer=self.pacer,
         )
@@ -109,7 +109,7 @@ class Production:
     def submit(self, variant: Variant, *, must: bool = False) -> SnapshotRequest:
         """Hand the version of the state of now over."""
         self.step += 1
-        request = SnapshotRequest(Label(1, self.step), self.images, b"", must=must, variant=variant)
+        request = SnapshotRequest(VersionId(1, self.step), self.images, b"", must=must, variant=variant)
         self.worker.submit(request)
         return request
 

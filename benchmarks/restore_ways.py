@@ -191,10 +191,10 @@ def _watch_parts(watch: Stopwatch) -> None:
     """Have the parts of a restore told apart."""
     from reft.engine import deepspeed
     from reft.engine.load.memory import MemoryRestorer
-    from reft.recover.rebuild import Completion
+    from reft.recover.rebuild import ArenaRebuilder
 
     for stage in ("begin", "take", "seal"):
-        watch.watch(Completion, stage, _COMPLETING)
+        watch.watch(ArenaRebuilder, stage, _COMPLETING)
     watch.watch(MemoryRestorer, "survey", "inventory_and_plan")
     watch.watch(deepspeed, "restore_host_state", "host_state")
     watch.watch(MemoryRestorer, "protect", "protect")

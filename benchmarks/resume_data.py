@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import reft.data
 from reft.data.passes import Position
-from reft.data.watch import Watch
+from reft.data.watch import LoaderHook
 
 BATCH = 4
 Resume = Callable[[], Any]
@@ -51,9 +51,9 @@ def of_reft(data: Numbers, at: int) -> Any:
 def of_resumable(data: Numbers, at: int) -> Any:
     loader: DataLoader[Any] = DataLoader(data, BATCH, shuffle=True)  # type: ignore[arg-type]
     torch.manual_seed(1)
-    start = Watch().begin(loader).position()
+    start = LoaderHook().begin(loader).position()
     position = Position(start.start, None, at // BATCH, start.length, start.source)
-    return next(Watch().begin_at(loader, position))
+    return next(LoaderHook().begin_at(loader, position))
 
 
 def main() -> int:

@@ -103,7 +103,7 @@ class Rank:
     def _watch_hot_path(self) -> None:
         from reft.engine import deepspeed
         from reft.snapshot import worker as worker_module
-        from reft.snapshot.arenas import Filling
+        from reft.snapshot.arenas import ArenaWriter
 
         session, worker, watch = self.session, self.session.worker, self.watch
         watch.watch(session, "submit", "training.submit")
@@ -113,10 +113,10 @@ class Rank:
         watch.watch(worker.copier, "copy", "worker.copy")
         watch.watch(worker_module, "_encode", "worker.copy.encode")
         watch.watch(worker.arenas, "begin", "worker.copy.begin")
-        watch.watch(Filling, "hash", "worker.hash")
+        watch.watch(ArenaWriter, "hash", "worker.hash")
         watch.watch(worker.votes, "cast", "worker.votes")
         watch.watch(worker, "_exchange", "worker.exchange")
-        watch.watch(Filling, "seal", "worker.seal")
+        watch.watch(ArenaWriter, "seal", "worker.seal")
         watch.watch(worker.arenas, "commit", "worker.commit")
 
     def unit(self, saver: Saver) -> dict[str, Any]:

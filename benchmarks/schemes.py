@@ -199,7 +199,7 @@ def host_adam(engine: Any, quick: bool) -> list[dict[str, float]]:
     import torch
     import torch.distributed as dist
 
-    from reft.protect.host_adam import AdamReplica, ReplicaTensors, StepRecord, recipe_of, step_of
+    from reft.protect.host_adam import AdamReplica, OwnerStep, ReplicaTensors, recipe_of, step_of
 
     found = []
     dist.barrier()
@@ -216,7 +216,7 @@ def host_adam(engine: Any, quick: bool) -> list[dict[str, float]]:
         target = torch.zeros_like(source)
         for trial in range(4):
             begin = time.perf_counter()
-            replica.apply(StepRecord(replica.number + 1, groups), [gradient])
+            replica.apply(OwnerStep(replica.number + 1, groups), [gradient])
             adam = time.perf_counter()
             target.copy_(source)
             copied = time.perf_counter()

@@ -55,7 +55,7 @@ def build_engine(options: argparse.Namespace) -> tuple[Any, Iterator[Any]]:
     from examples.llama import train
     from examples.llama.model_config import degrees_for
     from examples.llama.options import parse
-    from reft.tools.planning.job import Layout
+    from reft.tools.planning.job import JobLayout
 
     shape = Shape.near(options.params, options.pp)
     wanted = {
@@ -89,7 +89,7 @@ def build_engine(options: argparse.Namespace) -> tuple[Any, Iterator[Any]]:
 
             backend = use_device(device)
         deepspeed.init_distributed(backend)
-    layout = Layout(degrees_for(options.pp * options.dp, options.pp, 1, options.dp))
+    layout = JobLayout(degrees_for(options.pp * options.dp, options.pp, 1, options.dp))
     engine = train.build_engine(job, job.model_config(), layout)
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
     tokens = torch.randint(

@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 
 
-class Block(BaseModel):
+class ConfigBlock(BaseModel):
     """The ``reft`` block or a part of it: no unknown keys, never changed. A key's meaning is its description,
     or the text below it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class PersistConfig(Block):
+class PersistConfig(ConfigBlock):
     """Low-frequency checkpoints on storage, written from host memory in the background."""
 
     dir: Path | None = Field(None, description="directory that every node sees; null switches it off")
@@ -129,7 +129,7 @@ class Variant(StrEnum):
     NONE = "none"
 
 
-class FaultConfig(Block):
+class FaultConfig(ConfigBlock):
     """One injected fault, for tests and demonstrations."""
 
     point: FaultPoint = Field(description="where the rank fails")
@@ -143,7 +143,7 @@ class FaultConfig(Block):
     """SIGKILL of the process, of everything on its node, or an exception"""
 
 
-class HasConfig(Block):
+class HasConfig(ConfigBlock):
     """How copies are fitted into the idle time of the pipeline."""
 
     windows: Literal["profiled", "analytic", "paper"] = "profiled"
@@ -167,7 +167,7 @@ class HasConfig(Block):
     """part of the training time that versions may cost, for 'interval' and for "interval_steps": "auto" """
 
 
-class ProfileConfig(Block):
+class ProfileConfig(ConfigBlock):
     """Measures where the devices of a running job wait; the result is for people and tools."""
 
     steps: int = Field(0, ge=0, description="measure this many steps, once; 0: off")
@@ -180,7 +180,7 @@ class ProfileConfig(Block):
     """after measuring, let the job go on, or end it with exit code 0"""
 
 
-class MetricsConfig(Block):
+class MetricsConfig(ConfigBlock):
     """Metrics for Prometheus, served by each node's daemon (needs the extra reft-ckpt[metrics])."""
 
     port: int = Field(0, ge=0, lt=2**16, description="TCP port, the same on every node; 0 serves none")
@@ -188,7 +188,7 @@ class MetricsConfig(Block):
     """address to listen on; everyone who reaches it can read the metrics, without a secret"""
 
 
-class VerifyConfig(Block):
+class VerifyConfig(ConfigBlock):
     """What is looked at before a version is committed."""
 
     peers: Literal["off", "rotate", "full"] = "rotate"
@@ -203,7 +203,7 @@ class VerifyConfig(Block):
     at"""
 
 
-class ElasticConfig(Block):
+class ElasticConfig(ConfigBlock):
     """What launchers change about the nodes of a running job by themselves."""
 
     wait_secs: float | None = Field(None, gt=0)
@@ -211,7 +211,7 @@ class ElasticConfig(Block):
     one; null: last_call_timeout of --rdzv-conf, 10"""
 
 
-class ReftConfig(Block):
+class ReftConfig(ConfigBlock):
     """The ``reft`` block."""
 
     enabled: bool = Field(False, description="switch reft on")
@@ -423,10 +423,10 @@ class ReftConfig(Block):
         return self.memory_dir / self.job_id
 
 
-NESTED: dict[str, type[Block]] = {
+NESTED: dict[str, type[ConfigBlock]] = {
     name: field.annotation
     for name, field in ReftConfig.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Block)
+    if isinstance(field.annotation, type) and issubclass(field.annotation, ConfigBlock)
 }
 """Blocks within the block, by their key."""
 

@@ -238,7 +238,7 @@ class BlockKey:
 
 
 @dataclass(frozen=True, order=True)
-class Label:
+class VersionId:
     """A version of the job's state.
 
     Ordered by incarnation first: a later incarnation starts from the best version there was, so what
@@ -251,11 +251,11 @@ class Label:
         return f"step {self.step} (incarnation {self.incarnation})"
 
 
-def given_up(labels: Iterable[Label]) -> dict[Label, Label]:
+def given_up(labels: Iterable[VersionId]) -> dict[VersionId, VersionId]:
     """Versions of a future that the job went back behind, each with the version that says so: one of a later
     incarnation whose step is not higher."""
-    line: list[Label] = []
-    passed: dict[Label, Label] = {}
+    line: list[VersionId] = []
+    passed: dict[VersionId, VersionId] = {}
     for label in sorted(set(labels), reverse=True):
         later = [at for at in line if at.incarnation > label.incarnation and at.step <= label.step]
         if later:

@@ -28,7 +28,7 @@ from types import ModuleType
 from reft.engine.on_import import PostImportFinder
 from reft.env import ENV_ROOM
 from reft.job.script import run_module, run_script
-from reft.job.warm import ForkError, ForkingPopen, ProcEntry, serve
+from reft.job.warm import ForkError, ForkingPopen, ProcTitle, serve
 
 ENV_PREFORK = "REFT_TEST_PREFORK"
 _LAUNCHERS = ("reft.job.launch", "reft.cli", "torch.distributed.run")
@@ -157,7 +157,7 @@ class Forks:
     """Has imported all; becomes what it is asked for in the processes that it forks."""
 
     def __init__(self) -> None:
-        self._entry = ProcEntry()
+        self._entry = ProcTitle()
         self._path = [entry for entry in sys.path[1:] if entry != str(_ROOT)]
         # Scripts are to find DeepSpeed as it is, until they import reft or are launched by it.
         sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PostImportFinder)]

@@ -26,7 +26,7 @@ from typing import Any
 
 from reft.config import Variant
 from reft.errors import ConfigError
-from reft.snapshot.schedule import Bandwidth, HasSchedule, Interval, Limits, plan_schedule
+from reft.snapshot.schedule import Bandwidth, HasLimits, HasSchedule, Interval, plan_schedule
 from reft.tools.planning.model import Training
 
 from .copying import Beside, Copying, Tier, bytes_by_tier
@@ -265,6 +265,6 @@ def plan_stage(training: Training, plain: StageResult, nbytes: float) -> HasSche
         step_secs=plain.end_secs,
         computing=computing,
         communicating=communicating,
-        limits=Limits(compute_share=1.0, separate_links=separate),  # copy engines take no turns
+        limits=HasLimits(compute_share=1.0, separate_links=separate),  # copy engines take no turns
         estimator="simulated",
     )

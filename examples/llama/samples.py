@@ -19,7 +19,7 @@ from examples.llama.corpus import (
 )
 from examples.llama.indexed import IndexedDataset, is_indexed
 from examples.llama.tokenizer import Tokenizer
-from reft.data.order import JobPosition, Order, decode, encode
+from reft.data.order import JobPosition, SampleOrder, decode, encode
 from reft.errors import ConfigError
 
 MicroBatch = tuple[torch.Tensor, torch.Tensor]
@@ -86,7 +86,7 @@ class MicroBatchIterator:
     ) -> None:
         self._dataset = dataset
         self._vocab_size = vocab_size
-        self._order = Order(len(dataset), seed, shuffle=True)
+        self._order = SampleOrder(len(dataset), seed, shuffle=True)
         self._micro_batch, self._dp_rank, self._dp_size = micro_batch, dp_rank, dp_size
         self.consumed = 0
         """Samples, by the whole job."""

@@ -32,7 +32,7 @@ from examples.llama.tensor_parallel import TensorParallel, mark_norm_owners, sha
 from examples.llama.tokenizer import load_tokenizer
 from reft.errors import ConfigError
 from reft.log import EventLog
-from reft.tools.planning.job import Layout, choose_order, parse_order
+from reft.tools.planning.job import JobLayout, choose_order, parse_order
 
 logger = logging.getLogger(__name__)
 
@@ -175,15 +175,15 @@ def _gather_ids(text: str) -> list[int]:
     return [int(value.item()) for value in everyone]
 
 
-def choose_layout(options: Options, degrees: Any) -> Layout:
+def choose_layout(options: Options, degrees: Any) -> JobLayout:
     if options.rank_order != "auto":
-        return Layout(degrees, parse_order(options.rank_order))
+        return JobLayout(degrees, parse_order(options.rank_order))
     # GROUP_RANK numbers the launchers of TorchElastic; each is one node, also on a shared host.
     node = os.environ.get("GROUP_RANK") or socket.gethostname()
-    return Layout(degrees, choose_order(degrees, _gather_ids(node)))
+    return JobLayout(degrees, choose_order(degrees, _gather_ids(node)))
 
 
-def build_engine(options: Options, config: LlamaConfig, layout: Layout) -> Engine:
+def build_engine(options: Options, config: LlamaConfig, layout: JobLayout) -> Engine:
     """The model as a pipeline module over ``layout``, and DeepSpeed's engine around it."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -228,7 +228,7 @@ def _needs_torch_adam() -> bool:
     return (ROCM_HOME if torch.version.hip else CUDA_HOME) is None
 
 
-def _tensor_parallel(layout: Layout, seed: int) -> TensorParallel:
+def _tensor_parallel(layout: JobLayout, seed: int) -> TensorParallel:
     rank = dist.get_rank()
     if layout.degrees.tp == 1:
         return TensorParallel(seed=seed)
@@ -243,7 +243,7 @@ def _tensor_parallel(layout: Layout, seed: int) -> TensorParallel:
 
 
 def micro_batch_iterator(
-    engine: Engine, options: Options, config: LlamaConfig, layout: Layout, samples: SampleDataset
+    engine: Engine, options: Options, config: LlamaConfig, layout: JobLayout, samples: SampleDataset
 ) -> MicroBatchIterator:
     return MicroBatchIterator(
         samples,

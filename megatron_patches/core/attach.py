@@ -50,7 +50,7 @@ _LINES = """
         iteration, client_state = resumed"""
 
 
-class Resumed(NamedTuple):
+class ResumeState(NamedTuple):
     """Where a job goes on: after so many steps, with what ``client_state`` had returned behind the last of
     them; empty where the state was loaded by the script."""
 
@@ -129,7 +129,7 @@ class MegatronProtection:
 
     # -- what the script calls ---------------------------------------------------------------------
 
-    def load(self, otherwise: Callable[[], int | None] | None = None) -> Resumed | None:
+    def load(self, otherwise: Callable[[], int | None] | None = None) -> ResumeState | None:
         """Restore the newest version of the job's memory. Collective, before the first step.
 
         Args:
@@ -154,7 +154,7 @@ class MegatronProtection:
             self.memory.check_identity(plan)
             outcome = self.memory.restore(recovery)
             if isinstance(outcome, RecoveryOutcome):
-                return Resumed(self._engine.global_steps, self.memory.client_state)
+                return ResumeState(self._engine.global_steps, self.memory.client_state)
             plan, self.half_written = outcome, True
         began = time.perf_counter()
         steps = self._load_otherwise(otherwise)
@@ -171,7 +171,7 @@ class MegatronProtection:
         self.session.restored()
         self.session.start({})
         self.memory.report("disk, loaded by the script", began)
-        return Resumed(steps, {})
+        return ResumeState(steps, {})
 
     def end_step(self) -> None:
         """The step that was made is whole: its scheduler has stepped, its samples are counted. Takes its

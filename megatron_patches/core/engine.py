@@ -177,7 +177,7 @@ _TRACKERS = ("_growth_tracker", "_hysteresis_tracker")  # of a dynamic loss scal
 
 
 @dataclass(frozen=True)
-class Part:
+class ChainedOptimizer:
     """One optimizer of a chain: Megatron's ``wrapper``, and the state of the torch optimizer in it."""
 
     wrapper: Any
@@ -214,7 +214,7 @@ class MegatronAdapter:
         check(chunks, optimizer)
         self._chunks = list(chunks)
         self.parts = tuple(
-            Part(wrapper, OptimizerState(wrapper.optimizer, f"part{number}."), _is_owned(wrapper))
+            ChainedOptimizer(wrapper, OptimizerState(wrapper.optimizer, f"part{number}."), _is_owned(wrapper))
             for number, wrapper in enumerate(parts_of(optimizer))
         )
         stepped = {id(p) for part in self.parts for p in part.stepped()}

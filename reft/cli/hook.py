@@ -26,37 +26,37 @@ sys.meta_path.insert(0, Reft())", {"sys": sys})
 """What Python carries out when it starts: it imports nothing, and ``import deepspeed`` imports reft first."""
 
 
-class Action(StrEnum):
+class HookAction(StrEnum):
     INSTALL = "install"
     REMOVE = "remove"
     STATUS = "status"
 
 
 def hook_command(
-    action: Annotated[Action, typer.Argument(help="status: exit code 1 if it is not installed")],
+    action: Annotated[HookAction, typer.Argument(help="status: exit code 1 if it is not installed")],
 ) -> None:
     """Make the reft block effective under any launcher, in this Python environment: `import deepspeed`
     imports reft in every script."""
     path = Path(sysconfig.get_path("purelib")) / FILE_NAME
     was_there = path.exists()
     try:
-        if action is Action.INSTALL:
+        if action is HookAction.INSTALL:
             path.write_text(LINE.strip().replace("\n", r"\n") + "\n")
-        elif action is Action.REMOVE:
+        elif action is HookAction.REMOVE:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise ReftError(
             f"{path} cannot be changed ({error.strerror}): run this as its owner, in a virtual environment "
             f"of your own, or write `import reft` into the script before it imports deepspeed"
         ) from error
-    if action is Action.INSTALL:
+    if action is HookAction.INSTALL:
         typer.echo(
             f"installed: {path}. Scripts in {sys.prefix} use the reft block under any launcher; only `reft "
             "launch` starts the node daemon and replaces nodes"
         )
     elif was_there:
-        typer.echo(f"{'removed' if action is Action.REMOVE else 'installed'}: {path}")
+        typer.echo(f"{'removed' if action is HookAction.REMOVE else 'installed'}: {path}")
     else:
         typer.echo(f"not installed: there is no {path}")
-        if action is Action.STATUS:
+        if action is HookAction.STATUS:
             raise typer.Exit(1)

@@ -17,7 +17,7 @@ from rich.table import Table
 from reft.config import ReftConfig
 from reft.env import ENV_MEMORY_DIR
 from reft.errors import ConfigError, ReftError
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.jobdir import JobSummary, list_jobs, live_processes, remove_job, summarise
 from reft.recover.inspect import ArenaReport, JobReport, find_job_dirs, inspect_job, inspect_stored
 from reft.storage.persist import PersistProgress
@@ -326,7 +326,7 @@ def _show_cleaning(done: Sequence[tuple[JobSummary, str]], dirs: Sequence[Path],
     console.print(f"{say_size(freed)} {'would be' if dry_run else 'were'} freed", markup=False)
 
 
-def _label(label: Label) -> str:
+def _label(label: VersionId) -> str:
     return f"step {label.step} (incarnation {label.incarnation})"
 
 

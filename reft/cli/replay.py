@@ -14,7 +14,7 @@ from typing import Any
 from reft.cli.memory import EXIT_NOT_WELL, find_memory
 from reft.env import ENV_PROFILE, ENV_REPLAY
 from reft.errors import ConfigError, ReftError
-from reft.grid import BlockKey, Coordinate, Label, Section
+from reft.grid import BlockKey, Coordinate, Section, VersionId
 from reft.memory.arena import ARENA_SUFFIX, Arena, headers
 from reft.memory.header import checksum
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, live_processes
@@ -97,7 +97,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
 
 
-def _last_two(job: JobDir) -> tuple[Label, Label]:
+def _last_two(job: JobDir) -> tuple[VersionId, VersionId]:
     found = headers(job.path, job.secret, job.job_id)
     labels = sorted({header.label for _, header in found if header.state.whole})
     if len(labels) < 2 or labels[-2].step >= labels[-1].step:
@@ -109,7 +109,7 @@ def _last_two(job: JobDir) -> tuple[Label, Label]:
     return labels[-2], labels[-1]
 
 
-def _copy(job: JobDir, target: Path, label: Label) -> None:
+def _copy(job: JobDir, target: Path, label: VersionId) -> None:
     """A directory of the same job that holds one version alone."""
     shutil.rmtree(target, ignore_errors=True)  # of the first time
     target.parent.mkdir(mode=0o700, exist_ok=True)

@@ -22,18 +22,18 @@ from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory,
 from reft.cli.running import describe
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import JobDir
-from reft.node.report import Round, Signal, describe_parts, read_history, read_kept_histories, why
+from reft.node.report import HealthSignal, RoundReport, describe_parts, read_history, read_kept_histories, why
 from reft.node.status import ENDED_AS_WANTED, StatusReader, clock
 from reft.node.stragglers import STEP_PARTS
 
 _REMOVAL_SECS = 1.0
 _MOST_RANKS = 16
 _STYLES = {
-    Signal.HEALTHY: "green",
-    Signal.COMPLETED: "green",
-    Signal.SNAP: "cyan",
-    Signal.UNHEALTHY: "bold yellow",
-    Signal.OFFLINE: "bold red",
+    HealthSignal.HEALTHY: "green",
+    HealthSignal.COMPLETED: "green",
+    HealthSignal.SNAP: "cyan",
+    HealthSignal.UNHEALTHY: "bold yellow",
+    HealthSignal.OFFLINE: "bold red",
 }
 
 
@@ -132,7 +132,7 @@ def history_command(
         Console().print(table, markup=False)
 
 
-Histories = Mapping[tuple[str, str], Sequence[Round]]  # by job and node
+Histories = Mapping[tuple[str, str], Sequence[RoundReport]]  # by job and node
 
 
 def _in_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: bool) -> Histories:
@@ -294,9 +294,9 @@ def _state(told: dict[str, Any]) -> str:
 def _nodes(told: dict[str, Any]) -> Table:
     table = Table(Column("node", overflow="fold"), "signal", "since", "step", "shards", "what it does")
     for node in told["nodes"]:
-        signal, since = Signal(node["signal"]), node["since_unix_secs"]
-        shown = "snapshot done" if signal is Signal.COMPLETED else str(signal)
-        style = _STYLES[Signal.UNHEALTHY if node["quiet"] else signal]
+        signal, since = HealthSignal(node["signal"]), node["since_unix_secs"]
+        shown = "snapshot done" if signal is HealthSignal.COMPLETED else str(signal)
+        style = _STYLES[HealthSignal.UNHEALTHY if node["quiet"] else signal]
         doing = "waits as a spare" if node["spare"] else node["doing"]
         shards = "none"
         if steps := sorted({s["step"] for s in node["shards"]}):
@@ -319,7 +319,7 @@ def _speeds(told: dict[str, Any]) -> Table:
     table = Table("rank", Column("node", overflow="fold"), "step", *STEP_PARTS, title=title)
     slow = {rank for s in told["slow"] for rank in s["ranks"]}
     for speed in sorted(longest[:_MOST_RANKS], key=lambda s: int(s["rank"])):
-        style = _STYLES[Signal.UNHEALTHY] if speed["rank"] in slow else ""
+        style = _STYLES[HealthSignal.UNHEALTHY] if speed["rank"] in slow else ""
         millis = (f"{speed[f'{name}_secs'] * 1000:.3g}" for name in ("step", *STEP_PARTS))
         table.add_row(str(speed["rank"]), escape(speed["node"]), *millis, style=style)
     if (left_out := len(longest) - _MOST_RANKS) > 0:

@@ -33,12 +33,12 @@ from reft.control.transport import (
     Buffers,
     Endpoint,
     GoOn,
-    Inflow,
-    Limits,
     OnSilence,
     Open,
-    Reception,
-    Silence,
+    PeerTimeout,
+    ReceiveQueue,
+    ReceiveSink,
+    TransferLimits,
     Transport,
     Tree,
     advance,
@@ -50,7 +50,7 @@ from reft.control.transport import (
 )
 from reft.control.wire import Backoff, Channel, authenticate, check_authentic
 from reft.errors import AuthenticationError, PeerLostError, TransferError
-from reft.grid import Label
+from reft.grid import VersionId
 
 if TYPE_CHECKING:
     import torch
@@ -235,7 +235,7 @@ class ControlGroup:
     def stream(
         self,
         sends: Mapping[int, Sequence[memoryview]],
-        receives: Mapping[int, Inflow],
+        receives: Mapping[int, ReceiveSink],
         wake: socket.socket | None = None,
     ) -> None:
         """As :meth:`exchange`, where there may be no room yet; see :meth:`Transport.stream`."""
@@ -272,7 +272,7 @@ class WorkerControl(ControlGroup):
         self.leave()
         self._connect(go_on)
 
-    def vote(self, ballot: Ballot, version: Label) -> Ballot:
+    def vote(self, ballot: Ballot, version: VersionId) -> Ballot:
         """All-reduce a ballot over all ranks, which must vote on the same version of the same incarnation;
         everybody gets the same result. Raises TransferError: a peer is gone, or votes on another version."""
         # A minimum is all that is reduced: what any rank may raise is sent negated.
@@ -307,7 +307,7 @@ def _bytes_of(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[m
 # -- over sockets -----------------------------------------------------------------------------------------
 
 
-class Overlay(Tree):
+class TreeTransport(Tree):
     """One rank's connections to the others over sockets: its place in the tree, and for exchanges one
     connection per pair, made when the two first have something for each other. Used by one thread.
 
@@ -319,10 +319,10 @@ class Overlay(Tree):
 
     def __init__(
         self,
-        reception: Reception,
+        reception: ReceiveQueue,
         parent: Channel | None,
         children: Sequence[Channel],
-        limits: Limits,
+        limits: TransferLimits,
         *,
         endpoint_of: Callable[[int], Endpoint],
     ) -> None:
@@ -334,14 +334,14 @@ class Overlay(Tree):
     def stream(
         self,
         sends: Mapping[int, Sequence[memoryview]],
-        receives: Mapping[int, Inflow],
+        receives: Mapping[int, ReceiveSink],
         wake: socket.socket | None = None,
     ) -> None:
         deadline = time.monotonic() + self.limits.timeout_secs
         peers = sorted(sends.keys() | receives.keys())
         pairs = {peer: self._pair(peer, deadline) for peer in peers}
         flows = [
-            _Flow(pairs[peer], not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(()))
+            _PairExchange(pairs[peer], not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(()))
             for peer in peers
         ]
         self._move(flows, wake)
@@ -358,7 +358,7 @@ class Overlay(Tree):
         return self.pairs[peer]
 
     def _await(self, peer: int, deadline: float) -> Channel:
-        silence = Silence(self.limits.patience_secs)
+        silence = PeerTimeout(self.limits.patience_secs)
 
         def go_on() -> bool:
             if silence.says([str(peer)]):
@@ -367,7 +367,7 @@ class Overlay(Tree):
 
         return self._reception.await_call(_PAIR, peer, deadline, go_on)
 
-    def _move(self, flows: Sequence[_Flow], wake: socket.socket | None) -> None:
+    def _move(self, flows: Sequence[_PairExchange], wake: socket.socket | None) -> None:
         """Carry all flows to their end. Raises TimeoutError: nothing moved for ``timeout_secs``; EOFError: a
         peer, or one that is watched, has closed its connection."""
         poller = select.poll()
@@ -378,11 +378,11 @@ class Overlay(Tree):
             poller.register(fd, flow.wants() | PEER_ENDED)
         if wake is not None:
             poller.register(wake, select.POLLIN)
-        silence = Silence(self.limits.patience_secs)
+        silence = PeerTimeout(self.limits.patience_secs)
         while busy:
             self.limits.look_at(silence, [flow.peer for flow in busy.values()])
             for fd, event in poller.poll(1000 * min(silence.left_secs(), self.limits.timeout_secs)):
-                silence = Silence(self.limits.patience_secs)
+                silence = PeerTimeout(self.limits.patience_secs)
                 if wake is not None and fd == wake.fileno():
                     wake.recv(_MOST_WAKES)
                     for each, flow in busy.items():
@@ -409,10 +409,10 @@ class Overlay(Tree):
         super().close()
 
 
-class _Flow:
+class _PairExchange:
     """What goes over one connection in one exchange."""
 
-    def __init__(self, channel: Channel, out: Sequence[memoryview], inflow: Inflow) -> None:
+    def __init__(self, channel: Channel, out: Sequence[memoryview], inflow: ReceiveSink) -> None:
         self.peer = channel.peer
         self.connection = channel.detach()
         self._out = deque(out)
@@ -453,15 +453,15 @@ def connect(
     timeout_secs: float,
     go_on: GoOn = lambda: True,
     on_silence: OnSilence = lambda missing, secs: None,
-) -> Overlay:
+) -> TreeTransport:
     """Connect this rank with the others. Collective. ``node``: the node that this rank runs on; ranks of a
     node meet over Unix sockets. ``timeout_secs``: to connect, and later for each collective and each
     exchange. ``on_silence``: told, beside the log, whose answer is missing for long in a collective or an
     exchange. Raises AuthenticationError: a rank has another secret."""
-    joining = _Joining(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
+    joining = _JoinRecord(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
     links: list[Channel] = []
     with joining.heard(rank):
-        reception = Reception(rank, node, secret)
+        reception = ReceiveQueue(rank, node, secret)
         try:
             callers, called = joining.places(reception.endpoint, world_size, node)
             parent = None
@@ -483,12 +483,14 @@ def connect(
             if isinstance(error, OSError | EOFError | RuntimeError | ValueError):
                 raise TransferError(f"the ranks cannot be connected with each other: {error}") from error
             raise
-    limits = Limits(timeout_secs, on_silence=saying(on_silence, first_on_node=joining.is_first_on_node))
+    limits = TransferLimits(
+        timeout_secs, on_silence=saying(on_silence, first_on_node=joining.is_first_on_node)
+    )
     children = links[parent is not None :]
-    return Overlay(reception, parent, children, limits, endpoint_of=joining.endpoint_of)
+    return TreeTransport(reception, parent, children, limits, endpoint_of=joining.endpoint_of)
 
 
-class _Joining:
+class _JoinRecord:
     """What one rank writes to the store, and reads there."""
 
     def __init__(self, store: Store, prefix: str, secret: bytes, deadline: float, go_on: GoOn) -> None:

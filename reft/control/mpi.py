@@ -24,11 +24,11 @@ import numpy as np
 from reft.control.transport import (
     Bytes,
     GoOn,
-    Inflow,
-    Limits,
     OnSilence,
     Open,
-    Silence,
+    PeerTimeout,
+    ReceiveSink,
+    TransferLimits,
     advance,
     children_of,
     not_empty,
@@ -77,7 +77,7 @@ def require_threads(level: int, levels: Sequence[int]) -> None:
         )
 
 
-class Pauses:
+class PollIntervals:
     """Between two looks, none at first: MPI has nothing to wait on that also ends when a peer is silent."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ def duplicates_of(parent: Any) -> Callable[[float, GoOn], Any]:
     asked: list[tuple[Any, Any]] = []
 
     def fresh(timeout_secs: float, go_on: GoOn) -> Any:
-        deadline, pauses = time.monotonic() + timeout_secs, Pauses()
+        deadline, pauses = time.monotonic() + timeout_secs, PollIntervals()
         if not asked:
             asked.append(parent.Idup())
         communicator, request = asked[0]
@@ -174,7 +174,7 @@ class Incoming:
         self._here: deque[tuple[memoryview, Bytes]] = deque()
         self._rooms: deque[memoryview] = deque()
 
-    def go_on(self, inflow: Inflow) -> bool:
+    def go_on(self, inflow: ReceiveSink) -> bool:
         """Put into place what is here, and take what has come; whether anything moved."""
         moved = False
         while self._under_way and self._under_way[0][0].Test():
@@ -193,7 +193,7 @@ class Incoming:
             moved = True
         return moved
 
-    def _place(self, inflow: Inflow) -> bool:
+    def _place(self, inflow: ReceiveSink) -> bool:
         moved = False
         while self._here and not inflow.complete:
             if not self._rooms:
@@ -232,7 +232,7 @@ _abandoned: list[Any] = []
 
 
 class MpiTransport:
-    def __init__(self, mpi: Any, communicator: Any, limits: Limits) -> None:
+    def __init__(self, mpi: Any, communicator: Any, limits: TransferLimits) -> None:
         self._mpi = mpi
         self._comm = communicator
         self.rank: int = communicator.rank
@@ -308,7 +308,7 @@ class MpiTransport:
     def stream(
         self,
         sends: Mapping[int, Sequence[memoryview]],
-        receives: Mapping[int, Inflow],
+        receives: Mapping[int, ReceiveSink],
         wake: socket.socket | None = None,
     ) -> None:
         if self._closed:
@@ -329,10 +329,12 @@ class MpiTransport:
                 raise ConnectionError(f"MPI failed: {error}") from error
             raise
 
-    def _move(self, out: dict[int, Outgoing], into: dict[int, Inflow], wake: socket.socket | None) -> None:
+    def _move(
+        self, out: dict[int, Outgoing], into: dict[int, ReceiveSink], wake: socket.socket | None
+    ) -> None:
         """Carry all flows to their end. Raises TimeoutError: nothing moved for so long; EOFError: a rank has
         left."""
-        silence, pauses = Silence(self.limits.patience_secs), Pauses()
+        silence, pauses = PeerTimeout(self.limits.patience_secs), PollIntervals()
         busy, awaited = dict(out), dict(into)
         while busy or awaited:
             moved = False
@@ -346,7 +348,7 @@ class MpiTransport:
                     del awaited[peer]
                     self._incoming[peer].rest()
             if moved:
-                silence = Silence(self.limits.patience_secs)
+                silence = PeerTimeout(self.limits.patience_secs)
                 pauses.restart()
                 continue
             self._hear()
@@ -361,7 +363,7 @@ class MpiTransport:
 
     def _finish(self, request: Any, buffers: Sequence[Any]) -> None:
         """Look at a collective until it is done. Raises TimeoutError; EOFError: a rank has left."""
-        silence, pauses = Silence(self.limits.patience_secs, shows=True), Pauses()
+        silence, pauses = PeerTimeout(self.limits.patience_secs, shows=True), PollIntervals()
         try:
             while not request.Test():
                 self._hear()
@@ -476,7 +478,7 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
                 f"MPI cannot create another communicator for this process ({str(error).splitlines()[0]}); "
                 "start the job's next step"
             ) from error
-        transport = MpiTransport(mpi, communicator, Limits(timeout_secs))
+        transport = MpiTransport(mpi, communicator, TransferLimits(timeout_secs))
         nodes = transport.nodes = [name.decode() for name in transport.gather(node.encode())]
         transport.limits.on_silence = saying(on_silence, first_on_node=nodes.index(node) == transport.rank)
         return transport

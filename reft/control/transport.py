@@ -1,7 +1,7 @@
 """What carries the control plane and the blocks between ranks, and how those who stand still are named.
 
-Sockets (:class:`reft.control.control.Overlay`) authenticate every connection and hear of a process that dies.
-MPI (:mod:`reft.control.mpi`) takes the fabric of the job that ``mpiexec`` started.
+Sockets (:class:`reft.control.control.TreeTransport`) authenticate every connection and hear of a process that
+dies. MPI (:mod:`reft.control.mpi`) takes the fabric of the job that ``mpiexec`` started.
 tests/control/test_transport.py is the contract of both; docs/mpi.md says what each survives.
 
 Here is what both have in common, and of sockets the connections (a Unix socket within a node, TCP between
@@ -70,12 +70,12 @@ def saying(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
 
 
 @dataclass
-class Limits:
+class TransferLimits:
     timeout_secs: float  # for a collective, and for an exchange in which no byte moves
     patience_secs: float = PATIENCE_SECS  # who does not answer for so long is named
     on_silence: OnSilence = lambda missing, secs: None  # takes those names
 
-    def look_at(self, silence: Silence, missing: list[str]) -> None:
+    def look_at(self, silence: PeerTimeout, missing: list[str]) -> None:
         """In an exchange: say who is missing, if it is time to. Raises TimeoutError: no byte was moved."""
         if silence.secs > self.timeout_secs:
             raise TimeoutError(f"no byte was moved for {self.timeout_secs:.0f} s; {', '.join(missing)}")
@@ -83,7 +83,7 @@ class Limits:
             self.on_silence(missing, silence.secs)
 
 
-class Silence:
+class PeerTimeout:
     """One wait for others: when to show that this rank is there itself, and when to say who is not.
     ``patience_secs``: before the first word; then twice as long after every word. ``shows``: whether there
     is somebody to show a sign of life to. The first word waits half as long more then, so that all who
@@ -121,7 +121,7 @@ Bytes = NDArray[np.uint8]
 GoOn = Callable[[], bool]  # Asked now and then; a wait ends when it says no
 
 
-class Inflow(Protocol):
+class ReceiveSink(Protocol):
     """Where the bytes of one peer go. Asked by the thread that reads them."""
 
     def room(self) -> Sequence[memoryview]:
@@ -161,7 +161,7 @@ class Transport(Protocol):
     """One rank's connections to the others. Used by one thread. What fails ends it: the other ranks hear of
     that in whatever they wait for."""
 
-    limits: Limits  # may be changed at any time
+    limits: TransferLimits  # may be changed at any time
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
         """The smallest of every entry (64 bits) over all ranks, on all ranks. Raises TransferError: a rank is
@@ -176,7 +176,7 @@ class Transport(Protocol):
     def stream(
         self,
         sends: Mapping[int, Sequence[memoryview]],
-        receives: Mapping[int, Inflow],
+        receives: Mapping[int, ReceiveSink],
         wake: socket.socket | None = None,
     ) -> None:
         """Send to peers and receive from peers, all at once. Both sides of a pair name it in the same call.
@@ -256,7 +256,7 @@ class Endpoint:
         return cls(*msgpack.unpackb(check_authentic(data, secret, _ENDPOINT)))
 
 
-class Reception:
+class ReceiveQueue:
     """Takes in the connections of other ranks until it is closed. Raises ConfigError: no address can be
     listened on."""
 
@@ -397,7 +397,7 @@ class Tree:
     """
 
     def __init__(
-        self, rank: int, parent: Channel | None, children: Sequence[Channel], limits: Limits
+        self, rank: int, parent: Channel | None, children: Sequence[Channel], limits: TransferLimits
     ) -> None:
         self._rank = rank
         self._parent = parent
@@ -466,7 +466,7 @@ class Tree:
         poller = select.poll()
         for channel in self.links:
             poller.register(channel, PEER_ENDED | (select.POLLIN if channel.fileno() in waiting else 0))
-        silence = Silence(self.limits.patience_secs, shows=True)
+        silence = PeerTimeout(self.limits.patience_secs, shows=True)
         while waiting:
             since = time.monotonic() - self.limits.patience_secs
             missing = sorted({name for one in waiting.values() for name in one.missing(since)})
@@ -483,7 +483,7 @@ class Tree:
                     yield body
 
     def _look_at(
-        self, silence: Silence, missing: list[str], to: Collection[Channel], deadline: float
+        self, silence: PeerTimeout, missing: list[str], to: Collection[Channel], deadline: float
     ) -> float:
         """Say who is missing, also to those who wait for this rank, if it is time to; seconds until the next
         look. Raises TimeoutError: there is no time left."""
@@ -512,13 +512,13 @@ class Tree:
         for start in starts:
             part = body[start : start + PART_BYTES]
             frame = memoryview(channel.to_send([len(starts), part] if start == 0 else part))
-            silence = Silence(self.limits.patience_secs, shows=True)
+            silence = PeerTimeout(self.limits.patience_secs, shows=True)
             while frame:
                 channel.settimeout(max(0.001, self._look_at(silence, [channel.peer], others, deadline)))
                 with suppress(TimeoutError):
                     frame = frame[channel.send_some(frame) :]
                     if frame:
-                        silence = Silence(self.limits.patience_secs, shows=True)
+                        silence = PeerTimeout(self.limits.patience_secs, shows=True)
 
     def close(self) -> None:
         self._closed = True

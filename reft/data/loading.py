@@ -30,9 +30,19 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from reft.data.order import Batches, Deal, JobPosition, Order, SharedBatches, Taken, decode, encode, mix
-from reft.data.passes import Read, is_left_out, raw_iterator, received_by
-from reft.data.watch import LOADERS, WATCH, Followed
+from reft.data.order import (
+    ConsumedSamples,
+    EpochPartition,
+    JobPosition,
+    SampleOrder,
+    SharedBatches,
+    StaticBatches,
+    decode,
+    encode,
+    mix,
+)
+from reft.data.passes import PassReader, is_left_out, raw_iterator, received_by
+from reft.data.watch import LOADERS, WATCH, TrackedLoader
 from reft.errors import ConfigError
 from reft.state.blob import capture_host_rng, restore_host_rng
 from reft.state.codec import class_path
@@ -47,7 +57,7 @@ _DECIDED = {
 """What ``DataLoader`` takes and a position of the whole job does not allow."""
 
 
-class Progress(Read):
+class Progress(PassReader):
     """Where one pass over a :class:`Loader` is; it outlives the iterator, and does not keep the loader
     alive."""
 
@@ -68,7 +78,7 @@ class Progress(Read):
         self.moves += 1
 
 
-class Loader(Followed[Progress]):
+class Loader(TrackedLoader[Progress]):
     """Made by :func:`loader`, over torch's ``DataLoader``, ``inner``."""
 
     kind, call = "samples", "reft.data.loader(dataset"
@@ -76,7 +86,7 @@ class Loader(Followed[Progress]):
     def __init__(
         self,
         dataset: Any,
-        batches: Batches,
+        batches: StaticBatches,
         *,
         collate_fn: Callable[[list[Any]], Any] | None,
         replica: tuple[int, int] | None,
@@ -112,7 +122,7 @@ class Loader(Followed[Progress]):
         return self._given or WATCH.replica()
 
     @property
-    def deal(self) -> Deal:
+    def deal(self) -> EpochPartition:
         return self._batches.deal(self.replica[1])
 
     def __len__(self) -> int:
@@ -129,10 +139,10 @@ class Loader(Followed[Progress]):
         restored, one = self._to_go_on_at(), self._pass
         return restored.epoch if restored is not None else 0 if one is None else one.at.epoch
 
-    def __iter__(self) -> Reading:
+    def __iter__(self) -> ReadAhead:
         LOADERS.require_named(self)
         self._begun = Progress(self.inner, self._follow, self._beginning())
-        return Reading(self, self._begun)
+        return ReadAhead(self, self._begun)
 
     def _follow(self, progress: Progress) -> None:
         """A batch of its pass is trained on: this is the job's position from now on."""
@@ -175,7 +185,7 @@ class Loader(Followed[Progress]):
             return self.deal.next_pass(one.at)
         return restored or (JobPosition() if one is None else one.began)
 
-    def read_from(self, at: JobPosition) -> tuple[Iterator[Any], Taken]:
+    def read_from(self, at: JobPosition) -> tuple[Iterator[Any], ConsumedSamples]:
         """torch's iterator over what is left of a pass, and what it is given to read."""
         taken = self._batches.begin_at(at, self.replica, self._loads)
         return raw_iterator(self.inner), taken
@@ -208,7 +218,7 @@ class Loader(Followed[Progress]):
         batches = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         return {**self._order.facts(), **batches, "step_samples": self._batches.step_samples}
 
-    def position(self, upcoming: Read | None = None, *, begins: bool = False) -> dict[str, Any] | None:
+    def position(self, upcoming: PassReader | None = None, *, begins: bool = False) -> dict[str, Any] | None:
         at, one = self._to_go_on_at(), self._pass
         if isinstance(upcoming, Progress) and upcoming in self._passes():
             one = upcoming
@@ -252,7 +262,7 @@ class Loader(Followed[Progress]):
 @dataclass(frozen=True)
 class _Batch:
     """A micro-batch that was read, or the data set's ``error`` in its place. ``at`` and ``step_end``: see
-    :class:`~reft.data.order.Taken`."""
+    :class:`~reft.data.order.ConsumedSamples`."""
 
     batch: Any
     error: Exception | None
@@ -260,19 +270,19 @@ class _Batch:
     step_end: JobPosition | None
 
 
-class Reading:
+class ReadAhead:
     def __init__(self, owner: Loader, progress: Progress) -> None:
         self._owner = owner
         self._progress = progress
         progress.handle = weakref.ref(self)
         self._inner: Iterator[Any] = iter(())
-        self._taken = Taken()
+        self._taken = ConsumedSamples()
         self._moves = 0
         self._ahead: deque[_Batch] = deque()
         """Where replicas take unequally many: read to know which is the last of a step, not handed out."""
         self._ended_at: JobPosition | None = None  # behind the last step whose end was handed out
 
-    def __iter__(self) -> Reading:
+    def __iter__(self) -> ReadAhead:
         return self
 
     def __next__(self) -> Any:
@@ -421,9 +431,9 @@ def loader(
                 f"reft.data.loader takes no {option}: {instead}. For an order of your own write "
                 f"loader = reft.resumable(DataLoader(...))"
             )
-    samples = Order(len(dataset), seed, shuffle)
+    samples = SampleOrder(len(dataset), seed, shuffle)
     if step_samples is None:
-        batches = Batches(samples, batch_size, drop_last=drop_last)
+        batches = StaticBatches(samples, batch_size, drop_last=drop_last)
     else:
         batches = SharedBatches(samples, batch_size, step_samples, drop_last=drop_last, name=name)
         if options.get("num_workers") and options.get("prefetch_factor") is None:

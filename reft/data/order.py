@@ -87,7 +87,7 @@ class JobPosition:
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The samples of a data set of ``size``, in their order or, if ``shuffle``, in one chosen by (``seed``,
     epoch)."""
 
@@ -119,7 +119,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Deal:
+class EpochPartition:
     """How the ``size`` samples of an epoch are dealt out to ``dp_size`` replicas.
 
     A micro-batch takes ``batch_size * dp_size`` samples that follow each other. The last one of a pass is
@@ -185,12 +185,12 @@ class Deal:
         return whole + 1
 
 
-def encode(at: JobPosition, order: Order) -> dict[str, Any]:
+def encode(at: JobPosition, order: SampleOrder) -> dict[str, Any]:
     """Plain values; equal on every rank that read the same number of micro-batches."""
     return {"version": _STATE_VERSION, "epoch": at.epoch, "consumed": at.consumed, **order.facts()}
 
 
-def decode(saved: Mapping[str, Any], order: Order, name: str) -> JobPosition:
+def decode(saved: Mapping[str, Any], order: SampleOrder, name: str) -> JobPosition:
     """The inverse of :func:`encode`; a ConfigError where the position belongs to other data or another
     order."""
     for key, have in {"version": _STATE_VERSION, **order.facts()}.items():
@@ -290,7 +290,7 @@ class SharedLedger:
 
 
 @dataclass
-class Taken:
+class ConsumedSamples:
     """What a pass's batch sampler has given out to be read, and was not yet handed out."""
 
     # by micro-batch, the position behind it, and where its step ends, if replicas have unequally many of a
@@ -308,25 +308,25 @@ class Taken:
             self.ledgers.popleft()[1].leave(readers(replicas))
 
 
-class Batches:
+class StaticBatches:
     """A batch sampler in the static order: every replica has its part of every micro-batch of the job."""
 
     step_samples: int | None = None
     """Samples of a step of all replicas; None: it is not bound to one."""
 
-    def __init__(self, order: Order, batch_size: int, *, drop_last: bool) -> None:
+    def __init__(self, order: SampleOrder, batch_size: int, *, drop_last: bool) -> None:
         self.order = order
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._pass: Iterator[Keys] = iter(())
 
-    def deal(self, replicas: int) -> Deal:
-        return Deal(self.order.size, self.batch_size, replicas, self.drop_last)
+    def deal(self, replicas: int) -> EpochPartition:
+        return EpochPartition(self.order.size, self.batch_size, replicas, self.drop_last)
 
-    def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> Taken:
+    def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> ConsumedSamples:
         """The next iteration reads on from ``at``, within a pass. ``loads``: how often this process has
         loaded a version; the same on every rank."""
-        taken = Taken()
+        taken = ConsumedSamples()
         self._pass = self._noted(self._rest(at, replica, loads, taken), taken)
         return taken
 
@@ -334,14 +334,16 @@ class Batches:
         return self._pass
 
     @staticmethod
-    def _noted(batches: Iterator[Keys], taken: Taken) -> Iterator[Keys]:
+    def _noted(batches: Iterator[Keys], taken: ConsumedSamples) -> Iterator[Keys]:
         try:
             yield from batches
         except Exception as error:
             taken.failed = error
             raise
 
-    def _rest(self, at: JobPosition, replica: tuple[int, int], loads: int, taken: Taken) -> Iterator[Keys]:
+    def _rest(
+        self, at: JobPosition, replica: tuple[int, int], loads: int, taken: ConsumedSamples
+    ) -> Iterator[Keys]:
         rank, replicas = replica
         deal = self.deal(replicas)
         while count := deal.next(at):
@@ -355,7 +357,7 @@ BEGUN: Counter[tuple[str, int, int]] = Counter()
 """How many loaders of a name this process has begun to read, for each replica and number of replicas."""
 
 
-class SharedBatches(Batches):
+class SharedBatches(StaticBatches):
     """The micro-batches of a step are taken by the replicas as they come to them: a slow one takes fewer.
 
     A step trains on the samples that follow the position, as in the static order; which replica trains on
@@ -368,7 +370,7 @@ class SharedBatches(Batches):
     step_samples: int
 
     def __init__(
-        self, order: Order, batch_size: int, step_samples: int, *, drop_last: bool, name: str
+        self, order: SampleOrder, batch_size: int, step_samples: int, *, drop_last: bool, name: str
     ) -> None:
         if step_samples < 1 or step_samples % batch_size:
             raise ConfigError(
@@ -386,11 +388,11 @@ class SharedBatches(Batches):
         self._number: int | None = None
         """Of the loader, among those of its name that this process reads one after another."""
 
-    def deal(self, replicas: int) -> Deal:
+    def deal(self, replicas: int) -> EpochPartition:
         # Of samples one by one: what does not fill a step is left for the next pass.
-        return Deal(self.order.size, 1, self.step_samples, self.drop_last)
+        return EpochPartition(self.order.size, 1, self.step_samples, self.drop_last)
 
-    def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> Taken:
+    def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> ConsumedSamples:
         if refused := why_refused(f"the loader {self._name!r}", WATCH.why_equal()):
             raise ConfigError(refused)
         if (micro_batches := self.step_samples // self.batch_size) < replica[1]:
@@ -404,7 +406,9 @@ class SharedBatches(Batches):
             BEGUN[self._name, *replica] += 1
         return super().begin_at(at, replica, loads)
 
-    def _rest(self, at: JobPosition, replica: tuple[int, int], loads: int, taken: Taken) -> Iterator[Keys]:
+    def _rest(
+        self, at: JobPosition, replica: tuple[int, int], loads: int, taken: ConsumedSamples
+    ) -> Iterator[Keys]:
         rank, replicas = replica
         deal, rest = self.deal(replicas), range(replicas, self.step_samples // self.batch_size)
         while deal.next(at):

@@ -26,7 +26,7 @@ from reft.state.codec import class_path
 
 
 @dataclass(frozen=True)
-class Dealt:
+class DistributedPass:
     """A pass that torch's ``DistributedSampler`` deals out to the replicas. Its order is the same at every
     degree, so that a position in it is one of the whole job: sample ``n`` is replica ``n % replicas``'s.
     ``cuts``: whether the sampler leaves out what the replicas cannot share evenly; else it repeats
@@ -54,14 +54,14 @@ class Dealt:
         return None if rest else min(batches, other.batches)
 
 
-def dealt_by(loader: Any) -> Dealt | None:
+def dealt_by(loader: Any) -> DistributedPass | None:
     """What a ``DataLoader`` deals out; None where its order or its batches are made otherwise."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     if type(sampler) is not DistributedSampler or type(batches) is not BatchSampler:
         return None
     samples = len(sampler.dataset)  # type: ignore[arg-type]
     sizes = int(batches.batch_size), bool(batches.drop_last)
-    return Dealt(samples, int(sampler.num_replicas), *sizes, bool(sampler.drop_last))
+    return DistributedPass(samples, int(sampler.num_replicas), *sizes, bool(sampler.drop_last))
 
 
 def order_of(loader: Any, replicas: int) -> dict[str, Any] | None:
@@ -92,7 +92,9 @@ class Position:
     )
     # whether the next pass begins anew: it was about to begin, or this one was read while no engine trained
     evaluates: bool = False
-    dealt: dict[str, Any] | None = None  # how the replicas share the pass, as of ``Dealt``; None: not known
+    dealt: dict[str, Any] | None = (
+        None  # how the replicas share the pass, as of ``DistributedPass``; None: not known
+    )
     dataset: Any = None  # state of a data set that is read by index and says that it has one
 
     @property
@@ -112,7 +114,7 @@ class Position:
     def at_degree(self, old: int, new: int) -> Position | None:
         """The position of a replica where ``new`` of them go on with what ``old`` have left; None where no
         batch of theirs begins there, or the order is not known to be the job's."""
-        dealt = None if self.dealt is None else Dealt(**self.dealt)
+        dealt = None if self.dealt is None else DistributedPass(**self.dealt)
         taken = None if dealt is None or dealt.replicas != old else dealt.taken_at(self.taken, new)
         if dealt is None or taken is None:
             return None
@@ -167,7 +169,7 @@ def reads_lazily(loader: Any) -> bool:
     return int(getattr(loader, "num_workers", 0)) == 0
 
 
-class Read:
+class PassReader:
     """A pass over ``loader`` that is read."""
 
     def __init__(self, loader: Any) -> None:
@@ -196,7 +198,7 @@ class Read:
         self.counts, self.unwatched, self.evaluates = True, False, False
 
 
-class Pass(Read):
+class LoaderIterator(PassReader):
     """The iterator of one pass: the loader's own, counted. ``inner``, of which nothing was taken, was begun
     under the random states ``start``; ``adopted``: before anybody watched."""
 
@@ -227,7 +229,7 @@ class Pass(Read):
         self._notes_first = reads_lazily(loader)
         self._begun: dict[str, Any] | None = None if adopted else capture_start(loader)
 
-    def __iter__(self) -> Pass:
+    def __iter__(self) -> LoaderIterator:
         return self
 
     def __len__(self) -> int:
@@ -296,7 +298,7 @@ class Pass(Read):
             dataset=self.loader.dataset.state_dict() if _has_stateful_items(self.loader) else None,
         )
 
-    def adopt(self, other: Pass) -> None:
+    def adopt(self, other: LoaderIterator) -> None:
         """Become another pass over the same loader, of which nothing was taken."""
         for name in ("start", "natural", "era", "_inner", "_first", "_notes_first", "_begun", "_renewed"):
             setattr(self, name, getattr(other, name))
@@ -340,7 +342,7 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
             return inner
         twin = copy.copy(loader)
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-        skipping = Skipping(getattr(loader, name), taken)
+        skipping = SkippingSampler(getattr(loader, name), taken)
         # DataLoader refuses to have these set; on the copy nothing else refers to them.
         vars(twin).update({name: skipping, "_iterator": None})
         if position.renewed:
@@ -413,7 +415,7 @@ def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
     return received is None or received_by(iterator) != received
 
 
-class Skipping:
+class SkippingSampler:
     """A sampler without its first draws. ``before``: sets the random states for the draws that are made at
     once, in which most samplers choose the whole order; None: those that are there."""
 

@@ -1,10 +1,10 @@
 """What scripts do with their ``DataLoader``\\ s, while an engine is under reft's care.
 
-``DataLoader.__iter__`` returns a :class:`~reft.data.passes.Pass` then, which behaves alike and counts. What a
-script draws in order to get back to where it was, before its first step after a resumption, leaves no trace:
-passes are begun in the order of the one that the version was in, and every batch is read under the random
-states of the version, so that the first batch that is trained on, and all behind it, are the undisturbed
-run's (P8).
+``DataLoader.__iter__`` returns a :class:`~reft.data.passes.LoaderIterator` then, which behaves alike and
+counts. What a script draws in order to get back to where it was, before its first step after a resumption,
+leaves no trace: passes are begun in the order of the one that the version was in, and every batch is read
+under the random states of the version, so that the first batch that is trained on, and all behind it, are the
+undisturbed run's (P8).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from reft.data.passes import (
     ORIGINAL,
-    Pass,
+    LoaderIterator,
+    PassReader,
     Position,
-    Read,
     capture_start,
     has_workers,
     is_within,
@@ -86,15 +86,15 @@ def is_dispatched() -> bool:
     return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))
 
 
-class KeptByScript(Read):
+class StatefulReader(PassReader):
     """An iterator of torchdata's ``StatefulDataLoader``, whose position the script keeps. The state of a step
     is taken aside before each of its batches is read."""
 
-    def __init__(self, loader: Any, inner: Iterator[Any], watch: Watch) -> None:
+    def __init__(self, loader: Any, inner: Iterator[Any], watch: LoaderHook) -> None:
         super().__init__(loader)
         self._inner, self._watch = inner, watch
 
-    def __iter__(self) -> KeptByScript:
+    def __iter__(self) -> StatefulReader:
         return self
 
     def __next__(self) -> Any:
@@ -111,7 +111,7 @@ class KeptByScript(Read):
         return of_inner(self, "_inner", name)
 
 
-class Resuming:
+class ResumePhase:
     """The time between a resumption and the first training step.
 
     Args:
@@ -131,7 +131,7 @@ class Resuming:
     ) -> None:
         self._begins = begins
         self._position = position
-        self._placed: list[Pass] = []  # of which a batch was read
+        self._placed: list[LoaderIterator] = []  # of which a batch was read
         self._rng = rng
         self._is_training = is_training
         self.begins: Callable[[], None] | None = None
@@ -142,7 +142,7 @@ class Resuming:
         """Whether it may be the one that training reads: an evaluation draws its own numbers."""
         return self._is_training() if self._position is None else self._position.fits(loader)
 
-    def begin(self, loader: Any, watch: Watch) -> Pass:
+    def begin(self, loader: Any, watch: LoaderHook) -> LoaderIterator:
         position = self._position
         if not self._concerns(loader):
             one = watch.begin(loader)
@@ -161,10 +161,10 @@ class Resuming:
         one.era = self
         return one
 
-    def before_batch(self, one: Read, watch: Watch) -> None:
+    def before_batch(self, one: PassReader, watch: LoaderHook) -> None:
         if self.begins is not None and self._is_training():
             self.begins()
-        if not isinstance(one, Pass):
+        if not isinstance(one, LoaderIterator):
             # Of reft.data.loader, or of a loader whose state the script has loaded: both are in position.
             if self._is_training():
                 restore_rng(self._rng)
@@ -182,7 +182,7 @@ class Resuming:
         if not (one.natural or placed):
             restore_rng(self._rng)
 
-    def after_last(self, one: Pass) -> bool:
+    def after_last(self, one: LoaderIterator) -> bool:
         """Whether the script is known to be where the version was: at the end of the pass that reft went back
         to. At the end of another as long as that it may be there."""
         position = self._position
@@ -193,16 +193,16 @@ class Resuming:
         return one.follow is not None
 
 
-class Watch:
+class LoaderHook:
     def __init__(self) -> None:
         self._listeners: list[DataPosition] = []
         """Of the engines that train on what is read."""
         self._patched: list[tuple[Any, Any]] = []  # classes whose ``__iter__`` is watched, each with its own
-        self.resuming: Resuming | None = None
+        self.resuming: ResumePhase | None = None
         self.reopens = False
         """Whether the program begins its loaders behind what was taken of them: the random states that are
         loaded, its own or a version's, are behind the draws by which they were begun."""
-        self.openings: dict[int, Callable[[Any], Pass]] = {}
+        self.openings: dict[int, Callable[[Any], LoaderIterator]] = {}
         """By the identity of loaders that others are about to iterate over: what makes their pass."""
 
     def join(self, listener: DataPosition) -> None:
@@ -229,7 +229,7 @@ class Watch:
     def _open_stateful(self, original: Any, loader: Any) -> Any:
         if get_worker_info() is not None:
             return original(loader)
-        return KeptByScript(loader, original(loader), self)
+        return StatefulReader(loader, original(loader), self)
 
     def _patch(self, kind: Any, iterate: Callable[[Any, Any], Any]) -> None:
         original = kind.__iter__
@@ -247,7 +247,7 @@ class Watch:
             self._patched.clear()
             self.resuming, self.reopens = None, False
 
-    def open(self, loader: Any) -> Pass:
+    def open(self, loader: Any) -> LoaderIterator:
         if (begin := self.openings.pop(id(loader), None)) is not None:
             return begin(loader)
         for listener in self._listeners:
@@ -260,13 +260,13 @@ class Watch:
             listener.began_pass(one)
         return one
 
-    def hand_out(self, shard: Any, begin: Callable[[Any], Pass]) -> Iterator[Any]:
+    def hand_out(self, shard: Any, begin: Callable[[Any], LoaderIterator]) -> Iterator[Any]:
         """One pass of a shard, counted batch by batch as it is handed out. ``begin``: makes the pass of the
         shard's own ``DataLoader``."""
         iterate = dict(self._patched).get(shard_class(), type(shard).__iter__)
-        begun: list[Pass] = []
+        begun: list[LoaderIterator] = []
 
-        def open_base(base: Any) -> Pass:
+        def open_base(base: Any) -> LoaderIterator:
             one = begin(base)
             one.reads_ahead = True
             one.start = {**one.start, ITERATION: shard.iteration}
@@ -284,17 +284,17 @@ class Watch:
         finally:
             self.openings.pop(id(shard.base_dataloader), None)
 
-    def begin(self, loader: Any, *, draws: bool = True) -> Pass:
+    def begin(self, loader: Any, *, draws: bool = True) -> LoaderIterator:
         """A pass under the random states that are there, which stay as they are if it ``draws`` nothing."""
         start, renewed = capture_start(loader), has_workers(loader)
         inner = raw_iterator(loader)
         if not draws:
             restore_host_rng(start)
-        return Pass(loader, inner, start, self, renewed=renewed)
+        return LoaderIterator(loader, inner, start, self, renewed=renewed)
 
-    def begin_at(self, loader: Any, position: Position, *, skip: bool = True) -> Pass:
+    def begin_at(self, loader: Any, position: Position, *, skip: bool = True) -> LoaderIterator:
         """The pass of a version, behind what was taken of it, or from its beginning."""
-        one = Pass(loader, iter(()), position.start, self)
+        one = LoaderIterator(loader, iter(()), position.start, self)
         one.go_to(position, skip=skip)
         one.era = self.resuming
         return one
@@ -308,22 +308,22 @@ class Watch:
         """Whether there are engines, and none trains."""
         return self.is_watching and not any(listener.is_training() for listener in self._listeners)
 
-    def before_batch(self, one: Read) -> None:
+    def before_batch(self, one: PassReader) -> None:
         if self.resuming is not None:
             self.resuming.before_batch(one, self)
         for listener in self._listeners:
             listener.before_batch(one)
 
-    def before_read(self, one: Read) -> None:
+    def before_read(self, one: PassReader) -> None:
         """A batch is about to be read, under the random states that are there."""
         for listener in self._listeners:
             listener.before_read(one)
 
-    def after_batch(self, one: Read) -> None:
+    def after_batch(self, one: PassReader) -> None:
         for listener in self._listeners:
             listener.after_batch(one)
 
-    def after_last(self, one: Pass) -> None:
+    def after_last(self, one: LoaderIterator) -> None:
         if self.resuming is not None and self.resuming.after_last(one):
             self.resuming = None
 
@@ -346,17 +346,17 @@ def process() -> tuple[int, int]:
     return 0, 1
 
 
-WATCH = Watch()
+WATCH = LoaderHook()
 
 
 # -- loaders by name, and their positions in a version that was loaded before or after the script made them
 
 KINDS = ("resumable", "samples")
 """Where positions stand in a version: those of :func:`resumable`, and of ``reft.data.loader``."""
-R = TypeVar("R", bound=Read)
+R = TypeVar("R", bound=PassReader)
 
 
-class Followed(ABC, Generic[R]):
+class TrackedLoader(ABC, Generic[R]):
     """A loader whose position, plain values, is part of the version."""
 
     kind: ClassVar[str]  # one of KINDS
@@ -393,7 +393,7 @@ class Followed(ABC, Generic[R]):
         """What has to be equal on all ranks, where it deals out to so many replicas; else None."""
 
     @abstractmethod
-    def position(self, upcoming: Read | None = None, *, begins: bool = False) -> dict[str, Any] | None:
+    def position(self, upcoming: PassReader | None = None, *, begins: bool = False) -> dict[str, Any] | None:
         """Where the next step reads; None where nothing was begun.
 
         Args:
@@ -413,15 +413,15 @@ class Registry:
     """The loaders of this process, by kind and name."""
 
     def __init__(self) -> None:
-        self._named = weakref.WeakValueDictionary[tuple[str, str], Followed[Any]]()
+        self._named = weakref.WeakValueDictionary[tuple[str, str], TrackedLoader[Any]]()
         self._waiting = dict[tuple[str, str], dict[str, Any]]()
 
-    def add(self, loader: Followed[Any]) -> dict[str, Any] | None:
+    def add(self, loader: TrackedLoader[Any]) -> dict[str, Any] | None:
         """Returns the position of a version that was loaded before the script has made its loader."""
         self._named[loader.kind, loader.name] = loader
         return self._waiting.pop((loader.kind, loader.name), None)
 
-    def require_named(self, loader: Followed[Any]) -> None:
+    def require_named(self, loader: TrackedLoader[Any]) -> None:
         """A ConfigError where another loader has the name."""
         if self._named.get((loader.kind, loader.name)) is not loader:
             raise ConfigError(
@@ -438,7 +438,7 @@ class Registry:
         found = {name: loader.order_facts(replicas) for (_, name), loader in sorted(self._named.items())}
         return {f"the loader {name!r}": facts for name, facts in found.items() if facts is not None}
 
-    def positions(self, upcoming: Read | None = None, begins: Any = None) -> dict[str, Any]:
+    def positions(self, upcoming: PassReader | None = None, begins: Any = None) -> dict[str, Any]:
         """By kind and name. ``upcoming``: the pass that is about to be read; ``begins``: the torch loader of
         which a pass is about to begin."""
         found = dict[str, Any]()
@@ -463,7 +463,7 @@ class Registry:
 LOADERS = Registry()
 
 
-class ResumableLoader(Followed[Pass]):
+class ResumableLoader(TrackedLoader[LoaderIterator]):
     """Made by :func:`resumable`, for a script that iterates over it itself, before or after
     ``engine.load_checkpoint``. Attributes that it does not have are the loader's; without reft attached it is
     the loader."""
@@ -491,7 +491,9 @@ class ResumableLoader(Followed[Pass]):
 
     def __iter__(self) -> Iterator[Any]:
         LOADERS.require_named(self)
-        return self._of_shard() if is_shard(self._loader) else _Kept(self, self._begin(self._loader))
+        return (
+            self._of_shard() if is_shard(self._loader) else _RetainedIterator(self, self._begin(self._loader))
+        )
 
     def _of_shard(self) -> Iterator[Any]:
         shard, again = self._loader, True
@@ -509,7 +511,7 @@ class ResumableLoader(Followed[Pass]):
             if restored is not None and restored.complete and not taken:
                 shard.iteration += 1  # which it leaves where it was after a pass without batches
 
-    def _begin(self, loader: Any) -> Pass:
+    def _begin(self, loader: Any) -> LoaderIterator:
         restored = self._to_go_on_at()
         if restored is not None and not restored.evaluates:
             one = WATCH.begin_at(loader, restored)
@@ -522,7 +524,7 @@ class ResumableLoader(Followed[Pass]):
         self._begun = one
         return one
 
-    def _follow(self, one: Pass) -> None:
+    def _follow(self, one: LoaderIterator) -> None:
         self._followed = one
 
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
@@ -531,9 +533,9 @@ class ResumableLoader(Followed[Pass]):
     def reads(self, loader: Any) -> bool:
         return loader in (self._loader, getattr(self._loader, "base_dataloader", None))
 
-    def position(self, upcoming: Read | None = None, *, begins: bool = False) -> dict[str, Any] | None:
+    def position(self, upcoming: PassReader | None = None, *, begins: bool = False) -> dict[str, Any] | None:
         found = self._to_go_on_at()
-        one = upcoming if isinstance(upcoming, Pass) and upcoming in self._passes() else self._pass
+        one = upcoming if isinstance(upcoming, LoaderIterator) and upcoming in self._passes() else self._pass
         if found is None and one is not None:
             found = one.position()
             if begins or found.evaluates:
@@ -561,16 +563,16 @@ class ResumableLoader(Followed[Pass]):
             one.era = WATCH.resuming
 
 
-class _Kept:
+class _RetainedIterator:
     """The iterator of a pass. It keeps the resumable loader, which :data:`LOADERS` does not: a script may
     iterate over one that it has no name for."""
 
-    def __init__(self, owner: ResumableLoader, one: Pass) -> None:
+    def __init__(self, owner: ResumableLoader, one: LoaderIterator) -> None:
         self._owner = owner
         self._one = one
         one.handle = weakref.ref(self)
 
-    def __iter__(self) -> _Kept:
+    def __iter__(self) -> _RetainedIterator:
         return self
 
     def __next__(self) -> Any:
@@ -596,7 +598,7 @@ def resumable(loader: Any, name: str = "data") -> Any:
     Raises:
         ConfigError: it is no ``DataLoader``, or of a subclass with an ``__iter__`` of its own.
     """
-    if isinstance(loader, Followed):
+    if isinstance(loader, TrackedLoader):
         return loader
     if is_dispatcher(loader):
         raise ConfigError(f"found {DISPATCHED}")

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from reft.data.passes import Read
+from reft.data.passes import PassReader
 from reft.state.blob import capture_rng
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ Capture = Callable[[dict[str, Any] | None], Encoded]
 class _Candidate:
     """Host state before a loader was asked for a batch. ``read``: the pass; None while it is being begun."""
 
-    read: Read | None
+    read: PassReader | None
     encoded: Encoded | None  # None: it could not be captured
 
 
@@ -63,7 +63,7 @@ class StepBoundary:
         self._open = False  # whether a step was made whose version is due, and the next one has not begun
         self._is_marked = False  # whether the script has said where the next step begins
         self._candidates: list[_Candidate] = []
-        self._evaluated: list[Read] = []  # passes whose batches were evaluated since the step
+        self._evaluated: list[PassReader] = []  # passes whose batches were evaluated since the step
         self._rng: dict[str, Any] | None = None
 
     def step_ended(self, *, is_due: bool = True) -> None:
@@ -85,19 +85,19 @@ class StepBoundary:
         if self._open and not self._is_marked:
             self._candidates.append(_Candidate(None, self._encoded()))
 
-    def began_pass(self, read: Read) -> None:
+    def began_pass(self, read: PassReader) -> None:
         """``read`` is the pass that was about to begin."""
         if self._candidates and self._candidates[-1].read is None:
             self._candidates[-1].read = read
 
-    def before_read(self, read: Read) -> None:
+    def before_read(self, read: PassReader) -> None:
         """A batch of ``read`` is about to be read."""
         # One capture for each evaluation, not for each of its batches.
         seen = [*(candidate.read for candidate in self._candidates), *self._evaluated]
         if self._open and not self._is_marked and all(one is not read for one in seen):
             self._candidates.append(_Candidate(read, self._encoded()))
 
-    def evaluated(self, read: Read | None) -> None:
+    def evaluated(self, read: PassReader | None) -> None:
         """A forward pass that does not train has used a batch, of ``read`` if it came from a loader."""
         if not self._open or self._is_marked:
             return
@@ -107,7 +107,7 @@ class StepBoundary:
             self._candidates = [c for c in self._candidates if c.read is not read]
         self._rng = self._random_states() if self._repeats_draws else None
 
-    def take(self, read: Read | None) -> Encoded:
+    def take(self, read: PassReader | None) -> Encoded:
         """The host state with which the step begins. Called once for each version.
 
         Args:

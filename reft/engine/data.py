@@ -29,9 +29,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from reft.data.order import why_refused
 from reft.data.passes import (
-    Pass,
+    LoaderIterator,
+    PassReader,
     Position,
-    Read,
     capture_start,
     dealt_by,
     described,
@@ -40,7 +40,7 @@ from reft.data.passes import (
     order_of,
     reads_lazily,
 )
-from reft.data.watch import DISPATCHED, LOADERS, WATCH, Resuming, is_dispatched, is_shard
+from reft.data.watch import DISPATCHED, LOADERS, WATCH, ResumePhase, is_dispatched, is_shard
 from reft.env import ENV_NODES
 from reft.recover.relayout import Resize
 from reft.state.codec import class_path
@@ -100,11 +100,11 @@ class DataPosition:
         self._read_inside = False  # whether the last ``train_batch`` read from a loader itself
         self.boundary: StepBoundary | None = None
         """Is told of reads between two steps; None where nothing is captured."""
-        self._upcoming: Read | None = None
+        self._upcoming: PassReader | None = None
         """The pass that the script is about to read, while the state before that is captured."""
         self._is_marking = False  # whether the script says that a step begins, likewise
         self._begins: Any = None  # the loader of which a pass is about to begin, likewise
-        self._maybe: list[Read] = []
+        self._maybe: list[PassReader] = []
         self._batches = 0
         self._micro_batches = 0
         self._datasets: set[int] = set()
@@ -116,7 +116,7 @@ class DataPosition:
         self._cut_off: str | None = ""  # how much of a pass was trained on when it was left; None: reported
         self._said_unread = False
         self._goes_there = True  # whether batches that were read may be those that the script skips
-        self._pass: Read | None = None
+        self._pass: PassReader | None = None
         self._known = False
         self._saved: Position | None = None
         self._lost: Position | None = None
@@ -152,12 +152,12 @@ class DataPosition:
 
     # -- what training reads -----------------------------------------------------------------------
 
-    def before_batch(self, one: Read) -> None:
-        if isinstance(one, Pass) and self._inside and self._repeating and self._saved is not None:
+    def before_batch(self, one: PassReader) -> None:
+        if isinstance(one, LoaderIterator) and self._inside and self._repeating and self._saved is not None:
             one.go_to(self._saved)
             self._saved = None
 
-    def before_read(self, one: Read) -> None:
+    def before_read(self, one: PassReader) -> None:
         """The next batch of a pass is about to be read: what it draws has not been drawn."""
         if self.boundary is not None and self._may_train(one.loader):
             self._upcoming = one
@@ -168,7 +168,7 @@ class DataPosition:
 
     def begins_pass(self, loader: Any) -> None:
         one, of_step = self._pass, int(self._engine.gradient_accumulation_steps())
-        if isinstance(one, Pass) and one.loader is loader and self._may_train(loader):
+        if isinstance(one, LoaderIterator) and one.loader is loader and self._may_train(loader):
             length = length_of(loader)
             # A pass of a step's batches is no loop: each step begins one.
             if length is not None and of_step < one.taken < length and self._cut_off == "":
@@ -180,7 +180,7 @@ class DataPosition:
             finally:
                 self._begins = None
 
-    def began_pass(self, one: Read) -> None:
+    def began_pass(self, one: PassReader) -> None:
         if self.boundary is not None and self._may_train(one.loader):
             self.boundary.began_pass(one)
 
@@ -192,7 +192,7 @@ class DataPosition:
         # A script may read the next batch before it ends an evaluation by engine.train().
         return self.is_training() or (self._pass is not None and self._pass.loader is loader)
 
-    def read_to_train(self) -> Read | None:
+    def read_to_train(self) -> PassReader | None:
         """The pass whose batch is about to be trained on; None if that is not known."""
         if self.is_pipeline:
             return None
@@ -225,7 +225,7 @@ class DataPosition:
         if self.boundary is not None and self._engine.training:
             self.boundary.evaluated(None)
 
-    def after_batch(self, one: Read) -> None:
+    def after_batch(self, one: PassReader) -> None:
         if threading.get_ident() != self._thread:
             self._elsewhere = True  # read ahead: how far is not known
         elif self._inside:
@@ -237,7 +237,7 @@ class DataPosition:
         elif not self.is_pipeline:
             self._maybe.append(one)
 
-    def _take(self, passes: list[Read]) -> None:
+    def _take(self, passes: list[PassReader]) -> None:
         for one in passes:
             if one.loader.dataset is not passes[-1].loader.dataset:
                 continue  # an evaluation, read since the last step
@@ -331,13 +331,13 @@ class DataPosition:
             found["iterator"] = self._stateful.state_dict()
             if not getattr(self._stateful, _SAYS_SO, False):
                 found[ITERATOR_OF] = class_path(self._stateful)
-        if self._known and isinstance(self._pass, Pass):
+        if self._known and isinstance(self._pass, LoaderIterator):
             found["pass"] = dict(vars(self._position_of(self._pass)))
         return found | LOADERS.positions(self._upcoming, self._begins)
 
-    def _position_of(self, trained: Pass) -> Position:
+    def _position_of(self, trained: LoaderIterator) -> Position:
         """Where the pass that is trained on goes on, with the batch that the script is about to read."""
-        if isinstance(self._upcoming, Pass) and self._upcoming.loader is trained.loader:
+        if isinstance(self._upcoming, LoaderIterator) and self._upcoming.loader is trained.loader:
             return self._upcoming.position()
         if self._begins is trained.loader:
             return replace(trained.position(), evaluates=True)
@@ -366,7 +366,7 @@ class DataPosition:
         self._batches = self._micro_batches = 0
         if rng is not None:
             begins = bool(state.get(BEGINS))
-            WATCH.resuming = Resuming(position, rng, self.is_training, begins=begins)
+            WATCH.resuming = ResumePhase(position, rng, self.is_training, begins=begins)
         self._saved, self._check = (position, None) if self.is_pipeline else (None, position)
         LOADERS.restore(state)
         if "iterator" in state:
@@ -433,14 +433,14 @@ class DataPosition:
     def comes_back(self) -> bool:
         """Whether a loader that training reads keeps its position itself. Stages that read nothing have one
         all the same."""
-        if isinstance(self._pass, Pass) or self._pass is None:
+        if isinstance(self._pass, LoaderIterator) or self._pass is None:
             reads = LOADERS.positions()
             return "resumable" in reads or (self._pass is None and "samples" in reads)
         return True
 
     def _advice_on_degrees(self) -> str | None:
         """On a job whose number of replicas may change."""
-        if isinstance(self._pass, Pass) and nodes_may_change():
+        if isinstance(self._pass, LoaderIterator) and nodes_may_change():
             return why_bound(self._pass.loader, int(self._engine.train_batch_size()))
         return None
 
@@ -481,7 +481,7 @@ def _named(source: Any) -> str:
     return f" ({kind.__name__} {own})" if own else f" ({class_path(source)})"
 
 
-def _without_looks(passes: list[Read]) -> list[Read]:
+def _without_looks(passes: list[PassReader]) -> list[PassReader]:
     """What was read since the last step, without looks at the loader that is trained on. Of several passes
     over it, one is trained on: that whose iterator the script has kept. Where it has kept several, the one
     that was trained on before; where none, the last."""
@@ -493,7 +493,7 @@ def _without_looks(passes: list[Read]) -> list[Read]:
     return others + [one for one in passes if one is found]
 
 
-def _is_behind(one: Read, expected: Position) -> bool:
+def _is_behind(one: PassReader, expected: Position) -> bool:
     """Whether the batch just taken is the one that follows ``expected``."""
     begins = expected.complete or expected.evaluates
     return one.taken == expected.taken + 1 or (begins and one.taken == 1)
@@ -520,13 +520,13 @@ def _watch_begun(source: Any) -> None:
         loader.data = one
 
 
-def _adopted(loader: Any, begun: Any) -> Pass | None:
+def _adopted(loader: Any, begun: Any) -> LoaderIterator | None:
     """A pass that was begun unseen, if nothing was taken of it and its order can be told all the same:
     workers are given samples at once."""
     is_told = reads_lazily(loader) or isinstance(loader.sampler, SequentialSampler | DistributedSampler)
-    if isinstance(begun, Pass) or getattr(begun, "_num_yielded", None) != 0 or not is_told:
+    if isinstance(begun, LoaderIterator) or getattr(begun, "_num_yielded", None) != 0 or not is_told:
         return None
-    return Pass(loader, begun, capture_start(loader), WATCH, adopted=True)
+    return LoaderIterator(loader, begun, capture_start(loader), WATCH, adopted=True)
 
 
 def difference(ranks: Sequence[Orders]) -> str | None:

@@ -33,7 +33,7 @@ from reft.engine.checks.start import say_untried_device, warn
 from reft.engine.data import DataPosition
 from reft.engine.engine import ClientState, coordinate_of, flat_facts, shapes_of
 from reft.engine.identity import Fact, facts_of_arguments
-from reft.engine.layouts import HELD, Resizing, told_of
+from reft.engine.layouts import HELD, DegreeChange, told_of
 from reft.engine.load.disk import SAVED_BY, host_file
 from reft.engine.load.restore import LoadCall, Restorer, bind
 from reft.engine.on_import import ds_config_of, wrap
@@ -437,7 +437,7 @@ class DeepSpeedEngine:
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.data = DataPosition(engine, self._replica)
         self._held: tuple[Any, bytes | str] = (None, "")
-        self.resizing = Resizing(self.micro_batches, ds_config_of(engine))
+        self.resizing = DegreeChange(self.micro_batches, ds_config_of(engine))
 
     @property
     def global_steps(self) -> int:

@@ -22,7 +22,7 @@ from reft.engine.boundary import Encoded, StepBoundary
 from reft.engine.host_state import DRAWN, host_states
 from reft.engine.identity import Fact, local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
-from reft.grid import Coordinate, Degrees, Label
+from reft.grid import Coordinate, Degrees, VersionId
 from reft.memory.files import default_margin_bytes
 from reft.node.client import ProtectionRecord, read_record, resume, write_record
 from reft.protect.codes import Scheme
@@ -34,8 +34,8 @@ from reft.snapshot.copying.gate import Pacer
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import OptimizerStep
 from reft.snapshot.schedule import ChunkRecord, InstructionRecord, Overflow, StepTrace
-from reft.snapshot.switching import Keeping, OrderWatch, SchemeSwitch
-from reft.snapshot.version import Cause
+from reft.snapshot.switching import RequestPoll, RetentionConfig, SchemeSwitch
+from reft.snapshot.version import SkipCause
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob, capture_rng
@@ -44,7 +44,7 @@ from reft.state.gradients import GradientCapture
 
 if TYPE_CHECKING:
     from reft.engine.data import DataPosition
-    from reft.engine.layouts import Resizing
+    from reft.engine.layouts import DegreeChange
     from reft.engine.session import Session
     from reft.profile.profiler import Profiler
 
@@ -68,7 +68,7 @@ class TrainingEngine(Protocol):
         """None where the program keeps its position itself."""
 
     @property
-    def resizing(self) -> Resizing | None:
+    def resizing(self) -> DegreeChange | None:
         """None where versions of another data-parallel degree cannot be taken up."""
 
     @property
@@ -114,7 +114,7 @@ class EngineState:
         self.data = engine.data
         self.followed = host_states(session)
         """State of the script that versions hold besides the engine's own."""
-        self.listener: Callable[[Label, LiveImages, Encoded], None] | None = None
+        self.listener: Callable[[VersionId, LiveImages, Encoded], None] | None = None
         """Called with every state that is captured; for `reft rehearse`."""
         # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its batch.
         repeats_draws = engine.data is not None and not engine.data.is_pipeline
@@ -131,7 +131,7 @@ class EngineState:
         self._blob = HostBlob(strict=session.config.strict)
         self._failures: set[type[Exception]] = set()
 
-    def capture(self, label: Label, *, must: bool, variant: Variant) -> SnapshotRequest:
+    def capture(self, label: VersionId, *, must: bool, variant: Variant) -> SnapshotRequest:
         """What the snapshot worker needs of the version; a cause where it cannot be had. Never raises.
 
         The first version of a layout is taken whatever it takes: memory is reserved at the start (P9), not at
@@ -163,7 +163,7 @@ class EngineState:
             if type(error) not in self._failures:
                 self._failures.add(type(error))
                 logger.log(level, "the state of step %d cannot be captured", label.step, exc_info=error)
-            return SnapshotRequest(label, self._images, cause=Cause("the state could not be captured"))
+            return SnapshotRequest(label, self._images, cause=SkipCause("the state could not be captured"))
 
     def host_state(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
         """What a version holds besides tensors of the engine."""
@@ -301,8 +301,8 @@ class Protection:
         self.note()
         config, job_dir = self._session.config, self._session.memory.job_dir.path
         return SchemeSwitch(
-            *(control, self._session.topology, arenas, self.record, OrderWatch(job_dir)),
-            keeping=Keeping(config.arena_count, margin_bytes(config, job_dir)),
+            *(control, self._session.topology, arenas, self.record, RequestPoll(job_dir)),
+            keeping=RetentionConfig(config.arena_count, margin_bytes(config, job_dir)),
             on_change=self._changed,
             reach=self._session.faults.reach,
         )
@@ -511,7 +511,7 @@ def shapes_of(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     return f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"
 
 
-class Copying:
+class CopySetup:
     """How one rank's bytes are copied."""
 
     def __init__(self, session: Session) -> None:

@@ -45,7 +45,7 @@ from reft.errors import (
     ReftError,
     TransferError,
 )
-from reft.grid import Coordinate, Degrees, Label, Topology
+from reft.grid import Coordinate, Degrees, Topology, VersionId
 from reft.memory.files import JobLock, holder
 from reft.memory.jobdir import (
     SECRET_BYTES,
@@ -60,7 +60,7 @@ from reft.memory.jobdir import (
     user_secret,
 )
 from reft.naming import committed_key, kernel_id, own_name_of_process
-from reft.snapshot.stats import Complaints
+from reft.snapshot.stats import PeerErrors
 from reft.state.codec import decode, encode
 from reft.storage import fence
 from reft.storage.persisted import job_directory, newest_incarnation
@@ -449,7 +449,9 @@ class Identity:
             was, now = was.without(AT_LAUNCH), now.without(AT_LAUNCH)
         require_same(was, now, of=of, accepted=self.config.accept_changes)
 
-    def check_memory(self, job_dir: Path, label: Label, *, reads: bool, but: Collection[str] = ()) -> None:
+    def check_memory(
+        self, job_dir: Path, label: VersionId, *, reads: bool, but: Collection[str] = ()
+    ) -> None:
         """Before a version is restored from memory: was it written by this job as it is now? A
         FingerprintError on all ranks where not. ``reads``: this rank is the one of its node that reads the
         record. ``but``: facts that may differ: at another degree, or in another layout, it is no other job as
@@ -513,7 +515,7 @@ class JobRecord:
         self._store = store
         self._lost_until = 0.0
         self._noted: bytes | None = None
-        self._newest: deque[Label] = deque(maxlen=1)
+        self._newest: deque[VersionId] = deque(maxlen=1)
         self._wake, self._closing = threading.Semaphore(0), False
         self._thread: threading.Thread | None = None
 
@@ -531,7 +533,7 @@ class JobRecord:
             store = None
         return cls(store, job_id)
 
-    def note_commit(self, label: Label) -> None:
+    def note_commit(self, label: VersionId) -> None:
         """Remember that ``label`` was committed, unless a newer start of the job has committed since."""
         if self._store is None or time.monotonic() < self._lost_until:
             return
@@ -554,7 +556,7 @@ class JobRecord:
                 logger.warning("commits are not recorded until the rendezvous store answers again: %s", error)
             self._lost_until = time.monotonic() + _SILENT_SECS
 
-    def newest_commit(self) -> Label | None:
+    def newest_commit(self) -> VersionId | None:
         """The newest commit noted, or None if there was none (or no store); a TransferError where there is
         one, but it does not say."""
         key = self._committed_key
@@ -568,7 +570,7 @@ class JobRecord:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def committed(self, label: Label, complaints: Complaints) -> None:
+    def committed(self, label: VersionId, complaints: PeerErrors) -> None:
         """A version was committed by all ranks. It is noted by a thread of its own: no vote waits for the
         store. Of commits that come while the store is asked, the newest is noted."""
         self._newest.append(label)
@@ -587,7 +589,7 @@ class JobRecord:
             if self._thread.is_alive():
                 logger.warning("the rendezvous store has not answered: it may not know of the last commit")
 
-    def _run(self, complaints: Complaints) -> None:
+    def _run(self, complaints: PeerErrors) -> None:
         closing = False
         while not closing:
             self._wake.acquire()
@@ -599,9 +601,9 @@ class JobRecord:
                 )
 
 
-def _label(note: bytes) -> Label:
+def _label(note: bytes) -> VersionId:
     incarnation, step = note.decode().split(":")
-    return Label(int(incarnation), int(step))
+    return VersionId(int(incarnation), int(step))
 
 
 def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:

@@ -12,12 +12,21 @@ import torch
 from reft.engine.data import LEFT, move_data
 from reft.errors import LayoutError
 from reft.grid import Coordinate
-from reft.recover.relayout import MASTER, WEIGHT, WHOLE, Held, Layout, Parameter, Resize, tensor_name
+from reft.recover.relayout import (
+    MASTER,
+    WEIGHT,
+    WHOLE,
+    Parameter,
+    RankContents,
+    RankLayout,
+    Resize,
+    tensor_name,
+)
 from reft.state.adapters import StateAdapter
 from reft.state.blob import capture_rng
 
 
-class Resizing:
+class DegreeChange:
     """What is another one at another data-parallel degree. ``why_not``: why this job would not be the same
     there; ``data_is_bound``: why its program's data would not be; "" where they would."""
 
@@ -59,7 +68,7 @@ def _why_not(config: Mapping[str, Any]) -> str:
     )
 
 
-HELD = "held"  # key of a host state: `Held.encode`, or in words why there is none
+HELD = "held"  # key of a host state: `RankContents.encode`, or in words why there is none
 
 
 def told_of(engine: Any, adapter: StateAdapter) -> bytes | str:
@@ -73,7 +82,7 @@ def told_of(engine: Any, adapter: StateAdapter) -> bytes | str:
         return f"{type(error).__name__}: {error}"
 
 
-def describe(engine: Any, adapter: StateAdapter) -> Held:
+def describe(engine: Any, adapter: StateAdapter) -> RankContents:
     """What this rank holds now; a LayoutError where the state cannot be told apart by parameters."""
     named = {id(p): name for name, p in engine.module.named_parameters()}
     grouped = adapter.grouped()
@@ -89,7 +98,7 @@ def describe(engine: Any, adapter: StateAdapter) -> Held:
     parameters = tuple(
         Parameter(name, tuple(p.shape), *splits[name]) for name, p in engine.module.named_parameters()
     )
-    return Held(parameters, groups, kinds, adapter.flat, sizes)
+    return RankContents(parameters, groups, kinds, adapter.flat, sizes)
 
 
 def _kinds(
@@ -205,7 +214,7 @@ def same_on_stages(module: Any) -> set[str]:
     }
 
 
-def check_stages(module: Any, old: Layout, new: Layout, at: Coordinate) -> None:
+def check_stages(module: Any, old: RankLayout, new: RankLayout, at: Coordinate) -> None:
     """What several old stages have has to be one and the same, where other stages have it now: a LayoutError
     where a parameter of the new rank ``at`` was another one on each."""
     same, was, now = same_on_stages(module), old.stages(), new.stages()

@@ -28,12 +28,12 @@ from reft.config import ReftConfig
 from reft.device import vendor_of
 from reft.durable import write_durably
 from reft.errors import PersistError
-from reft.grid import Label, Topology, given_up
+from reft.grid import Topology, VersionId, given_up
 from reft.node.report import read_history
 from reft.policy.rate import (
-    Due,
-    StorageRate,
-    TierRate,
+    DueSteps,
+    IntervalController,
+    StorageIntervalController,
     learned_losses_per_sec,
     memory_risk,
     whole_interval,
@@ -106,22 +106,22 @@ class RateCache:
             self._told = True
 
 
-class Rates:
+class IntervalRates:
     """Both tiers of one rank, ``memory`` and ``storage``: None where the block has a number. Made
     collectively. ``from_memory``: this node's memory holds the version that the job goes on with."""
 
     def __init__(self, session: Session, *, from_memory: bool) -> None:
         self._session, self._config = session, session.config
         config, persist = session.config, session.config.persist
-        self._versions = Due(session.engine.global_steps)
-        self.memory: TierRate | None = None
-        self.storage: StorageRate | None = None
+        self._versions = DueSteps(session.engine.global_steps)
+        self.memory: IntervalController | None = None
+        self.storage: StorageIntervalController | None = None
         if not (config.adapts or persist.adapts):
             return
         cache = RateCache(config.memory_dir, self._facts())
         if config.adapts:
             bounds = [n for n in (config.max_lost_steps, persist.max_lost_steps) if n is not None]
-            self.memory = TierRate(
+            self.memory = IntervalController(
                 config.has.max_overhead,
                 most_steps=min(bounds) // 2 if bounds else None,
                 fits=dividing(persist.fixed_steps),
@@ -130,7 +130,7 @@ class Rates:
             )
         if persist.adapts:
             job_dir, topology = session.memory.job_dir.path, session.topology
-            self.storage = StorageRate(
+            self.storage = StorageIntervalController(
                 persist.max_overhead,
                 most_lost_steps=persist.max_lost_steps,
                 interval_steps=config.version_steps,
@@ -191,7 +191,7 @@ class Rates:
 
     # -- told with every commit --------------------------------------------------------------------
 
-    def committed(self, label: Label) -> tuple[bool, dict[str, Any]]:
+    def committed(self, label: VersionId) -> tuple[bool, dict[str, Any]]:
         """All ranks have a version. Returns whether it goes to storage, and what is to be told."""
         told: dict[str, Any] = {}
         every = self.version_steps(label.step)
@@ -216,7 +216,7 @@ class Rates:
         return self._versions.is_due(step, self.version_steps(step), given_up=given_up)
 
     def went_to(self, step: int) -> None:
-        self._versions = Due(step)
+        self._versions = DueSteps(step)
         if self.storage is not None:
             self.storage.went_to(step)
 

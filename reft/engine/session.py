@@ -24,7 +24,7 @@ from reft.engine.checks.choice import check_device, choose_protection
 from reft.engine.checks.start import check_start, warn
 from reft.engine.engine import (
     ClientState,
-    Copying,
+    CopySetup,
     EngineState,
     OptimizerFence,
     Protection,
@@ -32,11 +32,11 @@ from reft.engine.engine import (
     TrainingEngine,
 )
 from reft.engine.identity import JobMemory, NodeIdentity, gather_topology, local_rank, name_job
-from reft.engine.rates import Rates
+from reft.engine.rates import IntervalRates
 from reft.env import ENV_REHEARSE, ENV_REPLAY
 from reft.errors import CorruptionError, CorruptJobError
 from reft.faults import FaultPlan, kill_this_node
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.log import EventLog
 from reft.memory.arena import SlotFiles
 from reft.memory.jobdir import secret_of_environment
@@ -44,8 +44,8 @@ from reft.node.client import DaemonClient, write_order
 from reft.node.progress import DeviceUse, ProgressPage, open_page
 from reft.node.report import read_history, restarts_among
 from reft.snapshot.arenas import ArenaSet
-from reft.snapshot.stats import Complaints, SnapshotStats
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers
+from reft.snapshot.stats import PeerErrors, SnapshotStats
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallbacks
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ _STEPS = 10
 """Between two writes where ``steps_per_print`` says nothing: monitors open files, or talk to servers."""
 
 
-class Monitoring:
+class MonitorWriter:
     """Feeds DeepSpeed's monitor, on rank 0, if its engine has one that is on."""
 
     def __init__(self, session: Session) -> None:
@@ -194,10 +194,10 @@ class Session:
             self.memory.incarnation,
             kill_node=lambda: kill_this_node(self.memory.job_dir.path),
         )
-        self.stats, self.complaints = SnapshotStats(), Complaints()
+        self.stats, self.complaints = SnapshotStats(), PeerErrors()
         self.events = EventLog(self.control.rank)
         self.control.on_silence = lambda missing, secs: self.events.write("silent", ranks=missing, secs=secs)
-        self.copying = Copying(self)
+        self.copying = CopySetup(self)
         self.device_memory = DeviceMemory(self.progress, self.engine.device)
         if not self.copying.engine.asynchronous:  # else calls return before their work is done
             self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
@@ -209,8 +209,8 @@ class Session:
         self.state = EngineState(self, client_state)
         memory = self.memory
         self.daemon = DaemonClient(memory.job_dir.path, memory.job_dir.secret, memory.incarnation)
-        self.monitoring = Monitoring(self)
-        self.stopping = Stopping(self.config.grace_secs)
+        self.monitoring = MonitorWriter(self)
+        self.stopping = StopController(self.config.grace_secs)
         self.tracer = Tracer()
         self._last_step = self.engine.global_steps
         self._stepped = False  # whether a step was made and the next one has not begun
@@ -270,10 +270,10 @@ class Session:
 
     # -- start and end -----------------------------------------------------------------------------
 
-    def start(self, frozen: Mapping[int, Label]) -> None:
+    def start(self, frozen: Mapping[int, VersionId]) -> None:
         """Begin to take snapshots. ``frozen`` slots hold the version that was just recovered."""
         self.memory.record_identity()
-        self.rates = Rates(self, from_memory=bool(frozen))
+        self.rates = IntervalRates(self, from_memory=bool(frozen))
         self.control.end_pairs()  # of the load, with all of the sharding group
         job_dir, limit, ranks = self.memory.job_dir, self.config.memory_limit_bytes, self.ranks_here
         control = self.control.for_worker(job_dir.secret)
@@ -296,7 +296,7 @@ class Session:
             switch=self.protection.switch(control, arenas),
             copier=self.copying.copier(),
             pacer=self.copying.pacer,
-            watchers=Watchers(
+            watchers=WorkerCallbacks(
                 self.stats,
                 self.faults,
                 self._committed,
@@ -348,7 +348,7 @@ class Session:
 
     # -- what is told of versions, by the worker thread ------------------------------------------------
 
-    def _committed(self, label: Label) -> None:
+    def _committed(self, label: VersionId) -> None:
         """All ranks have the version. Whatever cannot be told costs nobody else the news. Other threads wait
         for the answers of the daemon and of the rendezvous store: the next vote must not."""
         stats = self.stats.to_json()
@@ -399,7 +399,9 @@ class Session:
             self.rates.begun(self.submit(must=False))
         else:
             self.state.boundary.skip()
-            self.worker.submit(SnapshotRequest(Label(self.memory.incarnation, step), None, b"", idle=True))
+            self.worker.submit(
+                SnapshotRequest(VersionId(self.memory.incarnation, step), None, b"", idle=True)
+            )
 
     def check_tensors(self) -> None:
         """Called on the training thread between two passes of a step; see
@@ -429,7 +431,7 @@ class Session:
         """Capture the host state and hand the version to the worker."""
         assert self.worker is not None
         began = time.perf_counter()
-        label = Label(self.memory.incarnation, self.engine.global_steps)
+        label = VersionId(self.memory.incarnation, self.engine.global_steps)
         request = self.state.capture(label, must=must, variant=self.copying.variant)
         self.worker.submit(request)
         self.first_request = self.first_request or request
@@ -471,7 +473,7 @@ _BOUNDARY_SECS = 1.0
 """Where a step begins within so much more, the rank stops there by itself: its state is newer."""
 
 
-class Stopping:
+class StopController:
     """Notes the request to stop, and decides after which step one rank does. The next votes carry the request
     to all ranks, so that all stop after the same step.
 
@@ -576,7 +578,9 @@ class Stopping:
         persisted = None
         left = self._grace_secs - self.waited_secs - _CLOSE_SECS
         if step is not None and session.config.persist.dir is not None:
-            persisted = session.daemon.persist_now(Label(session.memory.incarnation, step), max(0.0, left))
+            persisted = session.daemon.persist_now(
+                VersionId(session.memory.incarnation, step), max(0.0, left)
+            )
         logger.warning(
             "stopping on request between two steps, %.0f s after it: no step has begun. Last committed: step "
             "%s%s",

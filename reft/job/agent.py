@@ -44,10 +44,10 @@ from reft.control.keyvalue import StoreError
 from reft.env import ENV_EXIT_DIR
 from reft.errors import ConfigError, FencedError, ReftError
 from reft.job.options import LaunchOptions
-from reft.job.rendezvous.client import JobEndedError, ServedPlace
+from reft.job.rendezvous.client import JobEndedError, ServedStore
 from reft.job.rendezvous.handler import StoreRendezvous, replaced
-from reft.job.rendezvous.membership import Agreement, Ends
-from reft.job.script import Cause, ExitNote, Failure, WorkerExit, judge, name_ended_early
+from reft.job.rendezvous.membership import Agreement, NodeFinished
+from reft.job.script import ExitCause, ExitNote, TrainerFailure, WorkerExit, judge, name_ended_early
 from reft.job.trainer_store import TrainerStore, deal_ranks, trainer_environ
 from reft.node.client import EXITS_PREFIX
 
@@ -64,7 +64,7 @@ _KILLED = 128
 _TELL_SECS = 1.0
 _ONE_AFTER_THE_OTHER_SECS = 1.0
 """Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
-_OWN_CAUSES = (Cause.REFUSED, Cause.OWN)
+_OWN_CAUSES = (ExitCause.REFUSED, ExitCause.OWN)
 _CLOSE_SECS = 30
 _MOST_NAMED = 10
 
@@ -87,7 +87,7 @@ class Agent:
         self,
         options: LaunchOptions,
         *,
-        place: ServedPlace,
+        place: ServedStore,
         handler: StoreRendezvous,
         secret: bytes,
         launcher: Launcher,
@@ -108,7 +108,7 @@ class Agent:
         self._early_end = ""  # which rank ended well before the others in the last round, if one did
         self.agreement: Agreement | None = None
         self._group_rank = 0
-        self.failure: Failure | None = None
+        self.failure: TrainerFailure | None = None
         self.all_ended_well = False
         self.told_to_stop = False
 
@@ -136,7 +136,7 @@ class Agent:
                 # second.
                 def tell_peers(number: int = int(stop.sigval)) -> None:
                     with suppress(RuntimeError, RendezvousError):
-                        self._handler.tell(Ends(self._handler.node, number))
+                        self._handler.tell(NodeFinished(self._handler.node, number))
 
                 telling = threading.Thread(target=tell_peers, daemon=True)
                 telling.start()
@@ -199,34 +199,34 @@ class Agent:
     def _may_restart(self) -> bool:
         """Judge the failure of this round's trainers; whether another round is worth it."""
         self._end_if_peers_were_stopped()
-        failure = self.failure or Failure(Cause.OWN, 0, 1, "the trainers can no longer be watched")
+        failure = self.failure or TrainerFailure(ExitCause.OWN, 0, 1, "the trainers can no longer be watched")
         alone = self.agreement is not None and len(self.agreement.members) == 1
-        if failure.cause in (Cause.UNCLEAR, Cause.STOPPED) and alone:
-            failure = replace(failure, cause=Cause.OWN)
-        if failure.cause in (Cause.PEER, Cause.STOPPED) and not self._is_free():
+        if failure.cause in (ExitCause.UNCLEAR, ExitCause.STOPPED) and alone:
+            failure = replace(failure, cause=ExitCause.OWN)
+        if failure.cause in (ExitCause.PEER, ExitCause.STOPPED) and not self._is_free():
             failure = replace(
                 failure,
-                cause=Cause.OWN,
+                cause=ExitCause.OWN,
                 reason=f"{failure.reason} (after {self._options.free_restarts} free restarts without "
                 "progress)",
             )
-        if failure.cause is Cause.SIZE:
+        if failure.cause is ExitCause.SIZE:
             with suppress(RendezvousError, StoreError):  # else it is refused once more
                 if not self._handler.refuse_size():
-                    failure = replace(failure, cause=Cause.REFUSED)
+                    failure = replace(failure, cause=ExitCause.REFUSED)
         self.failure = failure
         told = failure.reason
         if not failure.ended_early:
             told = f"rank {self._rank(failure.local_rank)}, {told}"
         info = self._handler.info = replace(self._handler.info, cause=failure.cause, failure=told)
-        if failure.cause is Cause.REFUSED:
+        if failure.cause is ExitCause.REFUSED:
             logger.error("%s: the job ends; a restart would be refused again", failure.reason)
             return False
         if self._ends_early_again(failure):
             logger.error("%s: the job ends", _twice(failure))
             return False
         starts = self._options.restarts_renew and self._launcher.newest_step() < 0
-        if starts and failure.cause is Cause.OWN and failure.exit_code < _KILLED:
+        if starts and failure.cause is ExitCause.OWN and failure.exit_code < _KILLED:
             if failure.reason == self._start_error:
                 logger.error(
                     "%s: the same error twice, and no version was committed: the job ends", failure.reason
@@ -236,16 +236,16 @@ class Agent:
         used = 0 if self._options.restarts_renew and self._has_new_version() else info.restarts_used
         allowed = self._config.max_restarts
         since = " since the last new version" if self._options.restarts_renew else ""
-        if failure.cause is Cause.OWN and used >= allowed:
+        if failure.cause is ExitCause.OWN and used >= allowed:
             logger.error(
                 "%s; restarts used%s: %d of %d (--max-restarts): the job ends",
                 *(failure.reason, since, used, allowed),
             )
             return False
         price = {
-            Cause.OWN: f"uses restart {used + 1} of {allowed}{since}",
-            Cause.UNCLEAR: "the other nodes decide whether this uses a restart",
-            Cause.SIZE: "another number of nodes may fit: uses no restart",
+            ExitCause.OWN: f"uses restart {used + 1} of {allowed}{since}",
+            ExitCause.UNCLEAR: "the other nodes decide whether this uses a restart",
+            ExitCause.SIZE: "another number of nodes may fit: uses no restart",
         }.get(failure.cause, "a peer vanished: uses no restart")
         logger.warning("trainers ended: %s; %s", failure.reason, price)
         return True
@@ -256,14 +256,14 @@ class Agent:
         """
         # Where a node is lost, its peers need another round for that reason.
         ended = self._ended_well() if self._handler.is_whole else {}
-        failure = name_ended_early(Failure(Cause.PEER, 0, 1, ""), ended)
+        failure = name_ended_early(TrainerFailure(ExitCause.PEER, 0, 1, ""), ended)
         if not failure.ended_early:
             return
         if self._ends_early_again(failure):
             raise JobEndedError(_twice(failure))
-        self._handler.info = replace(self._handler.info, cause=Cause.ENDED, failure=failure.reason)
+        self._handler.info = replace(self._handler.info, cause=ExitCause.ENDED, failure=failure.reason)
 
-    def _ends_early_again(self, failure: Failure) -> bool:
+    def _ends_early_again(self, failure: TrainerFailure) -> bool:
         """Whether a rank has ended well before the others at the same step as in the round before, and no
         version was committed in between: the next round would end in the same way."""
         before = self._early_end
@@ -393,7 +393,7 @@ class Agent:
         kept = {local_rank: f for local_rank, f in failures.items() if local_rank in exits} or failures
         return {self._rank(local_rank): failure for local_rank, failure in kept.items()}
 
-    def _judge(self, exits: dict[int, WorkerExit]) -> Failure:
+    def _judge(self, exits: dict[int, WorkerExit]) -> TrainerFailure:
         failure = judge(exits)
         if self._trainers.script_has_ended(failure.local_rank):
             return failure  # it no longer needed the others
@@ -428,7 +428,7 @@ class Agent:
             while not self._handler.all_ended_well:
                 if time.monotonic() > deadline or self._nodes_waiting():
                     return
-                self._handler.tell(Ends(self._handler.node))  # once more where the store has lost it
+                self._handler.tell(NodeFinished(self._handler.node))  # once more where the store has lost it
                 self._end_if_peers_were_stopped()
                 time.sleep(max(0.1, self._config.monitor_interval))
             self.all_ended_well = True
@@ -448,7 +448,7 @@ class Agent:
         self._trainers.close()
 
 
-def _twice(failure: Failure) -> str:
+def _twice(failure: TrainerFailure) -> str:
     return (
         f"{failure.reason}, twice and without a new version in between. Give all ranks the same number of "
         "steps: a DataLoader with drop_last=True and a DistributedSampler, or reft.data.loader"
@@ -559,7 +559,7 @@ class Trainers:
         found = {}
         for local_rank, process in self._processes().items():
             code, note = process.poll(), self._note_of(local_rank)
-            if code in (None, 0) and note is not None and note.cause is Cause.ENDED:
+            if code in (None, 0) and note is not None and note.cause is ExitCause.ENDED:
                 found[local_rank] = note.error
             elif code == 0:
                 found[local_rank] = "exit code 0"
@@ -567,7 +567,7 @@ class Trainers:
 
     def script_has_ended(self, local_rank: int) -> bool:
         note = self._note_of(local_rank)
-        return note is not None and note.cause is Cause.ENDED
+        return note is not None and note.cause is ExitCause.ENDED
 
     def _note_of(self, local_rank: int) -> ExitNote | None:
         return ExitNote.read(self._notes, local_rank)

@@ -38,14 +38,14 @@ from reft.job.rendezvous.client import JobEndedError, place_of
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Agreement
 from reft.job.rendezvous.scaling import Scaler
-from reft.job.script import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, Cause, Failure, not_ignored
-from reft.job.warm import WarmTrainers
+from reft.job.script import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, ExitCause, TrainerFailure, not_ignored
+from reft.job.warm import ForkServer
 from reft.log import EventLog, set_place, to_stderr
 from reft.memory.jobdir import read_json, user_secret
 from reft.naming import kernel_id
 from reft.node.client import DaemonKeeper, NodeMemory
-from reft.node.hangs import STOPPED, WAITING, Waiting, Watch, name_culprit, step_limit_secs
-from reft.node.observe import CommitWatch, StatusBoard
+from reft.node.hangs import STOPPED, WAITING, HangConfig, TrainerActivity, name_culprit, step_limit_secs
+from reft.node.observe import CommitWatch, JobStatus
 from reft.node.progress import STACKS_SUFFIX, read_pages
 from reft.node.report import CONFIG_FILE, ENDED, ENDED_WELL, STARTED, NodeReport, note
 from reft.storage.persisted import job_directory
@@ -107,14 +107,14 @@ class StopSignals:
         self.asked_to_leave = True
 
 
-class End(Enum):
+class JobEnd(Enum):
     UNFINISHED = auto()  # Told to stop, or the job has failed: it may be started again
     WELL = auto()
     LEFT = auto()  # It was told to leave, and the others have a version without it
     REPLACED = auto()  # It was cut off, and the job went on without it
 
 
-_WHY = {End.WELL: ENDED_WELL, End.LEFT: "it has left, as requested"}
+_WHY = {JobEnd.WELL: ENDED_WELL, JobEnd.LEFT: "it has left, as requested"}
 
 
 class Launcher:
@@ -127,20 +127,20 @@ class Launcher:
         self._events = EventLog(-1)
         self._signals = StopSignals()
         self._daemon: DaemonKeeper | None = None
-        self.hangs = Hangs(options.node, self._memory.path)
+        self.hangs = HangDetector(options.node, self._memory.path)
         self._agent: Agent | None = None
-        self._warm: WarmTrainers | None = None
+        self._warm: ForkServer | None = None
         # What fails as one with this node: itself if somebody declared it to be one, else its host (P4).
         host = f"host {socket.gethostname()} {kernel_id()[:8]}"
         domain = options.node if options.node_declared else host
-        self._board = StatusBoard(
+        self._board = JobStatus(
             self.place.connect_for_status,
             NodeReport(node=options.node, domain=domain),
             self._memory.path,
             job_id=options.job_id,
             has_daemon=options.daemon,
         )
-        self._end = End.UNFINISHED
+        self._end = JobEnd.UNFINISHED
         self._scaler: Scaler | None = None
         self._before: Agreement | None = None
         self._failed_at: float | None = None
@@ -233,7 +233,7 @@ class Launcher:
 
     def state_changed(self, state: str, **facts: Any) -> None:
         failure = self._agent.failure if self._agent is not None else None
-        own = failure is not None and failure.cause is not Cause.PEER
+        own = failure is not None and failure.cause is not ExitCause.PEER
         self._board.tell(state, round=facts.get("round"), failed=failure.reason if failure and own else "")
         self._events.write("launcher", node=self._options.node, state=state, **facts)
 
@@ -272,15 +272,15 @@ class Launcher:
             self.place.wait_for_others()
             return 128 + int(stop.sigval)
         except FencedError as error:
-            self._end = End.REPLACED
+            self._end = JobEnd.REPLACED
             note(self._memory.path, ENDED, reason=str(error))
             if self.rendezvous.outcome() == ENDED_WELL:
-                self._end = End.WELL
+                self._end = JobEnd.WELL
                 return 0
             logger.error("%s (exit code %d)", error, EX_FENCED)
             return EX_FENCED
         except LeftError as left:
-            self._end = End.LEFT
+            self._end = JobEnd.LEFT
             note(self._memory.path, ENDED, reason=str(left))
             logger.warning("%s (exit code 0)", left)
             if self._scaler is not None:
@@ -305,7 +305,7 @@ class Launcher:
         if options.warm:
             # The last is what TorchElastic gives its trainers.
             shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-            self._warm = WarmTrainers(options.preload, shared)
+            self._warm = ForkServer(options.preload, shared)
         handler = self.rendezvous = self.place.join()
         self._board.start(lambda: handler.is_spare, lambda: handler.nodes, lambda: self.hangs.waiting)
         names = getattr(options.config, "signals_to_handle", _TORCHS_SIGNALS)
@@ -345,7 +345,7 @@ class Launcher:
             outcome = self.rendezvous.outcome() or "the job ended on another node"
             if outcome == ENDED_WELL and agent.agreement is not None:
                 # This node was cut off, and the job went on to its end with another in its place.
-                self._end = End.WELL
+                self._end = JobEnd.WELL
                 return 0
             raise JobEndedError(
                 f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start the job "
@@ -360,11 +360,11 @@ class Launcher:
         """What the end of this node's trainers means for the job (:meth:`Agent.run`); the exit code."""
         if failures is None:
             if self.rendezvous.outcome() == ENDED_WELL:
-                self._end = End.WELL
+                self._end = JobEnd.WELL
             return 0
         if not failures:
             if agent.all_ended_well:
-                self._end = End.WELL
+                self._end = JobEnd.WELL
                 if not self._options.keep_memory:
                     self.rendezvous.incarnations.forget_committed()
             self.rendezvous.shutdown(ENDED_WELL)
@@ -379,7 +379,7 @@ class Launcher:
         reason = failure.reason if failure else "the trainers failed"
         self.rendezvous.shutdown(f"node {self._options.node} gave up: {reason}")
         note(self._memory.path, ENDED, reason=reason)
-        if failure is None or failure.cause is not Cause.REFUSED:  # that has been told in words
+        if failure is None or failure.cause is not ExitCause.REFUSED:  # that has been told in words
             words = (a for a in self._options.arguments if not a.startswith("-"))
             name = next(words, self._options.entrypoint)
             logger.error("%s", ChildFailedError(name, failures))
@@ -403,26 +403,26 @@ class Launcher:
             # To write the newest version it has what the trainers left of the grace.
             left_secs = max(_LEAST_FLUSH_SECS, self._grace_secs() - self._signals.elapsed_secs())
             persist = parse_block(read_json(self._memory.path / CONFIG_FILE) or {}).persist
-            stops = self._end is End.UNFINISHED and self._signals.received is not None
-            exports = persist.export_at_end is not None and (stops or self._end is End.WELL)
+            stops = self._end is JobEnd.UNFINISHED and self._signals.received is not None
+            exports = persist.export_at_end is not None and (stops or self._end is JobEnd.WELL)
             # The last version is taken when the script ends; its memory is removed next.
-            stores = exports or (persist.dir is not None and self._end is End.WELL)
+            stores = exports or (persist.dir is not None and self._end is JobEnd.WELL)
             if stores and not stops:
                 left_secs = persist.timeout_secs
-            self._daemon.end(left_secs if stores or self._end is End.UNFINISHED else 0.0)
+            self._daemon.end(left_secs if stores or self._end is JobEnd.UNFINISHED else 0.0)
             if exports and self._agent is not None and self._agent.leads:
                 assert persist.dir is not None
                 stored = job_directory(persist.dir, self._options.job_id)
                 words = ["persist", "--from", stored, "--out", persist.export_at_end]
                 subprocess.run([sys.executable, "-P", "-m", "reft.cli", *map(str, words)], check=False)
-        if self._end in (End.WELL, End.LEFT) and not self._options.keep_memory:
+        if self._end in (JobEnd.WELL, JobEnd.LEFT) and not self._options.keep_memory:
             logs = self._options.config.logs_specs
             self._memory.remove(None if logs is None else Path(logs.root_log_dir))
         elif self._agent is None or self._agent.agreement is None:
             self._memory.discard_unused()
         elif self._memory.job_dir is not None and self._memory.holds_versions():
             logger.warning("the memory of job %s stays in %s", self._options.job_id, self._memory.path)
-        elif not (self._options.keep_memory or self._end is End.REPLACED):
+        elif not (self._options.keep_memory or self._end is JobEnd.REPLACED):
             self._memory.discard_unused()
 
 
@@ -478,14 +478,14 @@ _STACKS_SECS = 3.0
 _MOST_STACK_CHARS = 16_000
 
 
-class Hangs:
+class HangDetector:
     """Of one node's trainers, in one round at a time."""
 
     def __init__(self, node: str, job_dir: Path) -> None:
         self._node = node
         self._job_dir = job_dir
-        self._watch = Watch()
-        self.waiting: list[Waiting] = []  # At what they were when they were looked at last
+        self._watch = HangConfig()
+        self.waiting: list[TrainerActivity] = []  # At what they were when they were looked at last
         self._looked_at = time.monotonic()
         self.clear()
 
@@ -499,7 +499,7 @@ class Hangs:
         self._named_at: float | None = None
         self._silent_since: float | None = None
 
-    def look(self, pids: Collection[int]) -> list[Waiting]:
+    def look(self, pids: Collection[int]) -> list[TrainerActivity]:
         """What those of these processes are at that have a page, for how long."""
         elapsed = time.monotonic() - self._looked_at
         if elapsed >= _ASK_SECS:
@@ -509,8 +509,8 @@ class Hangs:
         return [w for w in self.waiting if w.seen.pid in pids]
 
     def judge(
-        self, mine: list[Waiting], table: Any, index: int, size: int, *, silent: bool = False
-    ) -> Failure | None:
+        self, mine: list[TrainerActivity], table: Any, index: int, size: int, *, silent: bool = False
+    ) -> TrainerFailure | None:
         """Why the trainers have to be restarted; None: go on. Looks at the table of the round in the store
         only while one of them is quiet. ``mine``: at what they are. ``silent``: a node of this round was
         struck out for its silence, and the others may go on without it."""
@@ -523,7 +523,7 @@ class Hangs:
                 "a node was removed because it is silent, and its peers wait for it; they continue without it"
             )
             logger.error("the job hangs: %s (%s)", reason, "; ".join(map(str, mine)))
-            return Failure(Cause.PEER, mine[0].seen.local_rank, EX_PEER_FAILED, reason)
+            return TrainerFailure(ExitCause.PEER, mine[0].seen.local_rank, EX_PEER_FAILED, reason)
         quiet = any(w.quiet for w in mine)
         if (not quiet and self._told is None) or now - self._asked_at < _ASK_SECS:
             return None
@@ -547,10 +547,12 @@ class Hangs:
         logger.error("the job hangs: %s", verdict.reason)
         for waiting in own or mine:
             logger.error("%s\n%s", waiting, stacks(self._job_dir, waiting))
-        cause, code = (Cause.OWN, 1) if own else (Cause.PEER, EX_PEER_FAILED)
-        return Failure(cause, (own or mine)[0].seen.local_rank, code, verdict.reason)
+        cause, code = (ExitCause.OWN, 1) if own else (ExitCause.PEER, EX_PEER_FAILED)
+        return TrainerFailure(cause, (own or mine)[0].seen.local_rank, code, verdict.reason)
 
-    def _exchange(self, table: Any, index: int, size: int, mine: list[Waiting]) -> dict[int, list[Waiting]]:
+    def _exchange(
+        self, table: Any, index: int, size: int, mine: list[TrainerActivity]
+    ) -> dict[int, list[TrainerActivity]]:
         """Tell what this node's trainers are at, and hear of the others'; by number of the node."""
         reports = {index: mine}
         try:
@@ -568,7 +570,7 @@ class Hangs:
         return reports
 
 
-def stacks(job_dir: Path, waiting: Waiting) -> str:
+def stacks(job_dir: Path, waiting: TrainerActivity) -> str:
     """Where a trainer's threads are, by itself if it runs; and what the kernel tells."""
     seen, told = waiting.seen, ""
     if seen.state == STOPPED:

@@ -55,7 +55,7 @@ _END_SECS = 300.0
 _LINGER_SECS = 3600.0
 
 
-class Where(NamedTuple):
+class ProcessLocation(NamedTuple):
     """What one process says of itself; ``secret`` proves which one it has, without saying it."""
 
     node: str
@@ -91,7 +91,7 @@ class NodeRanks:
         return {**trainer_environ((self.rank, self.size), ours, node, port), "NODE_RANK": str(group)}
 
 
-def check_together(told: Sequence[Where]) -> None:
+def check_together(told: Sequence[ProcessLocation]) -> None:
     """Raises AuthenticationError: the processes have different secrets; ConfigError: they name the job
     differently, or two hosts alike. Pure."""
     if len({each.secret for each in told}) > 1:
@@ -112,7 +112,7 @@ def check_together(told: Sequence[Where]) -> None:
             )
 
 
-class Step:
+class StartStep:
     """This process's part in a step. Raises ReftError, OSError: something does not fit, here or in another
     process."""
 
@@ -130,8 +130,12 @@ class Step:
                 f"job id is {self.job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, "
                 f"no dot first: give --job-id"
             )
-        mine = Where(self._node, kernel_id(), os.getpid(), mac(b"", self._secret, _SAME_SECRET), self.job_id)
-        told = [Where(*msgpack.unpackb(data)) for data in transport.gather(bytes(msgpack.packb(mine)))]
+        mine = ProcessLocation(
+            self._node, kernel_id(), os.getpid(), mac(b"", self._secret, _SAME_SECRET), self.job_id
+        )
+        told = [
+            ProcessLocation(*msgpack.unpackb(data)) for data in transport.gather(bytes(msgpack.packb(mine)))
+        ]
         check_together(told)
         self.place = NodeRanks.among(rank, [each.node for each in told])
         self._leader_pid = told[self.place.local[0]].pid
@@ -264,7 +268,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         connect = mpi_carrier(world.rank, world.size, "", options.start_secs)
         transport = connect(options.start_secs, lambda: True, lambda missing, secs: None)
-        step = Step(options, transport, world.rank)
+        step = StartStep(options, transport, world.rank)
         set_place(step.job_id, f"rank {world.rank}")
         step.prepare()
     except (ReftError, OSError) as error:

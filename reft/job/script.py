@@ -63,7 +63,7 @@ STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 """Exit codes of a trainer that was told to stop and did so in good order."""
 
 
-class Cause(StrEnum):
+class ExitCause(StrEnum):
     REFUSED = "refused"
     """reft refused what the script asks for or what is left of the job, or the script cannot run (exit code 2
     of a command line): the same in every life, so that the job ends at once."""
@@ -79,7 +79,7 @@ class Cause(StrEnum):
     nodes report (:func:`reft.job.rendezvous.membership.agree`)."""
 
 
-EXIT_CODES = {Cause.PEER: EX_PEER_FAILED, Cause.REFUSED: EX_REFUSED, Cause.SIZE: EX_REFUSED}
+EXIT_CODES = {ExitCause.PEER: EX_PEER_FAILED, ExitCause.REFUSED: EX_REFUSED, ExitCause.SIZE: EX_REFUSED}
 """Of a trainer that ended by an exception; any other: 1."""
 _OF_THE_SCRIPT = (SyntaxError, ModuleNotFoundError)  # Errors that every start of it ends with
 _ERROR_CHARS = 240
@@ -135,17 +135,17 @@ def _is_communication_error(error: BaseException) -> bool:
 class ExitNote:
     """What a trainer says about its end; ``error``: type and first line of the message, shortened."""
 
-    cause: Cause
+    cause: ExitCause
     error: str
 
     @classmethod
     def of(cls, error: BaseException) -> ExitNote:
-        cause = Cause.PEER if is_peer_failure(error) else Cause.OWN
+        cause = ExitCause.PEER if is_peer_failure(error) else ExitCause.OWN
         if is_refusal(error) or isinstance(error, _OF_THE_SCRIPT):
-            cause = Cause.REFUSED
+            cause = ExitCause.REFUSED
         ours = any(c.__name__ == "SizeError" and c.__module__ == "reft.errors" for c in type(error).__mro__)
         if ours or _OF_DEEPSPEEDS_STAGES.match(str(error)):
-            cause = Cause.SIZE
+            cause = ExitCause.SIZE
         lines = str(error).strip().splitlines()
         # A first line that announces a list ends with a colon, and so does what is put in front of the rest.
         text = f"{type(error).__name__}: {lines[0].rstrip(': ')}" if lines else type(error).__name__
@@ -161,7 +161,7 @@ class ExitNote:
     def read(cls, directory: Path, local_rank: int) -> ExitNote | None:
         try:
             fields = json.loads((directory / f"{local_rank}.json").read_text())
-            return cls(Cause(fields["cause"]), str(fields["error"]))
+            return cls(ExitCause(fields["cause"]), str(fields["error"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -175,18 +175,18 @@ class WorkerExit:
     note: ExitNote | None
 
     @property
-    def cause(self) -> Cause:
+    def cause(self) -> ExitCause:
         if self.note is not None:
             return self.note.cause
         if self.exit_code == EX_PEER_FAILED:
-            return Cause.PEER
+            return ExitCause.PEER
         if self.exit_code == EX_REFUSED:
-            return Cause.REFUSED
+            return ExitCause.REFUSED
         if self.exit_code in STOPPED_CODES:
-            return Cause.STOPPED
+            return ExitCause.STOPPED
         if self.exit_code == -signal.SIGABRT:
-            return Cause.UNCLEAR
-        return Cause.OWN
+            return ExitCause.UNCLEAR
+        return ExitCause.OWN
 
     def __str__(self) -> str:
         if self.note is not None:
@@ -200,37 +200,44 @@ class WorkerExit:
 
 
 @dataclass(frozen=True)
-class Failure:
+class TrainerFailure:
     """The judgement over the trainers of a node that ended before the agent stopped the rest; ``exit_code``
     is what the launcher exits with if nothing restarts."""
 
-    cause: Cause
+    cause: ExitCause
     local_rank: int
     exit_code: int
     reason: str
     ended_early: bool = False  # a rank that ended well left the others alone
 
 
-def judge(exits: Mapping[int, WorkerExit]) -> Failure:
+def judge(exits: Mapping[int, WorkerExit]) -> TrainerFailure:
     """Judge the trainers of one node that failed by themselves, at least one, by local rank."""
-    order = (Cause.REFUSED, Cause.SIZE, Cause.OWN, Cause.UNCLEAR, Cause.PEER, Cause.STOPPED)
+    order = (
+        ExitCause.REFUSED,
+        ExitCause.SIZE,
+        ExitCause.OWN,
+        ExitCause.UNCLEAR,
+        ExitCause.PEER,
+        ExitCause.STOPPED,
+    )
     rank, worst = min(exits.items(), key=lambda item: (order.index(item[1].cause), item[0]))
-    return Failure(worst.cause, rank, shell_code(worst), f"local rank {rank}: {worst}")
+    return TrainerFailure(worst.cause, rank, shell_code(worst), f"local rank {rank}: {worst}")
 
 
-def name_ended_early(failure: Failure, ended: Mapping[int, str]) -> Failure:
+def name_ended_early(failure: TrainerFailure, ended: Mapping[int, str]) -> TrainerFailure:
     """Name a rank that ended well where other ranks lost it and nothing else explains their failure.
 
     Args:
         failure: of this node's trainers.
         ended: this node's trainers that ended well, by global rank, with their exit code and step.
     """
-    if not ended or failure.cause not in (Cause.PEER, Cause.UNCLEAR):
+    if not ended or failure.cause not in (ExitCause.PEER, ExitCause.UNCLEAR):
         return failure
     rank = min(ended)
     others = f" (and {len(ended) - 1} more on this node)" if len(ended) > 1 else ""
     reason = f"rank {rank} ended with {ended[rank]} while other ranks trained on{others}"
-    return Failure(Cause.UNCLEAR, failure.local_rank, 1, reason, ended_early=True)
+    return TrainerFailure(ExitCause.UNCLEAR, failure.local_rank, 1, reason, ended_early=True)
 
 
 def shell_code(end: WorkerExit) -> int:
@@ -330,7 +337,7 @@ def run_and_classify(run: Callable[[], None]) -> int:
         _show(error)
         write_error_file(error)
         cause = _note(error)
-        return 1 if cause is Cause.REFUSED and not is_refusal(error) else EXIT_CODES.get(cause, 1)
+        return 1 if cause is ExitCause.REFUSED and not is_refusal(error) else EXIT_CODES.get(cause, 1)
     _note_good_end()
     return 0
 
@@ -351,11 +358,11 @@ def _show(error: BaseException) -> None:
         sys.stderr.flush()
 
 
-def _note(error: BaseException) -> Cause:
+def _note(error: BaseException) -> ExitCause:
     note = ExitNote.of(error)
     # A script that prints lost communication and exits by itself has still lost a peer; one that
     # just exits says nothing more than its code does.
-    if not (isinstance(error, SystemExit) and note.cause is Cause.OWN):
+    if not (isinstance(error, SystemExit) and note.cause is ExitCause.OWN):
         _leave(note)
     return note.cause
 
@@ -365,7 +372,7 @@ def _note_good_end() -> None:
     # Without the module there is no page: nothing is imported for it.
     progress = sys.modules.get("reft.node.progress")
     step = progress.newest_step() if progress is not None else 0
-    _leave(ExitNote(Cause.ENDED, f"exit code 0 at step {step}" if step else "exit code 0"))
+    _leave(ExitNote(ExitCause.ENDED, f"exit code 0 at step {step}" if step else "exit code 0"))
 
 
 def _leave(note: ExitNote) -> None:

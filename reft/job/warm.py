@@ -154,7 +154,7 @@ class ForkingPopen(subprocess.Popen[Any]):
         super()._execute_child(args, *rest)  # type: ignore[misc]
 
 
-class WarmTrainers:
+class ForkServer:
     """Starts the server, and trainers through it. One that has died is started again with the next trainers.
     ``modules`` are imported ahead; ``environ``: of the trainers, as far as all of a node share it."""
 
@@ -230,7 +230,7 @@ class WarmTrainers:
 # -- the server ------------------------------------------------------------------------------------
 
 
-class ProcEntry:
+class ProcTitle:
     """What /proc shows of this process and its forks as command and environment: the memory into which the
     kernel wrote both, made larger by ENV_ROOM. Make it before libraries keep pointers into them."""
 
@@ -255,7 +255,7 @@ def _write(begin: int, end: int, texts: Sequence[str]) -> None:
     ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
 
 
-def serve(connection: socket.socket, entry: ProcEntry, path: Sequence[str]) -> ForkRequest:
+def serve(connection: socket.socket, entry: ProcTitle, path: Sequence[str]) -> ForkRequest:
     """Fork whenever it is asked for, until the other end is closed, which ends this process. ``path``:
     ``sys.path`` without the program's own entry and without PYTHONPATH's. Returns in forked processes alone:
     what to run. They are then as if they had been started for it."""
@@ -364,7 +364,7 @@ def _heed_variables(request: ForkRequest) -> None:
 def main(argv: Sequence[str]) -> None:
     """The server. Returns in trainers, after their script."""
     script.die_with_launcher()  # also while it imports, when it does not see that the connection is closed
-    connection, entry = socket.socket(fileno=int(argv[0])), ProcEntry()
+    connection, entry = socket.socket(fileno=int(argv[0])), ProcTitle()
     connection.set_inheritable(False)
     path = sys.path[len([part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]) :]
     # Trainers hook DeepSpeed themselves.

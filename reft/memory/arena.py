@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reft.errors import ArenaError
-from reft.grid import Coordinate, Label
+from reft.grid import Coordinate, VersionId
 from reft.memory.files import (
     allocate,
     free_bytes,
@@ -539,7 +539,7 @@ def headers(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> l
     return found
 
 
-def slots_with(job_dir: Path, secret: bytes, local_rank: int, label: Label) -> dict[int, ArenaHeader]:
+def slots_with(job_dir: Path, secret: bytes, local_rank: int, label: VersionId) -> dict[int, ArenaHeader]:
     """The slots of a local rank that hold ``label`` whole, by the files found on this node."""
     prefix = _prefix(local_rank)
     return {

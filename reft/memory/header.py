@@ -25,7 +25,7 @@ import xxhash
 
 from reft.control.wire import mac
 from reft.errors import ArenaError
-from reft.grid import BlockKey, Coordinate, Degrees, Label, Section, aligned
+from reft.grid import BlockKey, Coordinate, Degrees, Section, VersionId, aligned
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -88,7 +88,7 @@ class ArenaHeader:
     node: str  # node (failure domain) it was written on
     degrees: Degrees  # parallel degrees of the job
     coordinate: Coordinate  # (pp, dp, tp) of the rank that wrote it; never its rank number (P7)
-    label: Label  # incarnation and step of the version
+    label: VersionId  # incarnation and step of the version
     state: ArenaState  # where the version stands
     entries: tuple[Entry, ...] = ()  # block table
     sealed_unix_secs: float = 0.0  # time of sealing; 0 before
@@ -268,7 +268,7 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
             **{name: head[name] for name in _PLAIN if name in head},  # older ones lack the last two
             degrees=Degrees(*head["degrees"]),
             coordinate=Coordinate(*head["coordinate"]),
-            label=Label(*head["label"]),
+            label=VersionId(*head["label"]),
             state=ArenaState(head["state"]),
         )
     except (KeyError, ValueError, TypeError) as error:

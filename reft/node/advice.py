@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from reft.memory.files import bounds
 from reft.memory.jobdir import JobDir
 from reft.node.memory_watch import MemoryUse, fullest
-from reft.node.report import Board, NodeReport, Round, Signal, read_history
+from reft.node.report import HealthSignal, NodeReport, ReportBoard, RoundReport, read_history
 from reft.node.stragglers import Straggler
 
 WORTH = 0.2  # a worker more is worth it from here on, of what the others do on average (DLRover)
@@ -31,7 +31,7 @@ _LEAST_STEPS = 50  # of a round, to tell a speed from it: DLRover's window
 _API_VERSION, _ROLE = "elastic.iml.github.io/v1alpha1", "worker"
 
 
-class Action(StrEnum):
+class AdvisedAction(StrEnum):
     REPLACE = "replace"
     DROP = "drop"
     ADD = "add"
@@ -40,7 +40,7 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True)
-class Speed:
+class SpeedSample:
     """How fast a job was with so many workers: steps of the same global batch, or samples."""
 
     workers: int
@@ -56,7 +56,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Situation:
+class JobSituation:
     """What is known of a job: the nodes that train, the spares that wait for a place, named stragglers, how
     often a node was lost, speeds that were measured, the present one last, and of nodes whose memory is
     known, that. ``most_nodes``: that the job may have; None: not known, and none more is advised."""
@@ -65,7 +65,7 @@ class Situation:
     spares: tuple[str, ...] = ()
     slow: tuple[Straggler, ...] = ()
     losses: Mapping[str, int] = field(default_factory=dict)
-    speeds: tuple[Speed, ...] = ()
+    speeds: tuple[SpeedSample, ...] = ()
     most_nodes: int | None = None
     memory: tuple[Memory, ...] = ()
 
@@ -75,7 +75,7 @@ class Advice:
     """One thing to change, with which nodes (none where it is a number of them), and why. ``workers``: nodes
     of the job afterwards; ``memory_bytes``: that a node should have, where that is advised."""
 
-    action: Action
+    action: AdvisedAction
     nodes: tuple[str, ...]
     workers: int
     why: str
@@ -92,15 +92,15 @@ class Advice:
 # -- what is known ---------------------------------------------------------------------------------------
 
 
-def situation(paths: Sequence[Path], board: Board | None, most_nodes: int | None) -> Situation:
+def situation(paths: Sequence[Path], board: ReportBoard | None, most_nodes: int | None) -> JobSituation:
     rounds = max((read_history(path) for path in paths), key=len, default=[])
     nodes = () if board is None else board.nodes
-    present = [node for node in nodes if node.seen is not Signal.OFFLINE]
+    present = [node for node in nodes if node.seen is not HealthSignal.OFFLINE]
     training = [report for report in present if not report.spare]
     speeds = _speeds(rounds)
     if now := [report.steps_per_sec for report in training if report.steps_per_sec]:
-        speeds.append(Speed(len(training), min(now)))
-    return Situation(
+        speeds.append(SpeedSample(len(training), min(now)))
+    return JobSituation(
         nodes=tuple(r.node for r in training) or tuple(rounds[-1].nodes if rounds else ()),
         spares=tuple(report.node for report in present if report.spare),
         slow=() if board is None else board.slow,
@@ -120,7 +120,7 @@ def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterable[Memory]:
     return [Memory(node, use, said) for node, uses, said in told if (use := fullest(uses)) is not None]
 
 
-def _speeds(rounds: Sequence[Round]) -> list[Speed]:
+def _speeds(rounds: Sequence[RoundReport]) -> list[SpeedSample]:
     """Of the rounds before the present one: committed steps over the time from the first step on."""
     found = []
     for this, after in pairwise(rounds):
@@ -129,14 +129,14 @@ def _speeds(rounds: Sequence[Round]) -> list[Speed]:
         ended = min(after.failed_unix_secs or after.unix_secs, after.unix_secs)
         steps = after.newest_step - (this.resumed_step or 0)
         if steps >= _LEAST_STEPS and ended > began and this.nodes:
-            found.append(Speed(len(this.nodes), steps / (ended - began)))
+            found.append(SpeedSample(len(this.nodes), steps / (ended - began)))
     return found
 
 
 # -- what is advised -------------------------------------------------------------------------------------
 
 
-def advise(seen: Situation) -> tuple[Advice, ...]:
+def advise(seen: JobSituation) -> tuple[Advice, ...]:
     """Everything that is advised, what helps most first; no node twice."""
     found = [*_about_stragglers(seen), *_about_losses(seen), *_about_memory(seen)]
     told: set[str] = set()
@@ -154,7 +154,7 @@ def dropping_pays(nodes: int, factor: float) -> bool:
     return nodes > 1 and factor > nodes / (nodes - 1)
 
 
-def _about_stragglers(seen: Situation) -> Iterable[Advice]:
+def _about_stragglers(seen: JobSituation) -> Iterable[Advice]:
     n, spares = len(seen.nodes), list(seen.spares)
     told: set[tuple[str, ...]] = set()
     for slow in sorted(seen.slow, key=lambda s: -s.factor):
@@ -164,25 +164,25 @@ def _about_stragglers(seen: Situation) -> Iterable[Advice]:
         why = f" ({slow.why})" if slow.why else ""
         said = f"{slow.name} takes {slow.factor:.2f} times as long as its peers{why}"
         if spares:
-            yield Advice(Action.REPLACE, slow.nodes, n, f"{said}; spare {spares.pop(0)} is waiting")
+            yield Advice(AdvisedAction.REPLACE, slow.nodes, n, f"{said}; spare {spares.pop(0)} is waiting")
         elif dropping_pays(n, slow.factor):
             said += f", and no spare waits; without it {slow.factor * (n - 1) / n - 1:.0%} faster"
-            yield Advice(Action.DROP, slow.nodes, n - 1, said)
+            yield Advice(AdvisedAction.DROP, slow.nodes, n - 1, said)
         else:
             said += "; no spare waits, and without it the job is slower"
-            yield Advice(Action.REPLACE, slow.nodes, n, said)
+            yield Advice(AdvisedAction.REPLACE, slow.nodes, n, said)
 
 
-def _about_losses(seen: Situation) -> Iterable[Advice]:
+def _about_losses(seen: JobSituation) -> Iterable[Advice]:
     """A node that was lost three times or more, and as often as all others together."""
     total = sum(seen.losses.values())
     for node, times in seen.losses.items():
         if node in seen.nodes and times >= _OFTEN and 2 * times >= total:
             said = f"it was lost {times} times, of {total} in all"
-            yield Advice(Action.REPLACE, (node,), len(seen.nodes), said)
+            yield Advice(AdvisedAction.REPLACE, (node,), len(seen.nodes), said)
 
 
-def _about_memory(seen: Situation) -> Iterable[Advice]:
+def _about_memory(seen: JobSituation) -> Iterable[Advice]:
     for node, use, runs_out in seen.memory:
         said, wanted = runs_out, None
         if not said and (part := use.peak_bytes / use.limit_bytes) >= _MEMORY_RISK:
@@ -192,10 +192,10 @@ def _about_memory(seen: Situation) -> Iterable[Advice]:
                 f"before it runs out"
             )
         if said:
-            yield Advice(Action.MEMORY, (node,), len(seen.nodes), said, wanted)
+            yield Advice(AdvisedAction.MEMORY, (node,), len(seen.nodes), said, wanted)
 
 
-def gain_of_workers(before: Speed, after: Speed) -> float:
+def gain_of_workers(before: SpeedSample, after: SpeedSample) -> float:
     """(change of speed / change of workers) / (speed / workers), the latter of the smaller job, between
     different numbers of workers: 1 scales perfectly, 0 gains nothing."""
     less, more = sorted((before, after), key=lambda speed: speed.workers)
@@ -203,7 +203,7 @@ def gain_of_workers(before: Speed, after: Speed) -> float:
     return change / (less.per_sec / less.workers)
 
 
-def _about_workers(seen: Situation) -> Iterable[Advice]:
+def _about_workers(seen: JobSituation) -> Iterable[Advice]:
     """DLRover's rule: more while the last increase was worth it; back where it was not."""
     if not seen.speeds:
         return
@@ -218,11 +218,11 @@ def _about_workers(seen: Situation) -> Iterable[Advice]:
         f"of {fewer} ({newest[fewer].per_sec:.3g} to {now.per_sec:.3g} a second)"
     )
     if gain < WORTH - _ROUNDING:
-        yield Advice(Action.REMOVE, (), fewer, f"{said}, less than {WORTH:.0%}")
+        yield Advice(AdvisedAction.REMOVE, (), fewer, f"{said}, less than {WORTH:.0%}")
         return
     wanted = now.workers + (now.workers - fewer)
     if seen.most_nodes is not None and (wanted := min(wanted, seen.most_nodes)) > now.workers:
-        yield Advice(Action.ADD, (), wanted, f"{said}, at least {WORTH:.0%}")
+        yield Advice(AdvisedAction.ADD, (), wanted, f"{said}, at least {WORTH:.0%}")
 
 
 # -- in the words of DLRover's operator ------------------------------------------------------------------
@@ -238,9 +238,9 @@ def scale_plan(
     def resource(nbytes: int) -> dict[str, str]:
         return {"cpu": str(cpu), "memory": f"{nbytes // 2**20}Mi"}
 
-    numbers = [a.workers for a in advice if a.action in (Action.ADD, Action.REMOVE)]
-    dropped = [n for a in advice if a.action is Action.DROP for n in a.nodes]
-    replaced = [n for a in advice if a.action is Action.REPLACE for n in a.nodes]
+    numbers = [a.workers for a in advice if a.action in (AdvisedAction.ADD, AdvisedAction.REMOVE)]
+    dropped = [n for a in advice if a.action is AdvisedAction.DROP for n in a.nodes]
+    replaced = [n for a in advice if a.action is AdvisedAction.REPLACE for n in a.nodes]
     moved = [(n, memory_bytes) for n in replaced[spares:]]
     moved += [(n, a.memory_bytes) for a in advice if a.memory_bytes is not None for n in a.nodes]
     replicas = numbers[-1] if numbers else workers - len(dropped)

@@ -30,7 +30,7 @@ from reft.config import AOR, ReftConfig
 from reft.control.wire import Backoff, Channel, purpose_key
 from reft.env import ENV_JOB_ID, ENV_LAUNCHER_PID, ENV_MEMORY_DIR, ENV_NODE_DECLARED, ENV_NODE_ID, ENV_SECRET
 from reft.errors import AuthenticationError, ConfigError, JobInUseError, ReftError
-from reft.grid import Coordinate, Label
+from reft.grid import Coordinate, VersionId
 from reft.memory.arena import ARENA_SUFFIX, Arena, scan
 from reft.memory.files import LOCK_FILE, JobLock
 from reft.memory.jobdir import (
@@ -141,7 +141,7 @@ class DaemonClient:
 
     def notify_commit(
         self,
-        label: Label,
+        label: VersionId,
         coordinate: Coordinate,
         stats: Mapping[str, Any],
         *,
@@ -158,7 +158,7 @@ class DaemonClient:
         """The version of ``step`` was not taken, or not committed."""
         self._enqueue("skipped", step=step, cause=cause, local_rank=self._local_rank, stats=dict(stats))
 
-    def persist_now(self, label: Label, timeout_secs: float) -> str | None:
+    def persist_now(self, label: VersionId, timeout_secs: float) -> str | None:
         """Have ``label`` written to storage and wait for it. Returns the checkpoint's path, or None if it was
         not written in time; the log says why."""
         deadline = time.monotonic() + timeout_secs
@@ -492,7 +492,7 @@ RECORD_FILE = "protection.json"
 
 
 @dataclass(frozen=True)
-class Order:
+class ProtectionRequest:
     """A request to switch to a scheme as in the block, ``arc:2+aec``. Of several the one with the
     highest number counts: milliseconds since the epoch, and more than that of any order dealt with before."""
 
@@ -574,23 +574,23 @@ def parse_order(text: str, *, aor: bool | None = None) -> Scheme:
     return scheme
 
 
-def write_order(job_dirs: Sequence[Path], scheme: str) -> Order:
+def write_order(job_dirs: Sequence[Path], scheme: str) -> ProtectionRequest:
     """Order a switch, on every node given; one of them is enough. Raises ConfigError: there is no such
     scheme, or the job, as far as these nodes know, cannot follow; OSError."""
     records = [r for d in job_dirs if (r := read_record(d))]
     parse_order(scheme, aor=any(r.aor for r in records) if records else None)
     known = [o.number for d in job_dirs if (o := read_order(d))]
     known += [r.number for r in records]
-    order = Order(max([time.time_ns() // 1_000_000, *(n + 1 for n in known)]), scheme)
+    order = ProtectionRequest(max([time.time_ns() // 1_000_000, *(n + 1 for n in known)]), scheme)
     for directory in job_dirs:
         write_json(directory / REQUEST_FILE, asdict(order))
     return order
 
 
-def read_order(job_dir: Path) -> Order | None:
+def read_order(job_dir: Path) -> ProtectionRequest | None:
     """The newest order on this node, or None where there is none that can be read."""
     try:
-        return TypeAdapter(Order).validate_python(read_json(job_dir / REQUEST_FILE))
+        return TypeAdapter(ProtectionRequest).validate_python(read_json(job_dir / REQUEST_FILE))
     except ValueError:
         return None
 

@@ -30,12 +30,12 @@ import psutil
 from reft.config import ReftConfig
 from reft.control.wire import AuthenticatedServer, Channel
 from reft.errors import FencedError, PersistError, ReftError
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.log import set_place, to_stderr
 from reft.memory.files import holder
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.node.client import END_SIGNAL, PURPOSE, SOCKET_NAME, short_path
-from reft.node.hangs import STOPPED, Unchanged
+from reft.node.hangs import STOPPED, ChangeTimer
 from reft.node.observe import CommitWatch
 from reft.node.progress import process_state
 from reft.node.report import CONFIG_FILE
@@ -67,14 +67,14 @@ class NodeStatus:
         self._trainers: dict[str, dict[str, Any]] = {}
         self._known = {**facts, "stale_since_step": None, "stale_cause": None}
         self._commits = 0
-        self.last_committed: Label | None = None
+        self.last_committed: VersionId | None = None
         self.persist = persist
 
     def update(self, **facts: Any) -> None:
         with self._lock:
             self._known.update(facts)
 
-    def committed(self, label: Label) -> None:
+    def committed(self, label: VersionId) -> None:
         """A version is committed on this node; an older one than known changes nothing."""
         with self._lock:
             if self.last_committed is not None and label <= self.last_committed:
@@ -148,7 +148,7 @@ class Daemon:
         self.metrics = MetricsServer(job_dir, self.status.snapshot)
         self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
-        self._launcher_still, self._writes = Unchanged(), Unchanged()
+        self._launcher_still, self._writes = ChangeTimer(), ChangeTimer()
         self._incarnation = 0
         self._ordered = 0
         self._ended = threading.Event()
@@ -296,7 +296,7 @@ class Daemon:
         if self._launcher_still.look(stopped, elapsed_secs) <= _LAUNCHER_STOPPED_SECS or not stopped:
             return
         # One that stops again, as a terminal has those in the background do, is left so for as long again.
-        self._launcher_still = Unchanged()
+        self._launcher_still = ChangeTimer()
         logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
         with contextlib.suppress(OSError):
             os.kill(self._launcher_pid, signal.SIGCONT)
@@ -360,7 +360,7 @@ class Daemon:
         self.metrics.configure(config.metrics)
 
     def _committed(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        label = Label(*map(int, message["label"]))
+        label = VersionId(*map(int, message["label"]))
         self._incarnation = max(self._incarnation, label.incarnation)
         self.status.committed(label)
         said = {key: bool(message.get(key)) for key in ("unprotected", "due")}
@@ -380,7 +380,7 @@ class Daemon:
         self.status.trainer(int(message["local_rank"]), message["stats"])
 
     def _persist(self, message: Mapping[str, Any]) -> str:
-        label = Label(*map(int, message["label"]))
+        label = VersionId(*map(int, message["label"]))
         return self.persister.persist_and_wait(label, float(message["wait_secs"]))
 
     def _flush(self, message: Mapping[str, Any]) -> str | None:

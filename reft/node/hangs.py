@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from reft.node.progress import Part, Phase, Seen, part_of
+from reft.node.progress import Phase, StepPhase, TrainerView, part_of
 
 LEAST_STEP_SECS = 0.75
 """Steps count as no shorter: a machine that is busy with something else delays them by seconds."""
@@ -25,11 +25,11 @@ _LOADING = ("LoadMicroBatch",)  # the script's data: as slow as it may be at tim
 
 
 @dataclass(frozen=True)
-class Waiting:
+class TrainerActivity:
     """A trainer at the last look, and for how long its page had not changed; ``node``: "" until its launcher
     has told."""
 
-    seen: Seen
+    seen: TrainerView
     quiet_secs: float
     node: str = ""
 
@@ -46,7 +46,7 @@ class Waiting:
     @property
     def communicates(self) -> bool:
         """It is in an instruction in which a rank may wait for another one."""
-        return part_of(self.seen.instruction) not in (Part.COMPUTE, Part.OTHER)
+        return part_of(self.seen.instruction) not in (StepPhase.COMPUTE, StepPhase.OTHER)
 
     def __str__(self) -> str:
         seen = self.seen
@@ -57,15 +57,15 @@ class Waiting:
         return f"rank {seen.rank}: {where} after step {seen.step}{at}, {quiet}"
 
 
-WAITING = TypeAdapter(list[Waiting])
+WAITING = TypeAdapter(list[TrainerActivity])
 
 
-def step_limit_secs(seen: Seen) -> float:
+def step_limit_secs(seen: TrainerView) -> float:
     """How long a step may be quiet; before one was measured, as short as any may be."""
     return seen.hang_factor * max(LEAST_STEP_SECS, seen.step_secs)
 
 
-def limit_secs(seen: Seen) -> float | None:
+def limit_secs(seen: TrainerView) -> float | None:
     """How long a trainer may be quiet at what it is at; None: it is not watched."""
     if seen.hang_factor == 0 or seen.state == TRACED or seen.phase in (Phase.PAUSED, Phase.ENDED):
         return None
@@ -76,7 +76,7 @@ def limit_secs(seen: Seen) -> float | None:
 
 
 @dataclass
-class Unchanged:
+class ChangeTimer:
     """For how long something has not changed."""
 
     _mark: Hashable = None
@@ -89,14 +89,16 @@ class Unchanged:
         return self.secs
 
 
-class Watch:
+class HangConfig:
     def __init__(self) -> None:
-        self._still: dict[int, Unchanged] = {}
+        self._still: dict[int, ChangeTimer] = {}
 
-    def look(self, trainers: Iterable[Seen], elapsed_secs: float) -> list[Waiting]:
+    def look(self, trainers: Iterable[TrainerView], elapsed_secs: float) -> list[TrainerActivity]:
         seen = list(trainers)
-        self._still = {s.local_rank: self._still.get(s.local_rank, Unchanged()) for s in seen}
-        return [Waiting(s, self._still[s.local_rank].look((s.pid, s.nanos), elapsed_secs)) for s in seen]
+        self._still = {s.local_rank: self._still.get(s.local_rank, ChangeTimer()) for s in seen}
+        return [
+            TrainerActivity(s, self._still[s.local_rank].look((s.pid, s.nanos), elapsed_secs)) for s in seen
+        ]
 
     def clear(self) -> None:
         """The trainers are others: what the ones before were suspected of does not count."""
@@ -104,14 +106,14 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangDiagnosis:
     """Whose fault it is that the job stands still; no ranks: every trainer waits for another."""
 
     ranks: tuple[int, ...]
     reason: str
 
 
-def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
+def name_culprit(waiting: Sequence[TrainerActivity]) -> HangDiagnosis | None:
     """Compare what each rank waits for; None: the job does not stand still, or waits for one that may still
     take its time."""
     if not any(w.suspected for w in waiting):
@@ -135,14 +137,16 @@ def name_culprit(waiting: Sequence[Waiting]) -> Verdict | None:
     oldest = min(w.seen.step for w in waiting)
     if oldest < newest:
         return _accuse([w for w in waiting if w.seen.step == oldest], "behind the others")
-    return Verdict((), f"all ranks wait for each other, none is behind: is a link dead? ({_all(waiting)})")
+    return HangDiagnosis(
+        (), f"all ranks wait for each other, none is behind: is a link dead? ({_all(waiting)})"
+    )
 
 
-def _accuse(found: Sequence[Waiting], why: str) -> Verdict:
+def _accuse(found: Sequence[TrainerActivity], why: str) -> HangDiagnosis:
     ranks = tuple(sorted(w.seen.rank for w in found))
     who = f"rank {ranks[0]} hangs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hang"
-    return Verdict(ranks, f"{who}: {why} ({_all(found)})")
+    return HangDiagnosis(ranks, f"{who}: {why} ({_all(found)})")
 
 
-def _all(waiting: Iterable[Waiting]) -> str:
+def _all(waiting: Iterable[TrainerActivity]) -> str:
     return "; ".join(map(str, sorted(waiting, key=lambda w: w.seen.rank)))

@@ -23,7 +23,7 @@ from statistics import fmean
 
 from reft.memory.files import bounds
 from reft.memory.jobdir import DAEMON_FILE, read_json
-from reft.node.progress import Phase, Seen
+from reft.node.progress import Phase, TrainerView
 
 _GIB = 2**30
 _LOOK_SECS = 0.5
@@ -54,7 +54,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class RunsOut:
+class MemoryForecast:
     name: str
     who: str  # what grows most, and by which part of all growth; "" where nothing that is known grows
     used_bytes: int
@@ -77,7 +77,7 @@ class RunsOut:
 
 
 @dataclass(frozen=True)
-class Point:
+class MemorySample:
     """One look, by a clock that does not jump; ``parts``: bytes of whoever is known to use it, by name."""
 
     secs: float
@@ -88,14 +88,16 @@ class Point:
 
 class MemoryTrend:
     def __init__(self) -> None:
-        self._recent: deque[Point] = deque(maxlen=_MOST_POINTS // 2)
-        self._all: list[Point] = []
+        self._recent: deque[MemorySample] = deque(maxlen=_MOST_POINTS // 2)
+        self._all: list[MemorySample] = []
         self._every = 1
         self._looks = 0
-        self._growth: tuple[Point, Point, float] | None = None  # since when, seen when, bytes per second
+        self._growth: tuple[MemorySample, MemorySample, float] | None = (
+            None  # since when, seen when, bytes per second
+        )
         self.peak_bytes = 0
 
-    def see(self, point: Point, limit_bytes: int) -> None:
+    def see(self, point: MemorySample, limit_bytes: int) -> None:
         self.peak_bytes = max(self.peak_bytes, point.used_bytes)
         self._recent.append(point)
         self._keep(point)
@@ -109,7 +111,7 @@ class MemoryTrend:
             if freed or point.secs - seen.secs > _STAYS_SECS:
                 self._growth = None
 
-    def _keep(self, point: Point) -> None:
+    def _keep(self, point: MemorySample) -> None:
         """Of what is kept coarsely, the peak of each part counts."""
         if self._looks % self._every:
             self._all[-1] = max(self._all[-1], point, key=_used)
@@ -121,7 +123,7 @@ class MemoryTrend:
             self._every *= 2
             self._looks = self._every * (len(self._all) - 1) + 1
 
-    def runs_out(self, name: str, limit_bytes: int, *, steps_per_sec: float | None) -> RunsOut | None:
+    def runs_out(self, name: str, limit_bytes: int, *, steps_per_sec: float | None) -> MemoryForecast | None:
         """What to say; None: nothing. ``steps_per_sec``: of the job; None: not known."""
         if self._growth is None:
             return None
@@ -136,7 +138,7 @@ class MemoryTrend:
         )
         if most and grown[most] > _EVEN * whole:
             who = f"{most} takes {min(1.0, grown[most] / whole):.0%} of it"
-        return RunsOut(
+        return MemoryForecast(
             name=name,
             who=who,
             used_bytes=last.used_bytes,
@@ -148,7 +150,9 @@ class MemoryTrend:
         )
 
 
-def _growth(points: Sequence[Point], earlier: Sequence[Point], limit: int) -> tuple[Point, float] | None:
+def _growth(
+    points: Sequence[MemorySample], earlier: Sequence[MemorySample], limit: int
+) -> tuple[MemorySample, float] | None:
     """Since when, and by how many bytes a second, memory grows at the end of ``points`` such that it is full
     in a time that can be foreseen: the longest stretch up to the last point that shows it. ``earlier``: what
     it is to exceed."""
@@ -175,7 +179,7 @@ def _growth(points: Sequence[Point], earlier: Sequence[Point], limit: int) -> tu
     return None
 
 
-def _level_to_come(points: Sequence[Point]) -> float:
+def _level_to_come(points: Sequence[MemorySample]) -> float:
     """Bytes at which it levels off if it goes on to bend as it did from the first third over the second to
     the last: a geometric series. What noise may have hidden of the bend counts as bent."""
     thirds = list(_cut(points, 3))
@@ -193,7 +197,7 @@ def _level_to_come(points: Sequence[Point]) -> float:
     return float("inf") if bend >= 1 else late + now * per_third * max(0.0, bend / (1 - bend))
 
 
-def _cut(points: Sequence[Point], parts: int) -> Iterator[Sequence[Point]]:
+def _cut(points: Sequence[MemorySample], parts: int) -> Iterator[Sequence[MemorySample]]:
     for part in range(parts):
         yield points[part * len(points) // parts : (part + 1) * len(points) // parts]
 
@@ -210,9 +214,9 @@ class MemoryWatch:
         self._last = float("-inf")
         self._pids: tuple[int, ...] = ()
         self.uses: tuple[MemoryUse, ...] = ()  # what is in use, of every memory that limits the trainers
-        self.runs_out: tuple[RunsOut, ...] = ()  # what is running out, the soonest first
+        self.runs_out: tuple[MemoryForecast, ...] = ()  # what is running out, the soonest first
 
-    def look(self, pages: list[Seen], steps_per_sec: float | None) -> None:
+    def look(self, pages: list[TrainerView], steps_per_sec: float | None) -> None:
         """Take another look. ``pages``: of the trainers; ``steps_per_sec``: of the job, None: not known."""
         now = time.monotonic()
         if now - self._last < _LOOK_SECS:
@@ -241,14 +245,14 @@ class MemoryWatch:
             trend = self._trends.setdefault(use.name, MemoryTrend())
             # Tensors that are made and freed within a step are in the peak alone.
             used = use.peak_bytes if use.device else use.used_bytes
-            trend.see(Point(now, step, used, {} if use.device else parts), use.limit_bytes)
+            trend.see(MemorySample(now, step, used, {} if use.device else parts), use.limit_bytes)
             uses.append(replace(use, peak_bytes=max(use.peak_bytes, trend.peak_bytes)))
             if said := trend.runs_out(use.name, use.limit_bytes, steps_per_sec=steps_per_sec):
                 running_out.append(said)
         self.uses = tuple(uses)
         self.runs_out = tuple(sorted(running_out, key=lambda r: r.in_secs))
 
-    def _parts(self, pages: Iterable[Seen]) -> Iterator[tuple[str, int]]:
+    def _parts(self, pages: Iterable[TrainerView]) -> Iterator[tuple[str, int]]:
         """Who takes memory of the host: bytes by name. Pages of tmpfs are counted with the job's memory, not
         with the processes that map them."""
         for page in pages:

@@ -27,23 +27,23 @@ from typing import Any, NamedTuple
 
 from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import ArenaError, ReftError
-from reft.grid import Coordinate, Degrees, Label
+from reft.grid import Coordinate, Degrees, VersionId
 from reft.memory.arena import ARENA_SUFFIX, Arena
 from reft.memory.header import PREFIX_BYTES, ArenaHeader, ArenaState
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, is_running, read_json, write_json
 from reft.node.client import ProtectionRecord, read_record
-from reft.node.hangs import Waiting
+from reft.node.hangs import TrainerActivity
 from reft.node.memory_watch import MemoryWatch
-from reft.node.progress import Phase, Seen, read_pages, read_times
+from reft.node.progress import Phase, TrainerView, read_pages, read_times
 from reft.node.report import (
     BOARD_FILE,
     MOST_WARNINGS,
-    Board,
-    Counts,
+    GoodputTimes,
+    HealthSignal,
     NodeReport,
-    Round,
+    ReportBoard,
+    RoundReport,
     Shard,
-    Signal,
     cut,
     heard,
     note_keeper,
@@ -68,7 +68,7 @@ _MOST_SECS = 60.0
 """Between two looks at the accounts: what is longer was spent asleep, and nobody knows on what."""
 
 
-class _Seen(NamedTuple):
+class _ArenaView(NamedTuple):
     """An arena at the last look: which file, what the two copies of its header began with, and it."""
 
     mark: tuple[object, ...]
@@ -83,9 +83,9 @@ class CommitWatch:
 
     def __init__(self, job_dir: JobDir) -> None:
         self._job_dir = job_dir
-        self._seen: dict[Path, _Seen] = {}
+        self._seen: dict[Path, _ArenaView] = {}
 
-    def newest(self) -> Label | None:
+    def newest(self) -> VersionId | None:
         """The newest version that is committed in any arena. Raises OSError."""
         committed = (h.label for h in self.headers() if h.state is ArenaState.COMMITTED)
         return max(committed, default=None)
@@ -96,7 +96,7 @@ class CommitWatch:
         self._seen = {path: seen for path in paths if (seen := self._look(path)) is not None}
         return [seen.header for seen in self._seen.values() if seen.header is not None]
 
-    def _look(self, path: Path) -> _Seen | None:
+    def _look(self, path: Path) -> _ArenaView | None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         with suppress(ArenaError, OSError), open(os.open(path, flags), "rb", buffering=0) as file:
             known = self._seen.get(path)
@@ -105,7 +105,7 @@ class CommitWatch:
             with Arena.open(path, self._job_dir.secret, job_id=self._job_dir.job_id) as arena:
                 # The mark first: a header that changes meanwhile is read again next time.
                 mark = _mark(file.fileno(), arena.header_offsets)
-                return _Seen(mark, arena.header_offsets, arena.head())
+                return _ArenaView(mark, arena.header_offsets, arena.head())
         return None
 
 
@@ -115,14 +115,14 @@ def _mark(fd: int, offsets: tuple[int, int]) -> tuple[object, ...]:
     return info.st_dev, info.st_ino, info.st_size, *(os.pread(fd, PREFIX_BYTES, at) for at in offsets)
 
 
-class Speed:
+class StepRate:
     """Steps per second over the last steps that were seen, whatever lies between them."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, int]] = deque(maxlen=_SPEED_STEPS)
         self._pid = 0
 
-    def look(self, seen: Seen) -> float | None:
+    def look(self, seen: TrainerView) -> float | None:
         """Take another look at a trainer's page; steps per second, or None before there are two."""
         if seen.pid != self._pid or (self._steps and seen.step < self._steps[-1][0]):
             self._pid = seen.pid
@@ -137,19 +137,20 @@ class Speed:
         return (last - first) * _PER_SEC / max(1, ended - began)
 
 
-class Accounts:
-    """Keeps the :class:`Counts`. Each launcher does, and has them in its node's report, whose copy in the
-    memory of the job outlives it: ``known`` are those of a launcher before this one. Used by one thread."""
+class GoodputCounters:
+    """Keeps the :class:`GoodputTimes`. Each launcher does, and has them in its node's report, whose copy in
+    the memory of the job outlives it: ``known`` are those of a launcher before this one. Used by one
+    thread."""
 
-    def __init__(self, path: Path, known: Counts | None = None) -> None:
+    def __init__(self, path: Path, known: GoodputTimes | None = None) -> None:
         self._path = path
-        self._counts = known or Counts(began_unix_secs=time.time())
+        self._counts = known or GoodputTimes(began_unix_secs=time.time())
         self._looked = time.monotonic()
         self._pid = 0
         self._step_secs = 0.0
         self._stalls = 0
 
-    def look(self, slow: Sequence[Straggler]) -> Counts:
+    def look(self, slow: Sequence[Straggler]) -> GoodputTimes:
         now = time.monotonic()
         elapsed, self._looked = min(_MOST_SECS, now - self._looked), now
         counts = self._counts
@@ -191,12 +192,12 @@ class NodeObserver:
     def __init__(self, path: Path, *, has_daemon: bool) -> None:
         self._path = path
         self._has_daemon = has_daemon
-        self._speed = Speed()
+        self._speed = StepRate()
         self._memory: MemoryWatch | None = None  # Once there are trainers
         self._step: int | None = None
         self._arenas: CommitWatch | None = None
-        self._times: dict[Signal, float] = {}
-        self._signal: Signal | None = None
+        self._times: dict[HealthSignal, float] = {}
+        self._signal: HealthSignal | None = None
         self._snapped = self._completed = (0, 0)
 
     def look(self, mine: NodeReport) -> NodeReport:
@@ -220,8 +221,8 @@ class NodeObserver:
         stale, why = status.get("stale_since_step"), mine.why
         if not why and stale is not None and step is not None and step - stale >= _STALE_STEPS:
             why = _stale(status)
-        since = mine.times.get(Signal.HEALTHY, 0.0)
-        self._times[Signal.HEALTHY] = since or self._times.get(Signal.HEALTHY) or time.time()
+        since = mine.times.get(HealthSignal.HEALTHY, 0.0)
+        self._times[HealthSignal.HEALTHY] = since or self._times.get(HealthSignal.HEALTHY) or time.time()
         self._signal = self._signal_now(since, bool(pages), why)
         found: dict[str, Any] = {
             "signal": self._signal,
@@ -246,25 +247,25 @@ class NodeObserver:
         began, whole = max(map(_key, heads), default=(0, 0)), _completed(heads)
         if began > self._snapped:
             if self._signal is not None:  # else it may have been begun, and torn, long ago
-                self._times[Signal.SNAP] = time.time()
+                self._times[HealthSignal.SNAP] = time.time()
             self._snapped = began
         if whole > self._completed:
             self._completed = whole
             sealed = max(h.sealed_unix_secs for h in heads if _key(h) == whole)
-            self._times[Signal.COMPLETED] = sealed
+            self._times[HealthSignal.COMPLETED] = sealed
             if began == whole:  # begun and ended between two looks
-                self._times[Signal.SNAP] = min(self._times.get(Signal.SNAP, sealed), sealed)
+                self._times[HealthSignal.SNAP] = min(self._times.get(HealthSignal.SNAP, sealed), sealed)
 
-    def _signal_now(self, since: float, has_trainers: bool, why: str) -> Signal:
+    def _signal_now(self, since: float, has_trainers: bool, why: str) -> HealthSignal:
         if why:
-            if self._signal is not Signal.UNHEALTHY:
-                self._times[Signal.UNHEALTHY] = time.time()
-            return Signal.UNHEALTHY
+            if self._signal is not HealthSignal.UNHEALTHY:
+                self._times[HealthSignal.UNHEALTHY] = time.time()
+            return HealthSignal.UNHEALTHY
         # What an earlier start of the trainers has left is no news of this one.
-        newest = max(self._times.get(s, 0.0) for s in (Signal.SNAP, Signal.COMPLETED))
+        newest = max(self._times.get(s, 0.0) for s in (HealthSignal.SNAP, HealthSignal.COMPLETED))
         if not has_trainers or newest <= since:
-            return Signal.HEALTHY
-        return Signal.SNAP if self._snapped > self._completed else Signal.COMPLETED
+            return HealthSignal.HEALTHY
+        return HealthSignal.SNAP if self._snapped > self._completed else HealthSignal.COMPLETED
 
     def _warnings(
         self, mine: NodeReport, status: dict[str, Any], record: ProtectionRecord | None
@@ -324,11 +325,11 @@ def _shards(heads: Iterable[ArenaHeader]) -> tuple[Shard, ...]:
     )
 
 
-def _worth(header: ArenaHeader) -> tuple[bool, Label]:
+def _worth(header: ArenaHeader) -> tuple[bool, VersionId]:
     return header.state is ArenaState.COMMITTED, header.label
 
 
-def _recovery(row: Round) -> Round:
+def _recovery(row: RoundReport) -> RoundReport:
     """Not the names of all nodes, from each of them; and no text or list that has no bound (P9)."""
     failures, lost = ([cut(said) for said in texts[:MOST_WARNINGS]] for texts in (row.failures, row.lost))
     source = cut(row.resumed_from)
@@ -351,7 +352,7 @@ _END_SECS = 3.0
 _CANNOT = (StoreError, ReftError, OSError, RuntimeError, ValueError)
 
 
-class StatusBoard:
+class JobStatus:
     """One launcher's part; ``connect`` makes a connection to the job's store that nobody else uses."""
 
     def __init__(
@@ -367,7 +368,7 @@ class StatusBoard:
         self._observer = NodeObserver(path, has_daemon=has_daemon)
         self._is_spare: Callable[[], bool] = lambda: False
         self._nodes: Callable[[], Sequence[str]] = lambda: ()
-        self._waiting: Callable[[], Sequence[Waiting]] = lambda: ()
+        self._waiting: Callable[[], Sequence[TrainerActivity]] = lambda: ()
         self._mine, self._node = mine, mine.node
         self._path = path
         self._store: RendezvousStore | None = None
@@ -376,13 +377,13 @@ class StatusBoard:
         self._left = ""
         self._closed = False
         self._number = time.time_ns()  # more than that of a launcher before it that had the same node
-        self.board = Board(job_id=job_id)  # as this launcher last saw it
+        self.board = ReportBoard(job_id=job_id)  # as this launcher last saw it
         self._looked_at = time.monotonic()
         self._lost_since: float | None = None
         self._watch: SpeedWatch | None = None  # Once there are steps
         before = read_board(path)
         known = before.node(self._node) if before is not None else None
-        self._accounts = Accounts(path, known.counts if known is not None else None)
+        self._accounts = GoodputCounters(path, known.counts if known is not None else None)
         self._memory_told: set[str] = set()
         self._memory_round = 0
         self._thread = threading.Thread(target=self._run, name="status-board", daemon=True)
@@ -391,7 +392,7 @@ class StatusBoard:
         self,
         is_spare: Callable[[], bool],
         nodes: Callable[[], Sequence[str]],
-        waiting: Callable[[], Sequence[Waiting]],
+        waiting: Callable[[], Sequence[TrainerActivity]],
     ) -> None:
         """Begin; does not wait for the store. ``nodes``: that are there, in the same order on all; the first
         keeps the board. ``waiting``: at what the trainers here are."""
@@ -405,7 +406,7 @@ class StatusBoard:
         if words != self._mine.doing:
             said["doing_since_unix_secs"] = time.time()
         if round is not None:
-            said |= {"round": round, "times": {Signal.HEALTHY: time.time()}}
+            said |= {"round": round, "times": {HealthSignal.HEALTHY: time.time()}}
         self._mine = self._mine.model_copy(update=said)
         self._wake.set()
 
@@ -500,9 +501,9 @@ class StatusBoard:
         store.set(f"node/{self._node}", report.pack())
         held, now = store.peek("board"), time.monotonic()
         elapsed, self._looked_at = now - self._looked_at, now
-        board = Board(job_id=self.board.job_id)
+        board = ReportBoard(job_id=self.board.job_id)
         with suppress(ValueError):  # another release's: it is put together anew
-            board = board if held is None else Board.unpack(held)
+            board = board if held is None else ReportBoard.unpack(held)
         # This launcher may have stood still itself: that is nobody else's silence.
         period = self._period_secs()
         elapsed = min(elapsed, 2 * period)
@@ -531,7 +532,7 @@ class StatusBoard:
                 offline_after_secs=_OFFLINE_PERIODS * period,
                 now=now,
             )
-            if node.seen is not Signal.OFFLINE and node.ranks:
+            if node.seen is not HealthSignal.OFFLINE and node.ranks:
                 told.append(node)
             there.append(node.model_copy(update={"ranks": ()}))
         kept, forgotten = sort_out(there, now)
@@ -539,7 +540,7 @@ class StatusBoard:
         watch = self._watch = self._watch or (SpeedWatch() if told else None)
         if watch is not None:
             watch.look((r.node, steps) for r in told if r.round == newest for steps in r.ranks)
-        board = Board(
+        board = ReportBoard(
             job_id=self.board.job_id,
             keeper=self._node,
             unix_secs=now,
@@ -582,7 +583,7 @@ def _report(store: RendezvousStore, node: str) -> NodeReport | None:
 def sort_out(nodes: Sequence[NodeReport], now: float) -> tuple[list[NodeReport], set[str]]:
     """Those that are shown, and those that are forgotten: gone, and nobody needs what they held. Pure."""
     needed = {node.node for node in place(nodes)[1].values()}
-    gone = [n for n in nodes if n.seen is Signal.OFFLINE and n.node not in needed]
+    gone = [n for n in nodes if n.seen is HealthSignal.OFFLINE and n.node not in needed]
     newest = sorted(gone, key=lambda n: n.offline_unix_secs or 0.0)[-_MOST_GONE:]
     shown = {n.node for n in newest if now - (n.offline_unix_secs or 0.0) < _SHOWN_SECS}
     forgotten = {n.node for n in gone} - shown

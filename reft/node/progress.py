@@ -64,7 +64,7 @@ class DeviceUse:
 
 
 @dataclass(frozen=True)
-class Seen:
+class TrainerView:
     """A trainer as its page tells of it."""
 
     local_rank: int
@@ -91,10 +91,10 @@ _NUMBERS = (
     *("rank", "pid", "step", "position", "nanos", "stack_signal"),
     *("samples_per_step", "flops_per_token", "tokens_per_sample"),
 )
-"""Of :class:`Seen`, that are on a page as they are."""
+"""Of :class:`TrainerView`, that are on a page as they are."""
 
 
-class Part(IntEnum):
+class StepPhase(IntEnum):
     """What a rank is at between two instructions."""
 
     COMPUTE = 0
@@ -111,27 +111,27 @@ class Part(IntEnum):
 
 
 _PARTS = {
-    "RecvActivation": Part.PREVIOUS,
-    "SendGrad": Part.PREVIOUS,
-    "SendActivation": Part.NEXT,
-    "RecvGrad": Part.NEXT,
-    "LoadMicroBatch": Part.OTHER,
+    "RecvActivation": StepPhase.PREVIOUS,
+    "SendGrad": StepPhase.PREVIOUS,
+    "SendActivation": StepPhase.NEXT,
+    "RecvGrad": StepPhase.NEXT,
+    "LoadMicroBatch": StepPhase.OTHER,
     # A plain engine's: it reduces within.
-    "Backward": Part.COLLECTIVE,
-    "Step": Part.OPTIMIZER,
-    "OptimizerStep": Part.OPTIMIZER,
+    "Backward": StepPhase.COLLECTIVE,
+    "Step": StepPhase.OPTIMIZER,
+    "OptimizerStep": StepPhase.OPTIMIZER,
 }
 _COMPUTING = ("Forward", "Backward", "Weight")
 _COLLECTIVES = ("Reduce", "AggregateTotalLoss", "Recv", "Send", "CommitP2P")
 
 
-def part_of(name: str) -> Part:
+def part_of(name: str) -> StepPhase:
     """What an instruction of that name is; "" stands for what lies before the first one."""
     if name in _PARTS:
         return _PARTS[name]
     if name.startswith(_COMPUTING):
-        return Part.COMPUTE
-    return Part.COLLECTIVE if name.startswith(_COLLECTIVES) else Part.OTHER
+        return StepPhase.COMPUTE
+    return StepPhase.COLLECTIVE if name.startswith(_COLLECTIVES) else StepPhase.OTHER
 
 
 class StepTimes(NamedTuple):
@@ -193,8 +193,8 @@ class StepClock:
     def __init__(self, ring: Array[_Record]) -> None:
         self._ring = ring
         self.at = 0  # since when the present part lasts, in nanoseconds; what is none of the step is added
-        self._part = Part.OTHER
-        self._spent = [0] * len(Part)
+        self._part = StepPhase.OTHER
+        self._spent = [0] * len(StepPhase)
         self._least = [_NEVER, _NEVER]
         self._transfers = 0
         self._delayed = self._delay_at = 0
@@ -207,40 +207,40 @@ class StepClock:
             self._delays, flags = 0, os.O_RDONLY | os.O_CLOEXEC
             with suppress(OSError):
                 self._delays = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", flags)
-        self.at, self._part = now, Part.OTHER
-        self._spent = [0] * len(Part)
+        self.at, self._part = now, StepPhase.OTHER
+        self._spent = [0] * len(StepPhase)
         self._least = [_NEVER, _NEVER]
         self._transfers = self._delayed = 0
 
-    def enter(self, part: Part) -> int:
+    def enter(self, part: StepPhase) -> int:
         """Another part begins, or another instruction of the same. Returns the time, in nanoseconds."""
         before = self._part
-        if before == Part.COMPUTE and part != before:
+        if before == StepPhase.COMPUTE and part != before:
             # Before the time is taken: no delay is counted that lies outside of what was timed.
             self._delayed += self._delay() - self._delay_at
         now = time.monotonic_ns()
         secs = now - self.at
         self.at = now
         self._spent[before] += secs
-        if before in (Part.PREVIOUS, Part.NEXT):
+        if before in (StepPhase.PREVIOUS, StepPhase.NEXT):
             self._transfers += 1
             self._least[before - 1] = min(self._least[before - 1], secs)
         if part != before:
             self._part = part
-            if part == Part.COMPUTE:
+            if part == StepPhase.COMPUTE:
                 self._delay_at = self._delay()
         return now
 
     def end(self, step: int, began: int) -> None:
         """The step has ended, which began at ``began``: write its record."""
-        whole, spent = self.enter(Part.OTHER) - began, self._spent
+        whole, spent = self.enter(StepPhase.OTHER) - began, self._spent
         record = self._ring[self._count % STEPS]
         self._count += 1
         record.step = step
         record.whole = whole
-        record.compute, record.busy = max(0, spent[Part.COMPUTE] - self._delayed), self._delayed
-        record.linked = spent[Part.PREVIOUS] + spent[Part.NEXT]
-        record.collective, record.optimizer = spent[Part.COLLECTIVE], spent[Part.OPTIMIZER]
+        record.compute, record.busy = max(0, spent[StepPhase.COMPUTE] - self._delayed), self._delayed
+        record.linked = spent[StepPhase.PREVIOUS] + spent[StepPhase.NEXT]
+        record.collective, record.optimizer = spent[StepPhase.COLLECTIVE], spent[StepPhase.OPTIMIZER]
         record.previous, record.next = self._least
         record.transfers = self._transfers
         record.end = step
@@ -276,7 +276,7 @@ class ProgressPage:
         self._made_first = False
         self._parts_nanos: int | None = None
         self._clock = StepClock(page.steps)
-        self._parts = [Part.OTHER] * _MOST_NAMES
+        self._parts = [StepPhase.OTHER] * _MOST_NAMES
         page.pid, page.rank = os.getpid(), rank
         page.hang_factor, page.hang_timeout_secs = hang_factor, hang_timeout_secs
         page.place = (-1, -1, -1)
@@ -325,7 +325,7 @@ class ProgressPage:
         page = self._page
         if page.phase in (Phase.STEP, Phase.FIRST_STEP):
             if step == page.step:
-                self._parts_nanos = self._clock.enter(Part.OTHER) - self._began
+                self._parts_nanos = self._clock.enter(StepPhase.OTHER) - self._began
             else:
                 if self._made_first:
                     self._clock.end(step, self._began)
@@ -404,7 +404,7 @@ def _make(path: Path) -> mmap.mmap:
 # -- who reads -----------------------------------------------------------------------------------------
 
 
-def read_pages(job_dir: Path) -> list[Seen]:
+def read_pages(job_dir: Path) -> list[TrainerView]:
     """The trainers of this node, by local rank; files that are no such pages are left out."""
     return _each(job_dir, _seen)
 
@@ -428,10 +428,10 @@ def _each(job_dir: Path, told: Callable[[Path, _Page], _T | None]) -> list[_T]:
     return [one for one in found if one is not None]
 
 
-def _seen(path: Path, page: _Page) -> Seen:
+def _seen(path: Path, page: _Page) -> TrainerView:
     phase = Phase(page.phase)
     device = DeviceUse(*page.device)
-    return Seen(
+    return TrainerView(
         local_rank=int(path.name.removesuffix(PROGRESS_SUFFIX)),
         phase=phase,
         instruction=page.names[page.instruction % _MOST_NAMES].value.decode(errors="replace"),

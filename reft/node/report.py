@@ -31,7 +31,7 @@ from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.memory.jobdir import read_json
 from reft.naming import safe_name
-from reft.node.memory_watch import MemoryUse, RunsOut
+from reft.node.memory_watch import MemoryForecast, MemoryUse
 from reft.node.progress import RankSteps
 from reft.node.stragglers import RankSpeed, Straggler
 from reft.protect.codes import Scheme
@@ -67,7 +67,7 @@ PARTS = {
 
 
 @dataclass
-class Round:
+class RoundReport:
     round: int  # 1 for the first start under a launcher
     unix_secs: float  # when all nodes were there
     nodes: list[str] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Round:
     ended: str | None = None  # what the launcher said when the job ended in this round
 
 
-class Signal(StrEnum):
+class HealthSignal(StrEnum):
     HEALTHY = "HEALTHY"  # Its trainers run, or wait for other nodes; it has no version of this start yet
     SNAP = "SNAP"  # a version is being copied
     COMPLETED = "COMPLETED"  # All its shards of the newest version are whole
@@ -124,7 +124,7 @@ _Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda texts: tuple(texts)
 
 
 @dataclass
-class Counts:
+class GoodputTimes:
     """How much of a job's time was training that counts, since it began and over all its restarts, and what
     the rest was lost to: the effective training time ratio is 1 - lost / elapsed. Steps are counted once,
     however often they were made."""
@@ -221,8 +221,8 @@ class NodeReport(_Message):
     round: int = 0  # of its trainers; 0 before the first
     spare: bool = False
     # its state; ``times`` says when it last was in each, in seconds since 1970
-    signal: Signal = Signal.HEALTHY
-    times: dict[Signal, float] = {}
+    signal: HealthSignal = HealthSignal.HEALTHY
+    times: dict[HealthSignal, float] = {}
     # the launcher's words for what it does, and since when; ``why`` for what is wrong
     doing: _Text = ""
     doing_since_unix_secs: float | None = None
@@ -234,12 +234,12 @@ class NodeReport(_Message):
     # node losses that the job's protection survives where all nodes are there; None: not known
     tolerance: int | None = None
     restarts: int = 0  # after failures
-    recovery: Round | None = None  # the last of them, without the names of those that were there
+    recovery: RoundReport | None = None  # the last of them, without the names of those that were there
     warnings: _Texts = ()
     # that limits its trainers; ``runs_out``: what of it will be full, the soonest first
     memory: tuple[MemoryUse, ...] = ()
-    runs_out: tuple[RunsOut, ...] = ()
-    counts: Counts | None = None  # the job's, as this node has counted them
+    runs_out: tuple[MemoryForecast, ...] = ()
+    counts: GoodputTimes | None = None  # the job's, as this node has counted them
     # the last steps of its trainers; for who keeps the board, on which they are not
     ranks: tuple[RankSteps, ...] = ()
     left: bool = False  # it has ended, and says so
@@ -250,9 +250,9 @@ class NodeReport(_Message):
     offline_unix_secs: float | None = None
 
     @property
-    def seen(self) -> Signal:
+    def seen(self) -> HealthSignal:
         """Its signal, for the others."""
-        return self.signal if self.offline_unix_secs is None else Signal.OFFLINE
+        return self.signal if self.offline_unix_secs is None else HealthSignal.OFFLINE
 
     def why_offline(self) -> str:
         if self.left:
@@ -260,7 +260,7 @@ class NodeReport(_Message):
         return "its launcher does not report"
 
 
-class Board(_Message):
+class ReportBoard(_Message):
     """All nodes of a job, the same for all of them."""
 
     job_id: str
@@ -277,16 +277,16 @@ class Board(_Message):
         return next((n for n in self.nodes if n.node == name), None)
 
 
-def read_board(path: Path) -> Board | None:
+def read_board(path: Path) -> ReportBoard | None:
     """The copy in a job's memory on a node; None if there is none that can be read."""
     fields = read_json(path / BOARD_FILE)
     try:
-        return None if fields is None else Board.model_validate(fields)
+        return None if fields is None else ReportBoard.model_validate(fields)
     except (ValueError, RecursionError):
         return None
 
 
-def newest_board(paths: Iterable[Path]) -> Board | None:
+def newest_board(paths: Iterable[Path]) -> ReportBoard | None:
     boards = [board for path in paths if (board := read_board(path)) is not None]
     return max(boards, key=lambda board: board.written_unix_secs, default=None)
 
@@ -311,7 +311,9 @@ def heard(
     return report.model_copy(update={"silent_secs": silent, "quiet": quiet, "offline_unix_secs": offline})
 
 
-def note_keeper(before: Board, board: Board, *, elapsed_secs: float, offline_after_secs: float) -> Board:
+def note_keeper(
+    before: ReportBoard, board: ReportBoard, *, elapsed_secs: float, offline_after_secs: float
+) -> ReportBoard:
     """The board as nodes other than its keeper see it: a keeper that writes nothing new is silent itself."""
     known = before.node(board.keeper)
     keeper = board.node(board.keeper)
@@ -364,7 +366,7 @@ def tolerance_now(nodes: Sequence[NodeReport], *, without_quiet: bool = False) -
             lost = frozenset(
                 dp
                 for dp, n in enumerate(held)
-                if n is None or n.seen is Signal.OFFLINE or (without_quiet and n.quiet)
+                if n is None or n.seen is HealthSignal.OFFLINE or (without_quiet and n.quiet)
             )
             groups.add((domains, lost))
     try:
@@ -384,10 +386,10 @@ def losses_left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> in
 # -- the whole job -------------------------------------------------------------------------------------
 
 
-def summary(board: Board, now: float) -> dict[str, Any]:
+def summary(board: ReportBoard, now: float) -> dict[str, Any]:
     """The job, for people and programs; ages are counted to ``now``, in seconds since 1970."""
     nodes = sorted(board.nodes, key=lambda n: n.node)
-    present = [n for n in nodes if n.seen is not Signal.OFFLINE]
+    present = [n for n in nodes if n.seen is not HealthSignal.OFFLINE]
     committed = [s for n in nodes for s in n.shards if s.committed]
     newest = max(committed, key=lambda s: (s.label, s.sealed_unix_secs), default=None)
     step = max((n.step for n in present if n.step is not None and n.step >= 0), default=None)
@@ -452,10 +454,10 @@ _OF_NODE = {"node", "domain", "spare", "round", "step", "steps_per_sec", "traine
 
 
 def _node(node: NodeReport, needed: bool) -> dict[str, Any]:
-    offline = node.seen is Signal.OFFLINE
+    offline = node.seen is HealthSignal.OFFLINE
     times = {str(s): at for s, at in sorted(node.times.items())}
     if node.offline_unix_secs is not None:
-        times[Signal.OFFLINE] = node.offline_unix_secs
+        times[HealthSignal.OFFLINE] = node.offline_unix_secs
     return {
         **node.model_dump(mode="json", include=_OF_NODE),
         "signal": str(node.seen),
@@ -476,7 +478,7 @@ def _warnings(nodes: Iterable[NodeReport], needed: Iterable[str], left: int | No
         if node.quiet:
             secs = f"{node.silent_secs:.0f} s"
             yield f"{node.node} has not reported for {secs}; it counts as lost until it does"
-        if node.seen is not Signal.OFFLINE:
+        if node.seen is not HealthSignal.OFFLINE:
             for said in node.warnings:
                 told.setdefault(said, []).append(node.node)
         elif node.node in needed:
@@ -490,8 +492,8 @@ def _warnings(nodes: Iterable[NodeReport], needed: Iterable[str], left: int | No
 
 
 def is_well(told: Mapping[str, Any]) -> bool:
-    needed = [n for n in told["nodes"] if n["holds_shards"] or n["signal"] != Signal.OFFLINE]
-    bad = (Signal.UNHEALTHY, Signal.OFFLINE)
+    needed = [n for n in told["nodes"] if n["holds_shards"] or n["signal"] != HealthSignal.OFFLINE]
+    bad = (HealthSignal.UNHEALTHY, HealthSignal.OFFLINE)
     return told["newest_commit"] is not None and not any(n["signal"] in bad or n["quiet"] for n in needed)
 
 
@@ -511,17 +513,17 @@ def note(job_dir: Path, event: str, **facts: Any) -> None:
         logger.warning("the restart history in %s cannot be written: %s", job_dir, error)
 
 
-_ROUND = TypeAdapter(Round)
+_ROUND = TypeAdapter(RoundReport)
 
 
-def why(row: Round) -> str:
+def why(row: RoundReport) -> str:
     said = [*row.failures, *(f"node {node} was lost" for node in row.lost)]
     if not said:
         said = [f"node {node} joined" for node in row.joined]
     return "; ".join(said) if said else "the job was started"
 
 
-def restarts_among(rounds: Iterable[Round]) -> list[Round]:
+def restarts_among(rounds: Iterable[RoundReport]) -> list[RoundReport]:
     return [r for r in rounds if r.failures or r.lost]
 
 
@@ -538,13 +540,13 @@ def after_failure(job_dir: Path) -> str:
     return ""
 
 
-def read_history(job_dir: Path) -> list[Round]:
+def read_history(job_dir: Path) -> list[RoundReport]:
     """Every start of the trainers that the node has seen; lines that are no events are left out."""
     try:
         lines = (job_dir / HISTORY_FILE).read_text(errors="replace").splitlines()
     except OSError:
         return []
-    rounds: list[Round] = []
+    rounds: list[RoundReport] = []
     resumed_at = 0.0
     for line in lines:
         # Another release, or a full disk, may have written what this one does not understand.
@@ -577,9 +579,9 @@ def keep_history(job_dir: Path, job_id: str, node: str, directory: Path) -> None
         file.writelines(f"{line}\n" for line in lines)
 
 
-def read_kept_histories(directory: Path) -> dict[tuple[str, str], list[Round]]:
+def read_kept_histories(directory: Path) -> dict[tuple[str, str], list[RoundReport]]:
     """The starts that :func:`keep_history` has kept there, by job and node; other lines are left out."""
-    found: dict[tuple[str, str], list[Round]] = {}
+    found: dict[tuple[str, str], list[RoundReport]] = {}
     for path in sorted(directory.glob(f"{_KEPT}*.jsonl")):
         for line in path.read_text(errors="replace").splitlines():
             with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):

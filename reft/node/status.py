@@ -34,9 +34,9 @@ from reft.node.report import (
     ENDED_WELL,
     FAILED,
     WAITING,
-    Board,
+    HealthSignal,
     NodeReport,
-    Signal,
+    ReportBoard,
     is_well,
     newest_board,
     read_board,
@@ -55,7 +55,7 @@ _BRIEF_SECS = 2.0  # in which nodes that are there come to meet after a failure
 _MOST_ROUNDS = 64
 
 
-class State(StrEnum):
+class NodeState(StrEnum):
     RUNS = "runs"
     RECOVERING = "recovering"
     WAITING = "waiting for a node"
@@ -77,18 +77,18 @@ class StatusReader:
         told = summary(board, now)
         here = [_node(path) for path in self.paths]
         found = advise(situation(self.paths, board, None)) if running else ()
-        state, waiting = _state(board, self.paths) if running else (State.ENDED, None)
+        state, waiting = _state(board, self.paths) if running else (NodeState.ENDED, None)
         return told | {
             "warnings": [*said, *told["warnings"]],
             "advice": [advice.to_json() for advice in found],
             "state": str(state),
             "waiting": waiting,
             "ended": None if running else _end(self.paths),
-            "well": state is State.RUNS and is_well(told) and all(map(_node_is_well, here)),
+            "well": state is NodeState.RUNS and is_well(told) and all(map(_node_is_well, here)),
             "here": here,
         }
 
-    def _board(self, now: float, running: bool) -> tuple[Board, list[str]]:
+    def _board(self, now: float, running: bool) -> tuple[ReportBoard, list[str]]:
         """The newest board on any of the nodes; of a job without one what these nodes tell themselves."""
         if (board := newest_board(self.paths)) is not None:
             said = []
@@ -103,16 +103,16 @@ class StatusReader:
         told = [(NodeReport(node=node, domain=node), seen) for node, seen in self._observers.items()]
         nodes = tuple(observer.look(mine) for mine, observer in told)
         alone = "no reft launcher reports on other nodes: only nodes whose memory was read are shown"
-        board = Board(job_id=JobDir.open(self.paths[0]).job_id, unix_secs=now, nodes=nodes)
+        board = ReportBoard(job_id=JobDir.open(self.paths[0]).job_id, unix_secs=now, nodes=nodes)
         return board, [alone] if running else []
 
 
-def _state(board: Board, paths: Sequence[Path]) -> tuple[State, dict[str, Any] | None]:
+def _state(board: ReportBoard, paths: Sequence[Path]) -> tuple[NodeState, dict[str, Any] | None]:
     """What a running job does; while it waits for nodes: for which, since when, and until when. The limit is
     None if the launchers' join timeout is the only one."""
     rounds = [row for path in paths for row in read_history(path)[-1:]]
     last = max(rounds, key=lambda row: row.unix_secs, default=None)
-    present = [n for n in board.nodes if n.seen is not Signal.OFFLINE and not n.quiet and not n.spare]
+    present = [n for n in board.nodes if n.seen is not HealthSignal.OFFLINE and not n.quiet and not n.spare]
     waits = [n for n in present if n.doing == WAITING]
     missing = [] if last is None else sorted(set(last.nodes) - {n.node for n in waits})
     since = min((n.doing_since_unix_secs for n in waits if n.doing_since_unix_secs), default=None)
@@ -121,14 +121,14 @@ def _state(board: Board, paths: Sequence[Path]) -> tuple[State, dict[str, Any] |
         block = next(filter(None, (read_json(path / CONFIG_FILE) for path in paths)), {})
         wait_secs = (block.get("elastic") or {}).get("wait_secs")
         until = since + wait_secs if since and wait_secs else None
-        return State.WAITING, {"for": missing, "since_unix_secs": since, "until_unix_secs": until}
+        return NodeState.WAITING, {"for": missing, "since_unix_secs": since, "until_unix_secs": until}
     if waits or any(n.doing == FAILED for n in present):
-        return State.RECOVERING, None
+        return NodeState.RECOVERING, None
     pages = [page for path in paths for page in read_pages(path) if page.state not in ("", "Z")]
     trains = any(page.phase not in (Phase.LOADING, Phase.FIRST_STEP) for page in pages)
     if last is not None and restarts_among([last]) and not trains:
-        return State.RECOVERING, None
-    return State.RUNS, None
+        return NodeState.RECOVERING, None
+    return NodeState.RUNS, None
 
 
 def _node(path: Path) -> dict[str, Any]:
@@ -242,7 +242,7 @@ METRICS = {
 Value = tuple[str, Mapping[str, str], float]  # Name, labels next to job and node, value
 
 
-def values(board: Board | None, node: str, status: Mapping[str, Any], now: float) -> Iterator[Value]:
+def values(board: ReportBoard | None, node: str, status: Mapping[str, Any], now: float) -> Iterator[Value]:
     """What is exposed now. ``board``: of the job; None where no launcher writes one. ``node``: this node.
     ``status``: what its daemon knows."""
     if board is not None:
@@ -251,13 +251,13 @@ def values(board: Board | None, node: str, status: Mapping[str, Any], now: float
 
 
 def _of_job(told: Mapping[str, Any], node: str) -> Iterator[Value]:
-    counted = dict.fromkeys(Signal, 0)
+    counted = dict.fromkeys(HealthSignal, 0)
     for each in told["nodes"]:
-        signal = Signal(each["signal"])
-        if signal is not Signal.OFFLINE or each["holds_shards"]:
+        signal = HealthSignal(each["signal"])
+        if signal is not HealthSignal.OFFLINE or each["holds_shards"]:
             counted[signal] += 1
         if each["node"] == node:
-            yield from (("reft_node_signal", {"signal": s}, s is signal) for s in Signal)
+            yield from (("reft_node_signal", {"signal": s}, s is signal) for s in HealthSignal)
     yield from (("reft_nodes", {"signal": s}, n) for s, n in counted.items())
     for speed in (speed for speed in told["speeds"] if speed["node"] == node):
         for part in STEP_PARTS:

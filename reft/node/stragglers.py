@@ -56,7 +56,7 @@ class RankSpeed:
     other_secs: float  # the optimizer's step, the data, the script's own
 
 
-class Kind(StrEnum):
+class SlownessKind(StrEnum):
     RANK = "rank"
     NODE = "node"
     LINK = "link"
@@ -66,7 +66,7 @@ class Kind(StrEnum):
 class Straggler:
     """A rank, a node whose ranks all are, or a link between two stages, that is slower than its peers."""
 
-    kind: Kind
+    kind: SlownessKind
     name: str  # for people: ``rank 3``, ``node2``, ``rank 1 (node0) - rank 3 (node2)``
     ranks: tuple[int, ...]  # ranks, nodes: that are meant; of a link its ends
     nodes: tuple[str, ...]
@@ -158,8 +158,8 @@ class SpeedWatch:
 
     def __init__(self) -> None:
         self._ranks: dict[At, _Rank] = {}
-        self._tests: dict[tuple[Kind, At], SlowTest] = {}
-        self._seen: dict[tuple[Kind, int, int], int] = {}
+        self._tests: dict[tuple[SlownessKind, At], SlowTest] = {}
+        self._seen: dict[tuple[SlownessKind, int, int], int] = {}
 
     def look(self, told: Iterable[tuple[str, RankSteps]]) -> None:
         """The newest of every rank, with the name of its node."""
@@ -171,8 +171,10 @@ class SpeedWatch:
             self._seen.clear()
         for group in self._groups():
             if len(group) > 1:
-                self._compare(Kind.RANK, group, lambda rank, step: rank.steps[step].compute, _RANK_FACTOR)
-                self._compare(Kind.LINK, group, self._link_secs, _LINK_FACTOR)
+                self._compare(
+                    SlownessKind.RANK, group, lambda rank, step: rank.steps[step].compute, _RANK_FACTOR
+                )
+                self._compare(SlownessKind.LINK, group, self._link_secs, _LINK_FACTOR)
 
     def _groups(self) -> list[list[_Rank]]:
         found: dict[tuple[int, int], list[_Rank]] = {}
@@ -181,7 +183,7 @@ class SpeedWatch:
         return list(found.values())
 
     def _compare(
-        self, kind: Kind, group: list[_Rank], secs: Callable[[_Rank, int], float], factor: float
+        self, kind: SlownessKind, group: list[_Rank], secs: Callable[[_Rank, int], float], factor: float
     ) -> None:
         """Take in the steps that all of a group have made and that are new."""
         (pp, _, tp) = group[0].told.at
@@ -221,14 +223,14 @@ class SpeedWatch:
     def _slow_ranks(self) -> Iterator[Straggler]:
         """Nodes of which all trainers are slow, two or more; of what is left tensor-parallel peers together,
         since they wait for each other; else ranks one by one."""
-        slow = {at for (kind, at), t in self._tests.items() if kind is Kind.RANK and t.is_slow}
+        slow = {at for (kind, at), t in self._tests.items() if kind is SlownessKind.RANK and t.is_slow}
         slow &= self._ranks.keys()
         nodes: dict[str, list[At]] = {}
         for at, rank in sorted(self._ranks.items()):
             nodes.setdefault(rank.node, []).append(at)
         for node, places in sorted(nodes.items()):
             if len(places) > 1 and slow.issuperset(places):
-                yield self._of(Kind.NODE, node, places, "all its trainers compute")
+                yield self._of(SlownessKind.NODE, node, places, "all its trainers compute")
                 slow -= set(places)
         while slow:
             at = min(slow)
@@ -237,21 +239,21 @@ class SpeedWatch:
             ranks = ", ".join(str(self._ranks[a].told.rank) for a in places)
             one = len(places) == 1
             name = f"rank {ranks} ({self._ranks[at].node})" if one else f"one of ranks {ranks}"
-            yield self._of(Kind.RANK, name, places, "it computes" if one else "they compute together")
+            yield self._of(SlownessKind.RANK, name, places, "it computes" if one else "they compute together")
             slow -= set(places)
 
     def _slow_links(self) -> Iterator[Straggler]:
         for (kind, at), test in self._tests.items():
             pp, dp, tp = at
             ends = [a for a in (at, (pp + 1, dp, tp)) if a in self._ranks]
-            if kind is Kind.LINK and test.is_slow and len(ends) == 2:
+            if kind is SlownessKind.LINK and test.is_slow and len(ends) == 2:
                 name = " - ".join(f"rank {self._ranks[a].told.rank} ({self._ranks[a].node})" for a in ends)
-                yield self._of(Kind.LINK, name, ends, "its transfers take", test)
+                yield self._of(SlownessKind.LINK, name, ends, "its transfers take", test)
 
     def _of(
-        self, kind: Kind, name: str, places: list[At], why: str, test: SlowTest | None = None
+        self, kind: SlownessKind, name: str, places: list[At], why: str, test: SlowTest | None = None
     ) -> Straggler:
-        tests = [self._tests[Kind.RANK, at] for at in places] if test is None else [test]
+        tests = [self._tests[SlownessKind.RANK, at] for at in places] if test is None else [test]
         secs, share = max(t.cost for t in tests)
         return Straggler(
             kind=kind,

@@ -2,10 +2,10 @@
 
 From what every rank knows alike (placement, sizes, memory, the wanted tolerance) comes the same choice
 on every rank. An alternative is a scheme for the replicated section (:class:`reft.protect.codes.Scheme`)
-and, where ranks own ZeRO partitions, what protects those (:class:`reft.policy.loads.OwnedBy`): recomputing
-them is chosen where it was asked for, or where it is exact to the bit and was measured to cost a step less.
-Chosen is the one that moves least among those that fit the memory and survive the wanted number of lost
-nodes; if none does, the one that survives most, and :attr:`Choice.needed` says what is missing.
+and, where ranks own ZeRO partitions, what protects those (:class:`reft.policy.loads.PartitionSurvival`):
+recomputing them is chosen where it was asked for, or where it is exact to the bit and was measured to cost a
+step less. Chosen is the one that moves least among those that fit the memory and survive the wanted number of
+lost nodes; if none does, the one that survives most, and :attr:`Choice.needed` says what is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from rich.filesize import decimal
 from reft.config import AOR
 from reft.errors import ConfigError
 from reft.grid import Topology, ring_order
-from reft.policy.loads import OPTIMIZER_BYTES, Load, OwnedBy, RankSections, Rates, group_loads
+from reft.policy.loads import (
+    OPTIMIZER_BYTES,
+    LinkRates,
+    PartitionSurvival,
+    RankSections,
+    TrafficEstimate,
+    group_loads,
+)
 from reft.protect.codes import Scheme
 from reft.protect.placement import fatal
 
@@ -36,7 +43,7 @@ copy, a D-th of the section, a parity takes a D-th of a stripe of several blocks
 
 
 @dataclass(frozen=True)
-class Situation:
+class ChoiceInputs:
     """All that the choice depends on. ``arenas``: versions kept in memory; ``memory_bytes``: what may be
     reserved on each node; ``exact``: what a host recomputes is the owner's partition to the bit, so that it
     need not be sent; ``rates``: None where recomputing is not possible, or not to be chosen unasked."""
@@ -47,7 +54,7 @@ class Situation:
     block_bytes: int = 4 * 2**20
     memory_bytes: Mapping[str, int] | None = None
     exact: bool = True
-    rates: Rates | None = None
+    rates: LinkRates | None = None
 
     @property
     def owns(self) -> bool:
@@ -58,8 +65,10 @@ class Situation:
 @dataclass(frozen=True)
 class Alternative:
     scheme: Scheme
-    owned_by: OwnedBy | None  # what protects partitions; None where there are none, or nothing is protected
-    loads: Mapping[int, Load]  # of the busiest rank of each stage
+    owned_by: (
+        PartitionSurvival | None
+    )  # what protects partitions; None where there are none, or nothing is protected
+    loads: Mapping[int, TrafficEstimate]  # of the busiest rank of each stage
     # the fullest node, in relation to its memory: what it has to reserve, and may (None: not known)
     node: str
     memory_bytes: int
@@ -72,7 +81,7 @@ class Alternative:
 
     @property
     def name(self) -> str:
-        return f"{self.scheme}{AOR}" if self.owned_by is OwnedBy.AOR else str(self.scheme)
+        return f"{self.scheme}{AOR}" if self.owned_by is PartitionSurvival.AOR else str(self.scheme)
 
     @property
     def tolerance(self) -> int:
@@ -80,7 +89,7 @@ class Alternative:
         return len(self.fatal) - 1
 
     @property
-    def busiest(self) -> Load:
+    def busiest(self) -> TrafficEstimate:
         return max(self.loads.values(), key=lambda load: (load.moved_bytes, load.memory_bytes))
 
     @property
@@ -101,7 +110,7 @@ class Alternative:
         if not self.available:
             return (
                 f'recomputing is chosen only where "{AOR}" asks for it, or where it is exact and cheaper'
-                if self.owned_by is OwnedBy.AOR
+                if self.owned_by is PartitionSurvival.AOR
                 else f'"{AOR}" asks for recomputing'
             )
         if not self.fits_memory:
@@ -154,7 +163,7 @@ class Choice:
 
 
 def choose(
-    situation: Situation,
+    situation: ChoiceInputs,
     wanted: int,
     *,
     recompute: bool = False,
@@ -180,7 +189,7 @@ def choose(
 
 
 def _candidates(
-    situation: Situation, wanted: int, also: Sequence[Scheme], beyond: int
+    situation: ChoiceInputs, wanted: int, also: Sequence[Scheme], beyond: int
 ) -> tuple[list[Scheme], list[tuple[str, str]]]:
     topology = situation.topology
     size = topology.degrees.dp
@@ -216,7 +225,7 @@ def _candidates(
     return found, excluded
 
 
-def _evaluate(situation: Situation, schemes: Sequence[Scheme], recompute: bool) -> Iterator[Alternative]:
+def _evaluate(situation: ChoiceInputs, schemes: Sequence[Scheme], recompute: bool) -> Iterator[Alternative]:
     topology, limits = situation.topology, situation.memory_bytes
     dp, most = topology.degrees.dp, max(s.owned_bytes for s in situation.sections)
     for scheme in schemes:
@@ -226,8 +235,13 @@ def _evaluate(situation: Situation, schemes: Sequence[Scheme], recompute: bool) 
         secs = rates.partition_secs(peers * most / OPTIMIZER_BYTES) if rates and peers and most else None
         cheaper = situation.exact and secs is not None and secs[1] < secs[0]
         # Either way partitions lie at as many peers as the scheme survives losses.
-        for way in (OwnedBy.PEER, OwnedBy.AOR) if situation.owns and protected else (None,):
-            of_ranks, busiest = rank_loads(situation, scheme, way or OwnedBy.PEER), dict[int, Load]()
+        for way in (
+            (PartitionSurvival.PEER, PartitionSurvival.AOR) if situation.owns and protected else (None,)
+        ):
+            of_ranks, busiest = (
+                rank_loads(situation, scheme, way or PartitionSurvival.PEER),
+                dict[int, TrafficEstimate](),
+            )
             for rank, load in sorted(of_ranks.items()):
                 pp = topology.coordinates[rank].pp
                 busiest[pp] = max(busiest.get(pp, load), load, key=lambda load: load.moved_bytes)
@@ -241,13 +255,17 @@ def _evaluate(situation: Situation, schemes: Sequence[Scheme], recompute: bool) 
                 memory_bytes=memory[node],
                 limit_bytes=None if limits is None else limits[node],
                 fatal=lost,
-                available=recompute or cheaper if way is OwnedBy.AOR else way is None or not recompute,
+                available=recompute or cheaper
+                if way is PartitionSurvival.AOR
+                else way is None or not recompute,
                 partition_secs=secs,
             )
 
 
-def rank_loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> dict[int, Load]:
-    topology, found = situation.topology, dict[int, Load]()
+def rank_loads(
+    situation: ChoiceInputs, scheme: Scheme, owned_by: PartitionSurvival
+) -> dict[int, TrafficEstimate]:
+    topology, found = situation.topology, dict[int, TrafficEstimate]()
     for pp, tp in topology.groups():
         ranks = topology.group(pp, tp)
         loads = group_loads(
@@ -263,7 +281,7 @@ def rank_loads(situation: Situation, scheme: Scheme, owned_by: OwnedBy) -> dict[
     return found
 
 
-def node_bytes(topology: Topology, loads: Mapping[int, Load]) -> dict[str, int]:
+def node_bytes(topology: Topology, loads: Mapping[int, TrafficEstimate]) -> dict[str, int]:
     memory = dict.fromkeys(sorted(set(topology.nodes)), 0)
     for rank, load in loads.items():
         memory[topology.nodes[rank]] += load.memory_bytes
@@ -278,7 +296,7 @@ SENT_AFTER_ALL = (
 )
 
 
-def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], situation: Situation) -> str:
+def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], situation: ChoiceInputs) -> str:
     load, limit = chosen.busiest, chosen.limit_bytes
     parts = [
         f"survives the loss of {_nodes(chosen.tolerance)}, {wanted} wanted",
@@ -288,7 +306,7 @@ def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], sit
         + ("" if limit is None else f", {_memory(limit)} may be used"),
     ]
     if chosen.owned_by is not None:
-        sent, secs = chosen.owned_by is OwnedBy.PEER, chosen.partition_secs
+        sent, secs = chosen.owned_by is PartitionSurvival.PEER, chosen.partition_secs
         why = f'recomputing them takes "{AOR}" in the protection' if sent else f'"{AOR}" asks for it'
         if secs is not None:
             why = f"sending costs a step {secs[0]:.2g} s, recomputing {secs[1]:.2g} s where it is exact"
@@ -300,7 +318,7 @@ def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], sit
     return "; ".join(parts)
 
 
-def _needed(situation: Situation, wanted: int, alternatives: Sequence[Alternative]) -> Iterator[str]:
+def _needed(situation: ChoiceInputs, wanted: int, alternatives: Sequence[Alternative]) -> Iterator[str]:
     """What would have to change; the most specific first."""
     topology = situation.topology
     reaching = [a for a in alternatives if a.tolerance >= wanted]

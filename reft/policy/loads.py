@@ -20,7 +20,7 @@ _BESIDE_GRADIENTS_BYTES = 4096
 """Every parameter group begins at a multiple of 64 bytes, and an unscaled gradient brings its factor."""
 
 
-class OwnedBy(StrEnum):
+class PartitionSurvival(StrEnum):
     """How a ZeRO partition, which its owner alone holds, survives the owner.
 
     PEER: sent to ring peers with every version. AOR: the same peers make the optimizer's step anew on the
@@ -42,7 +42,7 @@ class RankSections:
 
 
 @dataclass(frozen=True)
-class Rates:
+class LinkRates:
     """By which ZeRO partitions are sent or recomputed: measured at attach on the slowest rank, or planned."""
 
     copy_bytes_per_sec: float  # from the device to its host
@@ -61,7 +61,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Load:
+class TrafficEstimate:
     """Bytes of one rank, of one version, copied from the device: its part of the replicated section, copies
     and parities of that, its partition, and gradients of the partitions that it keeps for others (AOR); sent:
     owned and host state that goes to ring peers; memory: of the host, with all versions that are kept."""
@@ -87,12 +87,12 @@ def group_loads(
     sections: Sequence[RankSections],
     ring: Sequence[int],
     scheme: Scheme,
-    owned_by: OwnedBy,
+    owned_by: PartitionSurvival,
     *,
     arenas: int,
     block_bytes: int,
     exact: bool = True,
-) -> tuple[Load, ...]:
+) -> tuple[TrafficEstimate, ...]:
     """Loads of the members of one sharding group, by dp index; ``ring``: members in ring order.
 
     The replicated section counts as if every shard and every sub-block were as long as the longest, so no
@@ -102,7 +102,7 @@ def group_loads(
     most = max(s.replicated_bytes for s in sections)
     shard, redundant, checksums, pieces = _replicated(most, scheme, size, block_bytes)
     peers = min(scheme.copies + scheme.parities, size - 1)
-    recomputed = owned_by is OwnedBy.AOR and peers > 0
+    recomputed = owned_by is PartitionSurvival.AOR and peers > 0
     loads = []
     for d, own in enumerate(sections):
         at = ring.index(d)
@@ -115,7 +115,7 @@ def group_loads(
         blocks = pieces + (1 + len(next_ones)) * (4 + 2 * own.owned_bytes // block_bytes)
         data = shard + redundant + kept + gradients
         loads.append(
-            Load(
+            TrafficEstimate(
                 shard_bytes=shard,
                 redundant_bytes=redundant,
                 owned_bytes=own.owned_bytes,

@@ -1,10 +1,11 @@
 """How often a version is worth its cost, in memory and on storage: one controller for both. Pure, but for the
 clock that it is given.
 
-What a version costs is seen by comparing steps with one on its way to those around them (:class:`Pairs`).
-:func:`best_interval` follows from that cost, the allowed overhead (CheckFreq's Algorithm 1), how often
-memory fails, the bound on lost steps, and how long a version takes to be there. :class:`TierRate` follows all
-of these while the job runs; :class:`Due` says which steps are due by the interval that the ranks agreed on.
+What a version costs is seen by comparing steps with one on its way to those around them
+(:class:`OverheadEstimator`). :func:`best_interval` follows from that cost, the allowed overhead (CheckFreq's
+Algorithm 1), how often memory fails, the bound on lost steps, and how long a version takes to be there.
+:class:`IntervalController` follows all of these while the job runs; :class:`DueSteps` says which steps are
+due by the interval that the ranks agreed on.
 
 Symbols as in REFERENCE, section 2, and in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tc copy to the
 host, Ts write to storage, To overhead of a checkpoint, p allowed overhead, k steps between two checkpoints.
@@ -23,8 +24,8 @@ from statistics import fmean, median, pstdev
 from typing import Any
 
 from reft.errors import ConfigError
-from reft.grid import Label, Topology
-from reft.node.report import Round
+from reft.grid import Topology, VersionId
+from reft.node.report import RoundReport
 from reft.protect.placement import Weibull, losses_within, persist_interval_secs
 
 DAY_SECS = 86400.0
@@ -40,7 +41,7 @@ _MOST_STEPS = 10**9
 # -- how often memory fails -----------------------------------------------------------------------------
 
 
-def learned_losses_per_sec(rounds: Iterable[Round], now_unix_secs: float, mtbf_days: float) -> float:
+def learned_losses_per_sec(rounds: Iterable[RoundReport], now_unix_secs: float, mtbf_days: float) -> float:
     """How often a node of this job is lost: what is configured counts as one loss that was seen, so that a
     job without any keeps to it, and one with many to its own."""
     starts = list(rounds)
@@ -98,7 +99,7 @@ def memory_risk(
 # -- the interval, from cost, budget and risk -----------------------------------------------------------
 
 
-class Why(StrEnum):
+class RateReason(StrEnum):
     """What decided."""
 
     START = "as the algorithm chose it"
@@ -153,7 +154,7 @@ def best_interval(
     mtbf_secs: float = 0.0,
     survival_secs: float = inf,
     most_steps: int | None = None,
-) -> tuple[int, Why]:
+) -> tuple[int, RateReason]:
     """Steps between two checkpoints, and what decided: the best for the failures, but no longer than survival
     and the bound on lost steps allow, no shorter than the overhead, and never shorter than a checkpoint takes
     to be there. Where two exclude each other the bound wins over the overhead, and what writing takes over
@@ -177,23 +178,23 @@ def best_interval(
         raise ConfigError(
             f"found an allowed overhead of {max_overhead}; expected a part above 0 and up to 1, such as 0.035"
         )
-    steps, why = (inf, Why.FAILURES) if mtbf_secs else (1.0, Why.START)
+    steps, why = (inf, RateReason.FAILURES) if mtbf_secs else (1.0, RateReason.START)
     if 0 < mtbf_secs < inf:
         exact = best_interval_secs(cost_secs, mtbf_secs) / step_secs if cost_secs > 0 else 1.0
         # Whole steps on either side of the optimum: the better one.
         around = sorted({max(1, int(exact)), max(1, ceil(exact))})
         steps = max(around, key=lambda k: effective_part(k * step_secs, cost_secs, mtbf_secs))
     bound = inf if most_steps is None else most_steps
-    for limit, reason in ((survival_secs / step_secs, Why.SURVIVAL), (bound, Why.BOUND)):
+    for limit, reason in ((survival_secs / step_secs, RateReason.SURVIVAL), (bound, RateReason.BOUND)):
         if limit < steps:
             steps, why = max(1, int(limit)), reason
-    if max_overhead is not None and why is not Why.BOUND:
+    if max_overhead is not None and why is not RateReason.BOUND:
         least = _ceil(cost_secs / (max_overhead * step_secs))
         if least > steps:
-            steps, why = (bound, Why.BOUND) if least > bound else (least, Why.OVERHEAD)
+            steps, why = (bound, RateReason.BOUND) if least > bound else (least, RateReason.OVERHEAD)
     writing = _ceil((arrival_secs - cost_secs) / step_secs)
     if writing > steps:
-        steps, why = writing, Why.WRITING
+        steps, why = writing, RateReason.WRITING
     return int(min(steps, _MOST_STEPS)), why
 
 
@@ -218,7 +219,7 @@ class Rate:
     in a row with less than half of the allowed overhead."""
 
     interval_steps: int
-    why: Why = Why.START
+    why: RateReason = RateReason.START
     overhead: float | None = None
     calm: int = 0
 
@@ -252,20 +253,20 @@ def adapt(
     wanted = _ceil(cost_secs / (max_overhead * plain_secs))
     writing = _ceil((write_secs - cost_secs) / plain_secs)
     calm = rate.calm + 1 if overhead < max_overhead / 2 else 0
-    why = Why.HELD
+    why = RateReason.HELD
     if overhead > max_overhead:
-        now, why = max(now, wanted), Why.EXCEEDED
+        now, why = max(now, wanted), RateReason.EXCEEDED
     elif calm >= _CALM_WINDOWS:
         shorter = max(wanted, now // 2, least_steps)
         if shorter < now:
-            now, why, calm = shorter, Why.CALM, 0
+            now, why, calm = shorter, RateReason.CALM, 0
     if writing > now:
-        now, why = writing, Why.WRITING
-    elif writing == now and why is Why.CALM:
-        why = Why.WRITING
+        now, why = writing, RateReason.WRITING
+    elif writing == now and why is RateReason.CALM:
+        why = RateReason.WRITING
     now = max(least_steps, now)
     if most_steps is not None and now > most_steps:
-        now, why = most_steps, Why.EXCLUDED
+        now, why = most_steps, RateReason.EXCLUDED
     return Rate(now, why, overhead, calm)
 
 
@@ -292,7 +293,7 @@ class Cost:
     pairs: int
 
 
-class Pairs:
+class OverheadEstimator:
     """Steps with and without a checkpoint beside them, in the order in which they were made. A checkpoint
     whose steps touch those of another one, with none between, tells nothing, nor does one of more than
     ``most_beside`` steps, which cannot be told from their drift."""
@@ -381,7 +382,7 @@ _FIRST_STORED_STEPS = 50
 _MOST_WRITING_STEPS = 1024
 
 
-class TierRate:
+class IntervalController:
     """One rank's measure of the versions that go to a tier, here memory, and the interval that it wants.
 
     Where the interval leaves no steps without a version, versions are taken less often for a few steps now
@@ -415,7 +416,7 @@ class TierRate:
         self._on_change, self._clock = on_change, clock
         self._known_risk = None if risk is None else (inf, inf)
         self._lock = threading.RLock()
-        self._pairs = Pairs(self._most_beside)
+        self._pairs = OverheadEstimator(self._most_beside)
         self._steps = 0
         self._begun = self._beside = False
         self._is_over: Callable[[], bool] = lambda: True
@@ -428,7 +429,7 @@ class TierRate:
         self._arrived_step: int | None = None
         self._is_new = False
         self.costs: dict[str, float] | None = None  # Ti, To and Tc + Ts; None while they are measured
-        self.rate = None if known is None else Rate(self._bounded(known), Why.REMEMBERED)
+        self.rate = None if known is None else Rate(self._bounded(known), RateReason.REMEMBERED)
 
     # -- what happens ------------------------------------------------------------------------------------
 
@@ -565,7 +566,7 @@ class TierRate:
             longest = max(self._gap() if self._looks else 1, 1 if rate is None else rate.interval_steps)
             return {
                 "interval_steps": self._gap() if rate is None else rate.interval_steps,
-                "why": str(Why.PROFILE if rate is None else rate.why),
+                "why": str(RateReason.PROFILE if rate is None else rate.why),
                 "observing": rate is not None and self._probe_from is not None,
                 "overhead": None if rate is None else rate.overhead,
                 "max_overhead": self._max_overhead,
@@ -575,7 +576,7 @@ class TierRate:
             }
 
 
-class StorageRate(TierRate):
+class StorageIntervalController(IntervalController):
     """The same for storage: a version sets off when it is committed, and has arrived when the node's daemon
     says that it is on storage. Without ``known`` the first 50 steps go without.
 
@@ -605,14 +606,14 @@ class StorageRate(TierRate):
             fits=lambda steps: whole_interval(steps, interval_steps),
             **further,
         )
-        self._due = Due(start_step)
-        self._on_its_way: Label | None = None
+        self._due = DueSteps(start_step)
+        self._on_its_way: VersionId | None = None
         self._newest_step = 0
-        self._overtaken: Label | None = None
+        self._overtaken: VersionId | None = None
         if self.rate is None:
             self.rate = Rate(self._bounded(_FIRST_STORED_STEPS))
 
-    def committed(self, label: Label, agreed_steps: int, version_steps: int = 1) -> bool:
+    def committed(self, label: VersionId, agreed_steps: int, version_steps: int = 1) -> bool:
         """A version is committed; returns whether it goes to storage. ``agreed_steps``: the interval that the
         vote on it has found, the same on every rank; ``version_steps``: until the next version, at most."""
         with self._lock:
@@ -626,19 +627,19 @@ class StorageRate(TierRate):
     def went_to(self, step: int) -> None:
         """The running job goes on from ``step``, which is on storage. No version is under way."""
         with self._lock:
-            self._due = Due(step)
+            self._due = DueSteps(step)
 
     def answered(self, answer: Mapping[str, Any] | None) -> None:
         answer = answer or {}
         last, overtaken = answer.get("persisted"), answer.get("overtaken")
         with self._lock:
-            if overtaken is not None and (label := Label(*overtaken)) != self._overtaken:
+            if overtaken is not None and (label := VersionId(*overtaken)) != self._overtaken:
                 self._overtaken = label
                 self._back_off()
             if answer.get("failing"):
                 self._on_its_way = None  # what storage costs is not known while it fails
                 self._pairs.leave_out()
-            elif last is not None and self._on_its_way is not None and Label(*last) >= self._on_its_way:
+            elif last is not None and self._on_its_way is not None and VersionId(*last) >= self._on_its_way:
                 self.arrived(self._on_its_way.step)
                 self._on_its_way = None
                 self._leave_room()
@@ -649,21 +650,21 @@ class StorageRate(TierRate):
         if self.rate is not None and plain:
             least = self._bounded(ceil(self._usual_arrival_secs() / plain) + _FIRST_GAP)
             if least > self.rate.interval_steps:
-                self.rate = Rate(least, Why.WRITING, self.rate.overhead)
+                self.rate = Rate(least, RateReason.WRITING, self.rate.overhead)
 
     def _back_off(self) -> None:
         """Memory went on to newer versions before storage began with this one: it was still busy."""
         assert self.rate is not None
         waited = 0 if self._on_its_way is None else self._newest_step - self._on_its_way.step
         steps = self._bounded(max(2 * self.rate.interval_steps, waited))
-        self.rate, self._on_its_way = Rate(steps, Why.OVERTAKEN, self.rate.overhead), None
+        self.rate, self._on_its_way = Rate(steps, RateReason.OVERTAKEN, self.rate.overhead), None
         self._pairs.leave_out()
 
 
 # -- which steps are due -------------------------------------------------------------------------------------
 
 
-class Due:
+class DueSteps:
     """No more steps lie between two that are due than the interval was when the first of them was.
 
     Multiples of the interval are always due: ranks that have heard of a change at different steps agree again

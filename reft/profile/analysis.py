@@ -35,13 +35,13 @@ import numpy as np
 
 from reft.profile.result import (
     Activity,
-    Beside,
     MeasuredWindow,
+    Overlap,
+    Percentiles,
     ProfileError,
     ProfileResult,
     RankStep,
     Segment,
-    Spread,
     StageProfile,
     activity_of,
 )
@@ -163,7 +163,7 @@ def analyse(
         job_id=job_id,
         degrees=degrees,
         steps=steps,
-        step_secs=Spread.of(max(s.step_secs for s in step) for step in zip(*cut.values(), strict=True)),
+        step_secs=Percentiles.of(max(s.step_secs for s in step) for step in zip(*cut.values(), strict=True)),
         bandwidth_bytes_per_sec=bandwidth,
         bandwidth_source=source,
         clock=clock,
@@ -408,7 +408,7 @@ def _windows(
     ]
     for number, record in enumerate(stream):
         lengths = [wait.get(record.position, 0.0) for wait in waits]
-        length = Spread.of(lengths)
+        length = Percentiles.of(lengths)
         if not any(lengths) or length.p50 < least:
             continue
         begins = [here[record.position] for here in first if record.position in here]
@@ -437,9 +437,9 @@ def _stage(
     return StageProfile(
         stage_id=stage_id,
         ranks=tuple(sorted(rank.rank for rank in ranks)),
-        step_secs=Spread.of(step.step_secs for step in steps),
-        secs={activity: Spread.of(secs) for activity, secs in sums.items() if any(secs)},
-        usable_secs=Spread.of(sum(s.secs for s in of_step if _is_usable(s.name)) for of_step in waits),
+        step_secs=Percentiles.of(step.step_secs for step in steps),
+        secs={activity: Percentiles.of(secs) for activity, secs in sums.items() if any(secs)},
+        usable_secs=Percentiles.of(sum(s.secs for s in of_step if _is_usable(s.name)) for of_step in waits),
         snapshot_bytes=max(rank.snapshot_bytes for rank in ranks),
         windows=tuple(_windows(ranks[0].traces[0].instructions, steps, bandwidth)),
         copied=copied,
@@ -448,18 +448,18 @@ def _stage(
 
 
 _PLACES = {
-    Activity.WAIT: Beside.IDLE,
-    Activity.TRANSFER: Beside.COMMUNICATION,
-    Activity.REDUCE: Beside.COMMUNICATION,
-    Activity.FORWARD: Beside.COMPUTATION,
-    Activity.BACKWARD: Beside.COMPUTATION,
-    Activity.OPTIMIZER: Beside.COMPUTATION,
+    Activity.WAIT: Overlap.IDLE,
+    Activity.TRANSFER: Overlap.COMMUNICATION,
+    Activity.REDUCE: Overlap.COMMUNICATION,
+    Activity.FORWARD: Overlap.COMPUTATION,
+    Activity.BACKWARD: Overlap.COMPUTATION,
+    Activity.OPTIMIZER: Overlap.COMPUTATION,
 }
 
 
-def _copying(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Beside, float]]:
+def _copying(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Overlap, float]]:
     nbytes: dict[int, float] = defaultdict(float)
-    beside = dict.fromkeys(Beside, 0.0)
+    beside = dict.fromkeys(Overlap, 0.0)
     for step in steps:
         for chunk in step.chunks:
             nbytes[chunk.tier] += chunk.nbytes
@@ -467,8 +467,8 @@ def _copying(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Beside, 
             for segment in step.segments:
                 both = min(chunk.end_secs, segment.end_secs) - max(chunk.begin_secs, segment.begin_secs)
                 if both > 0:
-                    beside[_PLACES.get(segment.activity, Beside.OTHER)] += both
+                    beside[_PLACES.get(segment.activity, Overlap.OTHER)] += both
                     left -= both
-            beside[Beside.OTHER] += max(0.0, left)  # between instructions
+            beside[Overlap.OTHER] += max(0.0, left)  # between instructions
     secs_beside = {place: round(secs / len(steps), _DIGITS) for place, secs in beside.items()}
     return {tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)}, secs_beside

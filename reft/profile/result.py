@@ -72,14 +72,14 @@ def activity_of(name: str) -> Activity:
     )
 
 
-class Beside(StrEnum):
+class Overlap(StrEnum):
     IDLE = "idle"
     COMMUNICATION = "communication"
     COMPUTATION = "computation"
     OTHER = "other"
 
 
-class Spread(NamedTuple):
+class Percentiles(NamedTuple):
     """A quantity over the profiled steps (and the ranks of a stage): three percentiles."""
 
     p10: float
@@ -87,7 +87,7 @@ class Spread(NamedTuple):
     p90: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
+    def of(cls, values: Iterable[float]) -> Percentiles:
         found = np.percentile(np.fromiter(values, dtype=np.float64), (10, 50, 90))
         return cls(*(round(float(secs), 9) for secs in found))
 
@@ -138,7 +138,7 @@ class MeasuredWindow:
     stop_secs: float
     position: int
     name: str
-    length_secs: Spread
+    length_secs: Percentiles
     usable: bool
     bytes_fit: int | None
 
@@ -147,17 +147,17 @@ class MeasuredWindow:
 class StageProfile:
     stage_id: int
     ranks: tuple[int, ...]
-    step_secs: Spread
+    step_secs: Percentiles
     # seconds per step by activity; ``wait`` is the true idle time. What is missing to the step is time
     # between instructions (Python, data, the launch of kernels).
-    secs: dict[Activity, Spread]
-    usable_secs: Spread  # of them, those in which snapshots may be copied: not within the optimizer step
+    secs: dict[Activity, Percentiles]
+    usable_secs: Percentiles  # of them, those in which snapshots may be copied: not within the optimizer step
     snapshot_bytes: int  # bytes one rank copies from its device per snapshot; 0 if unknown
     windows: tuple[MeasuredWindow, ...]  # recurring idle intervals, in the order of the instructions
     # What snapshots did, per rank and step: mean bytes by tier (0: at the fence), and mean seconds of copying
     # by what the device did meanwhile.
     copied: dict[int, float]
-    copying_secs: dict[Beside, float]
+    copying_secs: dict[Overlap, float]
 
     @property
     def copied_bytes(self) -> float:
@@ -190,7 +190,7 @@ class ProfileResult:
     job_id: str
     degrees: tuple[int, int, int]
     steps: tuple[int, ...]
-    step_secs: Spread
+    step_secs: Percentiles
     bandwidth_bytes_per_sec: float | None
     bandwidth_source: str
     # How transfers were told from waiting: by which clock ("host" or "device"), for which share of the

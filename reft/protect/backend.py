@@ -30,8 +30,8 @@ from reft.protect.rs import (
     PACKET_BYTES,
     PACKETS,
     Operand,
+    PacketStep,
     Row,
-    Step,
     bit_matrix,
     needs_packets,
     packet_program,
@@ -210,7 +210,9 @@ class ChunkedBackend(Backend):
             tails = [[b[whole * width :] for b in buffers] for buffers in (sources, targets)]
             self._combine_plain(rows, tails[0], tails[1], nbytes - whole * width)
 
-    def run(self, steps: tuple[Step, ...], sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
+    def run(
+        self, steps: tuple[PacketStep, ...], sources: Sequence[Buffer], targets: Sequence[Buffer]
+    ) -> None:
         """Carry out a program on buffers of one length, some cells at a time."""
         nbytes = len(targets[0])
         width, views = self._words([*sources, *targets], nbytes)
@@ -223,7 +225,7 @@ class ChunkedBackend(Backend):
         if split * width < nbytes:
             self._run(steps, [view[split:].reshape(1, PACKETS, -1) for view in views])
 
-    def _run(self, steps: Sequence[Step], buffers: Sequence[Any]) -> None:
+    def _run(self, steps: Sequence[PacketStep], buffers: Sequence[Any]) -> None:
         """On views of shape (cells, 8, words)."""
 
         def packets(operand: Operand, count: int) -> Any:
@@ -527,7 +529,7 @@ class TorchBackend(ChunkedBackend):
 # --- several unknown blocks of one stripe at once, on the host ------------------------------------------
 
 
-Run = Callable[[tuple[Step, ...], Sequence[Bytes], Sequence[Bytes]], None]
+Run = Callable[[tuple[PacketStep, ...], Sequence[Bytes], Sequence[Bytes]], None]
 
 
 @lru_cache(maxsize=1)
@@ -542,7 +544,7 @@ def compiled_run() -> Run | None:
     size, pointer = ctypes.c_size_t, ctypes.c_void_p
     run_steps.argtypes = [pointer, size, pointer, size, size, size, size]
 
-    def run(steps: tuple[Step, ...], sources: Sequence[Bytes], targets: Sequence[Bytes]) -> None:
+    def run(steps: tuple[PacketStep, ...], sources: Sequence[Bytes], targets: Sequence[Bytes]) -> None:
         table = _table(steps)
         buffers = np.array([b.ctypes.data for b in (*sources, *targets)], np.uintp)
         counts = len(sources), len(targets), len(targets[0])
@@ -553,8 +555,8 @@ def compiled_run() -> Run | None:
 
 
 @lru_cache(maxsize=256)
-def _table(steps: tuple[Step, ...]) -> npt.NDArray[np.int64]:
-    """The struct ``Step`` of ``packets.cpp``, one row each."""
+def _table(steps: tuple[PacketStep, ...]) -> npt.NDArray[np.int64]:
+    """The struct ``PacketStep`` of ``packets.cpp``, one row each."""
     return np.array([(*s.target, s.count, *s.left, *(s.right or (-1, 0))) for s in steps], np.int64)
 
 

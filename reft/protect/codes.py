@@ -116,7 +116,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CodeTerm:
     """What one member stores of one stripe or shard: the sum of coefficient · sub-block."""
 
     index: int  # position in `Code.pieces`
@@ -136,7 +136,7 @@ class Code:
     scheme: Scheme
     ring: tuple[int, ...]  # members in ring order
     splits: int  # sub-blocks of a shard. Sub-block ``d * splits + j`` is the j-th of member d's shard.
-    pieces: tuple[Piece, ...]  # everything stored, by member; a member's own data first
+    pieces: tuple[CodeTerm, ...]  # everything stored, by member; a member's own data first
 
     @property
     def size(self) -> int:
@@ -151,8 +151,8 @@ class Code:
         return sub_block // self.splits
 
     @cached_property
-    def _by_member(self) -> dict[int, tuple[Piece, ...]]:
-        found: dict[int, list[Piece]] = {member: [] for member in self.ring}
+    def _by_member(self) -> dict[int, tuple[CodeTerm, ...]]:
+        found: dict[int, list[CodeTerm]] = {member: [] for member in self.ring}
         for piece in self.pieces:
             found[piece.member].append(piece)
         return {member: tuple(pieces) for member, pieces in found.items()}
@@ -178,7 +178,7 @@ class Code:
                     found[block].append(piece.index)
         return tuple(map(tuple, found))
 
-    def pieces_of(self, member: int) -> tuple[Piece, ...]:
+    def pieces_of(self, member: int) -> tuple[CodeTerm, ...]:
         """What a member stores."""
         return self._by_member[member]
 
@@ -197,7 +197,7 @@ def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
         stored += [(member, ((m * splits + j, 1),)) for m in kept for j in range(splits)]
         stored += [(member, terms) for terms in _parities(scheme, order, position)]
     stored.sort(key=lambda item: item[0])
-    return Code(scheme, order, splits, tuple(Piece(i, m, terms) for i, (m, terms) in enumerate(stored)))
+    return Code(scheme, order, splits, tuple(CodeTerm(i, m, terms) for i, (m, terms) in enumerate(stored)))
 
 
 def _parities(scheme: Scheme, ring: Sequence[int], position: int) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -270,7 +270,7 @@ _MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class System:
+class LinearSystem:
     """Unknown sub-blocks and the parities that link them."""
 
     unknown: tuple[int, ...]  # sub-blocks, the columns
@@ -290,7 +290,7 @@ class System:
         }
 
 
-def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], bool]) -> Iterator[System]:
+def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], bool]) -> Iterator[LinearSystem]:
     """The independent systems of equations for ``unknown`` sub-blocks. ``code``: the layout. ``unknown``:
     sub-blocks of which no usable piece is a copy; every other sub-block has one. ``usable``: whether a
     piece (index) is at hand."""
@@ -317,7 +317,7 @@ def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], boo
         # Plain XOR first: what can be decoded by it, is.
         ordered = sorted(rows[root], key=lambda p: (any(c != 1 for _, c in code.pieces[p].terms), p))
         matrix = np.array([[linked[p].get(b, 0) for b in blocks] for p in ordered], dtype=np.uint8)
-        yield System(tuple(blocks), tuple(ordered), matrix.reshape(len(ordered), len(blocks)))
+        yield LinearSystem(tuple(blocks), tuple(ordered), matrix.reshape(len(ordered), len(blocks)))
 
 
 def plan_decode(
@@ -436,7 +436,7 @@ class BlockCode:
         start, stop = sub_block * self.sub_block_bytes, (sub_block + 1) * self.sub_block_bytes
         return min(start, self.nbytes), min(stop, self.nbytes)
 
-    def piece_bytes(self, piece: Piece) -> int:
+    def piece_bytes(self, piece: CodeTerm) -> int:
         """Length of a stored piece: true for data, padded to the alignment for a parity."""
         longest = max(stop - start for start, stop in (self.range_of(b) for b, _ in piece.terms))
         return longest if piece.is_data else aligned(longest, GRAIN_BYTES)
@@ -473,11 +473,11 @@ class BlockCode:
         j, row = divmod(key.index, self.rows)
         return key.member * self.code.splits + j, row
 
-    def nbytes_of(self, piece: Piece, row: int) -> int:
+    def nbytes_of(self, piece: CodeTerm, row: int) -> int:
         """Length of a stored piece's block in a row of blocks; 0 where it has none (all zeros)."""
         return max(0, min(self.block_bytes, self.piece_bytes(piece) - row * self.block_bytes))
 
-    def key_of(self, piece: Piece, row: int) -> BlockKey | None:
+    def key_of(self, piece: CodeTerm, row: int) -> BlockKey | None:
         """The block of a stored piece in a row of blocks; None where the piece has none."""
         if not self.nbytes_of(piece, row):
             return None
@@ -486,10 +486,10 @@ class BlockCode:
         ordinal = self._parity_pieces(piece.member).index(piece)
         return BlockKey(Section.PARITY, piece.member, ordinal * self.rows + row)
 
-    def _parity_pieces(self, member: int) -> list[Piece]:
+    def _parity_pieces(self, member: int) -> list[CodeTerm]:
         return [piece for piece in self.code.pieces_of(member) if not piece.is_data]
 
-    def _parity_blocks(self, piece: Piece) -> Iterator[CodedBlock]:
+    def _parity_blocks(self, piece: CodeTerm) -> Iterator[CodedBlock]:
         for row, start, nbytes in self._cut(0, self.piece_bytes(piece)):
             key = self.key_of(piece, row)
             assert key is not None

@@ -72,7 +72,7 @@ class GroupStep:
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class OwnerStep:
     """One step of the owner."""
 
     number: int  # counts every step of the engine, skipped ones too, without a gap
@@ -123,7 +123,7 @@ def recipe_of(optimizer: Any) -> AdamRecipe:
     )
 
 
-def step_of(optimizer: Any, number: int, *, skipped: bool = False) -> StepRecord:
+def step_of(optimizer: Any, number: int, *, skipped: bool = False) -> OwnerStep:
     """The record of a step, read from the owner's groups right before (or after) ``optimizer.step``."""
     groups = tuple(
         GroupStep(
@@ -135,7 +135,7 @@ def step_of(optimizer: Any, number: int, *, skipped: bool = False) -> StepRecord
         )
         for g in optimizer.param_groups
     )
-    return StepRecord(number, groups, skipped)
+    return OwnerStep(number, groups, skipped)
 
 
 @dataclass
@@ -212,7 +212,7 @@ class AdamReplica:
             self._replay_powers()
 
     @torch.no_grad()
-    def apply(self, record: StepRecord, gradients: Sequence[torch.Tensor]) -> None:
+    def apply(self, record: OwnerStep, gradients: Sequence[torch.Tensor]) -> None:
         """Make one step of the owner. ``record``: the step. ``gradients``: one per group, of the partition's
         length, fp32 or the 16-bit type in which they were reduced; ignored where the step was skipped.
         Only read. Raises StaleReplicaError: if a step or a gradient is missing or the record does not fit.

@@ -147,7 +147,7 @@ LEAST_ARENAS = 2  # the committed version, and the one that is being written (P3
 
 
 @dataclass(frozen=True)
-class Level:
+class ProtectionLevel:
     """One way to keep versions: redundancy, and versions held per rank."""
 
     scheme: Scheme
@@ -157,11 +157,11 @@ class Level:
         return f"{self.scheme} with {self.arenas} versions"
 
 
-def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[Level, ...]:
+def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[ProtectionLevel, ...]:
     """From what is wanted down to the least."""
-    levels = [Level(scheme, count) for count in range(arenas, LEAST_ARENAS, -1)]
+    levels = [ProtectionLevel(scheme, count) for count in range(arenas, LEAST_ARENAS, -1)]
     least = min(arenas, LEAST_ARENAS)
-    return (*levels, *(Level(s, least) for s in (scheme, *_cheaper(scheme, members))))
+    return (*levels, *(ProtectionLevel(s, least) for s in (scheme, *_cheaper(scheme, members))))
 
 
 def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:

@@ -173,7 +173,7 @@ Operand = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PacketStep:
     """Neighbouring packets of one buffer become the XOR of two others, or a copy of one."""
 
     target: Operand  # first packet written
@@ -198,7 +198,7 @@ class _Elimination:
 
 
 @lru_cache(maxsize=1024)
-def packet_program(rows: tuple[Row, ...], matrix: tuple[Row, ...] | None = None) -> tuple[Step, ...]:
+def packet_program(rows: tuple[Row, ...], matrix: tuple[Row, ...] | None = None) -> tuple[PacketStep, ...]:
     """The steps that compute the targets X with ``matrix · X = rows · sources`` over GF(2^8), cell by cell.
     ``rows``: coefficients of the sources, one row per equation; no row is all zeros. ``matrix``:
     coefficients of the targets, square and regular; None: each target is the sum of its row."""
@@ -285,7 +285,7 @@ class _Packets:
         self._sources = sources
         self._bits: list[list[Operand | None]] = [[None] * PACKETS for _ in range(targets)]
         self._made = [0] * targets
-        self._groups: list[list[Step]] = []  # no step of a group reads what another of it writes
+        self._groups: list[list[PacketStep]] = []  # no step of a group reads what another of it writes
 
     def add_source(self, target: int, source: int) -> None:
         self._group([(target, i, (source, i)) for i in range(PACKETS)])
@@ -311,15 +311,15 @@ class _Packets:
         group = (self._add(t, i, operand) for t, i, operand in additions if operand is not None)
         self._groups.append([step for step in group if step is not None])
 
-    def _add(self, target: int, bit: int, operand: Operand) -> Step | None:
+    def _add(self, target: int, bit: int, operand: Operand) -> PacketStep | None:
         present = self._bits[target][bit]
         if present is None and operand[0] < self._sources:
             self._bits[target][bit] = operand
             return None
         if present is not None and present[0] == self._sources + target:
-            return Step(present, 1, present, operand)
+            return PacketStep(present, 1, present, operand)
         own = self._new(target, bit)
-        return Step(own, 1, operand, None) if present is None else Step(own, 1, present, operand)
+        return PacketStep(own, 1, operand, None) if present is None else PacketStep(own, 1, present, operand)
 
     def _new(self, target: int, bit: int) -> Operand:
         own = self._sources + target, self._made[target]
@@ -327,41 +327,42 @@ class _Packets:
         self._bits[target][bit] = own
         return own
 
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[PacketStep, ...]:
         """What was written down, every packet in its final place, neighbours together."""
         for target, bits in enumerate(self._bits):
             copied = []
             for bit, operand in enumerate(bits):
                 assert operand is not None
                 if operand[0] < self._sources:
-                    copied.append(Step(self._new(target, bit), 1, operand, None))
+                    copied.append(PacketStep(self._new(target, bit), 1, operand, None))
             self._groups.append(copied)
         own = {o: (o[0], i) for bits in self._bits for i, o in enumerate(bits) if o is not None}
 
         def place(operand: Operand) -> Operand:
             return own.get(operand, operand)
 
-        merged: list[Step] = []
+        merged: list[PacketStep] = []
         for group in self._groups:
             placed = [
-                Step(place(s.target), 1, place(s.left), place(s.right) if s.right else None) for s in group
+                PacketStep(place(s.target), 1, place(s.left), place(s.right) if s.right else None)
+                for s in group
             ]
             merged += _merge(sorted(placed, key=lambda s: s.target))
         return tuple(merged)
 
 
-def _merge(group: list[Step]) -> list[Step]:
-    merged: list[Step] = []
+def _merge(group: list[PacketStep]) -> list[PacketStep]:
+    merged: list[PacketStep] = []
     for step in group:
         last = merged[-1] if merged else None
         if last is not None and _follows(last, step):
-            merged[-1] = Step(last.target, last.count + 1, last.left, last.right)
+            merged[-1] = PacketStep(last.target, last.count + 1, last.left, last.right)
         else:
             merged.append(step)
     return merged
 
 
-def _follows(last: Step, step: Step) -> bool:
+def _follows(last: PacketStep, step: PacketStep) -> bool:
     """Whether the packets of ``step`` are the next of ``last``."""
 
     def after(operand: Operand | None) -> Operand | None:

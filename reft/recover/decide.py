@@ -18,14 +18,14 @@ from typing import NamedTuple
 import msgpack
 
 from reft.errors import LayoutError
-from reft.grid import BlockKey, Coordinate, Degrees, Label, Section, Topology
+from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology, VersionId
 from reft.memory.header import Entry
 from reft.protect.codes import parse_block_code
 from reft.recover.inventory import (
     ArenaRecord,
     ArenaSet,
-    Findings,
     Inventory,
+    InventorySummary,
     find_corrupt,
     groups_of,
     listing,
@@ -51,8 +51,8 @@ from reft.recover.relayout import spoken_by
 
 
 def preferred_label(
-    held_by: Mapping[Label, Collection[Hashable]], newest_committed: Label | None
-) -> Label | None:
+    held_by: Mapping[VersionId, Collection[Hashable]], newest_committed: VersionId | None
+) -> VersionId | None:
     """Which of the recoverable versions to restore.
 
     Of those not older than the newest version known to be committed, the newest one that is held by
@@ -66,7 +66,7 @@ def preferred_label(
         newest_committed: newest version that any arena found says is committed.
     """
     current = sorted(label for label in held_by if newest_committed is None or newest_committed <= label)
-    chosen: Label | None = None
+    chosen: VersionId | None = None
     seen: set[Hashable] = set()
     for label in current or sorted(held_by):
         if seen <= set(held_by[label]):
@@ -78,17 +78,17 @@ def preferred_label(
 _MOST_GAPS = 6
 
 
-class Verdict(NamedTuple):
+class GroupStatus(NamedTuple):
     missing: int  # how much of it is missing; 0 if the group can recover it
     gaps: tuple[str, ...]  # the first of what is missing, in words
     decodes: bool  # whether lost blocks have to be decoded first
 
     @classmethod
-    def of(cls, sources: GroupSources) -> Verdict:
+    def of(cls, sources: GroupSources) -> GroupStatus:
         return cls(len(sources.gaps), sources.gaps[:_MOST_GAPS], bool(sources.lost))
 
 
-Verdicts = Mapping[Label, Verdict]
+Verdicts = Mapping[VersionId, GroupStatus]
 
 
 def encode_verdicts(verdicts: Verdicts) -> bytes:
@@ -98,14 +98,14 @@ def encode_verdicts(verdicts: Verdicts) -> bytes:
 
 def decode_verdicts(body: bytes) -> Verdicts:
     return {
-        Label(incarnation, step): Verdict(missing, tuple(gaps), decodes)
+        VersionId(incarnation, step): GroupStatus(missing, tuple(gaps), decodes)
         for incarnation, step, missing, gaps, decodes in msgpack.unpackb(body)
     }
 
 
 @dataclass(frozen=True)
 class Decision:
-    label: Label
+    label: VersionId
     rejected: tuple[str, ...]  # for every newer version why it is not used
     decodes: bool  # whether some group has to decode lost blocks first
 
@@ -113,12 +113,12 @@ class Decision:
 def judge(
     group: Group,
     records: Iterable[ArenaRecord],
-    written: Mapping[Label, Degrees],
+    written: Mapping[VersionId, Degrees],
     bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
-) -> dict[Label, GroupSources]:
+) -> dict[VersionId, GroupSources]:
     """What each version has in one sharding group of the job that wrote it. ``written``: versions that any
     rank of the job holds whole, and in which layout."""
-    by_label: dict[Label, list[ArenaRecord]] = {
+    by_label: dict[VersionId, list[ArenaRecord]] = {
         label: [] for label, d in written.items() if group[0] < d.pp and group[1] < d.tp
     }
     for record in records:
@@ -132,10 +132,10 @@ def judge(
     }
 
 
-def decide(findings: Findings, verdicts: Mapping[Group, Verdicts]) -> Decision | NotRecoverable:
+def decide(findings: InventorySummary, verdicts: Mapping[Group, Verdicts]) -> Decision | NotRecoverable:
     """Choose the best version that every group can recover."""
-    rejected: dict[Label, str] = {}
-    whole: list[Label] = []
+    rejected: dict[VersionId, str] = {}
+    whole: list[VersionId] = []
     for label in sorted(findings.by_label, reverse=True):
         said = [verdicts[group][label] for group in groups_of(findings.written[label])]
         missing = sum(verdict.missing for verdict in said)
@@ -167,7 +167,7 @@ def decide(findings: Findings, verdicts: Mapping[Group, Verdicts]) -> Decision |
 
 def plan_decided(
     decision: Decision,
-    findings: Findings,
+    findings: InventorySummary,
     group: Group,
     sources: GroupSources,
     records: Iterable[ArenaRecord],
@@ -211,7 +211,7 @@ def plan_recovery(
     records = tables_of(every, topology.groups(), topology, job_id=job_id)
     sources = {group: judge(group, records[group], findings.written, bad) for group in records}
     verdicts = {
-        group: {label: Verdict.of(found) for label, found in of_group.items()}
+        group: {label: GroupStatus.of(found) for label, found in of_group.items()}
         for group, of_group in sources.items()
     }
     decision = decide(findings, verdicts)
@@ -271,7 +271,7 @@ Variant = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredVersion:
     node: str
     arena: str
     entry: Entry
@@ -331,7 +331,7 @@ def _collect_layout(
 
 def _decoding(
     records: Sequence[ArenaRecord],
-    stored: Mapping[Image, Mapping[BlockKey, Sequence[_Stored]]],
+    stored: Mapping[Image, Mapping[BlockKey, Sequence[_StoredVersion]]],
     replicated: Sequence[SourceBlock],
     bad: frozenset[tuple[str, str, BlockKey]],
 ) -> tuple[tuple[LostBlock, ...], Mapping[BlockKey, SourceBlock], str | None]:
@@ -354,8 +354,8 @@ def _decoding(
     return lost, usable, failure
 
 
-def _by_image(records: Iterable[ArenaRecord], size: int) -> dict[Image, dict[BlockKey, list[_Stored]]]:
-    images: dict[Image, dict[BlockKey, list[_Stored]]] = {}
+def _by_image(records: Iterable[ArenaRecord], size: int) -> dict[Image, dict[BlockKey, list[_StoredVersion]]]:
+    images: dict[Image, dict[BlockKey, list[_StoredVersion]]] = {}
     for record in sorted(records, key=lambda r: (r.node, r.path)):
         for entry in record.header.entries:
             key = entry.key
@@ -363,12 +363,12 @@ def _by_image(records: Iterable[ArenaRecord], size: int) -> dict[Image, dict[Blo
                 continue
             image = (key.section, -1 if key.section is Section.REPLICATED else key.member)
             keys = images.setdefault(image, {})
-            keys.setdefault(key, []).append(_Stored(record.node, record.path, entry))
+            keys.setdefault(key, []).append(_StoredVersion(record.node, record.path, entry))
     return images
 
 
 def _usable_blocks(
-    keys: Mapping[BlockKey, Sequence[_Stored]], bad: frozenset[tuple[str, str, BlockKey]]
+    keys: Mapping[BlockKey, Sequence[_StoredVersion]], bad: frozenset[tuple[str, str, BlockKey]]
 ) -> tuple[tuple[SourceBlock, ...], list[tuple[BlockKey, str]], list[str]]:
     """Blocks of one image that have a good source, keys that have none, and diverged copies."""
     blocks: list[SourceBlock] = []
@@ -388,7 +388,7 @@ def _usable_blocks(
     return tuple(sorted((b for b in blocks if b.nbytes), key=lambda b: b.start_bytes)), unusable, diverged
 
 
-def _prevailing(sources: Sequence[_Stored]) -> Variant:
+def _prevailing(sources: Sequence[_StoredVersion]) -> Variant:
     """The bytes to restore everywhere if copies differ: the owner's, else the most frequent."""
     first = sources[0].variant
     if all(s.variant == first for s in sources):
@@ -400,7 +400,9 @@ def _prevailing(sources: Sequence[_Stored]) -> Variant:
     return max(votes, key=lambda variant: (votes[variant], variant))
 
 
-def _describe_divergence(key: BlockKey, equal: Sequence[_Stored], good: Sequence[_Stored]) -> str:
+def _describe_divergence(
+    key: BlockKey, equal: Sequence[_StoredVersion], good: Sequence[_StoredVersion]
+) -> str:
     others = ", ".join(str(s) for s in good if s not in equal)
     return (
         f"{key.section} block {key.index} of member {key.member}: the bytes in {others} differ from those "
@@ -408,7 +410,7 @@ def _describe_divergence(key: BlockKey, equal: Sequence[_Stored], good: Sequence
     )
 
 
-def _source_block(key: BlockKey, sources: Sequence[_Stored]) -> SourceBlock:
+def _source_block(key: BlockKey, sources: Sequence[_StoredVersion]) -> SourceBlock:
     nodes: dict[str, tuple[str, int]] = {}
     owners: list[str] = []
     for source in sources:
@@ -422,7 +424,9 @@ def _source_block(key: BlockKey, sources: Sequence[_Stored]) -> SourceBlock:
     return SourceBlock(key, *place, nodes, tuple(sorted(owners)))
 
 
-def _find_hole(blocks: Sequence[SourceBlock], stored: Mapping[BlockKey, Sequence[_Stored]]) -> str | None:
+def _find_hole(
+    blocks: Sequence[SourceBlock], stored: Mapping[BlockKey, Sequence[_StoredVersion]]
+) -> str | None:
     """The first place where the blocks do not tile the image exactly, in words."""
     sizes = {s.entry.image_bytes for sources in stored.values() for s in sources}
     if len(sizes) > 1:
@@ -445,7 +449,7 @@ def _find_hole(blocks: Sequence[SourceBlock], stored: Mapping[BlockKey, Sequence
 # -- what every rank takes of a version
 
 
-class Piece(NamedTuple):
+class ImageRange(NamedTuple):
     """Bytes of an image of a rank of another layout."""
 
     of: Coordinate  # the old rank
@@ -454,7 +458,7 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-Wanted = Mapping[Coordinate, Sequence[Piece]]  # what ranks take of the images of another layout
+Wanted = Mapping[Coordinate, Sequence[ImageRange]]  # what ranks take of the images of another layout
 
 
 def takers(group: Group, written: Degrees, topology: Topology) -> tuple[Coordinate, ...]:
@@ -483,7 +487,7 @@ def needs_of(
     return needs
 
 
-def _holding(sources: GroupSources, pieces: Iterable[Piece]) -> tuple[SourceBlock, ...]:
+def _holding(sources: GroupSources, pieces: Iterable[ImageRange]) -> tuple[SourceBlock, ...]:
     """The blocks that hold the pieces, each once, by image and offset."""
     found: dict[Image, set[int]] = {}
     for piece in pieces:

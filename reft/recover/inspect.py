@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reft.errors import LayoutError, PersistError
-from reft.grid import BlockKey, Label
+from reft.grid import BlockKey, VersionId
 from reft.memory.arena import Arena, scan
 from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.memory.jobdir import find_jobs, is_job_dir, job_id_of, live_processes
@@ -77,7 +77,7 @@ class ArenaReport:
 
 @dataclass(frozen=True)
 class VersionReport:
-    label: Label
+    label: VersionId
     arenas: tuple[ArenaReport, ...]  # every arena that holds it, or was being written for it
     ranks: int  # ranks of the job
     recoverable: bool  # whether every byte of it is there (and, if verified, right)
@@ -132,7 +132,7 @@ class JobReport:
     directories: Mapping[str, Path]  # directory looked at, per node
     alive_because: Mapping[str, tuple[str, ...]]  # live processes, per node
     versions: tuple[VersionReport, ...]  # newest first
-    restores: Label | None  # version that a restart on these nodes would restore; None if none can be
+    restores: VersionId | None  # version that a restart on these nodes would restore; None if none can be
     why: tuple[str, ...]  # what the plan says about it
     empty: tuple[ArenaReport, ...]  # arenas that hold nothing
     problems: tuple[str, ...]  # arenas that could not be read, and why
@@ -266,7 +266,7 @@ def _report_versions(
 
 def _judge(
     inventories: Sequence[Inventory], job_id: str, bad: Collection[BadBlock]
-) -> tuple[Label | None, tuple[str, ...]]:
+) -> tuple[VersionId | None, tuple[str, ...]]:
     """What a restart would restore from these inventories, and the plan's words about it."""
     if not any(record.usable for inventory in inventories for record in inventory.arenas):
         return None, ("no rank finished writing it",)

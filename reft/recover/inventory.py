@@ -30,7 +30,7 @@ import msgpack
 import numpy as np
 
 from reft.errors import ArenaError, TransferError
-from reft.grid import Coordinate, Degrees, Label, Topology
+from reft.grid import Coordinate, Degrees, Topology, VersionId
 from reft.memory.arena import Arena, is_decoded, scan
 from reft.memory.header import (
     ArenaHeader,
@@ -111,7 +111,7 @@ ArenaSet = Mapping[tuple[str, str], Arena]  # opened arenas by (node, file name)
 
 
 @dataclass(frozen=True)
-class Place:
+class ArenaStore:
     """Where arenas lie: a node's memory of the job, or a version on storage. A peer's place is known by what
     that node tells of it (:meth:`Inventory.pack`), and its blocks are sent (:mod:`reft.recover.transfer`)."""
 
@@ -179,7 +179,7 @@ def open_job(job_dirs: Sequence[Path]) -> dict[str, JobDir]:
     return {job.node if names.count(job.node) == 1 else f"{job.node}@{job.path}": job for job in jobs}
 
 
-def find_corrupt(label: Label, fetches: Iterable[Fetch], arenas: ArenaSet) -> frozenset[BlockSource]:
+def find_corrupt(label: VersionId, fetches: Iterable[Fetch], arenas: ArenaSet) -> frozenset[BlockSource]:
     """Sources of ``fetches`` whose bytes do not match their checksum now, or that cannot be read (P5).
     ``fetches``: blocks to check; one that several coordinates need is read once."""
     current: dict[tuple[str, str], bool] = {}
@@ -254,7 +254,7 @@ def groups_of(degrees: Degrees) -> tuple[Group, ...]:
     return tuple(product(range(degrees.pp), range(degrees.tp)))
 
 
-def parts_of(findings: Findings, rank: int) -> dict[Group, tuple[int, ...]]:
+def parts_of(findings: InventorySummary, rank: int) -> dict[Group, tuple[int, ...]]:
     """The sharding groups that a rank takes part in, its own first, and all ranks that take part in each.
     Where a version has other stages or slices, which is rare, all take part in all."""
     topology = findings.topology
@@ -282,7 +282,7 @@ _MOST_NAMED = 6
 class Head(NamedTuple):
     """An arena without its block table: whose bytes of which version lie where."""
 
-    label: Label
+    label: VersionId
     state: ArenaState
     coordinate: Coordinate
     node: str
@@ -316,7 +316,7 @@ class Summary(NamedTuple):
         return body
 
     @classmethod
-    def decode(cls, body: bytes, topology: Topology, known: dict[tuple[int, int], Label]) -> Summary:
+    def decode(cls, body: bytes, topology: Topology, known: dict[tuple[int, int], VersionId]) -> Summary:
         """Inverse of :meth:`encode`. ``known``: labels met so far, shared by all summaries of a job."""
         node, jobs, rows, problems = msgpack.unpackb(body)
         written = [(Degrees(*degrees), job_id) for job_id, *degrees in jobs]
@@ -324,7 +324,7 @@ class Summary(NamedTuple):
         for incarnation, step, state, pp, dp, tp, path, job in rows:
             label = known.get((incarnation, step))
             if label is None:
-                label = known[incarnation, step] = Label(incarnation, step)
+                label = known[incarnation, step] = VersionId(incarnation, step)
             at = topology.coordinate_at(pp, dp, tp)
             heads.append(Head(label, _STATES[state], at, node, path, *written[job]))
         return cls(node, tuple(heads), tuple(problems))
@@ -334,16 +334,16 @@ _STATES = {str(state): state for state in ArenaState}
 
 
 @dataclass(frozen=True)
-class Findings:
+class InventorySummary:
     job_id: str
     topology: Topology
     # SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label were written in
     # one layout.
-    by_label: Mapping[Label, tuple[Head, ...]]
+    by_label: Mapping[VersionId, tuple[Head, ...]]
     unfinished: tuple[Head, ...]  # arenas of the job that were being written when their rank died
     misfits: tuple[str, ...]  # what other degrees or layouts were found, in words, with their newest label
     notes: tuple[str, ...]  # everything left aside, in words
-    newest_committed: Label | None  # newest label marked committed in any arena of this job
+    newest_committed: VersionId | None  # newest label marked committed in any arena of this job
     present: tuple[str, ...]  # nodes that sent a summary or have ranks
     bare: tuple[str, ...]  # those of them that hold no arena of this job
 
@@ -351,20 +351,20 @@ class Findings:
     def empty(self) -> bool:
         return not (self.by_label or self.unfinished or self.misfits)
 
-    def holders(self, label: Label) -> frozenset[tuple[str, str]]:
+    def holders(self, label: VersionId) -> frozenset[tuple[str, str]]:
         """Places that hold ``label`` whole. What a recovery decoded is further redundancy of its version, not
         a place that seals versions."""
         return frozenset(head.place for head in self.by_label[label] if not is_decoded(head.path))
 
     @cached_property
-    def written(self) -> dict[Label, Degrees]:
+    def written(self) -> dict[VersionId, Degrees]:
         """Per label the layout of the job that wrote it."""
         return {label: heads[0].degrees for label, heads in self.by_label.items()}
 
-    def committed(self, label: Label) -> bool:
+    def committed(self, label: VersionId) -> bool:
         return any(head.state is ArenaState.COMMITTED for head in self.by_label[label])
 
-    def explain(self, label: Label, gaps: Sequence[str], count: int) -> str:
+    def explain(self, label: VersionId, gaps: Sequence[str], count: int) -> str:
         """Why ``label`` is not whole: what is missing, and whose arenas are gone."""
         text = f"not whole, {count} missing: {listing(gaps, count=count)}"
         found = {head.coordinate for head in self.by_label[label]}
@@ -430,13 +430,13 @@ def summarize(node: str, records: Iterable[ArenaRecord], problems: Sequence[str]
 
 def put_together(
     summaries: Sequence[Summary], topology: Topology, *, job_id: str, any_layout: bool = False
-) -> Findings:
-    """Put the summaries of all nodes together; see :class:`Findings` and :func:`_misfit`."""
-    by_label: dict[Label, list[Head]] = {}
+) -> InventorySummary:
+    """Put the summaries of all nodes together; see :class:`InventorySummary` and :func:`_misfit`."""
+    by_label: dict[VersionId, list[Head]] = {}
     unfinished: list[Head] = []
-    misfits: dict[str, Label] = {}
+    misfits: dict[str, VersionId] = {}
     ignored: dict[str, list[str]] = {}
-    committed: list[Label] = []
+    committed: list[VersionId] = []
     with_memory: set[str] = set()
 
     def leave_aside(head: Head, why: str) -> None:
@@ -469,7 +469,7 @@ def put_together(
         f"not used, {why}: {listing(sorted(places), count=len(places))}"
         for why, places in sorted(ignored.items())
     ]
-    return Findings(
+    return InventorySummary(
         job_id=job_id,
         topology=topology,
         by_label={label: tuple(heads) for label, heads in by_label.items()},

@@ -12,19 +12,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from reft.errors import LayoutError, PersistError
-from reft.grid import STATE_SECTIONS, Coordinate, Label
+from reft.grid import STATE_SECTIONS, Coordinate, VersionId
 from reft.memory.arena import Arena, scan
 from reft.memory.header import Entry
 from reft.memory.jobdir import newest_record
 from reft.recover.decide import offline_topology, plan_recovery, plan_verified
-from reft.recover.inventory import ArenaSet, Inventory, Place, open_job
+from reft.recover.inventory import ArenaSet, ArenaStore, Inventory, open_job
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import rebuild_offline
 from reft.storage import fence
 from reft.storage.export import write_deepspeed_files
 from reft.storage.persist import PersistOptions, PersistProgress, VersionSource, write_version
 from reft.storage.persisted import STORAGE_KEY, PersistedInfo, find_markers, job_directory
-from reft.storage.publish import SourceBlock
+from reft.storage.publish import BlockInFile
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def persist_offline(
     """
     nodes = open_job(job_dirs)
     jobs = [*nodes.values()]
-    places = [Place(job.path, node, job.secret) for node, job in nodes.items()]
+    places = [ArenaStore(job.path, node, job.secret) for node, job in nodes.items()]
     with ExitStack() as stack:
         held = _hold(places, jobs[0].job_id, stack)
         of_held = [replace(place, is_wanted=held.__contains__) for place in places]
@@ -92,7 +92,7 @@ def export_stored(
     for info in reversed([info for info in infos if info.arenas]):
         with ExitStack() as stack:
             try:
-                found = _find([Place(info.path, STORED, STORAGE_KEY)], info.job_id, stack)
+                found = _find([ArenaStore(info.path, STORED, STORAGE_KEY)], info.job_id, stack)
             except LayoutError as error:
                 problems.append(f"{info.path}: {error}")
                 continue
@@ -108,7 +108,7 @@ def export_stored(
     )
 
 
-def _hold(places: Sequence[Place], job_id: str, stack: ExitStack) -> dict[Path, Arena | None]:
+def _hold(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> dict[Path, Arena | None]:
     """Pin the arenas that no trainer is writing, until they hold a whole version; the job may be running.
     None stands for an arena that cannot be read, which the inventory names.
 
@@ -132,7 +132,7 @@ def _hold(places: Sequence[Place], job_id: str, stack: ExitStack) -> dict[Path, 
         time.sleep(_POLL_SECS)
 
 
-def _is_whole(places: Sequence[Place], job_id: str, held: Collection[Path]) -> bool:
+def _is_whole(places: Sequence[ArenaStore], job_id: str, held: Collection[Path]) -> bool:
     inventories = [replace(place, is_wanted=held.__contains__).inventory() for place in places]
     if not any(record.usable for inventory in inventories for record in inventory.arenas):
         return False
@@ -142,7 +142,7 @@ def _is_whole(places: Sequence[Place], job_id: str, held: Collection[Path]) -> b
     return False
 
 
-def _release_others(held: Mapping[Path, Arena | None], label: Label) -> None:
+def _release_others(held: Mapping[Path, Arena | None], label: VersionId) -> None:
     """Return the arenas of other versions to the job: it can write one more while this one is exported."""
     for arena in filter(None, held.values()):
         header = arena.header()
@@ -151,7 +151,7 @@ def _release_others(held: Mapping[Path, Arena | None], label: Label) -> None:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _OpenedPlaces:
     """What lies in some places, opened, and what of it can be restored: all of that was verified."""
 
     plan: RecoveryPlan | NotRecoverable
@@ -174,12 +174,12 @@ class _Found:
         )
 
 
-def _find(places: Sequence[Place], job_id: str, stack: ExitStack) -> _Found:
+def _find(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> _OpenedPlaces:
     """Raises LayoutError: there is nothing to take the layout from."""
     inventories: list[Inventory] = []
     arenas: dict[tuple[str, str], Arena] = {}
 
-    def look(place: Place) -> None:
+    def look(place: ArenaStore) -> None:
         inventories.append(place.inventory())
         arenas.update(stack.enter_context(place.opened(inventories[-1])))
 
@@ -191,16 +191,16 @@ def _find(places: Sequence[Place], job_id: str, stack: ExitStack) -> _Found:
         # Ends: each round stores lost blocks, or finds sources that no later round uses.
         folder = TemporaryDirectory(prefix=".decoded-", dir=places[0].directory.parent)
         scratch = Path(stack.enter_context(folder))
-        decoded = Place(scratch, f"decoded {scratch.name}", places[0].secret)
+        decoded = ArenaStore(scratch, f"decoded {scratch.name}", places[0].secret)
         refused = rebuild_offline(plan, arenas, decoded)
         look(decoded)
         plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id, bad=bad | refused)
-    return _Found(plan, inventories, arenas, len(bad))
+    return _OpenedPlaces(plan, inventories, arenas, len(bad))
 
 
 def _export(
     source: VersionSource,
-    found: _Found,
+    found: _OpenedPlaces,
     directory: Path,
     keep: int,
     progress: Callable[[PersistProgress], None],
@@ -214,12 +214,12 @@ def _export(
     return OfflineResult(written, found.plan, found.corrupt_blocks)
 
 
-def _blocks(plan: RecoveryPlan, at: Coordinate, arenas: ArenaSet) -> list[SourceBlock]:
+def _blocks(plan: RecoveryPlan, at: Coordinate, arenas: ArenaSet) -> list[BlockInFile]:
     sizes = {section: plan.image_bytes(at, section) for section in STATE_SECTIONS}
 
-    def block(f: Fetch) -> SourceBlock:
+    def block(f: Fetch) -> BlockInFile:
         place = f.start_bytes, f.nbytes, sizes[f.key.section], f.arena_offset
         entry = Entry(f.key, *place, f.checksum, owner=f.key.member == at.dp)
-        return SourceBlock(entry, arenas[f.node, f.arena].data, f"{f.arena} of node {f.node}")
+        return BlockInFile(entry, arenas[f.node, f.arena].data, f"{f.arena} of node {f.node}")
 
     return [block(f) for f in plan.fetches[at]]

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from reft.errors import LayoutError, ReftError, UnrecoverableError
-from reft.grid import BlockKey, Coordinate, Degrees, Label, Section, Topology
+from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology, VersionId
 from reft.memory.arena import is_decoded
 from reft.protect.codes import BlockCode, plan_decode
 
@@ -169,7 +169,7 @@ class Rebuild:
 class RecoveryPlan:
     """Which version is restored and from where, in one sharding group or in the whole job."""
 
-    label: Label
+    label: VersionId
     # whether some arena had already marked it committed. A version that all ranks sealed is as good: every
     # byte of it is there and checked.
     committed: bool
@@ -179,7 +179,7 @@ class RecoveryPlan:
     # image order, then its owned, then its host image. Of a version of another layout the host images that it
     # reads, and the blocks from which its own images are made.
     fetches: Mapping[Coordinate, tuple[Fetch, ...]]
-    newest_committed: Label | None = None  # newest label marked committed in any usable arena
+    newest_committed: VersionId | None = None  # newest label marked committed in any usable arena
     rejected: tuple[str, ...] = ()  # for every newer version why it is not used
     # what else was found and left aside (foreign, torn, other layout; diverged copies)
     notes: tuple[str, ...] = ()
@@ -266,7 +266,7 @@ class NotRecoverable:
     notes: tuple[str, ...] = ()  # what was found and left aside
     empty: bool = False  # nothing of this job was found in any state: a new job, or all of its memory is gone
     layout_mismatch: bool = False  # versions of this job exist, but only of another layout or other degrees
-    newest_committed: Label | None = None  # newest label marked committed in any usable arena
+    newest_committed: VersionId | None = None  # newest label marked committed in any usable arena
 
     def __str__(self) -> str:
         lines = ["no version of the job can be recovered from memory:"]

@@ -30,7 +30,7 @@ from reft.protect.backend import NumpyBackend, combine_ragged, solve_ragged
 from reft.protect.codes import Scheme, unpack_checksums
 from reft.protect.placement import place_group
 from reft.protect.rs import CELL_BYTES, Row, reduce_rows
-from reft.recover.inventory import ArenaRecord, ArenaSet, Place, matches, stored_bytes
+from reft.recover.inventory import ArenaRecord, ArenaSet, ArenaStore, matches, stored_bytes
 from reft.recover.plan import (
     BlockSource,
     Fetch,
@@ -212,7 +212,7 @@ class Decoder:
         self,
         plan: RecoveryPlan,
         at: Coordinate,
-        place: Place,
+        place: ArenaStore,
         *,
         kept_bytes: int = 0,
     ) -> None:
@@ -323,7 +323,7 @@ class Decoder:
                 self._arena.path.unlink(missing_ok=True)
 
 
-def rebuild_offline(plan: RecoveryPlan, arenas: ArenaSet, place: Place) -> frozenset[BlockSource]:
+def rebuild_offline(plan: RecoveryPlan, arenas: ArenaSet, place: ArenaStore) -> frozenset[BlockSource]:
     """Decode everything on this machine, where all arenas can be read. Returns the corrupt sources met: plan
     again without them."""
     bad: set[BlockSource] = set()
@@ -353,7 +353,7 @@ def rebuild_offline(plan: RecoveryPlan, arenas: ArenaSet, place: Place) -> froze
 
 
 @dataclass(frozen=True)
-class Room:
+class BlockSlot:
     start_bytes: int  # the block's offset in its section's image
     nbytes: int  # its length; of a host block the room for it
     arena_offset: int  # from the start of the arena's data region
@@ -366,21 +366,21 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ArenaLayout:
     """What a member's arena holds: the blocks' places in a data region of ``data_bytes``."""
 
-    rooms: Mapping[BlockKey, Room]
+    rooms: Mapping[BlockKey, BlockSlot]
     data_bytes: int
 
 
 @dataclass(frozen=True)
-class Completing:
+class StoreConfig:
     """How this incarnation stores versions."""
 
     scheme: str  # the protection in force
     path: Path | None  # the arena file to complete a version in; None if this rank has no slot without a file
     # lays out this rank's arena, from the bytes of the replicated image and of every member's owned image
-    blueprint: Callable[[int, tuple[int, ...]], Blueprint]
+    blueprint: Callable[[int, tuple[int, ...]], ArenaLayout]
 
 
 def plan_kept(
@@ -418,12 +418,17 @@ def plan_kept(
     return plan_fetches(group, needs, topology)
 
 
-class Completion:
+class ArenaRebuilder:
     """One newcomer's arena, filled as blocks arrive. ``stored``: of any arena of the group that holds the
     version."""
 
     def __init__(
-        self, plan: RecoveryPlan, at: Coordinate, place: Place, how: Completing | None, stored: ArenaHeader
+        self,
+        plan: RecoveryPlan,
+        at: Coordinate,
+        place: ArenaStore,
+        how: StoreConfig | None,
+        stored: ArenaHeader,
     ) -> None:
         self._plan = plan
         self._at = at
@@ -431,7 +436,7 @@ class Completion:
         kept = how is not None and at in plan.kept and stored.scheme == how.scheme
         self._how = how if kept else None
         self._layout = stored.layout
-        self._rooms: Mapping[BlockKey, Room] = {}
+        self._rooms: Mapping[BlockKey, BlockSlot] = {}
         self._arena: Arena | None = None
         self._arrived: dict[BlockKey, Fetch] = {}
         self._lock = threading.Lock()
@@ -510,7 +515,7 @@ class Completion:
         except (ReftError, OSError) as error:
             self._give_up(error)
 
-    def _entry(self, key: BlockKey, room: Room, image_bytes: int) -> Entry:
+    def _entry(self, key: BlockKey, room: BlockSlot, image_bytes: int) -> Entry:
         fetch = self._arrived[key]
         return Entry(
             key=key,

@@ -29,11 +29,11 @@ import torch
 from reft.control.control import ControlGroup
 from reft.errors import PeerLostError, TransferError
 from reft.faults import FaultPlan
-from reft.grid import BlockKey, Coordinate, Degrees, Label, Section, Topology
+from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology, VersionId
 from reft.recover.decide import (
     Decision,
-    Piece,
-    Verdict,
+    GroupStatus,
+    ImageRange,
     Wanted,
     decide,
     decode_verdicts,
@@ -44,9 +44,9 @@ from reft.recover.decide import (
 from reft.recover.inventory import (
     ArenaRecord,
     ArenaSet,
-    Findings,
+    ArenaStore,
     Inventory,
-    Place,
+    InventorySummary,
     Summary,
     arenas_to_tell,
     find_corrupt,
@@ -67,7 +67,7 @@ from reft.recover.plan import (
     SourceKind,
     describe_block,
 )
-from reft.recover.rebuild import Completing, Completion, Decoder, plan_kept
+from reft.recover.rebuild import ArenaRebuilder, Decoder, StoreConfig, plan_kept
 from reft.recover.transfer import (
     DEFAULT_WINDOW_BYTES,
     BrokenOffError,
@@ -88,7 +88,7 @@ class Participant:
     topology: Topology
     control: ControlGroup
     job_id: str
-    place: Place  # the job's memory on this node, or this node's part of a version on storage
+    place: ArenaStore  # the job's memory on this node, or this node's part of a version on storage
     faults: FaultPlan | None = None
     window_bytes: int = DEFAULT_WINDOW_BYTES  # receive buffers; room for blocks that wait to be decoded
 
@@ -144,7 +144,7 @@ class Participant:
 Stage = Callable[[], frozenset[BlockSource] | None]  # does this rank's part; the sources that it refuses
 
 
-class Flaw(StrEnum):
+class CorruptionKind(StrEnum):
     """What is wrong with a stored block: its bytes, those that arrived, or, of a parity whose bytes are in
     order, the data it was computed from."""
 
@@ -157,9 +157,9 @@ class Flaw(StrEnum):
 class Repair:
     """One stored block that could not be used, and what took its place."""
 
-    label: Label  # version it belonged to
+    label: VersionId  # version it belonged to
     fetch: Fetch
-    flaw: Flaw
+    flaw: CorruptionKind
     replaced_by: str = ""  # where the restored bytes came from, in words
 
     def __str__(self) -> str:
@@ -171,7 +171,7 @@ class Repair:
         )
 
 
-class Ledger:
+class BadSources:
     """The sources refused so far; of one sharding group the same on all ranks that take part in it."""
 
     def __init__(self, me: Participant) -> None:
@@ -182,9 +182,11 @@ class Ledger:
     def bad(self) -> frozenset[BlockSource]:
         return frozenset(self._findings)
 
-    def in_transit(self, node: str, label: Label) -> list[Fetch]:
+    def in_transit(self, node: str, label: VersionId) -> list[Fetch]:
         """What of a version arrived corrupt from this node: its bytes may be in order there."""
-        found = [f for f in self._findings.values() if f.flaw is Flaw.IN_TRANSIT and f.label == label]
+        found = [
+            f for f in self._findings.values() if f.flaw is CorruptionKind.IN_TRANSIT and f.label == label
+        ]
         return [f.fetch for f in found if f.fetch.node == node]
 
     def share(
@@ -192,7 +194,7 @@ class Ledger:
         plans: Mapping[Group, RecoveryPlan],
         parts: Mapping[Group, Iterable[int]],
         stage: Stage,
-        flaw: Flaw,
+        flaw: CorruptionKind,
     ) -> bool:
         """Run ``stage`` on every rank and enter the sources it refused on any. Collective on all ranks: an
         error of one reaches all, what one refused those that take part in its sharding group.
@@ -230,8 +232,8 @@ class Ledger:
         known = {source: fetch for of_group in fetches.values() for source, fetch in of_group.items()}
         for source in sorted(sources & known.keys()):
             fetch = known[source]
-            here = flaw is Flaw.IN_TRANSIT and fetch.kind is SourceKind.LOCAL
-            self._findings[source] = Repair(label, fetch, Flaw.STORED if here else flaw)
+            here = flaw is CorruptionKind.IN_TRANSIT and fetch.kind is SourceKind.LOCAL
+            self._findings[source] = Repair(label, fetch, CorruptionKind.STORED if here else flaw)
         return True
 
     def repairs(self, plan: RecoveryPlan) -> tuple[Repair, ...]:
@@ -271,7 +273,7 @@ def unpack_sources(body: bytes) -> frozenset[BlockSource]:
     )
 
 
-Prepare = Callable[[Mapping[Coordinate, bytes], Degrees], Sequence[Piece]]
+Prepare = Callable[[Mapping[Coordinate, bytes], Degrees], Sequence[ImageRange]]
 """Takes the verified host images that :func:`~reft.recover.relayout.spoken_by` names, and the layout that
 they are of, and gives the live state the shape they describe. Where that is another layout than this job's,
 what is returned says which bytes of the other images this coordinate needs."""
@@ -287,7 +289,7 @@ class RecoveryOutcome:
     rounds: int = 1
 
     @property
-    def label(self) -> Label:
+    def label(self) -> VersionId:
         return self.plan.label
 
     def __str__(self) -> str:
@@ -301,17 +303,17 @@ class Recovery:
     ``any_layout``: whether a version that was written in another layout may be restored."""
 
     def __init__(
-        self, me: Participant, *, completing: Completing | None = None, any_layout: bool = False
+        self, me: Participant, *, completing: StoreConfig | None = None, any_layout: bool = False
     ) -> None:
         self._me = me
         self._topology = me.topology
         self._rank = me.control.rank
         self._completing = completing
         self._any_layout = any_layout
-        self._ledger = Ledger(me)
+        self._ledger = BadSources(me)
         self._arenas: ArenaSet = {}
         self._moved: list[TransferStats] = []
-        self._found: _Found
+        self._found: _GroupFindings
 
     def survey(self) -> RecoveryPlan | NotRecoverable:
         """See what there is and decide. Collective; nothing is touched. Returns the plan of this rank's
@@ -388,9 +390,9 @@ class Recovery:
                 for group, plan in mine.items()
             }
             # In a stage without messages: whoever fails here leaves no peer waiting for one.
-            self._share(part, reserve, Flaw.STORED)
-            if not self._share(part, move, Flaw.IN_TRANSIT):
-                self._share(part, store, Flaw.OTHER_DATA)
+            self._share(part, reserve, CorruptionKind.STORED)
+            if not self._share(part, move, CorruptionKind.IN_TRANSIT):
+                self._share(part, store, CorruptionKind.OTHER_DATA)
 
     def _carry_out(self, prepare: Prepare, copy: Copy) -> bool:
         """Collective. False if a source turned out corrupt anywhere; it is then in the ledger.
@@ -402,10 +404,10 @@ class Recovery:
             if fetch.key.section is Section.HOST:
                 sizes[Coordinate(fetch.pp, fetch.key.member, fetch.tp)] += fetch.nbytes
         hosts = {at: torch.empty(nbytes, dtype=torch.uint8) for at, nbytes in sizes.items()}
-        pieces: Sequence[Piece] = ()
+        pieces: Sequence[ImageRange] = ()
         tables = chain.from_iterable(self._found.tables.values())
         stored = next(r.header for r in tables if r.header.label == own.label)
-        with closing(Completion(own, me.at, me.place, self._completing, stored)) as completion:
+        with closing(ArenaRebuilder(own, me.at, me.place, self._completing, stored)) as completion:
 
             def keep(fetch: Fetch, data: torch.Tensor) -> None:
                 host = hosts[Coordinate(fetch.pp, fetch.key.member, fetch.tp)]
@@ -436,16 +438,16 @@ class Recovery:
     def _all_right(self, *stages: Stage) -> bool:
         """Go through the stages up to the first in which some rank refused a source."""
         known = {group: plan.with_kept() for group, plan in self._found.plans.items()}
-        return not any(self._share(known, stage, Flaw.IN_TRANSIT) for stage in stages)
+        return not any(self._share(known, stage, CorruptionKind.IN_TRANSIT) for stage in stages)
 
-    def _share(self, plans: Mapping[Group, RecoveryPlan], stage: Stage, flaw: Flaw) -> bool:
-        """:meth:`Ledger.share`; what arrived corrupt is looked at where it is stored, to tell why."""
+    def _share(self, plans: Mapping[Group, RecoveryPlan], stage: Stage, flaw: CorruptionKind) -> bool:
+        """:meth:`BadSources.share`; what arrived corrupt is looked at where it is stored, to tell why."""
         parts, label = self._found.parts, self._found.own.label
         refused = self._ledger.share(plans, parts, stage, flaw)
-        if refused and flaw is Flaw.IN_TRANSIT:
+        if refused and flaw is CorruptionKind.IN_TRANSIT:
             suspects = self._ledger.in_transit(self._me.place.node, label)
             look = partial(find_corrupt, label, suspects, self._arenas)
-            self._ledger.share(plans, parts, look, Flaw.STORED)
+            self._ledger.share(plans, parts, look, CorruptionKind.STORED)
         return refused
 
     def _move(
@@ -472,7 +474,7 @@ class Recovery:
             secs=sum(part.secs for part in self._moved),
         )
 
-    def _ask(self, pieces: Sequence[Piece]) -> None:
+    def _ask(self, pieces: Sequence[ImageRange]) -> None:
         """Collective: who takes part in a sharding group hears what ranks want of its images, and plans for
         that."""
         found = self._found
@@ -484,7 +486,7 @@ class Recovery:
         def planned() -> bool:
             wanted = {
                 self._topology.coordinates[rank]: [
-                    Piece(Coordinate(pp, dp, tp), Section(section), start, nbytes)
+                    ImageRange(Coordinate(pp, dp, tp), Section(section), start, nbytes)
                     for pp, dp, tp, section, start, nbytes in msgpack.unpackb(body)
                 ]
                 for rank, body in told.items()
@@ -515,14 +517,14 @@ class Recovery:
             problems = inventory.problems if is_first else ()
             return summarize(self._me.place.node, mine, problems).encode()
 
-        labels: dict[tuple[int, int], Label] = {}
+        labels: dict[tuple[int, int], VersionId] = {}
         told = self._me.gather(summarized, "taking inventory")
         summaries = [Summary.decode(body, self._topology, labels) for body in told]
         findings = put_together(
             summaries, self._topology, job_id=self._me.job_id, any_layout=self._any_layout
         )
         parts = parts_of(findings, self._rank)
-        self._found = _Found(findings, parts, self._swap_tables(mine, parts))
+        self._found = _GroupFindings(findings, parts, self._swap_tables(mine, parts))
 
     def _swap_tables(
         self, mine: Sequence[ArenaRecord], parts: Mapping[Group, tuple[int, ...]]
@@ -556,13 +558,13 @@ class Recovery:
                 sources[group] = judge(group, records, found.findings.written, self._ledger.bad)
             if self._me.at.dp:
                 return b""
-            return encode_verdicts({at: Verdict.of(s) for at, s in sources[self._group].items()})
+            return encode_verdicts({at: GroupStatus.of(s) for at, s in sources[self._group].items()})
 
         told = self._me.gather(judged, "judging the versions in memory")
         speakers = {(pp, tp): self._topology.group(pp, tp)[0] for pp, tp in self._topology.groups()}
         verdicts = {group: decode_verdicts(told[rank]) for group, rank in speakers.items()}
         for group, of_group in sources.items():  # also those of other layouts, which all ranks have judged
-            verdicts.setdefault(group, {label: Verdict.of(s) for label, s in of_group.items()})
+            verdicts.setdefault(group, {label: GroupStatus.of(s) for label, s in of_group.items()})
         decision = decide(found.findings, verdicts)
         found.plans = {}
         if isinstance(decision, NotRecoverable):
@@ -590,8 +592,8 @@ class Recovery:
 
 
 @dataclass
-class _Found:
-    findings: Findings  # who holds which version, in the whole job
+class _GroupFindings:
+    findings: InventorySummary  # who holds which version, in the whole job
     # the groups that this rank takes part in, its own first, and the ranks that do
     parts: Mapping[Group, tuple[int, ...]]
     tables: Mapping[Group, list[ArenaRecord]]  # their whole arenas on all nodes

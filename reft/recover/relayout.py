@@ -6,7 +6,7 @@ What is one and the same element is told by names: a parameter has one name in a
 it. Of a parameter that tensor slices share, each holds an equal part of one dimension; where that has several
 matrices one behind the other (a gate and what is gated; queries, keys and values), of each of them. ZeRO's
 partitions are equal parts of a group's parameters laid end to end, padded with zeros. Where only the number
-of replicas is another one, the tensors of the images say enough (:class:`Imaged`), whatever the optimizer
+of replicas is another one, the tensors of the images say enough (:class:`RankImages`), whatever the optimizer
 keeps in them: stages and slices keep theirs. Offsets and counts are in elements; tensors are called as in the
 images.
 """
@@ -46,7 +46,7 @@ class Parameter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class RankContents:
     """What the ranks of one (pp, tp) hold; the same on all its replicas."""
 
     parameters: tuple[Parameter, ...]  # of the model, each once
@@ -64,7 +64,7 @@ class Held:
         return body
 
     @classmethod
-    def decode(cls, body: bytes) -> Held:
+    def decode(cls, body: bytes) -> RankContents:
         parameters, groups, kinds, flat, parted = msgpack.unpackb(body)
         return cls(
             # An older reft did not tell of blocks.
@@ -110,7 +110,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Imaged:
+class RankImages:
     """What the ranks of one (pp, tp) hold, by the tensors of their images."""
 
     whole: Mapping[str, int]  # elements of what is equal on all replicas
@@ -132,9 +132,9 @@ class Imaged:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     degrees: Degrees  # of the job
-    held: Mapping[Group, Held]  # by (pp, tp)
+    held: Mapping[Group, RankContents]  # by (pp, tp)
 
     def stages(self) -> dict[str, set[int]]:
         found: dict[str, set[int]] = defaultdict(set)
@@ -186,7 +186,7 @@ def spoken_by(was: Degrees, now: Degrees, at: Coordinate) -> set[Coordinate]:
     return own | {Coordinate(pp, 0, tp) for pp, tp in groups}
 
 
-class Move(NamedTuple):
+class ElementMove(NamedTuple):
     """Elements that one rank of the old layout has, and where a rank of the new one puts them."""
 
     source: Coordinate  # the old rank
@@ -214,7 +214,7 @@ class _Extent(NamedTuple):
     at: int
 
 
-def plan_layout(old: Layout, new: Layout, at: Coordinate) -> tuple[Move, ...]:
+def plan_layout(old: RankLayout, new: RankLayout, at: Coordinate) -> tuple[ElementMove, ...]:
     """Where all that the new rank ``at`` holds comes from, but for its paddings.
 
     Every element is written once. Where several old ranks have it (replicas, tied parameters on two stages,
@@ -223,7 +223,7 @@ def plan_layout(old: Layout, new: Layout, at: Coordinate) -> tuple[Move, ...]:
     _check_same(old, new, splits)
     index, held = _Index(old.held, old.degrees.dp), new.held[at.pp, at.tp]
     shapes = {p.name: p.shape for p in held.parameters}
-    moves: list[Move] = []
+    moves: list[ElementMove] = []
     for extent in held.extents(at.dp):
         was, now = index.parts[extent.name].shape, shapes[extent.name]
         for tp, start, count, skip in _slices(extent, was, now, splits[extent.name], at.tp):
@@ -232,7 +232,7 @@ def plan_layout(old: Layout, new: Layout, at: Coordinate) -> tuple[Move, ...]:
     return tuple(moves)
 
 
-def plan_replica(old: Imaged, new: Imaged, resize: Resize, at: Coordinate) -> tuple[Move, ...]:
+def plan_replica(old: RankImages, new: RankImages, resize: Resize, at: Coordinate) -> tuple[ElementMove, ...]:
     """The same where only the number of replicas is another one: of what one (pp, tp) held and holds."""
     for name in old.whole.keys() | new.whole.keys():
         was, now = old.whole.get(name), new.whole.get(name)
@@ -284,14 +284,14 @@ def _slices(
 
 
 class _Index:
-    def __init__(self, held: Mapping[Group, Held | Imaged], replicas: int) -> None:
+    def __init__(self, held: Mapping[Group, RankContents | RankImages], replicas: int) -> None:
         self._held = held
         self._replicas = replicas
         self._stages: dict[str, list[int]] = defaultdict(list)
         self.parts: dict[str, Parameter] = {}
         self._found: dict[Group, dict[tuple[str, str], list[tuple[int, int, _Extent]]]] = {}
         for (pp, tp), of_group in sorted(held.items()):
-            for part in of_group.parameters if tp == 0 and isinstance(of_group, Held) else ():
+            for part in of_group.parameters if tp == 0 and isinstance(of_group, RankContents) else ():
                 self._stages[part.name].append(pp)
                 self.parts.setdefault(part.name, part)
 
@@ -304,7 +304,7 @@ class _Index:
             self._found[group] = {key: sorted(extents) for key, extents in found.items()}
         return self._found[group]
 
-    def moves(self, extent: _Extent, at: Coordinate, tp: int) -> Iterator[Move]:
+    def moves(self, extent: _Extent, at: Coordinate, tp: int) -> Iterator[ElementMove]:
         """Those that bring elements of the old slice ``tp``, as ``extent`` says, to the new rank ``at``."""
         _, _, start, numel, _, target = extent
         stages = self._stages.get(extent.name, [at.pp])
@@ -323,7 +323,7 @@ class _Index:
                     f"its partitions do not make up the whole; expected those of one job"
                 )
             source = Coordinate(pp, dp, tp)
-            yield Move(source, found.tensor, found.at + start - begin, here, extent.tensor, target)
+            yield ElementMove(source, found.tensor, found.at + start - begin, here, extent.tensor, target)
             start, target = start + here, target + here
 
 
@@ -334,7 +334,7 @@ _Split = tuple[int, tuple[int, ...]]
 """The dimension that slices share, or :data:`WHOLE`, and the lengths with all slices of several matrices."""
 
 
-def _splits(old: Layout, new: Layout) -> dict[str, _Split]:
+def _splits(old: RankLayout, new: RankLayout) -> dict[str, _Split]:
     """Of every parameter; :data:`WHOLE` where slices share nothing, or it is the same on both sides."""
     said: dict[str, set[_Split]] = defaultdict(set)
     for layout in (old, new):
@@ -362,7 +362,7 @@ def _splits(old: Layout, new: Layout) -> dict[str, _Split]:
     return {name: splits.pop() for name, splits in said.items()}
 
 
-def _check_same(old: Layout, new: Layout, splits: Mapping[str, _Split]) -> None:
+def _check_same(old: RankLayout, new: RankLayout, splits: Mapping[str, _Split]) -> None:
     was, now = _whole(old, splits), _whole(new, splits)
     for here, there, where in ((was, now, "the version"), (now, was, "the running job")):
         if alone := sorted(here.keys() - there.keys()):
@@ -390,7 +390,7 @@ def _check_same(old: Layout, new: Layout, splits: Mapping[str, _Split]) -> None:
 _Whole = tuple[tuple[int, ...], int | None, tuple[str, ...]]
 
 
-def _whole(layout: Layout, splits: Mapping[str, _Split]) -> dict[str, _Whole]:
+def _whole(layout: RankLayout, splits: Mapping[str, _Split]) -> dict[str, _Whole]:
     """Shape with all slices, group and kinds of every parameter."""
     found: dict[str, _Whole] = {}
     for (pp, tp), held in sorted(layout.held.items()):

@@ -58,7 +58,9 @@ class Inbox:
     where blocks arrive that are to stay there. ``window_bytes``: receive buffers. A block that is larger
     still passes, alone."""
 
-    def __init__(self, moves: Sequence[Move], room_for: RoomFor, window_bytes: int, arrived: Arrived) -> None:
+    def __init__(
+        self, moves: Sequence[BlockMove], room_for: RoomFor, window_bytes: int, arrived: Arrived
+    ) -> None:
         self._moves = moves
         self._room_for = room_for
         self._window_bytes = window_bytes
@@ -144,7 +146,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class BlockMove:
     """One block on its way from global rank ``src`` to ``dst``."""
 
     src: int
@@ -187,19 +189,19 @@ def _network_fetches(plan: RecoveryPlan) -> list[tuple[int, Fetch]]:
     ]
 
 
-def make_moves(plan: RecoveryPlan, topology: Topology) -> list[Move]:
+def make_moves(plan: RecoveryPlan, topology: Topology) -> list[BlockMove]:
     """Every fetch that is not local, once. Dealt out so that at any time every rank talks to a different
     peer, and that what is decoded together arrives together."""
     servers = serving_ranks(plan, topology)
     receivers = [topology.rank_of(c) for c in sorted(plan.fetches)]
     stripes = [_stripe_numbers(plan.rebuilds.get(c)) for c in sorted(plan.fetches)]
     turn: Counter[tuple[int, int]] = Counter()
-    order: list[tuple[int, int, int, Move]] = []
+    order: list[tuple[int, int, int, BlockMove]] = []
     for at, fetch in _network_fetches(plan):
         src, dst = servers[fetch.source], receivers[at]
         distance = (dst - src) % topology.world_size
         number = stripes[at].get(fetch.key, turn[src, dst])
-        order.append((number, distance, src, Move(src, dst, fetch)))
+        order.append((number, distance, src, BlockMove(src, dst, fetch)))
         turn[src, dst] += 1
     return [move for *_, move in sorted(order, key=lambda item: item[:3])]
 

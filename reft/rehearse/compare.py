@@ -16,7 +16,7 @@ Values = Mapping[str, Mapping[str, str]]  # by cause and key: a short value, or 
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class ComparedStep:
     """What one rank had at one step: by what it was made (TRAINED), or the state after it (STATE).
 
     The state is also recorded where it was restored, without having been made in that life."""
@@ -45,8 +45,8 @@ class Difference:
 
 
 def compare(
-    expected: Iterable[StepRecord],
-    found: Iterable[StepRecord],
+    expected: Iterable[ComparedStep],
+    found: Iterable[ComparedStep],
     but: Collection[tuple[str, str]] = (),
     *,
     partial: bool = False,
@@ -80,7 +80,7 @@ def compare(
     return sorted(unique, key=_order)
 
 
-def _of_record(expected: StepRecord, found: StepRecord) -> Iterator[Difference]:
+def _of_record(expected: ComparedStep, found: ComparedStep) -> Iterator[Difference]:
     for cause in dict.fromkeys([*expected.values, *found.values]):
         before, after = expected.values.get(cause, {}), found.values.get(cause, {})
         for key in dict.fromkeys([*before, *after]):
@@ -163,7 +163,7 @@ def advise_unsteady(first: Difference) -> str:
     return _UNSTEADY[first.cause]
 
 
-def repeated_steps(found: Sequence[StepRecord]) -> list[int]:
+def repeated_steps(found: Sequence[ComparedStep]) -> list[int]:
     """Steps that a rank made more than once."""
     made = Counter((record.rank, record.step) for record in found if record.kind == TRAINED)
     return sorted({step for (_, step), times in made.items() if times > 1})

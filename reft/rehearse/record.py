@@ -2,7 +2,7 @@
 
 :func:`attach` is called once a session has been made, where ``REFT_REHEARSE`` names a directory. It holds
 :data:`PLAN`, which says how many steps to make and where to die, and takes a file ``rank-N.jsonl`` of
-:class:`~reft.rehearse.compare.StepRecord` in JSON and of other events:
+:class:`~reft.rehearse.compare.ComparedStep` in JSON and of other events:
 
 - ``trained``: digests of the batches by which a step was made, and the losses that the engine knows;
 - ``state``: digests of the state after it, tensor by tensor;
@@ -31,7 +31,7 @@ from reft.engine.boundary import Encoded
 from reft.engine.on_import import wrap
 from reft.engine.session import Session
 from reft.env import ENV_REHEARSE
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.header import checksum
 from reft.rehearse.compare import CLIENT, DATA, GENERATORS, HOST, LOSS, RATES, STATE, TRAINED, WEIGHTS
 from reft.rehearse.keep import keep_files
@@ -71,7 +71,7 @@ Where = Literal["step", "evaluation", "save", "boundary"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What the trainers of one run do. ``kill_after``: a trainer is killed after this step; 0: none is."""
 
     steps: int
@@ -81,7 +81,7 @@ class Plan:
     overwrites: bool = False  # files of the script's may be overwritten
 
     @classmethod
-    def read(cls, directory: Path) -> Plan:
+    def read(cls, directory: Path) -> RunPlan:
         return cls(**json.loads((directory / PLAN).read_text()))
 
     def write(self, directory: Path) -> None:
@@ -98,7 +98,7 @@ class Recorder:
 
     def __init__(self, session: Session, directory: Path) -> None:
         self._session = session
-        self._plan = Plan.read(directory)
+        self._plan = RunPlan.read(directory)
         self._rank = session.control.rank
         self._path = directory / f"rank-{self._rank}.jsonl"
         self._base_file = directory / f"base-{self._rank}"
@@ -221,7 +221,7 @@ class Recorder:
         self.write(TRAINED, step=step, values={DATA: batches, LOSS: losses}, began=self._began)
         self._batches, self._losses, self._began = [], [], 0.0
 
-    def _captured(self, label: Label, images: LiveImages, encode: Encoded) -> None:
+    def _captured(self, label: VersionId, images: LiveImages, encode: Encoded) -> None:
         """The state with which the next step begins is final. Called by the session for every version."""
         block = encode()
         if isinstance(block, LateBlob):

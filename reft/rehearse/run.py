@@ -23,8 +23,8 @@ from reft.job.rendezvous.server import RendezvousServer
 from reft.rehearse.compare import (
     STATE,
     TRAINED,
+    ComparedStep,
     Difference,
-    StepRecord,
     advise,
     advise_unsteady,
     compare,
@@ -32,7 +32,7 @@ from reft.rehearse.compare import (
     split_unsteady,
 )
 from reft.rehearse.keep import MADE, SAVED
-from reft.rehearse.record import BETWEEN, KILLED, SAID, Plan, Where
+from reft.rehearse.record import BETWEEN, KILLED, SAID, RunPlan, Where
 
 EQUAL, DIFFERENT, UNSTEADY = 0, 1, 3
 _POLL_SECS = 0.05
@@ -83,22 +83,22 @@ class Rehearsal:
 
 
 @dataclass
-class Run:
+class RehearsalRun:
     """One run of the job, and what it left."""
 
     name: str
-    plan: Plan
+    plan: RunPlan
     codes: list[int] = field(default_factory=list)  # exit codes of its launchers
     events: list[dict[str, Any]] = field(default_factory=list)
     log: str = ""
     secs: float = 0.0
 
     @property
-    def records(self) -> list[StepRecord]:
+    def records(self) -> list[ComparedStep]:
         kinds = (TRAINED, STATE)
         names = ("rank", "life", "step", "values")
         found = [event for event in self.events if event["event"] in kinds]
-        records = [StepRecord(event["event"], *(event[name] for name in names)) for event in found]
+        records = [ComparedStep(event["event"], *(event[name] for name in names)) for event in found]
         if not self.plan.kill_after or not records:
             return records
         # Ranks that outlive the killed one may capture a state where they end; it is no version.
@@ -175,7 +175,7 @@ class _Runs:
 
     def report(self) -> dict[str, Any]:
         what = self._what
-        undisturbed = Plan(what.steps, overwrites=what.overwrites)
+        undisturbed = RunPlan(what.steps, overwrites=what.overwrites)
         first, second = (self._run(f"undisturbed-{n}", undisturbed) for n in (1, 2))
         unsteady, unseeded = split_unsteady(self._compare(first, second))
         steps = sorted({r.step for r in first.records if r.kind == TRAINED})
@@ -201,10 +201,14 @@ class _Runs:
             "written": sorted(set(made.read_text().splitlines())) if made.exists() else [],
         }
 
-    def _compare(self, one: Run, other: Run, but: Collection[tuple[str, str]] = ()) -> list[Difference]:
+    def _compare(
+        self, one: RehearsalRun, other: RehearsalRun, but: Collection[tuple[str, str]] = ()
+    ) -> list[Difference]:
         return compare(one.records, other.records, but, partial=self._what.nodes == 0)
 
-    def _kills(self, first: Run, undisturbed: Plan, base: int, made: int) -> Iterable[tuple[str, Plan]]:
+    def _kills(
+        self, first: RehearsalRun, undisturbed: RunPlan, base: int, made: int
+    ) -> Iterable[tuple[str, RunPlan]]:
         """What the killed runs do: the first dies while a step is made, the second between two steps."""
         what = self._what
         if made <= what.kill_after:
@@ -226,7 +230,7 @@ class _Runs:
         )
         yield f"killed-in-{where}-after-{step}", replace(plan, kill_after=step, kill_at=where)
 
-    def _run(self, name: str, plan: Plan) -> Run:
+    def _run(self, name: str, plan: RunPlan) -> RehearsalRun:
         """Run the job once. Raises ConfigError: it fails although nothing disturbs it."""
         self._number += 1
         records = self._directory / name
@@ -234,7 +238,7 @@ class _Runs:
             shutil.rmtree(path, ignore_errors=True)
         records.mkdir()
         plan.write(records)
-        run = Run(name, plan)
+        run = RehearsalRun(name, plan)
         self._say(f"run {self._number}: {name}")
         began = time.monotonic()
         with ExitStack() as stack:
@@ -258,7 +262,7 @@ class _Runs:
             self._check(run)
         return run
 
-    def _check(self, run: Run) -> None:
+    def _check(self, run: RehearsalRun) -> None:
         if any(run.codes):
             raise ConfigError(
                 f"the job fails undisturbed, with exit code {', '.join(map(str, run.codes))}: nothing can be "
@@ -272,7 +276,7 @@ class _Runs:
             )
 
 
-def _judge(undisturbed: Run, run: Run, differences: Sequence[Difference]) -> dict[str, Any]:
+def _judge(undisturbed: RehearsalRun, run: RehearsalRun, differences: Sequence[Difference]) -> dict[str, Any]:
     """What one killed run shows."""
     killed = run.of_kind(KILLED)
     resumed = min((r.step for r in run.records if r.kind == TRAINED and r.life > 1), default=None)

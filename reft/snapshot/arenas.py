@@ -19,14 +19,14 @@ import torch
 from reft.control.control import WorkerControl
 from reft.control.wire import Backoff
 from reft.errors import ArenaError, OutOfMemoryError, ReftError, TransferError
-from reft.grid import Coordinate, Label, Section, Topology
+from reft.grid import Coordinate, Section, Topology, VersionId
 from reft.memory.arena import Arena, SlotFiles, reserved_bytes
 from reft.memory.files import free_bytes
 from reft.memory.header import ArenaHeader, ArenaState, checksum
 from reft.memory.stream import HashingCopier, Ranges, hashing_copier
 from reft.protect.codes import pack_checksums
 from reft.snapshot.plan import GroupLayout, PlacedBlock
-from reft.snapshot.stats import Kind, Traffic, kind_of
+from reft.snapshot.stats import ByteKind, Traffic, kind_of
 from reft.snapshot.version import Slots
 from reft.state.blob import LateBlob
 
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Filling:
+class ArenaWriter:
     """An arena in state WRITING and what is known about its blocks so far."""
 
     slot: int
     arena: Arena
     layout: GroupLayout
-    label: Label
+    label: VersionId
     _data: torch.Tensor
     traffic: Traffic = field(default_factory=Traffic)
     checksums: dict[PlacedBlock, int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Filling:
             blob.settle()
         self._lengths[placed] = len(blob)
         self.arena.data[placed.arena_offset : placed.arena_offset + len(blob)] = blob
-        self.traffic.to_host[Kind.HOST_STATE] += len(blob)
+        self.traffic.to_host[ByteKind.HOST_STATE] += len(blob)
 
     def hash(self, placed: PlacedBlock) -> None:
         begin = placed.arena_offset
@@ -108,7 +108,7 @@ class Filling:
         for placed in (b for b in own if b.key.section is Section.CHECKSUMS):
             # Of this member's own shard: what a peer that decodes it compares with (P5).
             data = pack_checksums(self.checksums[b] for b in own if b.key.section is Section.REPLICATED)
-            self.traffic.to_host[Kind.CHECKSUMS] += len(data)
+            self.traffic.to_host[ByteKind.CHECKSUMS] += len(data)
             self.arena.data[placed.arena_offset : placed.arena_offset + len(data)] = data
             self.hash(placed)
 
@@ -209,7 +209,7 @@ class RingExchange:
         at = self._topology.coordinates[self._control.rank]
         return self._topology.group(at.pp, at.tp)
 
-    def facts(self, filling: Filling) -> None:
+    def facts(self, filling: ArenaWriter) -> None:
         """Tell ring predecessors lengths and checksums; learn the successors'. Collective in the group.
         Raises TransferError where a peer vanished or announced what was not agreed."""
         holders, kept = self._peers(filling)
@@ -219,7 +219,7 @@ class RingExchange:
             {rank: [facts] for rank in holders.values()}, {kept[m]: [t] for m, t in incoming.items()}
         )
         for rank in holders.values():
-            self._count(filling, rank, Counter({Kind.CHECKSUMS: facts.nbytes}))
+            self._count(filling, rank, Counter({ByteKind.CHECKSUMS: facts.nbytes}))
         for member, peer_facts in incoming.items():
             filling.expect(member, peer_facts)
 
@@ -235,9 +235,9 @@ class RingExchange:
         self._control.exchange({before: [mine]}, {behind: [theirs]})
         return not torch.equal(mine, theirs)
 
-    def blocks(self, filling: Filling) -> list[PlacedBlock]:
+    def blocks(self, filling: ArenaWriter) -> list[PlacedBlock]:
         """Send the blocks that the predecessors lack, take those that this rank lacks. Collective. Returns
-        those that have arrived: see :meth:`Filling.check_received`."""
+        those that have arrived: see :meth:`ArenaWriter.check_received`."""
         holders, kept = self._peers(filling)
         me = filling.layout.member
         mine = filling.peer_blocks(me)
@@ -257,19 +257,19 @@ class RingExchange:
             {kept[m]: filling.selection(blocks) for m, blocks in lacking.items()},
         )
         for holder, blocks in asked.items():
-            sent = Counter[Kind]()
+            sent = Counter[ByteKind]()
             for placed in blocks:
                 sent[kind_of(placed.key, me)] += filling.length(placed)
             self._count(filling, holders[holder], sent)
         return [*chain.from_iterable(lacking.values())]
 
-    def _count(self, filling: Filling, rank: int, sent: Counter[Kind]) -> None:
+    def _count(self, filling: ArenaWriter, rank: int, sent: Counter[ByteKind]) -> None:
         """Note what was sent to a rank, if it is on another node."""
         nodes = self._topology.nodes
         if nodes[rank] != nodes[self._control.rank]:
             filling.traffic.sent.update(sent)
 
-    def _peers(self, filling: Filling) -> tuple[dict[int, int], dict[int, int]]:
+    def _peers(self, filling: ArenaWriter) -> tuple[dict[int, int], dict[int, int]]:
         """Ranks by member: of those that keep this rank's bytes, and of those whose bytes it keeps."""
         ranks, placement, me = self._members, filling.layout.plan.placement, filling.layout.member
         return (
@@ -285,7 +285,7 @@ class RingExchange:
         self._kept_bytes = [size for (size,) in self._control.gather_ints([nbytes])]
         self._mirror = None
 
-    def mirror(self, filling: Filling) -> None:
+    def mirror(self, filling: ArenaWriter) -> None:
         """Send to the next rank and receive from the one before. Collective."""
         rank, world, sizes = self._control.rank, self._control.world_size, self._kept_bytes
         if world == 1:
@@ -298,7 +298,7 @@ class RingExchange:
             {following: torch.split(mine, self._block_bytes)},
             {(rank - 1) % world: torch.split(self._mirror, self._block_bytes)},
         )
-        self._count(filling, following, Counter({Kind.MIRROR: mine.numel()}))
+        self._count(filling, following, Counter({ByteKind.MIRROR: mine.numel()}))
 
 
 _PIN_POLL_SECS = 0.005
@@ -326,7 +326,7 @@ class ArenaSet:
         topology: Topology,
         rank: int,
         *,
-        frozen: Mapping[int, Label],
+        frozen: Mapping[int, VersionId],
         limit_bytes: int | None,
         engine: CopyEngine | None = None,
         remake: Callable[[], object] | None = None,
@@ -349,8 +349,8 @@ class ArenaSet:
         self.unsettled = False  # whether memory is reserved behind the next commit, which takes a while
 
     def begin(
-        self, label: Label, layout: GroupLayout, *, wait: bool, taken: Callable[[int], None]
-    ) -> Filling:
+        self, label: VersionId, layout: GroupLayout, *, wait: bool, taken: Callable[[int], None]
+    ) -> ArenaWriter:
         """Choose a slot and bring it into state WRITING. ``taken`` is told which one before it is touched.
         Raises ArenaError: every slot is in use."""
         if self._skip_versions and not wait:
@@ -378,13 +378,13 @@ class ArenaSet:
             )
         )
         data = torch.frombuffer(arena.data, dtype=torch.uint8)
-        return Filling(slot, arena, layout, label, data)
+        return ArenaWriter(slot, arena, layout, label, data)
 
     @property
     def _coordinate(self) -> Coordinate:
         return self._topology.coordinates[self._rank]
 
-    def _with_room(self, frozen: Mapping[int, Label]) -> dict[int, Label]:
+    def _with_room(self, frozen: Mapping[int, VersionId]) -> dict[int, VersionId]:
         """Slots that hold the version being recovered. If these are all there are, as where files of two
         ranks were exchanged, one is set aside, another rank's first: a version must find a place."""
         kept = dict(frozen)
@@ -507,7 +507,7 @@ class ArenaSet:
         """Memory of the node that nobody has taken."""
         return free_bytes(self._files.job_dir)
 
-    def commit(self, filling: Filling) -> None:
+    def commit(self, filling: ArenaWriter) -> None:
         """All ranks have sealed the version: it counts, whether or not that can be noted here."""
         try:
             filling.arena.commit()
@@ -521,7 +521,7 @@ class ArenaSet:
         finally:
             filling.arena.unlock()
 
-    def abort(self, filling: Filling) -> None:
+    def abort(self, filling: ArenaWriter) -> None:
         """Free the slot. What was sealed stays readable until the slot is written again: it is the
         true state of that step, and a recovery may use it if every member's bytes are there."""
         wait(filling.hashing)  # a thread that reads the slot would hash another version's bytes

@@ -22,8 +22,8 @@ import torch
 
 from reft.errors import ReftError, StaleReplicaError, UnsupportedStateError
 from reft.grid import Section
-from reft.protect.host_adam import AdamRecipe, AdamReplica, ReplicaTensors, StepRecord
-from reft.snapshot.arenas import Filling
+from reft.protect.host_adam import AdamRecipe, AdamReplica, OwnerStep, ReplicaTensors
+from reft.snapshot.arenas import ArenaWriter
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import RecomputeStats
 from reft.state.catalogue import SectionImage, TensorSpec
@@ -38,7 +38,7 @@ _IN_VAIN = 20
 class OptimizerStep:
     """What the training thread knows of the newest step."""
 
-    record: StepRecord  # hyper-parameters, and whether the step was skipped
+    record: OwnerStep  # hyper-parameters, and whether the step was skipped
     applied: int | None = None  # the t of Adam after it; None where only the device knows
     flush_denormal: bool = False  # whether the training thread's processor takes denormals for zero
 
@@ -49,14 +49,14 @@ class PeerOptimizers:
     def __init__(self, recipe: AdamRecipe, stats: RecomputeStats | None = None) -> None:
         self._recipe = recipe
         self.stats = stats or RecomputeStats()
-        self.base: Filling | None = None
+        self.base: ArenaWriter | None = None
         """The newest committed version: what the next one's partitions are recomputed from."""
         self.replicas: dict[int, AdamReplica] = {}  # by member
         self._told: set[str] = set()
         self._refused_steps: Counter[int] = Counter()
         self._in_vain = False
 
-    def recompute(self, filling: Filling, images: LiveImages, step: OptimizerStep | None) -> None:
+    def recompute(self, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None) -> None:
         """Write the kept partitions of a version whose gradients have been copied. What could not be made
         stays as it is: it is asked for from its owner."""
         began, cpu = time.perf_counter(), time.thread_time()
@@ -69,7 +69,7 @@ class PeerOptimizers:
         self.stats.secs += time.perf_counter() - began
         self.stats.cpu_secs += time.thread_time() - cpu
 
-    def compare(self, filling: Filling, images: LiveImages, step: OptimizerStep | None) -> None:
+    def compare(self, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None) -> None:
         """The owners' checksums are known: count what became what its owner has, and what did not (P5)."""
         for member in _kept(filling, images):
             replica = self.replicas.get(member)
@@ -94,7 +94,7 @@ class PeerOptimizers:
         self.base = None
         self.replicas.clear()
 
-    def _warn_if_in_vain(self, member: int, filling: Filling) -> None:
+    def _warn_if_in_vain(self, member: int, filling: ArenaWriter) -> None:
         """Nothing wrong is kept, but everything is paid for twice."""
         if self._refused_steps[member] < _IN_VAIN or self._in_vain:
             return
@@ -111,7 +111,7 @@ class PeerOptimizers:
     # -- one partition -----------------------------------------------------------------------------
 
     def _recompute(
-        self, member: int, filling: Filling, images: LiveImages, step: OptimizerStep | None
+        self, member: int, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None
     ) -> None:
         base, number = self.base, filling.label.step
         if step is None:
@@ -134,7 +134,7 @@ class PeerOptimizers:
         _set_steps(partition, images.owned, replica.applied)
 
     def _replica(
-        self, member: int, tensors: Sequence[ReplicaTensors], step: OptimizerStep, base: Filling
+        self, member: int, tensors: Sequence[ReplicaTensors], step: OptimizerStep, base: ArenaWriter
     ) -> AdamReplica:
         """The member's optimizer, over the new memory, as it was after the version before."""
         number = base.label.step
@@ -153,7 +153,7 @@ class PeerOptimizers:
         replica.restart(tensors, number, applied)
         return replica
 
-    def _failed(self, member: int, filling: Filling, error: Exception) -> None:
+    def _failed(self, member: int, filling: ArenaWriter, error: Exception) -> None:
         """Whatever it was: peers wait for this rank in the exchange, so that nothing may leave here. What is
         no error of ours, and so perhaps a mistake, is told with where it came from, once per class."""
         if isinstance(error, StaleReplicaError):
@@ -166,7 +166,7 @@ class PeerOptimizers:
                 logger.warning("recomputing of step %d failed", filling.label.step, exc_info=error)
         self._give_up(member, filling, cause, detail)
 
-    def _give_up(self, member: int, filling: Filling, cause: str, detail: str = "") -> None:
+    def _give_up(self, member: int, filling: ArenaWriter, cause: str, detail: str = "") -> None:
         """Have the owner send the partition."""
         replica = self.replicas.get(member)
         if replica is not None:
@@ -184,7 +184,7 @@ class PeerOptimizers:
         )
 
 
-def _kept(filling: Filling, images: LiveImages) -> dict[int, SectionImage]:
+def _kept(filling: ArenaWriter, images: LiveImages) -> dict[int, SectionImage]:
     """Gradients by member: of those whose partitions the version keeps. A switch of the protection changes
     the layout first and what is captured from the next step on."""
     kept = filling.layout.plan.placement.kept_by(filling.layout.member)

@@ -290,7 +290,7 @@ class Bandwidth:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HasLimits:
     """What HAS may do."""
 
     compute_share: float = 0.0  # most of the computing time that copies may run beside (tier 2), 0 to 1
@@ -301,7 +301,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedBytes:
     """Bytes planned for one window (tier 1) or interval (tiers 2 and 3)."""
 
     tier: int
@@ -323,9 +323,9 @@ class HasSchedule:
 
     sections: Mapping[str, int]  # bytes of this rank by section of the stage image
     # tier 1, one entry per usable window, in order of time (index = window number)
-    windows: tuple[Planned, ...]
-    computing: tuple[Planned, ...]  # computing, communicating: tiers 2 and 3
-    communicating: tuple[Planned, ...]
+    windows: tuple[PlannedBytes, ...]
+    computing: tuple[PlannedBytes, ...]  # computing, communicating: tiers 2 and 3
+    communicating: tuple[PlannedBytes, ...]
     step_secs: float  # length of an iteration without snapshots
     # left_over_bytes, left_over_secs: what fits no tier before the optimizer step, and how long that would
     # wait
@@ -372,7 +372,7 @@ def plan_schedule(
     step_secs: float,
     computing: Sequence[Interval] = (),
     communicating: Sequence[Interval] = (),
-    limits: Limits = Limits(),
+    limits: HasLimits = HasLimits(),
     estimator: str = "",
 ) -> HasSchedule:
     """Distribute one rank's bytes over the tiers of one iteration.
@@ -433,21 +433,23 @@ def advised_interval(stall_secs: float, step_secs: float, max_overhead: float) -
     return max(1, math.ceil(min(_LONGEST_INTERVAL, stall_secs / max_overhead / step_secs)))
 
 
-def _draining_steps(staged: int, *tiers: tuple[Planned, ...]) -> int:
+def _draining_steps(staged: int, *tiers: tuple[PlannedBytes, ...]) -> int:
     """Iterations until a staging copy has left the device; the next one needs its place."""
     capacity = sum(p.capacity_bytes for tier in tiers for p in tier)
     return 1 + math.ceil(staged / capacity) if staged and capacity else 1
 
 
-def _room(tier: int, at: Window | Interval, bytes_per_sec: float, kind: str) -> Planned:
+def _room(tier: int, at: Window | Interval, bytes_per_sec: float, kind: str) -> PlannedBytes:
     capacity = max(0, int(at.length_secs * bytes_per_sec))
-    return Planned(tier, at.start_secs, at.stop_secs, 0, capacity, at.position, str(kind))
+    return PlannedBytes(tier, at.start_secs, at.stop_secs, 0, capacity, at.position, str(kind))
 
 
-def _fill(rooms: Sequence[Planned], nbytes: int, *, evenly: bool = False) -> tuple[tuple[Planned, ...], int]:
+def _fill(
+    rooms: Sequence[PlannedBytes], nbytes: int, *, evenly: bool = False
+) -> tuple[tuple[PlannedBytes, ...], int]:
     """Put ``nbytes`` into rooms, the earliest first or all to the same degree; also what is left."""
     total, rest = sum(room.capacity_bytes for room in rooms), nbytes
-    filled: list[Planned] = []
+    filled: list[PlannedBytes] = []
     for room in rooms:
         capacity = room.capacity_bytes
         wanted = math.ceil(nbytes * capacity / total) if evenly and total else capacity

@@ -18,7 +18,7 @@ from reft.grid import BlockKey, Section
 logger = logging.getLogger(__name__)
 
 
-class Kind(StrEnum):
+class ByteKind(StrEnum):
     """What a byte is.
 
     ``SHARD``: of this rank's own shard of the replicated section. ``COPIES``: of other members' shards, cut
@@ -39,18 +39,18 @@ class Kind(StrEnum):
 
 
 _KINDS = {
-    Section.OWNED: Kind.OWNED,
-    Section.HOST: Kind.HOST_STATE,
-    Section.PARITY: Kind.PARITY,
-    Section.CHECKSUMS: Kind.CHECKSUMS,
-    Section.GRADIENTS: Kind.GRADIENTS,
+    Section.OWNED: ByteKind.OWNED,
+    Section.HOST: ByteKind.HOST_STATE,
+    Section.PARITY: ByteKind.PARITY,
+    Section.CHECKSUMS: ByteKind.CHECKSUMS,
+    Section.GRADIENTS: ByteKind.GRADIENTS,
 }
 
 
-def kind_of(key: BlockKey, member: int) -> Kind:
+def kind_of(key: BlockKey, member: int) -> ByteKind:
     """What a block is to the ``member`` that stores it."""
     if key.section is Section.REPLICATED:
-        return Kind.SHARD if key.member == member else Kind.COPIES
+        return ByteKind.SHARD if key.member == member else ByteKind.COPIES
     return _KINDS[key.section]
 
 
@@ -59,10 +59,10 @@ class Traffic:
     """Bytes of one version, or of several, on one rank."""
 
     # copied from the device, or written by the host, to this rank's arena
-    to_host: Counter[Kind] = field(default_factory=Counter)
+    to_host: Counter[ByteKind] = field(default_factory=Counter)
     # sent to ranks on other nodes, once for each of them. What goes to another rank of the same node is not
     # counted, nor is the byte a block by which peers say what they lack (AOR).
-    sent: Counter[Kind] = field(default_factory=Counter)
+    sent: Counter[ByteKind] = field(default_factory=Counter)
 
     def add(self, other: Traffic) -> None:
         """Count another version's bytes too."""
@@ -74,8 +74,8 @@ class Traffic:
         return {"to_host": _bytes(self.to_host), "sent": _bytes(self.sent)}
 
 
-def _bytes(counted: Counter[Kind]) -> dict[str, int]:
-    return {kind.value: counted[kind] for kind in Kind if counted[kind]}
+def _bytes(counted: Counter[ByteKind]) -> dict[str, int]:
+    return {kind.value: counted[kind] for kind in ByteKind if counted[kind]}
 
 
 class Samples(deque[float]):
@@ -192,7 +192,7 @@ _CHARACTERS = 300  # most of a cause that peers are told
 _NAMED = 8  # Ranks whose complaints are written out; the others are counted
 
 
-class Complaints:
+class PeerErrors:
     """Of one worker. Any thread may complain."""
 
     def __init__(self) -> None:

@@ -29,17 +29,17 @@ from reft.config import FaultPoint
 from reft.control.control import ControlGroup, WorkerControl
 from reft.control.wire import Backoff
 from reft.errors import ConfigError
-from reft.grid import Label, Topology
+from reft.grid import Topology, VersionId
 from reft.node.client import (
     REQUEST_FILE,
     Degradation,
-    Order,
     ProtectionRecord,
+    ProtectionRequest,
     Refusal,
     parse_order,
     read_order,
 )
-from reft.protect.placement import Level, ladder, tolerance
+from reft.protect.placement import ProtectionLevel, ladder, tolerance
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.plan import GroupLayout, layout_under
 
@@ -53,7 +53,7 @@ _MOST_CALMS = 64
 _ROOM_AFTER_RISE = 1.5  # a level up must leave so many margins free, so that it is not given up at once
 
 
-class MemoryWatch:
+class MemoryGuard:
     """Which level one rank wants, from how much memory its node has left.
 
     Down at once when less than the margin is free, a level at a time. Up when the next level would leave half
@@ -97,7 +97,7 @@ class MemoryWatch:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """Memory of one rank under a layout, in bytes."""
 
     needed: int  # for all its arenas
@@ -107,7 +107,7 @@ class Room:
     margin: int  # that must stay free on its node if more is taken
 
     @classmethod
-    def of(cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0) -> Room:
+    def of(cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0) -> MemoryBudget:
         """What ``count`` arenas of a layout would take."""
         limit = _NO_LIMIT if arenas.limit_bytes is None else arenas.limit_bytes
         needed = arenas.needed_bytes(layout, count)
@@ -128,10 +128,10 @@ class Room:
         return _NEVER if self.over_limit else self.needed - self.held
 
 
-def agree_on_room(control: ControlGroup, topology: Topology, room: Room) -> str | None:
+def agree_on_room(control: ControlGroup, topology: Topology, room: MemoryBudget) -> str | None:
     """What is missing on the first rank or node that lacks memory, in words; None where all have enough.
     Collective; the same on all ranks. Nodes may differ in what must stay free."""
-    rooms = [Room(*values) for values in control.gather_ints(astuple(room))]
+    rooms = [MemoryBudget(*values) for values in control.gather_ints(astuple(room))]
     for rank, found in enumerate(rooms):
         if found.over_limit:
             return (
@@ -155,7 +155,7 @@ def _mib(nbytes: int) -> str:
 
 
 @dataclass(frozen=True)
-class InForce:
+class ActiveProtection:
     """The protection of one rank."""
 
     order: int = 0  # number of the last order that was carried out or refused
@@ -163,7 +163,7 @@ class InForce:
     heard_order: int = 0  # number of the newest order that a vote named
     heard_level: int = 0  # the level that the last vote named
 
-    def heard(self, order: int, level: int) -> InForce:
+    def heard(self, order: int, level: int) -> ActiveProtection:
         """A vote named this order and this level, on all ranks the same."""
         return replace(self, heard_order=max(self.heard_order, order), heard_level=level)
 
@@ -190,28 +190,28 @@ class InForce:
         arenas: all of them do, or none."""
         return not any(failed)
 
-    def followed(self, order: int) -> InForce:
+    def followed(self, order: int) -> ActiveProtection:
         """An order was carried out, or refused."""
         return replace(self, order=order, heard_order=order)
 
-    def now_on(self, level: int) -> InForce:
+    def now_on(self, level: int) -> ActiveProtection:
         """All ranks are on this level."""
         return replace(self, level=level, heard_level=level)
 
-    def resync(self, order: int, levels: int) -> InForce:
+    def resync(self, order: int, levels: int) -> ActiveProtection:
         """The ranks have come together again. How far down the ladder is found out anew with the layout."""
         return self.followed(order).now_on(min(self.level, levels - 1))
 
 
-class OrderWatch:
+class RequestPoll:
     """Looks for a new order, at the cost of one ``stat`` while there is none."""
 
     def __init__(self, job_dir: Path) -> None:
         self._path = job_dir / REQUEST_FILE
         self._seen: tuple[int, int] | None = None
-        self._order: Order | None = None
+        self._order: ProtectionRequest | None = None
 
-    def newest(self) -> Order | None:
+    def newest(self) -> ProtectionRequest | None:
         """The newest order found so far; a file that cannot be read is none."""
         try:
             info = self._path.stat()
@@ -225,7 +225,7 @@ class OrderWatch:
 
 
 @dataclass(frozen=True)
-class Keeping:
+class RetentionConfig:
     """Settings of what is kept."""
 
     versions: int = 2  # per rank, if there is memory
@@ -253,9 +253,9 @@ class SchemeSwitch:
         topology: Topology,
         arenas: ArenaSet,
         record: ProtectionRecord,
-        orders: OrderWatch | None = None,
+        orders: RequestPoll | None = None,
         *,
-        keeping: Keeping = Keeping(),
+        keeping: RetentionConfig = RetentionConfig(),
         on_change: Callable[[ProtectionRecord], None] = lambda record: None,
         reach: Callable[[FaultPoint, int], None] = lambda point, step: None,
     ) -> None:
@@ -268,8 +268,8 @@ class SchemeSwitch:
         self._on_change = on_change
         self.record = record
         self._ladder = self._ladder_of(record)
-        self.in_force = InForce(record.number, heard_order=record.number)
-        self._watch = MemoryWatch(keeping.margin_bytes, keeping.calm_secs)
+        self.in_force = ActiveProtection(record.number, heard_order=record.number)
+        self._watch = MemoryGuard(keeping.margin_bytes, keeping.calm_secs)
         self._wanted_level = 0
         self._looked = 0.0
         self.settled = False  # whether a version was committed under what is in force
@@ -277,7 +277,7 @@ class SchemeSwitch:
         self._above: GroupLayout | None = None
 
     @property
-    def wanted(self) -> Level:
+    def wanted(self) -> ProtectionLevel:
         """What is kept if there is memory."""
         return self._ladder[0]
 
@@ -296,7 +296,7 @@ class SchemeSwitch:
         if layout is not None and self.settled and now - self._looked >= self._keeping.look_secs:
             self._looked = now
             try:
-                room = Room.of(self._arenas, layout, self._arenas.count)
+                room = MemoryBudget.of(self._arenas, layout, self._arenas.count)
                 self._wanted_level = self._watch.wanted_level(
                     self.in_force.level,
                     len(self._ladder),
@@ -316,7 +316,7 @@ class SchemeSwitch:
         level = self._ladder[self.in_force.level - 1]
         if self._above is None:
             self._above = self._under(layout, level)
-        room = Room.of(self._arenas, self._above, level.arenas)
+        room = MemoryBudget.of(self._arenas, self._above, level.arenas)
         node = self._topology.nodes[self._control.rank]
         return room.growth_bytes * len(self._topology.local_ranks(node))
 
@@ -341,7 +341,7 @@ class SchemeSwitch:
         self.settled = False
         self._above = None
 
-    def fit(self, label: Label, layout: GroupLayout) -> GroupLayout:
+    def fit(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
         """A new layout, planned for what is wanted: take the first level that every node has memory for, or
         the last. Collective; nothing is reserved yet."""
         cause = None
@@ -355,16 +355,16 @@ class SchemeSwitch:
             self._publish(label, cause)
         return found
 
-    def _room(self, layout: GroupLayout, count: int) -> Room:
+    def _room(self, layout: GroupLayout, count: int) -> MemoryBudget:
         """For peers that wait for it: where the memory cannot be looked at, there is none."""
         try:
-            return Room.of(self._arenas, layout, count, self._keeping.margin_bytes)
+            return MemoryBudget.of(self._arenas, layout, count, self._keeping.margin_bytes)
         except OSError as error:
             logger.warning("the node's memory use cannot be read: %s", error)
             needed = self._arenas.needed_bytes(layout, count)
-            return Room(needed, 0, 0, _NO_LIMIT, self._keeping.margin_bytes)
+            return MemoryBudget(needed, 0, 0, _NO_LIMIT, self._keeping.margin_bytes)
 
-    def carry_out(self, label: Label, layout: GroupLayout | None) -> GroupLayout | None:
+    def carry_out(self, label: VersionId, layout: GroupLayout | None) -> GroupLayout | None:
         """Do what is due, between two versions; returns the layout to go on with. ``label``: the version
         after which the change takes place. ``layout``: in force; None before the first version."""
         if self.in_force.ordered:
@@ -374,7 +374,7 @@ class SchemeSwitch:
             return layout
         return self._change_level(label, layout)
 
-    def _follow_order(self, label: Label, layout: GroupLayout | None) -> GroupLayout | None:
+    def _follow_order(self, label: VersionId, layout: GroupLayout | None) -> GroupLayout | None:
         order = self._agree_on_order()
         cause: str | None
         new: GroupLayout | None = None
@@ -384,7 +384,7 @@ class SchemeSwitch:
         except ConfigError as error:
             cause = str(error)
         else:
-            cause, new = self._move(Level(scheme, self._keeping.versions), layout)
+            cause, new = self._move(ProtectionLevel(scheme, self._keeping.versions), layout)
         self._reach(FaultPoint.DURING_SWITCH, label.step)
         self.in_force = self.in_force.followed(order.number)
         if cause is None:
@@ -400,7 +400,7 @@ class SchemeSwitch:
             self._on_change(self.record)
         return new or layout
 
-    def _change_level(self, label: Label, layout: GroupLayout) -> GroupLayout:
+    def _change_level(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
         """Go down, past levels that cannot be reserved; or up, since there is room again on every node, it
         seems."""
         down = self.in_force.heard_level > self.in_force.level
@@ -416,7 +416,9 @@ class SchemeSwitch:
             self._publish(label, why)
         return new or layout
 
-    def _move(self, level: Level, layout: GroupLayout | None) -> tuple[str | None, GroupLayout | None]:
+    def _move(
+        self, level: ProtectionLevel, layout: GroupLayout | None
+    ) -> tuple[str | None, GroupLayout | None]:
         """Reserve what a level needs; all ranks do, or none. Returns why not, or the new layout."""
         if layout is None:
             return None, None
@@ -454,7 +456,7 @@ class SchemeSwitch:
         self._above = None
         return level != before
 
-    def _publish(self, label: Label, cause: str | None) -> None:
+    def _publish(self, label: VersionId, cause: str | None) -> None:
         """Note what is in force since the version after ``label``, and why it is not what is wanted."""
         level = self._ladder[self.in_force.level]
         degraded = None
@@ -469,16 +471,16 @@ class SchemeSwitch:
         )
         self._on_change(self.record)
 
-    def _ladder_of(self, record: ProtectionRecord) -> tuple[Level, ...]:
+    def _ladder_of(self, record: ProtectionRecord) -> tuple[ProtectionLevel, ...]:
         return ladder(record.parsed, self._keeping.versions, self._topology.degrees.dp)
 
     @staticmethod
-    def _under(layout: GroupLayout, level: Level) -> GroupLayout:
+    def _under(layout: GroupLayout, level: ProtectionLevel) -> GroupLayout:
         same = layout.plan.placement.scheme == level.scheme
         return layout if same else layout_under(layout, level.scheme)
 
-    def _agree_on_order(self) -> Order:
+    def _agree_on_order(self) -> ProtectionRequest:
         """The newest that any rank knows of."""
-        order = (self._orders.newest() if self._orders is not None else None) or Order(0, "")
+        order = (self._orders.newest() if self._orders is not None else None) or ProtectionRequest(0, "")
         told = self._control.gather_bytes(json.dumps(astuple(order)).encode())
-        return Order(*max(json.loads(data) for data in told))
+        return ProtectionRequest(*max(json.loads(data) for data in told))

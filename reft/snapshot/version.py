@@ -35,9 +35,10 @@ How the promises are kept:
   whose fate is not known, or of what is being recovered. A rank retires a version only when it has
   *learned* of a newer commit, at which point all ranks have sealed the newer one.
 - **P6** Every version that is handed over is voted on by every rank, whatever became of it. Whoever cannot go
-  on (:class:`Broke`) leaves its peers' groups at once, so that they hear of it, and meets them in new ones
-  (:attr:`Task.MEET`); a version that all ranks gave up while they met needs no vote. Training waits only for
-  :attr:`Version.holds_training`, and its fence is bounded: :attr:`Signal.TENSORS_CHANGE` is always allowed.
+  on (:class:`ProtocolFailed`) leaves its peers' groups at once, so that they hear of it, and meets them in
+  new ones (:attr:`Task.MEET`); a version that all ranks gave up while they met needs no vote. Training waits
+  only for :attr:`Version.holds_training`, and its fence is bounded: :attr:`Signal.TENSORS_CHANGE` is always
+  allowed.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.header import ArenaState
 
-NONE_YET = Label(-1, -1)  # Older than every version
+NONE_YET = VersionId(-1, -1)  # Older than every version
 
 
 class Stage(Enum):
@@ -65,7 +66,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True)
-class Cause:
+class SkipCause:
     """Why a version is not committed: a kind, by which it is counted, and what there is to say."""
 
     kind: str
@@ -75,7 +76,7 @@ class Cause:
         return f"{self.kind}: {self.detail}" if self.detail else self.kind
 
     @classmethod
-    def of(cls, error: Exception) -> Cause:
+    def of(cls, error: Exception) -> SkipCause:
         """An error is counted by its type."""
         return cls(type(error).__name__, str(error))
 
@@ -84,7 +85,7 @@ class Cause:
 class Version:
     """One version on this rank."""
 
-    label: Label  # its name
+    label: VersionId  # its name
     # copied whatever it takes: the fence waits until it is (restore, last version before an exit)
     must: bool = False
     # nothing to take after this step; the ranks only vote, so that what travels in votes gets around
@@ -94,7 +95,7 @@ class Version:
     # where training waits for the version and cannot write meanwhile
     unchecked: bool = False
     # why it is not committed; set at the hand-over where the state could not be captured
-    cause: Cause | None = None
+    cause: SkipCause | None = None
     stage: Stage = Stage.QUEUED  # how far it is
     unfit: bool = False  # the layout was not made for its state; the ranks have to agree on another one first
     staged: bool = False  # a part of it is kept on the device, to be drained
@@ -111,7 +112,8 @@ class Version:
 
 
 class Task(Enum):
-    """What the worker thread does. Each ends with one of the events named, or with :class:`Broke`."""
+    """What the worker thread does. Each ends with one of the events named, or with
+    :class:`ProtocolFailed`."""
 
     WAIT = auto()  # For a version or the end: `TURN`
     # `UNFIT`; or `BEGIN`, `SlotTaken`, `Released` and then `COPIED`; or, at any point, `CopyFailed`
@@ -121,7 +123,7 @@ class Task(Enum):
     SEAL = auto()  # `DRAINED` if a part was staged, then `SEALED` or `SealFailed`
     VOTE_SEALED = auto()  # `Voted`
     SWITCH = auto()  # Between two versions, change the protection if the votes say so: `SWITCHED`
-    MEET = auto()  # Leave the groups and meet all ranks in new ones: `Met` or `Parted`
+    MEET = auto()  # Leave the groups and meet all ranks in new ones: `Rejoined` or `RejoinFailed`
     END = auto()  # No version is taken any more
 
 
@@ -161,7 +163,7 @@ class TensorsChecked:
     """The training thread has looked which tensors were written since the hand-over. Whatever it wrote is
     counted by now: torch counts a write when the operation returns, so a worker thread could not tell."""
 
-    cause: Cause | None  # names what was written; None if nothing was
+    cause: SkipCause | None  # names what was written; None if nothing was
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class Released:
 
 @dataclass(frozen=True)
 class CopyFailed:
-    cause: Cause
+    cause: SkipCause
 
 
 @dataclass(frozen=True)
@@ -193,26 +195,26 @@ class Voted:
 
 @dataclass(frozen=True)
 class SealFailed:
-    cause: Cause
+    cause: SkipCause
 
 
 @dataclass(frozen=True)
-class Broke:
+class ProtocolFailed:
     """This rank, or a peer, cannot go on: it has lost its place in the protocol."""
 
     detail: str
 
 
 @dataclass(frozen=True)
-class Met:
+class Rejoined:
     """All ranks are together again and have told what they know."""
 
-    after: Label  # the newest version that any rank was handed
-    committed: Label | None  # the newest version that any rank knows to be committed
+    after: VersionId  # the newest version that any rank was handed
+    committed: VersionId | None  # the newest version that any rank knows to be committed
 
 
 @dataclass(frozen=True)
-class Parted:
+class RejoinFailed:
     """The ranks did not come together again."""
 
     detail: str
@@ -220,7 +222,7 @@ class Parted:
 
 Event = (
     Signal | HandedOver | FenceNear | TensorsChecked | SlotTaken | Released | CopyFailed | Voted | SealFailed
-    | Broke | Met | Parted
+    | ProtocolFailed | Rejoined | RejoinFailed
 )  # fmt: skip
 
 
@@ -249,7 +251,7 @@ class Commit:
     """Note in the slot that its version is committed, and tell of it."""
 
     slot: int
-    label: Label
+    label: VersionId
 
 
 @dataclass(frozen=True)
@@ -258,15 +260,15 @@ class Abort:
     that step, and a recovery may use it if every member's bytes are there."""
 
     slot: int
-    label: Label
+    label: VersionId
 
 
 @dataclass(frozen=True)
 class GiveUp:
     """Count the version as skipped, and tell why."""
 
-    label: Label
-    cause: Cause
+    label: VersionId
+    cause: SkipCause
 
 
 Effect = EnterGate | LeaveGate | DropStaged | Commit | Abort | GiveUp
@@ -276,25 +278,25 @@ Effect = EnterGate | LeaveGate | DropStaged | Commit | Abort | GiveUp
 
 
 @dataclass(frozen=True)
-class Standing:
+class RejoinState:
     """What one rank knows when the ranks have come together again; and where all of them go on."""
 
     # last version that was handed over. Versions up to the last one of any rank are given up everywhere,
     # without a vote; not by the step alone: a job that goes back to an older checkpoint takes its steps
     # again, in a new incarnation
-    newest: Label
-    committed: Label | None  # newest version that it knows to be committed
+    newest: VersionId
+    committed: VersionId | None  # newest version that it knows to be committed
     stop_step: int | None  # after which it heard that all stop; None: it has heard of none
 
 
-def resume_from(standings: Sequence[Standing]) -> Standing:
+def resume_from(standings: Sequence[RejoinState]) -> RejoinState:
     """What all ranks make of what each has told. Pure: equal everywhere."""
     newest = max(s.newest for s in standings)
     committed = max((s.committed for s in standings if s.committed is not None), default=None)
     stop_step = min((s.stop_step for s in standings if s.stop_step is not None), default=None)
     # A step that some rank may have passed is no longer one to stop at: the request is voted on again.
     late = stop_step is not None and stop_step <= newest.step + 1
-    return Standing(newest, committed, None if late else stop_step)
+    return RejoinState(newest, committed, None if late else stop_step)
 
 
 # -- what a rank knows about its arenas: which may be written, and which must stay (P3) ----------------------
@@ -305,7 +307,7 @@ class Slot:
     """What a rank knows about one of its arenas in this incarnation."""
 
     state: ArenaState = ArenaState.EMPTY
-    label: Label | None = None
+    label: VersionId | None = None
 
     @property
     def is_open(self) -> bool:
@@ -320,10 +322,10 @@ class Slots:
     held: tuple[Slot, ...]  # every slot. With one slot, nothing can be written once a version is committed.
     # slots that hold the version being recovered, until a newer one is committed. May name slots beyond those
     # held, left by an earlier incarnation that had more.
-    frozen: tuple[tuple[int, Label], ...] = ()
+    frozen: tuple[tuple[int, VersionId], ...] = ()
 
     @classmethod
-    def make(cls, count: int, frozen: Mapping[int, Label] | None = None) -> Slots:
+    def make(cls, count: int, frozen: Mapping[int, VersionId] | None = None) -> Slots:
         """Nothing is written yet."""
         if count < 1:
             raise ValueError(
@@ -338,7 +340,7 @@ class Slots:
         return max(done, key=self._age, default=None)
 
     @property
-    def committed_label(self) -> Label | None:
+    def committed_label(self) -> VersionId | None:
         """Newest version known here to be committed in this incarnation."""
         newest = self.committed_slot
         return None if newest is None else self.held[newest].label
@@ -369,7 +371,7 @@ class Slots:
         order = sorted(range(len(self.held)), key=lambda slot: (slot not in kept, slot in unused, slot))
         return frozenset(order[max(count, len(kept) + 1) :])
 
-    def began(self, slot: int, label: Label) -> Slots:
+    def began(self, slot: int, label: VersionId) -> Slots:
         """``slot`` is to be recorded WRITING. Raises ValueError if :meth:`choose` would not allow it."""
         if self.choose(set(range(len(self.held))) - {slot}) != slot:
             raise ValueError(f"slot {slot} must not be written for {label}: it holds {self._describe(slot)}")
@@ -401,7 +403,7 @@ class Slots:
     def _with(self, slot: int, new: Slot) -> Slots:
         return replace(self, held=(*self.held[:slot], new, *self.held[slot + 1 :]))
 
-    def _age(self, slot: int) -> Label:
+    def _age(self, slot: int) -> VersionId:
         return self.held[slot].label or NONE_YET
 
     def _describe(self, slot: int) -> str:
@@ -414,15 +416,15 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """One rank."""
 
     slots: Slots  # its arenas
     # those handed over whose end is not known, oldest first. The worker is at the first one.
     versions: tuple[Version, ...] = ()
     task: Task = Task.WAIT  # what the worker does
-    newest: Label = NONE_YET  # the last version that was handed over
-    after: Label = NONE_YET  # versions up to this one were given up by all ranks when they met
+    newest: VersionId = NONE_YET  # the last version that was handed over
+    after: VersionId = NONE_YET  # versions up to this one were given up by all ranks when they met
     # the optimizer is about to write. Where the device is there too, no version begins to be copied, unless
     # it must.
     fence_near: bool = False
@@ -476,16 +478,16 @@ class State:
         return self.task is Task.VOTE_COPIED and self.head.unfit and self.head.cause is None
 
 
-NOT_STARTED = Cause("not started before the next optimizer step")
-OVERRUN = Cause("the next optimizer step did not wait for the copy any longer")
-LAID_OUT_ANEW = Cause("the layout changed")
+NOT_STARTED = SkipCause("not started before the next optimizer step")
+OVERRUN = SkipCause("the next optimizer step did not wait for the copy any longer")
+LAID_OUT_ANEW = SkipCause("the layout changed")
 NOT_FINITE = "not finite"  # kinds of causes
 PEERS_DIFFER = "peers differ"
 WRITTEN = "written while it was copied"
-PEER_SKIPPED = Cause("a peer skipped it")
-PEER_NOT_SEALED = Cause("a peer could not seal it")
+PEER_SKIPPED = SkipCause("a peer skipped it")
+PEER_NOT_SEALED = SkipCause("a peer could not seal it")
 
-Next = tuple[State, tuple[Effect, ...]]
+Next = tuple[RankState, tuple[Effect, ...]]
 
 # -- parts of transitions --------------------------------------------------------------------------
 
@@ -495,7 +497,7 @@ def _check(head: Version, fits: bool) -> None:
         raise ValueError(f"this cannot happen to {head}")
 
 
-def _head(state: State, **changes: Any) -> State:
+def _head(state: RankState, **changes: Any) -> RankState:
     """The first version changes."""
     return replace(state, versions=(replace(state.head, **changes), *state.versions[1:]))
 
@@ -504,7 +506,7 @@ def _first_task(head: Version) -> Task:
     return Task.VOTE_COPIED if head.idle or head.cause is not None else Task.COPY
 
 
-def _freed(state: State) -> State:
+def _freed(state: RankState) -> RankState:
     """The worker has nothing to do."""
     ends = state.closing and not state.versions
     return replace(state, task=Task.END if ends else Task.WAIT)
@@ -514,7 +516,7 @@ def _not_begun(version: Version) -> bool:
     return version.stage is Stage.QUEUED and not version.must
 
 
-def _doom(state: State, which: Callable[[Version], bool], cause: Cause) -> State:
+def _doom(state: RankState, which: Callable[[Version], bool], cause: SkipCause) -> RankState:
     """Give those versions a cause that have none; they are voted down when it is their turn."""
 
     def doomed(version: Version) -> bool:
@@ -523,7 +525,7 @@ def _doom(state: State, which: Callable[[Version], bool], cause: Cause) -> State
     return replace(state, versions=tuple(replace(v, cause=cause) if doomed(v) else v for v in state.versions))
 
 
-def _take_back(state: State) -> Next:
+def _take_back(state: RankState) -> Next:
     """Nothing of the first version is kept; before any vote for it as sealed, or after one that said no."""
     effects: tuple[Effect, ...] = ()
     if state.head.staged:
@@ -535,19 +537,19 @@ def _take_back(state: State) -> Next:
     return replace(state, slots=state.slots.aborted(slot)), (*effects, Abort(slot, state.head.label))
 
 
-def _given_up(version: Version, cause: Cause) -> tuple[Effect, ...]:
+def _given_up(version: Version, cause: SkipCause) -> tuple[Effect, ...]:
     """Nothing is lost with an idle version: there was nothing to take."""
     return () if version.idle else (GiveUp(version.label, cause),)
 
 
-def _abandon(state: State, cause: Cause) -> Next:
+def _abandon(state: RankState, cause: SkipCause) -> Next:
     """Nobody commits the first version."""
     state, effects = _take_back(state)
     abandoned = _head(state, stage=Stage.ABANDONED, cause=None if state.head.idle else cause)
     return abandoned, (*effects, *_leave_gate(state), *_given_up(state.head, cause))
 
 
-def _leave_gate(state: State) -> tuple[Effect, ...]:
+def _leave_gate(state: RankState) -> tuple[Effect, ...]:
     """Nothing of the first version is to be copied any more; a later one may have been handed over."""
     later = any(v.paced and v.cause is None for v in state.versions[1:])
     return (LeaveGate(),) if state.head.paced and not later else ()
@@ -556,7 +558,7 @@ def _leave_gate(state: State) -> tuple[Effect, ...]:
 # -- transitions -----------------------------------------------------------------------------------
 
 
-def step(state: State, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- all that may happen, one by one
+def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- all that may happen, one by one
     """The next state and what is to be done, in this order. Raises ValueError: the event cannot happen while
     the worker is at its task."""
     match state.task, event:
@@ -612,38 +614,38 @@ def step(state: State, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- all t
             return _decided(state, ok)
         case Task.SWITCH, Signal.SWITCHED:
             return _freed(replace(state, versions=state.versions[1:])), ()
-        case _, Broke(detail):
+        case _, ProtocolFailed(detail):
             return _broke(state, detail)
-        case Task.MEET, Met(after, committed):
+        case Task.MEET, Rejoined(after, committed):
             return _met(state, after, committed)
-        case Task.MEET, Parted(detail):
-            broken = Cause("broken", detail)
+        case Task.MEET, RejoinFailed(detail):
+            broken = SkipCause("broken", detail)
             given_up = tuple(effect for version in state.versions for effect in _given_up(version, broken))
             return replace(state, versions=(), task=Task.END, broken=detail), given_up
     raise ValueError(f"{event} while the worker is at {state.task}")
 
 
-def _handed_over(state: State, version: Version) -> Next:
+def _handed_over(state: RankState, version: Version) -> Next:
     if not state.accepts:
-        cause = Cause("closed") if state.broken is None else Cause("broken", state.broken)
+        cause = SkipCause("closed") if state.broken is None else SkipCause("broken", state.broken)
         return state, _given_up(version, cause)
     if state.task is Task.MEET:
-        version = replace(version, cause=version.cause or Cause("interrupted"))
+        version = replace(version, cause=version.cause or SkipCause("interrupted"))
     effects = (EnterGate(state.staged),) if version.paced and version.cause is None else ()
     return replace(state, versions=(*state.versions, version), newest=version.label), effects
 
 
-def _turn(state: State) -> Next:
+def _turn(state: RankState) -> Next:
     """The next version, which every rank votes on (P6); those that all have given up are told of."""
     if not state.versions:
         return _freed(state), ()
     if state.head.label <= state.after:
-        state, effects = _abandon(state, Cause("interrupted"))
+        state, effects = _abandon(state, SkipCause("interrupted"))
         return _freed(replace(state, versions=state.versions[1:])), effects
     return replace(state, task=_first_task(state.head)), ()
 
 
-def _voted(state: State, ok: bool, relayout: bool) -> Next:
+def _voted(state: RankState, ok: bool, relayout: bool) -> Next:
     """The result of the first vote."""
     head = state.head
     if relayout:
@@ -663,7 +665,7 @@ def _voted(state: State, ok: bool, relayout: bool) -> Next:
     return replace(state, task=Task.SEAL), ()
 
 
-def _checked(state: State, cause: Cause | None) -> Next:
+def _checked(state: RankState, cause: SkipCause | None) -> Next:
     """A version that is wholly copied was read from the state of its boundary, or ``cause`` says why not."""
 
     def checked(version: Version) -> Version:
@@ -676,7 +678,7 @@ def _checked(state: State, cause: Cause | None) -> Next:
     return replace(state, versions=tuple(map(checked, state.versions))), ()
 
 
-def _sealed(state: State) -> Next:
+def _sealed(state: RankState) -> Next:
     head, slot = state.head, state.slots.open_slot
     _check(head, head.stage is Stage.COPIED and head.cause is None and not (head.staged or head.unchecked))
     assert slot is not None  # the version was copied into it
@@ -684,7 +686,7 @@ def _sealed(state: State) -> Next:
     return replace(_head(sealed, stage=Stage.SEALED), task=Task.VOTE_SEALED), ()
 
 
-def _decided(state: State, ok: bool) -> Next:
+def _decided(state: RankState, ok: bool) -> Next:
     """The result of the second vote: from here on the version is committed, or it never is."""
     head, slot = state.head, state.slots.open_slot
     if not ok:
@@ -696,7 +698,7 @@ def _decided(state: State, ok: bool) -> Next:
     return replace(committed, task=Task.SWITCH), (Commit(slot, head.label),)
 
 
-def _broke(state: State, detail: str) -> Next:
+def _broke(state: RankState, detail: str) -> Next:
     """Until the ranks have met, nothing is copied nor waited for. What this rank may have sealed stays as it
     is: a peer may have learned that all had (P3)."""
     if state.task in (Task.MEET, Task.END):
@@ -707,13 +709,13 @@ def _broke(state: State, detail: str) -> Next:
         if state.staged:
             effects = (DropStaged(),)
         if not state.head.is_over:
-            effects = (*effects, *_given_up(state.head, Cause("interrupted", detail)))
+            effects = (*effects, *_given_up(state.head, SkipCause("interrupted", detail)))
         state = replace(state, versions=state.versions[1:])
-    doomed = _doom(state, lambda version: True, Cause("interrupted"))
+    doomed = _doom(state, lambda version: True, SkipCause("interrupted"))
     return replace(doomed, task=Task.MEET), (*effects, LeaveGate()) if paced else effects
 
 
-def _met(state: State, after: Label, committed: Label | None) -> Next:
+def _met(state: RankState, after: VersionId, committed: VersionId | None) -> Next:
     """What none of the ranks knows to be committed was not, and is given up everywhere."""
     state, slot = replace(state, after=after), state.slots.open_slot
     if slot is None:

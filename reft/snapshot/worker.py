@@ -26,18 +26,18 @@ from reft.config import FaultPoint, Variant, VerifyConfig
 from reft.control.control import Ballot, WorkerControl
 from reft.errors import ArenaError, ReftError, TransferError
 from reft.faults import FaultPlan
-from reft.grid import Label, Section, Topology
+from reft.grid import Section, Topology, VersionId
 from reft.protect.host_adam import AdamRecipe
 from reft.snapshot import version as versions
-from reft.snapshot.arenas import ArenaSet, Filling, RingExchange
+from reft.snapshot.arenas import ArenaSet, ArenaWriter, RingExchange
 from reft.snapshot.copying.copier import Copier, bytes_by_tier, differing, shortened
 from reft.snapshot.copying.gate import Gate, Pacer, Permit
 from reft.snapshot.plan import GroupLayout, LiveImages, PlacedBlock, agree_on_layout
 from reft.snapshot.recompute import OptimizerStep, PeerOptimizers
 from reft.snapshot.schedule import ChunkRecord, Overflow
-from reft.snapshot.stats import Complaints, SnapshotStats, say
+from reft.snapshot.stats import PeerErrors, SnapshotStats, say
 from reft.snapshot.switching import SchemeSwitch
-from reft.snapshot.version import Cause, Signal, Stage, State, Task, Version
+from reft.snapshot.version import RankState, Signal, SkipCause, Stage, Task, Version
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 class SnapshotRequest:
     """One version to take, handed over by the training thread, and what has become of it so far."""
 
-    label: Label  # name of the version
+    label: VersionId  # name of the version
     # live tensors; unchanged until ``copied`` is set. None where the state was never captured.
     images: LiveImages | None
     host_blob: bytes | bytearray = b""  # encoded host state; or
@@ -58,7 +58,7 @@ class SnapshotRequest:
     # names of the tensors that were written since the hand-over; None where training waits for the version
     written: Callable[[], list[str]] | None = None
     variant: Variant = Variant.HOST  # when the bytes are copied; all variants are the same to recovery
-    cause: Cause | None = None  # why it cannot be taken, though the ranks vote on it; None if it can
+    cause: SkipCause | None = None  # why it cannot be taken, though the ranks vote on it; None if it can
     # set when it does not need the live tensors any more
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)  # set when it is known what became of it
@@ -90,7 +90,7 @@ class SnapshotRequest:
         return self.version.stage is not Stage.QUEUED
 
     @property
-    def given_up(self) -> Cause | None:
+    def given_up(self) -> SkipCause | None:
         """Why it is not committed; None if it is, or may be yet."""
         return self.version.cause
 
@@ -101,16 +101,16 @@ class SnapshotRequest:
 
 
 @dataclass
-class Watchers:
+class WorkerCallbacks:
     """Who watches the versions of one rank."""
 
     stats: SnapshotStats
     faults: FaultPlan  # disturbs them, where a test asks for it
     # called on the worker thread after each global commit
-    on_commit: Callable[[Label], None] = lambda label: None
+    on_commit: Callable[[VersionId], None] = lambda label: None
     # called with (step, cause) for each version given up
     on_skip: Callable[[int, str], None] = lambda step, cause: None
-    complaints: Complaints = field(default_factory=Complaints)  # of what nobody foresaw
+    complaints: PeerErrors = field(default_factory=PeerErrors)  # of what nobody foresaw
     # the same of versions that go to storage; 0: as the block says
     wanted_persist_interval: Callable[[], int] = lambda: 0
     # asked in every vote how often versions should be taken, given how often one fits into the idle time
@@ -153,7 +153,7 @@ class Votes:
     next. ``watchers``: say how often versions are wanted, which is advice: where they cannot, the last agreed
     number stays; the peers hear of their complaints with the next vote (P6)."""
 
-    def __init__(self, control: WorkerControl, watchers: Watchers) -> None:
+    def __init__(self, control: WorkerControl, watchers: WorkerCallbacks) -> None:
         self._control = control
         self._watchers = watchers
         self.persist_steps = 0
@@ -185,14 +185,14 @@ class Votes:
         """A vote said no to a version that was to be taken."""
         self._given_up = (*self._given_up[-3:], step)  # replaced as a whole: the training thread reads it
 
-    def handed_over(self, version: Label) -> None:
+    def handed_over(self, version: VersionId) -> None:
         """Training hands a version over. Where it goes back, no step is left that keeps to an older rate."""
         if version.incarnation != self._incarnation or version.step < self.newest_step:
             self._interval = (0, self._interval[1], self._interval[1])
             self._given_up = ()
         self._incarnation, self.newest_step = version.incarnation, version.step
 
-    def cast(self, version: Label, mine: Ballot, windows: int = 1) -> Ballot:
+    def cast(self, version: VersionId, mine: Ballot, windows: int = 1) -> Ballot:
         """Vote on a version. Collective. ``mine``: what this rank says of it; ``late``: before the next vote,
         it has more to do than seal the version. The rest is filled in here. ``windows``: how often one fits
         into the idle time. Raises TransferError: a peer is gone, or votes on another version."""
@@ -254,7 +254,7 @@ class WrittenError(ReftError):
     """Live tensors changed while a version of them was copied."""
 
 
-_STANDING = TypeAdapter(versions.Standing)
+_STANDING = TypeAdapter(versions.RejoinState)
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
 _POLL_SECS = 0.0005  # how often a host that is ahead of its device asks where the device is
@@ -288,7 +288,7 @@ class SnapshotWorker:
         switch: SchemeSwitch,
         copier: Copier,
         pacer: Pacer | None = None,
-        watchers: Watchers,
+        watchers: WorkerCallbacks,
         block_bytes: int,
         host_bytes: int,
         recompute: AdamRecipe | None = None,
@@ -315,17 +315,17 @@ class SnapshotWorker:
         self._block_bytes, self._host_bytes = block_bytes, host_bytes
         self._complaints = watchers.complaints
         self._verify, self._in_a_row = verify or VerifyConfig(), 0  # versions that were not finite
-        self._differs: Cause | None = None
+        self._differs: SkipCause | None = None
         self._vote_missed = False
         self._broke_off = ""
         self._pacer = pacer
         self._gate: Gate = Gate() if pacer is None else pacer.gate  # of the windows
-        self._filling: Filling | None = None
+        self._filling: ArenaWriter | None = None
         """The slot that a version is written to, until it is known what becomes of that."""
         self._records: list[ChunkRecord] = []
         self._handed_over_at = self._fenced_at = time.perf_counter()  # by the training thread, the last time
         self._paced = False
-        self._state = State(arenas.slots)
+        self._state = RankState(arenas.slots)
         self._requests: deque[SnapshotRequest] = deque()
         """What belongs to the state's versions, in the same order."""
         self._changed = threading.Condition()
@@ -451,7 +451,7 @@ class SnapshotWorker:
         cause = None
         if names:
             self.written_tensors.update(names)
-            cause = Cause(
+            cause = SkipCause(
                 versions.WRITTEN, f"the script wrote {shortened(names)} after its forward pass began"
             )
         self._tell(versions.TensorsChecked(cause))
@@ -568,7 +568,7 @@ class SnapshotWorker:
                     why = f"{type(error).__name__}: {error}"
                 self._broke_off = why
                 self._complaints.attempt(
-                    "a version cannot be given up", partial(self._apply, versions.Broke(why))
+                    "a version cannot be given up", partial(self._apply, versions.ProtocolFailed(why))
                 )
 
     def _next(self) -> Task:
@@ -606,7 +606,7 @@ class SnapshotWorker:
         """Copy own and redundant replicated blocks and the owned ones into a free slot. Returns how it ended;
         None if the fence came before it began."""
         if request.images is None:
-            return versions.CopyFailed(Cause("the state could not be captured"))
+            return versions.CopyFailed(SkipCause("the state could not be captured"))
         if not self._fits(request):
             return Signal.UNFIT
         self._tell(Signal.BEGIN)
@@ -616,11 +616,11 @@ class SnapshotWorker:
         try:
             return self._fill(request, self._gate_for(request))
         except WrittenError as error:
-            return versions.CopyFailed(Cause(versions.WRITTEN, str(error)))
+            return versions.CopyFailed(SkipCause(versions.WRITTEN, str(error)))
         except Exception as error:
             if not isinstance(error, ReftError | OSError):
                 self._complaints.tell("a version could not be copied", error)
-            return versions.CopyFailed(Cause.of(error))
+            return versions.CopyFailed(SkipCause.of(error))
 
     def _fill(self, request: SnapshotRequest, gate: Gate) -> versions.Event:
         gate.begin()
@@ -649,7 +649,7 @@ class SnapshotWorker:
         self.watchers.stats.copy_secs.append(time.perf_counter() - began)
         return Signal.COPIED
 
-    def _copy_bytes(self, request: SnapshotRequest, filling: Filling, gate: Gate) -> None:
+    def _copy_bytes(self, request: SnapshotRequest, filling: ArenaWriter, gate: Gate) -> None:
         assert request.images is not None
         step = request.label.step
         self._records = self.copier.copy(
@@ -681,7 +681,7 @@ class SnapshotWorker:
             self.watchers.stats.staged_bytes += staged
         self._apply(versions.Released(staged=bool(staged)))
 
-    def _drain(self, request: SnapshotRequest, filling: Filling) -> Cause | None:
+    def _drain(self, request: SnapshotRequest, filling: ArenaWriter) -> SkipCause | None:
         """Bring what was staged to host memory, in the windows of the steps after the version's own. Returns
         why that failed, if it did."""
         if not request.version.staged:
@@ -693,7 +693,7 @@ class SnapshotWorker:
             self._records = [*self._records, *records]
             return None
         except Exception as error:
-            return Cause.of(error)
+            return SkipCause.of(error)
         finally:
             stats.drain_secs.append(time.perf_counter() - began)
             self._apply(Signal.DRAINED)
@@ -722,7 +722,7 @@ class SnapshotWorker:
         plan = None if self._pacer is None else self._pacer.plan
         return plan.advised_interval_steps if plan and plan.overflow is not Overflow.STALL else 1
 
-    def _learn(self, filling: Filling) -> None:
+    def _learn(self, filling: ArenaWriter) -> None:
         """Have the next versions planned by what this one took; without a new plan the old one stays."""
         if self._pacer is None:
             return
@@ -732,7 +732,7 @@ class SnapshotWorker:
 
     # -- votes -----------------------------------------------------------------------------------
 
-    def _vote(self, label: Label) -> versions.Voted:
+    def _vote(self, label: VersionId) -> versions.Voted:
         """Collective; raises TransferError where a peer is gone, or votes on another version."""
         state = self._state
         verdict = self.votes.cast(label, self._ballot(state), self._advised_interval_steps)
@@ -744,7 +744,7 @@ class SnapshotWorker:
             self.watchers.faults.reach(FaultPoint.BEFORE_COMMIT, label.step)
         return versions.Voted(verdict.ok, verdict.relayout)
 
-    def _ballot(self, state: State) -> Ballot:
+    def _ballot(self, state: RankState) -> Ballot:
         """What this rank says of a version. If it cannot be found out, it says no: peers wait for it (P6)."""
         switch = self.switch
         try:
@@ -786,7 +786,7 @@ class SnapshotWorker:
         failure = failure or _attempt(lambda: self._seal_arena(filling, arrived))
         return Signal.SEALED if failure is None else versions.SealFailed(failure)
 
-    def _await_check(self) -> Cause | None:
+    def _await_check(self) -> SkipCause | None:
         """Wait until the training thread has compared the tensors: at its fence at the latest. A slot that is
         recorded SEALED earlier could be recovered although the script was writing into the version. Returns
         why the version must not be sealed."""
@@ -796,7 +796,7 @@ class SnapshotWorker:
             )
             return self._state.head.cause
 
-    def _exchange(self, request: SnapshotRequest, filling: Filling) -> Sequence[PlacedBlock]:
+    def _exchange(self, request: SnapshotRequest, filling: ArenaWriter) -> Sequence[PlacedBlock]:
         """Recompute what peers alone have, or take it from them. Collective in the group. Returns what has
         arrived, to be checked."""
         images, optimizers = request.images, self.peer_optimizers
@@ -807,13 +807,13 @@ class SnapshotWorker:
             optimizers.compare(filling, images, request.step)
         peers = self.copier.peers
         differs = peers is not None and self._ring.differs(peers.sums)
-        self._differs = Cause(versions.PEERS_DIFFER) if differs else None
+        self._differs = SkipCause(versions.PEERS_DIFFER) if differs else None
         arrived = self._ring.blocks(filling)
         if request.variant is Variant.INTER_NODE:
             self._ring.mirror(filling)
         return arrived
 
-    def _not_finite(self, request: SnapshotRequest, filling: Filling) -> Cause | None:
+    def _not_finite(self, request: SnapshotRequest, filling: ArenaWriter) -> SkipCause | None:
         """A version that would restore a NaN does not take the place of one that would not."""
         found = sorted(filling.not_finite, key=lambda placed: placed.key)
         if not found or not self._verify.suspects:
@@ -824,9 +824,9 @@ class SnapshotWorker:
             begin, owned = placed.block.start_bytes, placed.key.section is Section.OWNED
             image = images.owned if owned else images.replicated
             names += [t.name for t in image.tensors_at(begin, begin + placed.block.nbytes)]
-        return Cause(versions.NOT_FINITE, f"NaN or infinity in {shortened(names)}")
+        return SkipCause(versions.NOT_FINITE, f"NaN or infinity in {shortened(names)}")
 
-    def _judge(self, verdict: Ballot, label: Label) -> None:
+    def _judge(self, verdict: Ballot, label: VersionId) -> None:
         """What the ranks have seen of a version that they could all copy. Collective if peers differ."""
         verify, restarts, peers = self._verify, self.watchers.stats.committed > 0, self.copier.peers
         if peers is not None:
@@ -865,7 +865,7 @@ class SnapshotWorker:
         )
         return f"{peers.names(self._images, sorted(blocks))} of {where} differs from {others}"
 
-    def _seal_arena(self, filling: Filling, arrived: Sequence[PlacedBlock]) -> None:
+    def _seal_arena(self, filling: ArenaWriter, arrived: Sequence[PlacedBlock]) -> None:
         self.watchers.stats.peer_bytes += filling.check_received(arrived)
         faults, number = self.watchers.faults, filling.label.step
         faults.reach(FaultPoint.BEFORE_SEAL, number)
@@ -878,7 +878,7 @@ class SnapshotWorker:
 
     # -- what became of it ----------------------------------------------------------------------------
 
-    def _commit(self, label: Label) -> None:
+    def _commit(self, label: VersionId) -> None:
         """All ranks have sealed the version."""
         filling, self._filling = self._filling, None
         assert filling is not None  # it was sealed here
@@ -893,7 +893,7 @@ class SnapshotWorker:
         self._complaints.attempt("memory cannot be reserved", lambda: self.arenas.settle(filling.layout))
         self.switch.settled = True
 
-    def _tell_given_up(self, label: Label, cause: Cause) -> None:
+    def _tell_given_up(self, label: VersionId, cause: SkipCause) -> None:
         first = self.watchers.stats.skip(label.step, cause.kind, str(cause))
         if first and not self._state.closing:
             logger.warning(
@@ -945,7 +945,7 @@ class SnapshotWorker:
         self.arenas.reserve(layout)
         return Signal.LAID_OUT
 
-    def _switch_layout(self, label: Label) -> versions.Event:
+    def _switch_layout(self, label: VersionId) -> versions.Event:
         """Carry out an order that the votes have brought, between two versions. Collective. The newest
         committed version stays where it is (P3)."""
         if self.switch.in_force.due:
@@ -979,11 +979,11 @@ class SnapshotWorker:
                 self._complaints.tell("coming together again failed", error)
         self.control.leave()
         logger.error("the snapshot worker stopped (%s); training goes on without snapshots", self._broke_off)
-        return versions.Parted(self._broke_off)
+        return versions.RejoinFailed(self._broke_off)
 
-    def _agree_where_to_go_on(self, state: State) -> versions.Met:
+    def _agree_where_to_go_on(self, state: RankState) -> versions.Rejoined:
         """Collective."""
-        mine = versions.Standing(state.newest, state.slots.committed_label, self.votes.stop_step)
+        mine = versions.RejoinState(state.newest, state.slots.committed_label, self.votes.stop_step)
         told = self.control.gather_bytes(_STANDING.dump_json(mine))
         agreed = versions.resume_from(list(map(_STANDING.validate_json, told)))
         self.votes.resync(agreed.stop_step)
@@ -993,17 +993,17 @@ class SnapshotWorker:
         self._unmap()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version
         logger.warning("snapshots continue after %s; the versions up to there were given up", agreed.newest)
-        return versions.Met(agreed.newest, agreed.committed)
+        return versions.Rejoined(agreed.newest, agreed.committed)
 
 
-def _attempt(act: Callable[[], object]) -> Cause | None:
+def _attempt(act: Callable[[], object]) -> SkipCause | None:
     """Why it failed; None if it did not. Only a lost peer (TransferError) is raised."""
     try:
         act()
     except TransferError:
         raise
     except Exception as error:  # whatever it is, training and peers go on (P6)
-        return Cause.of(error)
+        return SkipCause.of(error)
     return None
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from reft.errors import UnsupportedStateError
-from reft.protect.host_adam import AdamRecipe, StepRecord, recipe_of, step_of
+from reft.protect.host_adam import AdamRecipe, OwnerStep, recipe_of, step_of
 from reft.state.adapters import BF16Adapter, StateAdapter, ZeroAdapter
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
@@ -48,7 +48,7 @@ class GradientCapture:
         self._fence = fence
         self._adapter = adapter
         self._wrapper = adapter.wrapper
-        self.record: StepRecord | None = None  # of the step that is being made
+        self.record: OwnerStep | None = None  # of the step that is being made
         self.recipe = check_recomputable(adapter)
         bf16 = isinstance(adapter, BF16Adapter)
         groups = "bf16_partitioned_groups" if bf16 else "parallel_partitioned_bit16_groups"
@@ -83,7 +83,7 @@ class GradientCapture:
         self.record = None
         return True
 
-    def take(self, number: int) -> tuple[StepRecord, int | None] | None:
+    def take(self, number: int) -> tuple[OwnerStep, int | None] | None:
         """What is known of the step that was just made, the engine's ``number``-th; afterwards nothing is.
         Returns its record, and the t of Adam if the host knows it; None if the optimizer stepped in a way
         that was not seen."""

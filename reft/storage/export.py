@@ -17,14 +17,14 @@ from reft.state.deepspeed_format import (
 )
 from reft.storage.persist import Files, VersionSource
 from reft.storage.persisted import FileRecord
-from reft.storage.publish import LEADER, SourceBlock, WorkDir
+from reft.storage.publish import LEADER, BlockInFile, WorkDir
 
 
 class Images:
     """The images of one coordinate, read from blocks that tile them (:mod:`reft.recover.decide`)."""
 
-    def __init__(self, blocks: Iterable[SourceBlock]) -> None:
-        self._blocks: dict[Section, list[SourceBlock]] = {s: [] for s in Section}
+    def __init__(self, blocks: Iterable[BlockInFile]) -> None:
+        self._blocks: dict[Section, list[BlockInFile]] = {s: [] for s in Section}
         for block in sorted(blocks, key=lambda b: b.entry.start_bytes):
             self._blocks[block.entry.key.section].append(block)
         self._starts = {s: [b.entry.start_bytes for b in blocks] for s, blocks in self._blocks.items()}

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from reft.durable import sync_directory, write_durably
 from reft.errors import FencedError
-from reft.grid import Label
+from reft.grid import VersionId
 
 _CLAIM = ".incarnation-"
 _POINTER = ".pointer-"
@@ -77,7 +77,7 @@ def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False
 
 @contextmanager
 def switched(
-    directory: Path, job_id: str, writer: int, label: Label, contents: Mapping[str, bytes]
+    directory: Path, job_id: str, writer: int, label: VersionId, contents: Mapping[str, bytes]
 ) -> Iterator[Callable[[], None]]:
     """Make small files ready, ``latest`` among them, to take the place of others. What is given puts them
     there, in their order: what was checked after they were made still holds. It raises FileNotFoundError
@@ -101,13 +101,13 @@ def switched(
                 draft.unlink(missing_ok=True)
 
 
-def remove_drafts(directory: Path, job_id: str, doomed: Callable[[int, Label], bool]) -> None:
+def remove_drafts(directory: Path, job_id: str, doomed: Callable[[int, VersionId], bool]) -> None:
     prefix = f"{_POINTER}{short_name(job_id)}."
     for draft in directory.glob(f"{prefix}*"):
         numbers = draft.name.removeprefix(prefix).split(".")[:3]
         if len(numbers) == 3 and all(map(str.isdecimal, numbers)):
             writer, incarnation, step = map(int, numbers)
-            if doomed(writer, Label(incarnation, step)):
+            if doomed(writer, VersionId(incarnation, step)):
                 draft.unlink(missing_ok=True)
 
 

@@ -33,7 +33,7 @@ from reft.config import FaultPoint, ReftConfig
 from reft.control.wire import Backoff
 from reft.errors import OvertakenError, PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
-from reft.grid import Coordinate, Degrees, Label
+from reft.grid import Coordinate, Degrees, VersionId
 from reft.memory.arena import ARENA_SUFFIX, Arena
 from reft.memory.header import ArenaHeader
 from reft.memory.jobdir import JobDir, recorded_fingerprint
@@ -41,7 +41,7 @@ from reft.storage import fence
 from reft.storage.persisted import FileRecord, PersistedInfo, check_files, job_directory, read_marker, tag_of
 from reft.storage.publish import (
     LEADER,
-    SourceBlock,
+    BlockInFile,
     WorkDir,
     publish,
     read_record,
@@ -96,12 +96,12 @@ class VersionSource:
     """The part of a version that one process writes."""
 
     job_id: str  # job whose state it is
-    label: Label
+    label: VersionId
     degrees: Degrees  # parallel degrees of the job
     # of every coordinate that is written here what it is, and its own blocks: its shard of the replicated
     # image, its owned and its host image, whole; to export it, all of the replicated image
     headers: Mapping[Coordinate, ArenaHeader]
-    blocks: Mapping[Coordinate, Sequence[SourceBlock]]
+    blocks: Mapping[Coordinate, Sequence[BlockInFile]]
     secret: bytes  # authenticates the records that the writing processes exchange
     node: str  # this node, for messages
     fingerprint: str | None = None  # of the job, encoded; None where it is not known
@@ -118,7 +118,7 @@ Export = Callable[[VersionSource, WorkDir, Coordinate, Callable[[int], None]], F
 
 def persist_label(
     job_dir: JobDir,
-    label: Label,
+    label: VersionId,
     config: ReftConfig,
     *,
     stop: threading.Event | None = None,
@@ -175,7 +175,7 @@ class HeldError(OvertakenError):
     """A trainer of this node has the lock of an arena that still holds the version: it may let go of it."""
 
 
-def _tell_overtaken(job_dir: JobDir, label: Label, directory: Path, error: OvertakenError) -> None:
+def _tell_overtaken(job_dir: JobDir, label: VersionId, directory: Path, error: OvertakenError) -> None:
     """This node's part will never come: the others need not wait for it. The record goes with the working
     directory, when the leader writes a newer version."""
     writer = max(label.incarnation, job_dir.noted_incarnation())
@@ -190,7 +190,7 @@ def _tell_overtaken(job_dir: JobDir, label: Label, directory: Path, error: Overt
         logger.info("the other nodes could not be informed that memory moved past %s here: %s", label, cause)
 
 
-def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
+def _pin(job_dir: JobDir, label: VersionId, pins: ExitStack) -> VersionSource:
     """Find the arenas that hold ``label`` and keep writers out of them until ``pins`` is closed."""
     held: dict[Coordinate, tuple[Arena, ArenaHeader]] = {}
     newer: set[Coordinate] = set()
@@ -233,8 +233,8 @@ def _pin(job_dir: JobDir, label: Label, pins: ExitStack) -> VersionSource:
     )
 
 
-def _own_blocks(arena: Arena, header: ArenaHeader) -> list[SourceBlock]:
-    return [SourceBlock(entry, arena.data, str(arena.path)) for entry in header.entries if entry.owner]
+def _own_blocks(arena: Arena, header: ArenaHeader) -> list[BlockInFile]:
+    return [BlockInFile(entry, arena.data, str(arena.path)) for entry in header.entries if entry.owner]
 
 
 # --- the protocol ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 
 from reft.errors import ArenaError, PersistError
-from reft.grid import Degrees, Label
+from reft.grid import Degrees, VersionId
 from reft.memory.arena import Arena
 from reft.storage import fence
 
@@ -48,7 +48,7 @@ class PersistedInfo:
     directory: Path
     tag: str  # name of the checkpoint's directory within it
     job_id: str  # job whose state it is
-    label: Label  # incarnation and step of that state
+    label: VersionId  # incarnation and step of that state
     degrees: Degrees  # parallel degrees of the job
     created_unix_secs: float  # when it was completed
     # layout hash of every coordinate's arena, by coordinate
@@ -93,7 +93,7 @@ def job_directory(directory: Path, job_id: str) -> Path:
     return directory / job_id
 
 
-def tag_of(label: Label) -> str:
+def tag_of(label: VersionId) -> str:
     """DeepSpeed's own tag of a step, so that ``latest`` and people find what they expect."""
     return f"global_step{label.step}"
 
@@ -117,7 +117,7 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
             directory=checkpoint.parent,
             tag=checkpoint.name,
             job_id=content["job_id"],
-            label=Label(int(content["incarnation"]), int(content["step"])),
+            label=VersionId(int(content["incarnation"]), int(content["step"])),
             degrees=Degrees(*(int(n) for n in content["degrees"])),
             created_unix_secs=float(content["created_unix_secs"]),
             layouts=content["layouts"],

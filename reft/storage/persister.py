@@ -22,7 +22,7 @@ from typing import Any
 from reft.config import ReftConfig
 from reft.control.wire import Backoff
 from reft.errors import FencedError, OvertakenError, PersistError, ReftError
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.arena import headers
 from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir
@@ -41,25 +41,25 @@ at different steps choose the same one."""
 class PersistStatus:
     dir: str | None = None  # dir, interval_steps: as the block has them
     interval_steps: int = 0
-    last: Label | None = None  # last, last_path: the newest that is on storage
+    last: VersionId | None = None  # last, last_path: the newest that is on storage
     last_path: str | None = None
-    writing: Label | None = None  # writing, phase: what is being written, and how far
+    writing: VersionId | None = None  # writing, phase: what is being written, and how far
     phase: str | None = None
     # stale_since_step, error: since when none has reached storage, and why
     stale_since_step: int | None = None
     error: str | None = None
     attempts: int = 0  # since one did
     lag_steps: int = 0  # by which storage is older than memory
-    overtaken: Label | None = None  # newest version that memory went on from before it was written
+    overtaken: VersionId | None = None  # newest version that memory went on from before it was written
 
     def update(self, **fields: Any) -> None:
         vars(self).update(fields)
 
     def to_json(self) -> dict[str, Any]:
-        return {n: label_json(v) if isinstance(v, Label) else v for n, v in list(vars(self).items())}
+        return {n: label_json(v) if isinstance(v, VersionId) else v for n, v in list(vars(self).items())}
 
 
-def label_json(label: Label | None) -> dict[str, int] | None:
+def label_json(label: VersionId | None) -> dict[str, int] | None:
     return None if label is None else {"incarnation": label.incarnation, "step": label.step}
 
 
@@ -71,18 +71,18 @@ class Persister:
         self.status = PersistStatus()
         self._persist = persist
         self._changed = threading.Condition()
-        self._due: Label | None = None
-        self._asked: dict[Label, Future[str]] = {}
+        self._due: VersionId | None = None
+        self._asked: dict[VersionId, Future[str]] = {}
         self._backoff = Backoff(*_RETRY_SECS)
         self._closing = False
         self._stop = threading.Event()
-        self._newest: Label | None = None
-        self._told: Label | None = None  # the version whose lag was warned of
-        self._unprotected: tuple[Label | None, bool] = (None, False)
+        self._newest: VersionId | None = None
+        self._told: VersionId | None = None  # the version whose lag was warned of
+        self._unprotected: tuple[VersionId | None, bool] = (None, False)
         self.config: ReftConfig | None = None
         self._fenced = (0, "")
-        self._refused: Label | None = None  # the version that storage did not take last
-        self._missed: Label | None = None  # the first version that memory overtook since one was written
+        self._refused: VersionId | None = None  # the version that storage did not take last
+        self._missed: VersionId | None = None  # the first version that memory overtook since one was written
         self.progress: PersistProgress | None = None  # of what is being written, as it was told last
 
     def configure(self, config: ReftConfig) -> None:
@@ -107,7 +107,7 @@ class Persister:
             self._changed.notify()
             self._changed.wait_for(lambda: self.status.writing is None, timeout=_CLOSE_SECS)
 
-    def offer(self, label: Label, *, unprotected: bool | None = None, due: bool = False) -> None:
+    def offer(self, label: VersionId, *, unprotected: bool | None = None, due: bool = False) -> None:
         """A version is committed in memory; takes it if it is due and newer. ``unprotected``: memory no
         longer survives the loss of a node, so that the first such version is due at once, whatever the
         interval. None: not known, as before. ``due``: the ranks agreed that it goes to storage."""
@@ -142,17 +142,17 @@ class Persister:
                     *(label.step, label.step - lag, interval, self.config.persist.dir),
                 )
 
-    def _lag(self) -> tuple[int, Label | None]:
+    def _lag(self) -> tuple[int, VersionId | None]:
         """Steps from the oldest version that was due and is not on storage to the newest one in memory."""
         newest, stale = self._newest, self.status.stale_since_step
         if newest is None:
             return 0, None
         due = [v for v in (self.status.writing, self._due) if v and v.incarnation == newest.incarnation]
-        due += [] if stale is None else [Label(newest.incarnation, stale)]
+        due += [] if stale is None else [VersionId(newest.incarnation, stale)]
         waits = min(due, default=None)
         return (0 if waits is None else max(0, newest.step - waits.step)), waits
 
-    def _falls(self, label: Label, unprotected: bool | None) -> bool:
+    def _falls(self, label: VersionId, unprotected: bool | None) -> bool:
         """Whether ``label`` is the first version that does not survive the loss of a node. Told by every
         trainer of the node; what is said of an older version than the newest comes late."""
         since, before = self._unprotected
@@ -161,7 +161,7 @@ class Persister:
         self._unprotected = label, unprotected
         return unprotected and not before
 
-    def _must_again(self, label: Label) -> bool:
+    def _must_again(self, label: VersionId) -> bool:
         """Whether nothing is on storage yet that stands in for a memory that does not survive the loss of a
         node, and ``label`` is to be tried (P3)."""
         failing = self._missed is not None or self.status.stale_since_step is not None
@@ -175,12 +175,12 @@ class Persister:
         newest, why = self._fenced
         return why if newest > max(incarnation, self._job_dir.noted_incarnation()) else ""
 
-    def wants(self, label: Label) -> bool:
+    def wants(self, label: VersionId) -> bool:
         """Whether there is a directory to persist to, and ``label`` is newer than what is there."""
         last = self.status.last
         return bool(self.config and self.config.persist.dir is not None) and (last is None or label > last)
 
-    def persist_and_wait(self, label: Label, timeout_secs: float) -> str:
+    def persist_and_wait(self, label: VersionId, timeout_secs: float) -> str:
         """Persist ``label`` next, whether due or not; several callers share one attempt."""
         if self.config is None or self.config.persist.dir is None:
             raise PersistError(
@@ -215,7 +215,7 @@ class Persister:
             with self._changed:
                 self._changed.notify_all()
 
-    def _attempt(self, label: Label, config: ReftConfig) -> None:
+    def _attempt(self, label: VersionId, config: ReftConfig) -> None:
         try:
             path = self._persist(
                 *(self._job_dir, label, config), stop=self._stop, progress=self._tell_progress
@@ -232,7 +232,7 @@ class Persister:
         self.progress = progress
         self.status.update(phase=progress.phase)
 
-    def _succeeded(self, label: Label, path: str) -> None:
+    def _succeeded(self, label: VersionId, path: str) -> None:
         if self.status.stale_since_step is not None:
             logger.warning("checkpoints are written again: %s is in %s", label, path)
         newest = max(label, self.status.last or label)
@@ -255,7 +255,7 @@ class Persister:
         if future is not None and not future.cancelled():
             future.set_result(path)
 
-    def _failed(self, label: Label, error: Exception) -> None:
+    def _failed(self, label: VersionId, error: Exception) -> None:
         message = f"{type(error).__name__}: {error}"
         if isinstance(error, FencedError):
             self._fenced = error.newest, str(error)
@@ -280,7 +280,7 @@ class Persister:
                     lambda: self._closing or self._asked or self._due != label, timeout=self._backoff.failed()
                 )
 
-    def _fail(self, label: Label, message: str, since: Label) -> None:
+    def _fail(self, label: VersionId, message: str, since: VersionId) -> None:
         persist = self.status
         if message != persist.error:
             logger.warning(
@@ -290,7 +290,7 @@ class Persister:
         stale = persist.stale_since_step if persist.stale_since_step is not None else since.step
         self.status.update(writing=None, phase=None, stale_since_step=stale, error=message)
 
-    def _overtaken(self, label: Label, message: str, gone: bool) -> None:
+    def _overtaken(self, label: VersionId, message: str, gone: bool) -> None:
         """Storage is well: the next version that is due takes the place of this one. Only where none is
         written in between do checkpoints become stale."""
         if gone:
@@ -307,6 +307,6 @@ class Persister:
         self.status.update(writing=None, phase=None)
 
 
-def committed_labels(job_dir: JobDir) -> set[Label]:
+def committed_labels(job_dir: JobDir) -> set[VersionId]:
     found = headers(job_dir.path, job_dir.secret, job_dir.job_id)
     return {header.label for _, header in found if header.state is ArenaState.COMMITTED}

@@ -36,7 +36,7 @@ from typing import Any
 from reft.control.wire import is_same, mac
 from reft.durable import sync_directory, write_durably
 from reft.errors import AuthenticationError, PersistError
-from reft.grid import Coordinate, Label, aligned, given_up
+from reft.grid import Coordinate, VersionId, aligned, given_up
 from reft.memory.header import (
     ArenaHeader,
     ArenaState,
@@ -75,10 +75,10 @@ _PERSON = b"reft-persist"
 class WorkDir:
     root: Path
     job_id: str
-    label: Label
+    label: VersionId
 
     @classmethod
-    def of(cls, directory: Path, job_id: str, label: Label, writer: int = 0) -> WorkDir:
+    def of(cls, directory: Path, job_id: str, label: VersionId, writer: int = 0) -> WorkDir:
         """Of a version that a start of the job writes: its own, or an earlier one's that memory holds."""
         writer = max(writer, label.incarnation)
         name = f".{tag_of(label)}.{label.incarnation}.{writer}-{short_name(job_id)}.tmp"
@@ -110,12 +110,12 @@ class WorkDir:
         for path in self.root.parent.glob(f".global_step*.*.*-{suffix}"):
             step, incarnation, _ = path.name.split("-")[0].removeprefix(".global_step").split(".")
             if path != self.root and step.isdecimal() and incarnation.isdecimal():
-                found.append(WorkDir(path, self.job_id, Label(int(incarnation), int(step))))
+                found.append(WorkDir(path, self.job_id, VersionId(int(incarnation), int(step))))
         return found
 
 
 @dataclass(frozen=True)
-class SourceBlock:
+class BlockInFile:
     entry: Entry  # which block it is, and the checksum taken when its bytes were copied
     buffer: memoryview  # the data region that holds it at ``entry.arena_offset``, as it is now
     origin: str  # where that lies, for messages
@@ -137,7 +137,7 @@ class SourceBlock:
 def write_arena(
     path: Path,
     header: ArenaHeader,
-    blocks: Sequence[SourceBlock],
+    blocks: Sequence[BlockInFile],
     on_block: Callable[[int], None] = lambda nbytes: None,
 ) -> FileRecord:
     """Write an arena of these blocks, one after the other, and flush it to storage. It is read as one in
@@ -247,7 +247,7 @@ def publish(
     prune(info, keep)
 
 
-def refuse_stale(directory: Path, job_id: str, label: Label) -> None:
+def refuse_stale(directory: Path, job_id: str, label: VersionId) -> None:
     """Refuse to write where a newer incarnation, or a newer version, of the job has already written."""
     tag = latest_tag(directory)
     named = read_marker(directory / tag) if tag else None
@@ -334,7 +334,7 @@ def prune(info: PersistedInfo, keep: int) -> None:
             remove_checkpoint(old.path, old.label)
 
 
-def remove_checkpoint(path: Path, label: Label) -> None:
+def remove_checkpoint(path: Path, label: VersionId) -> None:
     """Remove a checkpoint directory. It changes its name first, so that what is left of an interrupted
     removal is neither taken for a checkpoint nor left for good. ``label``: of the version to remove:
     another one, which has taken its name meanwhile, gets it back."""

@@ -28,12 +28,12 @@ from reft.errors import ConfigError
 from reft.profile.result import (
     PROFILE_FILE,
     Activity,
-    Beside,
     MeasuredWindow,
+    Overlap,
+    Percentiles,
     ProfileError,
     ProfileResult,
     RankStep,
-    Spread,
     StageProfile,
 )
 from reft.refusal import Parser
@@ -231,7 +231,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
 
 
-def _ms(spread: Spread | None) -> str:
+def _ms(spread: Percentiles | None) -> str:
     return "–" if spread is None or spread.p50 == 0 else f"{spread.p50 * 1e3:.2f}"
 
 
@@ -495,7 +495,7 @@ def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
     room, secs = stage.bytes_fit, sum(stage.copying_secs.values())
     lines = [f"idle {percent(stage.idle_share)} of the step"]
     if secs:
-        idle = stage.copying_secs.get(Beside.IDLE, 0.0) / secs
+        idle = stage.copying_secs.get(Overlap.IDLE, 0.0) / secs
         lines.append(f"copying {milliseconds(secs)}, {percent(idle)} of it in idle time")
     amounts = [f"{decimal(int(n))} to copy"] if (n := stage.copied_bytes or stage.snapshot_bytes) else []
     amounts += [f"{decimal(room)} fit"] if room is not None else []
@@ -509,10 +509,10 @@ def verdict(result: ProfileResult) -> str:
     if not any(stage.copied_bytes for stage in result.stages):
         return "No snapshots ran in the profiled steps"
     held_up = max(stage.held_up_secs for stage in result.stages) / result.step_secs.p50
-    secs = {place: sum(stage.copying_secs.get(place, 0.0) for stage in result.stages) for place in Beside}
+    secs = {place: sum(stage.copying_secs.get(place, 0.0) for stage in result.stages) for place in Overlap}
     idle, moving, computing = (
         secs[place] / max(1e-12, sum(secs.values()))
-        for place in (Beside.IDLE, Beside.COMMUNICATION, Beside.COMPUTATION)
+        for place in (Overlap.IDLE, Overlap.COMMUNICATION, Overlap.COMPUTATION)
     )
     if held_up > _MUCH_HELD_UP:
         return (

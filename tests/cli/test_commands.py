@@ -17,9 +17,9 @@ import reft
 from reft import cli
 from reft.cli import COMMANDS, EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
 from reft.config import explain
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
-from reft.node.advice import Speed, situation
+from reft.node.advice import SpeedSample, situation
 from reft.node.client import NodeMemory
 from reft.node.daemon import NodeStatus
 from reft.node.progress import ProgressPage
@@ -32,8 +32,8 @@ from reft.node.report import (
     RESUMED,
     STARTED,
     STEPPED,
-    Board,
     NodeReport,
+    ReportBoard,
     note,
     read_board,
 )
@@ -278,7 +278,7 @@ def running(tmp_path: Path, *nodes: str, **facts: object) -> JobDir:
     job = ended(tmp_path)
     write_json(job.path / DAEMON_FILE, process_identity(os.getpid()))
     reports = tuple(NodeReport(node=n, domain=n, step=3, steps_per_sec=2.5) for n in nodes)
-    board = Board(job_id="job", nodes=reports, written_unix_secs=time.time()).model_copy(update=facts)
+    board = ReportBoard(job_id="job", nodes=reports, written_unix_secs=time.time()).model_copy(update=facts)
     write_json(job.path / BOARD_FILE, board.model_dump(mode="json"))
     return job
 
@@ -316,7 +316,7 @@ def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     status = NodeStatus(ended(tmp_path).path, {}, PersistStatus())
-    status.committed(Label(1, 3))
+    status.committed(VersionId(1, 3))
     for rank in (0, 1):
         traffic = {"to_host": {"shard": 2**20, "parity": 512}, "sent": {"host_state": 2048 * rank}}
         status.trainer(rank, stats={"traffic": traffic})
@@ -640,7 +640,7 @@ def test_watching_through_a_pipe_prints_until_interrupted(tmp_path: Path) -> Non
 def test_watching_a_job_that_ends_well_is_well_before_its_memory_is_removed_too(tmp_path: Path) -> None:
     job = ended(tmp_path)
     report = NodeReport(node=job.node, domain="a", left=True, why=ENDED_WELL)
-    board = Board(job_id="job", nodes=(report,))
+    board = ReportBoard(job_id="job", nodes=(report,))
     write_json(job.path / BOARD_FILE, board.model_dump(mode="json"))
     answer = asked(tmp_path, "--watch", "--json")
     assert (answer.code, answer.json["ended"]) == (EXIT_WELL, "it ended well")
@@ -683,7 +683,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.undo()
     nodes = [NodeReport(node=n, domain=n, steps_per_sec=1.9) for n in "abc"]
     nodes.append(NodeReport(node="s", domain="s", spare=True))
-    board = Board(job_id="job", nodes=tuple(nodes), written_unix_secs=time.time())
+    board = ReportBoard(job_id="job", nodes=tuple(nodes), written_unix_secs=time.time())
     write_json(path / BOARD_FILE, board.model_dump(mode="json"))
     return path
 
@@ -701,7 +701,7 @@ def test_what_the_nodes_have_noted_is_understood(job: Path) -> None:
     # 150 steps with two nodes in 120 s, of which training takes what the start left; then as told now.
     assert [speed.workers for speed in seen.speeds] == [2, 3, 3]
     assert 150 / 120 <= seen.speeds[0].per_sec <= 150 / 99
-    assert seen.speeds[-1] == Speed(3, 1.9)
+    assert seen.speeds[-1] == SpeedSample(3, 1.9)
     assert seen.memory[0].node == "a"
 
 

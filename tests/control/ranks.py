@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from reft.control.control import Overlay, connect
+from reft.control.control import TreeTransport, connect
 from reft.errors import TransferError
 
 DEADLINE_SECS = 120.0
@@ -57,13 +57,13 @@ def failure_of(act: Callable[[], Any]) -> str:
     return ""
 
 
-def join(store: Table, rank: int, ranks: int = 2, node: str = "a", **options: Any) -> Overlay:
+def join(store: Table, rank: int, ranks: int = 2, node: str = "a", **options: Any) -> TreeTransport:
     """A rank, which would wait for long."""
     options = {"prefix": "x", "secret": SECRET, "timeout_secs": 2 * DEADLINE_SECS, **options}
     return connect(store, options.pop("prefix"), rank=rank, world_size=ranks, node=node, **options)
 
 
-def connected(nodes: list[str]) -> list[Overlay]:
+def connected(nodes: list[str]) -> list[TreeTransport]:
     store = Table()
     return on_all(lambda rank: join(store, rank, len(nodes), nodes[rank]), len(nodes))
 

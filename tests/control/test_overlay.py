@@ -18,14 +18,14 @@ import msgpack
 import pytest
 
 from reft.control import control, transport
-from reft.control.control import Overlay, shared_secret
+from reft.control.control import TreeTransport, shared_secret
 from reft.control.transport import (
     FANOUT,
     PART_BYTES,
     Buffers,
     Endpoint,
-    Limits,
-    Reception,
+    ReceiveQueue,
+    TransferLimits,
     Tree,
     children_of,
     parent_of,
@@ -37,7 +37,7 @@ from .ranks import DEADLINE_SECS, SECRET, Table, connected, failure_of, join, on
 
 
 @pytest.fixture
-def overlays(request: pytest.FixtureRequest) -> Iterator[list[Overlay]]:
+def overlays(request: pytest.FixtureRequest) -> Iterator[list[TreeTransport]]:
     made = connected(request.param)
     yield made
     for one in made:
@@ -154,7 +154,7 @@ def test_every_place_but_the_first_is_a_child_of_one(size: int) -> None:
 
 
 @pytest.mark.parametrize("overlays", [["a"], per_node(20, 2), per_node(1, 20)], indirect=True, ids=len)
-def test_collectives_give_every_rank_the_same(overlays: list[Overlay]) -> None:
+def test_collectives_give_every_rank_the_same(overlays: list[TreeTransport]) -> None:
     world_size = len(overlays)
     found = on_all(lambda r: overlays[r].reduce_min([r + 1, -r, 2**62]), world_size)
     assert found == [[1, 1 - world_size, 2**62]] * world_size
@@ -164,7 +164,7 @@ def test_collectives_give_every_rank_the_same(overlays: list[Overlay]) -> None:
 
 
 @pytest.mark.parametrize("overlays", [per_node(2, 1)], indirect=True, ids=["2x1"])
-def test_p6_a_peer_that_sends_nothing_is_named(overlays: list[Overlay]) -> None:
+def test_p6_a_peer_that_sends_nothing_is_named(overlays: list[TreeTransport]) -> None:
     """Before it has connected, and after."""
     missing: queue.Queue[list[str]] = queue.Queue()
     overlays[1].limits.patience_secs = 0.1
@@ -193,7 +193,7 @@ def test_p6_who_stands_still_in_the_middle_of_a_message_is_named_and_the_rest_of
     with ThreadPoolExecutor(2) as pool:
         end = pool.submit(Channel, theirs, SECRET, server=False, line="the line", handshake_secs=60.0)
         channel = Channel(ours, SECRET, server=True, line="the line", handshake_secs=60.0)
-        root = Tree(0, None, [channel], Limits(DEADLINE_SECS, 0.3))
+        root = Tree(0, None, [channel], TransferLimits(DEADLINE_SECS, 0.3))
         leaf = end.result(DEADLINE_SECS)
         root.links[0].peer = "rank 1"
         root.limits.on_silence = lambda missing, secs: named.set() if missing == ["rank 1"] else None
@@ -223,7 +223,7 @@ def test_p11_an_endpoint_that_another_wrote_is_not_unpacked(monkeypatch: pytest.
 
 
 def test_p11_who_knows_a_door_but_not_the_secret_takes_no_place() -> None:
-    reception = Reception(0, "a", SECRET)
+    reception = ReceiveQueue(0, "a", SECRET)
     try:
         for endpoint in (reception.endpoint.local, reception.endpoint.remote):
             with pytest.raises(AuthenticationError):
@@ -238,7 +238,7 @@ def test_p11_who_knows_a_door_but_not_the_secret_takes_no_place() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("overlays", [per_node(2, 1)], indirect=True, ids=["2x1"])
-def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[Overlay]) -> None:
+def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[TreeTransport]) -> None:
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -256,7 +256,7 @@ def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[Ov
 
 
 def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_waited_for() -> None:
-    caller = Reception(0, "a", SECRET)
+    caller = ReceiveQueue(0, "a", SECRET)
     listener = listen_locally(f"reft-test-{random.getrandbits(64)}")
     name = f"@{listener.getsockname()[1:].decode()}"
     nobody = socket.socket()
@@ -287,7 +287,7 @@ def test_p6_a_handshake_that_was_cut_off_is_tried_again_and_who_left_is_not_wait
 
 def test_hosts_of_one_name_meet_over_tcp() -> None:
     """Another host's Unix sockets lead nowhere, though its ranks give their node the same name."""
-    caller, called = Reception(0, "localhost", SECRET), Reception(1, "localhost", SECRET)
+    caller, called = ReceiveQueue(0, "localhost", SECRET), ReceiveQueue(1, "localhost", SECRET)
     elsewhere = f"@reft-test-{random.getrandbits(64)}"
     deadline = time.monotonic() + DEADLINE_SECS
     line = caller.call(replace(called.endpoint, local=elsewhere), "tree", deadline)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.control.control import Overlay
+from reft.control.control import TreeTransport
 from reft.control.mpi import require_threads
 from reft.errors import ConfigError
 from tests import mpi
@@ -28,7 +28,7 @@ def test_contract_over_sockets(case: str, tmp_path: Path) -> None:
     def one(rank: int) -> None:
         numbers = itertools.count()
 
-        def open_next() -> Overlay:
+        def open_next() -> TreeTransport:
             return join(store, rank, SIZE, f"node{rank // 2}", prefix=f"x/{next(numbers)}")
 
         CASES[case](Rank(rank, SIZE, open_next, tmp_path))

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 import reft
 from reft.data import loading
 from reft.data import order as batches
-from reft.data.order import JobPosition, Order
+from reft.data.order import JobPosition, SampleOrder
 from reft.engine.checks.start import check_orders
 from reft.engine.data import DataPosition
 from reft.errors import ConfigError
@@ -345,7 +345,7 @@ def test_p8_every_step_trains_on_its_samples_whatever_happens_in_whatever_turns(
     attacked = Attacked(job, random.Random(seed), workers)
     for _ in range(300 if workers else 600):
         attacked.act()
-    order = Order(SIZE, 5, shuffle=True)
+    order = SampleOrder(SIZE, 5, shuffle=True)
     for number, samples in enumerate(attacked.history):
         wanted = [sample for _, sample in order.part(number * STEP, STEP, slice(None))]
         assert samples == sorted(wanted), f"step {number}"
@@ -411,7 +411,7 @@ def test_p8_replicas_that_do_not_wait_for_each_other_read_every_sample_once(
     store = HashStore()
     monkeypatch.setattr(batches, "job_store", lambda replicas: store)
     monkeypatch.setattr(batches, "readers", lambda replicas: replicas)
-    order = Order(WHOLE * STEPS, 0, shuffle=False)
+    order = SampleOrder(WHOLE * STEPS, 0, shuffle=False)
     made = [batches.SharedBatches(order, EACH, WHOLE, drop_last=False, name="read") for _ in turns]
     taken = [one.begin_at(JobPosition(), (replica, 3), 0) for replica, one in enumerate(made)]
     seen = [sample for replica in turns for keys in made[replica] for _, sample in keys]

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 import reft
-from reft.data.order import Deal, JobPosition, Order
+from reft.data.order import EpochPartition, JobPosition, SampleOrder
 from reft.data.passes import dealt_by
 from reft.data.watch import LOADERS
 from reft.engine.data import LEFT, DataPosition, move_data
@@ -63,7 +63,7 @@ def lives(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
     return draw(st.lists(one, min_size=1, max_size=6))
 
 
-def read(deal: Deal, order: Order, at: JobPosition) -> tuple[list[list[Key]], JobPosition]:
+def read(deal: EpochPartition, order: SampleOrder, at: JobPosition) -> tuple[list[list[Key]], JobPosition]:
     while not (count := deal.next(at)):
         at = deal.next_pass(at)
     parts = [order.part(at.consumed, count, deal.part(count, rank)) for rank in range(deal.dp_size)]
@@ -72,10 +72,10 @@ def read(deal: Deal, order: Order, at: JobPosition) -> tuple[list[list[Key]], Jo
 
 def test_the_samples_of_a_step_are_those_of_every_degree() -> None:
     """Twelve samples a step: as 4 x 3, 3 x 4, 2 x 3 x 2 and so on."""
-    order = Order(600, 1, shuffle=True)
+    order = SampleOrder(600, 1, shuffle=True)
     found = set()
     for degree, batch, micro_batches in ((4, 3, 1), (3, 4, 1), (2, 3, 2), (1, 4, 3), (12, 1, 1)):
-        deal, at, steps = Deal(600, batch, degree, True), JobPosition(), []
+        deal, at, steps = EpochPartition(600, batch, degree, True), JobPosition(), []
         for _ in range(20):
             step: list[Key] = []
             for _ in range(micro_batches):

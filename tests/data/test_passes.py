@@ -33,8 +33,8 @@ from torch.utils.data import (
 
 import reft
 from reft.data import watch as watching
-from reft.data.passes import Pass, Position
-from reft.data.watch import Resuming, Watch
+from reft.data.passes import LoaderIterator, Position
+from reft.data.watch import LoaderHook, ResumePhase
 from reft.engine.data import difference
 from reft.engine.deepspeed import session_of
 from reft.state.blob import capture_rng, restore_host_rng
@@ -204,7 +204,9 @@ def train() -> float:
     return float(torch.rand(())) + random.random() + float(np.random.rand())
 
 
-def passes(watch: Watch, loader: DataLoader[Any], first: Pass | None = None) -> Iterator[tuple[Pass, Any]]:
+def passes(
+    watch: LoaderHook, loader: DataLoader[Any], first: LoaderIterator | None = None
+) -> Iterator[tuple[LoaderIterator, Any]]:
     while True:
         one = watch.open(loader) if first is None else first
         first = None
@@ -218,7 +220,7 @@ def numbers(batch: Any) -> list[float]:
 
 
 def undisturbed(name: str, batches: int) -> list[tuple[list[float], bytes, dict[str, Any]]]:
-    watch, loader = Watch(), LOADERS[name]()
+    watch, loader = LoaderHook(), LOADERS[name]()
     seed(1)
     found = []
     for one, batch in itertools.islice(passes(watch, loader), batches):
@@ -233,7 +235,7 @@ def test_p8_from_any_batch_on_the_pass_and_the_next_are_the_same(name: str) -> N
     for stop in (0, 3, 9, 16) if name in SLOW else range(20):
         _, position, rng = found[stop]
         seed(99)
-        watch, loader = Watch(), LOADERS[name]()
+        watch, loader = LoaderHook(), LOADERS[name]()
         torch.rand(3)  # the script draws what it likes before it is where it was
         first = watch.begin_at(loader, Position(**decode(position)))
         restore_host_rng(rng)
@@ -257,8 +259,8 @@ def test_p8_a_script_that_skips_by_itself_leaves_no_trace(name: str) -> None:
         at_once = {0} if position.complete else set()
         for skip in {position.taken, stop + 1} | at_once:
             seed(1)
-            watch, loader = Watch(), LOADERS[name]()
-            watch.resuming = Resuming(position, rng, lambda: True)
+            watch, loader = LoaderHook(), LOADERS[name]()
+            watch.resuming = ResumePhase(position, rng, lambda: True)
             data = (batch for _, batch in passes(watch, loader))
             for _ in range(skip):
                 next(data)

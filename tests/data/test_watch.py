@@ -13,7 +13,7 @@ from deepspeed.utils import RepeatingLoader
 from torch.utils.data import DataLoader, RandomSampler
 
 import reft
-from reft.data.passes import Skipping
+from reft.data.passes import SkippingSampler
 from reft.state.blob import capture_rng, restore_rng
 from tests.data.life import BATCH, BATCHES, SAMPLES, Engine, Life, Pipeline
 from tests.megatron.samplers import Sampler
@@ -251,7 +251,7 @@ def test_what_is_copied_or_pickled_lacks_nothing_but_attributes(begin: Any) -> N
     loader = reft.resumable(loader_of(range(SAMPLES)), name="copied")
     for made in (loader, iter(loader)):
         assert not hasattr(object.__new__(type(made)), "no_such_thing")
-    skipping = copy.copy(Skipping(loader.sampler, 1))
+    skipping = copy.copy(SkippingSampler(loader.sampler, 1))
     assert not hasattr(skipping, "no_such_thing")
     assert list(copy.copy(loader).batch_sampler.sampler) != []
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.job_events import EventReader
 from reft.errors import ConfigError
-from reft.tools.demo.command import Failure, Job, deepspeed_config, loss_difference, parse
+from reft.tools.demo.command import DemoJob, NodeFailure, deepspeed_config, loss_difference, parse
 
 STEPS = 6
 
@@ -22,7 +22,7 @@ class Recorder:
     def __init__(self, directory: Path, name: str) -> None:
         options = parse(["--steps", str(STEPS), "--pp", "1", "--kill", "none"])
         self.said: list[str] = []
-        self.job = Job(options, name, directory, directory, lambda text, style: self.said.append(text))
+        self.job = DemoJob(options, name, directory, directory, lambda text, style: self.said.append(text))
         self._events = directory / "events"
         self._events.mkdir()
 
@@ -34,7 +34,7 @@ class Recorder:
     def step(self, rank: int, pid: int, step: int, time: float, loss: float) -> None:
         self.write("rank", rank, pid, "step", time, step=step, loss=loss, loss_hex=loss.hex())
 
-    def read(self) -> Job:
+    def read(self) -> DemoJob:
         self.job.take_in()
         return self.job
 
@@ -44,7 +44,7 @@ def loss_at(step: int) -> float:
 
 
 @pytest.fixture
-def reference(tmp_path: Path) -> Job:
+def reference(tmp_path: Path) -> DemoJob:
     recorder = Recorder(tmp_path / "reference", "reference")
     for step in range(1, STEPS + 1):
         for rank in (0, 1):
@@ -57,7 +57,7 @@ def disturbed(tmp_path: Path) -> Recorder:
     """Four steps, three commits; killed in step 5; resumed from step 3, so that step 4 is computed twice;
     then to the end."""
     recorder = Recorder(tmp_path / "training", "training")
-    recorder.job.failures.append(Failure(step=4, node=1, time=104.5))
+    recorder.job.failures.append(NodeFailure(step=4, node=1, time=104.5))
     for start, first_pid, steps in ((1, 10, range(1, 5)), (2, 20, range(4, STEPS + 1))):
         for rank in (0, 1):
             began = 100.0 * start
@@ -85,7 +85,7 @@ def disturbed(tmp_path: Path) -> Recorder:
     return recorder
 
 
-def test_a_recovery_is_measured_from_the_failure_to_the_first_step(disturbed: Recorder, reference: Job):
+def test_a_recovery_is_measured_from_the_failure_to_the_first_step(disturbed: Recorder, reference: DemoJob):
     (recovery,) = disturbed.read().report(reference.losses, None)["recoveries"]
     assert (recovery["source"], recovery["version"]) == ("memory", 3)
     assert recovery["lost_steps"] == 1, "step 4 was committed, and not found"
@@ -96,7 +96,9 @@ def test_a_recovery_is_measured_from_the_failure_to_the_first_step(disturbed: Re
     )
 
 
-def test_versions_are_summed_over_incarnations_and_equal_bits_are_good(disturbed: Recorder, reference: Job):
+def test_versions_are_summed_over_incarnations_and_equal_bits_are_good(
+    disturbed: Recorder, reference: DemoJob
+):
     report = disturbed.read().report(reference.losses, None)
     assert report["snapshots"] == {"committed": 3 + 3, "skipped": 1}
     assert (report["good"], report["max_abs_loss_difference"], report["tolerance"]) == (True, 0.0, 1)
@@ -116,7 +118,7 @@ def test_versions_are_summed_over_incarnations_and_equal_bits_are_good(disturbed
         ((0, 20, 6), math.nan, math.inf),
     ],
 )
-def test_one_bit_is_a_difference(disturbed: Recorder, reference: Job, rank_pid_step, loss, difference):
+def test_one_bit_is_a_difference(disturbed: Recorder, reference: DemoJob, rank_pid_step, loss, difference):
     disturbed.step(*rank_pid_step, 104.2, loss)
     report = disturbed.read().report(reference.losses, None)
     assert report["max_abs_loss_difference"] == pytest.approx(difference)
@@ -142,9 +144,13 @@ def test_a_torn_line_waits_for_its_end(tmp_path: Path):
 
 def test_default_is_pp2_dp2_on_four_nodes_and_loses_one_of_them():
     options = parse([])
-    assert (options.pp, options.dp, options.kills) == (2, 2, (Failure(9, 1),))
+    assert (options.pp, options.dp, options.kills) == (2, 2, (NodeFailure(9, 1),))
     assert parse(["--steps", "1"]).kills == parse(["--kill", "none"]).kills == ()
-    assert parse(["--kill", "14:0,9:1,9:3"]).kills == (Failure(9, 1), Failure(9, 3), Failure(14, 0))
+    assert parse(["--kill", "14:0,9:1,9:3"]).kills == (
+        NodeFailure(9, 1),
+        NodeFailure(9, 3),
+        NodeFailure(14, 0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +197,7 @@ def test_a_restored_state_is_told_once_with_what_came_from_peers(tmp_path: Path)
     assert "1.51 MB from the nodes' own memory, 1.51 MB from peers" in said
 
 
-def test_the_restored_state_is_no_further_commit(disturbed: Recorder, reference: Job) -> None:
+def test_the_restored_state_is_no_further_commit(disturbed: Recorder, reference: DemoJob) -> None:
     disturbed.write("reft", 0, 20, "commit", 203.5, step=3)
     report = disturbed.read().report(reference.losses, None)
     assert report["snapshots"]["committed"] == STEPS

@@ -16,7 +16,7 @@ import torch
 
 from reft.config import HasConfig, Variant
 from reft.device import Vendor
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.arena import scan
 from reft.snapshot import worker as worker_module
 from reft.snapshot.copying.copier import Copier, StagingArea
@@ -80,7 +80,7 @@ class Job:
         self.stats = self.worker.watchers.stats
         self.images = LiveImages(SectionImage([("state", self.state)]), SectionImage([]), "layout")
 
-    def note(self, label: Label) -> None:
+    def note(self, label: VersionId) -> None:
         self.content[label.step] = self.committed()[label.step]
 
     def step(self, number: int, variant: Variant) -> SnapshotRequest:
@@ -99,7 +99,7 @@ class Job:
     def hand_over(self, number: int, variant: Variant) -> SnapshotRequest:
         first = number == 1  # memory is reserved for it, whatever it takes
         request = SnapshotRequest(
-            Label(1, number), self.images, f"host {number}".encode(), must=first, variant=variant
+            VersionId(1, number), self.images, f"host {number}".encode(), must=first, variant=variant
         )
         self.worker.submit(request)
         if first:
@@ -201,7 +201,7 @@ def test_p2_what_is_written_after_copies_are_queued_and_before_they_are_made_cos
     job.kernel(0.3)  # what is handed over now is copied after that
     counts = job.images.write_counts()
     request = SnapshotRequest(
-        Label(1, 3),
+        VersionId(1, 3),
         job.images,
         b"host 3",
         written=lambda: job.images.written_since(counts),
@@ -254,7 +254,7 @@ def test_a_version_may_begin_until_the_device_is_at_the_write_however_many_steps
         at_fence.clear()
         return secs
 
-    def commit(label: Label) -> None:
+    def commit(label: VersionId) -> None:
         job.note(label)
         assert label.step == 1 or at_fence.wait(WAIT_SECS)
 

@@ -18,7 +18,7 @@ from reft.engine.checks.start import why_inexact
 from reft.engine.deepspeed import session_of
 from reft.errors import UnsupportedStateError
 from reft.protect.host_adam import AdamKind, AdamRecipe
-from reft.snapshot.version import Cause
+from reft.snapshot.version import SkipCause
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import device_or_skip
 from tests.engine.ranks import Mlp, Told, be_a_rank, block_of, commit_every_version, groups, run_ranks
@@ -176,7 +176,7 @@ def missed_version(root: Path, case: dict[str, Any]) -> dict[str, Any]:
 
     def sometimes(request: Any) -> None:
         if request.label.step == 5:
-            request.version = replace(request.version, cause=Cause("missed"))
+            request.version = replace(request.version, cause=SkipCause("missed"))
         submit(request)
 
     watched.session.worker.submit = sometimes

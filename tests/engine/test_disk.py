@@ -15,12 +15,12 @@ from reft.config import PersistConfig, ReftConfig
 from reft.engine.deepspeed import save_with_host_state, session_of
 from reft.engine.load.disk import CheckpointParts, DiskCheckpoint, find_on_disk, in_order, share_of
 from reft.engine.load.memory import write_and_hash
-from reft.grid import Coordinate, Degrees, Label, Section
+from reft.grid import Coordinate, Degrees, Section, VersionId
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
 from reft.memory.jobdir import JobDir
 from reft.memory.stream import PlainHashingCopier, hashing_copier
-from reft.recover.relayout import WHOLE, Held, Parameter
+from reft.recover.relayout import WHOLE, Parameter, RankContents
 from reft.state.catalogue import SectionImage
 from reft.storage.persist import persist_label
 from reft.storage.persisted import STORAGE_KEY, FileRecord
@@ -40,7 +40,7 @@ class Stored(disk_job.Lives):
             return [v for v in found if v["committed"] and v["whole_ranks"] == 2 and v["step"] == step]
 
         wait_for(lambda: bool(committed()), f"a commit of step {step}")
-        label = Label(committed()[0]["incarnation"], step)
+        label = VersionId(committed()[0]["incarnation"], step)
         config = ReftConfig(enabled=True, persist=PersistConfig(dir=self.persist, keep=3))
         persist_label(JobDir.open(self.memory(job)), label, config)
         self.attack(lambda: None)
@@ -87,10 +87,10 @@ def main(root: Path) -> dict[str, Any]:
 
 
 def persisted(incarnation: int, step: int) -> DiskCheckpoint:
-    return DiskCheckpoint(Path("/p"), f"global_step{step}", step, Label(incarnation, step), "job", {})
+    return DiskCheckpoint(Path("/p"), f"global_step{step}", step, VersionId(incarnation, step), "job", {})
 
 
-def users(step: int, label: Label | None = None) -> DiskCheckpoint:
+def users(step: int, label: VersionId | None = None) -> DiskCheckpoint:
     return DiskCheckpoint(Path("/u"), f"global_step{step}", step, label, "job" if label else None)
 
 
@@ -106,23 +106,23 @@ def test_checkpoints_are_tried_newest_first() -> None:
     assert order([persisted(1, 4), persisted(1, 8)], users(6)) == (["p8", "u6", "p4"], 0)
     assert order([persisted(1, 4), persisted(1, 8)], users(9)) == (["u9", "p8", "p4"], 0)
     assert order([persisted(1, 4), persisted(1, 8)], users(2)) == (["p8", "p4", "u2"], 0)
-    assert order([persisted(2, 4), persisted(2, 6)], users(5, Label(2, 5))) == (["p6", "u5", "p4"], 0)
+    assert order([persisted(2, 4), persisted(2, 6)], users(5, VersionId(2, 5))) == (["p6", "u5", "p4"], 0)
 
 
 def test_a_future_that_was_given_up_is_left_out() -> None:
     # Incarnation 2 went back to 4 and on to 6: what 1 had beyond is another future.
     assert order([persisted(1, 4), persisted(1, 8), persisted(2, 6)]) == (["p6", "p4"], 1)
-    assert order([persisted(1, 8), persisted(2, 6)], users(9, Label(1, 9))) == (["p6"], 2)
+    assert order([persisted(1, 8), persisted(2, 6)], users(9, VersionId(1, 9))) == (["p6"], 2)
     # A restart that went on from 8 gave nothing up.
     assert order([persisted(1, 8), persisted(2, 12)]) == (["p12", "p8"], 0)
 
 
 def test_newer_than_memory() -> None:
-    assert persisted(2, 4).newer_than(Label(1, 9))
-    assert not persisted(1, 9).newer_than(Label(2, 4))
-    assert not persisted(1, 9).newer_than(Label(1, 9))
-    assert users(10).newer_than(Label(2, 9))
-    assert not users(9).newer_than(Label(2, 9))
+    assert persisted(2, 4).newer_than(VersionId(1, 9))
+    assert not persisted(1, 9).newer_than(VersionId(2, 4))
+    assert not persisted(1, 9).newer_than(VersionId(1, 9))
+    assert users(10).newer_than(VersionId(2, 9))
+    assert not users(9).newer_than(VersionId(2, 9))
 
 
 def test_every_file_is_read_by_one_rank() -> None:
@@ -204,7 +204,7 @@ def test_p3_what_is_not_tied_of_a_tied_module_is_the_own_stages(
             content = {"bias" if tied else "weight": torch.full((2,), float(pp), dtype=torch.bfloat16)}
             torch.save(content, tmp_path / f"layer_{number:02d}-model_00-model_states.pt")
         parameters = tuple(Parameter(name, (2,), WHOLE) for name in dict.fromkeys(names))
-        held[pp, 0] = Held(parameters, (), (), flat=True)
+        held[pp, 0] = RankContents(parameters, (), (), flat=True)
     tied = [int(layer[:-1]) for layers in stages for layer in layers if layer.endswith("t")]
     parts = CheckpointParts(tmp_path, Degrees(len(stages), 1, 1), held, {"embed": tied})
     for (pp, _), had in held.items():

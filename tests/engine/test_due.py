@@ -14,7 +14,7 @@ import reft
 from reft.config import ReftConfig
 from reft.engine.deepspeed import session_of
 from reft.engine.rates import newest_step
-from reft.grid import Degrees, Label
+from reft.grid import Degrees, VersionId
 from reft.storage.persisted import MARKER_NAME, PersistedInfo, tag_of
 from tests.engine.ranks import be_a_rank, block_of, run_life
 from tests.engine.test_engine import make, train
@@ -61,7 +61,7 @@ def test_a_kill_right_after_a_change_costs_no_more_steps_than_the_interval_was(
         assert rank["path"] == f"memory:due/{goes_on_at}"
 
 
-def store(persist_dir: Path, job: str, label: Label) -> None:
+def store(persist_dir: Path, job: str, label: VersionId) -> None:
     """The marker of a checkpoint, which is all that is looked at."""
     info = PersistedInfo(persist_dir / job, tag_of(label), job, label, Degrees(1, 2, 1), 1.0)
     info.path.mkdir(parents=True)
@@ -74,12 +74,12 @@ def test_storage_counts_from_the_newest_version_that_the_job_did_not_go_back_beh
     )
     assert newest_step(config, 300) == 0
 
-    store(tmp_path, "mine", Label(1, 100))
-    store(tmp_path, "mine", Label(1, 150))
-    store(tmp_path, "another", Label(1, 250))
+    store(tmp_path, "mine", VersionId(1, 100))
+    store(tmp_path, "mine", VersionId(1, 150))
+    store(tmp_path, "another", VersionId(1, 250))
     assert newest_step(config, 300) == 150
     assert newest_step(config, 130) == 100
-    store(tmp_path, "mine", Label(2, 120))  # the job went back to 100
+    store(tmp_path, "mine", VersionId(2, 120))  # the job went back to 100
     assert newest_step(config, 300) == 120
     (tmp_path / "mine" / "global_step120" / MARKER_NAME).write_text("{")
     assert newest_step(config, 110) == 100

@@ -10,7 +10,7 @@ import pytest
 
 from reft.engine.identity import Fingerprint, Identity, changed, differences, facts_of_arguments, require_same
 from reft.errors import FingerprintError
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.jobdir import JobDir, record_fingerprint
 
 ONE = Fingerprint({"config.optimizer.params.lr": 0.01, "layout.dp": 2, "script": "/a/train.py", "seed": 7})
@@ -140,7 +140,7 @@ def check(tmp_path: Path) -> Any:
             return list(told)
 
         control.gather_bytes = gather
-        label = Label(incarnation, 9)
+        label = VersionId(incarnation, 9)
         try:
             job.check_memory(back.path, label, reads=True)
         except FingerprintError:

@@ -16,7 +16,7 @@ from reft.engine.layouts import check_stages, same_on_stages, splits_of, told_of
 from reft.engine.load.relayout import Relayout, other_layout
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
-from reft.recover.relayout import Held, Layout, Parameter
+from reft.recover.relayout import Parameter, RankContents, RankLayout
 from reft.state.codec import encode
 
 
@@ -237,12 +237,14 @@ def test_p7_what_stages_do_not_keep_equal_stays_on_them_or_is_refused_by_name() 
     )
     assert same_on_stages(module) == {words, positions}
 
-    held = Held(tuple(Parameter(n, (1, 1), None) for n in (words, positions, scale)), (), (), False)
-    none = Held((), (), (), False)
+    held = RankContents(tuple(Parameter(n, (1, 1), None) for n in (words, positions, scale)), (), (), False)
+    none = RankContents((), (), (), False)
 
-    def layout(stages: int) -> Layout:
+    def layout(stages: int) -> RankLayout:
         ends = {0, stages - 1}
-        return Layout(Degrees(stages, 1, 1), {(pp, 0): held if pp in ends else none for pp in range(stages)})
+        return RankLayout(
+            Degrees(stages, 1, 1), {(pp, 0): held if pp in ends else none for pp in range(stages)}
+        )
 
     def check(was: int, now: int) -> None:
         check_stages(module, layout(was), layout(now), Coordinate(0, 0, 0))

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from reft.engine.deepspeed import session_of
-from reft.recover.inventory import Place
+from reft.recover.inventory import ArenaStore
 from tests.engine.ranks import be_a_rank, block_of, images_of, run_life
 from tests.engine.test_aor import USUAL, Watched, make, train
 
@@ -97,7 +97,7 @@ def one_by_one(root: Path, protection: str) -> dict[str, Any]:
         session = session_of(engine)
         job = session.memory.job_dir
         newest = max(
-            r.header.label for r in Place(job.path, "here", job.secret).inventory().arenas if r.usable
+            r.header.label for r in ArenaStore(job.path, "here", job.secret).inventory().arenas if r.usable
         )
         restored.append({"path": path, "digest": images_of(engine), "incarnation": newest.incarnation})
         session.close()

@@ -26,11 +26,11 @@ from reft.engine.identity import JobRecord, noted_commit
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.session import Session
 from reft.errors import TransferError
-from reft.grid import Coordinate, Degrees, Label
+from reft.grid import Coordinate, Degrees, VersionId
 from reft.log import EventLog
 from reft.node import report
 from reft.recover.plan import NotRecoverable
-from reft.snapshot.stats import Complaints, SnapshotStats
+from reft.snapshot.stats import PeerErrors, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.codec import encode
 from tests.job.daemons import wait_for
@@ -41,7 +41,7 @@ LONG = 60.0
 def test_p6_a_restored_state_whose_commit_does_not_come_is_waited_for_only_so_long(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    request = SnapshotRequest(Label(2, 7), None, must=True)  # nothing ever becomes of it
+    request = SnapshotRequest(VersionId(2, 7), None, must=True)  # nothing ever becomes of it
     session: Any = SimpleNamespace(
         submit=lambda must: request,
         config=SimpleNamespace(commit_timeout_secs=0.1),
@@ -156,12 +156,12 @@ def stores() -> Iterator[list[KeyValueStore]]:
 def test_an_older_commit_is_not_noted_over_a_newer_one(stores: list[KeyValueStore]) -> None:
     """Rank 0 of a replaced start is still connected with the rendezvous store."""
     old, new = (JobRecord(store, "job") for store in stores)
-    old.note_commit(Label(1, 50))
-    new.note_commit(Label(2, 48))
-    old.note_commit(Label(1, 51))
-    assert new.newest_commit() == Label(2, 48)
-    new.note_commit(Label(2, 49))
-    assert new.newest_commit() == Label(2, 49)
+    old.note_commit(VersionId(1, 50))
+    new.note_commit(VersionId(2, 48))
+    old.note_commit(VersionId(1, 51))
+    assert new.newest_commit() == VersionId(2, 48)
+    new.note_commit(VersionId(2, 49))
+    assert new.newest_commit() == VersionId(2, 49)
 
 
 def _failing() -> JobRecord:
@@ -172,7 +172,7 @@ def _failing() -> JobRecord:
 
 
 def test_p6_a_store_that_fails_is_no_error_of_training_and_all_ranks_hear_of_it_in_a_load() -> None:
-    _failing().note_commit(Label(1, 2))
+    _failing().note_commit(VersionId(1, 2))
     told: list[bytes] = []
     first: Any = SimpleNamespace(rank=0, gather_bytes=lambda mine: told.append(mine) or told)
     second: Any = SimpleNamespace(rank=1, gather_bytes=lambda mine: told)
@@ -180,7 +180,7 @@ def test_p6_a_store_that_fails_is_no_error_of_training_and_all_ranks_hear_of_it_
         with pytest.raises(TransferError, match="it is not known whether it had committed any"):
             noted_commit(_failing(), control, "job")
     told.clear()
-    known: Any = mock.Mock(newest_commit=lambda: Label(3, 7))
+    known: Any = mock.Mock(newest_commit=lambda: VersionId(3, 7))
     assert [noted_commit(known, control, "job") for control in (first, second)] == [
         "step 7 (incarnation 3)"
     ] * 2
@@ -198,9 +198,9 @@ def test_p6_a_store_that_does_not_answer_delays_no_vote_and_hears_of_the_newest_
 ) -> None:
     listener = listen("127.0.0.1", 0)
     store = KeyValueStore(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, timeout_secs=100 * LONG)
-    notes, complaints = JobRecord(store, "job"), Complaints()
+    notes, complaints = JobRecord(store, "job"), PeerErrors()
     worker = threading.Thread(
-        target=lambda: [notes.committed(Label(1, step), complaints) for step in (1, 2, 3)], daemon=True
+        target=lambda: [notes.committed(VersionId(1, step), complaints) for step in (1, 2, 3)], daemon=True
     )
     worker.start()
     worker.join(LONG)
@@ -208,12 +208,12 @@ def test_p6_a_store_that_does_not_answer_delays_no_vote_and_hears_of_the_newest_
     notes.close()
     assert any("may not know of the last commit" in record.message for record in caplog.records)
     with closing(KeyValueServer(listener, SECRET)):
-        wait_for(lambda: JobRecord(store, "job").newest_commit() == Label(1, 3), "the newest commit")
+        wait_for(lambda: JobRecord(store, "job").newest_commit() == VersionId(1, 3), "the newest commit")
 
 
 def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon_and_peers_are_to_hear_why() -> None:
     heard: list[object] = []
-    complaints, daemon = Complaints(), mock.Mock()
+    complaints, daemon = PeerErrors(), mock.Mock()
     daemon.notify_commit.side_effect = lambda label, *rest, **options: heard.append(label)
     record = JobRecord(None, "job")
     record.note_commit = mock.Mock(side_effect=KeyError("the store"))  # type: ignore[method-assign]
@@ -228,9 +228,9 @@ def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon_and_peer
         protection=SimpleNamespace(lost=False),
         rates=mock.Mock(committed=mock.Mock(side_effect=KeyError("a rate"))),
     )
-    Session._committed(session, Label(1, 2))
+    Session._committed(session, VersionId(1, 2))
     record.close()
-    assert heard == [Label(1, 2)]
+    assert heard == [VersionId(1, 2)]
     assert [said.partition(":")[0] for said in complaints.unheard()] == [
         "the rates of versions cannot be computed",
         "a commit cannot be recorded in the rendezvous store",

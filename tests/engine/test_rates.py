@@ -14,9 +14,15 @@ from typing import Any
 import pytest
 
 from reft.engine.rates import RateCache, dividing, learned_risk
-from reft.grid import Coordinate, Degrees, Label, Topology
+from reft.grid import Coordinate, Degrees, Topology, VersionId
 from reft.node.report import STARTED, note
-from reft.policy.rate import Due, Pairs, StorageRate, TierRate, whole_interval
+from reft.policy.rate import (
+    DueSteps,
+    IntervalController,
+    OverheadEstimator,
+    StorageIntervalController,
+    whole_interval,
+)
 from reft.snapshot.version import Stage, Version
 from reft.snapshot.worker import SnapshotRequest
 
@@ -28,9 +34,9 @@ class SimulatedRanks:
 
     def __init__(self, ranks: int = 2, noise: float = 0.0, **config: Any) -> None:
         self.now, self.step, self.cost, self.commit_secs = 0.0, 0, 0.01, 0.4
-        self.rates = [TierRate(0.03, clock=lambda: self.now, **config) for _ in range(ranks)]
+        self.rates = [IntervalController(0.03, clock=lambda: self.now, **config) for _ in range(ranks)]
         self._noise, self._rng = noise, random.Random(1)
-        self._agreed, self._due = [1, 1, 1], Due(0)
+        self._agreed, self._due = [1, 1, 1], DueSteps(0)
         self._under_way: list[tuple[SnapshotRequest, float]] = []
         self.taken: list[int] = []
 
@@ -45,7 +51,7 @@ class SimulatedRanks:
             for rate in self.rates:
                 rate.step(self.step, secs + abs(self._rng.gauss(0, self._noise)))
             due = self._due.is_due(self.step, self._agreed[0])
-            request = SnapshotRequest(Label(1, self.step), None) if due else None
+            request = SnapshotRequest(VersionId(1, self.step), None) if due else None
             if request is not None:
                 for rate in self.rates:
                     rate.begun(request.label.step, request.done.is_set)
@@ -177,7 +183,7 @@ def test_p9_nothing_grows() -> None:
     ranks.commit_secs = float("inf")
     ranks.run(3000)
     parts = [*vars(ranks.rates[0]).values()]
-    parts += [v for part in parts if isinstance(part, Pairs) for v in vars(part).values()]
+    parts += [v for part in parts if isinstance(part, OverheadEstimator) for v in vars(part).values()]
     held = [v for v in parts if isinstance(v, Sized)]
     assert sum(map(len, held)) <= 400
 
@@ -250,8 +256,8 @@ class SimulatedJob:
         self.written: list[int] = []
         self.wrote: list[int] = []
         self.slowdown, self.write_secs = 1.1, 4.0
-        self.under_way: tuple[Label, float] | None = None
-        self.rate = StorageRate(
+        self.under_way: tuple[VersionId, float] | None = None
+        self.rate = StorageIntervalController(
             0.035,
             interval_steps=every,
             risk=lambda: (mtbf_secs, carried_secs),
@@ -273,11 +279,11 @@ class SimulatedJob:
                 self.under_way = None
                 self.rate.answered({"persisted": [1, self.written[-1]], "failing": False})
             before = self.rate.rate
-            due = self.rate.committed(Label(1, self.step), self.rate.wanted_interval())
+            due = self.rate.committed(VersionId(1, self.step), self.rate.wanted_interval())
             if self.rate.rate is not before:
                 self.overheads.append(self.rate.rate.overhead or 0.0)
             if due and not self.under_way:
-                self.under_way = Label(1, self.step), self.now + self.write_secs
+                self.under_way = VersionId(1, self.step), self.now + self.write_secs
                 self.wrote.append(self.step)
 
 
@@ -397,7 +403,7 @@ def test_p9_where_no_daemon_answers_nothing_grows_and_the_decision_is_the_votes(
     job.write_secs = inf
     job.run(2000)
     assert job.rate.wanted_interval() == 50
-    due = [step for step in range(2001, 2101) if job.rate.committed(Label(1, step), 30)]
+    due = [step for step in range(2001, 2101) if job.rate.committed(VersionId(1, step), 30)]
     assert due == [2010, 2040, 2070, 2100]
     held = [value for value in vars(job.rate).values() if isinstance(value, Sized)]
     assert sum(map(len, held)) <= 70
@@ -438,12 +444,12 @@ def test_where_versions_are_rarer_than_asked_for_storage_has_the_next_one() -> N
     assert whole_interval(50, 1) == 50
     assert whole_interval(50, 3) == 51
     job = SimulatedJob()
-    due = [step for step in range(3, 160, 3) if job.rate.committed(Label(1, step), whole_interval(50, 3))]
+    due = [step for step in range(3, 160, 3) if job.rate.committed(VersionId(1, step), whole_interval(50, 3))]
     assert due == [51, 102, 153]
 
 
 def test_the_bound_holds_from_what_is_on_storage_also_where_a_start_goes_on_with_another_interval() -> None:
     """The job has written step 100 and goes on from 131 in memory; it knows an interval of 64."""
-    rate = StorageRate(0.035, start_step=100)
-    due = [step for step in range(132, 330) if rate.committed(Label(2, step), 64)]
+    rate = StorageIntervalController(0.035, start_step=100)
+    due = [step for step in range(132, 330) if rate.committed(VersionId(2, step), 64)]
     assert due == [164, 192, 256, 320]

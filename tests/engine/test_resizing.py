@@ -19,7 +19,7 @@ import reft
 from reft.engine.deepspeed import session_of
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.on_import import refusal_of
-from reft.recover.inventory import Place
+from reft.recover.inventory import ArenaStore
 from tests.engine.ranks import Mlp, be_a_rank, groups, images_of, run_life
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
 
@@ -169,7 +169,7 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     path, _ = engine.load_checkpoint(saved_in(root, case))
     session = session_of(engine)
     job = session.memory.job_dir
-    found = [r.header for r in Place(job.path, "here", job.secret).inventory().arenas if r.usable]
+    found = [r.header for r in ArenaStore(job.path, "here", job.secret).inventory().arenas if r.usable]
     out = {
         "path": path,
         "begins": engine.global_steps,

@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 
 from reft.engine.deepspeed import session_of
-from reft.engine.session import Stopping
+from reft.engine.session import StopController
 from reft.errors import TransferError
-from reft.grid import Label
+from reft.grid import VersionId
 from tests.attack.jobs import DEADLINE_SECS, ranks
 from tests.engine.ranks import join_group
 from tests.engine.test_traffic import make, train
@@ -53,7 +53,7 @@ def told_to_stop(*, waited_secs: float, committed: bool) -> Any:
     """A session that was told to stop, and whose last version is committed or given up."""
     session = mock.Mock()
     session.config.grace_secs = GRACE_SECS
-    session.stopping = Stopping(GRACE_SECS)
+    session.stopping = StopController(GRACE_SECS)
     session.stopping.requested = True
     session.stopping._since_secs = time.monotonic() - waited_secs
     session.worker.broken = session.worker.votes.stop_step = None
@@ -102,7 +102,7 @@ def test_where_no_step_begins_in_time_the_newest_version_is_persisted_and_the_pr
     assert exits == ([143] if stepped else [])
     if stepped:
         label, secs = session.daemon.persist_now.call_args.args
-        assert label == Label(2, 6)
+        assert label == VersionId(2, 6)
         assert 0 < secs < 0.4 * GRACE_SECS
     else:
         assert not session.daemon.persist_now.called

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from reft.grid import Coordinate, Degrees, Label
+from reft.grid import Coordinate, Degrees, VersionId
 from reft.memory.arena import Arena, arena_name
 from reft.memory.header import ArenaHeader, ArenaState
 from reft.memory.jobdir import JobDir
@@ -50,7 +50,7 @@ def answers(job_dir: JobDir) -> bool:
         return False
 
 
-def commit(job_dir: JobDir, slot: int, label: Label, state: ArenaState = ArenaState.COMMITTED) -> None:
+def commit(job_dir: JobDir, slot: int, label: VersionId, state: ArenaState = ArenaState.COMMITTED) -> None:
     header = ArenaHeader(
         "job", "node0", Degrees(1, 2, 1), Coordinate(0, 0, 0), label, ArenaState.WRITING, layout="00"
     )

@@ -26,7 +26,7 @@ from reft.control.keyvalue import StoreError
 from reft.errors import FencedError
 from reft.job.rendezvous import handler as handler_module
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
-from reft.job.rendezvous.membership import NodeInfo, Ordered, Told, decode_state
+from reft.job.rendezvous.membership import LeaveNotified, NodeInfo, ScaleRequested, decode_state
 from reft.job.rendezvous.scaling import leavers
 from reft.job.rendezvous.sizes import Sizes
 from reft.memory.jobdir import ScaleOrder
@@ -275,7 +275,7 @@ class Node:
             store.set(committed_key(JOB), b"%d:1" % self.incarnation)
             running = len(members)
             if (order := self.world.order) is not None:
-                handler.tell(Ordered(order.number, order.nodes, order.without, running))
+                handler.tell(ScaleRequested(order.number, order.nodes, order.without, running))
             scaling = handler.state.scaling
             if scaling is None or handler.state.leaving:
                 return
@@ -287,7 +287,7 @@ class Node:
                 return
             else:
                 ranks = leavers(members, 1, scaling.without)
-            handler.tell(Told(ranks, running))
+            handler.tell(LeaveNotified(ranks, running))
 
     def _note_sizes(self, handler: StoreRendezvous, nodes: int) -> None:
         """As :class:`reft.job.rendezvous.scaling.Scaler` does, of replicas of ``world.stages`` nodes that keep a copy."""

@@ -20,7 +20,7 @@ import pytest
 from reft.config import PersistConfig, ReftConfig, parse_block
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, OvertakenError
-from reft.grid import Coordinate, Label
+from reft.grid import Coordinate, VersionId
 from reft.job.mpi_run import end_daemon, keep_daemon
 from reft.memory.arena import arena_name
 from reft.memory.files import JobLock
@@ -72,8 +72,8 @@ def test_the_daemon_refuses_orders_of_an_older_start(job_dir: JobDir, run_here: 
 
 @pytest.mark.process
 def test_it_finds_commits_without_being_told(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
-    commit(job_dir, 0, Label(1, 4))
-    commit(job_dir, 1, Label(1, 5), ArenaState.SEALED)
+    commit(job_dir, 0, VersionId(1, 4))
+    commit(job_dir, 1, VersionId(1, 5), ArenaState.SEALED)
     wait_for(lambda: (job_dir.read_status() or {}).get("last_committed"), "the poll")
     assert job_dir.read_status()["last_committed"] == {"incarnation": 1, "step": 4}
     assert job_dir.read_status()["pid"] == process.pid
@@ -86,14 +86,14 @@ def test_stale_since_the_first_skipped_step_until_the_next_commit(
     client = DaemonClient(job_dir.path, job_dir.secret)
 
     status = partial(request_status, job_dir)
-    client.notify_commit(Label(1, 3), Coordinate(0, 1, 0), {"taken": 3})
+    client.notify_commit(VersionId(1, 3), Coordinate(0, 1, 0), {"taken": 3})
     client.notify_skip(4, "busy", {"taken": 3})
     client.notify_skip(5, "no memory", {"taken": 3})
     wait_for(lambda: status()["skipped"] == {"busy": 1, "no memory": 1}, "the notes")
     assert (status()["stale_since_step"], status()["stale_cause"]) == (4, "no memory")
     assert status()["last_committed"]["step"] == 3
     assert status()["trainers"]["0"]["stats"] == {"taken": 3}, "the newest counters, whatever became of it"
-    client.notify_commit(Label(1, 6), Coordinate(0, 1, 0), {"taken": 4})
+    client.notify_commit(VersionId(1, 6), Coordinate(0, 1, 0), {"taken": 4})
     wait_for(lambda: status()["stale_since_step"] is None, "the commit")
     client.close()
 
@@ -116,13 +116,13 @@ def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
 
     client = DaemonClient(job_dir.path, job_dir.secret)
     client.configure(parse_block({"enabled": True, "grace_secs": 7}))
-    client.notify_commit(Label(1, 1), Coordinate(0, 0, 0), {})
+    client.notify_commit(VersionId(1, 1), Coordinate(0, 0, 0), {})
     wait_for(lambda: (job_dir.read_status() or {}).get("last_committed"), "the first note")
     process.kill()
     process.wait()
     monkeypatch.setattr("reft.node.client.connect", connect_late)
     for step in range(2, 200):
-        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {"step": step})
+        client.notify_commit(VersionId(1, step), Coordinate(0, 0, 0), {"step": step})
         client.notify_skip(step, "busy", {})
     handed_over.set()
     wait_for(lambda: "cannot be reached" in caplog.text, "the warning")
@@ -144,7 +144,7 @@ def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
 
 @pytest.mark.process
 def test_it_ends_with_its_launcher_and_leaves_the_memory(job_dir: JobDir) -> None:
-    commit(job_dir, 0, Label(1, 4))
+    commit(job_dir, 0, VersionId(1, 4))
     code = (
         "import os, subprocess, sys, time\n"
         "orphan = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
@@ -208,7 +208,7 @@ def test_only_what_is_not_written_at_all_hangs(
     assert looked(1000) is None, "nothing is known of it"
     daemon.persister.configure(ReftConfig(enabled=True, persist=PersistConfig(dir=tmp_path)))
     assert looked(1000) is None, "nothing is to be written"
-    daemon.status.persist.update(writing=Label(1, 2))
+    daemon.status.persist.update(writing=VersionId(1, 2))
     for nbytes in range(4):
         daemon.persister.progress = PersistProgress("writing", nbytes, 4)
         assert looked(1 + STORAGE_SECS) is None, "it is slow"
@@ -258,9 +258,11 @@ def test_it_is_no_descendant_of_who_starts_it(job_dir: JobDir) -> None:
 def test_p3_when_a_step_has_ended_the_newest_version_goes_to_storage(
     job_dir: JobDir, run_here, tmp_path: Path
 ) -> None:
-    written: list[Label] = []
+    written: list[VersionId] = []
 
-    def persist(job_dir: JobDir, label: Label, config: PersistConfig, *rest: object, **more: object) -> Path:
+    def persist(
+        job_dir: JobDir, label: VersionId, config: PersistConfig, *rest: object, **more: object
+    ) -> Path:
         written.append(label)
         return tmp_path / str(label.step)
 
@@ -268,11 +270,11 @@ def test_p3_when_a_step_has_ended_the_newest_version_goes_to_storage(
     daemon: Daemon = run_here(persist=persist, linger_secs=3600.0)
     config = ReftConfig(enabled=True, persist=PersistConfig(dir=tmp_path / "disk"))
     request(job_dir.path, job_dir.secret, "configure", config=config.as_block())
-    commit(job_dir, 0, Label(1, 7))
+    commit(job_dir, 0, VersionId(1, 7))
     assert not written, "nobody has asked for it while the step runs"
     lock.close()
     wait_for(lambda: written, "the newest version on storage")
-    assert written == [Label(1, 7)]
+    assert written == [VersionId(1, 7)]
     assert daemon.persister.config == config
 
 
@@ -284,14 +286,16 @@ class FileWriter:
     """Writes a version's name into a file of the persist directory, and fails as the file system does: once it
     is let go, and what memory still holds."""
 
-    def __init__(self, *, held: bool = False, before: Callable[[Label], object] = lambda label: None) -> None:
+    def __init__(
+        self, *, held: bool = False, before: Callable[[VersionId], object] = lambda label: None
+    ) -> None:
         self.calls: list[int] = []
         self.go = threading.Event()
         self._before = before
         if not held:
             self.go.set()
 
-    def __call__(self, job_dir: JobDir, label: Label, config: ReftConfig, **_: object) -> Path:
+    def __call__(self, job_dir: JobDir, label: VersionId, config: ReftConfig, **_: object) -> Path:
         assert config.persist.dir is not None
         self.calls.append(label.step)
         assert self.go.wait(240)
@@ -320,8 +324,8 @@ def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
     client.on_answer = lambda answer: answers.append(dict(answer))
     client.configure(parse_block({"persist": {"dir": str(tmp_path), "interval_steps": "auto"}}, {}))
     for step in (1, 2, 3, 4):
-        commit(job_dir, step % 2, Label(1, step))
-        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, due=step == 3)
+        commit(job_dir, step % 2, VersionId(1, step))
+        client.notify_commit(VersionId(1, step), Coordinate(0, 0, 0), {}, due=step == 3)
         if step == 3:
             wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 3}, "step 3")
     wait_for(lambda: len(answers) == 4, "four answers")
@@ -337,33 +341,33 @@ def test_p6_storage_is_well_where_memory_overtook_a_version_that_waited_for_its_
 ) -> None:
     """The next version that is due is written, and nobody hears of a storage that fails."""
 
-    def in_memory(label: Label) -> None:
+    def in_memory(label: VersionId) -> None:
         if label not in committed_labels(job_dir) and label.step != 2:
             raise OvertakenError(f"no arena holds {label} any more")
 
     writer = FileWriter(held=True, before=in_memory)
     daemon = run_here(persist=writer)
     daemon.persister.configure(persist_config(tmp_path, 2))
-    commit(job_dir, 0, Label(1, 2))
-    daemon.persister.offer(Label(1, 2))
+    commit(job_dir, 0, VersionId(1, 2))
+    daemon.persister.offer(VersionId(1, 2))
     wait_for(lambda: writer.calls == [2], "the first version to be written")
     for step in (3, 4, 5, 6):  # of which the third arena keeps step 2, the others 5 and 6
-        commit(job_dir, 1 + step % 2, Label(1, step))
+        commit(job_dir, 1 + step % 2, VersionId(1, step))
         if step < 6:
-            daemon.persister.offer(Label(1, step))
+            daemon.persister.offer(VersionId(1, step))
     writer.go.set()
     wait_for(lambda: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 4}, "step 4")
     status = persist_status(job_dir)
     assert (status["stale_since_step"], status["error"]) == (None, None)
     assert status["last"] == {"incarnation": 1, "step": 2}
     assert status["lag_steps"] == 1, "from step 4, which was due, to step 5"
-    daemon.persister.offer(Label(1, 6))
+    daemon.persister.offer(VersionId(1, 6))
     wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
     assert not [r for r in caplog.records if "cannot be persisted" in r.getMessage()]
     assert len([r for r in caplog.records if "memory moved past step 4" in r.getMessage()]) == 1
     # Where no version is left for long enough there are no new checkpoints, and that is told.
     for step in (8, 10):
-        daemon.persister.offer(Label(1, step))
+        daemon.persister.offer(VersionId(1, step))
         wait_for(lambda s=step: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": s}, "it")
     wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 8, "the second in a row")
 
@@ -375,7 +379,7 @@ def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
     """The job starts anew, and claims the directory, while the daemon still writes a version of the start
     before: the node takes part in the new start and goes on. One of a start that it knows nothing of ends it."""
 
-    def is_overtaken(label: Label) -> None:
+    def is_overtaken(label: VersionId) -> None:
         fence.claim(tmp_path, "job", label.step)
         fence.check(tmp_path, "job", 1)
 
@@ -386,8 +390,8 @@ def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
     run_here(persist=FileWriter(before=is_overtaken))
     client = DaemonClient(job_dir.path, job_dir.secret)
     client.configure(persist_config(tmp_path, 2))
-    commit(job_dir, 0, Label(1, 2))
-    client.notify_commit(Label(1, 2), Coordinate(0, 0, 0), {})
+    commit(job_dir, 0, VersionId(1, 2))
+    client.notify_commit(VersionId(1, 2), Coordinate(0, 0, 0), {})
     wait_for(lambda: "start 2 of job" in told(1), "the older start to be refused")
     assert told(2) == ""
     job_dir.note_incarnation(2)
@@ -409,19 +413,19 @@ def test_a_full_directory_is_told_retried_and_forgotten_when_there_is_room(
     run_here(persist=writer)
     client = DaemonClient(job_dir.path, job_dir.secret)
     client.configure(persist_config(full, 2))
-    commit(job_dir, 0, Label(1, 2))
-    client.notify_commit(Label(1, 2), Coordinate(0, 0, 0), {})
+    commit(job_dir, 0, VersionId(1, 2))
+    client.notify_commit(VersionId(1, 2), Coordinate(0, 0, 0), {})
     wait_for(lambda: persist_status(job_dir)["attempts"] >= 2, "a second attempt")
     status = persist_status(job_dir)
     assert (status["stale_since_step"], status["last"]) == (2, None)
     assert "No space left" in status["error"]
     # The version is overwritten meanwhile: the next one that is due is tried.
-    commit(job_dir, 0, Label(1, 3))
-    commit(job_dir, 1, Label(1, 4))
-    client.notify_commit(Label(1, 4), Coordinate(0, 0, 0), {})
+    commit(job_dir, 0, VersionId(1, 3))
+    commit(job_dir, 1, VersionId(1, 4))
+    client.notify_commit(VersionId(1, 4), Coordinate(0, 0, 0), {})
     wait_for(lambda: 4 in writer.calls, "the next version")
     assert persist_status(job_dir)["stale_since_step"] == 2
-    assert client.persist_now(Label(1, 4), 5.0) is None
+    assert client.persist_now(VersionId(1, 4), 5.0) is None
     (full / "checkpoint").unlink()
     wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 4}, "recovery")
     status = persist_status(job_dir)
@@ -441,22 +445,22 @@ def test_p3_what_memory_cannot_keep_is_persisted_at_once(
     daemon.persister.configure(persist_config(tmp_path, 0))
     client = DaemonClient(job_dir.path, job_dir.secret)
     for step, unprotected in ((1, False), (2, True), (3, True)):
-        commit(job_dir, step % 2, Label(1, step))
-        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
-        wait_for(lambda s=step: daemon.status.last_committed == Label(1, s), "the commit")
+        commit(job_dir, step % 2, VersionId(1, step))
+        client.notify_commit(VersionId(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
+        wait_for(lambda s=step: daemon.status.last_committed == VersionId(1, s), "the commit")
         if step > 1:
             wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 2}, "step 2")
     # A slower trainer of the node tells of an older version.
-    client.notify_commit(Label(1, 1), Coordinate(0, 1, 0), {}, unprotected=False)
-    commit(job_dir, 0, Label(1, 4))
-    client.notify_commit(Label(1, 4), Coordinate(0, 0, 0), {}, unprotected=True)
-    wait_for(lambda: daemon.status.last_committed == Label(1, 4), "the commit")
+    client.notify_commit(VersionId(1, 1), Coordinate(0, 1, 0), {}, unprotected=False)
+    commit(job_dir, 0, VersionId(1, 4))
+    client.notify_commit(VersionId(1, 4), Coordinate(0, 0, 0), {}, unprotected=True)
+    wait_for(lambda: daemon.status.last_committed == VersionId(1, 4), "the commit")
     assert writer.calls == [2]
     assert any("no longer survives the loss of a node: step 2" in r.getMessage() for r in caplog.records)
     # Protected again, and lost again.
     for step, unprotected in ((5, False), (6, True)):
-        commit(job_dir, step % 2, Label(1, step))
-        client.notify_commit(Label(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
+        commit(job_dir, step % 2, VersionId(1, step))
+        client.notify_commit(VersionId(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
     wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
     assert writer.calls == [2, 6]
     client.close()

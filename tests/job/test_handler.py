@@ -15,7 +15,16 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.membership import Looked, Node, NodeInfo, Role, State, agree, decode_state, step
+from reft.job.rendezvous.membership import (
+    JobState,
+    Node,
+    NodeInfo,
+    Role,
+    StateRead,
+    agree,
+    decode_state,
+    step,
+)
 from tests.job.conftest import SECRET
 from tests.job.daemons import wait_for
 
@@ -69,7 +78,7 @@ def training(least: int = 2, **nodes: Node) -> StoreRendezvous:
     handler = node_of(least=least)
     handler.node, handler.agreement, handler.info = "a", AGREEMENT, handler.info.after(AGREEMENT)
     handler._trains = True
-    handler.state = State(AGREEMENT, complete=True, nodes=nodes)
+    handler.state = JobState(AGREEMENT, complete=True, nodes=nodes)
     return handler
 
 
@@ -87,9 +96,9 @@ def test_a_job_goes_on_without_a_node_that_was_told_to_stop_where_a_spare_waits(
     assert not training(a=TRAINS, b=TRAINS, c=SPARE._replace(leaving=True)).goes_on_without(1)
 
 
-def looked(job: StoreRendezvous, *, secs: float = 0.0, ended: str = "") -> State:
+def looked(job: StoreRendezvous, *, secs: float = 0.0, ended: str = "") -> JobState:
     """What node ``a`` sees after so long in which it has not looked, where these have ended."""
-    return step(job.state, Looked("a", {}, frozenset(ended), trusts=True), secs, job.rules)
+    return step(job.state, StateRead("a", {}, frozenset(ended), trusts=True), secs, job.rules)
 
 
 def test_p3_a_node_does_not_strike_out_itself() -> None:

@@ -17,13 +17,13 @@ import pytest
 
 from benchmarks.local_cluster import KillKind
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
-from reft.job.launch import Hangs
-from reft.job.script import EX_FENCED, Cause, Failure
+from reft.job.launch import HangDetector
+from reft.job.script import EX_FENCED, ExitCause, TrainerFailure
 from reft.memory.jobdir import JobDir
-from reft.node.hangs import Waiting
-from reft.node.observe import StatusBoard
-from reft.node.progress import Phase, ProgressPage, Seen
-from reft.node.report import Board, NodeReport, Signal, read_board
+from reft.node.hangs import TrainerActivity
+from reft.node.observe import JobStatus
+from reft.node.progress import Phase, ProgressPage, TrainerView
+from reft.node.report import HealthSignal, NodeReport, ReportBoard, read_board
 from tests.commands import command
 from tests.job.conftest import SECRET
 from tests.job.daemons import wait_for
@@ -158,11 +158,11 @@ def test_a_daemon_or_launcher_that_is_stopped_is_found_and_training_goes_on(who:
         assert {event["attempt"] for event in made.events("step")} == {0}
 
 
-SEEN = Seen(0, 0, 4_000_001, Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 600.0, 0.3, 0.0, 0, "S")
+SEEN = TrainerView(0, 0, 4_000_001, Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 600.0, 0.3, 0.0, 0, "S")
 
 
-def of(rank: int, quiet_secs: float = 9.0, **seen: Any) -> list[Waiting]:
-    return [Waiting(replace(SEEN, rank=rank, **seen), quiet_secs, "ab"[rank])]
+def of(rank: int, quiet_secs: float = 9.0, **seen: Any) -> list[TrainerActivity]:
+    return [TrainerActivity(replace(SEEN, rank=rank, **seen), quiet_secs, "ab"[rank])]
 
 
 @pytest.fixture
@@ -173,11 +173,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def judged(
-    nodes: list[Hangs], waiting: Sequence[list[Waiting]], table: Any, clock: Clock, *, silent: bool = False
-) -> dict[int, Failure]:
+    nodes: list[HangDetector],
+    waiting: Sequence[list[TrainerActivity]],
+    table: Any,
+    clock: Clock,
+    *,
+    silent: bool = False,
+) -> dict[int, TrainerFailure]:
     """What the agents hear that ask again and again: the first word of each. ``waiting``: at what the trainers
     of the first nodes are."""
-    found: dict[int, Failure] = {}
+    found: dict[int, TrainerFailure] = {}
     until = clock.monotonic() + 5.0
     while clock.monotonic() < until:
         clock.sleep(0.1)
@@ -189,21 +194,24 @@ def judged(
 
 
 @pytest.fixture
-def nodes(tmp_path: Path, clock: Clock) -> list[Hangs]:
-    return [Hangs("a", tmp_path), Hangs("b", tmp_path)]
+def nodes(tmp_path: Path, clock: Clock) -> list[HangDetector]:
+    return [HangDetector("a", tmp_path), HangDetector("b", tmp_path)]
 
 
 def test_the_culprits_node_uses_a_restart_and_the_others_none_and_no_suspicion_outlives_the_round(
-    nodes: list[Hangs], table: Any, clock: Clock
+    nodes: list[HangDetector], table: Any, clock: Clock
 ) -> None:
     found = judged(nodes, [of(0), of(1, instruction="ForwardPass")], table, clock)
-    assert {number: failure.cause for number, failure in found.items()} == {0: Cause.PEER, 1: Cause.OWN}
+    assert {number: failure.cause for number, failure in found.items()} == {
+        0: ExitCause.PEER,
+        1: ExitCause.OWN,
+    }
     for failure in found.values():
         assert failure.reason.startswith("rank 1 hangs: in no communication (rank 1: b step after step 8")
 
 
 def test_what_trainers_are_at_is_read_from_their_pages_and_forgotten_with_the_round(
-    nodes: list[Hangs], tmp_path: Path, clock: Clock
+    nodes: list[HangDetector], tmp_path: Path, clock: Clock
 ) -> None:
     page = ProgressPage(tmp_path, 0, 3, 10.0, 600.0)
     page.begin_step()
@@ -222,22 +230,24 @@ def test_what_trainers_are_at_is_read_from_their_pages_and_forgotten_with_the_ro
 
 
 def test_nobody_is_ended_for_who_may_take_its_time_or_has_not_told(
-    nodes: list[Hangs], table: Any, clock: Clock
+    nodes: list[HangDetector], table: Any, clock: Clock
 ) -> None:
     assert judged(nodes, [of(0)], table, clock) == {}, "the other node has not told"
     assert judged(nodes, [of(0), of(1, phase=Phase.SAVING, instruction="")], table, clock) == {}
 
 
-def test_a_node_that_was_struck_out_is_not_waited_for(nodes: list[Hangs], table: Any, clock: Clock) -> None:
+def test_a_node_that_was_struck_out_is_not_waited_for(
+    nodes: list[HangDetector], table: Any, clock: Clock
+) -> None:
     for at_something_else in (of(0, phase=Phase.SAVING, instruction=""), of(0, quiet_secs=1.0)):
         assert judged(nodes, [at_something_else], table, clock, silent=True) == {}
     assert judged(nodes, [of(0)], table, clock) == {}, "it is there again"
     failure = judged(nodes, [of(0)], table, clock, silent=True)[0]
-    assert failure.cause is Cause.PEER
+    assert failure.cause is ExitCause.PEER
     assert "a node was removed" in failure.reason
 
 
-def test_a_store_that_is_gone_or_holds_nonsense_accuses_nobody(nodes: list[Hangs], table: Any) -> None:
+def test_a_store_that_is_gone_or_holds_nonsense_accuses_nobody(nodes: list[HangDetector], table: Any) -> None:
     table.set("hang/1", '[{"seen": 3}]')
     assert nodes[0].judge(of(0), table, 0, 2) is None
 
@@ -296,23 +306,23 @@ def test_a_whole_job_is_shown_from_any_node_through_a_loss(tmp_path: Path) -> No
     assert interrupted
     assert not any(told["well"] for told in interrupted)
     known = {n["signal"] for told in seen for n in told["nodes"]}
-    assert {Signal.HEALTHY, Signal.COMPLETED, Signal.OFFLINE} <= known
+    assert {HealthSignal.HEALTHY, HealthSignal.COMPLETED, HealthSignal.OFFLINE} <= known
 
 
 # -- one board among others, over a real store ----------------------------------------------------------
 
 
-def board_of(server: KeyValueServer, root: Path, node: str) -> StatusBoard:
+def board_of(server: KeyValueServer, root: Path, node: str) -> JobStatus:
     job = JobDir.open_or_create(root / node, "job", node=node, secret=SECRET)
 
     def connect() -> KeyValueStore:
         return KeyValueStore(f"127.0.0.1:{server.port}", SECRET, timeout_secs=5.0)
 
     mine = NodeReport(node=node, domain=node)
-    return StatusBoard(connect, mine, job.path, job_id="job", has_daemon=False)
+    return JobStatus(connect, mine, job.path, job_id="job", has_daemon=False)
 
 
-def start(board: StatusBoard, nodes: Sequence[str] = (), waiting: Sequence[Waiting] = ()) -> None:
+def start(board: JobStatus, nodes: Sequence[str] = (), waiting: Sequence[TrainerActivity] = ()) -> None:
     board.start(lambda: False, lambda: nodes, lambda: waiting)
 
 
@@ -321,8 +331,8 @@ def test_a_trainer_that_may_hang_makes_its_node_unhealthy(
     tmp_path: Path, server: KeyValueServer, secs: float, signal: str
 ) -> None:
     board = board_of(server, tmp_path, "a")
-    seen = Seen(0, 3, 4_000_001, Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 600.0, 0.3, 0.0, 0, "S")
-    start(board, waiting=[Waiting(seen, secs, "a")])
+    seen = TrainerView(0, 3, 4_000_001, Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 600.0, 0.3, 0.0, 0, "S")
+    start(board, waiting=[TrainerActivity(seen, secs, "a")])
     wait_for(lambda: known(tmp_path, "a"), "its report")
     told = read_board(tmp_path / "a" / "job")
     assert told is not None
@@ -361,7 +371,9 @@ def test_a_launcher_that_ends_says_so_at_once_and_one_that_is_killed_is_missed_a
 
 
 @pytest.mark.parametrize(
-    "junk", [b"junk", b"x\x9c", Board(job_id="other", keeper="ghost").pack()], ids=["junk", "torn", "ghost"]
+    "junk",
+    [b"junk", b"x\x9c", ReportBoard(job_id="other", keeper="ghost").pack()],
+    ids=["junk", "torn", "ghost"],
 )
 def test_p6_what_another_has_written_there_is_put_right(
     tmp_path: Path, server: KeyValueServer, junk: bytes

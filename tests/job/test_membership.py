@@ -18,27 +18,27 @@ import reft
 from reft.grid import Degrees, Topology
 from reft.job.rendezvous.membership import (
     Agreement,
-    Beat,
     Event,
-    Exited,
-    Joins,
-    Looked,
+    Heartbeat,
+    JobRules,
+    JobState,
+    JoinRequested,
+    LeaveNotified,
     NodeInfo,
-    Ordered,
     Role,
-    Rules,
-    State,
-    Told,
+    ScaleRequested,
+    StateRead,
+    TrainersExited,
     agree,
     decode_state,
     encode_state,
     step,
     waits_for_them,
 )
-from reft.job.script import Cause
+from reft.job.script import ExitCause
 from reft.job.trainer_store import deal_ranks
 
-RULES = Rules(least=1, most=2, last_call_secs=2, beat_secs=1, beats=4)
+RULES = JobRules(least=1, most=2, last_call_secs=2, beat_secs=1, beats=4)
 TURNS = 40  # after which a job has settled
 
 
@@ -60,7 +60,7 @@ class Launcher:
 @dataclass(frozen=True)
 class World:
     launchers: tuple[Launcher, ...]
-    shared: bytes = encode_state(State())
+    shared: bytes = encode_state(JobState())
     writes: int = 0
     now: int = 0
 
@@ -82,7 +82,7 @@ class World:
 
 
 def look(world: World, at: int) -> World:
-    event = Looked(f"n{at}", {}, frozenset(), trusts=True)
+    event = StateRead(f"n{at}", {}, frozenset(), trusts=True)
     seen = encode_state(step(decode_state(world.shared), event, world.now, RULES))
     return world.put(at, seen=seen, of_write=world.writes)
 
@@ -106,19 +106,19 @@ def act(world: World, at: int, *, hears: bool = True) -> World:
     in_round = state.role(name) is Role.TRAINS
     if one.doing is Doing.EXITS:
         gone = world.put(at, doing=Doing.JOINS)
-        return gone if not in_round else tell(world, at, Exited(name), hears=hears)
+        return gone if not in_round else tell(world, at, TrainersExited(name), hears=hears)
     if one.doing is Doing.JOINS:
         if state.complete and in_round:
             return world.put(at, doing=Doing.TRAINS, agreement=state.agreement)
         info = NodeInfo(name, 1)
         info = info if one.agreement is None else info.after(one.agreement)
-        return tell(world, at, Joins(name, info, alone=not waits_for_them(state)), hears=hears)
+        return tell(world, at, JoinRequested(name, info, alone=not waits_for_them(state)), hears=hears)
     assert one.agreement is not None
     told = state.scaling is not None and state.scaling.round == state.round
     waits = told or (state.those(Role.WAITS) and not RULES.is_full(state))
     if waits or not (in_round or RULES.is_free(state, one.agreement)):
         return world.put(at, doing=Doing.EXITS)
-    return tell(world, at, Beat(name, one.agreement), hears=hears)
+    return tell(world, at, Heartbeat(name, one.agreement), hears=hears)
 
 
 def next_worlds(world: World) -> Iterator[World]:
@@ -187,12 +187,12 @@ def in_order(launchers: int) -> World:
 
 def asked_to_leave() -> World:
     world = look(in_order(2), 0)
-    return tell(tell(world, 0, Ordered(1, 1, (), 2)), 0, Told((1,), 2))
+    return tell(tell(world, 0, ScaleRequested(1, 1, (), 2)), 0, LeaveNotified((1,), 2))
 
 
 def one_is_replaced() -> World:
     world = look(in_order(3), 0)
-    return tell(tell(world, 0, Ordered(1, 2, ("n1",), 2)), 0, Told((1,), 2))
+    return tell(tell(world, 0, ScaleRequested(1, 2, ("n1",), 2)), 0, LeaveNotified((1,), 2))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def info(name: str, **fields: object) -> NodeInfo:
     return replace(NodeInfo(node=f"node-{name}", workers=2), **fields)
 
 
-def second_round(*causes: Cause | None, lost: str = "", joined: str = "") -> Agreement:
+def second_round(*causes: ExitCause | None, lost: str = "", joined: str = "") -> Agreement:
     """A round of a, b, c is followed by one without ``lost`` and with ``joined``."""
     first = {n: info(n) for n in "abc"}
     agreement = agree(first)
@@ -275,8 +275,8 @@ def test_p4_dealt_by_tensor_parallel_groups_deepspeeds_order_spreads_peers(
         assert len({node_of[rank] for rank in range(first, first + tp)}) == 1
 
 
-PEER, OWN, UNCLEAR, STOPPED = Cause.PEER, Cause.OWN, Cause.UNCLEAR, Cause.STOPPED
-ENDED = Cause.ENDED
+PEER, OWN, UNCLEAR, STOPPED = ExitCause.PEER, ExitCause.OWN, ExitCause.UNCLEAR, ExitCause.STOPPED
+ENDED = ExitCause.ENDED
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ ENDED = Cause.ENDED
     ],
 )
 def test_only_own_failures_use_restarts(
-    causes: tuple[Cause | None, ...], lost: str, joined: str, used: int
+    causes: tuple[ExitCause | None, ...], lost: str, joined: str, used: int
 ) -> None:
     agreement = second_round(*causes, lost=lost, joined=joined)
     assert (agreement.round, agreement.restarts_used) == (2, used)
@@ -349,7 +349,7 @@ def test_failures_are_causes_and_nodes_that_came_and_went_are_named() -> None:
     first = {n: info(n) for n in "abc"}
     before = agree(first)
 
-    def then(causes: dict[str, Cause], **more: NodeInfo) -> Agreement:
+    def then(causes: dict[str, ExitCause], **more: NodeInfo) -> Agreement:
         told = {
             n: replace(first[n].after(before), cause=cause, failure=f"x{n}") for n, cause in causes.items()
         }

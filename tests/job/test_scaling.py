@@ -16,9 +16,9 @@ from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Coordinate, Degrees
 from reft.job.launch import StopSignals
 from reft.job.rendezvous import scaling
-from reft.job.rendezvous.membership import Agreement, Event, Role, Rules, Scaling, State, step
+from reft.job.rendezvous.membership import Agreement, Event, GrantedScale, JobRules, JobState, Role, step
 from reft.job.rendezvous.membership import Node as Member
-from reft.job.rendezvous.scaling import Scaler, Situation, leave_next, refusal, shortfall
+from reft.job.rendezvous.scaling import Scaler, ScaleSituation, leave_next, refusal, shortfall
 from reft.job.rendezvous.sizes import Sizes, sizes_of_job
 from reft.memory.jobdir import SIZE_FILE, ScaleAnswer, ScaleOrder, Size, read_answer, write_json, write_order
 from reft.node.report import read_history
@@ -188,7 +188,7 @@ def board_says_spare(job: WatchedCluster, node: str) -> bool:
     return any(told["node"] == node and told["spare"] for told in nodes)
 
 
-NOW = Situation(1, 6, tuple("abc"), spares=2, workers=2, tolerance=1, degrees=Degrees(2, 3, 1))
+NOW = ScaleSituation(1, 6, tuple("abc"), spares=2, workers=2, tolerance=1, degrees=Degrees(2, 3, 1))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ NOW = Situation(1, 6, tuple("abc"), spares=2, workers=2, tolerance=1, degrees=De
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_the_reason(
-    nodes: int, without: tuple[str, ...], now: Situation, why: str
+    nodes: int, without: tuple[str, ...], now: ScaleSituation, why: str
 ) -> None:
     if now.workers == 1:
         now = replace(now, degrees=Degrees(2, 3, 2))
@@ -237,13 +237,13 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(
     assert bool(why) == bool(said)
 
 
-def in_ring(number: int, *, batch: int, micro: int) -> Situation:
+def in_ring(number: int, *, batch: int, micro: int) -> ScaleSituation:
     """So many nodes of a replica each, each of which keeps a copy of the one before."""
     ranks = tuple(range(number))
     members = tuple(f"host{rank}/1/0" for rank in ranks)
     sizes = Sizes((), scheme="arc", members=members, domains=ranks, groups=(ranks,))
     nodes, degrees = tuple("abcdefgh"[:number]), Degrees(1, number, 1)
-    return Situation(1, number, nodes, 0, 1, 1, degrees, size=Size("", batch, micro), sizes=sizes)
+    return ScaleSituation(1, number, nodes, 0, 1, 1, degrees, size=Size("", batch, micro), sizes=sizes)
 
 
 THREE = in_ring(3, batch=12, micro=4)  # Two replicas could not share the batch
@@ -292,7 +292,7 @@ def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
 class Node:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.state = State()
+        self.state = JobState()
         self.state.complete = True
         self.answers = True
         self.tolerance: int | None = 1
@@ -312,7 +312,7 @@ class Node:
         return False
 
     def tell(self, event: Event) -> None:
-        self.state = step(self.state, event, 0.0, Rules(1, 3, 10, 1, 5))
+        self.state = step(self.state, event, 0.0, JobRules(1, 3, 10, 1, 5))
 
     def trains(self, names: str) -> None:
         workers = (1,) * len(names)
@@ -349,9 +349,9 @@ def test_an_order_is_followed_when_the_store_answers_again_and_one_by_a_clock_th
     answer = node.look()
     assert answer is not None
     assert not answer.refused
-    assert node.state.scaling == Scaling(order.number, 2, 3)
+    assert node.state.scaling == GrantedScale(order.number, 2, 3)
     order = write_order(node.path, 2, ())
-    node.state.scaling = Scaling(order.number + 1, 3, 3)
+    node.state.scaling = GrantedScale(order.number + 1, 3, 3)
     answer = node.look()
     assert answer is not None
     assert "synchronise the clocks" in answer.refused, "it would not be followed: the newest one holds"
@@ -395,7 +395,7 @@ def test_p3_nobody_is_told_to_leave_while_the_job_survives_no_loss(
     node: Node, *, tolerance: int | None, replaces: bool
 ) -> None:
     """-1: what the launchers know to be gone is more than the protection survives."""
-    node.state.scaling = Scaling(1, 3 if replaces else 2, 3, ("c",), replaces=replaces)
+    node.state.scaling = GrantedScale(1, 3 if replaces else 2, 3, ("c",), replaces=replaces)
     node.tolerance = tolerance
     node.look(group_rank=0)
     assert not node.state.leaving
@@ -503,8 +503,8 @@ def test_what_a_version_tells_of_its_nodes() -> None:
 
 
 def test_a_degree_that_would_be_refused_does_not_fit_and_one_that_only_differs_does() -> None:
-    def of(dp: int, pp: int = 1, size: Size | None = None) -> Situation:
-        return Situation(1, 8, (), 0, 1, 0, Degrees(pp, dp, 1), size=size)
+    def of(dp: int, pp: int = 1, size: Size | None = None) -> ScaleSituation:
+        return ScaleSituation(1, 8, (), 0, 1, 0, Degrees(pp, dp, 1), size=size)
 
     assert "7 replicas cannot share the 512 samples" in of(8, size=Size("", 512, 4)).why_not(7)
     assert not of(8, size=Size("", 512, 4)).why_not(4)

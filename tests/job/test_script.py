@@ -25,9 +25,9 @@ from reft.errors import (
     UnrecoverableError,
 )
 from reft.job.script import (
-    Cause,
+    ExitCause,
     ExitNote,
-    Failure,
+    TrainerFailure,
     WorkerExit,
     is_peer_failure,
     judge,
@@ -122,23 +122,23 @@ def test_tracebacks_and_exit_codes_are_pythons_and_what_cannot_be_run_is_said(tm
 @pytest.mark.parametrize(
     ("code", "exit_code", "cause"),
     [
-        ("raise RuntimeError('[pair.cc:537] Read error: Connection reset by peer')", 75, Cause.PEER),
-        ("raise ValueError('own')", 1, Cause.OWN),
-        ("import reft\nraise reft.ConfigError('write this')", 2, Cause.REFUSED),
+        ("raise RuntimeError('[pair.cc:537] Read error: Connection reset by peer')", 75, ExitCause.PEER),
+        ("raise ValueError('own')", 1, ExitCause.OWN),
+        ("import reft\nraise reft.ConfigError('write this')", 2, ExitCause.REFUSED),
         (
             "import sys\ntry:\n raise RuntimeError('Connection closed by peer [::1]')\n"
             "except Exception:\n sys.exit(9)",
             9,
-            Cause.PEER,
+            ExitCause.PEER,
         ),
         ("import sys; sys.exit(9)", 9, None),
         ("import os; os._exit(4)", 4, None),
-        ("pass", 0, Cause.ENDED),
-        ("import sys; sys.exit()", 0, Cause.ENDED),
+        ("pass", 0, ExitCause.ENDED),
+        ("import sys; sys.exit()", 0, ExitCause.ENDED),
     ],
 )
 def test_a_failure_is_noted_for_the_agent(
-    tmp_path: Path, code: str, exit_code: int, cause: Cause | None
+    tmp_path: Path, code: str, exit_code: int, cause: ExitCause | None
 ) -> None:
     (tmp_path / "t.py").write_text(code)
     error_file = tmp_path / "error.json"
@@ -171,7 +171,7 @@ def test_a_script_that_ends_well_says_at_which_step(tmp_path: Path) -> None:
     )
     done = run("t.py", cwd=tmp_path, REFT_EXIT_DIR=str(tmp_path), LOCAL_RANK="2")
     assert done.returncode == 0, done.stderr
-    assert ExitNote.read(tmp_path, 2) == ExitNote(Cause.ENDED, "exit code 0 at step 7")
+    assert ExitNote.read(tmp_path, 2) == ExitNote(ExitCause.ENDED, "exit code 0 at step 7")
 
 
 def fake_packages(directory: Path, install: str) -> str:
@@ -351,7 +351,7 @@ def test_notes_survive_the_way_through_the_file(tmp_path: Path) -> None:
     note = ExitNote.of(dist.DistNetworkError("Connection reset\nC++ stack ..."))
     note.write(tmp_path, 3)
     assert ExitNote.read(tmp_path, 3) == note
-    assert note == ExitNote(Cause.PEER, "DistNetworkError: Connection reset")
+    assert note == ExitNote(ExitCause.PEER, "DistNetworkError: Connection reset")
     assert ExitNote.read(tmp_path, 0) is None
     (tmp_path / "0.json").write_text('{"cause": "pe')
     assert ExitNote.read(tmp_path, 0) is None
@@ -359,65 +359,65 @@ def test_notes_survive_the_way_through_the_file(tmp_path: Path) -> None:
     assert ExitNote.of(ValueError("these differ:\n  lr: 1, 2")).error == "ValueError: these differ"
 
 
-PEER = WorkerExit(75, ExitNote(Cause.PEER, "RuntimeError: Connection closed by peer"))
+PEER = WorkerExit(75, ExitNote(ExitCause.PEER, "RuntimeError: Connection closed by peer"))
 
 
 @pytest.mark.parametrize(
     ("end", "cause"),
     [
-        (WorkerExit(1, ExitNote(Cause.OWN, "ValueError: x")), Cause.OWN),
-        (WorkerExit(1, None), Cause.OWN),
-        (WorkerExit(2, ExitNote.of(ConfigError("write this"))), Cause.REFUSED),
-        (WorkerExit(2, ExitNote.of(UnrecoverableError("no version is left"))), Cause.REFUSED),
-        (WorkerExit(1, ExitNote.of(ModuleNotFoundError("No module named 'x'"))), Cause.REFUSED),
-        (WorkerExit(1, ExitNote.of(SyntaxError("invalid syntax"))), Cause.REFUSED),
-        (WorkerExit(2, None), Cause.REFUSED),  # argparse; no such script
-        (WorkerExit(2, ExitNote.of(SizeError("other numbers do"))), Cause.SIZE),
+        (WorkerExit(1, ExitNote(ExitCause.OWN, "ValueError: x")), ExitCause.OWN),
+        (WorkerExit(1, None), ExitCause.OWN),
+        (WorkerExit(2, ExitNote.of(ConfigError("write this"))), ExitCause.REFUSED),
+        (WorkerExit(2, ExitNote.of(UnrecoverableError("no version is left"))), ExitCause.REFUSED),
+        (WorkerExit(1, ExitNote.of(ModuleNotFoundError("No module named 'x'"))), ExitCause.REFUSED),
+        (WorkerExit(1, ExitNote.of(SyntaxError("invalid syntax"))), ExitCause.REFUSED),
+        (WorkerExit(2, None), ExitCause.REFUSED),  # argparse; no such script
+        (WorkerExit(2, ExitNote.of(SizeError("other numbers do"))), ExitCause.SIZE),
         (
             WorkerExit(1, ExitNote.of(RuntimeError("num_stages (2) must divide distributed world size (3)"))),
-            Cause.SIZE,
+            ExitCause.SIZE,
         ),
-        (WorkerExit(1, ExitNote.of(JobInUseError("later"))), Cause.OWN),
-        (WorkerExit(-signal.SIGKILL, None), Cause.OWN),  # out of memory
-        (WorkerExit(-signal.SIGSEGV, None), Cause.OWN),
-        (WorkerExit(-signal.SIGABRT, None), Cause.UNCLEAR),  # NCCL's watchdog, or its own bug
-        (WorkerExit(143, None), Cause.STOPPED),
-        (WorkerExit(75, None), Cause.PEER),
-        (PEER, Cause.PEER),
-        (WorkerExit(None, PEER.note), Cause.PEER),
+        (WorkerExit(1, ExitNote.of(JobInUseError("later"))), ExitCause.OWN),
+        (WorkerExit(-signal.SIGKILL, None), ExitCause.OWN),  # out of memory
+        (WorkerExit(-signal.SIGSEGV, None), ExitCause.OWN),
+        (WorkerExit(-signal.SIGABRT, None), ExitCause.UNCLEAR),  # NCCL's watchdog, or its own bug
+        (WorkerExit(143, None), ExitCause.STOPPED),
+        (WorkerExit(75, None), ExitCause.PEER),
+        (PEER, ExitCause.PEER),
+        (WorkerExit(None, PEER.note), ExitCause.PEER),
     ],
 )
-def test_every_way_to_end_has_one_cause(end: WorkerExit, cause: Cause) -> None:
+def test_every_way_to_end_has_one_cause(end: WorkerExit, cause: ExitCause) -> None:
     assert end.cause is cause
 
 
 def test_one_own_failure_makes_the_nodes_failure_its_own() -> None:
     killed = WorkerExit(-signal.SIGKILL, None)
-    own = Failure(Cause.OWN, 1, 137, "local rank 1: killed by SIGKILL")
+    own = TrainerFailure(ExitCause.OWN, 1, 137, "local rank 1: killed by SIGKILL")
     assert judge({0: PEER, 1: killed, 2: PEER}) == own
     refused = WorkerExit(2, ExitNote.of(ConfigError("write this")))
-    said = Failure(Cause.REFUSED, 1, 2, "local rank 1: ConfigError: write this")
+    said = TrainerFailure(ExitCause.REFUSED, 1, 2, "local rank 1: ConfigError: write this")
     assert judge({0: killed, 1: refused}) == said
-    assert judge({0: PEER, 1: PEER}).cause is Cause.PEER
-    assert judge({1: PEER, 0: WorkerExit(143, None)}).cause is Cause.PEER
+    assert judge({0: PEER, 1: PEER}).cause is ExitCause.PEER
+    assert judge({1: PEER, 0: WorkerExit(143, None)}).cause is ExitCause.PEER
 
 
 @pytest.mark.parametrize(
     ("failed", "cause", "reason"),
     [
-        (PEER, Cause.UNCLEAR, "rank 8 ended with exit code 0 at step 7 while other ranks trained on"),
-        (WorkerExit(-signal.SIGABRT, None), Cause.UNCLEAR, "rank 8 ended with exit code 0 at step 7"),
-        (WorkerExit(-signal.SIGKILL, None), Cause.OWN, "local rank 1: killed by SIGKILL"),
+        (PEER, ExitCause.UNCLEAR, "rank 8 ended with exit code 0 at step 7 while other ranks trained on"),
+        (WorkerExit(-signal.SIGABRT, None), ExitCause.UNCLEAR, "rank 8 ended with exit code 0 at step 7"),
+        (WorkerExit(-signal.SIGKILL, None), ExitCause.OWN, "local rank 1: killed by SIGKILL"),
     ],
 )
 def test_a_rank_that_ended_well_is_named_where_another_lost_it(
-    failed: WorkerExit, cause: Cause, reason: str
+    failed: WorkerExit, cause: ExitCause, reason: str
 ) -> None:
     """Uneven data: it has one batch fewer than the others."""
     found = name_ended_early(judge({1: failed}), {8: "exit code 0 at step 7"})
     assert found.cause is cause
     assert found.reason.startswith(reason)
-    assert found.ended_early is (cause is Cause.UNCLEAR)
+    assert found.ended_early is (cause is ExitCause.UNCLEAR)
     assert name_ended_early(judge({1: failed}), {}) == judge({1: failed})
 
 
@@ -426,4 +426,4 @@ def test_exit_codes_are_the_shells() -> None:
     # That a launcher was told to stop, or cut off, is said of it alone.
     assert [shell_code(WorkerExit(c, None)) for c in (143, -15, 130, -2, 129, 131, 76)] == [1] * 7
     assert shell_code(WorkerExit(None, PEER.note)) == 75
-    assert shell_code(WorkerExit(None, ExitNote(Cause.REFUSED, "ConfigError: x"))) == 2
+    assert shell_code(WorkerExit(None, ExitNote(ExitCause.REFUSED, "ConfigError: x"))) == 2

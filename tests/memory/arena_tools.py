@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from reft.grid import BlockKey, Coordinate, Degrees, Label, Section
+from reft.grid import BlockKey, Coordinate, Degrees, Section, VersionId
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 
@@ -25,7 +25,7 @@ def header(step: int, incarnation: int = 1, job_id: str = "job", node: str = "no
         node=node,
         degrees=Degrees(2, 2, 1),
         coordinate=Coordinate(1, 0, 0),
-        label=Label(incarnation, step),
+        label=VersionId(incarnation, step),
         state=ArenaState.EMPTY,
         layout="ab" * 16,
     )

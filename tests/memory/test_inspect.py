@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from reft.errors import ArenaError
-from reft.grid import Degrees, Label, Topology
+from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena
 from reft.memory.header import Entry
 from reft.memory.jobdir import JobDir
@@ -17,7 +17,7 @@ from reft.recover.inspect import find_job_dirs, inspect_job
 from tests.commands import command
 from tests.recover.fleet import SECRET, Fleet
 
-OLD, NEW = Label(1, 7), Label(1, 8)
+OLD, NEW = VersionId(1, 7), VersionId(1, 8)
 DEGREES = Degrees(1, 2, 1)
 FLEET = Fleet(
     Topology(DEGREES, DEGREES.coordinates(), ("node0", "node1")), block_bytes=4096, scale=32, job_id="job"

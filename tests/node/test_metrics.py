@@ -20,21 +20,31 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from reft.config import MetricsConfig, parse_block
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.jobdir import JobDir, write_json
 from reft.node.daemon import NodeStatus
 from reft.node.memory_watch import (
+    MemoryForecast,
+    MemorySample,
     MemoryTrend,
     MemoryUse,
-    Point,
-    RunsOut,
     fullest,
 )
 from reft.node.observe import NodeObserver
 from reft.node.progress import DeviceUse, ProgressPage
-from reft.node.report import BOARD_FILE, STARTED, Board, Counts, NodeReport, Round, Shard, Signal, note
+from reft.node.report import (
+    BOARD_FILE,
+    STARTED,
+    GoodputTimes,
+    HealthSignal,
+    NodeReport,
+    ReportBoard,
+    RoundReport,
+    Shard,
+    note,
+)
 from reft.node.status import METRICS, MetricsServer, values
-from reft.node.stragglers import Kind, RankSpeed, Straggler
+from reft.node.stragglers import RankSpeed, SlownessKind, Straggler
 from reft.storage.persister import PersistStatus
 from tests.commands import command
 from tests.job.daemons import wait_for
@@ -44,22 +54,22 @@ ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| `(reft_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$", re.MULTILINE)
 
 
-def board() -> Board:
+def board() -> ReportBoard:
     where = {"at": (0, 0, 0), "degrees": (1, 2, 1), "label": (1, 7), "scheme": "arc"}
     shard = Shard(**where, sealed_unix_secs=90.0, committed=True)
-    last = Round(round=2, unix_secs=50.0, secs={"gathering": 1.5, "transfer": 0.25})
+    last = RoundReport(round=2, unix_secs=50.0, secs={"gathering": 1.5, "transfer": 0.25})
     facts = {"step": 9, "steps_per_sec": 2.0, "round": 2, "tolerance": 1, "restarts": 1, "recovery": last}
     made = {"samples": 40, "flops": 8e13}
-    facts["counts"] = Counts(began_unix_secs=1.0, elapsed_secs=10.0, recovering_secs=2.0, **made)
+    facts["counts"] = GoodputTimes(began_unix_secs=1.0, elapsed_secs=10.0, recovering_secs=2.0, **made)
     facts["trainers"] = 2
     facts["memory"] = (MemoryUse(name="the host", used_bytes=8, peak_bytes=9, limit_bytes=10),)
-    facts["runs_out"] = (RunsOut("the host", "", 8, 10, 0.1, 20.0, 40, 2),)
-    here = NodeReport(node="a", domain="a", signal=Signal.COMPLETED, shards=(shard,), **facts)
+    facts["runs_out"] = (MemoryForecast("the host", "", 8, 10, 0.1, 20.0, 40, 2),)
+    here = NodeReport(node="a", domain="a", signal=HealthSignal.COMPLETED, shards=(shard,), **facts)
     lost = (replace(shard, at=(0, 1, 0)),)
     gone = NodeReport(node="b", domain="b", shards=lost, offline_unix_secs=95.0)
     speed = RankSpeed(3, "a", (0, 0, 0), 0.5, 0.2, 0.0, 0.1, 0.15, 0.05)
-    slow = Straggler(Kind.RANK, "rank 3 (a)", (3,), ("a",), 4, 1.5, 0.1, 0.2, "it computes")
-    return Board(job_id="job", nodes=(here, gone), slow=(slow,), speeds=(speed,))
+    slow = Straggler(SlownessKind.RANK, "rank 3 (a)", (3,), ("a",), 4, 1.5, 0.1, 0.2, "it computes")
+    return ReportBoard(job_id="job", nodes=(here, gone), slow=(slow,), speeds=(speed,))
 
 
 @pytest.fixture
@@ -72,13 +82,13 @@ def job(tmp_path: Path) -> JobDir:
 @pytest.fixture
 def status(job: JobDir) -> NodeStatus:
     status = NodeStatus(job.path, {}, PersistStatus())
-    status.committed(Label(1, 7))
+    status.committed(VersionId(1, 7))
     status.skip(8, "no memory")
     traffic = {"to_host": {"shard": 100}, "sent": {"owned": 7}}
     for rank in range(2):
         stats = {"copy_secs_median": 0.25, "stall_secs_median": 0.001, "traffic": traffic}
         status.trainer(rank, stats=stats)
-    status.persist.update(dir="/disk", last=Label(1, 5), lag_steps=2)
+    status.persist.update(dir="/disk", last=VersionId(1, 5), lag_steps=2)
     return status
 
 
@@ -224,14 +234,14 @@ MIB, LIMIT = 2**20, 1000 * 2**20
 Use = Callable[[int], float]  # MiB in use at a second
 
 
-def watched(use: Use, secs: int, *, noise: float = 0.0, seed: int = 0) -> list[tuple[int, RunsOut]]:
+def watched(use: Use, secs: int, *, noise: float = 0.0, seed: int = 0) -> list[tuple[int, MemoryForecast]]:
     """When what is said, one look a second at a job of two steps a second."""
     trend, found = MemoryTrend(), []
     draw = random.Random(seed)
     for now in range(secs):
         used = round((use(now) + draw.gauss(0.0, noise)) * MIB)
         parts = {"rank 0 (pid 1)": 100 * MIB, "rank 1 (pid 2)": used - 100 * MIB}
-        trend.see(Point(now, 2 * now, used, parts), LIMIT)
+        trend.see(MemorySample(now, 2 * now, used, parts), LIMIT)
         if (said := trend.runs_out("the host", LIMIT, steps_per_sec=2.0)) is not None:
             found.append((now, said))
     return found
@@ -291,7 +301,7 @@ def test_what_becomes_free_again_is_not_said_any_more() -> None:
 def test_memory_that_nobody_of_the_job_takes_accuses_nobody() -> None:
     trend = MemoryTrend()
     for now in range(60):
-        trend.see(Point(now, now, (500 + 5 * now) * MIB, {"rank 0 (pid 1)": 400 * MIB}), LIMIT)
+        trend.see(MemorySample(now, now, (500 + 5 * now) * MIB, {"rank 0 (pid 1)": 400 * MIB}), LIMIT)
     said = trend.runs_out("the host", LIMIT, steps_per_sec=None)
     assert said is not None
     assert (said.who, said.step) == ("", None)

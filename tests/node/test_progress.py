@@ -17,20 +17,20 @@ from pathlib import Path
 import pytest
 
 from reft.node.advice import (
-    Action,
     Advice,
+    AdvisedAction,
+    JobSituation,
     Memory,
-    Situation,
-    Speed,
+    SpeedSample,
     advise,
     dropping_pays,
     gain_of_workers,
     scale_plan,
 )
-from reft.node.hangs import Waiting, Watch, limit_secs, name_culprit
+from reft.node.hangs import HangConfig, TrainerActivity, limit_secs, name_culprit
 from reft.node.memory_watch import MemoryUse
-from reft.node.progress import Phase, ProgressPage, RankSteps, Seen, StepTimes, read_pages, read_times
-from reft.node.stragglers import Kind, SlowTest, SpeedWatch, Straggler
+from reft.node.progress import Phase, ProgressPage, RankSteps, StepTimes, TrainerView, read_pages, read_times
+from reft.node.stragglers import SlownessKind, SlowTest, SpeedWatch, Straggler
 from tests.machine import Clock
 
 
@@ -194,7 +194,7 @@ def test_waiting_for_a_core_is_no_computing(
 
 STEP_LIMIT = 7.5
 OTHER_LIMIT = 600.0
-SEEN = Seen(
+SEEN = TrainerView(
     local_rank=0,
     rank=0,
     pid=100,
@@ -212,7 +212,7 @@ SEEN = Seen(
 )
 
 
-def named(*waiting: Waiting) -> tuple[int, ...] | None:
+def named(*waiting: TrainerActivity) -> tuple[int, ...] | None:
     """The ranks; none of them where all wait, and None where nobody is accused."""
     verdict = name_culprit(list(waiting))
     return None if verdict is None else verdict.ranks
@@ -233,16 +233,16 @@ def test_before_a_step_was_measured_its_limit_is_the_first_ones() -> None:
     unmeasured = replace(SEEN, step_secs=0.0)
     assert limit_secs(unmeasured) == OTHER_LIMIT
     assert limit_secs(replace(unmeasured, state="T")) == STEP_LIMIT, "nothing goes on in it"
-    assert Waiting(unmeasured, STEP_LIMIT + 1).quiet, "others hear of it"
+    assert TrainerActivity(unmeasured, STEP_LIMIT + 1).quiet, "others hear of it"
     # Of two that wait, one has made a step more, and measured it; the other's may take longer than that.
     behind = replace(unmeasured, rank=1, step=1, instruction="Backward")
     ahead = replace(SEEN, step=2, instruction="Backward")
-    assert named(Waiting(ahead, 9.0), Waiting(behind, 9.0)) is None
-    assert named(Waiting(ahead, OTHER_LIMIT + 1), Waiting(behind, OTHER_LIMIT + 1)) == (1,)
+    assert named(TrainerActivity(ahead, 9.0), TrainerActivity(behind, 9.0)) is None
+    assert named(TrainerActivity(ahead, OTHER_LIMIT + 1), TrainerActivity(behind, OTHER_LIMIT + 1)) == (1,)
 
 
 def test_time_counts_while_nothing_changes_and_somebody_looks() -> None:
-    watch = Watch()
+    watch = HangConfig()
     assert [w.quiet_secs for w in watch.look([SEEN], 0.25)] == [0.0]
     for _ in range(40):
         (waiting,) = watch.look([SEEN], 0.25)
@@ -255,7 +255,7 @@ def test_time_counts_while_nothing_changes_and_somebody_looks() -> None:
 
 
 def test_a_suspicion_ends_with_the_round() -> None:
-    watch = Watch()
+    watch = HangConfig()
     for _ in range(10):
         (waiting,) = watch.look([SEEN], 1.0)
     assert waiting.suspected
@@ -280,8 +280,8 @@ AT = {
 }
 
 
-def rank_at(rank: int, what: str, quiet_secs: float, step: int = 8) -> Waiting:
-    return Waiting(replace(SEEN, rank=rank, step=step, **AT[what]), quiet_secs)  # type: ignore[arg-type]
+def rank_at(rank: int, what: str, quiet_secs: float, step: int = 8) -> TrainerActivity:
+    return TrainerActivity(replace(SEEN, rank=rank, step=step, **AT[what]), quiet_secs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -381,7 +381,7 @@ def test_a_rank_that_is_slower_by_a_fifth_is_named_within_20_steps() -> None:
     assert watch.slow() == ()
     tell(watch, range(100, 120), ranks)
     (named,) = watch.slow()
-    assert (named.kind, named.name, named.ranks) == (Kind.RANK, "rank 3 (node3)", (3,))
+    assert (named.kind, named.name, named.ranks) == (SlownessKind.RANK, "rank 3 (node3)", (3,))
     assert abs(named.since_step - 100) <= 3
     assert named.factor == pytest.approx(1.2, rel=0.05)
     assert named.cost_secs == pytest.approx(0.008, rel=0.3)
@@ -455,7 +455,12 @@ def test_ranks_that_are_slow_together_are_named_as_a_node_or_as_tensor_parallel_
     ranks = {(0, dp, 0): noisy(dp, 0.06 if dp in (2, 3) else 0.04) for dp in range(6)}
     tell(watch, range(1, 100), ranks, node=lambda rank: f"host{rank // 2}")
     (named,) = watch.slow()
-    assert (named.kind, named.name, named.ranks, named.nodes) == (Kind.NODE, "host1", (2, 3), ("host1",))
+    assert (named.kind, named.name, named.ranks, named.nodes) == (
+        SlownessKind.NODE,
+        "host1",
+        (2, 3),
+        ("host1",),
+    )
     watch = SpeedWatch()
     places = [(0, dp, tp) for dp in range(3) for tp in range(2)]
     tell(watch, range(1, 100), {at: noisy(i, 0.06 if at[1] == 1 else 0.04) for i, at in enumerate(places)})
@@ -473,7 +478,7 @@ def test_a_slow_link_is_told_from_a_stage_that_waits() -> None:
 
     tell(watch, range(1, 60), {at: partial(of, at) for at in RANKS})
     (named,) = watch.slow()
-    assert (named.kind, named.name) == (Kind.LINK, "rank 1 (node1) - rank 3 (node3)")
+    assert (named.kind, named.name) == (SlownessKind.LINK, "rank 1 (node1) - rank 3 (node3)")
     assert named.factor == pytest.approx(8.0, rel=0.1)
     assert named.cost_secs == pytest.approx(8 * 0.0035, rel=0.1)
 
@@ -494,7 +499,7 @@ GIB = 2**30
 
 
 def slow(name: str, nodes: tuple[str, ...], factor: float) -> Straggler:
-    return Straggler(Kind.NODE, name, (), nodes, 1, factor, 0.0, 0.0, "")
+    return Straggler(SlownessKind.NODE, name, (), nodes, 1, factor, 0.0, 0.0, "")
 
 
 def memory(node: str, used_gib: int) -> Memory:
@@ -507,46 +512,55 @@ SLOW_A = (slow("rank 0", ("a",), 3.0), slow("rank 1", ("a",), 2.0))
 @pytest.mark.parametrize(
     ("seen", "wanted"),
     [
-        (Situation(ABCD), []),
+        (JobSituation(ABCD), []),
         # A straggler: a spare takes its place; without one it goes if the others are faster alone.
-        (Situation(ABCD, spares=("s",), slow=(slow("node b", ("b",), 1.1),)), [("replace", ("b",), 4)]),
-        (Situation(ABCD, slow=(slow("node b", ("b",), 1.2),)), [("replace", ("b",), 4)]),
-        (Situation(ABCD, slow=(slow("node b", ("b",), 1.5),)), [("drop", ("b",), 3)]),
-        (Situation(("a",), slow=(slow("node a", ("a",), 9.0),)), [("replace", ("a",), 1)]),
-        (Situation(ABCD, slow=(slow("a link", ("a", "b"), 9.0),)), []),
+        (JobSituation(ABCD, spares=("s",), slow=(slow("node b", ("b",), 1.1),)), [("replace", ("b",), 4)]),
+        (JobSituation(ABCD, slow=(slow("node b", ("b",), 1.2),)), [("replace", ("b",), 4)]),
+        (JobSituation(ABCD, slow=(slow("node b", ("b",), 1.5),)), [("drop", ("b",), 3)]),
+        (JobSituation(("a",), slow=(slow("node a", ("a",), 9.0),)), [("replace", ("a",), 1)]),
+        (JobSituation(ABCD, slow=(slow("a link", ("a", "b"), 9.0),)), []),
         # The slowest gets the only spare.
         (
-            Situation(ABCD, spares=("s",), slow=(slow("a", ("a",), 1.5), slow("b", ("b",), 3.0))),
+            JobSituation(ABCD, spares=("s",), slow=(slow("a", ("a",), 1.5), slow("b", ("b",), 3.0))),
             [("replace", ("b",), 4), ("drop", ("a",), 3)],
         ),
         # Two slow ranks of one node take one spare.
         (
-            Situation(ABCD, spares=("s", "t"), slow=(*SLOW_A, slow("b", ("b",), 1.5))),
+            JobSituation(ABCD, spares=("s", "t"), slow=(*SLOW_A, slow("b", ("b",), 1.5))),
             [("replace", ("a",), 4), ("replace", ("b",), 4)],
         ),
         # One node that is lost again and again.
-        (Situation(ABCD, losses={"c": 3, "a": 1}), [("replace", ("c",), 4)]),
-        (Situation(ABCD, losses={"c": 2}), []),
-        (Situation(ABCD, losses={"c": 3, "a": 2, "b": 2}), []),
-        (Situation(ABCD, losses={"gone": 5}), []),
-        (Situation(ABCD, losses={"c": 3}, slow=(slow("c", ("c",), 2.0),)), [("drop", ("c",), 3)]),
+        (JobSituation(ABCD, losses={"c": 3, "a": 1}), [("replace", ("c",), 4)]),
+        (JobSituation(ABCD, losses={"c": 2}), []),
+        (JobSituation(ABCD, losses={"c": 3, "a": 2, "b": 2}), []),
+        (JobSituation(ABCD, losses={"gone": 5}), []),
+        (JobSituation(ABCD, losses={"c": 3}, slow=(slow("c", ("c",), 2.0),)), [("drop", ("c",), 3)]),
         # Memory that runs out.
         (
-            Situation(ABCD, memory=(memory("a", 80), memory("b", 95))),
+            JobSituation(ABCD, memory=(memory("a", 80), memory("b", 95))),
             [("memory", ("b",), 4)],
         ),
         # How many nodes: DLRover's threshold is a fifth.
-        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.9)), most_nodes=8), [("add", (), 6)]),
-        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.2)), most_nodes=5), [("add", (), 5)]),
-        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.19)), most_nodes=8), [("remove", (), 2)]),
-        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.9)), most_nodes=4), []),
-        (Situation(ABCD, speeds=(Speed(2, 1.0), Speed(4, 1.9))), []),
-        (Situation(ABCD, speeds=(Speed(4, 1.9), Speed(2, 1.0)), most_nodes=8), []),
-        (Situation(ABCD, speeds=(Speed(4, 1.0),), most_nodes=8), []),
+        (
+            JobSituation(ABCD, speeds=(SpeedSample(2, 1.0), SpeedSample(4, 1.9)), most_nodes=8),
+            [("add", (), 6)],
+        ),
+        (
+            JobSituation(ABCD, speeds=(SpeedSample(2, 1.0), SpeedSample(4, 1.2)), most_nodes=5),
+            [("add", (), 5)],
+        ),
+        (
+            JobSituation(ABCD, speeds=(SpeedSample(2, 1.0), SpeedSample(4, 1.19)), most_nodes=8),
+            [("remove", (), 2)],
+        ),
+        (JobSituation(ABCD, speeds=(SpeedSample(2, 1.0), SpeedSample(4, 1.9)), most_nodes=4), []),
+        (JobSituation(ABCD, speeds=(SpeedSample(2, 1.0), SpeedSample(4, 1.9))), []),
+        (JobSituation(ABCD, speeds=(SpeedSample(4, 1.9), SpeedSample(2, 1.0)), most_nodes=8), []),
+        (JobSituation(ABCD, speeds=(SpeedSample(4, 1.0),), most_nodes=8), []),
     ],
     ids=lambda v: str(v)[:60],
 )
-def test_what_is_advised(seen: Situation, wanted: list[tuple[str, tuple[str, ...], int]]) -> None:
+def test_what_is_advised(seen: JobSituation, wanted: list[tuple[str, tuple[str, ...], int]]) -> None:
     assert [(str(a.action), a.nodes, a.workers) for a in advise(seen)] == wanted
     assert all(a.why and str(a) and json.dumps(a.to_json()) for a in advise(seen))
 
@@ -565,8 +579,8 @@ def test_a_node_is_dropped_only_where_the_others_are_faster_without_it() -> None
 
 def test_published_threshold_of_a_worker_more() -> None:
     """(change of speed / change of workers) / (speed / workers) >= 0.2."""
-    assert gain_of_workers(Speed(10, 100.0), Speed(12, 104.0)) == pytest.approx(0.2)
-    one, two = Speed(1, 10.0), Speed(2, 20.0)
+    assert gain_of_workers(SpeedSample(10, 100.0), SpeedSample(12, 104.0)) == pytest.approx(0.2)
+    one, two = SpeedSample(1, 10.0), SpeedSample(2, 20.0)
     assert gain_of_workers(one, two) == gain_of_workers(two, one) == 1
 
 
@@ -585,7 +599,7 @@ PUBLISHED_PLAN = {
 
 
 def test_published_scale_plan() -> None:
-    more = Advice(Action.ADD, (), 4, "")
+    more = Advice(AdvisedAction.ADD, (), 4, "")
     plan = scale_plan("deepctr-auto-job", 2, [more], workers=2, spares=0, cpu=1, memory_bytes=4170 * 2**20)
     spec = dict(plan["spec"])
     assert (spec.pop("migratePods"), spec.pop("psHosts")) == ([], [])  # of nothing, and no parameter servers
@@ -602,7 +616,7 @@ def test_what_is_advised_becomes_a_plan(
     """b is slow, c is lost again and again, and a lacks memory. Without a spare b is dropped and has no successor;
     the successor of c comes before c goes. The first spare takes b's place, the second c's."""
     found = advise(
-        Situation(
+        JobSituation(
             ABCD,
             spares,
             slow=(slow("b", ("b",), 2.0),),

@@ -15,18 +15,18 @@ from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir, write_json
 from reft.node import observe
 from reft.node.daemon import NodeStatus
-from reft.node.observe import Accounts, NodeObserver, Speed, sort_out
-from reft.node.progress import Phase, ProgressPage, Seen
+from reft.node.observe import GoodputCounters, NodeObserver, StepRate, sort_out
+from reft.node.progress import Phase, ProgressPage, TrainerView
 from reft.node.report import (
     MOST_CHARACTERS,
     RESUMED,
     STARTED,
-    Board,
-    Counts,
+    GoodputTimes,
+    HealthSignal,
     NodeReport,
-    Round,
+    ReportBoard,
+    RoundReport,
     Shard,
-    Signal,
     heard,
     is_well,
     note,
@@ -107,7 +107,7 @@ def test_p4_who_has_taken_a_place_counts_once_it_holds_a_version() -> None:
     assert tolerance_now([*nodes, node("n1.1")]) == 0
     back = [*nodes, node("n1.1", (0, 1, 0), label=(2, 8))]
     assert tolerance_now(back) == 1
-    told = summary(Board(job_id="j", nodes=tuple(back)), 60.0)
+    told = summary(ReportBoard(job_id="j", nodes=tuple(back)), 60.0)
     holds = {n["node"]: n["holds_shards"] for n in told["nodes"]}
     assert holds == {"n0": True, "n1": False, "n1.1": True, "n2": True}
     assert is_well(told), "a node that was replaced is nobody's trouble"
@@ -120,18 +120,18 @@ def test_what_is_not_known_is_not_guessed(scheme: str) -> None:
 
 
 def test_a_node_whose_report_stands_still_is_offline_and_comes_back() -> None:
-    seen, report = None, NodeReport(node="a", domain="a", number=1, signal=Signal.COMPLETED)
+    seen, report = None, NodeReport(node="a", domain="a", number=1, signal=HealthSignal.COMPLETED)
     update = partial(heard, elapsed_secs=1.0, offline_after_secs=6.0)
     for now in range(100, 107):
         seen = update(seen, report, now=float(now))
-    assert seen.seen is Signal.COMPLETED
+    assert seen.seen is HealthSignal.COMPLETED
     for now in range(107, 110):
         seen = update(seen, report, now=float(now))
-        assert (seen.seen, seen.offline_unix_secs) == (Signal.OFFLINE, 100.0)
+        assert (seen.seen, seen.offline_unix_secs) == (HealthSignal.OFFLINE, 100.0)
     seen = update(seen, report.model_copy(update={"number": 2}), now=111.0)
-    assert (seen.seen, seen.silent_secs) == (Signal.COMPLETED, 0.0)
+    assert (seen.seen, seen.silent_secs) == (HealthSignal.COMPLETED, 0.0)
     seen = update(seen, report.model_copy(update={"number": 3, "left": True}), now=112.0)
-    assert (seen.seen, seen.offline_unix_secs) == (Signal.OFFLINE, 112.0)
+    assert (seen.seen, seen.offline_unix_secs) == (HealthSignal.OFFLINE, 112.0)
 
 
 def test_p4_a_node_that_is_quiet_is_not_counted_on_before_it_is_offline() -> None:
@@ -140,8 +140,8 @@ def test_p4_a_node_that_is_quiet_is_not_counted_on_before_it_is_offline() -> Non
     for _ in range(4):
         quiet = heard(quiet, nodes[1], elapsed_secs=1.0, offline_after_secs=6.0, now=100.0)
     assert quiet is not None
-    assert (quiet.seen, quiet.quiet) == (Signal.HEALTHY, True)
-    told = summary(Board(job_id="j", nodes=(nodes[0], quiet, nodes[2])), 100.0)
+    assert (quiet.seen, quiet.quiet) == (HealthSignal.HEALTHY, True)
+    told = summary(ReportBoard(job_id="j", nodes=(nodes[0], quiet, nodes[2])), 100.0)
     assert told["tolerance_left"] == 0
     assert "n1 has not reported for 3 s; it counts as lost until it does" in told["warnings"]
     assert not is_well(told)
@@ -153,7 +153,7 @@ def test_p4_a_node_that_is_quiet_is_not_counted_on_before_it_is_offline() -> Non
 
 def test_a_keeper_that_writes_no_board_is_quiet_to_the_others() -> None:
     nodes = tuple(three())
-    seen = written = Board(job_id="j", keeper="n0", unix_secs=50.0, nodes=nodes)
+    seen = written = ReportBoard(job_id="j", keeper="n0", unix_secs=50.0, nodes=nodes)
     for _ in range(4):
         seen = note_keeper(seen, written, elapsed_secs=1.0, offline_after_secs=6.0)
     assert [n.quiet for n in seen.nodes] == [True, False, False]
@@ -193,9 +193,9 @@ def test_p9_a_report_has_a_bound() -> None:
 
 def test_the_job_is_told_as_a_whole() -> None:
     nodes = three(step=9, steps_per_sec=2.0, tolerance=1, round=3, warnings=("the disk is full",))
-    last = Round(round=3, unix_secs=20.0, lost=["x"], resumed_step=5, secs={"gathering": 1.5})
+    last = RoundReport(round=3, unix_secs=20.0, lost=["x"], resumed_step=5, secs={"gathering": 1.5})
     nodes[2] = node("n2", (0, 2, 0), label=(1, 6), gone=30.0, recovery=last, step=900, steps_per_sec=99.0)
-    told = summary(Board(job_id="j", nodes=tuple(nodes), unix_secs=59.0), 60.0)
+    told = summary(ReportBoard(job_id="j", nodes=tuple(nodes), unix_secs=59.0), 60.0)
     assert (told["step"], told["steps_per_sec"], told["round"]) == (9, 2.0, 3)
     assert told["newest_commit"] == {"incarnation": 1, "step": 7, "unix_secs": 50.0}
     assert (told["commit_age_secs"], told["commit_lag_steps"]) == (10.0, 2)
@@ -210,13 +210,13 @@ def test_the_job_is_told_as_a_whole() -> None:
 
 
 def test_the_speed_of_the_model_is_of_the_whole_job() -> None:
-    def told(*counts: Counts) -> dict[str, object]:
+    def told(*counts: GoodputTimes) -> dict[str, object]:
         nodes = tuple(node(f"n{i}", trainers=2, counts=c) for i, c in enumerate(counts))
-        since: dict[str, object] = summary(Board(job_id="job", nodes=nodes), 99.0)["since_start"]
+        since: dict[str, object] = summary(ReportBoard(job_id="job", nodes=nodes), 99.0)["since_start"]
         return since
 
     # The node of the first stage alone has seen tokens; the other one has counted for longest.
-    longest = Counts(began_unix_secs=1.0, elapsed_secs=50.0, samples=100)
+    longest = GoodputTimes(began_unix_secs=1.0, elapsed_secs=50.0, samples=100)
     found = told(longest, replace(longest, elapsed_secs=40.0, flops=8e15))
     assert found["tflops"] == pytest.approx(8e13 * (100 / 50) / 1e12)
     assert found["tflops_per_trainer"] == pytest.approx(8e13 * (100 / 50) / 1e12 / 4)
@@ -234,41 +234,41 @@ def observer(job: JobDir) -> NodeObserver:
 
 def doing(words: str = "", *, since: float | None = None, why: str = "", round: int = 0) -> NodeReport:
     """What the launcher says."""
-    times = {} if since is None else {Signal.HEALTHY: since}
+    times = {} if since is None else {HealthSignal.HEALTHY: since}
     return NodeReport(node="node0", domain="node0", doing=words, why=why, round=round, times=times)
 
 
 def test_signals_follow_the_arenas(job: JobDir) -> None:
     watch = observer(job)
     began = doing("running", round=1, since=time.time())
-    assert watch.look(doing("waiting for nodes")).signal is Signal.HEALTHY
+    assert watch.look(doing("waiting for nodes")).signal is HealthSignal.HEALTHY
     page = ProgressPage(job.path, 0, 0, 10.0, 600.0)
     with make(job.path / "rank0-slot0.arena") as one, make(job.path / "rank0-slot1.arena") as other:
         report = watch.look(began)
-        assert (report.signal, report.shards, report.trainers) == (Signal.HEALTHY, (), 1)
+        assert (report.signal, report.shards, report.trainers) == (HealthSignal.HEALTHY, (), 1)
         assert report.times == began.times
         write_version(one, 4, ArenaState.WRITING)
         before = time.time()
         report = watch.look(began)
-        assert report.signal is Signal.SNAP
-        assert report.times[Signal.SNAP] >= before
+        assert report.signal is HealthSignal.SNAP
+        assert report.times[HealthSignal.SNAP] >= before
         write_version(one, 4, ArenaState.SEALED)
         report = watch.look(began)
-        assert report.signal is Signal.COMPLETED
+        assert report.signal is HealthSignal.COMPLETED
         assert [(s.at, s.label, s.committed) for s in report.shards] == [((1, 0, 0), (1, 4), False)]
         one.commit()
         write_version(other, 5, ArenaState.SEALED)
         report = watch.look(began)
         # What may be restored counts: the newer one is not committed yet.
         assert [(s.label, s.committed) for s in report.shards] == [((1, 4), True)]
-        assert report.times[Signal.COMPLETED] == other.head().sealed_unix_secs
+        assert report.times[HealthSignal.COMPLETED] == other.head().sealed_unix_secs
         # Begun and ended between two looks.
-        assert report.times[Signal.SNAP] <= report.times[Signal.COMPLETED]
+        assert report.times[HealthSignal.SNAP] <= report.times[HealthSignal.COMPLETED]
         # The trainers start again: what lies there is of their life before.
         again = doing("running", round=2, since=time.time())
-        assert watch.look(again).signal is Signal.HEALTHY
+        assert watch.look(again).signal is HealthSignal.HEALTHY
         write_version(one, 6, ArenaState.WRITING)
-        assert watch.look(again).signal is Signal.SNAP
+        assert watch.look(again).signal is HealthSignal.SNAP
     page.close()
 
 
@@ -277,19 +277,22 @@ def test_software_that_fails_is_unhealthy_and_says_why(job: JobDir) -> None:
     status = NodeStatus(job.path, {}, PersistStatus())
     page = ProgressPage(job.path, 0, 0, 10.0, 600.0)
     runs = doing("running", round=1, since=time.time())
-    assert watch.look(runs).signal is Signal.HEALTHY
+    assert watch.look(runs).signal is HealthSignal.HEALTHY
     failed = watch.look(doing("waiting for nodes", why="rank 3 was killed by SIGKILL"))
-    assert (failed.signal, failed.why) == (Signal.UNHEALTHY, "rank 3 was killed by SIGKILL")
-    assert watch.look(runs).signal is Signal.HEALTHY
+    assert (failed.signal, failed.why) == (HealthSignal.UNHEALTHY, "rank 3 was killed by SIGKILL")
+    assert watch.look(runs).signal is HealthSignal.HEALTHY
 
     status.skip(1, "no memory")
     status.write_if_changed()
     page.end_step(9)
     skipped = watch.look(runs)
-    assert (skipped.signal, skipped.warnings) == (Signal.HEALTHY, ("no version since step 1: no memory",))
+    assert (skipped.signal, skipped.warnings) == (
+        HealthSignal.HEALTHY,
+        ("no version since step 1: no memory",),
+    )
     page.end_step(11)
     stale = watch.look(runs)
-    assert (stale.signal, stale.why) == (Signal.UNHEALTHY, "no version since step 1: no memory")
+    assert (stale.signal, stale.why) == (HealthSignal.UNHEALTHY, "no version since step 1: no memory")
     page.close()
     assert watch.look(runs).step == 11, "trainers that have ended take their pages along, not what was seen"
 
@@ -318,7 +321,7 @@ def test_p6_files_that_cannot_be_read_tell_nothing(job: JobDir, what: str) -> No
             path.unlink()
         job.path.rmdir()
     report = watch.look(doing("running"))
-    assert (report.signal, report.shards, report.step) == (Signal.HEALTHY, (), None)
+    assert (report.signal, report.shards, report.step) == (HealthSignal.HEALTHY, (), None)
 
 
 def test_a_daemon_that_has_died_is_warned_of(job: JobDir) -> None:
@@ -328,11 +331,11 @@ def test_a_daemon_that_has_died_is_warned_of(job: JobDir) -> None:
 
 
 def test_speed_is_that_of_the_last_steps_with_all_that_lies_between_them() -> None:
-    speed = Speed()
+    speed = StepRate()
 
     def at(step: int, secs: float, phase: Phase = Phase.BETWEEN, pid: int = 5) -> float | None:
         return speed.look(
-            Seen(0, 0, pid, phase, step, 0, "", int(secs * 1e9), 10.0, 600.0, 0.0, 0.0, 0, "S")
+            TrainerView(0, 0, pid, phase, step, 0, "", int(secs * 1e9), 10.0, 600.0, 0.0, 0.0, 0, "S")
         )  # fmt: skip
 
     assert at(0, 0.0, Phase.FIRST_STEP) is None
@@ -346,7 +349,7 @@ def test_speed_is_that_of_the_last_steps_with_all_that_lies_between_them() -> No
 
 
 def test_every_second_that_is_lost_has_its_cause() -> None:
-    counts = Counts(began_unix_secs=5.0)
+    counts = GoodputTimes(began_unix_secs=5.0)
     assert counts.effective_ratio is None
     counts.waited(10.0)
     of_step = {"samples": 8, "flops": 8000.0}
@@ -369,7 +372,7 @@ def test_every_second_that_is_lost_has_its_cause() -> None:
 
 def test_a_second_rollback_counts_from_the_last_step_made() -> None:
     """Resumed at 90 from 100, killed at 95, resumed at 94: 91 to 95 and 95 to 100 are made again."""
-    counts = Counts(began_unix_secs=5.0)
+    counts = GoodputTimes(began_unix_secs=5.0)
     for step in (1, 100):
         counts.trained(1.0, step)
     for _ in range(2):
@@ -395,11 +398,11 @@ def test_counts_outlive_trainers_and_launchers(tmp_path: Path, monkeypatch: pyte
     clock = Clock()
     monkeypatch.setattr(observe, "time", clock)
 
-    def look(keeper: Accounts, secs: float = 10.0) -> Counts:
+    def look(keeper: GoodputCounters, secs: float = 10.0) -> GoodputTimes:
         clock.sleep(secs)
         return keeper.look(())
 
-    first = Accounts(tmp_path)
+    first = GoodputCounters(tmp_path)
     assert look(first).starting_secs == 10
     page = make_steps(tmp_path, 1, 2)
     look(first)
@@ -417,7 +420,7 @@ def test_counts_outlive_trainers_and_launchers(tmp_path: Path, monkeypatch: pyte
     facts = {"nodes": ["a"], "failures": ["x"], "lost": [], "joined": [], "newest_step": 8}
     note(tmp_path, STARTED, round=2, gathering_secs=None, **facts)
     note(tmp_path, RESUMED, source="memory", step=8, secs=0.5)
-    second = Accounts(tmp_path, look(first, 0.0))
+    second = GoodputCounters(tmp_path, look(first, 0.0))
     look(second)
     again = make_steps(tmp_path, 9, 10)
     seen = look(second)

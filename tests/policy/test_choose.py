@@ -12,12 +12,19 @@ from hypothesis import strategies as st
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
 from reft.memory.arena import reserved_bytes
-from reft.policy.choose import Alternative, Situation, choose
-from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates, group_loads
+from reft.policy.choose import Alternative, ChoiceInputs, choose
+from reft.policy.loads import (
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    LinkRates,
+    PartitionSurvival,
+    RankSections,
+    group_loads,
+)
 from reft.protect.codes import Scheme
 from reft.protect.placement import ladder, place_group, tolerance
 from reft.snapshot.plan import SectionSizes, make_shard_plan
-from reft.snapshot.switching import MemoryWatch
+from reft.snapshot.switching import MemoryGuard
 from tests.protect.backends import schemes_for
 
 MIB = 2**20
@@ -30,11 +37,11 @@ def job(
     *,
     stages: int = 1,
     memory: int | None = None,
-) -> Situation:
+) -> ChoiceInputs:
     """``stages`` stages of one sharding group each, member d of every group on ``nodes[d]``."""
     degrees = Degrees(stages, len(nodes), 1)
     where = tuple(nodes[c.dp] for c in degrees.coordinates())
-    return Situation(
+    return ChoiceInputs(
         Topology(degrees, degrees.coordinates(), where),
         (RankSections(replicated, owned, 2**16),) * degrees.world_size,
         memory_bytes=None if memory is None else dict.fromkeys(nodes, memory),
@@ -53,18 +60,18 @@ def apart(count: int) -> list[str]:
     st.sampled_from(["none", "arc", "aec", "arc:2", "rs:2", "arc+aec", "rs:3"]),
     st.integers(4, 8),
     st.builds(RankSections, st.integers(0, 40 * MIB), st.integers(0, 9 * MIB), st.integers(0, 2**18)),
-    st.sampled_from(OwnedBy),
+    st.sampled_from(PartitionSurvival),
     st.integers(0, 20),
 )
 def test_p9_no_rank_reserves_more_than_was_predicted(
-    text: str, size: int, sections: RankSections, owned_by: OwnedBy, groups: int
+    text: str, size: int, sections: RankSections, owned_by: PartitionSurvival, groups: int
 ) -> None:
     """Against the real plan of the snapshots; and hardly less, or the prediction would refuse what fits."""
     scheme, block_bytes, arenas = Scheme.parse(text), MIB, 2
     placement = place_group(apart(size), scheme.copies, scheme.parities)
     owned, host = sections.owned_bytes, sections.host_bytes
     gradients = owned // OPTIMIZER_BYTES * GRADIENT_BYTES + 64 * groups
-    captured = (gradients,) * size if owned_by is OwnedBy.AOR and owned else ()
+    captured = (gradients,) * size if owned_by is PartitionSurvival.AOR and owned else ()
     sizes = SectionSizes(sections.replicated_bytes, (owned,) * size, (host,) * size, captured)
     real = make_shard_plan(sizes, placement, block_bytes)
     ranks = [sections] * size
@@ -84,7 +91,7 @@ def test_aor_moves_gradients_of_the_peer_instead_of_sending_partitions() -> None
     sections = [RankSections(0, OPTIMIZER_BYTES * parameters, 0)] * 4
     peer, aor = (
         group_loads(sections, range(4), Scheme(1), way, arenas=2, block_bytes=MIB)[0]
-        for way in (OwnedBy.PEER, OwnedBy.AOR)
+        for way in (PartitionSurvival.PEER, PartitionSurvival.AOR)
     )
     assert aor.gradient_bytes == pytest.approx(GRADIENT_BYTES * parameters, abs=2**13)
     assert aor.sent_bytes == 0
@@ -105,7 +112,7 @@ situations = st.builds(
 )
 
 
-def protects(situation: Situation, alternative: Alternative) -> int:
+def protects(situation: ChoiceInputs, alternative: Alternative) -> int:
     """The tolerance of what a job would really keep, from the code that the hook uses."""
     return tolerance(situation.topology, alternative.scheme.copies, alternative.scheme.parities)
 
@@ -113,7 +120,7 @@ def protects(situation: Situation, alternative: Alternative) -> int:
 @settings(max_examples=80, deadline=None)
 @given(situations, st.integers(0, 3), st.booleans())
 def test_p4_the_choice_fits_survives_what_any_alternative_does_and_is_the_cheapest(
-    situation: Situation, wanted: int, aor: bool
+    situation: ChoiceInputs, wanted: int, aor: bool
 ) -> None:
     choice = choose(situation, wanted, recompute=aor)
     chosen = choice.chosen
@@ -202,7 +209,7 @@ def test_partitions_are_recomputed_where_it_was_asked_for_and_only_there() -> No
     assert small.chosen.busiest.moved_bytes > small.of("arc").busiest.moved_bytes
 
 
-RATES = Rates(copy_bytes_per_sec=25e9, peer_bytes_per_sec=3e9, adam_parameters_per_sec=1e8, free_cores=1)
+RATES = LinkRates(copy_bytes_per_sec=25e9, peer_bytes_per_sec=3e9, adam_parameters_per_sec=1e8, free_cores=1)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +227,7 @@ RATES = Rates(copy_bytes_per_sec=25e9, peer_bytes_per_sec=3e9, adam_parameters_p
     ],
 )
 def test_auto_recomputes_where_it_is_exact_and_costs_a_step_less(
-    exact: bool, rates: Rates | None, chosen: str
+    exact: bool, rates: LinkRates | None, chosen: str
 ) -> None:
     situation = replace(job(apart(4), owned=12 * 2**21), exact=exact, rates=rates)
     choice = choose(situation, 1)
@@ -306,7 +313,7 @@ class _Node:
     levels = 4
 
     def __init__(self) -> None:
-        self.watch = MemoryWatch(20)
+        self.watch = MemoryGuard(20)
         self.level, self.others, self.now = 0, 0, 0.0
         self.changes: list[tuple[float, int]] = []
 

@@ -18,12 +18,12 @@ from examples.llama.model_config import load_model
 from reft import cli
 from reft.config import load_config
 from reft.errors import ConfigError
-from reft.policy.loads import Load
+from reft.policy.loads import TrafficEstimate
 from reft.profile.analysis import analyse
-from reft.profile.result import Activity, ProfileResult, Spread
+from reft.profile.result import Activity, Percentiles, ProfileResult
 from reft.snapshot.schedule import Bandwidth
 from reft.tools.planning.command import show_plan
-from reft.tools.planning.job import Layouting, plan_job
+from reft.tools.planning.job import LayoutOptions, plan_job
 from reft.tools.planning.model import (
     CLUSTERS,
     SHAPES,
@@ -123,16 +123,16 @@ def test_a_plan_for_people() -> None:
 @pytest.mark.parametrize(
     ("model", "cluster", "layouting", "block"),
     [
-        ("1.3b", "v100", Layouting(4, 4, 8, micro_batches=64), {}),
-        ("34b", "h100", Layouting(4, 8, 8), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
-        ("34b", "h100", Layouting(4, 8, 2), {"protection": "none", "memory_limit_bytes": 3 * 10**9}),
-        ("34b", "v100", Layouting(16, 1, 24, order="auto"), {"protection": "auto+aor"}),
-        ("6.7b", "h100", Layouting(4, 4, 256), {"tolerance": 2}),
+        ("1.3b", "v100", LayoutOptions(4, 4, 8, micro_batches=64), {}),
+        ("34b", "h100", LayoutOptions(4, 8, 8), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
+        ("34b", "h100", LayoutOptions(4, 8, 2), {"protection": "none", "memory_limit_bytes": 3 * 10**9}),
+        ("34b", "v100", LayoutOptions(16, 1, 24, order="auto"), {"protection": "auto+aor"}),
+        ("6.7b", "h100", LayoutOptions(4, 4, 256), {"tolerance": 2}),
     ],
     ids=str,
 )
 def test_a_plan_is_read_at_80_columns(
-    model: str, cluster: str, layouting: Layouting, block: dict[str, Any]
+    model: str, cluster: str, layouting: LayoutOptions, block: dict[str, Any]
 ) -> None:
     """Nothing is cut off, and a row of a table is one line."""
     config = json.loads(Path(BF16_ZERO1).read_text())
@@ -376,7 +376,7 @@ def test_the_examples_of_the_documentation_are_well() -> None:
 
 def test_what_finds_no_window_is_waited_for() -> None:
     stage = StageWindows([], Bandwidth(window=1e9, compute=1e9), step_secs=1.0)
-    fit = WindowPace({0: stage}, "analytic")({0: Load(10**8, 10**8, 0, 0, 0, 0)})
+    fit = WindowPace({0: stage}, "analytic")({0: TrafficEstimate(10**8, 10**8, 0, 0, 0, 0)})
     assert fit.overhead == pytest.approx(0.2)
     assert fit.in_windows == 0
 
@@ -387,7 +387,7 @@ STAGES = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--dp", "8
 @pytest.fixture
 def profiled() -> ProfileResult:
     """Of that job, as if its simulated step had been run and profiled."""
-    layouting = Layouting(pp=4, dp=8, micro_batches=4)
+    layouting = LayoutOptions(pp=4, dp=8, micro_batches=4)
     training = plan_job(json.loads(Path(FP16).read_text()), CLUSTERS["v100"], "1.3b", layouting).training
     ranks, _ = run_steps(one_f_one_b(4, 4), Costs.of(training))
     result = analyse(ranks, "simulated", (4, 1, 1))
@@ -422,7 +422,7 @@ def test_measured_windows_replace_estimated_ones(tmp_path: Path, profiled: Profi
     device = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "device.json")).json
     assert device["protection"]["overhead"] < waits["protection"]["overhead"]
 
-    longer = [replace(s, step_secs=Spread(*(2 * secs for secs in s.step_secs))) for s in profiled.stages]
+    longer = [replace(s, step_secs=Percentiles(*(2 * secs for secs in s.step_secs))) for s in profiled.stages]
     replace(profiled, stages=tuple(longer)).save(tmp_path / "longer.json")
     half = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "longer.json")).json
     for once, twice in zip(measured["alternatives"], half["alternatives"], strict=True):

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.node.report import Round
+from reft.node.report import RoundReport
 from reft.policy.rate import (
     DAY_SECS,
-    Due,
-    Pairs,
+    DueSteps,
+    OverheadEstimator,
     Rate,
-    Why,
+    RateReason,
     adapt,
     best_interval,
     best_interval_secs,
@@ -40,7 +40,7 @@ times = st.floats(0.0, 1e4)
 
 def test_published_example_of_an_interval() -> None:
     """To = Ti = 1, p = 5 %: k = 20."""
-    assert best_interval(1.0, 1.0, 1.0, max_overhead=0.05) == (20, Why.OVERHEAD)
+    assert best_interval(1.0, 1.0, 1.0, max_overhead=0.05) == (20, RateReason.OVERHEAD)
 
 
 @given(steps_secs, times, times, parts)
@@ -124,7 +124,7 @@ def test_the_rate_stays_within_its_limits(
         if cost / k > p:
             assert rate.interval_steps >= k
             within = cost / rate.interval_steps <= p * (1 + 1e-6)
-            assert within or rate.why is Why.EXCLUDED or rate.interval_steps == most
+            assert within or rate.why is RateReason.EXCLUDED or rate.interval_steps == most
 
 
 @given(limits, st.integers(1, 1000), st.floats(0.0, 20.0))
@@ -147,14 +147,14 @@ def test_under_a_constant_cost_the_rate_settles(
 @pytest.mark.parametrize(
     ("rate", "cost", "limits", "steps", "why"),
     [
-        pytest.param(Rate(5), 0.0, {"write_secs": 12.0}, 12, Why.WRITING, id="late on storage"),
-        pytest.param(Rate(10), 10.0, {"most_steps": 25}, 25, Why.EXCLUDED, id="bound on lost steps"),
-        pytest.param(Rate(20, calm=1), 0.1, {}, 20, Why.HELD, id="not calm for long enough"),
+        pytest.param(Rate(5), 0.0, {"write_secs": 12.0}, 12, RateReason.WRITING, id="late on storage"),
+        pytest.param(Rate(10), 10.0, {"most_steps": 25}, 25, RateReason.EXCLUDED, id="bound on lost steps"),
+        pytest.param(Rate(20, calm=1), 0.1, {}, 20, RateReason.HELD, id="not calm for long enough"),
         # Half of an odd number of steps, rounded down, would cost more than p.
-        pytest.param(Rate(5, calm=2), 2.4 * 0.035, {}, 3, Why.CALM, id="shorter, but not too short"),
+        pytest.param(Rate(5, calm=2), 2.4 * 0.035, {}, 3, RateReason.CALM, id="shorter, but not too short"),
     ],
 )
-def test_why_an_interval_changes(rate: Rate, cost: float, limits: dict, steps: int, why: Why) -> None:
+def test_why_an_interval_changes(rate: Rate, cost: float, limits: dict, steps: int, why: RateReason) -> None:
     found = after(rate, cost, **limits)
     assert (found.interval_steps, found.why) == (steps, why)
 
@@ -163,7 +163,13 @@ def test_why_an_interval_changes(rate: Rate, cost: float, limits: dict, steps: i
 
 
 def simulated(
-    pairs: Pairs, every: int, versions: int, *, cost: float, noise: float = 0.0, drift: float = 0.0
+    pairs: OverheadEstimator,
+    every: int,
+    versions: int,
+    *,
+    cost: float,
+    noise: float = 0.0,
+    drift: float = 0.0,
 ) -> None:
     """Steps of a second, one of ``every`` of which is beside a checkpoint."""
     rng = random.Random(3)
@@ -184,7 +190,7 @@ def simulated(
 def test_the_cost_is_found_within_its_own_error(
     every: int, drawn: dict[str, float], error_secs: float
 ) -> None:
-    pairs = Pairs()
+    pairs = OverheadEstimator()
     simulated(pairs, every, 60, **drawn)
     found = pairs.cost()
     assert found is not None
@@ -193,7 +199,7 @@ def test_the_cost_is_found_within_its_own_error(
 
 
 def test_an_evaluation_and_a_hiccup_are_no_cost() -> None:
-    pairs = Pairs()
+    pairs = OverheadEstimator()
     simulated(pairs, 5, 12, cost=0.05)
     pairs.step(500.0, begins=True, beside=True)
     pairs.step(1.9, begins=True, beside=True)
@@ -204,7 +210,7 @@ def test_an_evaluation_and_a_hiccup_are_no_cost() -> None:
 
 
 def test_training_that_becomes_much_slower_for_good_is_learned_anew() -> None:
-    pairs = Pairs()
+    pairs = OverheadEstimator()
     simulated(pairs, 5, 12, cost=0.05)
     pairs.forget()
     for i in range(60):
@@ -215,7 +221,7 @@ def test_training_that_becomes_much_slower_for_good_is_learned_anew() -> None:
 
 
 def test_checkpoints_that_touch_each_other_tell_nothing() -> None:
-    pairs = Pairs()
+    pairs = OverheadEstimator()
     for i in range(50):
         pairs.step(1.1 if i % 10 else 1.0, begins=bool(i % 10), beside=bool(i % 10))
     assert pairs.cost() is None
@@ -223,7 +229,7 @@ def test_checkpoints_that_touch_each_other_tell_nothing() -> None:
 
 
 def test_one_that_takes_several_steps_costs_all_of_them() -> None:
-    pairs = Pairs()
+    pairs = OverheadEstimator()
     for _ in range(6):
         for i in range(6):
             pairs.step(1.0 + 0.1 * (i < 3), begins=i == 0, beside=i < 3)
@@ -281,14 +287,14 @@ def test_groups_must_fill_the_nodes() -> None:
         memory_losses_per_sec(1e-6, 6, losses_within(4, 1), 1.0)
 
 
-def _rounds(*losses: int) -> list[Round]:
+def _rounds(*losses: int) -> list[RoundReport]:
     return [
-        Round(i + 1, i * DAY_SECS, [f"n{j}" for j in range(4)], lost=["x"] * count)
+        RoundReport(i + 1, i * DAY_SECS, [f"n{j}" for j in range(4)], lost=["x"] * count)
         for i, count in enumerate(losses)
     ]
 
 
-def learned_days(rounds: list[Round], now_unix_secs: float) -> float:
+def learned_days(rounds: list[RoundReport], now_unix_secs: float) -> float:
     return 1 / (learned_losses_per_sec(rounds, now_unix_secs, 100.0) * DAY_SECS)
 
 
@@ -317,9 +323,9 @@ def test_wishes_are_kept_or_it_is_said(
     # Never more often than storage can take it.
     assert steps * step + cost >= write - 1e-9 * max(1.0, write)
     if most is not None and steps > most:
-        assert why is Why.WRITING
+        assert why is RateReason.WRITING
     if overhead is not None and cost / (steps * step) > overhead * (1 + 1e-9):
-        assert why in (Why.BOUND, Why.WRITING)
+        assert why in (RateReason.BOUND, RateReason.WRITING)
 
 
 @given(measured, mtbfs)
@@ -341,23 +347,23 @@ def test_without_wishes_no_whole_number_of_steps_is_better(
 @pytest.mark.parametrize(
     ("wishes", "expected"),
     [
-        ({}, (199, Why.FAILURES)),
-        ({"max_overhead": 0.005}, (400, Why.OVERHEAD)),
-        ({"survival_secs": 100.0}, (100, Why.SURVIVAL)),
-        ({"most_steps": 30}, (30, Why.BOUND)),
-        ({"most_steps": 30, "max_overhead": 0.035}, (30, Why.BOUND)),
-        ({"most_steps": 5}, (18, Why.WRITING)),
-        ({"mtbf_secs": math.inf, "survival_secs": 5000.0}, (5000, Why.SURVIVAL)),
+        ({}, (199, RateReason.FAILURES)),
+        ({"max_overhead": 0.005}, (400, RateReason.OVERHEAD)),
+        ({"survival_secs": 100.0}, (100, RateReason.SURVIVAL)),
+        ({"most_steps": 30}, (30, RateReason.BOUND)),
+        ({"most_steps": 30, "max_overhead": 0.035}, (30, RateReason.BOUND)),
+        ({"most_steps": 5}, (18, RateReason.WRITING)),
+        ({"mtbf_secs": math.inf, "survival_secs": 5000.0}, (5000, RateReason.SURVIVAL)),
         # As often as the costs allow, as for memory.
-        ({"mtbf_secs": 0.0, "max_overhead": 0.5}, (18, Why.WRITING)),
+        ({"mtbf_secs": 0.0, "max_overhead": 0.5}, (18, RateReason.WRITING)),
     ],
 )
-def test_why_an_interval_is_what_it_is(wishes: dict[str, float], expected: tuple[int, Why]) -> None:
+def test_why_an_interval_is_what_it_is(wishes: dict[str, float], expected: tuple[int, RateReason]) -> None:
     assert best_interval(1.0, 2.0, 20.0, **{"mtbf_secs": 10_000.0, **wishes}) == expected
 
 
 def due_steps(start: int, intervals: dict[int, int], until: int) -> list[int]:
-    due, now, found = Due(start), 1, []
+    due, now, found = DueSteps(start), 1, []
     for step in range(start + 1, until):
         now = intervals.get(step, now)
         if due.is_due(step, now):
@@ -372,7 +378,7 @@ def test_a_longer_interval_waits_for_the_due_step() -> None:
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 60), min_size=1, max_size=400))
 def test_no_gap_is_longer_than_the_longest_interval_since_the_due_step(start: int, drawn: list[int]) -> None:
-    due, last, allowed = Due(start), start, drawn[0]
+    due, last, allowed = DueSteps(start), start, drawn[0]
     for step, interval in enumerate(drawn, start + 1):
         allowed = min(allowed, interval)
         if due.is_due(step, interval):
@@ -393,7 +399,7 @@ def test_versions_and_storage_keep_the_bound_while_both_intervals_move(
 ) -> None:
     """Bound 50 steps: what is due on storage is one of the versions, as many steps apart as agreed at most."""
     most = 50
-    versions, storage, last = Due(0), Due(0), 0
+    versions, storage, last = DueSteps(0), DueSteps(0), 0
     for step, (every, wanted) in enumerate(drawn, 1):
         agreed = min(-(-wanted // every) * every, most // every * every)
         if versions.is_due(step, every) and storage.is_due(step, agreed, ahead_steps=every):
@@ -410,7 +416,7 @@ def test_ranks_that_hear_of_a_change_at_different_steps_agree_again(
 ) -> None:
     """What only one of them takes all give up. Every multiple of an interval that both have known since the
     one before is taken by both."""
-    ranks, heard, gave_up = [Due(0), Due(0)], [1, 1], [-1, -1]
+    ranks, heard, gave_up = [DueSteps(0), DueSteps(0)], [1, 1], [-1, -1]
     for step, (interval, behind) in enumerate(changes, 1):
         heard = [interval, heard[0] if behind else interval]
         due = [r.is_due(step, k, given_up=g) for r, k, g in zip(ranks, heard, gave_up, strict=True)]

@@ -10,7 +10,7 @@ from reft.grid import Degrees
 from reft.tools.planning.job import (
     AXES,
     ORDERS,
-    Layout,
+    JobLayout,
     choose_order,
     parse_order,
 )
@@ -23,7 +23,7 @@ def nodes(count: int, per_node: int) -> list[int]:
 @pytest.mark.parametrize("order", ORDERS)
 def test_coordinates_are_those_of_deepspeeds_topology(order: tuple[str, ...]) -> None:
     topology = pytest.importorskip("deepspeed.runtime.pipe.topology").ProcessTopology
-    layout = Layout(Degrees(2, 3, 4), order)
+    layout = JobLayout(Degrees(2, 3, 4), order)
     theirs = topology(axes=list(order), dims=list(layout.dims))
     for rank in range(24):
         at, coord = layout.coordinate(rank), theirs.get_coord(rank)
@@ -46,7 +46,7 @@ def test_coordinates_are_those_of_deepspeeds_topology(order: tuple[str, ...]) ->
     ],
 )
 def test_replicas_sit_on_different_nodes_and_slices_on_one(degrees: Degrees, places: list[int]) -> None:
-    layout = Layout(degrees, choose_order(degrees, places))
+    layout = JobLayout(degrees, choose_order(degrees, places))
     for group in layout.groups("data"):
         assert len({places[rank] for rank in group}) == degrees.dp
     for group in layout.groups("model"):

@@ -19,7 +19,7 @@ from examples.llama import train
 from examples.llama.model_config import degrees_for
 from examples.llama.options import parse
 from examples.llama.tensor_parallel import RowParallelLinear, sharded_parameters
-from reft.tools.planning.job import Layout
+from reft.tools.planning.job import JobLayout
 from tests.pretrain.conftest import run_bounded
 
 pytestmark = pytest.mark.nightly
@@ -38,7 +38,7 @@ def shard_dims(module: torch.nn.Module) -> dict[str, int]:
 def run(case: dict, out: Path) -> None:
     options = parse(case["argv"])
     config = options.model_config()
-    layout: Layout = train.choose_layout(
+    layout: JobLayout = train.choose_layout(
         options, degrees_for(dist.get_world_size(), options.pp, options.tp, options.dp)
     )
     samples = train.training_samples(options, config)

@@ -40,7 +40,7 @@ from reft.errors import ConfigError
 from reft.node.progress import ProgressPage
 from reft.profile.analysis import ClockOffset, RankTraces, analyse, only_group_calls
 from reft.profile.profiler import DeviceClock, assign_chunks, decode, encode, estimate, note_taken, write
-from reft.profile.result import Activity, Beside, ProfileError, ProfileResult
+from reft.profile.result import Activity, Overlap, ProfileError, ProfileResult
 from reft.snapshot.schedule import AnalyticEstimator, ChunkRecord, InstructionRecord, StepTrace, WindowKind
 from reft.tools import profile as cli_profile
 from reft.tools.profile import advice, draw, show, verdict
@@ -236,7 +236,7 @@ def test_bytes_that_fit_follow_from_the_bandwidth_of_chunks_in_idle_time():
     first, second = result.stages
     assert first.copied == {1: 4_000_000}
     assert second.copied == {2: 1_000_000}
-    assert first.copying_secs[Beside.IDLE] == pytest.approx(1.8e-3, rel=0.2)
+    assert first.copying_secs[Overlap.IDLE] == pytest.approx(1.8e-3, rel=0.2)
 
 
 def test_what_is_no_profile_is_refused_with_what_was_found(tmp_path):

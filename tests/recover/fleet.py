@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reft.grid import STATE_SECTIONS, BlockKey, Coordinate, Degrees, Label, Section, Topology
+from reft.grid import STATE_SECTIONS, BlockKey, Coordinate, Degrees, Section, Topology, VersionId
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaHeader, ArenaState, Entry, checksum
 from reft.protect.backend import NumpyBackend, combine_ragged
@@ -20,18 +20,18 @@ from reft.protect.placement import place_group
 from reft.recover.inventory import (
     ArenaRecord,
     ArenaSet,
+    ArenaStore,
     Inventory,
-    Place,
     matches,
     stored_bytes,
 )
 from reft.recover.plan import Fetch, RecoveryPlan
-from reft.recover.rebuild import Blueprint, Room
+from reft.recover.rebuild import ArenaLayout, BlockSlot
 from reft.snapshot.plan import PlacedBlock, SectionSizes, ShardPlan, make_shard_plan
 
 JOB = "job-a"
 SECRET = b"0123456789abcdef0123456789abcdef"
-OLD, NEW = Label(1, 5), Label(1, 6)
+OLD, NEW = VersionId(1, 5), VersionId(1, 6)
 _SHAPES = {
     "single": ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1), (3, 2, 1)),
     "replica": ((2, 2, 1), (2, 3, 1), (1, 2, 2), (2, 2, 2)),
@@ -76,17 +76,17 @@ class Fleet:
             self.block_bytes,
         )
 
-    def blueprint(self, at: Coordinate) -> Blueprint:
+    def blueprint(self, at: Coordinate) -> ArenaLayout:
         mine = self.shard_plan(at.pp, at.tp).members[at.dp]
-        rooms = {b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset) for b in mine.blocks}
-        return Blueprint(rooms, mine.data_bytes)
+        rooms = {b.key: BlockSlot(b.block.start_bytes, b.block.nbytes, b.arena_offset) for b in mine.blocks}
+        return ArenaLayout(rooms, mine.data_bytes)
 
-    def image(self, at: Coordinate, section: Section, label: Label) -> np.ndarray:
+    def image(self, at: Coordinate, section: Section, label: VersionId) -> np.ndarray:
         who = 99 if section is Section.REPLICATED else at.dp
         seed = (label.incarnation, label.step, at.pp, at.tp, who, zlib.crc32(section.encode()))
         return np.random.default_rng(seed).integers(0, 256, self.image_bytes(at, section), dtype=np.uint8)
 
-    def content(self, at: Coordinate, placed: PlacedBlock, label: Label) -> np.ndarray:
+    def content(self, at: Coordinate, placed: PlacedBlock, label: VersionId) -> np.ndarray:
         plan, key, start = self.shard_plan(at.pp, at.tp), placed.key, placed.block.start_bytes
         owner = Coordinate(at.pp, key.member, at.tp)
         if key.section in STATE_SECTIONS:
@@ -102,7 +102,7 @@ class Fleet:
         combine_ragged(NumpyBackend(), (tuple(c for _, c in terms),), sources, (out,))
         return out
 
-    def entries(self, at: Coordinate, label: Label, real: bool) -> tuple[Entry, ...]:
+    def entries(self, at: Coordinate, label: VersionId, real: bool) -> tuple[Entry, ...]:
         member = self.shard_plan(at.pp, at.tp).members[at.dp]
         entries = []
         for placed in member.blocks:
@@ -128,7 +128,7 @@ class Fleet:
         }[section]
 
     def header(
-        self, at: Coordinate, label: Label, state: ArenaState = ArenaState.COMMITTED, real: bool = False
+        self, at: Coordinate, label: VersionId, state: ArenaState = ArenaState.COMMITTED, real: bool = False
     ) -> ArenaHeader:
         return ArenaHeader(
             job_id=self.job_id,
@@ -146,7 +146,7 @@ class Fleet:
 
     def records(
         self,
-        label: Label,
+        label: VersionId,
         states: Mapping[Coordinate, ArenaState] | ArenaState = ArenaState.COMMITTED,
         slot: int = 0,
     ) -> list[ArenaRecord]:
@@ -159,14 +159,14 @@ class Fleet:
             for c, state in wanted.items()
         ]
 
-    def write(self, root: Path, *labels: Label, lost: Collection[str] = ()) -> None:
+    def write(self, root: Path, *labels: VersionId, lost: Collection[str] = ()) -> None:
         """The arenas of all ranks but those on nodes that are ``lost``, with a slot for each version."""
         for slot, label in enumerate(labels):
             for at in self.topology.coordinates:
                 if self.topology.node_of(at) not in lost:
                     self.write_arena(root, at, label, slot)
 
-    def write_arena(self, root: Path, at: Coordinate, label: Label, slot: int = 0) -> Path:
+    def write_arena(self, root: Path, at: Coordinate, label: VersionId, slot: int = 0) -> Path:
         node_dir = self.directory(root, self.topology.node_of(at))
         plan = self.shard_plan(at.pp, at.tp).members[at.dp]
         header = self.header(at, label, real=True)
@@ -217,7 +217,7 @@ def inventories(
 def oracle(
     fleet: Fleet,
     records: Iterable[ArenaRecord],
-    label: Label,
+    label: VersionId,
     bad: Collection[tuple[str, str, BlockKey]] = (),
 ) -> bool:
     """Brute force, byte by byte: is every byte of every image of ``label`` in some usable arena?"""
@@ -291,7 +291,7 @@ def expected_level(fetch: Fetch, node: str, holders: Collection[tuple[str, bool]
 
 @contextmanager
 def opened(root: Path, nodes: Iterable[str]) -> Iterator[tuple[list[Inventory], ArenaSet]]:
-    places = [Place(root / node, node, SECRET) for node in nodes]
+    places = [ArenaStore(root / node, node, SECRET) for node in nodes]
     found = [place.inventory() for place in places]
     with ExitStack() as stack:
         each = [stack.enter_context(p.opened(i)) for p, i in zip(places, found, strict=True)]
@@ -333,7 +333,7 @@ DEAD = Coordinate(0, 2, 0)  # The newcomer, killed while it completes the versio
 @dataclass(frozen=True)
 class Scenario:
     fleet: Fleet = RING
-    labels: tuple[Label, ...] = (NEW,)  # versions in memory, by slot
+    labels: tuple[VersionId, ...] = (NEW,)  # versions in memory, by slot
     lost: tuple[str, ...] = ()  # nodes whose directories are gone; empty ones replace them
     topology: Topology | None = None  # new placement if it is not just the replacement
     older: Fleet | None = None  # a job of another layout, of which an older version is left

@@ -7,10 +7,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.grid import Coordinate, Degrees, Label, Topology
+from reft.grid import Coordinate, Degrees, Topology, VersionId
 from reft.memory.header import ArenaState
 from reft.recover.decide import (
-    Verdict,
+    GroupStatus,
     decide,
     decode_verdicts,
     encode_verdicts,
@@ -43,7 +43,9 @@ def jobs(draw):
         place(degrees, kind), copies=draw(st.integers(0, 2)) if not parities else 0, parities=parities
     )
     every = fleet.topology.coordinates
-    labels = [Label(1, 5), Label(1, 6), Label(2, draw(st.integers(5, 7)))][: draw(st.integers(1, 3))]
+    labels = [VersionId(1, 5), VersionId(1, 6), VersionId(2, draw(st.integers(5, 7)))][
+        : draw(st.integers(1, 3))
+    ]
     records = []
     for slot, label in enumerate(labels):
         state = st.sampled_from((COMMITTED, COMMITTED, SEALED, WRITING, None))
@@ -52,7 +54,7 @@ def jobs(draw):
         states = {c: s for c in every if (s := draw(state)) is not None}
         records += fleet.records(label, states, slot)
     if draw(st.booleans()):
-        label = draw(st.sampled_from([Label(7, 7), *labels]))
+        label = draw(st.sampled_from([VersionId(7, 7), *labels]))
         records += replace(fleet, job_id="another").records(label, dict.fromkeys(every, COMMITTED), slot=5)
     if draw(st.booleans()):
         record = draw(st.sampled_from(records)) if records else None
@@ -106,7 +108,7 @@ def survey(found, topology, bad):
     verdicts = {}
     for pp, tp in topology.groups():
         _, _, sources = ranks[topology.group(pp, tp)[0]]
-        said = {label: Verdict.of(of) for label, of in sources[pp, tp].items()}
+        said = {label: GroupStatus.of(of) for label, of in sources[pp, tp].items()}
         verdicts[pp, tp] = decode_verdicts(encode_verdicts(said))
     decision = decide(findings, verdicts)
     if isinstance(decision, NotRecoverable):

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from reft.control.wire import authenticate, check_authentic
 from reft.errors import AuthenticationError, LayoutError, UnrecoverableError
-from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Label, Section, Topology
+from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Section, Topology, VersionId
 from reft.memory.arena import Arena
 from reft.memory.header import ArenaState
 from reft.protect.placement import tolerance
 from reft.recover.decide import offline_topology, plan_recovery, plan_verified
-from reft.recover.inventory import Inventory, Place
+from reft.recover.inventory import ArenaStore, Inventory
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import rebuild_offline
 
@@ -85,17 +85,17 @@ def test_p5_damage_to_every_source_falls_to_the_older_version_and_then_refuses(m
 
 
 def test_an_arena_overwritten_since_the_inventory_is_not_read(memory):
-    found = [Place(memory / node, node, SECRET).inventory() for node in ("n0", "n2")]
+    found = [ArenaStore(memory / node, node, SECRET).inventory() for node in ("n0", "n2")]
     with Arena.open(memory / "n0" / "rank0-slot1.arena", SECRET, writable=True) as arena:
         arena.begin(arena.header())
-    with Place(memory / "n0", "n0", SECRET).opened(found[0]) as arenas:
+    with ArenaStore(memory / "n0", "n0", SECRET).opened(found[0]) as arenas:
         plan, bad = plan_verified(found, offline_topology(found, JOB), arenas, job_id=JOB)
     assert isinstance(plan, NotRecoverable)  # n2 was not opened either: all its blocks count as bad
     assert {(s.node, s.arena) for s in bad} >= {("n0", "rank0-slot1.arena"), ("n2", "rank0-slot1.arena")}
 
 
 def test_offline_topology_names_what_is_missing(memory):
-    found = [Place(memory / "n0", "n0", SECRET).inventory()]
+    found = [ArenaStore(memory / "n0", "n0", SECRET).inventory()]
     topology = offline_topology(found, JOB)
     assert isinstance(topology, Topology)
     assert topology.degrees == FLEET.topology.degrees
@@ -140,7 +140,7 @@ def test_p11_every_flipped_byte_and_every_other_secret_is_refused():
 def test_a_place_lists_arenas_and_names_unreadable_ones(tmp_path):
     PAIR.write(tmp_path, OLD, NEW)
     (tmp_path / "n0" / "rank7-slot0.arena").write_bytes(b"not an arena" * 1000)
-    taken = [Place(tmp_path / node, node, SECRET).inventory() for node in ("n0", "n1")]
+    taken = [ArenaStore(tmp_path / node, node, SECRET).inventory() for node in ("n0", "n1")]
     assert [r.path for r in taken[0].arenas] == ["rank0-slot0.arena", "rank0-slot1.arena"]
     assert {r.header.label for r in taken[0].arenas} == {OLD, NEW}
     assert len(taken[0].problems) == 1
@@ -150,8 +150,8 @@ def test_a_place_lists_arenas_and_names_unreadable_ones(tmp_path):
     assert plan.label == NEW
     assert any("rank7-slot0.arena" in note for note in plan.notes)
 
-    assert Place(tmp_path / "missing", "n9", SECRET).inventory() == Inventory("n9", ())
-    stranger = Place(tmp_path / "n0", "n0", b"y" * 32).inventory()
+    assert ArenaStore(tmp_path / "missing", "n9", SECRET).inventory() == Inventory("n9", ())
+    stranger = ArenaStore(tmp_path / "n0", "n0", b"y" * 32).inventory()
     assert stranger.arenas == ()
     assert len(stranger.problems) == 3
     assert isinstance(plan_recovery([stranger], PAIR.topology, job_id=JOB), NotRecoverable)
@@ -176,7 +176,7 @@ def recovered(fleet, root, lost, scratch):
         while isinstance(plan, RecoveryPlan) and plan.rebuilds:
             folder = scratch / f"round{len(found)}"
             folder.mkdir()
-            decoded = Place(folder, folder.name, SECRET)
+            decoded = ArenaStore(folder, folder.name, SECRET)
             refused = rebuild_offline(plan, arenas, decoded)
             found.append(decoded.inventory())
             arenas.update(stack.enter_context(decoded.opened(found[-1])))
@@ -335,7 +335,7 @@ def test_refusal_names_what_is_missing_and_whose_loss_explains_it():
 
 def test_foreign_jobs_torn_files_and_other_layouts_are_left_aside_and_named():
     fleet = Fleet(place(Degrees(1, 2, 1), "single"))
-    foreign = replace(fleet, job_id="job-b").records(Label(9, 99), slot=1)
+    foreign = replace(fleet, job_id="job-b").records(VersionId(9, 99), slot=1)
     records = fleet.records(NEW) + foreign
     found = inventories(records)
     found[0] = replace(found[0], problems=("rank1-slot0.arena: torn",))
@@ -383,14 +383,14 @@ def histories(draw):
     """A job stopped at any time: the newest commit everywhere, perhaps one version begun after it."""
     degrees, kind = draw(st.sampled_from(SHAPES))
     fleet = Fleet(place(degrees, kind), copies=draw(st.integers(0, 2)), zero=draw(st.integers(0, 1)))
-    committed = Label(draw(st.integers(1, 2)), draw(st.integers(1, 9)))
+    committed = VersionId(draw(st.integers(1, 2)), draw(st.integers(1, 9)))
     states = {}
     begun = draw(st.booleans())
     for c in fleet.topology.coordinates:
         states[c] = draw(st.sampled_from((WRITING, SEALED))) if begun else SEALED
     if all(s is SEALED for s in states.values()):  # some have heard of the commit already
         states = {c: draw(st.sampled_from((SEALED, COMMITTED))) for c in states}
-    later = Label(committed.incarnation + draw(st.integers(0, 1)), committed.step + 1)
+    later = VersionId(committed.incarnation + draw(st.integers(0, 1)), committed.step + 1)
     records = fleet.records(committed) + fleet.records(later, states, slot=1)
     lost = draw(st.lists(st.sampled_from(sorted(set(fleet.topology.nodes))), unique=True, max_size=3))
     return fleet, records, lost

@@ -16,12 +16,12 @@ from reft.control.control import ControlGroup
 from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Section, Topology
 from reft.memory.arena import Arena
 from reft.memory.header import Entry, checksum
-from reft.recover.inventory import Place
+from reft.recover.inventory import ArenaStore
 from reft.recover.plan import NotRecoverable
 from reft.recover.recover import Participant, Recovery, RecoveryOutcome
 from reft.storage.persist import arena_file
 from reft.storage.persisted import STORAGE_KEY
-from reft.storage.publish import SourceBlock, write_arena
+from reft.storage.publish import BlockInFile, write_arena
 from tests.control.ranks import Table, on_all
 
 from .fleet import JOB, NEW, SECRET, Fleet, arena_name
@@ -51,13 +51,13 @@ class Kind:
         for at, path in zip(RANKS, paths, strict=True):
             with Arena.open(path, SECRET) as arena:
                 header = arena.header()
-                blocks = [SourceBlock(entry, arena.data, path.name) for entry in header.entries]
+                blocks = [BlockInFile(entry, arena.data, path.name) for entry in header.entries]
                 write_arena(root / "stored" / arena_file(at), header, blocks)
         shutil.rmtree(root / "memory")
         return [root / "stored" / arena_file(at) for at in RANKS]
 
-    def place(self, root: Path, node: str) -> Place:
-        return Place(root / "stored" if self.stored else root / "memory" / node, node, self.secret)
+    def place(self, root: Path, node: str) -> ArenaStore:
+        return ArenaStore(root / "stored" if self.stored else root / "memory" / node, node, self.secret)
 
 
 KINDS = {

@@ -13,7 +13,15 @@ import pytest
 
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
-from reft.recover.relayout import WHOLE, Held, Layout, Move, Parameter, plan_layout, tensor_name
+from reft.recover.relayout import (
+    WHOLE,
+    ElementMove,
+    Parameter,
+    RankContents,
+    RankLayout,
+    plan_layout,
+    tensor_name,
+)
 
 WIDTH = 4
 TIED = "tied_modules.embed.weight"
@@ -42,7 +50,7 @@ def stage_of(name: str, pp: int) -> set[int]:
     return {0, pp - 1} if name == TIED else {int(name.split(".", maxsplit=1)[0]) * pp // LAYERS}
 
 
-def layout_of(degrees: Degrees, form: str, known: bool = True) -> Layout:
+def layout_of(degrees: Degrees, form: str, known: bool = True) -> RankLayout:
     held = {}
     for pp, tp in product(range(degrees.pp), range(degrees.tp)):
         names = {n: v for n, v in whole_model().items() if pp in stage_of(n, degrees.pp)}
@@ -55,8 +63,8 @@ def layout_of(degrees: Degrees, form: str, known: bool = True) -> Layout:
         sizes = {p.name: p.numel for p in parameters}
         totals = [sum(sizes[n] for n in group) for group in groups]
         parted = tuple(2 * ceil(t / (2 * degrees.dp)) for t in totals) if form == "zero1" else ()
-        held[pp, tp] = Held(tuple(parameters), groups, (KINDS, KINDS), form != "zero0", parted)
-    return Layout(degrees, held)
+        held[pp, tp] = RankContents(tuple(parameters), groups, (KINDS, KINDS), form != "zero0", parted)
+    return RankLayout(degrees, held)
 
 
 def truth(kind: str, name: str, tp: int, slices: int) -> np.ndarray:
@@ -70,7 +78,7 @@ def truth(kind: str, name: str, tp: int, slices: int) -> np.ndarray:
     return (whole if split == WHOLE else np.split(whole, slices, split)[tp]).reshape(-1)
 
 
-def state_of(layout: Layout, at: Coordinate) -> dict[str, np.ndarray]:
+def state_of(layout: RankLayout, at: Coordinate) -> dict[str, np.ndarray]:
     """The tensors that a rank has, made from the layout's definition and not by the planner."""
     held, slices = layout.held[at.pp, at.tp], layout.degrees.tp
     state = {f"model.{p.name}": truth("model", p.name, at.tp, slices) for p in held.parameters}
@@ -92,12 +100,12 @@ def state_of(layout: Layout, at: Coordinate) -> dict[str, np.ndarray]:
 State = dict[Coordinate, dict[str, np.ndarray]]
 
 
-def states_of(layout: Layout) -> State:
+def states_of(layout: RankLayout) -> State:
     return {at: state_of(layout, at) for at in layout.degrees.coordinates()}
 
 
 def made(
-    old: State, wanted: dict[str, np.ndarray], new: Layout, at: Coordinate, moves: tuple[Move, ...]
+    old: State, wanted: dict[str, np.ndarray], new: RankLayout, at: Coordinate, moves: tuple[ElementMove, ...]
 ) -> dict[str, np.ndarray]:
     found = {name: np.full(values.shape, -1) for name, values in wanted.items()}
     written = {name: np.zeros(values.shape, int) for name, values in wanted.items()}
@@ -132,7 +140,7 @@ def test_p3_every_layout_is_made_of_every_other(form: str, olds: list[Degrees], 
             assert not wrong, (old.degrees, new.degrees, at, wrong)
 
 
-def renamed(held: Held) -> Held:
+def renamed(held: RankContents) -> RankContents:
     def name(old: str) -> str:
         return old.replace("1.up", "1.upward")
 
@@ -140,12 +148,12 @@ def renamed(held: Held) -> Held:
     return replace(held, parameters=parameters, groups=tuple(tuple(map(name, g)) for g in held.groups))
 
 
-def with_parameter(held: Held, name: str, **changes: Any) -> Held:
+def with_parameter(held: RankContents, name: str, **changes: Any) -> RankContents:
     parameters = tuple(p._replace(**changes) if p.name == name else p for p in held.parameters)
     return replace(held, parameters=parameters)
 
 
-def changed(layout: Layout, change: Callable[[Held], Held]) -> Layout:
+def changed(layout: RankLayout, change: Callable[[RankContents], RankContents]) -> RankLayout:
     return replace(layout, held={at: change(held) for at, held in layout.held.items()})
 
 
@@ -167,7 +175,9 @@ def changed(layout: Layout, change: Callable[[Held], Held]) -> Layout:
         ),
     ],
 )
-def test_what_names_do_not_allow_is_refused_by_name(change: Callable[[Held], Held], said: str) -> None:
+def test_what_names_do_not_allow_is_refused_by_name(
+    change: Callable[[RankContents], RankContents], said: str
+) -> None:
     old, new = Degrees(2, 1, 1), Degrees(1, 2, 1)
     with pytest.raises(LayoutError, match=said):
         plan_layout(layout_of(old, "zero1"), changed(layout_of(new, "zero1"), change), Coordinate(0, 0, 0))

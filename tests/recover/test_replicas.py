@@ -12,10 +12,10 @@ import pytest
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees, Section, Topology
 from reft.protect.placement import tolerance
-from reft.recover.decide import Piece, Verdict, decide, judge, plan_decided, plan_recovery
+from reft.recover.decide import GroupStatus, ImageRange, decide, judge, plan_decided, plan_recovery
 from reft.recover.inventory import put_together, summarize
 from reft.recover.plan import NotRecoverable
-from reft.recover.relayout import Imaged, Resize, plan_replica
+from reft.recover.relayout import RankImages, Resize, plan_replica
 from reft.snapshot.plan import SectionSizes
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place
@@ -36,10 +36,12 @@ class Owned:
 
     lengths: tuple[int | None, ...]
 
-    def held(self, dp: int) -> Imaged:
+    def held(self, dp: int) -> RankImages:
         named = {f"t{number}": length for number, length in enumerate(self.lengths)}
         whole = {name: 3 for name, length in named.items() if length is None}
-        return Imaged(whole, {n: (padded_part(length, dp), length) for n, length in named.items() if length})
+        return RankImages(
+            whole, {n: (padded_part(length, dp), length) for n, length in named.items() if length}
+        )
 
     def tensors(self, dp: int, member: int) -> dict[str, np.ndarray]:
         found = {}
@@ -84,15 +86,15 @@ def test_every_byte_comes_from_one_place_or_pads(old: int) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (Imaged({}, {"short": (10, 61)}), Imaged({}, {"short": (30, 61)}), "parts of 61 elements"),
-        (Imaged({}, {"short": (31, 61)}), Imaged({}, {"short": (20, 61)}), "parts of 61 elements"),
-        (Imaged({}, {"longer": (31, 62)}), Imaged({}, {"longer": (21, 61)}), "parts of 61 elements"),
-        (Imaged({}, {"gone": (31, 62)}), Imaged({}, {}), "parts of 0 elements"),
-        (Imaged({"other": 10}, {}), Imaged({"other": 12}, {}), "equal on all replicas"),
-        (Imaged({}, {}), Imaged({"new": 12}, {}), "equal on all replicas"),
+        (RankImages({}, {"short": (10, 61)}), RankImages({}, {"short": (30, 61)}), "parts of 61 elements"),
+        (RankImages({}, {"short": (31, 61)}), RankImages({}, {"short": (20, 61)}), "parts of 61 elements"),
+        (RankImages({}, {"longer": (31, 62)}), RankImages({}, {"longer": (21, 61)}), "parts of 61 elements"),
+        (RankImages({}, {"gone": (31, 62)}), RankImages({}, {}), "parts of 0 elements"),
+        (RankImages({"other": 10}, {}), RankImages({"other": 12}, {}), "equal on all replicas"),
+        (RankImages({}, {}), RankImages({"new": 12}, {}), "equal on all replicas"),
     ],
 )
-def test_p7_another_model_is_refused(old: Imaged, new: Imaged, said: str) -> None:
+def test_p7_another_model_is_refused(old: RankImages, new: RankImages, said: str) -> None:
     with pytest.raises(LayoutError, match=said):
         plan_replica(old, new, Resize(2, 3), AT)
 
@@ -115,7 +117,7 @@ def resized(fleet: Fleet, records, lost, topology: Topology):
         for group in topology.groups()
     }
     sources = {group: judge(group, table, findings.written) for group, table in tables.items()}
-    verdicts = {g: {label: Verdict.of(s) for label, s in of.items()} for g, of in sources.items()}
+    verdicts = {g: {label: GroupStatus.of(s) for label, s in of.items()} for g, of in sources.items()}
     decision = decide(findings, verdicts)
     if isinstance(decision, NotRecoverable):
         return decision
@@ -128,12 +130,14 @@ def resized(fleet: Fleet, records, lost, topology: Topology):
     return plans
 
 
-def wanted_by(fleet: Fleet, topology: Topology, at: Coordinate) -> list[Piece]:
+def wanted_by(fleet: Fleet, topology: Topology, at: Coordinate) -> list[ImageRange]:
     resize = Resize(fleet.topology.degrees.dp, topology.degrees.dp)
     whole = {"replicated": fleet.image_bytes(replace(at, dp=0), Section.REPLICATED)}
-    old, new = (Imaged(whole, {"owned": (padded_part(LENGTH, n), LENGTH)}) for n in (resize.old, resize.new))
+    old, new = (
+        RankImages(whole, {"owned": (padded_part(LENGTH, n), LENGTH)}) for n in (resize.old, resize.new)
+    )
     moves = plan_replica(old, new, resize, at)
-    return [Piece(m.source, Section(m.tensor), m.start, m.numel) for m in moves]
+    return [ImageRange(m.source, Section(m.tensor), m.start, m.numel) for m in moves]
 
 
 def found_in(records, topology: Topology, lost: tuple[str, ...] = (), also: tuple[str, ...] = ()):

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.errors import ArenaError, LayoutError
-from reft.grid import BlockKey, Coordinate, Degrees, Label, Section, Topology
+from reft.grid import BlockKey, Coordinate, Degrees, Section, Topology, VersionId
 from reft.memory.header import ArenaState
 from reft.protect.backend import NumpyBackend, combine_ragged
 from reft.protect.codes import BlockCode, Scheme, make_code
@@ -25,11 +25,11 @@ from reft.protect.placement import place_group
 from reft.recover import rebuild as complete
 from reft.recover import transfer
 from reft.recover.decide import judge, plan_recovery
-from reft.recover.inventory import Place, stored_bytes
+from reft.recover.inventory import ArenaStore, stored_bytes
 from reft.recover.plan import Fetch, LostBlock, RecoveryPlan, SourceKind, find_lost, stripes_of
-from reft.recover.rebuild import Completing, Completion, Pool, Stripe, plan_kept
-from reft.recover.recover import Flaw, Ledger, Participant
-from reft.recover.transfer import BrokenOffError, Inbox, Move, make_moves
+from reft.recover.rebuild import ArenaRebuilder, Pool, StoreConfig, Stripe, plan_kept
+from reft.recover.recover import BadSources, CorruptionKind, Participant
+from reft.recover.transfer import BlockMove, BrokenOffError, Inbox, make_moves
 
 from .fleet import JOB, NEW, OLD, SECRET, Fleet, arena_name, inventories, place, without
 
@@ -37,7 +37,7 @@ FLEET = Fleet(place(Degrees(1, 3, 1), "single"))
 
 
 def execute(control: mock.MagicMock) -> Any:
-    plan: Any = SimpleNamespace(label=Label(1, 7), fetches=mock.MagicMock())
+    plan: Any = SimpleNamespace(label=VersionId(1, 7), fetches=mock.MagicMock())
     arenas = mock.MagicMock()
     arenas.items.side_effect = MemoryError("no room for buffers")
     return transfer.execute([plan], mock.MagicMock(), control, arenas, mock.MagicMock())
@@ -46,10 +46,10 @@ def execute(control: mock.MagicMock) -> Any:
 def test_p6_a_rank_whose_transfer_broke_off_does_not_wait_for_peers_that_wait_for_it() -> None:
     control = mock.MagicMock(rank=1)
     control.any_of.side_effect = control.gather_bytes.side_effect = AssertionError("it waits")
-    ledger = Ledger(Participant(mock.MagicMock(), control, JOB, mock.MagicMock()))
-    plans: Any = {(0, 0): SimpleNamespace(label=Label(1, 7))}
+    ledger = BadSources(Participant(mock.MagicMock(), control, JOB, mock.MagicMock()))
+    plans: Any = {(0, 0): SimpleNamespace(label=VersionId(1, 7))}
     with pytest.raises(BrokenOffError, match=r"rank 1: MemoryError: no room"):
-        ledger.share(plans, {(0, 0): [0, 1]}, lambda: execute(control), Flaw.IN_TRANSIT)
+        ledger.share(plans, {(0, 0): [0, 1]}, lambda: execute(control), CorruptionKind.IN_TRANSIT)
 
 
 def planned(bad: frozenset[Any] = frozenset()) -> RecoveryPlan:
@@ -63,16 +63,16 @@ def test_p5_what_arrived_corrupt_earlier_and_is_not_used_any_more_is_let_be() ->
     exchange: Any = SimpleNamespace(
         agree=lambda stage, doing: stage(), control=SimpleNamespace(swap=lambda bodies: {})
     )
-    ledger, parts, plan = Ledger(exchange), {(0, 0): (0, 1, 2)}, planned()
+    ledger, parts, plan = BadSources(exchange), {(0, 0): (0, 1, 2)}, planned()
     first, second, _ = FLEET.topology.coordinates
     fetch = plan.fetches[first][-1]
     refused = frozenset([fetch.source])
-    assert ledger.share({(0, 0): plan}, parts, lambda: refused, Flaw.OTHER_DATA)
+    assert ledger.share({(0, 0): plan}, parts, lambda: refused, CorruptionKind.OTHER_DATA)
     peer = next(f for f in plan.fetches[second] if f.node != fetch.node)
-    assert ledger.share({(0, 0): plan}, parts, lambda: frozenset([peer.source]), Flaw.IN_TRANSIT)
+    assert ledger.share({(0, 0): plan}, parts, lambda: frozenset([peer.source]), CorruptionKind.IN_TRANSIT)
     assert [f.source for f in ledger.in_transit(peer.node, NEW)] == [peer.source]
     assert ledger.in_transit(peer.node, OLD) == []
-    assert ledger.share({(0, 0): planned(ledger.bad)}, parts, lambda: refused, Flaw.STORED)
+    assert ledger.share({(0, 0): planned(ledger.bad)}, parts, lambda: refused, CorruptionKind.STORED)
     assert ledger.bad == refused | {peer.source}
 
 
@@ -135,9 +135,9 @@ def test_any_order_and_any_room_give_the_same_bytes(data: st.DataObject) -> None
 WINDOW_BYTES = 100
 
 
-def move(number: int, src: int, nbytes: int) -> Move:
+def move(number: int, src: int, nbytes: int) -> BlockMove:
     key = BlockKey(Section.REPLICATED, src, number)
-    return Move(src, 9, Fetch(key, 0, 0, 0, nbytes, 0, SourceKind.COPY, f"n{src}", "a", 0))
+    return BlockMove(src, 9, Fetch(key, 0, 0, 0, nbytes, 0, SourceKind.COPY, f"n{src}", "a", 0))
 
 
 @settings(max_examples=200, deadline=None)
@@ -220,7 +220,7 @@ def memory(tmp_path: Path) -> Path:
 
 
 def found(memory: Path, gone: str | None = None):
-    return [Place(memory / node, node, SECRET).inventory() for node in TOPOLOGY.nodes if node != gone]
+    return [ArenaStore(memory / node, node, SECRET).inventory() for node in TOPOLOGY.nodes if node != gone]
 
 
 def planned_over(memory: Path) -> RecoveryPlan:
@@ -233,16 +233,16 @@ def planned_over(memory: Path) -> RecoveryPlan:
     return replace(plan, kept=plan_kept((0, 0), sources, held, TOPOLOGY))
 
 
-def completion(memory: Path, plan: RecoveryPlan, path: Path) -> Completion:
+def completion(memory: Path, plan: RecoveryPlan, path: Path) -> ArenaRebuilder:
     stored = next(r.header for i in found(memory) for r in i.arenas if r.header.label == NEW)
-    how = Completing("arc", path, lambda *_: NEWCOMERS.blueprint(AT))
-    return Completion(plan, AT, Place(path.parent, NODE, SECRET), how, stored)
+    how = StoreConfig("arc", path, lambda *_: NEWCOMERS.blueprint(AT))
+    return ArenaRebuilder(plan, AT, ArenaStore(path.parent, NODE, SECRET), how, stored)
 
 
-def fill(memory: Path, plan: RecoveryPlan, of: Completion, blocks: int | None = None) -> int:
+def fill(memory: Path, plan: RecoveryPlan, of: ArenaRebuilder, blocks: int | None = None) -> int:
     fetches = plan.with_kept().fetches[AT]
     for fetch in fetches[:blocks]:
-        there = Place(memory / fetch.node, fetch.node, SECRET)
+        there = ArenaStore(memory / fetch.node, fetch.node, SECRET)
         with there.opened(there.inventory()) as arenas:
             data = torch.frombuffer(bytearray(stored_bytes(fetch, arenas)), dtype=torch.uint8)
         of.take(fetch, data)
@@ -250,7 +250,7 @@ def fill(memory: Path, plan: RecoveryPlan, of: Completion, blocks: int | None = 
 
 
 def left(path: Path, memory: Path) -> ArenaState | None:
-    return next((r.header.state for r in Place(memory / NODE, NODE, SECRET).inventory().arenas), None)
+    return next((r.header.state for r in ArenaStore(memory / NODE, NODE, SECRET).inventory().arenas), None)
 
 
 def test_p3_cut_off_after_any_block_the_newcomer_holds_nothing_that_is_read(memory: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from reft.recover.decide import plan_recovery
-from reft.recover.inventory import Place
+from reft.recover.inventory import ArenaStore
 from reft.recover.plan import RecoveryPlan
 from tests import mpi
 from tests.prefork import Popen
@@ -278,7 +278,7 @@ def test_p3_a_version_is_completed_where_its_node_is_new(results, name):
 def test_p3_a_completed_version_survives_the_next_loss(results, memory, name):
     placement = SCENARIOS[name].placement
     for lost in sorted(set(placement.nodes)):
-        left = [Place(memory / name / n, n, SECRET).inventory() for n in placement.nodes if n != lost]
+        left = [ArenaStore(memory / name / n, n, SECRET).inventory() for n in placement.nodes if n != lost]
         plan = plan_recovery(left, without(placement, [lost]), job_id=JOB)
         assert isinstance(plan, RecoveryPlan), f"{lost} lost: {plan}"
         assert (plan.label, plan.committed) == (NEW, True)
@@ -298,7 +298,7 @@ def test_p3_killed_while_it_completes_a_version_a_newcomer_leaves_nothing_that_i
         pytest.skip("a rank that dies ends an MPI job")
     scenario = SCENARIOS["peer_killed"]
     nodes = scenario.placement.nodes
-    inventories = [Place(memory / "peer_killed" / node, node, SECRET).inventory() for node in nodes]
+    inventories = [ArenaStore(memory / "peer_killed" / node, node, SECRET).inventory() for node in nodes]
     torn = [r for i in inventories for r in i.arenas if not r.usable]
     assert [r.header.coordinate for r in torn] == [DEAD]
     plan = plan_recovery(inventories, scenario.placement, job_id=JOB)

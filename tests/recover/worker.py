@@ -25,15 +25,22 @@ from reft.control.control import ControlGroup
 from reft.control.mpi import load_mpi
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Label, Section
+from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Section, VersionId
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
-from reft.recover.decide import Piece
-from reft.recover.inventory import Place
+from reft.recover.decide import ImageRange
+from reft.recover.inventory import ArenaStore
 from reft.recover.plan import NotRecoverable, count_bytes
-from reft.recover.rebuild import Blueprint, Completing
+from reft.recover.rebuild import ArenaLayout, StoreConfig
 from reft.recover.recover import Participant, Recovery
-from reft.recover.relayout import Imaged, Move, Resize, only_replicas_differ, plan_replica, spoken_by
+from reft.recover.relayout import (
+    ElementMove,
+    RankImages,
+    Resize,
+    only_replicas_differ,
+    plan_replica,
+    spoken_by,
+)
 from tests.control.mpi_job import refuse_pickling
 
 from .fleet import (
@@ -69,9 +76,9 @@ class Rank:
         self.images: dict[tuple[Coordinate, Section], np.ndarray] = {}
         self.calls = 0
         self.prepared = 0
-        self.moves: Sequence[Move] = ()
+        self.moves: Sequence[ElementMove] = ()
 
-    def prepare(self, hosts: Mapping[Coordinate, bytes], was: Degrees) -> Sequence[Piece]:
+    def prepare(self, hosts: Mapping[Coordinate, bytes], was: Degrees) -> Sequence[ImageRange]:
         """Of other replicas this rank takes its part of the partitions; of other stages or slices the whole images
         of the old ranks whose host states it has, but for the first byte."""
         self.prepared += 1
@@ -91,26 +98,26 @@ class Rank:
                 for at in hosts
                 for section in IMAGES
             }
-            self.moves = [Move(at, s, 1, n - 1, f"{at} {s}", 1) for (at, s), n in sizes.items()]
+            self.moves = [ElementMove(at, s, 1, n - 1, f"{at} {s}", 1) for (at, s), n in sizes.items()]
         for at, section in {(move.source, Section(move.tensor)) for move in self.moves}:
             to = self.target(at)
             self.images[to, section] = np.zeros(self.expected(to, section, NEW).size, np.uint8)
-        return [Piece(move.source, Section(move.tensor), move.start, move.numel) for move in self.moves]
+        return [ImageRange(move.source, Section(move.tensor), move.start, move.numel) for move in self.moves]
 
     def target(self, at: Coordinate) -> Coordinate:
         return self.at if only_replicas_differ(self.written, self.topology.degrees) else at
 
-    def held(self, degrees: Degrees) -> Imaged:
+    def held(self, degrees: Degrees) -> RankImages:
         fleet, at = self.scenario.fleet, replace(self.at, dp=0)
         part = fleet.image_bytes(at, Section.OWNED)
         length = part * self.written.dp - PADDING
         whole = {str(Section.REPLICATED): fleet.image_bytes(at, Section.REPLICATED)}
-        return Imaged(
+        return RankImages(
             whole,
             {str(Section.OWNED): (part if degrees == self.written else -(-length // degrees.dp), length)},
         )
 
-    def expected(self, at: Coordinate, section: Section, label: Label) -> np.ndarray:
+    def expected(self, at: Coordinate, section: Section, label: VersionId) -> np.ndarray:
         """An image of a rank, of this layout where the replicas alone are others."""
         fleet, now = self.scenario.fleet, self.topology.degrees
         if not only_replicas_differ(self.written, now):
@@ -146,7 +153,7 @@ class Rank:
                 ]
         return checksum(block.data)
 
-    def equal(self, label: Label) -> bool:
+    def equal(self, label: VersionId) -> bool:
         skip = 0 if self.topology.degrees.pp == self.written.pp else 1
         wrong = [
             (at, section)
@@ -157,18 +164,18 @@ class Rank:
 
     def recovery(self, **options) -> Recovery:
         options.setdefault("any_layout", True)
-        place, faults = Place(self.job_dir, self.node, SECRET), options.pop("faults", None)
+        place, faults = ArenaStore(self.job_dir, self.node, SECRET), options.pop("faults", None)
         return Recovery(Participant(self.topology, self.control, JOB, place, faults, 4096), **options)
 
-    def completing(self, scheme: str = "arc", slot: int = 0) -> Completing:
-        def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
+    def completing(self, scheme: str = "arc", slot: int = 0) -> StoreConfig:
+        def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> ArenaLayout:
             sizes = self.scenario.fleet.sizes(self.at.pp, self.at.tp)
             assert (replicated_bytes, owned_bytes) == (sizes.replicated_bytes, sizes.owned_bytes)
             return self.scenario.fleet.blueprint(self.at)
 
         path = self.job_dir / arena_name(self.topology, self.at, slot)
         self.job_dir.mkdir(parents=True, exist_ok=True)
-        return Completing(scheme, None if path.exists() else path, blueprint)
+        return StoreConfig(scheme, None if path.exists() else path, blueprint)
 
     def stored(self) -> dict[str, object]:
         path = self.job_dir / arena_name(self.topology, self.at, 0)

@@ -19,8 +19,8 @@ from reft.rehearse.compare import (
     STEPS,
     TRAINED,
     WEIGHTS,
+    ComparedStep,
     Difference,
-    StepRecord,
     advise,
     advise_unsteady,
     compare,
@@ -39,9 +39,9 @@ OF_STATE = {
 }
 
 
-def run(steps: int = 4, ranks: int = 2, life: int = 1, first: int = 1) -> list[StepRecord]:
+def run(steps: int = 4, ranks: int = 2, life: int = 1, first: int = 1) -> list[ComparedStep]:
     return [
-        StepRecord(kind, rank, life, step, values)
+        ComparedStep(kind, rank, life, step, values)
         for step in range(first, steps + 1)
         for rank in range(ranks)
         for kind, values in ((TRAINED, OF_TRAINING), (STATE, OF_STATE))
@@ -49,11 +49,11 @@ def run(steps: int = 4, ranks: int = 2, life: int = 1, first: int = 1) -> list[S
 
 
 def changed(
-    records: list[StepRecord], at: Mapping[str, object], cause: str, key: str, value: str
-) -> list[StepRecord]:
+    records: list[ComparedStep], at: Mapping[str, object], cause: str, key: str, value: str
+) -> list[ComparedStep]:
     """With another value in the records that have these attributes."""
 
-    def change(record: StepRecord) -> StepRecord:
+    def change(record: ComparedStep) -> ComparedStep:
         if cause not in record.values or any(getattr(record, name) != wanted for name, wanted in at.items()):
             return record
         return replace(record, values={**record.values, cause: {**record.values[cause], key: value}})

@@ -16,7 +16,7 @@ from benchmarks.simulator.schedules import SCHEDULES, one_f_one_b
 from benchmarks.simulator.settings import MACHINES, experiments
 from benchmarks.simulator.variants import PROTECTIONS, plan_stage, predict, simulate_copying
 from reft.config import Variant
-from reft.policy.loads import Load
+from reft.policy.loads import TrafficEstimate
 from reft.tools.planning.model import SHAPES, Training
 from reft.tools.planning.plan import estimated_pace
 
@@ -159,7 +159,7 @@ def test_a_plan_estimates_hardly_less_than_what_is_simulated():
         for part in (0.1, 0.5, 1.0):
             nbytes = [round(part * training.state_bytes(p)) for p in range(training.stages)]
             true = simulate_copying(Variant.HAS, training, plain, nbytes, pipeline).makespan_secs
-            found = pace({p: Load(n, 0, 0, 0, 0, 0) for p, n in enumerate(nbytes)}).overhead
+            found = pace({p: TrafficEstimate(n, 0, 0, 0, 0, 0) for p, n in enumerate(nbytes)}).overhead
             assert found >= true / plain.makespan_secs - 1.0 - 0.005, (training.name, part)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from reft.config import FaultConfig, VerifyConfig
 from reft.control.control import ControlGroup, WorkerControl
 from reft.faults import FaultPlan
-from reft.grid import Degrees, Label, Topology
+from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena, SlotFiles, scan
 from reft.node.client import ProtectionRecord, write_record
 from reft.snapshot.arenas import ArenaSet
@@ -29,8 +29,8 @@ from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.copying.gate import HostGate
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.switching import Keeping, OrderWatch, SchemeSwitch
-from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Watchers
+from reft.snapshot.switching import RequestPoll, RetentionConfig, SchemeSwitch
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallbacks
 from reft.state.catalogue import SectionImage
 from tests.machine import free_port
 from tests.spawn import spawn
@@ -61,10 +61,10 @@ def make_worker(
     rank: int = 0,
     local: tuple[int, int] = (0, 1),
     control: WorkerControl | None = None,
-    frozen: Mapping[int, Label] = MappingProxyType({}),
+    frozen: Mapping[int, VersionId] = MappingProxyType({}),
     remake: Callable[[], None] = lambda: None,
     scheme: str = "none",
-    keeping: Keeping = Keeping(),  # noqa: B008
+    keeping: RetentionConfig = RetentionConfig(),  # noqa: B008
     on_change: Callable[[ProtectionRecord], None] = lambda record: None,
     faults: tuple[FaultConfig, ...] = (),
     verify: VerifyConfig = VerifyConfig(),  # noqa: B008
@@ -95,14 +95,14 @@ def make_worker(
             topology,
             arenas,
             ProtectionRecord(scheme, scheme),
-            OrderWatch(folder),
+            RequestPoll(folder),
             keeping=keeping,
             on_change=on_change,
             reach=plan.reach,
         ),
         copier=copier,
         pacer=pacer,
-        watchers=Watchers(SnapshotStats(), plan, **watchers),
+        watchers=WorkerCallbacks(SnapshotStats(), plan, **watchers),
     )
 
 
@@ -163,7 +163,7 @@ class Rank:
         self.records.append(record)
         write_record(self.job_dir, record)
 
-    def _committed(self, label: Label) -> None:
+    def _committed(self, label: VersionId) -> None:
         self.commits.append(label.step)
         self.agreed.append((label.step, self.worker.votes.persist_steps))
 
@@ -180,7 +180,7 @@ class Rank:
             SectionImage([("o", self.owned)]),
             ("layout", self.shape),
         )
-        label = Label(self.incarnation, step)
+        label = VersionId(self.incarnation, step)
         request = SnapshotRequest(label, images, host_blob(self.rank, step), **options)
         self.worker.submit(request)
         return request
@@ -203,9 +203,9 @@ class Rank:
             taken.append(self.take(self.now))
         return taken
 
-    def newest_in_files(self) -> dict[str, Label]:
+    def newest_in_files(self) -> dict[str, VersionId]:
         """The newest whole version that the files in memory hold, by coordinate."""
-        found: dict[str, Label] = {}
+        found: dict[str, VersionId] = {}
         for _, arena in scan(self.job_dir, SECRET):
             if isinstance(arena, Arena):
                 with arena:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations_with_replacement, product
 
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.header import ArenaState
 from reft.recover.decide import preferred_label
 from reft.snapshot.version import Slots
@@ -49,7 +49,7 @@ PROTECTED = ("training", "committing again")
 """Stages in which every rank holds a version whole, so that any node may be lost."""
 
 
-def store(memory: Memory, slot: int, label: Label, state: ArenaState) -> Memory:
+def store(memory: Memory, slot: int, label: VersionId, state: ArenaState) -> Memory:
     return (*memory[:slot], Held(label, state), *memory[slot + 1 :])
 
 
@@ -65,8 +65,8 @@ _same: dict[object, Group] = {}
 
 @dataclass(frozen=True)
 class Violation:
-    committed: Label
-    restored: Label | None
+    committed: VersionId
+    restored: VersionId | None
     lost: tuple[int, ...]
     memory: JobMemory
     trace: tuple[str, ...] = ()
@@ -87,12 +87,12 @@ def describe_losses(lost: tuple[int, ...]) -> str:
     return ", ".join(f"group {g} node {d}" for g, d in enumerate(lost) if d != NOBODY) or "nothing"
 
 
-def crash_memories(explorer: Explorer, groups: int) -> Iterator[tuple[JobMemory, Label]]:
+def crash_memories(explorer: Explorer, groups: int) -> Iterator[tuple[JobMemory, VersionId]]:
     """What crashes leave behind in the arenas of a job, and the newest version that was committed by then; groups
     and rings that differ by their order once."""
     seen = set()
     for window in explorer.windows:
-        left: dict[Memory, Label | None] = {}
+        left: dict[Memory, VersionId | None] = {}
         for rank in window.ranks:
             memory = tuple(Held(h.label, h.state) if h.state.whole else NOTHING_WHOLE for h in rank.files)
             left[memory] = newest((left.get(memory), rank.state.slots.committed_label))
@@ -109,14 +109,14 @@ def crash_memories(explorer: Explorer, groups: int) -> Iterator[tuple[JobMemory,
 
 @dataclass(frozen=True)
 class Restart:
-    restored: Label  # the version, R
+    restored: VersionId  # the version, R
     incarnation: int  # the one that begins
     completes: bool  # whether R is completed where there is a slot without a file
     committed: bool  # whether somebody had R on record as committed
     again: bool  # whether R is taken again
 
     @classmethod
-    def of(cls, found: JobMemory, restored: Label, incarnation: int, *, completes: bool) -> Restart:
+    def of(cls, found: JobMemory, restored: VersionId, incarnation: int, *, completes: bool) -> Restart:
         members = [member for group in found for member in group]
         lacking = [member for member in members if not held_in(member, restored)]
         committed = any(Held(restored, ArenaState.COMMITTED) in member for member in members)
@@ -129,7 +129,7 @@ class Restart:
         return ("completing", "sealing", *last)
 
 
-def held_in(memory: Memory, label: Label) -> dict[int, Label]:
+def held_in(memory: Memory, label: VersionId) -> dict[int, VersionId]:
     return {slot: label for slot, held in enumerate(memory) if held.label == label and held.state.whole}
 
 
@@ -147,9 +147,9 @@ def life_after_restart(memory: Memory, restart: Restart) -> tuple[tuple[Memory, 
         stages = [(memory, writing), (writing, sealed, *([done] if restart.committed else []))]
         memory = stages[-1][-1]
     table = Slots.make(len(memory), held_in(memory, restored))
-    following = Label(incarnation, restored.step + 1)
+    following = VersionId(incarnation, restored.step + 1)
     if restart.again:
-        again = Label(incarnation, restored.step)
+        again = VersionId(incarnation, restored.step)
         slot = table.choose()
         assert slot is not None, "a restart found no slot to write"
         table = table.began(slot, again).sealed(slot).committed(slot)
@@ -207,7 +207,7 @@ class SecondCrash:
         self._sets: dict[tuple[object, ...], Violation | None] = {}
         self._numbers: dict[tuple[GroupMemory, int], int] = {}
 
-    def check(self, memory: JobMemory, committed: Label) -> Violation | None:
+    def check(self, memory: JobMemory, committed: VersionId) -> Violation | None:
         for lost in product(LOSSES, repeat=len(memory)):
             found = restored(list(map(look_at, memory, lost)), self._choose)
             if found is None or found < committed:
@@ -222,7 +222,7 @@ class SecondCrash:
         return None
 
     def _crash_again(
-        self, memory: JobMemory, lost: tuple[int, ...], first: Label, committed: Label
+        self, memory: JobMemory, lost: tuple[int, ...], first: VersionId, committed: VersionId
     ) -> Violation | None:
         found = tuple(map(comes_back, memory, lost))
         restart = Restart.of(found, first, 2, completes=self._completes)
@@ -257,7 +257,7 @@ class Crash:
     memory: GroupMemory  # contents of its arenas
     lost: int  # node that this crash took
     spent: int  # node lost since the group was last protected, by this crash or an earlier one
-    floor: Label  # newest version committed anywhere
+    floor: VersionId  # newest version committed anywhere
     incarnation: int  # incarnation that crashed
 
 

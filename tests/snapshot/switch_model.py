@@ -1,7 +1,7 @@
 """What a rank keeps, and how it changes: memory short on a rank, room again, an order, a layout agreed anew.
 
 Which level is tried, and whether the ranks move to it, says the real
-:class:`~reft.snapshot.switching.InForce`; which slots are given up, the real :meth:`Slots.given_up`; which
+:class:`~reft.snapshot.switching.ActiveProtection`; which slots are given up, the real :meth:`Slots.given_up`; which
 arenas are made anew, the real :meth:`Slots.choose`. Around them stands what :class:`ArenaSet` and
 :class:`SchemeSwitch` do: one file after the other is removed or made anew, any of which may fail, and after all of it
 the ranks tell each other whether they could. Whose memory is short, and when, is left open: any rank at any vote.
@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from reft.protect.placement import Level
-from reft.snapshot.switching import InForce
-from reft.snapshot.version import CopyFailed, Met, Signal, Task, Voted
+from reft.protect.placement import ProtectionLevel
+from reft.snapshot.switching import ActiveProtection
+from reft.snapshot.version import CopyFailed, Rejoined, Signal, Task, Voted
 from tests.snapshot.version_model import (
     EMPTY,
     SOME,
@@ -38,7 +38,7 @@ from tests.snapshot.version_model import (
 
 @dataclass(frozen=True)
 class Keeps:
-    in_force: InForce  # the protection
+    in_force: ActiveProtection  # the protection
     wanted: int  # the order whose ladder it is on
     layout: object  # under which versions are written; None: to be agreed on
     count: int  # versions that it means to hold
@@ -180,7 +180,7 @@ class SwitchingRank(OneRank):
     def _targets(self, keeps: Keeps) -> Sequence[int]:
         return keeps.in_force.targets(len(self.ladders[keeps.wanted]))
 
-    def _level(self, keeps: Keeps) -> Level:
+    def _level(self, keeps: Keeps) -> ProtectionLevel:
         ordered = keeps.in_force.ordered
         return self.ladders[keeps.in_force.heard_order if ordered else keeps.wanted][keeps.tried]
 
@@ -239,12 +239,12 @@ class SwitchingRank(OneRank):
     def record(self, rank: Rank) -> tuple[int, ...]:
         return rank.keeps.in_force.order, rank.keeps.wanted
 
-    def met(self, rank: Rank, event: Met, record: tuple[int, ...]) -> Iterator[Move]:
+    def met(self, rank: Rank, event: Rejoined, record: tuple[int, ...]) -> Iterator[Move]:
         order, wanted = record
         now = rank.keeps.in_force.resync(order, len(self.ladders[wanted]))
         keeps = replace(rank.keeps, in_force=now, wanted=wanted, layout=None)
         yield from super().met(replace(rank, keeps=keeps), event, record)
 
 
-def _now(rank: Rank, in_force: InForce) -> Rank:
+def _now(rank: Rank, in_force: ActiveProtection) -> Rank:
     return replace(rank, keeps=replace(rank.keeps, in_force=in_force))

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from reft.config import FaultPoint
 from reft.device import Vendor
-from reft.grid import Label, Section
+from reft.grid import Section, VersionId
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
 from reft.protect.backend import TorchBackend, _tried
 from reft.protect.placement import place_group
-from reft.snapshot.arenas import Filling
+from reft.snapshot.arenas import ArenaWriter
 from reft.snapshot.copying import copier as copier_module
 from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
@@ -84,7 +84,7 @@ GATES = {
 @contextmanager
 def filling_of(
     folder: Path, tensors: list[torch.Tensor], *, copies: int, parities: int, block_bytes: int
-) -> Iterator[tuple[Filling, LiveImages]]:
+) -> Iterator[tuple[ArenaWriter, LiveImages]]:
     half = len(tensors) // 2
     replicated, owned = (
         SectionImage([(str(i), t) for i, t in enumerate(part)]) for part in (tensors[:half], tensors[half:])
@@ -98,7 +98,7 @@ def filling_of(
     path.unlink(missing_ok=True)
     with Arena.create(path, layout.mine.data_bytes, len(layout.mine.blocks), b"s" * 32) as arena:
         data = torch.frombuffer(arena.data, dtype=torch.uint8).fill_(0xEE)
-        filling = Filling(0, arena, layout, Label(0, 1), data)
+        filling = ArenaWriter(0, arena, layout, VersionId(0, 1), data)
         yield filling, LiveImages(replicated, owned, "signature")
 
 
@@ -109,7 +109,7 @@ def expected_bytes(images: LiveImages, section: Section, begin: int, nbytes: int
     return out
 
 
-def check(filling: Filling, images: LiveImages) -> None:
+def check(filling: ArenaWriter, images: LiveImages) -> None:
     """Nothing is left to be hashed but the host block, which the worker writes."""
     facts = {b.key: b for b in filling.local_blocks if b.key.section is not Section.HOST}
     for placed in facts.values():
@@ -124,7 +124,7 @@ def check(filling: Filling, images: LiveImages) -> None:
         np.testing.assert_array_equal(filling.tensor(facts[key]).numpy(), expected)
 
 
-def copy_all(copier: Copier, filling: Filling, images: LiveImages, gate: Gate) -> list[int]:
+def copy_all(copier: Copier, filling: ArenaWriter, images: LiveImages, gate: Gate) -> list[int]:
     copier.begin()
     records = copier.copy(images, filling, gate, reach=lambda point: None, handed_over=lambda: None)
     copier.fence()
@@ -245,9 +245,9 @@ def test_blocks_are_hashed_by_several_threads_while_others_arrive(tmp_path: Path
         engine.register(filling.arena.data)
         copier = Copier(engine, 4096, hashers=3)
         together, threads = threading.Barrier(3), set[int]()
-        hash_block = Filling.hash
+        hash_block = ArenaWriter.hash
 
-        def hash_together(self: Filling, placed: PlacedBlock) -> None:
+        def hash_together(self: ArenaWriter, placed: PlacedBlock) -> None:
             here = threading.current_thread()
             if here.name == "reft-hash" and here.ident not in threads:
                 threads.add(threading.get_ident())
@@ -256,7 +256,7 @@ def test_blocks_are_hashed_by_several_threads_while_others_arrive(tmp_path: Path
 
         with (
             mock.patch.object(copier_module, "_BATCH_BYTES", 16_384),
-            mock.patch.object(Filling, "hash", hash_together),
+            mock.patch.object(ArenaWriter, "hash", hash_together),
         ):
             copy_all(copier, filling, images, Gate())
             filling.hash_rest()

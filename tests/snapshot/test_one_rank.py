@@ -12,13 +12,13 @@ import pytest
 
 from reft.config import Variant
 from reft.errors import TransferError
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.arena import Arena, scan
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.recompute import PeerOptimizers
-from reft.snapshot.stats import Complaints, Samples
-from reft.snapshot.version import Cause
+from reft.snapshot.stats import PeerErrors, Samples
+from reft.snapshot.version import SkipCause
 from reft.snapshot.worker import SnapshotRequest
 from tests.snapshot.ranks import ALONE, SECRET, WAIT_SECS, Pacer, Rank, group_of_one, make_worker
 
@@ -101,19 +101,19 @@ def test_p6_the_worker_says_what_it_stopped_for_not_only_that_nobody_came(tmp_pa
         control=control,
         on_skip=lambda step, cause: skips.append((step, cause)),
     )
-    requests = [SnapshotRequest(Label(1, n), None, cause=Cause("nothing to show")) for n in (1, 2)]
+    requests = [SnapshotRequest(VersionId(1, n), None, cause=SkipCause("nothing to show")) for n in (1, 2)]
     for request in requests:
         worker.submit(request)
         assert request.done.wait(WAIT_SECS)
     worker.close(10)
     assert worker.broken == "a peer votes on another step"
-    assert requests[0].given_up == Cause("interrupted", "a peer votes on another step")
+    assert requests[0].given_up == SkipCause("interrupted", "a peer votes on another step")
     assert skips[0] == (1, "interrupted")
 
 
 def test_p6_a_mistake_while_partitions_are_compared_does_not_leave_this_rank() -> None:
     """Its peers wait for it in the exchange."""
-    label = Label(1, 7)
+    label = VersionId(1, 7)
     placement = mock.Mock(kept_by=mock.Mock(return_value=(0, 1)))
     layout = SimpleNamespace(member=0, plan=SimpleNamespace(placement=placement))
     filling = mock.Mock(layout=layout, label=label, wanted=mock.Mock(side_effect=KeyError("lost")))
@@ -124,7 +124,7 @@ def test_p6_a_mistake_while_partitions_are_compared_does_not_leave_this_rank() -
 
 
 def test_a_cause_is_said_once_whichever_step_it_names(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = Complaints()
+    complaints = PeerErrors()
     for step in range(5):
         complaints.tell("a version broke off", TransferError(f"a peer is gone at step {step}"))
     complaints.tell("a version broke off", TransferError("ranks vote on different steps (3 and 4)"))
@@ -132,7 +132,7 @@ def test_a_cause_is_said_once_whichever_step_it_names(caplog: pytest.LogCaptureF
 
 
 def test_causes_are_not_kept_for_ever(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = Complaints()
+    complaints = PeerErrors()
     for length in (*range(2000), 0):
         complaints.tell("a version broke off", TransferError("x" * length))
     assert len(caplog.records) == 2001

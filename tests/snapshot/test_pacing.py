@@ -16,8 +16,8 @@ from reft.snapshot.copying.gate import (
     BandwidthModel,
     Gate,
     HostGate,
-    Observed,
     Pacer,
+    StepObservation,
     Wait,
     WindowMeter,
     waits,
@@ -27,9 +27,9 @@ from reft.snapshot.schedule import (
     SHORTEST_WINDOW_SECS,
     Bandwidth,
     ChunkRecord,
+    HasLimits,
     HasSchedule,
     Interval,
-    Limits,
     Overflow,
     Window,
     WindowKind,
@@ -47,9 +47,9 @@ def stream(stage: int) -> list[str]:
 
 def observed(
     names: list[str], waits: dict[int, tuple[float, float]], end: float, at: float = 100.0
-) -> Observed:
+) -> StepObservation:
     seen = [Wait(p, at + a, at + b, 0.0, 0) for p, (a, b) in waits.items()]
-    return Observed("key", names, (at, at + end), seen)
+    return StepObservation("key", names, (at, at + end), seen)
 
 
 def test_what_is_measured_is_what_was_seen_after_a_few_steps() -> None:
@@ -331,7 +331,7 @@ def plans(draw: st.DrawFn) -> HasSchedule:
         step_secs=step_secs,
         computing=computing,
         communicating=computing[:1],
-        limits=Limits(compute_share=draw(st.floats(0, 1)), separate_links=draw(st.booleans())),
+        limits=HasLimits(compute_share=draw(st.floats(0, 1)), separate_links=draw(st.booleans())),
     )
 
 
@@ -375,7 +375,7 @@ def test_the_rest_is_visible_with_its_policy() -> None:
             [Window(WindowKind.MID, 0.0, 1.0, 3)],
             Bandwidth(100.0, 100.0),
             step_secs=10.0,
-            limits=Limits(overflow=policy, max_overhead=0.1, staging_bytes=staging),
+            limits=HasLimits(overflow=policy, max_overhead=0.1, staging_bytes=staging),
         )
 
     stall, staged = plan(Overflow.STALL), plan(Overflow.STAGING, 10_000)

@@ -10,7 +10,7 @@ from reft.grid import BlockKey, Section
 from reft.snapshot.copying.copier import Chunk, StagingArea
 from reft.snapshot.copying.engine import CheckedPieces, CopyEngine
 from reft.snapshot.plan import Block, PlacedBlock
-from reft.snapshot.stats import Kind
+from reft.snapshot.stats import ByteKind
 from tests.snapshot.conftest import Cuda, Simulated, host_memory, random_bytes
 
 
@@ -134,7 +134,7 @@ def test_what_fits_the_area_is_the_end_of_a_version_which_is_staged_with_one_eve
     live, memory = device.put(random_bytes(10_000)), host_memory(engine, 10_000)
     pieces = [CheckedPieces.of([piece]) for piece in zip(live.split(1000), memory.split(1000), strict=True)]
     placed = PlacedBlock(Block(BlockKey(Section.OWNED, 0, 0), 0, 1000), 0)
-    chunks = [Chunk(placed, Kind.OWNED, piece, (0, 0, 1000), last=True) for piece in pieces]
+    chunks = [Chunk(placed, ByteKind.OWNED, piece, (0, 0, 1000), last=True) for piece in pieces]
     area = StagingArea(engine)
     assert area.first_fitting(chunks) == 10
     area.reserve(3 * 1024)  # three chunks, aligned, and the headroom not enough for one more

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from reft.cli.running import describe
 from reft.config import FaultConfig, FaultPoint
 from reft.errors import ConfigError
-from reft.grid import Degrees, Label, Topology
+from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena, scan
 from reft.memory.header import Geometry
 from reft.memory.jobdir import write_json
 from reft.node.client import (
     REQUEST_FILE,
-    Order,
     ProtectionRecord,
+    ProtectionRequest,
     parse_order,
     read_order,
     read_record,
@@ -33,10 +33,10 @@ from reft.node.client import (
 )
 from reft.protect.codes import Scheme
 from reft.recover.decide import plan_recovery
-from reft.recover.inventory import Place
+from reft.recover.inventory import ArenaStore
 from reft.recover.plan import RecoveryPlan
 from reft.snapshot import arenas
-from reft.snapshot.switching import Keeping, Room, agree_on_room
+from reft.snapshot.switching import MemoryBudget, RetentionConfig, agree_on_room
 from tests.faults.job import exchange
 from tests.snapshot.ranks import FOUR, PAIR, SECRET, Rank, Results
 from tests.snapshot.test_worker import versions_in
@@ -48,7 +48,7 @@ def order(me: Rank, scheme: str) -> None:
         write_order([me.job_dir], scheme)
     except ConfigError:
         # Whoever wrote it knew less of the job than this node: the ranks have to see to it.
-        given = Order(time.time_ns() // 1_000_000, scheme)
+        given = ProtectionRequest(time.time_ns() // 1_000_000, scheme)
         write_json(me.job_dir / REQUEST_FILE, asdict(given))
 
 
@@ -100,7 +100,7 @@ def switch_killed(rank: int, root: Path) -> dict[str, Any]:
 
 def pressure(rank: int, root: Path) -> dict[str, Any]:
     """One rank's memory is too short at the start; then there is enough, then less, still less, and enough."""
-    me = Rank(rank, root, FOUR, keeping=Keeping(versions=3, look_secs=0.0, calm_secs=0.1))
+    me = Rank(rank, root, FOUR, keeping=RetentionConfig(versions=3, look_secs=0.0, calm_secs=0.1))
     limits: dict[int, int | None] = {1: 1_200_000, 4: None}
     outcome, found, files = {}, {}, {}
     for step in range(1, 41):
@@ -164,7 +164,7 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
     (root / "fault").write_text(fault)
     with pytest.raises(RankError, match="SIGKILL"):
         Results(tmp_path, switch_killed, world=4)
-    inventories = [Place(root / f"node{r}", FOUR.nodes[r], SECRET).inventory() for r in range(4)]
+    inventories = [ArenaStore(root / f"node{r}", FOUR.nodes[r], SECRET).inventory() for r in range(4)]
     for lost in (None, 0, 1, 2, 3):
         present = [inventory for r, inventory in enumerate(inventories) if r != lost]
         plan = plan_recovery(present, FOUR, job_id="job")
@@ -250,12 +250,12 @@ def test_p9_a_node_has_room_for_what_its_ranks_want_together_beside_the_largest_
     mib = 2**20
     nodes = Topology(Degrees(1, 3, 1), Degrees(1, 3, 1).coordinates(), ("A", "A", "B"))
 
-    def found(*rooms: Room) -> str | None:
+    def found(*rooms: MemoryBudget) -> str | None:
         control = mock.Mock(gather_ints=lambda mine: [list(astuple(room)) for room in rooms])
         (answer,) = {agree_on_room(control, nodes, room) for room in rooms}
         return answer
 
-    fits = Room(needed=30 * mib, held=10 * mib, free=100 * mib, limit=-1, margin=0)
+    fits = MemoryBudget(needed=30 * mib, held=10 * mib, free=100 * mib, limit=-1, margin=0)
     assert found(fits, fits, fits) is None
     assert "needs 40.0 MiB more than now on node A" in str(found(fits, replace(fits, margin=61 * mib), fits))
     assert "on node B" in str(found(fits, fits, replace(fits, free=19 * mib)))
@@ -348,7 +348,7 @@ def swapped_before(rank: int, root: Path) -> dict[str, Any]:
         # Rank 1's newest version lies where rank 0's older one was.
         exchange(names[0, 1], names[1, 2])
     dist.barrier()
-    frozen = {0: Label(1, 2), 1: Label(1, 2)} if rank == 0 else {}
+    frozen = {0: VersionId(1, 2), 1: VersionId(1, 2)} if rank == 0 else {}
     me = Rank(rank, root, PAIR, together=True, frozen=frozen)
     dist.barrier()
     before = me.steps_in_files()

@@ -6,29 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.header import ArenaState
 from reft.recover.decide import preferred_label
 from reft.snapshot.version import (
     NOT_STARTED,
     OVERRUN,
     Abort,
-    Broke,
-    Cause,
     Commit,
     CopyFailed,
     Event,
     FenceNear,
     GiveUp,
     HandedOver,
-    Met,
-    Parted,
+    ProtocolFailed,
+    RankState,
+    Rejoined,
+    RejoinFailed,
+    RejoinState,
     Released,
     Signal,
+    SkipCause,
     Slots,
     SlotTaken,
-    Standing,
-    State,
     Task,
     Version,
     Voted,
@@ -43,7 +43,7 @@ def take(
     slot = slots.choose(pinned)
     if slot is None:
         return None, slots
-    slots = slots.began(slot, Label(1, number))
+    slots = slots.began(slot, VersionId(1, number))
     if outcome != "not copied":
         slots = slots.sealed(slot)
     if outcome == "committed":
@@ -68,13 +68,13 @@ def test_a_version_whose_fate_is_unknown_blocks_its_slot() -> None:
 
 
 def test_frozen_slots_are_kept_until_something_newer_is_committed() -> None:
-    chosen, slots = taken(Slots.make(2, {1: Label(1, 7)}), (7, "aborted"), (8, "aborted"))
+    chosen, slots = taken(Slots.make(2, {1: VersionId(1, 7)}), (7, "aborted"), (8, "aborted"))
     assert chosen == [0, 0]
     with pytest.raises(ValueError, match="being recovered"):
-        slots.began(1, Label(2, 9))
+        slots.began(1, VersionId(2, 9))
     chosen, slots = taken(slots, (9, "committed"), (10, "committed"))
     assert (chosen, slots.frozen) == ([0, 1], ())
-    assert Slots.make(2, {5: Label(1, 7)}).choose() == 0  # a file of an incarnation with more slots
+    assert Slots.make(2, {5: VersionId(1, 7)}).choose() == 0  # a file of an incarnation with more slots
 
 
 def test_wrong_orders_are_refused() -> None:
@@ -84,8 +84,8 @@ def test_wrong_orders_are_refused() -> None:
             change(0)
     _, slots = take(slots, 1)
     with pytest.raises(ValueError, match="must not be written"):
-        slots.began(0, Label(1, 2))
-    slots = slots.began(1, Label(1, 2))
+        slots.began(0, VersionId(1, 2))
+    slots = slots.began(1, VersionId(1, 2))
     with pytest.raises(ValueError, match="cannot become committed"):
         slots.committed(1)
     with pytest.raises(ValueError, match="at least 1"):
@@ -103,7 +103,7 @@ def test_wrong_orders_are_refused() -> None:
 def test_p3_the_newest_committed_frozen_or_pinned_slot_is_never_chosen(
     slots: int, frozen: bool, history: list[tuple[str, set[int]]]
 ) -> None:
-    table = Slots.make(slots, {0: Label(1, 0)} if frozen else {})
+    table = Slots.make(slots, {0: VersionId(1, 0)} if frozen else {})
     protected = 0 if frozen else None
     for number, (outcome, pinned) in enumerate(history, start=1):
         slot, table = take(table, number, outcome, tuple(pinned))
@@ -117,7 +117,7 @@ def test_p3_the_newest_committed_frozen_or_pinned_slot_is_never_chosen(
 
 
 def test_what_every_holder_of_something_older_holds_is_preferred() -> None:
-    old, new, later = Label(1, 4), Label(1, 5), Label(2, 4)
+    old, new, later = VersionId(1, 4), VersionId(1, 5), VersionId(2, 4)
     assert preferred_label({}, None) is None
     assert preferred_label({old: "abc", new: "abc"}, None) == new
     assert preferred_label({old: "abc", new: "ab"}, None) == old
@@ -132,16 +132,16 @@ def test_what_every_holder_of_something_older_holds_is_preferred() -> None:
 # -- versions ----
 
 
-def told(*events: Event, slots: Slots | None = None) -> tuple[State, list[object]]:
+def told(*events: Event, slots: Slots | None = None) -> tuple[RankState, list[object]]:
     """The state after some events, and all effects."""
-    state, effects = State(slots or Slots.make(2)), list[object]()
+    state, effects = RankState(slots or Slots.make(2)), list[object]()
     for event in events:
         state, more = step(state, event)
         effects += more
     return state, effects
 
 
-FIRST, SECOND = Label(1, 1), Label(1, 2)
+FIRST, SECOND = VersionId(1, 1), VersionId(1, 2)
 COPY = (Signal.TURN, Signal.BEGIN, SlotTaken(0), Released(), Signal.COPIED)
 
 
@@ -180,42 +180,46 @@ def test_a_layout_is_agreed_before_a_version_is_copied_and_costs_one_that_traini
 
 
 @pytest.mark.parametrize(("known", "then"), [(FIRST, Commit(0, FIRST)), (None, Abort(0, FIRST))])
-def test_p3_what_was_sealed_stays_until_the_ranks_have_met(known: Label | None, then: object) -> None:
+def test_p3_what_was_sealed_stays_until_the_ranks_have_met(known: VersionId | None, then: object) -> None:
     """What one of them knows to be committed is committed by all."""
     state, effects = told(
-        HandedOver(Version(FIRST)), *COPY, Voted(True), Signal.SEALED, Broke("a peer vanished")
+        HandedOver(Version(FIRST)), *COPY, Voted(True), Signal.SEALED, ProtocolFailed("a peer vanished")
     )
     assert (state.task, state.slots.open_slot) == (Task.MEET, 0)
-    assert effects == [GiveUp(FIRST, Cause("interrupted", "a peer vanished"))]
+    assert effects == [GiveUp(FIRST, SkipCause("interrupted", "a peer vanished"))]
     state, _ = step(state, HandedOver(Version(SECOND)))
     assert not state.holds_training
-    state, effects = step(state, Met(SECOND, known))
+    state, effects = step(state, Rejoined(SECOND, known))
     assert (state.task, effects, state.slots.committed_label) == (Task.WAIT, (then,), known)
     state, effects = step(state, Signal.TURN)  # all ranks have given it up: no vote
-    assert (state.versions, effects) == ((), (GiveUp(SECOND, Cause("interrupted")),))
+    assert (state.versions, effects) == ((), (GiveUp(SECOND, SkipCause("interrupted")),))
 
 
 def test_the_end_takes_what_was_handed_over_and_nothing_more() -> None:
     assert told(Signal.CLOSING)[0].task is Task.END
     state, _ = told(HandedOver(Version(FIRST)), Signal.CLOSING)
     assert state.task is Task.WAIT
-    assert step(state, HandedOver(Version(SECOND)))[1] == (GiveUp(SECOND, Cause("closed")),)
+    assert step(state, HandedOver(Version(SECOND)))[1] == (GiveUp(SECOND, SkipCause("closed")),)
     state, effects = told(
-        HandedOver(Version(FIRST)), Signal.TURN, Broke("x"), HandedOver(Version(SECOND)), Parted("y")
+        HandedOver(Version(FIRST)),
+        Signal.TURN,
+        ProtocolFailed("x"),
+        HandedOver(Version(SECOND)),
+        RejoinFailed("y"),
     )
     assert (state.task, state.broken, state.versions) == (Task.END, "y", ())
-    assert effects == [GiveUp(FIRST, Cause("interrupted", "x")), GiveUp(SECOND, Cause("broken", "y"))]
-    assert step(state, HandedOver(Version(SECOND)))[1] == (GiveUp(SECOND, Cause("broken", "y")),)
+    assert effects == [GiveUp(FIRST, SkipCause("interrupted", "x")), GiveUp(SECOND, SkipCause("broken", "y"))]
+    assert step(state, HandedOver(Version(SECOND)))[1] == (GiveUp(SECOND, SkipCause("broken", "y")),)
 
 
 @pytest.mark.parametrize(
     "events",
     [
-        (Signal.TURN, Broke("x"), Met(FIRST, None)),
-        (Broke("x"), Met(FIRST, None), Signal.TURN),
-        (Signal.TURN, Broke("x"), Parted("y")),
-        (Broke("x"), Parted("y")),
-        (Broke("x"), Parted("y"), HandedOver(Version(SECOND, idle=True))),
+        (Signal.TURN, ProtocolFailed("x"), Rejoined(FIRST, None)),
+        (ProtocolFailed("x"), Rejoined(FIRST, None), Signal.TURN),
+        (Signal.TURN, ProtocolFailed("x"), RejoinFailed("y")),
+        (ProtocolFailed("x"), RejoinFailed("y")),
+        (ProtocolFailed("x"), RejoinFailed("y"), HandedOver(Version(SECOND, idle=True))),
         (Signal.CLOSING, Signal.TURN, Voted(False), Signal.SWITCHED, HandedOver(Version(SECOND, idle=True))),
     ],
 )
@@ -232,7 +236,7 @@ def test_an_event_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot happen"):
         told(HandedOver(Version(FIRST)), Signal.TURN, Signal.COPIED)
     with pytest.raises(ValueError, match="cannot happen"):
-        told(HandedOver(Version(FIRST)), *COPY[:3], CopyFailed(Cause("x")), Voted(True))
+        told(HandedOver(Version(FIRST)), *COPY[:3], CopyFailed(SkipCause("x")), Voted(True))
 
 
 # -- where the ranks go on after a version broke off ----
@@ -240,21 +244,36 @@ def test_an_event_that_does_not_fit_is_refused() -> None:
 
 def test_p3_a_version_that_any_rank_knows_to_be_committed_is_and_what_is_older_is_not_voted_on() -> None:
     standings = [
-        Standing(Label(1, 7), Label(1, 5), None),
-        Standing(Label(1, 8), Label(1, 6), None),
-        Standing(Label(1, 7), None, None),
+        RejoinState(VersionId(1, 7), VersionId(1, 5), None),
+        RejoinState(VersionId(1, 8), VersionId(1, 6), None),
+        RejoinState(VersionId(1, 7), None, None),
     ]
-    assert resume_from(standings) == Standing(Label(1, 8), Label(1, 6), None)
-    assert resume_from([Standing(Label(1, 3), None, None)]) == Standing(Label(1, 3), None, None)
+    assert resume_from(standings) == RejoinState(VersionId(1, 8), VersionId(1, 6), None)
+    assert resume_from([RejoinState(VersionId(1, 3), None, None)]) == RejoinState(VersionId(1, 3), None, None)
 
 
 def test_p3_steps_that_are_taken_again_in_a_new_incarnation_are_newer() -> None:
-    agreed = resume_from([Standing(Label(1, 7), None, None), Standing(Label(2, 3), None, None)])
-    assert agreed.newest == Label(2, 3)
-    assert resume_from([Standing(Label(1, 7), None, None)]).newest < Label(2, 1)
+    agreed = resume_from([RejoinState(VersionId(1, 7), None, None), RejoinState(VersionId(2, 3), None, None)])
+    assert agreed.newest == VersionId(2, 3)
+    assert resume_from([RejoinState(VersionId(1, 7), None, None)]).newest < VersionId(2, 1)
 
 
 def test_a_stop_is_kept_only_where_no_rank_can_have_passed_it() -> None:
-    assert resume_from([Standing(Label(1, 7), None, 9), Standing(Label(1, 7), None, None)]).stop_step == 9
-    assert resume_from([Standing(Label(1, 7), None, 8), Standing(Label(1, 7), None, None)]).stop_step is None
-    assert resume_from([Standing(Label(1, 8), None, None), Standing(Label(1, 7), None, 9)]).stop_step is None
+    assert (
+        resume_from(
+            [RejoinState(VersionId(1, 7), None, 9), RejoinState(VersionId(1, 7), None, None)]
+        ).stop_step
+        == 9
+    )
+    assert (
+        resume_from(
+            [RejoinState(VersionId(1, 7), None, 8), RejoinState(VersionId(1, 7), None, None)]
+        ).stop_step
+        is None
+    )
+    assert (
+        resume_from(
+            [RejoinState(VersionId(1, 8), None, None), RejoinState(VersionId(1, 7), None, 9)]
+        ).stop_step
+        is None
+    )

@@ -20,28 +20,28 @@ from itertools import product
 
 import pytest
 
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.header import ArenaState
 from reft.protect.codes import Scheme
-from reft.protect.placement import Level
-from reft.snapshot.switching import InForce
+from reft.protect.placement import ProtectionLevel
+from reft.snapshot.switching import ActiveProtection
 from reft.snapshot.version import (
-    Broke,
     CopyFailed,
     Event,
     FenceNear,
     GiveUp,
     HandedOver,
     LeaveGate,
-    Met,
     Next,
-    Parted,
+    ProtocolFailed,
+    RankState,
+    Rejoined,
+    RejoinFailed,
     SealFailed,
     Signal,
     Slot,
     Slots,
     Stage,
-    State,
     Task,
     TensorsChecked,
     Voted,
@@ -60,7 +60,7 @@ class OverwritingSlots(Slots):
         return 0 if 0 not in pinned and not self.held[0].is_open else None
 
 
-def retire_before_commit(state: State, event: Event) -> Next:
+def retire_before_commit(state: RankState, event: Event) -> Next:
     """Gives the older version up as soon as the newer one is sealed *here*."""
     after, effects = step(state, event)
     if event is Signal.SEALED:
@@ -69,19 +69,19 @@ def retire_before_commit(state: State, event: Event) -> Next:
     return after, effects
 
 
-def fence_skipped(state: State, event: Event) -> Next:
+def fence_skipped(state: RankState, event: Event) -> Next:
     """The optimizer writes, and what is being copied counts nevertheless."""
     if event is Signal.TENSORS_CHANGE:
         return replace(state, fence_near=False), ()
     return step(state, event)
 
 
-def host_decides(state: State, event: Event) -> Next:
+def host_decides(state: RankState, event: Event) -> Next:
     """What has not begun when the host is at the fence is given up, wherever the device is."""
     return step(state, FenceNear() if isinstance(event, FenceNear) else event)
 
 
-def silent_rank(state: State, event: Event) -> Next:
+def silent_rank(state: RankState, event: Event) -> Next:
     """Who cannot copy a version says nothing, and goes on."""
     after, effects = step(state, event)
     if isinstance(event, CopyFailed):
@@ -90,23 +90,23 @@ def silent_rank(state: State, event: Event) -> Next:
     return after, effects
 
 
-def stale_parity(state: State, event: Event) -> Next:
+def stale_parity(state: RankState, event: Event) -> Next:
     """Approves a version whose redundant part did not arrive: what is there is of an older one."""
     if isinstance(event, SealFailed):
         return step(state, Signal.SEALED)
     return step(state, event)
 
 
-def vote_lost(state: State, event: Event) -> Next:
+def vote_lost(state: RankState, event: Event) -> Next:
     """Who does not learn the result of a vote takes it for a no."""
     after, effects = step(state, event)
     slot = after.slots.open_slot
-    if isinstance(event, Broke) and slot is not None:
+    if isinstance(event, ProtocolFailed) and slot is not None:
         after = replace(after, slots=after.slots.aborted(slot))
     return after, effects
 
 
-def copied_twice(state: State, event: Event) -> Next:
+def copied_twice(state: RankState, event: Event) -> Next:
     """After a new layout, copies a version again whose tensors training may have changed."""
     again = isinstance(event, Voted) and event.relayout and state.head.stage is Stage.COPIED
     after, effects = step(state, event)
@@ -116,37 +116,39 @@ def copied_twice(state: State, event: Event) -> Next:
     return after, effects
 
 
-def peers_not_heard(state: State, event: Event) -> Next:
+def peers_not_heard(state: RankState, event: Event) -> Next:
     """Gives a sealed version up when the ranks meet, though one of them knows that it is committed."""
-    return step(state, Met(event.after, None) if isinstance(event, Met) else event)
+    return step(state, Rejoined(event.after, None) if isinstance(event, Rejoined) else event)
 
 
-def parted_in_silence(state: State, event: Event) -> Next:
+def parted_in_silence(state: RankState, event: Event) -> Next:
     """Ends where the ranks do not come together again, and tells nobody of the versions it had."""
     after, effects = step(state, event)
-    return (after, ()) if isinstance(event, Parted) else (after, effects)
+    return (after, ()) if isinstance(event, RejoinFailed) else (after, effects)
 
 
-def counts_not_compared(state: State, event: Event) -> Next:
+def counts_not_compared(state: RankState, event: Event) -> Next:
     """Takes every copy for one of the boundary's state, whatever the script wrote meanwhile."""
     return step(state, TensorsChecked(None) if isinstance(event, TensorsChecked) else event)
 
 
-def sealed_unchecked(state: State, event: Event) -> Next:
+def sealed_unchecked(state: RankState, event: Event) -> Next:
     """Seals a version before the training thread has compared the tensors."""
     if isinstance(event, HandedOver):
         event = HandedOver(replace(event.version, unchecked=False))
     return step(state, event)
 
 
-def permit_kept(state: State, event: Event) -> Next:
+def permit_kept(state: RankState, event: Event) -> Next:
     after, effects = step(state, event)
     if event is Signal.COPIED:
         effects = tuple(effect for effect in effects if not isinstance(effect, LeaveGate))
     return after, effects
 
 
-def newest_whole(held_by: dict[Label, list[tuple[int, int]]], committed: Label | None) -> Label | None:
+def newest_whole(
+    held_by: dict[VersionId, list[tuple[int, int]]], committed: VersionId | None
+) -> VersionId | None:
     return max(held_by, default=None)
 
 
@@ -273,12 +275,15 @@ def test_restoring_the_newest_whole_version_has_a_counterexample_in_a_restart_to
 
 
 COPY, PARITY = Scheme(1), Scheme(0, 1)
-SHORT = ((Level(COPY, 3), Level(COPY, 2), Level(PARITY, 2)),)
-ORDERS = ((Level(COPY, 2),), (Level(PARITY, 2),))
-BOTH = ((Level(COPY, 3), Level(COPY, 2)), (Level(PARITY, 3), Level(PARITY, 2)))
+SHORT = ((ProtectionLevel(COPY, 3), ProtectionLevel(COPY, 2), ProtectionLevel(PARITY, 2)),)
+ORDERS = ((ProtectionLevel(COPY, 2),), (ProtectionLevel(PARITY, 2),))
+BOTH = (
+    (ProtectionLevel(COPY, 3), ProtectionLevel(COPY, 2)),
+    (ProtectionLevel(PARITY, 3), ProtectionLevel(PARITY, 2)),
+)
 
 
-def kept_rules(ladders: tuple[tuple[Level, ...], ...], **others: object) -> Rules:
+def kept_rules(ladders: tuple[tuple[ProtectionLevel, ...], ...], **others: object) -> Rules:
     return Rules(**{"ladders": ladders, "slots": Slots.make(ladders[0][0].arenas), "meetings": 0, **others})
 
 
@@ -319,7 +324,7 @@ class GreedySlots(Slots):
         return frozenset(order[count:])
 
 
-class Hasty(InForce):
+class Hasty(ActiveProtection):
     """Uses the arenas of what was tried as soon as they are there, before all ranks have said so."""
 
     def moves(self, failed: Sequence[bool]) -> bool:

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from reft.config import FaultConfig, FaultPoint, VerifyConfig
 from reft.control.control import Ballot
 from reft.errors import TransferError
-from reft.grid import STATE_SECTIONS, Degrees, Label, Section, Topology
+from reft.grid import STATE_SECTIONS, Degrees, Section, Topology, VersionId
 from reft.memory.arena import Arena, scan
 from reft.memory.header import ArenaState
 from reft.snapshot.copying.copier import TURNS, Copier, PeerCheck, differing
 from reft.snapshot.copying.engine import CpuCopyEngine
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.schedule import Overflow
-from reft.snapshot.version import Cause
+from reft.snapshot.version import SkipCause
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
 from tests.snapshot.ranks import FOUR, SECRET, Pacer, Rank, Results, host_blob
@@ -43,7 +43,7 @@ def protocol(rank: int, root: Path) -> dict[str, Any]:
     outcome: dict[int, bool] = {}
     for step in range(1, 8):
         # Step 3: rank 2 says that it has nothing to show. Step 5: rank 1 fails after its seal.
-        outcome[step] = me.take(step, cause=Cause("nothing to show") if step == 3 and rank == 2 else None)
+        outcome[step] = me.take(step, cause=SkipCause("nothing to show") if step == 3 and rank == 2 else None)
     assert me.worker.drain(60)
     me.worker.close(10)
     return {"outcome": outcome, "stats": me.stats.to_json(), "skips": me.skips}
@@ -115,7 +115,7 @@ def wants(rank: int, root: Path) -> dict[str, Any]:
             request = me.snapshot(step)
             taken.append(step)
         else:
-            request = SnapshotRequest(Label(1, step), None, b"", idle=True)
+            request = SnapshotRequest(VersionId(1, step), None, b"", idle=True)
             me.worker.submit(request)
         me.wait_for(request)
     me.worker.close(10)
@@ -309,7 +309,7 @@ def far_apart(rank: int, root: Path) -> list[bool]:
     votes, heard = me.worker.votes, list[int]()
     cast, committed = votes.cast, list[bool]()
 
-    def deaf(label: Label, *said: Any) -> Ballot:
+    def deaf(label: VersionId, *said: Any) -> Ballot:
         verdict = cast(label, *said)
         heard.append(label.step)
         if rank == WRONG and heard.count(2 * TURNS) == 2 and label.step == 2 * TURNS:

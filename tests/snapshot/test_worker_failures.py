@@ -24,11 +24,11 @@ from reft.memory.arena import Arena
 from reft.memory.stream import HashingCopier
 from reft.node.client import write_order
 from reft.snapshot import worker
-from reft.snapshot.arenas import ArenaSet, Filling, RingExchange
+from reft.snapshot.arenas import ArenaSet, ArenaWriter, RingExchange
 from reft.snapshot.copying import engine
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.switching import Keeping, SchemeSwitch
+from reft.snapshot.switching import RetentionConfig, SchemeSwitch
 from reft.snapshot.version import OVERRUN
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Votes
 from tests.snapshot.ranks import PAIR, WAIT_SECS, Rank, Results
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.integration
 
 
 def pair(rank: int, root: Path) -> Rank:
-    return Rank(rank, root, PAIR, keeping=Keeping(look_secs=0.0))
+    return Rank(rank, root, PAIR, keeping=RetentionConfig(look_secs=0.0))
 
 
 def _on_rank_1(me: Rank, patch: Callable[[Rank], Any]) -> Any:
@@ -73,7 +73,7 @@ def _damaged(me: Rank) -> Any:
     """A patch under which the first version's blocks arrive, and a byte of them is another one."""
     blocks, calls = RingExchange.blocks, [0]
 
-    def act(self: RingExchange, filling: Filling) -> Any:
+    def act(self: RingExchange, filling: ArenaWriter) -> Any:
         arrived = blocks(self, filling)
         calls[0] += 1
         if calls[0] == 1:
@@ -86,13 +86,13 @@ def _damaged(me: Rank) -> Any:
 
 def _removed(me: Rank) -> Any:
     """A patch under which somebody removes the files of versions behind the copy."""
-    hash_rest = Filling.hash_rest
+    hash_rest = ArenaWriter.hash_rest
 
-    def act(self: Filling) -> None:
+    def act(self: ArenaWriter) -> None:
         hash_rest(self)
         self.arena.path.unlink(missing_ok=True)
 
-    return mock.patch.object(Filling, "hash_rest", act)
+    return mock.patch.object(ArenaWriter, "hash_rest", act)
 
 
 _LOST = KeyError("an error that nobody foresaw")
@@ -111,17 +111,17 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "request a rate": lambda me: mock.patch.object(me.worker.watchers, "wanted_interval", _raising(_LOST)),
     "cast the first vote": _once(Votes, "cast", _LOST),
     "cast the second vote": _once(Votes, "cast", _LOST, nth=2),
-    "hash": _once(Filling, "hash_rest", _LOST),
+    "hash": _once(ArenaWriter, "hash_rest", _LOST),
     "its file is gone": _removed,
-    "facts": _once(Filling, "own_facts", _LOST),
-    "hear facts": _once(Filling, "expect", _LOST),
-    "what is wanted": _once(Filling, "wanted", _LOST),
-    "choose what to send": _once(Filling, "selection", _LOST),
-    "choose what to receive": _once(Filling, "selection", _LOST, nth=2),
+    "facts": _once(ArenaWriter, "own_facts", _LOST),
+    "hear facts": _once(ArenaWriter, "expect", _LOST),
+    "what is wanted": _once(ArenaWriter, "wanted", _LOST),
+    "choose what to send": _once(ArenaWriter, "selection", _LOST),
+    "choose what to receive": _once(ArenaWriter, "selection", _LOST, nth=2),
     "after the exchange": _once(RingExchange, "blocks", _LOST),
     "what came is damaged": _damaged,
-    "check what came": _once(Filling, "check_received", _LOST),
-    "seal": _once(Filling, "seal", OSError(28, "no space left on device")),
+    "check what came": _once(ArenaWriter, "check_received", _LOST),
+    "seal": _once(ArenaWriter, "seal", OSError(28, "no space left on device")),
     "note the commit": _once(Arena, "commit", ArenaError("both header copies are torn")),
     "after the commit": _once(SnapshotStats, "commit", _LOST),
     "tell of the commit": lambda me: mock.patch.object(me.worker.watchers, "on_commit", _raising(_LOST)),
@@ -265,7 +265,7 @@ def slow(rank: int, root: Path) -> dict[str, Any]:
     assert me.take(1)
     release, facts = threading.Event(), RingExchange.facts
 
-    def held(self: RingExchange, filling: Filling) -> None:
+    def held(self: RingExchange, filling: ArenaWriter) -> None:
         assert release.wait(WAIT_SECS)
         facts(self, filling)
 

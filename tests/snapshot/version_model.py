@@ -1,6 +1,6 @@
 """An exhaustive model of snapshots over the production transition system.
 
-Every rank is a real :class:`~reft.snapshot.version.State`, moved by the real ``step``; around it stand
+Every rank is a real :class:`~reft.snapshot.version.RankState`, moved by the real ``step``; around it stand
 its arena files, its training thread and a worker that does each task, in every order, with an error at
 every task and every effect. Where ranks go on after an interruption is the real :func:`resume_from`, who keeps
 whose bytes is the real :func:`place_group`, and the version to restore is chosen by the real
@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.header import ArenaState
-from reft.protect.placement import Level
+from reft.protect.placement import ProtectionLevel
 from reft.recover.decide import preferred_label
 from reft.snapshot import version
-from reft.snapshot.switching import InForce
+from reft.snapshot.switching import ActiveProtection
 from reft.snapshot.version import (
-    Broke,
-    Cause,
     Commit,
     CopyFailed,
     EnterGate,
@@ -32,23 +30,25 @@ from reft.snapshot.version import (
     GiveUp,
     HandedOver,
     LeaveGate,
-    Met,
     Next,
-    Parted,
+    ProtocolFailed,
+    RankState,
+    Rejoined,
+    RejoinFailed,
     Released,
     SealFailed,
     Signal,
+    SkipCause,
     Slots,
     SlotTaken,
     Stage,
-    State,
     Task,
     TensorsChecked,
     Version,
     Voted,
 )
 
-SOME = Cause("some")
+SOME = SkipCause("some")
 NOBODY = -1
 
 
@@ -56,14 +56,14 @@ class Held(NamedTuple):
     """What an arena holds: version, state, whether its bytes are of that version alone (P2, P5), and the layout
     under which it was written, where that is explored."""
 
-    label: Label | None
+    label: VersionId | None
     state: ArenaState
     good: bool = True
     layout: object = None
 
 
 EMPTY = Held(None, ArenaState.EMPTY)
-Choose = Callable[[dict[Label, list[tuple[int, int]]], Label | None], Label | None]
+Choose = Callable[[dict[VersionId, list[tuple[int, int]]], VersionId | None], VersionId | None]
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,18 @@ class Rules:
     errors: bool = True  # whether anything fails
     meetings: int = 2  # most interruptions
     slots: Slots = field(default_factory=lambda: Slots.make(2))  # this rank's arenas at the start
-    step: Callable[[State, Event], Next] = version.step  # the transition system
+    step: Callable[[RankState, Event], Next] = version.step  # the transition system
     choose: Choose = preferred_label  # which recoverable version is restored
     # per order, the first being in force at the start, its levels; none: what a rank keeps does not change
-    ladders: tuple[tuple[Level, ...], ...] = ()
+    ladders: tuple[tuple[ProtectionLevel, ...], ...] = ()
     changes: int = 1  # most changes of what is kept that a rank hears of
     short: bool = True  # whether arenas may not be had
-    in_force: InForce = field(default_factory=InForce)  # decides what is kept
+    in_force: ActiveProtection = field(default_factory=ActiveProtection)  # decides what is kept
 
 
 @dataclass(frozen=True)
 class Ballot:
-    label: Label
+    label: VersionId
     task: Task
     ok: bool
     relayout: bool = False
@@ -110,7 +110,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Rank:
-    state: State  # of the transition system
+    state: RankState  # of the transition system
     files: tuple[Held, ...]  # what a reader finds in its arenas
     tensors: int = 1  # step after which the live tensors are as they are, to the host
     device: int = 1  # the same to the device, which may be behind; without one it follows the host at once
@@ -149,7 +149,7 @@ class OneRank:
 
     def start(self) -> Rank:
         slots = self.rules.slots
-        return Rank(State(slots), (EMPTY,) * len(slots.held))
+        return Rank(RankState(slots), (EMPTY,) * len(slots.held))
 
     def moves(self, rank: Rank) -> list[Move]:
         if rank not in self._found:
@@ -224,7 +224,7 @@ class OneRank:
         elif not rank.handed:
             if len(state.versions) < rules.ahead:
                 made = Version(
-                    Label(1, rank.tensors),
+                    VersionId(1, rank.tensors),
                     must=rank.tensors == 1,
                     idle=rank.tensors in rules.idle,
                     paced=rules.paced and rank.tensors not in rules.idle,
@@ -360,17 +360,17 @@ class OneRank:
             yield f"{text}, cannot note it", after
 
     def interrupted(self, rank: Rank) -> Rank:
-        return self.tell(replace(rank, cast=None, result=None, queued=False), Broke("some"))
+        return self.tell(replace(rank, cast=None, result=None, queued=False), ProtocolFailed("some"))
 
     def parted(self, rank: Rank) -> Rank:
         """The ranks do not come together again. Nothing is written any more."""
-        return self.tell(rank, Parted("some"))
+        return self.tell(rank, RejoinFailed("some"))
 
     def record(self, rank: Rank) -> tuple[int, ...]:
         """What else it tells when the ranks meet; the newest counts."""
         return ()
 
-    def met(self, rank: Rank, event: Met, record: tuple[int, ...]) -> Iterator[Move]:
+    def met(self, rank: Rank, event: Rejoined, record: tuple[int, ...]) -> Iterator[Move]:
         yield from self._effects(f"meets all: {say(event)}", rank, event)
 
 
@@ -378,7 +378,7 @@ def _bytes_of(rank: Rank) -> int:
     return -rank.tensors if rank.written else rank.tensors
 
 
-def _plain(state: State) -> State:
+def _plain(state: RankState) -> RankState:
     """Any cause is like any other."""
     if all(v.cause in (None, SOME) for v in state.versions):
         return state
@@ -395,9 +395,9 @@ def describe(held: Held) -> str:
     return "nothing" if held.label is None else f"{held.label} {held.state}"
 
 
-def say(what: Ballot | Voted | Verdict | Met) -> str:
+def say(what: Ballot | Voted | Verdict | Rejoined) -> str:
     match what:
-        case Met(after, committed):
+        case Rejoined(after, committed):
             return f"they go on after {after}, {committed or 'nothing'} is committed"
         case Verdict(voted, order, level):
             return f"{say(voted)}, order {order}, level {level}"

@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement, product
 
-from reft.grid import Label
+from reft.grid import VersionId
 from reft.memory.header import ArenaState
 from reft.protect.placement import place_group
-from reft.snapshot.version import NONE_YET, Met, Standing, Task, Voted, resume_from
+from reft.snapshot.version import NONE_YET, Rejoined, RejoinState, Task, Voted, resume_from
 from tests.snapshot.switch_model import SwitchingRank
 from tests.snapshot.version_model import NOBODY, Choose, Held, OneRank, PromiseError, Rank, Rules, say
 
@@ -110,7 +110,7 @@ class Explorer:
         return window
 
     def _check(self, window: Window) -> None:
-        layouts: dict[Label | None, object] = {}
+        layouts: dict[VersionId | None, object] = {}
         for rank in window.ranks:
             for held in rank.files:
                 if held.state.whole and not held.good:
@@ -214,23 +214,23 @@ def whole_jobs(rules: Rules, ranks: int) -> set[tuple[Left, ...]]:
     return {tuple(leaves(known[rank]) for rank in job) for job in seen}
 
 
-def _stands(rank: Rank) -> Standing:
-    return Standing(rank.state.newest, rank.state.slots.committed_label, None)
+def _stands(rank: Rank) -> RejoinState:
+    return RejoinState(rank.state.newest, rank.state.slots.committed_label, None)
 
 
-def _met(told: Iterable[tuple[Standing, tuple[int, ...]]]) -> tuple[Met, tuple[int, ...]]:
+def _met(told: Iterable[tuple[RejoinState, tuple[int, ...]]]) -> tuple[Rejoined, tuple[int, ...]]:
     standings, records = zip(*told, strict=True)
     agreed = resume_from(standings)
-    return Met(agreed.newest, agreed.committed), max(records)
+    return Rejoined(agreed.newest, agreed.committed), max(records)
 
 
-def _may_have_told(rank: Rank, met: Met) -> bool:
+def _may_have_told(rank: Rank, met: Rejoined) -> bool:
     """Whether all can have agreed on that if this rank told what it knows."""
     committed = rank.state.slots.committed_label or NONE_YET
     return rank.state.newest <= met.after and committed <= (met.committed or NONE_YET)
 
 
-Left = tuple[frozenset[Label], Label | None, Label | None]
+Left = tuple[frozenset[VersionId], VersionId | None, VersionId | None]
 """Of one rank: versions that are whole in its files, the newest that these say is committed, and the newest
 that it knew to be."""
 
@@ -246,7 +246,7 @@ def left_in(files: Iterable[Held]) -> Left:
     return whole, noted, noted
 
 
-def newest(labels: Iterable[Label | None]) -> Label | None:
+def newest(labels: Iterable[VersionId | None]) -> VersionId | None:
     return max((label for label in labels if label is not None), default=None)
 
 
@@ -255,14 +255,14 @@ class Group:
     """What recovery finds in one group: recoverable versions with the members that hold each, the newest that
     a file says is committed, and the newest that any of its ranks knew to be."""
 
-    held_by: tuple[tuple[Label, frozenset[int]], ...]
-    noted: Label | None
-    known: Label | None
+    held_by: tuple[tuple[VersionId, frozenset[int]], ...]
+    noted: VersionId | None
+    known: VersionId | None
 
     @classmethod
     def of(cls, ranks: Sequence[Left], lost: int) -> Group:
         """One that keeps one copy, and loses a node, or none."""
-        found: dict[Label, set[int]] = {}
+        found: dict[VersionId, set[int]] = {}
         for member, (whole, _, _) in enumerate(ranks):
             for label in whole if member != lost else ():
                 found.setdefault(label, set()).add(member)
@@ -280,7 +280,7 @@ def _covers(members: frozenset[int], of: int) -> bool:
     return {kept for m in members for kept in placement.kept_by(m)} == set(range(of))
 
 
-def restored(groups: Sequence[Group], choose: Choose) -> Label | None:
+def restored(groups: Sequence[Group], choose: Choose) -> VersionId | None:
     held = [dict(group.held_by) for group in groups]
     common = set.intersection(*(set(h) for h in held))
     places = {label: [(g, d) for g, h in enumerate(held) for d in h[label]] for label in common}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from reft.grid import Coordinate, Label, Section
+from reft.grid import Coordinate, Section, VersionId
 from reft.recover.offline import export_stored
 from reft.state import codec
 from reft.state.adapters import StateAdapter
@@ -71,7 +71,7 @@ def persisted_from(
     blob = {"manifest": snap["manifest"], "template": encoded, "state": snap["host"]}
     replicated, owned = (bytes(i.numpy().tobytes()) for i in snap["images"])
     mine = {Section.REPLICATED: replicated, Section.OWNED: owned, Section.HOST: codec.encode(blob)}
-    label = Label(1, int(saved.name.removeprefix("global_step")))
+    label = VersionId(1, int(saved.name.removeprefix("global_step")))
     memory.write(label, dict.fromkeys(memory.topology.coordinates, mine), only=[at])
     torch.distributed.barrier()
     if at.pp == 0:

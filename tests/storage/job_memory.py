@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from reft.config import PersistConfig, ReftConfig
-from reft.grid import Coordinate, Degrees, Label, Section, Topology
+from reft.grid import Coordinate, Degrees, Section, Topology, VersionId
 from reft.memory.jobdir import JobDir
 from reft.snapshot.plan import SectionSizes
 from reft.state import codec
@@ -40,7 +40,7 @@ class Written(Fleet):
         owned, host = (tuple(len(of[s]) for of in group) for s in (Section.OWNED, Section.HOST))
         return SectionSizes(len(group[0][Section.REPLICATED]), owned, host)
 
-    def image(self, at: Coordinate, section: Section, label: Label) -> np.ndarray:
+    def image(self, at: Coordinate, section: Section, label: VersionId) -> np.ndarray:
         return np.frombuffer(self.images[at][section], np.uint8)
 
     def directory(self, root: Path, node: str) -> Path:
@@ -67,7 +67,7 @@ class Memory:
         )
 
     def write(
-        self, label: Label, images: Images, slot: int = 0, only: Iterable[Coordinate] | None = None
+        self, label: VersionId, images: Images, slot: int = 0, only: Iterable[Coordinate] | None = None
     ) -> None:
         """Commit one version on every node, or the arenas of some ranks only."""
         written = Written(self.topology, self.copies, block_bytes=4096, images=images)

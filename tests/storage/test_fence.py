@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from reft.errors import PersistError
-from reft.grid import Degrees, Label
+from reft.grid import Degrees, VersionId
 from reft.storage import fence
 from reft.storage.persisted import (
     FileRecord,
@@ -44,7 +44,7 @@ def memory_path() -> Iterator[Path]:
         yield Path(made)
 
 
-def write(directory: Path, label: Label) -> None:
+def write(directory: Path, label: VersionId) -> None:
     fence.claim(directory, JOB, label.incarnation)
     remove_debris(WorkDir.of(directory, JOB, label))
     publish(*prepare(directory, label), keep=1)
@@ -85,7 +85,7 @@ def go_on(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def state(directory: Path) -> tuple[Label, str | None]:
+def state(directory: Path) -> tuple[VersionId, str | None]:
     return max(i.label for i in list_persisted(directory, JOB)), latest_tag(directory)
 
 
@@ -119,8 +119,8 @@ def test_stopped_at_any_operation_the_older_start_changes_nothing(
         number += 1
         directory = memory_path / str(number)
         directory.mkdir()
-        write(directory, Label(1, first))
-        pid = stopped_while(lambda at=directory: write(at, Label(2, 8)), number)
+        write(directory, VersionId(1, first))
+        pid = stopped_while(lambda at=directory: write(at, VersionId(2, 8)), number)
         if pid is None:
             break
         try:
@@ -129,7 +129,7 @@ def test_stopped_at_any_operation_the_older_start_changes_nothing(
             assert latest_tag(directory) in there or (there and not exchange), f"stopped at {number}"
             fence.claim(directory, JOB, 3, alone=True)
             if publishes:
-                write(directory, Label(3, newer))
+                write(directory, VersionId(3, newer))
                 assert latest_tag(directory) == f"global_step{newer}"
             before = state(directory)
         finally:
@@ -138,7 +138,7 @@ def test_stopped_at_any_operation_the_older_start_changes_nothing(
         if before != after or latest_tag(directory) not in whole(directory):
             wrong.append(f"stopped at {number}: {before} has become {after}, whole: {whole(directory)}")
         # The next one cleans up.
-        write(directory, Label(4, 16))
+        write(directory, VersionId(4, 16))
         debris = [name for name in names(directory) if name.startswith(".")]
         assert (latest_tag(directory), debris) == ("global_step16", []), f"stopped at {number}"
     assert number > 30
@@ -148,7 +148,7 @@ def test_stopped_at_any_operation_the_older_start_changes_nothing(
 JOB = "job-a"
 
 
-def prepare(directory: Path, label: Label, job_id: str = JOB) -> tuple[WorkDir, PersistedInfo]:
+def prepare(directory: Path, label: VersionId, job_id: str = JOB) -> tuple[WorkDir, PersistedInfo]:
     work = WorkDir.of(directory, job_id, label)
     work.scripts.mkdir(parents=True)
     (work.scripts / "zero_to_fp32.py").write_text("# script")
@@ -160,7 +160,7 @@ def prepare(directory: Path, label: Label, job_id: str = JOB) -> tuple[WorkDir, 
     return work, info
 
 
-def publish_version(directory: Path, label: Label, *, keep: int = 2, job_id: str = JOB) -> None:
+def publish_version(directory: Path, label: VersionId, *, keep: int = 2, job_id: str = JOB) -> None:
     publish(*prepare(directory, label, job_id), keep)
 
 
@@ -176,47 +176,51 @@ def names(directory: Path) -> list[str]:
 
 
 def test_keep_removes_the_oldest_of_this_job_only(tmp_path: Path) -> None:
-    publish_version(tmp_path, Label(1, 1), job_id="other")
+    publish_version(tmp_path, VersionId(1, 1), job_id="other")
     (tmp_path / "global_step2").mkdir()
     (tmp_path / "global_step2" / "mp_rank_00_model_states.pt").write_text("the user's")
     for step in (3, 4, 5, 6):
-        publish_version(tmp_path, Label(1, step), keep=2)
+        publish_version(tmp_path, VersionId(1, step), keep=2)
     tags = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
     assert tags == ["global_step1", "global_step2", "global_step5", "global_step6"]
     # A later incarnation that resumed further back: what lies ahead does not crowd out what it falls back to.
-    publish_version(tmp_path, Label(2, 4), keep=2)
+    publish_version(tmp_path, VersionId(2, 4), keep=2)
     assert latest_tag(tmp_path) == "global_step4"
-    assert [i.label for i in list_persisted(tmp_path, JOB)] == [Label(1, 5), Label(1, 6), Label(2, 4)]
+    assert [i.label for i in list_persisted(tmp_path, JOB)] == [
+        VersionId(1, 5),
+        VersionId(1, 6),
+        VersionId(2, 4),
+    ]
     for step in (5, 6, 7):
-        publish_version(tmp_path, Label(2, step), keep=2)
-    assert [i.label for i in list_persisted(tmp_path, JOB)] == [Label(2, 6), Label(2, 7)]
+        publish_version(tmp_path, VersionId(2, step), keep=2)
+    assert [i.label for i in list_persisted(tmp_path, JOB)] == [VersionId(2, 6), VersionId(2, 7)]
 
 
 def test_a_node_that_was_cut_off_cannot_overwrite_its_successors(tmp_path: Path) -> None:
-    publish_version(tmp_path, Label(2, 4))
-    for stale in (Label(1, 4), Label(1, 9), Label(2, 3)):
+    publish_version(tmp_path, VersionId(2, 4))
+    for stale in (VersionId(1, 4), VersionId(1, 9), VersionId(2, 3)):
         work, info = prepare(tmp_path, stale)
         with pytest.raises(PersistError, match="refused"):
             publish(work, info, 2)
         assert latest_tag(tmp_path) == "global_step4"
-        assert [i.label for i in list_persisted(tmp_path)] == [Label(2, 4)]
+        assert [i.label for i in list_persisted(tmp_path)] == [VersionId(2, 4)]
 
 
 def test_p7_what_reft_or_this_job_did_not_write_is_not_replaced(tmp_path: Path) -> None:
-    publish_version(tmp_path, Label(1, 8), job_id="one")
+    publish_version(tmp_path, VersionId(1, 8), job_id="one")
     with pytest.raises(PersistError, match="is a checkpoint of job one; job two does not replace it"):
-        publish_version(tmp_path, Label(3, 8), job_id="two")
+        publish_version(tmp_path, VersionId(3, 8), job_id="two")
     assert state_of(latest_persisted(tmp_path, "one")) == "state of step 8 (incarnation 1) of one"
     (tmp_path / "global_step4").mkdir()
     (tmp_path / "global_step4" / "mine.pt").write_text("precious")
     with pytest.raises(PersistError, match="was not written by reft"):
-        publish_version(tmp_path, Label(1, 4))
+        publish_version(tmp_path, VersionId(1, 4))
     assert (tmp_path / "global_step4" / "mine.pt").read_text() == "precious"
 
 
 def test_damage_is_found_and_an_older_whole_checkpoint_is_taken(tmp_path: Path) -> None:
-    publish_version(tmp_path, Label(1, 4))
-    publish_version(tmp_path, Label(1, 8))
+    publish_version(tmp_path, VersionId(1, 4))
+    publish_version(tmp_path, VersionId(1, 8))
     state = tmp_path / "global_step8" / "mp_rank_00_model_states.pt"
     content = bytearray(state.read_bytes())
     content[3] ^= 1
@@ -225,9 +229,9 @@ def test_damage_is_found_and_an_older_whole_checkpoint_is_taken(tmp_path: Path) 
     assert len(problems) == 1
     assert "mp_rank_00_model_states.pt: checksum" in problems[0]
     state.write_bytes(content[:-1])
-    assert latest_persisted(tmp_path, JOB).label == Label(1, 4)  # type: ignore[union-attr]
+    assert latest_persisted(tmp_path, JOB).label == VersionId(1, 4)  # type: ignore[union-attr]
     state.unlink()
-    assert latest_persisted(tmp_path).label == Label(1, 4)  # type: ignore[union-attr]
+    assert latest_persisted(tmp_path).label == VersionId(1, 4)  # type: ignore[union-attr]
     assert "No such file" in verify_persisted(tmp_path, "global_step8")[0]
     (tmp_path / "global_step4" / "reft.json").write_text("{")
     assert latest_persisted(tmp_path) is None
@@ -251,11 +255,11 @@ def test_p7_a_job_directory_lies_in_the_persist_directory(tmp_path: Path, job_id
 def test_p5_p6_a_wrong_marker_is_a_problem_and_no_more(
     tmp_path: Path, old: bytes, new: bytes, said: str
 ) -> None:
-    publish_version(tmp_path, Label(1, 4))
-    publish_version(tmp_path, Label(1, 8))
+    publish_version(tmp_path, VersionId(1, 4))
+    publish_version(tmp_path, VersionId(1, 8))
     marker = tmp_path / "global_step8" / "reft.json"
     marker.write_bytes(marker.read_bytes().replace(old, new))
     found, problems = find_markers(tmp_path, JOB)
-    assert [i.label for i in found] == [Label(1, 4)]
+    assert [i.label for i in found] == [VersionId(1, 4)]
     assert said in problems[0]
-    assert latest_persisted(tmp_path).label == Label(1, 4)  # type: ignore[union-attr]
+    assert latest_persisted(tmp_path).label == VersionId(1, 4)  # type: ignore[union-attr]

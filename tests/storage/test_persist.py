@@ -16,7 +16,7 @@ import torch
 
 from reft.config import FaultConfig, FaultPoint, ReftConfig
 from reft.errors import ArenaError, OvertakenError, PersistError
-from reft.grid import Label, Section
+from reft.grid import Section, VersionId
 from reft.memory.arena import Arena
 from reft.recover import offline
 from reft.recover.offline import export_stored, persist_offline
@@ -42,7 +42,7 @@ from tests.storage.job_memory import (
     verify_persisted,
 )
 
-V4, V8, V12 = Label(1, 4), Label(1, 8), Label(1, 12)
+V4, V8, V12 = VersionId(1, 4), VersionId(1, 8), VersionId(1, 12)
 LIMIT_SECS = 200
 
 
@@ -62,7 +62,7 @@ def step_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "checkpoints"
 
 
-def persist_on_all(memory: Memory, label: Label, config: ReftConfig) -> dict[str, Any]:
+def persist_on_all(memory: Memory, label: VersionId, config: ReftConfig) -> dict[str, Any]:
     with ThreadPoolExecutor(len(NODES)) as pool:
         futures: dict[str, Future[Path]] = {
             node: pool.submit(persist_label, memory.job_dir(node), label, config) for node in NODES
@@ -78,10 +78,10 @@ def persist_or_die(node: int, root: str, step: int, config: str, kill_at: str) -
             os.kill(os.getpid(), signal.SIGKILL)
 
     job_dir = Memory(Path(root)).job_dir(NODES[node])
-    persist_label(job_dir, Label(1, step), ReftConfig.model_validate_json(config), progress=progress)
+    persist_label(job_dir, VersionId(1, step), ReftConfig.model_validate_json(config), progress=progress)
 
 
-def check_checkpoint(directory: Path, label: Label) -> None:
+def check_checkpoint(directory: Path, label: VersionId) -> None:
     """Every file is what the version holds, and nothing else is left in the directory."""
     directory = job_directory(directory, JOB)
     info = latest_persisted(directory)
@@ -265,7 +265,7 @@ class RunningJob:
             self.step, written, images = self.step + 1, 0, made_up_images(self.step + 1)
             for at in DEGREES.coordinates():
                 with suppress(ArenaError):
-                    self.memory.write(Label(1, self.step), images, slot=1 - self.slot, only=[at])
+                    self.memory.write(VersionId(1, self.step), images, slot=1 - self.slot, only=[at])
                     written += 1
             if written == DEGREES.world_size:
                 self.committed, self.slot = self.step, 1 - self.slot
@@ -285,7 +285,7 @@ def test_a_version_of_a_running_job_is_held_while_it_is_exported(
     monkeypatch.setattr(offline, "plan_verified", plan_while_the_job_trains_on)
     answer = command("persist", *job.options, "--out", tmp_path / "out", "--json")
     assert (answer.code, answer.json["step"]) == (0, 6), answer.err
-    check_checkpoint(tmp_path / "out", Label(1, 6))
+    check_checkpoint(tmp_path / "out", VersionId(1, 6))
     assert "running" not in answer.err  # no process holds this memory
     job.train(2)  # nothing is held any more
     assert job.committed == job.step
@@ -308,7 +308,7 @@ def test_nodes_of_a_running_job_that_are_a_version_apart_are_held_at_the_newer_o
     answer = command("persist", *job.options, "--out", tmp_path / "out", "--json")
     assert (answer.code, answer.json["step"]) == (0, 7), answer.err
     assert (job.committed, job.step) == (7, 8)
-    check_checkpoint(tmp_path / "out", Label(1, 7))
+    check_checkpoint(tmp_path / "out", VersionId(1, 7))
 
 
 def test_what_a_running_job_overwrites_is_no_damage(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ def test_storage_that_fails_is_not_said_to_be_slow(
     persister.offer(V4)
     wait_for(lambda: persister.status.stale_since_step is not None, "the failure")
     for step in range(5, 12):
-        persister.offer(Label(1, step))
+        persister.offer(VersionId(1, step))
     persister.close()
     assert "cannot be persisted" in caplog.text
     assert "takes longer" not in caplog.text

@@ -26,8 +26,8 @@ from reft.errors import UnsupportedStateError
 from reft.grid import ring_order
 from reft.memory.files import free_bytes
 from reft.optim import ExactAdam
-from reft.policy.choose import Choice, Situation, choose
-from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, OwnedBy, RankSections, Rates
+from reft.policy.choose import Choice, ChoiceInputs, choose
+from reft.policy.loads import GRADIENT_BYTES, OPTIMIZER_BYTES, LinkRates, PartitionSurvival, RankSections
 from reft.protect.backend import NumpyBackend, backend_for
 from reft.protect.placement import LEAST_ARENAS
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, parity_rows
@@ -44,7 +44,7 @@ _SENT_BYTES = 8 * 2**20
 _SPARE = 4  # times the gradients that recomputing keeps on a device have to be free there at the start
 
 
-def situation_of(session: Session) -> Situation:
+def situation_of(session: Session) -> ChoiceInputs:
     """What a rank alone knows, the bytes of its state and the memory of its node, is gathered; the rest is
     pure, so that all ranks choose the same. Collective."""
     config, topology, adapter = session.config, session.topology, session.engine.adapter
@@ -62,7 +62,7 @@ def situation_of(session: Session) -> Situation:
     for node, (_, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
         memory[node] = min(nbytes, memory.get(node, nbytes))
     sections = tuple(RankSections(*nbytes) for *nbytes, _ in gathered)
-    return Situation(topology, sections, config.arena_count, config.block_bytes, memory, exact)
+    return ChoiceInputs(topology, sections, config.arena_count, config.block_bytes, memory, exact)
 
 
 def choose_protection(session: Session) -> ReftConfig:
@@ -90,11 +90,11 @@ def choose_protection(session: Session) -> ReftConfig:
     if session.is_rank_zero:
         _say(choice)
     # Where it is asked for also if nothing is partitioned, as in a block that names the scheme.
-    recompute = chosen.owned_by is OwnedBy.AOR or (config.recompute and scheme.certain_losses)
+    recompute = chosen.owned_by is PartitionSurvival.AOR or (config.recompute and scheme.certain_losses)
     return config.model_copy(update={"protection": f"{scheme}{AOR}" if recompute else str(scheme)})
 
 
-def _measured_rates(session: Session, situation: Situation) -> Rates | None:
+def _measured_rates(session: Session, situation: ChoiceInputs) -> LinkRates | None:
     """None where recomputing was not seen to be exact, or is not possible. Collective."""
     config, control, adapter = session.config, session.control, session.engine.adapter
     found = session.device_findings
@@ -118,7 +118,7 @@ def _measured_rates(session: Session, situation: Situation) -> Rates | None:
         began = time.perf_counter()
         control.exchange({p: [sent] for p in peers}, {p: [torch.empty_like(sent)] for p in peers})
         rate = int(_SENT_BYTES * len(peers) / (time.perf_counter() - began))
-    return Rates(
+    return LinkRates(
         copy_bytes_per_sec=min(one.copy_bytes_per_sec for one in found),
         peer_bytes_per_sec=min(one for (one,) in control.gather_ints([rate])),
         adam_parameters_per_sec=min(one.adam_parameters_per_sec for one in found),

@@ -25,7 +25,7 @@ from reft.engine.identity import declared_on_one_host
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
 from reft.policy.choose import node_bytes, rank_loads
-from reft.policy.loads import OwnedBy
+from reft.policy.loads import PartitionSurvival
 from reft.protect.host_adam import AdamKind, AdamRecipe
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def _end_dry_run(session: Session) -> None:
     spare than the job would reserve (P9). Collective."""
     config, topology = session.config, session.topology
     situation = situation_of(session)
-    owned_by = OwnedBy.AOR if config.recompute else OwnedBy.PEER
+    owned_by = PartitionSurvival.AOR if config.recompute else PartitionSurvival.PEER
     loads = rank_loads(situation, session.protection.record.parsed, owned_by)
     nodes = []
     assert situation.memory_bytes is not None

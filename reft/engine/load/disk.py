@@ -22,8 +22,8 @@ from pydantic import TypeAdapter
 
 from reft.control.control import ControlGroup
 from reft.errors import LayoutError, PersistError, ReftError
-from reft.grid import Coordinate, Degrees, Label, given_up
-from reft.recover.relayout import MASTER, WEIGHT, Held
+from reft.grid import Coordinate, Degrees, VersionId, given_up
+from reft.recover.relayout import MASTER, WEIGHT, RankContents
 from reft.state.codec import decode, encode
 from reft.storage.persisted import (
     FileRecord,
@@ -63,7 +63,7 @@ class CheckpointParts:
         self,
         checkpoint: Path,
         degrees: Degrees,
-        held: Mapping[tuple[int, int], Held],
+        held: Mapping[tuple[int, int], RankContents],
         tied: Mapping[str, list[int]],
     ) -> None:
         self._checkpoint = checkpoint
@@ -162,7 +162,7 @@ class CheckpointParts:
             index = sum(len(names) for names in held.groups[:group]) + position
         return self._is_tensor(state.get(index, {}).get(kind), at, name)
 
-    def _check_names(self, at: Coordinate, wrapper: Mapping[str, Any], held: Held) -> None:
+    def _check_names(self, at: Coordinate, wrapper: Mapping[str, Any], held: RankContents) -> None:
         """That the file is the one of these ranks: an order of ranks that reft does not know has others."""
         names = {name for group in wrapper.get("param_slice_mappings") or () for name in group}
         known = {name for group in held.groups for name in group}
@@ -191,7 +191,7 @@ class DiskCheckpoint:
     tag: str
     step: int  # optimizer steps it has seen; -1 if that cannot be told without loading it
     # the version, where this job wrote it; None for what another job, or no reft, wrote
-    label: Label | None = None
+    label: VersionId | None = None
     job_id: str | None = None  # who wrote it; None where that is not known
     files: Mapping[str, FileRecord] | None = None  # checksums; None where nobody took any
     arenas: Degrees | None = None  # of the job that wrote it as arenas; None: it has DeepSpeed's files
@@ -204,14 +204,14 @@ class DiskCheckpoint:
     def __str__(self) -> str:
         return str(self.path)
 
-    def newer_than(self, label: Label) -> bool:
+    def newer_than(self, label: VersionId) -> bool:
         """Whether it is ahead of a version of this job. What was written before the job went back, by a
         restart or on purpose, is not, whatever its step; without a label only steps can tell."""
         return self.step > label.step if self.label is None else self.label > label
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedCheckpoint:
     checkpoints: tuple[DiskCheckpoint, ...] = ()  # newest first
     problems: tuple[str, ...] = ()  # what should have been a checkpoint, and is not
 
@@ -219,30 +219,32 @@ class Found:
         return encode(_FOUND.dump_python(self, mode="json"))
 
     @classmethod
-    def decode(cls, data: bytes) -> Found:
+    def decode(cls, data: bytes) -> LoadedCheckpoint:
         return _FOUND.validate_python(decode(data))
 
 
-_FOUND = TypeAdapter(Found)
+_FOUND = TypeAdapter(LoadedCheckpoint)
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumePoint:
     path: Any  # as it was returned to the script
     client_state: Any
     # the checkpoint, or the version in memory; None: a load that reft knows nothing of
-    source: DiskCheckpoint | Label | None
+    source: DiskCheckpoint | VersionId | None
 
     @property
     def is_the_jobs_own(self) -> bool:
         """Whether this job wrote it: a directory of the script may hold another training to start from."""
-        return isinstance(self.source, Label) or (self.source is not None and self.source.label is not None)
+        return isinstance(self.source, VersionId) or (
+            self.source is not None and self.source.label is not None
+        )
 
 
 # --- what is there -----------------------------------------------------------------------------------
 
 
-def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -> Found:
+def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -> LoadedCheckpoint:
     """The user's checkpoint that ``latest`` names and what reft persisted of this job. Never raises: the
     other ranks wait for the one that looks."""
     persisted: list[DiskCheckpoint] = []
@@ -269,19 +271,19 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
     if own is not None and any(c.path.resolve() == own.path.resolve() for c in persisted):
         own = None
     checkpoints, left_out = in_order(persisted, own)
-    return Found(tuple(checkpoints), (*problems, *left_out))
+    return LoadedCheckpoint(tuple(checkpoints), (*problems, *left_out))
 
 
-def find_named(directory: Path, tag: Any, job_id: str) -> Found:
+def find_named(directory: Path, tag: Any, job_id: str) -> LoadedCheckpoint:
     """The checkpoint of an explicit tag, or the one that ``latest`` names; nothing where there is no such
     directory. Never raises."""
     try:
         tag = latest_tag(directory) if tag is None else str(tag)
         if tag is None or not (directory / tag).is_dir():
-            return Found()
-        return Found((_describe(directory, tag, job_id),))
+            return LoadedCheckpoint()
+        return LoadedCheckpoint((_describe(directory, tag, job_id),))
     except Exception as error:
-        return Found(problems=(_words(error),))
+        return LoadedCheckpoint(problems=(_words(error),))
 
 
 def _words(error: Exception) -> str:
@@ -336,7 +338,7 @@ def _describe(directory: Path, tag: str, job_id: str) -> DiskCheckpoint:
         directory=directory,
         tag=tag,
         step=int(match.group(1)) if match else step,
-        label=Label(int(saved["incarnation"]), int(saved["step"])) if mine else None,
+        label=VersionId(int(saved["incarnation"]), int(saved["step"])) if mine else None,
         job_id=saved.get("job_id"),
         fingerprint=saved.get("fingerprint"),
     )
@@ -388,7 +390,7 @@ class DiskRestorer:
         self._persist_dir = persist_dir
         self._refused: dict[Path, str] = {}
 
-    def find(self, load_dir: Path | None) -> Found:
+    def find(self, load_dir: Path | None) -> LoadedCheckpoint:
         """What rank 0 finds; all ranks must choose alike."""
         return self._from_rank_zero(lambda: find_on_disk(load_dir, self._persist_dir, self._job_id))
 
@@ -411,7 +413,7 @@ class DiskRestorer:
                     "%s is damaged and is not loaded: %s; an older one is tried", checkpoint, error
                 )
 
-    def refused(self, found: Found) -> tuple[str, ...]:
+    def refused(self, found: LoadedCheckpoint) -> tuple[str, ...]:
         """What should have been a checkpoint and cannot be loaded, so far; empty where there was nothing."""
         return (*found.problems, *self._refused.values())
 
@@ -442,9 +444,9 @@ class DiskRestorer:
             raise DamagedError(_some(problems))
         return state if complete else None
 
-    def _from_rank_zero(self, look: Callable[[], Found]) -> Found:
+    def _from_rank_zero(self, look: Callable[[], LoadedCheckpoint]) -> LoadedCheckpoint:
         mine = look().encode() if self._control.rank == 0 else b""
-        return Found.decode(self._control.gather_bytes(mine)[0])
+        return LoadedCheckpoint.decode(self._control.gather_bytes(mine)[0])
 
 
 def _some(problems: Sequence[str]) -> str:

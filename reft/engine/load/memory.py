@@ -27,10 +27,10 @@ from reft.memory.header import ArenaHeader, checksum
 from reft.memory.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
 from reft.node import report
 from reft.protect.placement import place_group
-from reft.recover.decide import Piece
-from reft.recover.inventory import Place
+from reft.recover.decide import ImageRange
+from reft.recover.inventory import ArenaStore
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
-from reft.recover.rebuild import Blueprint, Completing, Room
+from reft.recover.rebuild import ArenaLayout, BlockSlot, StoreConfig
 from reft.recover.recover import Participant, Recovery, RecoveryOutcome
 from reft.recover.relayout import only_replicas_differ
 from reft.snapshot.plan import SectionSizes, make_shard_plan
@@ -53,7 +53,7 @@ class Target:
         self._parts: Callable[[Fetch, torch.Tensor], Iterable[Pair]]
         self.state: dict[str, Any]
 
-    def prepare(self, hosts: Mapping[Coordinate, bytes], was: Degrees) -> Sequence[Piece]:
+    def prepare(self, hosts: Mapping[Coordinate, bytes], was: Degrees) -> Sequence[ImageRange]:
         """The host states are there: give the engine's state the shape it had, or has in this layout."""
         session, engine = self._session, self._session.engine
         if was == session.topology.degrees:
@@ -109,7 +109,7 @@ def write_and_hash(parts: Iterable[Pair], data: torch.Tensor, hasher: HashingCop
 
 def participant(session: Session) -> Participant:
     job, node = session.memory.job_dir, session.topology.nodes[session.control.rank]
-    place = Place(job.path, node, job.secret)
+    place = ArenaStore(job.path, node, job.secret)
     return Participant(session.topology, session.control, job.job_id, place, session.faults)
 
 
@@ -123,11 +123,11 @@ def stored_participant(session: Session, version: Path, job_id: str) -> Particip
     def is_read_here(path: Path) -> bool:
         return homes.get(path.stem, nodes[zlib.crc32(path.stem.encode()) % len(nodes)]) == node
 
-    place = Place(version, node, STORAGE_KEY, is_read_here)
+    place = ArenaStore(version, node, STORAGE_KEY, is_read_here)
     return Participant(topology, session.control, job_id, place)
 
 
-def completing(session: Session) -> Completing | None:
+def completing(session: Session) -> StoreConfig | None:
     """How the recovered version is completed on a node that holds nothing of it, in a slot without a file;
     None where its arena cannot be laid out before the session starts."""
     config = session.config
@@ -136,7 +136,7 @@ def completing(session: Session) -> Completing | None:
     record, at = session.protection.record, session.coordinate
     slots = (session.memory.job_dir.path / arena_name(local_rank(), n) for n in range(config.arena_count))
 
-    def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> Blueprint:
+    def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> ArenaLayout:
         scheme, members = record.parsed, len(owned_bytes)
         plan = make_shard_plan(
             SectionSizes(replicated_bytes, owned_bytes, (config.host_state_bytes,) * members),
@@ -145,13 +145,13 @@ def completing(session: Session) -> Completing | None:
         )
         mine = plan.members[at.dp]
         rooms = {
-            b.key: Room(b.block.start_bytes, b.block.nbytes, b.arena_offset)
+            b.key: BlockSlot(b.block.start_bytes, b.block.nbytes, b.arena_offset)
             for b in mine.blocks
             if b.block.nbytes
         }
-        return Blueprint(rooms, mine.data_bytes)
+        return ArenaLayout(rooms, mine.data_bytes)
 
-    return Completing(record.scheme, next((p for p in slots if not p.exists()), None), blueprint)
+    return StoreConfig(record.scheme, next((p for p in slots if not p.exists()), None), blueprint)
 
 
 def is_still_protected(session: Session, held: Iterable[ArenaHeader], outcome: RecoveryOutcome) -> bool:

@@ -21,14 +21,14 @@ from reft.engine.load.disk import CheckpointParts, degrees_of, host_file, read_h
 from reft.engine.session import Session
 from reft.errors import LayoutError, ReftError
 from reft.grid import Coordinate, Degrees, Section
-from reft.recover.decide import Piece
+from reft.recover.decide import ImageRange
 from reft.recover.plan import Fetch
 from reft.recover.relayout import (
     MASTER,
-    Held,
-    Imaged,
-    Layout,
-    Move,
+    ElementMove,
+    RankContents,
+    RankImages,
+    RankLayout,
     Resize,
     only_replicas_differ,
     plan_layout,
@@ -85,22 +85,24 @@ class Relayout:
         self.check_live_buffers()
         old, state = on_all(self._control, self._read)
         mine = on_all(self._control, lambda: self._describe(old))
-        told = [Held.decode(body) for body in self._control.gather_bytes(mine.encode())]
+        told = [RankContents.decode(body) for body in self._control.gather_bytes(mine.encode())]
         at = self._topology.coordinates
-        new = Layout(now, {(c.pp, c.tp): h for c, h in zip(at, told, strict=True)})
+        new = RankLayout(now, {(c.pp, c.tp): h for c, h in zip(at, told, strict=True)})
         on_all(self._control, lambda: check_stages(self._engine.engine.module, old, new, self._at))
         moves = on_all(self._control, lambda: plan_layout(old, new, self._at))
         on_all(self._control, lambda: self._locate_named(old, new, moves, state))
         return state
 
-    def _locate_named(self, old: Layout, new: Layout, moves: Sequence[Move], state: dict[str, Any]) -> None:
+    def _locate_named(
+        self, old: RankLayout, new: RankLayout, moves: Sequence[ElementMove], state: dict[str, Any]
+    ) -> None:
         adapter = self._engine.adapter
         adapter.state_like_masters(state["adapter"])
         live = live_tensors(self._engine.engine, adapter)
         self._source.locate(moves, live, old, self._engine.engine.module)
         self._pad(new.held[self._at.pp, self._at.tp], live)
 
-    def _pad(self, held: Held | Imaged, live: Live) -> None:
+    def _pad(self, held: RankContents | RankImages, live: Live) -> None:
         for zeros in held.paddings(self._at.dp):
             live[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
 
@@ -121,10 +123,10 @@ class Relayout:
         manifest = Manifest(blob.manifest.replicated, tuple(owned.values()))
         images = adapter.prepare(manifest, blob.state["adapter"])
 
-        def held(owned: Iterable[TensorSpec]) -> Imaged:
+        def held(owned: Iterable[TensorSpec]) -> RankImages:
             sizes = {spec.name: prod(spec.shape) for spec in (*manifest.replicated, *owned)}
             parts = {n: (sizes.pop(n), lengths[int(n.split(".")[1])]) for n in cut}
-            return Imaged(sizes, parts)
+            return RankImages(sizes, parts)
 
         new = held(manifest.owned)
         tensors = {
@@ -138,14 +140,14 @@ class Relayout:
         self._engine.resizing.convert(blob.state, resize, is_new=resize.is_new(at.dp))
         return blob.state
 
-    def _read(self) -> tuple[Layout, dict[str, Any]]:
+    def _read(self) -> tuple[RankLayout, dict[str, Any]]:
         """Who held what, and the host state that this rank goes on with."""
         held = {}
         for pp, tp in product(range(self._was.pp), range(self._was.tp)):
             told = self._source.host_state(Coordinate(pp, 0, tp)).get(HELD, "an older reft wrote it")
             if isinstance(told, str):
                 raise LayoutError(f"{self._source} can only be loaded in the layout {self._was}: {told}")
-            held[pp, tp] = Held.decode(told)
+            held[pp, tp] = RankContents.decode(told)
         # The first stage's: it reads the data.
         of = Coordinate(0, Resize(self._was.dp, 1).host_from(self._at.dp), self._at.tp % self._was.tp)
         state = self._source.host_state(of)
@@ -153,7 +155,7 @@ class Relayout:
         resizing = self._engine.resizing
         resizing.convert(state, Resize(self._was.dp, self._topology.degrees.dp), is_new=True)
         state["rng"] = capture_rng()
-        return Layout(self._was, held), state
+        return RankLayout(self._was, held), state
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Those of this rank's module, from whichever stage had them."""
@@ -206,7 +208,7 @@ class Relayout:
                 f"the slice, or start with {self._was.tp} tensor slices"
             )
 
-    def _describe(self, old: Layout) -> Held:
+    def _describe(self, old: RankLayout) -> RankContents:
         """What this rank will hold: the optimizer has no state before its first step."""
         held = describe(self._engine.engine, self._engine.adapter)
         kinds = next(iter(old.held.values())).kinds
@@ -247,7 +249,7 @@ def on_all(control: ControlGroup, act: Callable[[], _T]) -> _T:
 _Image = tuple[int, int, Section, int]  # (pp, tp) of its sharding group; the member, -1 of the replicated one
 
 
-class _Stored(NamedTuple):
+class _StoredImage(NamedTuple):
     section: Section
     start_bytes: int
     spec: TensorSpec
@@ -269,7 +271,7 @@ class ArenaSource:
         self._hosts = hosts
         self.degrees = degrees
         self._name = name
-        self.pieces: list[Piece] = []
+        self.pieces: list[ImageRange] = []
         self._ranges: dict[_Image, list[_Range]] = {}
 
     def __str__(self) -> str:
@@ -284,7 +286,7 @@ class ArenaSource:
         return self.blob(at).state
 
     def locate(
-        self, moves: Sequence[Move], live: Live, old: Layout | None = None, module: Any = None
+        self, moves: Sequence[ElementMove], live: Live, old: RankLayout | None = None, module: Any = None
     ) -> None:
         """Find the bytes of these moves; nothing is written. ``old``: where elements are told by names."""
         stored = {(at.pp, at.tp): self._stored(at) for at in self._hosts}
@@ -308,7 +310,7 @@ class ArenaSource:
             _check_numbers(move, spec.torch_dtype, prod(spec.shape), target)
             size = target.dtype.itemsize
             start, nbytes = found.start_bytes + move.start * size, move.numel * size
-            self.pieces.append(Piece(at, found.section, start, nbytes))
+            self.pieces.append(ImageRange(at, found.section, start, nbytes))
             here = _Range(start, nbytes, target.view(torch.uint8), move.at * size)
             ranges[_image(at.pp, at.tp, found.section, at.dp)].append(here)
         self._ranges = {image: sorted(of_image, key=lambda r: r.start) for image, of_image in ranges.items()}
@@ -327,13 +329,13 @@ class ArenaSource:
                 inside = data[begin - fetch.start_bytes : end - fetch.start_bytes]
                 yield part.target[at : at + end - begin], inside
 
-    def _stored(self, at: Coordinate) -> dict[str, _Stored]:
+    def _stored(self, at: Coordinate) -> dict[str, _StoredImage]:
         """The same on all replicas."""
         manifest = self.blob(at).manifest
-        found: dict[str, _Stored] = {}
+        found: dict[str, _StoredImage] = {}
         for section, specs in ((Section.REPLICATED, manifest.replicated), (Section.OWNED, manifest.owned)):
             starts, _ = end_to_end(spec.nbytes for spec in specs)
-            found |= {s.name: _Stored(section, start, s) for s, start in zip(specs, starts, strict=True)}
+            found |= {s.name: _StoredImage(section, start, s) for s, start in zip(specs, starts, strict=True)}
         return found
 
 
@@ -341,7 +343,7 @@ def _image(pp: int, tp: int, section: Section, member: int) -> _Image:
     return pp, tp, section, -1 if section is Section.REPLICATED else member
 
 
-def _check_numbers(move: Move, dtype: torch.dtype, numel: int, target: torch.Tensor) -> None:
+def _check_numbers(move: ElementMove, dtype: torch.dtype, numel: int, target: torch.Tensor) -> None:
     if dtype != target.dtype or move.start + move.numel > numel:
         raise LayoutError(
             f"{move.tensor} of {move.source} has {numel} numbers of {dtype}; expected {target.dtype}, and "
@@ -375,7 +377,7 @@ class CheckpointSource:
         self._checkpoint = checkpoint
         self.degrees = degrees
         self._control = control
-        self._located: tuple[CheckpointParts, Sequence[Move], Live]
+        self._located: tuple[CheckpointParts, Sequence[ElementMove], Live]
 
     def __str__(self) -> str:
         return str(self._checkpoint)
@@ -386,7 +388,7 @@ class CheckpointSource:
             raise LayoutError(f"{self._checkpoint} has no host state of {at}; expected one of every rank")
         return state
 
-    def locate(self, moves: Sequence[Move], live: Live, old: Layout, module: Any) -> None:
+    def locate(self, moves: Sequence[ElementMove], live: Live, old: RankLayout, module: Any) -> None:
         parts = CheckpointParts(self._checkpoint, self.degrees, old.held, _tied_layers(module))
         self._located = parts, sorted(moves, key=lambda m: (m.source, m.tensor)), live
 

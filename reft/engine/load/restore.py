@@ -30,7 +30,7 @@ from reft.engine.load.disk import (
     DamagedError,
     DiskCheckpoint,
     DiskRestorer,
-    Resumed,
+    ResumePoint,
     damaged,
     nothing_sound,
 )
@@ -38,7 +38,7 @@ from reft.engine.load.memory import MemoryRestorer, may_differ, stored_participa
 from reft.engine.load.relayout import CheckpointSource, on_all, other_layout, take_up_checkpoint
 from reft.engine.session import Session
 from reft.errors import LayoutError, PersistError, UnrecoverableError
-from reft.grid import Degrees, Label
+from reft.grid import Degrees, VersionId
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import Recovery, RecoveryOutcome
 from reft.recover.relayout import Resize, only_replicas_differ
@@ -150,7 +150,7 @@ class Restorer:
         self._engine = engine
         self._memory = MemoryRestorer(session)
         self._trains = False  # whether this process has begun to train
-        self._resumed: Resumed | None = None
+        self._resumed: ResumePoint | None = None
         self._bases: list[LoadCall] = []  # loads of base weights before the first step
         self._tagged: LoadCall | None = None
         """A load by tag before the first step, after which snapshots have not been started yet."""
@@ -320,13 +320,13 @@ class Restorer:
         return self._has_resumed_from_memory(outcome.label), plan, None
 
     def _has_resumed(
-        self, path: Any, client_state: Any, source: DiskCheckpoint | Label | None
+        self, path: Any, client_state: Any, source: DiskCheckpoint | VersionId | None
     ) -> tuple[Any, Any]:
         if path is not None:
-            self._resumed = Resumed(path, client_state, source)
+            self._resumed = ResumePoint(path, client_state, source)
         return path, client_state
 
-    def _has_resumed_from_memory(self, label: Label) -> tuple[Any, Any]:
+    def _has_resumed_from_memory(self, label: VersionId) -> tuple[Any, Any]:
         path = f"memory:{self._session.job_id}/{label.step}"
         return self._has_resumed(path, self._memory.client_state, label)
 
@@ -524,7 +524,7 @@ class Restorer:
         assert self._resumed is not None
         source = self._resumed.source
         for checkpoint in self._disk.find(call.directory).checkpoints:
-            if checkpoint == source or (isinstance(source, Label) and not checkpoint.newer_than(source)):
+            if checkpoint == source or (isinstance(source, VersionId) and not checkpoint.newer_than(source)):
                 break
             if (resumed := self._load_newest(original, call, [checkpoint])) is not None:
                 return resumed

@@ -38,7 +38,7 @@ class JobEndedError(ReftError, RuntimeError):
     """The job cannot go on; the message says why and what was kept."""
 
 
-class ServedPlace:
+class ServedStore:
     """reft's own store: of a ``reft rendezvous``, or of a launcher. ``advice``: what to do when the store is
     lost. ``reopens``: when a run whose end the store has noted can be started again under its name."""
 
@@ -187,7 +187,7 @@ class ServedPlace:
             )
 
 
-class EtcdPlace(ServedPlace):
+class EtcdCluster(ServedStore):
     """An etcd cluster; trainers reach it through this launcher, on loopback, and need neither its client nor
     its password."""
 
@@ -261,8 +261,8 @@ class EtcdPlace(ServedPlace):
         )
 
 
-def place_of(options: LaunchOptions, secret: bytes) -> ServedPlace:
+def place_of(options: LaunchOptions, secret: bytes) -> ServedStore:
     """Where the job's nodes meet, for who knows the user's secret (P11). Raises ConfigError: it cannot be
     used by what is written."""
-    make = EtcdPlace if options.config.rdzv_backend == ETCD_BACKEND else ServedPlace
+    make = EtcdCluster if options.config.rdzv_backend == ETCD_BACKEND else ServedStore
     return make(options, secret)

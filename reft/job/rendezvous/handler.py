@@ -25,20 +25,20 @@ from reft.control.keyvalue import RendezvousStore, StoreError
 from reft.errors import AuthenticationError, FencedError, ReftError
 from reft.job.rendezvous.membership import (
     Agreement,
-    Beat,
-    Closes,
     Event,
-    Exited,
-    Fits,
-    Joins,
-    Leaves,
-    Looked,
+    Heartbeat,
+    JobClosed,
+    JobRules,
+    JobState,
+    JoinRequested,
     Node,
     NodeInfo,
-    Refused,
     Role,
-    Rules,
-    State,
+    SizeRejected,
+    SizesKnown,
+    SpareLeft,
+    StateRead,
+    TrainersExited,
     decode_state,
     encode_state,
     step,
@@ -87,7 +87,7 @@ class StoreRendezvous:
         # Unique: in containers, launchers that follow each other have one number.
         address = config.local_addr or socket.getfqdn()
         self.node = f"{address}/{os.getpid()}/{secrets.token_hex(4)}"
-        self.rules = Rules(
+        self.rules = JobRules(
             config.min_nodes,
             config.max_nodes,
             number("last_call_timeout", 30),
@@ -96,7 +96,9 @@ class StoreRendezvous:
         )
         self._join_secs, self._close_secs = number("join_timeout", 600), number("close_timeout", 30)
         self._heartbeat_secs = number("heartbeat_timeout", 5)
-        self.state = State()  # What it shares, as the last heartbeat saw it: as old is all that is said of it
+        self.state = (
+            JobState()
+        )  # What it shares, as the last heartbeat saw it: as old is all that is said of it
         self._key = f"rendezvous/{config.run_id}"
         self._here = f"{self._key}/here/"
         self._look_secs = min(_MOST_SECS, max(_LEAST_SECS, self.rules.most / _NODES_PER_SEC))
@@ -112,7 +114,7 @@ class StoreRendezvous:
         self._end_of_beats = threading.Event()
         self._beats: threading.Thread | None = None
         self._trains = False
-        self._known = State()  # what was shared last, also where the store has lost it
+        self._known = JobState()  # what was shared last, also where the store has lost it
         self._was_spare = self._said = False
         self._forgotten_until = _NEVER
         self._alone_since: float | None = None
@@ -147,7 +149,7 @@ class StoreRendezvous:
             self._trusts_after = now + self.rules.alive_secs
         self._offset_secs, self._compared_at = offset, now
 
-    def _in_own_time(self, state: State, *, is_new: bool) -> State:
+    def _in_own_time(self, state: JobState, *, is_new: bool) -> JobState:
         """The state of a store that tells no time: its times are by the clock of the host that wrote it last.
         A new one was written since the last look, so that the clocks differ by its age."""
         if is_new:
@@ -161,13 +163,13 @@ class StoreRendezvous:
 
     # -- what all share ------------------------------------------------------------------------------
 
-    def _look(self) -> State:
+    def _look(self) -> JobState:
         """What is shared now, or was a moment ago. Raises as :meth:`_exchange`."""
         if time.monotonic() - self._looked_at >= self._look_secs:
             self._exchange(None)
         return self.state
 
-    def _exchange(self, state: State | None) -> State:
+    def _exchange(self, state: JobState | None) -> JobState:
         """What is shared now; with ``state`` in its place, unless another node has written meanwhile. Raises
         RendezvousConnectionError: the store does not answer; RendezvousStateError: it holds something else.
 
@@ -184,7 +186,7 @@ class StoreRendezvous:
                 written = encode_state(replace(state, written=self._now()))
                 _, held = self._store.compare_set(self._key, self._held, written)
             names = self._store.alive(self._here)
-            found = State() if held is None else decode_state(held)
+            found = JobState() if held is None else decode_state(held)
             left = self._store.left(self._here) if found.is_between_rounds else {}
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
@@ -200,7 +202,7 @@ class StoreRendezvous:
         if gap > self.rules.alive_secs and stood_still:
             self._trusts_after = now + self.rules.alive_secs
         ended = frozenset(name[bare:] for name, secs in left.items() if secs > self._grace_secs)
-        looked = Looked(self.node, self._alive, ended, now >= self._trusts_after)
+        looked = StateRead(self.node, self._alive, ended, now >= self._trusts_after)
         self.state, self._held, self._looked_at = step(found, looked, at, self.rules), held, now
         return self.state
 
@@ -233,7 +235,7 @@ class StoreRendezvous:
                 return
         try:
             self._stop_heartbeats()
-            self.tell(Closes(why), self._close_secs)
+            self.tell(JobClosed(why), self._close_secs)
         except (RuntimeError, RendezvousError) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
 
@@ -252,7 +254,7 @@ class StoreRendezvous:
         self._again_as_many_at, self._said = 0.0, False
         if self.state.agreement is None:
             time.sleep(random.uniform(0, _SKEW_SECS))
-        self.tell(Exited(self.node), self._join_secs)
+        self.tell(TrainersExited(self.node), self._join_secs)
         self._began = self._now()
         members, leaving = self._members, self.state.leaving
         told_to_leave = self.node in leaving
@@ -311,10 +313,10 @@ class StoreRendezvous:
             elif now > deadline and not waits_on:
                 if role is Role.NONE:
                     raise RendezvousTimeoutError
-                after = step(state, Exited(self.node), self._now(), self.rules)
+                after = step(state, TrainersExited(self.node), self._now(), self.rules)
             if role is Role.SPARE and waits_on and told_to_leave and self._is_dispensable(state):
                 # One that fell silent meanwhile was struck out: nobody else knows any more that it leaves.
-                self.tell(Leaves(self.node))
+                self.tell(SpareLeft(self.node))
                 raise LeftError("this node has left the job, as requested; the job continues without it")
             if not waits_on:
                 self._say_what_is_waited_for(state)
@@ -332,7 +334,7 @@ class StoreRendezvous:
                 time.sleep(self._look_secs)
                 state = self._look()
 
-    def _joins(self, state: State) -> Joins:
+    def _joins(self, state: JobState) -> JoinRequested:
         """What this node has to say of itself. The store may have lost lately that it is a spare: then it may
         have lost as well who trains, and they tell it with their next heartbeats."""
         now, scaling = time.monotonic(), state.scaling
@@ -341,7 +343,7 @@ class StoreRendezvous:
         self._alone_since = (self._alone_since or now) if is_alone else None
         if self._was_spare and state.role(self.node) is not Role.SPARE:
             self._forgotten_until = now + self.rules.alive_secs
-        return Joins(
+        return JoinRequested(
             self.node,
             self.info,
             forgotten=now < self._forgotten_until,
@@ -349,7 +351,7 @@ class StoreRendezvous:
             wait_until=self._wait_until(state),
         )
 
-    def _wait_until(self, state: State) -> float | None:
+    def _wait_until(self, state: JobState) -> float | None:
         """When those that have come wait no more for others, of whom there are enough."""
         if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
             return None
@@ -358,7 +360,7 @@ class StoreRendezvous:
         self._again_as_many_at = self._again_as_many_at or self._now()
         return self._again_as_many_at + self.rules.last_call_secs
 
-    def _say_what_is_waited_for(self, state: State) -> None:
+    def _say_what_is_waited_for(self, state: JobState) -> None:
         """Once, where trainers of this node have ended and no round has formed within a heartbeat."""
         here = len(state.participants | state.seats)
         least, waited = self.rules.least, self._now() - self._began
@@ -370,7 +372,7 @@ class StoreRendezvous:
             *(here, least, self._join_secs),
         )
 
-    def _report_other_nnodes(self, state: State) -> None:
+    def _report_other_nnodes(self, state: JobState) -> None:
         """Once for each group of nodes that disagree: every node decides by its own ``--nnodes`` whether a
         round is complete, so that some may wait while others train."""
         found = {node.node: node.nnodes for node in state.nodes.values() if node.nnodes}
@@ -390,7 +392,7 @@ class StoreRendezvous:
             f"{', '.join(named[:_MOST_NAMED])}{more}: start all nodes of a job with the same --nnodes"
         )
 
-    def _is_dispensable(self, state: State) -> bool:
+    def _is_dispensable(self, state: JobState) -> bool:
         """Whether the others have committed without this node; until then they may need its memory."""
         try:
             return state.complete and self.incarnations.committed() > self.incarnation
@@ -415,7 +417,7 @@ class StoreRendezvous:
         members are filled in where it says what they hold. Raises RendezvousError: the store is silent."""
         members = self._members
         sizes = replace(sizes, members=members if sizes.groups else ())
-        event = Fits(self.info.round, len(members), sizes)
+        event = SizesKnown(self.info.round, len(members), sizes)
         if step(self.state, event, self._now(), self.rules) != self.state:  # nobody waits for the store else
             self.tell(event)
 
@@ -424,7 +426,7 @@ class StoreRendezvous:
         number may do: fewer, where this is not all that may come, or what fitted before. Raises
         RendezvousError: the store does not answer."""
         number = len(self._members)
-        self.tell(Refused(number))
+        self.tell(SizeRejected(number))
         sizes, rules = self.state.sizes or Sizes(), self.rules
         return number < rules.most or bool(sizes.fitting and sizes.of(rules.least, rules.most))
 
@@ -447,7 +449,7 @@ class StoreRendezvous:
         """Tell that this node lives, and look at what all share."""
         try:
             agreement = self.agreement if self._trains else None
-            self.tell(Beat(self.node, agreement, self._known.scaling, self._known.sizes))
+            self.tell(Heartbeat(self.node, agreement, self._known.scaling, self._known.sizes))
             self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
             self._lost = None
         except RendezvousTimeoutError:
@@ -502,7 +504,7 @@ class StoreRendezvous:
         sizes = self.state.sizes or self._known.sizes or Sizes()
         return sizes.of(self.rules.least, self.rules.most)
 
-    def _joining(self, state: State) -> int:
+    def _joining(self, state: JobState) -> int:
         """Nodes that wait for the next round, where they make it larger, or have left this one."""
         waits, running = state.those(Role.WAITS), len(state.participants)
         if state.sizes is None or waits.intersection(self._members):

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from reft.job.rendezvous.sizes import Sizes
-from reft.job.script import Cause
+from reft.job.script import ExitCause
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class NodeInfo:
     newest_step: int = -1
     incarnation: int = 0  # number of the newest start of the job that this node knows of
     # why the node's trainers of that round ended; None if they did not fail; ``failure``: in words
-    cause: Cause | None = None
+    cause: ExitCause | None = None
     failure: str = ""
     nnodes: str = ""  # its ``--nnodes``; empty: not known
 
@@ -99,17 +99,17 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
     somebody_vanished = bool(last) and len(last) < last[0].size
     # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
     # Trainers that end well are to blame only if their peers lost them.
-    ended_early = Cause.ENDED in causes and Cause.PEER in causes
-    own = Cause.OWN in causes or ((Cause.UNCLEAR in causes or ended_early) and not somebody_vanished)
+    ended_early = ExitCause.ENDED in causes and ExitCause.PEER in causes
+    own = ExitCause.OWN in causes or ((ExitCause.UNCLEAR in causes or ended_early) and not somebody_vanished)
     newest = max(c.newest_step for c in all_infos)
     known = max((c.known_step for c in last), default=-1)
     renewed = all_infos[0].renews and newest > known
     used = 0 if renewed else max((c.restarts_used for c in last), default=0)
     # Causes, not consequences: that peers were lost is said only where nothing else is known.
-    named = (Cause.OWN, Cause.UNCLEAR, *([Cause.ENDED] if ended_early else []))
+    named = (ExitCause.OWN, ExitCause.UNCLEAR, *([ExitCause.ENDED] if ended_early else []))
     told = [c for c in last if c.cause in named]
     if not told and not somebody_vanished:
-        told = [c for c in last if c.cause not in (None, Cause.ENDED)]
+        told = [c for c in last if c.cause not in (None, ExitCause.ENDED)]
     return Agreement(
         round=1 + max(last_round, before.round if before else 0),
         members=tuple(infos),
@@ -158,7 +158,7 @@ class Node(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scaling:
+class GrantedScale:
     """The newest ``reft scale`` that was granted."""
 
     number: int  # of the order
@@ -170,7 +170,7 @@ class Scaling:
 
 
 @dataclass
-class State:
+class JobState:
     """What the nodes of a job share; ``nodes``: by launcher."""
 
     agreement: Agreement | None = None  # of the newest round; None: there was none
@@ -180,7 +180,7 @@ class State:
     nodes: dict[str, Node] = field(default_factory=dict)
     # members of the round that runs which have ended: 0: well; else the signal that stopped their launcher
     ends: dict[str, int] = field(default_factory=dict)
-    scaling: Scaling | None = None  # None: as many nodes take part as there may be
+    scaling: GrantedScale | None = None  # None: as many nodes take part as there may be
     sizes: Sizes | None = None  # with how many nodes the job can train; None: nothing is known
     written: float = 0.0  # when, by the clock by which the times above are meant
 
@@ -218,15 +218,15 @@ class State:
         return any(node.seated and node.role is not Role.TRAINS for node in self.nodes.values())
 
 
-_STATE = TypeAdapter(State)
-_FIELDS = {each.name for each in fields(State)}
+_STATE = TypeAdapter(JobState)
+_FIELDS = {each.name for each in fields(JobState)}
 
 
-def encode_state(state: State) -> bytes:
+def encode_state(state: JobState) -> bytes:
     return _STATE.dump_json(state)
 
 
-def decode_state(data: bytes) -> State:
+def decode_state(data: bytes) -> JobState:
     """Read what :func:`encode_state` wrote; TorchElastic unpickles it, so that whoever writes it runs code on
     every node (P11). Raises RendezvousStateError: it is something else."""
     try:
@@ -242,7 +242,7 @@ def decode_state(data: bytes) -> State:
 
 
 @dataclass(frozen=True)
-class Rules:
+class JobRules:
     """What all nodes of a job were started with."""
 
     least: int  # least, most: nodes of a round
@@ -255,21 +255,21 @@ class Rules:
     def alive_secs(self) -> float:
         return self.beat_secs * self.beats
 
-    def limit(self, state: State) -> int:
+    def limit(self, state: JobState) -> int:
         """Nodes that a round may have: no more than were asked for."""
         scaling = state.scaling
         return self.most if scaling is None else max(self.least, min(self.most, scaling.limit))
 
-    def is_full(self, state: State) -> bool:
+    def is_full(self, state: JobState) -> bool:
         return state.complete and len(state.participants) >= self.limit(state)
 
-    def is_free(self, state: State, agreement: Agreement) -> bool:
+    def is_free(self, state: JobState, agreement: Agreement) -> bool:
         """Whether a node that has lost its place in a round may take it again: the round still runs and it
         was struck out, or the store came back empty."""
         same = state.complete and state.agreement == agreement
         return state.is_empty or (same and len(state.participants) < self.most)
 
-    def room(self, state: State, name: str, info: NodeInfo) -> int:
+    def room(self, state: JobState, name: str, info: NodeInfo) -> int:
         """Nodes that may train, as one of them sees it. While others do, as many as fit of those that are
         there: a node that left their round comes back, any other waits until its coming makes it larger."""
         most = self.limit(state)
@@ -282,7 +282,7 @@ class Rules:
 # -- events --------------------------------------------------------------------------------------------
 
 
-class Looked(NamedTuple):
+class StateRead(NamedTuple):
     """A node has read the state. ``alive``: when others were last known to live, as it knows of their leases;
     ``ended``: those whose launchers have ended; ``trusts``: whether their silence is their own."""
 
@@ -292,13 +292,13 @@ class Looked(NamedTuple):
     trusts: bool
 
 
-class Exited(NamedTuple):
+class TrainersExited(NamedTuple):
     """Its trainers have ended, or it has waited too long: it is in no round, and waits for none."""
 
     node: str
 
 
-class Joins(NamedTuple):
+class JoinRequested(NamedTuple):
     """It waits for a place in a round. ``forgotten``: the store has lately lost that it is a spare, and may
     have lost as well who trains. ``alone``: for long no other node has waited. ``wait_until``: for others, in
     the place of lost nodes; None: as all do."""
@@ -310,36 +310,36 @@ class Joins(NamedTuple):
     wait_until: float | None = None
 
 
-class Beat(NamedTuple):
+class Heartbeat(NamedTuple):
     """It lives. ``agreement``: of the round that its trainers run in; None: in none. ``scaling, sizes``: as
     it saw them last, for a store that has lost them."""
 
     node: str
     agreement: Agreement | None = None
-    scaling: Scaling | None = None
+    scaling: GrantedScale | None = None
     sizes: Sizes | None = None
 
 
-class Ends(NamedTuple):
+class NodeFinished(NamedTuple):
     """Its trainers have ended well; or its launcher was told to stop, by ``signal``."""
 
     node: str
     signal: int = 0
 
 
-class Leaves(NamedTuple):
+class SpareLeft(NamedTuple):
     """A spare leaves the job for good."""
 
     node: str
 
 
-class Closes(NamedTuple):
+class JobClosed(NamedTuple):
     """The job has ended, and why: no round forms any more."""
 
     why: str
 
 
-class Ordered(NamedTuple):
+class ScaleRequested(NamedTuple):
     """``reft scale`` asks for so many nodes, of which ``running`` train. More may join now; fewer leave when
     they are told."""
 
@@ -349,21 +349,21 @@ class Ordered(NamedTuple):
     running: int
 
 
-class Told(NamedTuple):
+class LeaveNotified(NamedTuple):
     """Those of ``running`` nodes with these ranks are told to leave."""
 
     ranks: tuple[int, ...]
     running: int
 
 
-class Stays(NamedTuple):
+class ScaleCancelled(NamedTuple):
     """The job stays at the number of nodes that it has, in the place of an order that went half way."""
 
     number: int
     running: int
 
 
-class Fits(NamedTuple):
+class SizesKnown(NamedTuple):
     """With how many nodes the job can train, by a version of that round."""
 
     round: int
@@ -371,40 +371,53 @@ class Fits(NamedTuple):
     sizes: Sizes
 
 
-class Refused(NamedTuple):
+class SizeRejected(NamedTuple):
     """Trainers refused to start on so many nodes."""
 
     nodes: int
 
 
-Event = Looked | Exited | Joins | Beat | Ends | Leaves | Closes | Ordered | Told | Stays | Fits | Refused
+Event = (
+    StateRead
+    | TrainersExited
+    | JoinRequested
+    | Heartbeat
+    | NodeFinished
+    | SpareLeft
+    | JobClosed
+    | ScaleRequested
+    | LeaveNotified
+    | ScaleCancelled
+    | SizesKnown
+    | SizeRejected
+)
 
 
-def step(state: State, event: Event, now: float, rules: Rules) -> State:
+def step(state: JobState, event: Event, now: float, rules: JobRules) -> JobState:
     """What the nodes share after ``event``; equal to ``state`` where nothing follows from it."""
     after = replace(state, nodes=dict(state.nodes))
     match event:
-        case Looked():
+        case StateRead():
             _look(after, event, now, rules)
-        case Exited():
+        case TrainersExited():
             role = after.role(event.node)
             if role in (Role.TRAINS, Role.WAITS):
                 _set(after, event.node, role=Role.NONE)
             if role is Role.TRAINS:
                 _thin(after, rules)
-        case Joins():
+        case JoinRequested():
             _join(after, event, now, rules)
             if after.role(event.node) is not Role.NONE:
                 _set(after, event.node, node=event.info.node, nnodes=event.info.nnodes)
-        case Beat():
+        case Heartbeat():
             _beat(after, event, now, rules)
-        case Ends():
+        case NodeFinished():
             after.ends = {**after.ends, event.node: event.signal}
-        case Leaves():
+        case SpareLeft():
             after.nodes.pop(event.node, None)
-        case Closes():
+        case JobClosed():
             after.closed = event.why
-        case Fits() | Refused():
+        case SizesKnown() | SizeRejected():
             _note_sizes(after, event)
         case _:
             _scale(after, event)
@@ -412,11 +425,11 @@ def step(state: State, event: Event, now: float, rules: Rules) -> State:
     return after
 
 
-def _set(state: State, name: str, **changes: object) -> None:
+def _set(state: JobState, name: str, **changes: object) -> None:
     state.nodes[name] = state.nodes.get(name, Node())._replace(**changes)  # type: ignore[arg-type]
 
 
-def _thin(state: State, rules: Rules) -> None:
+def _thin(state: JobState, rules: JobRules) -> None:
     """Nodes are in their round no more."""
     left = len(state.participants)
     if state.complete and not left:
@@ -425,7 +438,7 @@ def _thin(state: State, rules: Rules) -> None:
         state.deadline = None
 
 
-def _look(state: State, event: Looked, now: float, rules: Rules) -> None:
+def _look(state: JobState, event: StateRead, now: float, rules: JobRules) -> None:
     for name, at in event.alive.items():
         if name in state.nodes and state.nodes[name].seen < at:
             _set(state, name, seen=at)
@@ -455,7 +468,7 @@ def _look(state: State, event: Looked, now: float, rules: Rules) -> None:
         _thin(state, rules)
 
 
-def _beat(state: State, event: Beat, now: float, rules: Rules) -> None:
+def _beat(state: JobState, event: Heartbeat, now: float, rules: JobRules) -> None:
     role, mine = state.role(event.node), event.agreement
     if mine is not None and role is not Role.TRAINS and not state.closed and rules.is_free(state, mine):
         if state.is_empty:
@@ -468,7 +481,7 @@ def _beat(state: State, event: Beat, now: float, rules: Rules) -> None:
         _keep_alive(state, event.node, now, rules)
 
 
-def _keep_alive(state: State, name: str, now: float, rules: Rules) -> bool:
+def _keep_alive(state: JobState, name: str, now: float, rules: JobRules) -> bool:
     """Note that a node lives, if it is time to; whether it is."""
     due = state.role(name) is not Role.NONE and state.nodes[name].seen <= now - rules.beat_secs
     if due:
@@ -476,7 +489,7 @@ def _keep_alive(state: State, name: str, now: float, rules: Rules) -> bool:
     return due
 
 
-def _join(state: State, event: Joins, now: float, rules: Rules) -> None:
+def _join(state: JobState, event: JoinRequested, now: float, rules: JobRules) -> None:
     name, role = event.node, state.role(event.node)
     trains, leaving = state.participants, state.leaving
     room = rules.room(state, name, event.info)
@@ -502,7 +515,7 @@ def _join(state: State, event: Joins, now: float, rules: Rules) -> None:
         _take_place(state, event, now, rules, most)
 
 
-def _may_take_a_place(state: State, event: Joins) -> bool:
+def _may_take_a_place(state: JobState, event: JoinRequested) -> bool:
     """While nodes leave, a place that is free is theirs: one was lost. Where they are replaced it is that of
     a node that waits, and theirs again where none has waited for long."""
     leaving, scaling = state.leaving, state.scaling
@@ -514,12 +527,12 @@ def _may_take_a_place(state: State, event: Joins) -> bool:
     return event.alone if is_leaving and not waits_for_them(state) else not is_leaving
 
 
-def waits_for_them(state: State) -> bool:
+def waits_for_them(state: JobState) -> bool:
     """Whether a spare is there that may replace a node that leaves."""
     return bool(state.those(Role.SPARE) - state.leaving)
 
 
-def _take_place(state: State, event: Joins, now: float, rules: Rules, most: int) -> None:
+def _take_place(state: JobState, event: JoinRequested, now: float, rules: JobRules, most: int) -> None:
     name, role, count = event.node, state.role(event.node), len(state.participants)
     if state.complete:
         if role is Role.NONE:
@@ -542,7 +555,7 @@ def _take_place(state: State, event: Joins, now: float, rules: Rules, most: int)
         _complete(state, now, rules, most)
 
 
-def _complete(state: State, now: float, rules: Rules, most: int) -> None:
+def _complete(state: JobState, now: float, rules: JobRules, most: int) -> None:
     """The round is complete with the nodes that fit, and the others become spares. Later, without any, or
     while it is not clear which of two launchers that claim to be one node is still there."""
     there = sorted(state.participants)
@@ -566,30 +579,30 @@ def _complete(state: State, now: float, rules: Rules, most: int) -> None:
         _set(state, name, info=None)
 
 
-def _note_sizes(state: State, event: Fits | Refused) -> None:
+def _note_sizes(state: JobState, event: SizesKnown | SizeRejected) -> None:
     known = state.sizes or Sizes()
     if state.closed:
         return
-    if isinstance(event, Refused):
+    if isinstance(event, SizeRejected):
         state.sizes = known.refusing(event.nodes)
     elif state.complete and state.round == event.round:
         refused = tuple(n for n in known.refused if n != event.nodes)
         state.sizes = replace(event.sizes, refused=refused)
 
 
-def _scale(state: State, event: Ordered | Told | Stays) -> None:
+def _scale(state: JobState, event: ScaleRequested | LeaveNotified | ScaleCancelled) -> None:
     scaling, running = state.scaling, event.running
-    if isinstance(event, Stays):
+    if isinstance(event, ScaleCancelled):
         if scaling is not None and scaling.number == event.number and len(state.participants) == running:
             state.scaling = replace(scaling, nodes=running, limit=running)
         return
     if not state.complete or state.closed:
         return
-    if isinstance(event, Ordered):
+    if isinstance(event, ScaleRequested):
         if scaling is None or scaling.number < event.number:
             replaces = bool(event.without) and event.nodes == running
             most = max(event.nodes, running)
-            state.scaling = Scaling(event.number, event.nodes, most, event.without, replaces=replaces)
+            state.scaling = GrantedScale(event.number, event.nodes, most, event.without, replaces=replaces)
         return
     members = () if state.agreement is None else state.agreement.members
     whole = state.participants == set(members) and len(members) == running

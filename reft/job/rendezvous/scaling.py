@@ -1,11 +1,11 @@
 """Going to another number of nodes on request: ``reft scale``, or SIGUSR1 to a launcher.
 
 An order lies in the job's memory on any node that trains. Its launcher judges it, and asks for it in what
-all nodes share (:class:`reft.job.rendezvous.membership.Scaling`). More nodes: spares find places free, and
-join as any node does. Fewer: the launcher of the first node tells as many to leave as the job survives the
-loss of, since their memory goes with them; when the others have committed a version without them, it tells
-the next. As many, without a node that is named: one that waits takes its place in the next round. In all
-cases the trainers are told to stop, commit the step that they are in, and start anew.
+all nodes share (:class:`reft.job.rendezvous.membership.GrantedScale`). More nodes: spares find places free,
+and join as any node does. Fewer: the launcher of the first node tells as many to leave as the job survives
+the loss of, since their memory goes with them; when the others have committed a version without them, it
+tells the next. As many, without a node that is named: one that waits takes its place in the next round. In
+all cases the trainers are told to stop, commit the step that they are in, and start anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from reft.errors import AuthenticationError, ReftError
 from reft.grid import Degrees
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.membership import Agreement, Ordered, Role, Stays, Told
+from reft.job.rendezvous.membership import Agreement, LeaveNotified, Role, ScaleCancelled, ScaleRequested
 from reft.job.rendezvous.sizes import Sizes, sizes_of_job
 from reft.memory.jobdir import (
     ORDER_FILE,
@@ -38,12 +38,12 @@ from reft.memory.jobdir import (
     write_order,
 )
 from reft.node.client import read_record
-from reft.node.report import Board
+from reft.node.report import ReportBoard
 from reft.protect.codes import Scheme
 
 if TYPE_CHECKING:
     from reft.job.launch import StopSignals
-    from reft.node.observe import StatusBoard
+    from reft.node.observe import JobStatus
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Scaler:
         handler: StoreRendezvous,
         options: LaunchOptions,
         path: Path,
-        board: StatusBoard,
+        board: JobStatus,
         signals: StopSignals,
     ) -> None:
         self._handler = handler
@@ -78,7 +78,7 @@ class Scaler:
         self._signals = signals
         self._waits: tuple[Any, int] | None = None
         self._waits_since = 0.0
-        self._noted: Board | None = None
+        self._noted: ReportBoard | None = None
 
     def look(self, agreement: Agreement, group_rank: int) -> None:
         """Take up a new order, and go on with an old one. Best effort: it looks again."""
@@ -95,13 +95,13 @@ class Scaler:
         if self._order is not None:
             self._answer(self._order.nodes, done=True)
 
-    def _situation(self, agreement: Agreement) -> Situation:
+    def _situation(self, agreement: Agreement) -> ScaleSituation:
         config, record = self._options.config, read_record(self._path)
         state = self._handler.state
         sizes, members = state.sizes, () if state.agreement is None else state.agreement.members
         known = sizes is not None and sizes.members == members and state.participants == set(members)
         named = record is not None and not record.configured.startswith(AUTO) and record.parsed.parities
-        return Situation(
+        return ScaleSituation(
             least=config.min_nodes,
             most=config.max_nodes,
             nodes=agreement.nodes,
@@ -150,7 +150,7 @@ class Scaler:
                 return
         why = why or (missing and f"{missing}. {_WHAT_TO_DO}")
         if not why:
-            self._handler.tell(Ordered(order.number, order.nodes, order.without, running))
+            self._handler.tell(ScaleRequested(order.number, order.nodes, order.without, running))
             granted = self._handler.state.scaling
             if granted is None or granted.number < order.number:
                 return  # the round is over: another look, in the next one
@@ -195,7 +195,7 @@ class Scaler:
                 return
         if not ranks:  # not yet
             return
-        self._handler.tell(Told(ranks, len(nodes)))
+        self._handler.tell(LeaveNotified(ranks, len(nodes)))
         if self._handler.state.leaving:  # else the round is over
             logger.warning("asked to leave: %s", ", ".join(nodes[rank] for rank in ranks))
 
@@ -224,7 +224,7 @@ class Scaler:
         why = running > order.nodes and of_the_way(order, self._situation(agreement))
         if not why:
             return
-        self._handler.tell(Stays(order.number, running))
+        self._handler.tell(ScaleCancelled(order.number, running))
         logger.warning("the job stays at %d nodes: %s", running, why)
         self._answer(running, refused=f"the job stays at {running} nodes: {why}")
 
@@ -246,7 +246,7 @@ class Scaler:
 
 
 @dataclass(frozen=True)
-class Situation:
+class ScaleSituation:
     least: int  # least, most: nodes, of ``--nnodes``
     most: int
     nodes: tuple[str, ...]  # ids of those that train
@@ -291,7 +291,7 @@ class Situation:
         return tuple(n for n in range(wanted, len(self.nodes)) if n == wanted or not self.why_not(n))
 
 
-def refusal(order: ScaleOrder, now: Situation) -> str:
+def refusal(order: ScaleOrder, now: ScaleSituation) -> str:
     """Why an order cannot be followed, however long it waits; "" where it can. Pure."""
     wanted, running, named = order.nodes, len(now.nodes), set(order.without)
     unknown, leave, waiting = sorted(named - set(now.nodes)), max(0, running - wanted), now.spares or "none"
@@ -320,7 +320,7 @@ def refusal(order: ScaleOrder, now: Situation) -> str:
     return why or of_the_way(order, now)
 
 
-def shortfall(order: ScaleOrder, now: Situation) -> str:
+def shortfall(order: ScaleOrder, now: ScaleSituation) -> str:
     """Which losses, that the order means, the job does not survive at this moment; "": it does. Pure."""
     if now.tolerance is None:
         return "nothing is committed in this start of the job yet"
@@ -337,7 +337,7 @@ def shortfall(order: ScaleOrder, now: Situation) -> str:
 
 
 def leave_next(
-    wanted: int, first: tuple[str, ...], now: Situation, survived: int | None = None
+    wanted: int, first: tuple[str, ...], now: ScaleSituation, survived: int | None = None
 ) -> tuple[int, ...]:
     """Group ranks of the nodes that leave next, on the way to fewer: as many as the job survives the loss of
     (``survived``: losses, whichever they are; None: as now), down to a number that fits; () where there is
@@ -357,7 +357,7 @@ def leave_next(
     return next((ranks for ranks in found if ranks), ())
 
 
-def of_the_way(order: ScaleOrder, now: Situation) -> str:
+def of_the_way(order: ScaleOrder, now: ScaleSituation) -> str:
     """Where the nodes that leave at once are more than the job ever survives the loss of."""
     running = len(now.nodes)
     whole = None if now.sizes is None else now.sizes.tolerance()
@@ -384,7 +384,7 @@ def of_the_way(order: ScaleOrder, now: Situation) -> str:
     )
 
 
-def _other_numbers(now: Situation) -> str:
+def _other_numbers(now: ScaleSituation) -> str:
     numbers = range(now.least, now.most + 1)
     others = [n for n in numbers if n != len(now.nodes) and not now.why_not(n, asked=True)]
     if not others:

@@ -26,7 +26,7 @@ from reft.grid import ALIGNMENT_BYTES, BlockKey, Section, aligned
 from reft.memory.stream import EXPONENTS, CutRanges, HashingCopier, Range, hashing_copier, ranges_of
 from reft.protect.backend import backend_for, combine_ragged
 from reft.protect.rs import CELL_BYTES, needs_packets
-from reft.snapshot.arenas import Filling
+from reft.snapshot.arenas import ArenaWriter
 from reft.snapshot.copying.engine import (
     CheckedPieces,
     CopyEngine,
@@ -41,7 +41,7 @@ from reft.snapshot.copying.engine import (
 from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
 from reft.snapshot.plan import Block, LiveImages, PlacedBlock
 from reft.snapshot.schedule import ChunkRecord
-from reft.snapshot.stats import Kind, kind_of
+from reft.snapshot.stats import ByteKind, kind_of
 from reft.state.catalogue import SectionImage
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Chunk:
     """A range of one block."""
 
     placed: PlacedBlock  # the block
-    kind: Kind  # what its bytes are to this rank
+    kind: ByteKind  # what its bytes are to this rank
     pieces: CheckedPieces  # sources and targets; several where small tensors lie side by side
     stored: Range  # the chunk's place in the arena, padding included, as a range to be hashed only
     last: bool  # whether it ends the block
@@ -141,7 +141,7 @@ class Chunk:
         return self.placed.key.section
 
 
-def cut_chunks(images: LiveImages, filling: Filling, chunk_bytes: int) -> tuple[Chunk, ...]:
+def cut_chunks(images: LiveImages, filling: ArenaWriter, chunk_bytes: int) -> tuple[Chunk, ...]:
     """Cut everything that is copied from this rank's own device; padding in the arena is zeroed here.
     ``images``: live tensors. ``filling``: any version in the arena. ``chunk_bytes``: most bytes of a
     chunk, a multiple of 64."""
@@ -153,7 +153,7 @@ def cut_chunks(images: LiveImages, filling: Filling, chunk_bytes: int) -> tuple[
     return (*chunks, *_cut_parity(images, filling, chunk_bytes))
 
 
-def _cut_parity(images: LiveImages, filling: Filling, chunk_bytes: int) -> Iterator[Chunk]:
+def _cut_parity(images: LiveImages, filling: ArenaWriter, chunk_bytes: int) -> Iterator[Chunk]:
     mine, plan = filling.layout.mine, filling.layout.plan
     blocks = {b.key: b.block for m in plan.members for b in m.own} if mine.parity else {}
     encoder = ParityEncoder(images.replicated, blocks, chunk_bytes)
@@ -161,7 +161,7 @@ def _cut_parity(images: LiveImages, filling: Filling, chunk_bytes: int) -> Itera
         total, target = placed.block.nbytes, filling.tensor(placed)
         for at, stop, encoding in encoder.cut(placed, mine.terms[placed.key].terms, target):
             stored = _hashed_only(target[at:stop])
-            yield Chunk(placed, Kind.PARITY, CheckedPieces(), stored, stop == total, encoding)
+            yield Chunk(placed, ByteKind.PARITY, CheckedPieces(), stored, stop == total, encoding)
 
 
 def _image_of(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
@@ -174,7 +174,7 @@ def _image_of(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
 
 
 def _cut_block(
-    image: SectionImage, filling: Filling, placed: PlacedBlock, chunk_bytes: int
+    image: SectionImage, filling: ArenaWriter, placed: PlacedBlock, chunk_bytes: int
 ) -> Iterator[Chunk]:
     target = filling.tensor(placed)
     total, begin = placed.block.nbytes, placed.block.start_bytes
@@ -482,7 +482,7 @@ class Copier:
         self._hashers = Hashers(count) if engine.asynchronous else None
         self.staging, self.peers = staging, peers
         self._chunk_bytes = max(chunk_bytes, engine.least_chunk_bytes)
-        self._cut: dict[int, tuple[Filling, LiveImages, tuple[Chunk, ...]]] = {}
+        self._cut: dict[int, tuple[ArenaWriter, LiveImages, tuple[Chunk, ...]]] = {}
         """The chunks of each slot's arena, with the first version that was copied there."""
         self.records: deque[ChunkRecord] = deque(maxlen=_KEPT_CHUNKS)
         """Of the newest versions; whoever traces takes them away."""
@@ -525,7 +525,7 @@ class Copier:
         """Let go of the arenas: what is replaced must not stay mapped (P9)."""
         self._cut.clear()
 
-    def _chunks(self, images: LiveImages, filling: Filling) -> tuple[Chunk, ...]:
+    def _chunks(self, images: LiveImages, filling: ArenaWriter) -> tuple[Chunk, ...]:
         """Cut again when images, layout or arena have changed."""
         if (known := self._cut.get(filling.slot)) is not None:
             first, seen, chunks = known
@@ -541,7 +541,7 @@ class Copier:
     def copy(
         self,
         images: LiveImages,
-        filling: Filling,
+        filling: ArenaWriter,
         gate: Gate,
         *,
         reach: Callable[[FaultPoint], None],
@@ -593,7 +593,7 @@ class Copier:
         self.records.extend(records)
         return records
 
-    def _look(self, images: LiveImages, filling: Filling, gate: Gate) -> None:
+    def _look(self, images: LiveImages, filling: ArenaWriter, gate: Gate) -> None:
         """Take what peers compare, while the tensors are those of the version (P2)."""
         if self.peers is None:
             return
@@ -612,7 +612,7 @@ class Copier:
             finally:
                 gate.release(permit, time.perf_counter() - began)
 
-    def _read_again(self, images: LiveImages, filling: Filling, gate: Gate) -> PlacedBlock | None:
+    def _read_again(self, images: LiveImages, filling: ArenaWriter, gate: Gate) -> PlacedBlock | None:
         """Copy one block a second time, after all others: another one with each version, for ever. Writes
         that torch does not count (through ``.data``, by other libraries) show in the difference (P2). Returns
         the block; None where there is none to compare."""
@@ -640,7 +640,7 @@ class Copier:
         return placed
 
     def _differing_tensors(
-        self, images: LiveImages, filling: Filling, placed: PlacedBlock | None
+        self, images: LiveImages, filling: ArenaWriter, placed: PlacedBlock | None
     ) -> Sequence[str]:
         """Names of the tensors in a block that was read twice, if it has changed in between."""
         if placed is None:
@@ -655,7 +655,7 @@ class Copier:
         at = [begin + int(differs[0]), begin + int(differs[-1])]
         return [spec.name for spec in image.tensors_at(at[0], at[1] + 1)]
 
-    def drain(self, filling: Filling, gate: Gate) -> list[ChunkRecord]:
+    def drain(self, filling: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
         """Bring what was staged to the arena; training goes on meanwhile, whatever it does. Returns what was
         copied when."""
         staged, self.staged = self.staged, ()
@@ -688,7 +688,7 @@ class Copier:
         first = area.first_fitting(chunks)
         return lambda number, permit: permit.tier == 0 and number >= first and may_stage()
 
-    def _copy(self, chunks: Sequence[Chunk], filling: Filling, gate: Gate) -> list[ChunkRecord]:
+    def _copy(self, chunks: Sequence[Chunk], filling: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
         """As much at a time as the gate lets through, and no more than the rest of a block."""
         records, number = [], 0
         while number < len(chunks):
@@ -715,7 +715,7 @@ class Copier:
     def _some(
         self,
         chunks: Sequence[Chunk],
-        filling: Filling,
+        filling: ArenaWriter,
         gate: Gate,
         permit: Permit,
     ) -> tuple[ChunkRecord, int]:
@@ -748,7 +748,7 @@ class Copier:
     def _queue(
         self,
         chunks: Iterable[tuple[int, Chunk]],
-        filling: Filling,
+        filling: ArenaWriter,
         gate: Gate,
         hand_over: Callable[[_Batch, Any], CopyTicket],
         stages: Callable[[int, Permit], bool],
@@ -784,7 +784,7 @@ class Copier:
         flush()
         return queued
 
-    def _hash_later(self, batch: _Batch, ticket: CopyTicket, filling: Filling) -> None:
+    def _hash_later(self, batch: _Batch, ticket: CopyTicket, filling: ArenaWriter) -> None:
         """Have the blocks that end in a batch hashed when it has arrived: what was queued before has, too."""
         ended = [c.placed for _, c in batch if c.last and c.section is not Section.GRADIENTS]
         if not ended:
@@ -834,7 +834,7 @@ def _settled(queued: _Queued) -> list[ChunkRecord]:
 
 def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:
     """What is reached before which chunk; parities come last."""
-    data = sum(chunk.kind is not Kind.PARITY for chunk in chunks)
+    data = sum(chunk.kind is not ByteKind.PARITY for chunk in chunks)
     points = {data // 2: [FaultPoint.DURING_COPY]}
     if parities := len(chunks) - data:
         points.setdefault(data, []).append(FaultPoint.BEFORE_PARITY)

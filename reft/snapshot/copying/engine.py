@@ -283,7 +283,7 @@ def _byte_view(source: torch.Tensor) -> torch.Tensor:
     return source.detach().reshape(-1).view(torch.uint8)
 
 
-class _Copying(AbstractContextManager[int]):
+class _CopyScope(AbstractContextManager[int]):
     """See :meth:`CallOrder.copying`. A generator would cost a chunk as much as all the rest."""
 
     __slots__ = ("_order",)
@@ -319,7 +319,7 @@ class CallOrder:
 
     def copying(self) -> AbstractContextManager[int]:
         """One copy; ``fence`` and ``close`` wait for its end. Yields the version's number."""
-        return _Copying(self)
+        return _CopyScope(self)
 
     def enter(self) -> int:
         """A copy begins. Returns the version's number."""

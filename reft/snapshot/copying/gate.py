@@ -35,9 +35,9 @@ from reft.snapshot.schedule import (
     AnalyticEstimator,
     Bandwidth,
     ChunkRecord,
+    HasLimits,
     HasSchedule,
     Interval,
-    Limits,
     Overflow,
     Window,
     WindowKind,
@@ -486,7 +486,7 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class StepObservation:
     """What the training thread saw in one step. Until :meth:`timed` stamps of the device's clock stand for
     seconds."""
 
@@ -499,7 +499,7 @@ class Observed:
     optimizer: tuple[Any, Any] | None = None
     """Begin and end of the optimizer step; None: it is not told from the rest."""
 
-    def timed(self, clock: CopyEngine) -> Observed:
+    def timed(self, clock: CopyEngine) -> StepObservation:
         """The same in seconds; waits for the device to finish the step."""
         whole = [self.whole] if self.optimizer is None else [self.whole, self.optimizer]
         waits = [(wait.begin_secs, wait.end_secs) for wait in self.waits]
@@ -509,7 +509,7 @@ class Observed:
             [(next(secs), next(secs)) for _ in part] for part in parts
         )
         timed = [w._replace(begin_secs=b, end_secs=e) for w, (b, e) in zip(self.waits, waits, strict=True)]
-        return Observed(self.key, self.names, step, timed, forwards, backwards, *optimizer)
+        return StepObservation(self.key, self.names, step, timed, forwards, backwards, *optimizer)
 
 
 def _median_secs(pairs: Sequence[tuple[float, float]]) -> float:
@@ -530,7 +530,7 @@ class WindowMeter:
     _waits: dict[int, tuple[float, float]] = field(default_factory=dict)
     _optimizer: tuple[float, float] | None = None
 
-    def see(self, step: Observed) -> None:
+    def see(self, step: StepObservation) -> None:
         """Take one step in."""
         self.steps += 1
         begin, secs = step.whole[0], step.whole[1] - step.whole[0]
@@ -670,7 +670,7 @@ class Pacer:
             # computation was measured to cost training more than waiting for it does.
             spare = len(os.sched_getaffinity(0)) > ranks_here * torch.get_num_threads()
             share = 1.0 if engine.asynchronous or spare else 0.0
-        self._limits = Limits(share, has.separate_links, Overflow(has.overflow), has.max_overhead)
+        self._limits = HasLimits(share, has.separate_links, Overflow(has.overflow), has.max_overhead)
         # Until something was measured: beside computation, as slowly as ever allowed.
         nowhere_else = stages == 1 and share > 0
         pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
@@ -683,7 +683,7 @@ class Pacer:
         self._ended: Any = None
         self._optimizer_began: Any = None
         self._optimizer: tuple[Any, Any] | None = None
-        self._observed: deque[Observed] = deque(maxlen=16)
+        self._observed: deque[StepObservation] = deque(maxlen=16)
         self._waits: list[Wait] = []
         self._opened: tuple[int, Any, tuple[int | None, int] | None] | None = None
         self._ordinal = 0
@@ -752,7 +752,7 @@ class Pacer:
         # Versions follow optimizer steps: an evaluation has other windows, and no version's deadline.
         if began is not None and trains(names):
             seen = (self._waits, forwards, backwards, self._optimizer)
-            self._observed.append(Observed(key, names, (began, ended), *seen))
+            self._observed.append(StepObservation(key, names, (began, ended), *seen))
         self._waits, self._optimizer = [], None
         self._began, self._ended = None, ended
 
@@ -764,7 +764,7 @@ class Pacer:
         self._learn(chunks)
         # A version may be committed before its step is over: that one is judged with the next.
         queued, self._queued = [*self._queued, *chunks], chunks
-        last: Observed | None = None
+        last: StepObservation | None = None
         for _ in range(len(self._observed)):  # not those that come meanwhile: the device is always behind
             last = self._observed.popleft().timed(self._engine)
             meter = self._meters.get(last.key)
@@ -811,7 +811,7 @@ class Pacer:
             secs = sum(c.end_secs - c.begin_secs for c in mine)
             self.model.observe_copy(tier, sum(c.nbytes for c in mine), secs)
 
-    def _judge(self, step: Observed, chunks: Sequence[ChunkRecord]) -> None:
+    def _judge(self, step: StepObservation, chunks: Sequence[ChunkRecord]) -> None:
         """Which windows were overrun, which had room."""
         if self.plan is None or step.key != self._plan_key or not chunks:
             return
@@ -825,7 +825,7 @@ class Pacer:
                     full=wait.overrun_secs == 0.0 or ended < wait.begin_secs,
                 )
 
-    def _judge_queued(self, step: Observed, chunks: Sequence[ChunkRecord]) -> None:
+    def _judge_queued(self, step: StepObservation, chunks: Sequence[ChunkRecord]) -> None:
         """The same where copies are queued on a device, and run on after the window that they began in. Their
         own times tell how much of them was within it, and how fast they are on either side of its end."""
         behind_bytes = behind_secs = 0.0
@@ -877,7 +877,7 @@ class Pacer:
             and w.position not in windows
         ]
 
-    def _limits_now(self) -> Limits:
+    def _limits_now(self) -> HasLimits:
         """What the plan may do with the memory that there is now."""
         if self._limits.overflow is not Overflow.STAGING:
             return self._limits

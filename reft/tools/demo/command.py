@@ -51,7 +51,7 @@ Say = Callable[[str, str], None]  # a line for people, and its style
 Losses = dict[int, list[str]]  # by step, as ``float.hex``, of every time that it was computed
 
 
-class Failure(NamedTuple):
+class NodeFailure(NamedTuple):
     """A node is lost while the step after ``step`` is computed; ``time``: when that was, in Unix seconds."""
 
     step: int
@@ -120,10 +120,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _kills(text: str | None, steps: int, nodes: int) -> tuple[Failure, ...]:
+def _kills(text: str | None, steps: int, nodes: int) -> tuple[NodeFailure, ...]:
     """``"9:1,14:0"`` to failures, by step."""
     if text is None:
-        return (Failure(max(1, steps * 3 // 8), min(1, nodes - 1)),) if steps > 1 else ()
+        return (NodeFailure(max(1, steps * 3 // 8), min(1, nodes - 1)),) if steps > 1 else ()
     kills = []
     for part in text.split(",") if text.strip() != "none" else ():
         try:
@@ -137,7 +137,7 @@ def _kills(text: str | None, steps: int, nodes: int) -> tuple[Failure, ...]:
                 f"--kill {part}: expected a step from 1 to {steps - 1}, since a node fails while the step "
                 f"after it is computed, and one of the nodes 0 to {nodes - 1}"
             )
-        kills.append(Failure(step, node))
+        kills.append(NodeFailure(step, node))
     if len(set(kills)) < len(kills):
         raise ConfigError(f"--kill is {text!r}: a node can fail only once in a step; remove the repetition")
     return tuple(sorted(kills))
@@ -178,7 +178,7 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         f"{options.steps} steps; failures: {kills}"
     )
     try:
-        problem, jobs = None, dict[str, Job]()
+        problem, jobs = None, dict[str, DemoJob]()
         for name, what in (
             ("training", "training with reft"),
             ("reference", "the same job, undisturbed, without reft"),
@@ -187,7 +187,7 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 say(f"--- {what}")
                 where = {"prefix": "reft-demo-", "dir": str(options.memory_dir)}
                 with tempfile.TemporaryDirectory(**where, ignore_cleanup_errors=True) as memory:
-                    job = Job(options, name, directory / name, Path(memory), say)
+                    job = DemoJob(options, name, directory / name, Path(memory), say)
                     jobs[name], problem = job, job.run(began + _MOST_SECS)
         reference = jobs["reference"].losses if "reference" in jobs else {}
         report = {
@@ -209,7 +209,7 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-class Job:
+class DemoJob:
     """One run over nodes of this machine that can be lost: ``training`` with reft and the failures,
     ``reference`` without either."""
 
@@ -217,7 +217,7 @@ class Job:
         self, options: argparse.Namespace, name: str, directory: Path, memory: Path, say: Say
     ) -> None:
         self.losses = Losses()
-        self.failures: list[Failure] = []
+        self.failures: list[NodeFailure] = []
         self.tolerance: int | None = None
         self.current: dict[int, LocalNode] = {}
         self._name, self._count = f"demo-{name}", options.pp * options.dp
@@ -337,7 +337,7 @@ class Job:
         self._failed_in = self._start
         self._restored.clear()
         for kill in due:
-            self.failures.append(Failure(self._step, kill.node, time.time()))
+            self.failures.append(NodeFailure(self._step, kill.node, time.time()))
             lost = self.current[kill.node]
             self.nodes.lose(lost)
             self._say(f"{lost.name} is killed, its memory is gone, in step {self._step + 1}", "bold red")
@@ -467,7 +467,7 @@ def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | No
     return worst
 
 
-def _show_log(console: Console, job: Job) -> None:
+def _show_log(console: Console, job: DemoJob) -> None:
     """The end of one log that tells most; a failure of all is told alike by all."""
     node = min(job.nodes.started, key=lambda n: (n not in job.current.values(), not n.process.poll()))
     console.print(f"\nthe end of {node.log}:", style="bold", highlight=False)

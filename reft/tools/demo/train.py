@@ -36,7 +36,7 @@ class Embedding(nn.Module):
         return value
 
 
-class Block(nn.TransformerEncoderLayer):
+class CausalBlock(nn.TransformerEncoderLayer):
     """A transformer block in which a byte sees those before it only."""
 
     def __init__(self) -> None:
@@ -79,12 +79,12 @@ def train(options: dict[str, Any]) -> None:
     set_random_seed(_SEED)
     layers = [
         LayerSpec(Embedding),
-        *(LayerSpec(Block) for _ in range(options["layers"])),
+        *(LayerSpec(CausalBlock) for _ in range(options["layers"])),
         LayerSpec(nn.LayerNorm, _WIDTH),
         LayerSpec(nn.Linear, _WIDTH, _SYMBOLS),
     ]
     module = PipelineModule(
-        layers, num_stages=options["stages"], loss_fn=loss_of, partition_method=f"type:{Block.__name__}"
+        layers, num_stages=options["stages"], loss_fn=loss_of, partition_method=f"type:{CausalBlock.__name__}"
     )
     engine, *_ = deepspeed.initialize(model=module, training_data=samples(), config=options["deepspeed"])
     set_random_seed(_SEED + 1 + engine.global_rank)

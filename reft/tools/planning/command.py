@@ -22,7 +22,7 @@ from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
 from reft.policy.choose import GIB
 from reft.profile.result import ProfileError, ProfileResult
-from reft.tools.planning.job import Layouting, PlannedJob, plan_job
+from reft.tools.planning.job import LayoutOptions, PlannedJob, plan_job
 from reft.tools.planning.model import load_cluster
 from reft.tools.planning.plan import ESTIMATED, make_plan
 
@@ -144,7 +144,7 @@ def plan_command(
             measured = ProfileResult.load(profile)
         except ProfileError as error:
             raise ConfigError(f"--profile: {error}") from error
-    layouting = Layouting(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)
+    layouting = LayoutOptions(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)
     machine = load_cluster(cluster)
     job = plan_job(values | {BLOCK_NAME: block}, machine, model, layouting, parameters, seq_length=seq_length)
     plan = make_plan(job, measured)

@@ -34,7 +34,7 @@ ORDERS: tuple[tuple[str, ...], ...] = tuple(
 
 
 @dataclass(frozen=True)
-class Layout:
+class JobLayout:
     """Degrees of a job and the order in which DeepSpeed numbers its ranks."""
 
     degrees: Degrees
@@ -68,7 +68,7 @@ def choose_order(degrees: Degrees, nodes: Sequence[object]) -> tuple[str, ...]:
     """
 
     def quality(order: tuple[str, ...]) -> tuple[int, int]:
-        layout = Layout(degrees, order)
+        layout = JobLayout(degrees, order)
         spread = min(len({nodes[rank] for rank in group}) for group in layout.groups("data"))
         split = sum(len({nodes[rank] for rank in group}) > 1 for group in layout.groups("model"))
         return -spread, split
@@ -87,7 +87,7 @@ def parse_order(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Layouting:
+class LayoutOptions:
     """How the job is spread; None is derived from the rest. ``order`` of the ranks: axes, or ``auto``."""
 
     pp: int = 1
@@ -103,7 +103,7 @@ class PlannedJob:
     training: Training  # model, machine and degrees; whether the optimizer is partitioned (``zero_1``)
     block: ReftConfig
     half: bool  # 16-bit weights beside fp32 masters
-    layout: Layout  # order of the ranks
+    layout: JobLayout  # order of the ranks
     parameters: float | None = None  # nominal, counted as if spread evenly; None counts those of each stage
     notes: tuple[str, ...] = ()  # what was assumed
 
@@ -149,7 +149,7 @@ def plan_job(
     config: Mapping[str, Any],
     cluster: Cluster,
     model: str | None,
-    layouting: Layouting,
+    layouting: LayoutOptions,
     parameters: float | None = None,
     *,
     seq_length: int | None = None,
@@ -190,7 +190,7 @@ def plan_job(
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
     auto = layouting.order == "auto"
-    layout = Layout(degrees, choose_order(degrees, nodes) if auto else parse_order(layouting.order))
+    layout = JobLayout(degrees, choose_order(degrees, nodes) if auto else parse_order(layouting.order))
     return PlannedJob(training, block, half, layout, parameters, tuple(notes))
 
 
@@ -233,7 +233,7 @@ def _count(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def _batches(
-    config: Mapping[str, Any], cluster: Cluster, layouting: Layouting, samples: int, notes: list[str]
+    config: Mapping[str, Any], cluster: Cluster, layouting: LayoutOptions, samples: int, notes: list[str]
 ) -> tuple[int, int]:
     """Replicas, and micro-batches per pipeline and step: what is not given follows from the rest."""
     dp, replica = layouting.dp, layouting.pp * layouting.tp

@@ -28,7 +28,7 @@ MEMORY_SHARE = 0.5
 """Part of a node's memory that reft may take by default: what Linux lets a tmpfs such as /dev/shm hold."""
 
 
-class Failure(BaseModel):
+class FailureRate(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mtbf_days: PositiveFloat  # mean time between failures of one node
@@ -59,7 +59,7 @@ class Cluster(BaseModel):
     network_over_host_link: bool = True  # traffic of the network takes the device's host link
     network_through_host: bool = False  # and is staged in host memory, so it takes the shared part too
     host_memory_bytes: PositiveInt  # of a node. failures: why nodes fail.
-    failures: tuple[Failure, ...] = Field(min_length=1)
+    failures: tuple[FailureRate, ...] = Field(min_length=1)
     storage_bytes_per_sec: PositiveFloat | None = None  # at which a node writes while all do; None: not known
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _explain(path: Path, error: ValidationError) -> str:
     for item in error.errors():
         where = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
-            known = list((Failure if "failures" in item["loc"] else Cluster).model_fields)
+            known = list((FailureRate if "failures" in item["loc"] else Cluster).model_fields)
             near = get_close_matches(str(item["loc"][-1]), known, n=1)
             hint = f'did you mean "{near[0]}"?' if near else f"known: like, {', '.join(known)}"
             lines.append(f"  {where}: unknown key; {hint}")

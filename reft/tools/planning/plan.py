@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from reft.config import AOR, AUTO
 from reft.engine.checks.preflight import Finding, Severity, block_findings
 from reft.errors import ConfigError
-from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, Situation, choose
-from reft.policy.loads import Load, Rates
+from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, ChoiceInputs, choose
+from reft.policy.loads import LinkRates, TrafficEstimate
 from reft.policy.rate import DAY_SECS, REPAIR_SECS, best_interval, memory_risk, whole_interval
 from reft.profile.result import Activity, ProfileResult
-from reft.snapshot.schedule import AnalyticEstimator, Bandwidth, Interval, Limits, Window, plan_schedule
+from reft.snapshot.schedule import AnalyticEstimator, Bandwidth, HasLimits, Interval, Window, plan_schedule
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.model import MEMORY_SHARE, Training
 
@@ -48,14 +48,14 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
     if block.recompute:
         notes.append(IN_VAIN if recomputed else f'nothing is partitioned: "{AOR}" has nothing to do')
     choice = choose(
-        Situation(
+        ChoiceInputs(
             job.topology,
             job.sections,
             arenas=block.arena_count,
             block_bytes=block.block_bytes,
             memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
             exact=False,  # all clusters have GPUs
-            rates=Rates(cluster.copy_bytes_per_sec, cluster.network_share_bytes_per_sec, HOST_ADAM, 1),
+            rates=LinkRates(cluster.copy_bytes_per_sec, cluster.network_share_bytes_per_sec, HOST_ADAM, 1),
         ),
         block.tolerance,
         recompute=recomputed,
@@ -199,14 +199,14 @@ class StageWindows:
     step_secs: float
     computing: Sequence[Interval] = ()
     communicating: Sequence[Interval] = ()
-    limits: Limits = field(default_factory=Limits)
+    limits: HasLimits = field(default_factory=HasLimits)
 
     @property
     def idle_secs(self) -> float:
         return sum(window.length_secs for window in self.windows)
 
 
-class Fit(NamedTuple):
+class FitPrediction(NamedTuple):
     """A prediction for a snapshot in every step."""
 
     overhead: float  # part of the step that is added
@@ -227,7 +227,7 @@ class WindowPace:
     def step_secs(self) -> float:
         return max(stage.step_secs for stage in self.stages.values())
 
-    def __call__(self, loads: Mapping[int, Load]) -> Fit:
+    def __call__(self, loads: Mapping[int, TrafficEstimate]) -> FitPrediction:
         plans = [
             plan_schedule(
                 {"state": load.to_host_bytes},
@@ -243,7 +243,7 @@ class WindowPace:
         ]
         waits = max(plan.left_over_secs for plan in plans)
         delays = self._delays_secs(max(load.sent_bytes for load in loads.values()))
-        return Fit(
+        return FitPrediction(
             overhead=(waits + delays) / self.step_secs,
             in_windows=min(
                 plan.tier_bytes[1] / plan.total_bytes if plan.total_bytes else 1.0 for plan in plans
@@ -292,7 +292,7 @@ def measured_pace(profile: ProfileResult, training: Training, compute_share: flo
                 for s in ranks[stage.stage_id].segments
                 if s.activity in (Activity.FORWARD, Activity.BACKWARD)
             ],
-            limits=Limits(compute_share=compute_share),
+            limits=HasLimits(compute_share=compute_share),
         )
         for stage in profile.stages
     }
@@ -317,7 +317,7 @@ def estimated_pace(training: Training) -> WindowPace:
             step_secs=reduced_secs + max(training.optimizer_secs),
             computing=[Interval(b, e) for b, e in zip(begins, ends, strict=True) if e > b],
             communicating=[Interval(pipeline.step_secs, reduced_secs)],
-            limits=Limits(compute_share=1.0, separate_links=separate),  # copy engines take no turns
+            limits=HasLimits(compute_share=1.0, separate_links=separate),  # copy engines take no turns
         )
     return WindowPace(stages, ESTIMATED, training)
 
