@@ -34,7 +34,7 @@ import psutil
 
 from reft.control.control import connect
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
-from reft.control.transport import FANOUT, Buffers, children_of, parent_of
+from reft.control.transport import FANOUT, Buffers, find_children, find_parent
 from reft.control.wire import listen
 from reft.grid import Coordinate, Degrees, VersionId
 from reft.memory.header import ArenaState
@@ -268,16 +268,16 @@ def computed(ranks: int, per_node: int) -> dict[str, int]:
     nodes = -(-ranks // per_node)
 
     def depth(place: int) -> int:
-        return 1 + depth(parent_of(place)) if place else 0
+        return 1 + depth(find_parent(place)) if place else 0
 
-    most = max(len(children_of(place, nodes)) + (place > 0) for place in (0, 1, nodes - 1))
+    most = max(len(find_children(place, nodes)) + (place > 0) for place in (0, 1, nodes - 1))
     return {
         "ranks": ranks,
         "nodes": nodes,
         "hops": 2 * (depth(nodes - 1) + depth(per_node - 1)),
-        "most_connections_of_the_tree": most + len(children_of(0, per_node)),
+        "most_connections_of_the_tree": most + len(find_children(0, per_node)),
         # The training thread's and the worker's; ring peers come to it.
-        "most_connections_of_both_trees": 2 * (most + len(children_of(0, per_node))),
+        "most_connections_of_both_trees": 2 * (most + len(find_children(0, per_node))),
         "connections_in_a_full_mesh": ranks - 1,
     }
 

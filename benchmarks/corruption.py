@@ -44,7 +44,7 @@ class Trainer:
 
     def __init__(self, keys: dict[str, Any], peers: str) -> None:
         import reft
-        from reft.engine.deepspeed import session_of
+        from reft.engine.deepspeed import find_session
 
         self.random, self.flips, self.bit, model = random.Random(7), "", 0, Mlp(WIDTH, INNER)
         verify = {"peers": peers, "suspects": 10**6}
@@ -56,7 +56,7 @@ class Trainer:
         }
         self.engine = reft.initialize(model=model, model_parameters=[*model.parameters()], config=config)[0]
         self.engine.load_checkpoint("none")
-        self.session = session_of(self.engine)
+        self.session = find_session(self.engine)
         self.worker = worker = self.session.worker
         self.submit, worker.submit, worker.watchers.faults.reach = worker.submit, self.take, self.reach
         inner = self.engine.optimizer

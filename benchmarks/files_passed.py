@@ -58,7 +58,7 @@ def version_and_load(found: dict[str, list[tuple[str, str]]]) -> None:
     import torch
 
     import reft
-    from reft.engine.deepspeed import session_of
+    from reft.engine.deepspeed import find_session
     from reft.engine.on_import import avoid_build_at_start
 
     avoid_build_at_start()
@@ -85,7 +85,7 @@ def version_and_load(found: dict[str, list[tuple[str, str]]]) -> None:
         def step(engine: Any) -> None:
             engine.backward(engine(torch.ones(1, 64)).sum())
             engine.step()
-            session = session_of(engine)
+            session = find_session(engine)
             assert session is not None
             assert session.worker is not None
             assert session.flush(60)
@@ -97,12 +97,12 @@ def version_and_load(found: dict[str, list[tuple[str, str]]]) -> None:
         with noted(found, "version"):
             step(engine)
         engine.destroy()
-        session_of(engine).close()  # type: ignore[union-attr]
+        find_session(engine).close()  # type: ignore[union-attr]
         again = make()
         with noted(found, "load"):
             path, _ = again.load_checkpoint(memory)
         assert path is not None, "nothing was resumed"
-        session_of(again).close()  # type: ignore[union-attr]
+        find_session(again).close()  # type: ignore[union-attr]
     sys.setprofile(None)
 
 

@@ -390,7 +390,7 @@ def beside_training() -> dict:
 @fact
 def sealing() -> dict:
     """Checksums with a look for NaN, GB/s, by threads; whether reft's threads keep up with the link."""
-    from reft.memory.stream import EXPONENTS, choose_loop, hashing_copier, ranges_of
+    from reft.memory.stream import EXPONENTS, choose_loop, find_ranges, hashing_copier
     from reft.snapshot.copying.copier import hashing_threads
 
     nbytes = (8 * MIB) if OPTIONS.small else 2 * GIB
@@ -406,7 +406,7 @@ def sealing() -> dict:
 
         def hash_(n: int, part: int = part) -> None:
             hasher = hashing_copier()
-            hasher.copy(ranges_of([(0, arena.tensor.data_ptr() + n * part, part, EXPONENTS["bfloat16"])]))
+            hasher.copy(find_ranges([(0, arena.tensor.data_ptr() + n * part, part, EXPONENTS["bfloat16"])]))
             hasher.take()
 
         with ThreadPoolExecutor(threads) as pool:

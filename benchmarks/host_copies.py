@@ -51,8 +51,8 @@ from reft.memory.stream import (
     choose_loop,
     compiled_hash,
     copier,
+    find_ranges,
     hashing_copier,
-    ranges_of,
 )
 
 BLOCK_BYTES = 4 * MIB
@@ -88,7 +88,7 @@ def copy_mapped_anew(target: torch.Tensor, fd: int) -> None:
         source, hasher = np.frombuffer(mapping, np.uint8), hashing_copier()
         for at in range(0, nbytes, BLOCK_BYTES):
             part = min(BLOCK_BYTES, nbytes - at)
-            hasher.copy(ranges_of([(target.data_ptr() + at, source.ctypes.data + at, part)]))
+            hasher.copy(find_ranges([(target.data_ptr() + at, source.ctypes.data + at, part)]))
             hasher.take()
         del source
 
@@ -112,7 +112,7 @@ def ways(
     """Each copies or hashes all bytes, block by block as versions are cut. ``fd``: a file that holds them."""
     to, at, nbytes = target.data_ptr(), source.data_ptr(), source.numel()
     blocks = [
-        ranges_of([(to + x, at + x, min(BLOCK_BYTES, nbytes - x))]) for x in range(0, nbytes, BLOCK_BYTES)
+        find_ranges([(to + x, at + x, min(BLOCK_BYTES, nbytes - x))]) for x in range(0, nbytes, BLOCK_BYTES)
     ]
     numbers = [block.copy() for block in blocks]
     for block in numbers:
@@ -192,7 +192,7 @@ def measure_alignments(nbytes: int, rounds: int) -> dict[str, dict[str, Any]]:
     for offset in OFFSETS:
         # The target stays aligned to a cache line, as blocks of an arena are; the source moves.
         target, at = source + nbytes // PAGE_BYTES * PAGE_BYTES + 2 * PAGE_BYTES, source + PAGE_BYTES - offset
-        row = ranges_of([(target, at, nbytes, EXPONENTS["float32"])])
+        row = find_ranges([(target, at, nbytes, EXPONENTS["float32"])])
         taken: dict[str, list[float]] = {name: [] for name in ("memmove", *LOOPS)}
         for _ in range(rounds):
             for name, secs in taken.items():

@@ -33,9 +33,9 @@ from reft.recover.inventory import (
     ArenaRecord,
     Inventory,
     Summary,
-    arenas_to_tell,
-    parts_of,
-    put_together,
+    arenas_to_report,
+    merge_summaries,
+    participants,
     summarize,
 )
 from reft.recover.plan import RecoveryPlan
@@ -134,7 +134,7 @@ class Job:
         for rank, at in enumerate(self.topology.coordinates):
             node = self.topology.nodes[rank]
             records = [] if node == "new" else self._pair(at, ())
-            mine = arenas_to_tell(records, self.topology, rank, job_id=JOB)
+            mine = arenas_to_report(records, self.topology, rank, job_id=JOB)
             told.append(summarize(node, mine).encode())
         return told
 
@@ -153,8 +153,8 @@ def measure(degrees: Degrees) -> dict[str, Any]:
     marks = [time.process_time()]
     labels: dict[tuple[int, int], VersionId] = {}
     summaries = [Summary.decode(body, topology, labels) for body in told]
-    findings = put_together(summaries, topology, job_id=JOB)
-    parts = parts_of(findings, rank)
+    findings = merge_summaries(summaries, topology, job_id=JOB)
+    parts = participants(findings, rank)
     marks.append(time.process_time())
 
     records = [record for body in tables for record in Inventory.unpack(body).arenas]

@@ -45,7 +45,7 @@ from reft.protect.backend import (
     compiled_run,
 )
 from reft.protect.codes import BlockCode, Code, Scheme, make_code
-from reft.recover.plan import LostBlock, find_lost, stripes_of
+from reft.recover.plan import LostBlock, find_lost, find_stripes
 from reft.recover.rebuild import Pool, Stripe
 
 CASES = (
@@ -168,7 +168,7 @@ def decoding(what: str, image: np.ndarray, code: Code, lost_members: tuple[int, 
         raise SystemExit(why)
     if not missing:
         return None
-    stripes = stripes_of(missing)
+    stripes = find_stripes(missing)
     memory = [np.zeros(sum(lost.padded_bytes for lost in stripe), np.uint8) for stripe in stripes]
     read = {key for block in missing for key, _ in block.terms}
     moved = sum(len(left[key]) for key in read) + sum(block.nbytes for block in missing)

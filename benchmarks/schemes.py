@@ -199,7 +199,7 @@ def host_adam(engine: Any, quick: bool) -> list[dict[str, float]]:
     import torch
     import torch.distributed as dist
 
-    from reft.protect.host_adam import AdamReplica, OwnerStep, ReplicaTensors, recipe_of, step_of
+    from reft.protect.host_adam import AdamReplica, OwnerStep, ReplicaTensors, read_recipe, read_step
 
     found = []
     dist.barrier()
@@ -210,8 +210,8 @@ def host_adam(engine: Any, quick: bool) -> list[dict[str, float]]:
         master = torch.randn(count, generator=generator)
         tensors = ReplicaTensors(master, torch.zeros_like(master), torch.zeros_like(master))
         gradient = torch.randn(count, generator=generator)
-        groups = step_of(optimizer, 0).groups[:1]
-        replica = AdamReplica(recipe_of(optimizer), groups, [tensors])
+        groups = read_step(optimizer, 0).groups[:1]
+        replica = AdamReplica(read_recipe(optimizer), groups, [tensors])
         source = torch.ones(count * ADAM_BYTES // 2, dtype=torch.uint8)
         target = torch.zeros_like(source)
         for trial in range(4):

@@ -79,7 +79,7 @@ def running_program(engine: Any) -> MegatronProgram | None:
     return MegatronProgram(engine, args, checkpointing) if getattr(args, "deepspeed", False) else None
 
 
-def tell_of_attention(model: torch.nn.Module) -> None:
+def warn_attention(model: torch.nn.Module) -> None:
     """Say which matrices a slice's queries, keys and values are, in one parameter: by the release of the
     program one behind the other, or head by head. Nothing but its code tells; of others they stay unknown."""
     attention: Any
@@ -118,7 +118,7 @@ class MegatronProgram:
         consumed. Without ``--load`` it would not call ``load_checkpoint``: the job is resumed here, if there
         is anything, and the program is given a directory, to ask for the counters."""
         session.state.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
-        tell_of_attention(self._engine.module)
+        warn_attention(self._engine.module)
         wrap(self._engine, "load_checkpoint", self._load)
         if self.data_is_bound and (nodes := nodes_may_change()):
             warn(session, f"the number of nodes may change ({nodes}). {self.data_is_bound}")

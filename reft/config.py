@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_PROFILE
 from reft.errors import ConfigError
-from reft.naming import BLOCK_NAME, JOB_ID, name_of_run
+from reft.naming import BLOCK_NAME, JOB_ID, make_run_name
 from reft.protect.codes import short_form
 
 if TYPE_CHECKING:  # it needs numpy, which a program without the block must not find imported (P10)
@@ -479,7 +479,7 @@ def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None)
             if block.get(key) not in (None, value):
                 logger.warning("reft.%s is %s, but %s=%s is used", key, block[key], name, value)
             block[key] = value
-    if not block.get("job_id") and (run := name_of_run(environ)):
+    if not block.get("job_id") and (run := make_run_name(environ)):
         block["job_id"] = run
     if asked := environ.get(ENV_PROFILE):
         # `reft profile` measures any job, with or without a block.

@@ -161,17 +161,17 @@ class Cuda(Vendor):
 VENDORS: dict[str, Vendor] = {Cuda.type: Cuda()}  # by torch's device type
 
 
-def vendor_of(device: torch.device) -> Vendor | None:
+def find_vendor(device: torch.device) -> Vendor | None:
     """None for a CPU, whose work is done when a call returns, and for devices that reft does not know."""
     return VENDORS.get(device.type)
 
 
-def vendor_at_hand() -> Vendor | None:
+def find_local_vendor() -> Vendor | None:
     """Of the devices that this process could use; nothing is begun on them."""
     return next((vendor for vendor in VENDORS.values() if vendor.module.is_available()), None)
 
 
-def vendor_in_use() -> Vendor | None:
+def find_used_vendor() -> Vendor | None:
     """Of the device that torch has begun to use."""
     return next((vendor for vendor in VENDORS.values() if vendor.module.is_initialized()), None)
 

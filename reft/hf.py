@@ -169,13 +169,13 @@ class Resumption:
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The engine is made."""
-        from reft.engine.deepspeed import attach, session_of
+        from reft.engine.deepspeed import attach, find_session
         from reft.state.blob import capture_rng
 
         result = original(*args, **kwargs)
         trainer = self._trainer
         engine = trainer.model_wrapped
-        if session_of(engine) is None:
+        if find_session(engine) is None:
             return result
         session = attach(engine, client_state=self.capture)
         for follower in followers(trainer, engine):

@@ -117,7 +117,7 @@ class EventLog:
                 path.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             except OSError as error:
-                self._tell(error)
+                self._notify(error)
 
     @property
     def enabled(self) -> bool:
@@ -131,9 +131,9 @@ class EventLog:
             line = json.dumps({"event": event, "time": time.time(), "rank": self._rank, **fields})
             os.write(self._fd, line.encode() + b"\n")
         except (OSError, TypeError, ValueError) as error:
-            self._tell(error)
+            self._notify(error)
 
-    def _tell(self, error: Exception) -> None:
+    def _notify(self, error: Exception) -> None:
         if not self._told:
             logger.warning("events cannot be written to %s: %s", os.environ.get(ENV_EVENTS), error)
         self._told = True

@@ -56,7 +56,7 @@ def own_name(program: str, arguments: Sequence[str], *, module: bool = False) ->
     return f"{stem}-{same}-{_digest(*arguments)[:_ARGUMENTS_DIGITS]}"
 
 
-def own_name_of_process() -> str:
+def find_process_name() -> str:
     """:func:`own_name` of the running Python process, by the command line that it was started with."""
     program, module = own_program()
     command = sys.orig_argv[1:]
@@ -77,7 +77,7 @@ def own_program() -> tuple[str, bool]:
     return os.path.realpath(file or "python"), False
 
 
-def name_of_run(environ: Mapping[str, str]) -> str | None:
+def make_run_name(environ: Mapping[str, str]) -> str | None:
     """The name that the launcher's run id in a trainer's environment gives a job; None where it is nobody's
     in particular.
 

@@ -33,7 +33,7 @@ def is_refusal(error: BaseException) -> bool:
     return bool(names & _REFUSALS) and _IN_USE not in names
 
 
-def say(error: BaseException) -> None:
+def write_refusal(error: BaseException) -> None:
     """Print a refusal, which says itself what to change."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(f"reft: {error}", file=sys.stderr, flush=True)
@@ -63,7 +63,7 @@ class _Hook:
         if not is_refusal(error):
             self._before(kind, error, trace)
             return
-        say(error)
+        write_refusal(error)
         write_error_file(error)
         # Python ends with this code, by way of the exit handlers.
         raise SystemExit(EX_REFUSED)

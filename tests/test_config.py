@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from reft.cli import main
 from reft.config import explain, load_config, parse_block
-from reft.engine.identity import tell_of_siblings
+from reft.engine.identity import log_sibling_jobs
 from reft.errors import ConfigError
 from reft.memory.jobdir import JobDir
-from reft.naming import is_name, name_of_run, own_name, safe_name
+from reft.naming import is_name, make_run_name, own_name, safe_name
 
 
 def test_p10_an_absent_block_is_off() -> None:
@@ -228,8 +228,8 @@ def test_p7_a_name_is_of_directory_program_and_arguments(
 )
 def test_p7_a_run_id_names_a_job_unless_it_is_nobodys(run_id: str, nodes: int, expected: str | None) -> None:
     environ = {"TORCHELASTIC_RUN_ID": run_id, "GROUP_WORLD_SIZE": str(nodes)}
-    assert name_of_run(environ) == expected
-    assert name_of_run({}) is None
+    assert make_run_name(environ) == expected
+    assert make_run_name({}) is None
 
 
 def test_p10_a_run_id_with_other_characters_is_no_error() -> None:
@@ -242,12 +242,12 @@ def test_p12_what_the_same_program_left_under_other_arguments_is_said(
 ) -> None:
     name, other = own_name("train.py", ["--lr", "2"]), own_name("train.py", ["--lr", "1"])
     JobDir.open_or_create(tmp_path, "another", "n0")
-    tell_of_siblings(tmp_path, name)
+    log_sibling_jobs(tmp_path, name)
     assert caplog.text == ""
     JobDir.open_or_create(tmp_path, other, "n0")
-    tell_of_siblings(tmp_path, name)
+    log_sibling_jobs(tmp_path, name)
     assert other in caplog.text
     caplog.clear()
     JobDir.open_or_create(tmp_path, name, "n0")
-    tell_of_siblings(tmp_path, name)
+    log_sibling_jobs(tmp_path, name)
     assert caplog.text == ""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.engine.identity import NodeIdentity, declared_on_one_host, hosts_of
+from reft.engine.identity import NodeIdentity, declared_on_one_host, read_hosts
 from reft.errors import ConfigError, LayoutError
 from reft.grid import ALIGNMENT_BYTES, Coordinate, Degrees, Section, Topology, ring_order
 from reft.protect.codes import Scheme, survives
@@ -129,7 +129,7 @@ def test_p4_hosts_fail_not_launchers() -> None:
         NodeIdentity("mine", True, "a", "kernel-1"),
         NodeIdentity("yours", True, "a", "kernel-1"),
     ]
-    hosts = hosts_of(places)
+    hosts = read_hosts(places)
     assert hosts == ("a", "a", "a", "a-kernel-2", "mine", "yours")
     assert declared_on_one_host(places) == ("mine", "yours")
     assert declared_on_one_host(places[:5]) == ()

@@ -30,7 +30,7 @@ import torch
 from megatron_patches.core.engine import MegatronEngine, check_release
 from reft import log
 from reft.config import parse_block
-from reft.engine.checks.start import say_untried_device, warn
+from reft.engine.checks.start import warn, warn_untried_device
 from reft.engine.engine import ClientState, Tracer
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.on_import import wrap
@@ -102,7 +102,7 @@ def attach_megatron(
     session.state.followed.give(state or {})
     protection = MegatronProtection(engine, session)
     record(session)
-    say_untried_device(session)
+    warn_untried_device(session)
     atexit.register(session.close)
     return protection
 
@@ -373,7 +373,7 @@ _NAMES = {
 """Of DeepSpeed's instructions, by what Megatron's communicator does; a receive goes before a send."""
 
 
-def _name_of(arguments: dict[str, Any]) -> str | None:
+def _find_name(arguments: dict[str, Any]) -> str | None:
     """None where nothing is sent or received."""
     for key, name in _NAMES.items():
         if key.startswith("recv") and arguments.get(key):
@@ -398,7 +398,7 @@ def _weave_schedules() -> None:
         _reft_woven = True
 
         def _communicate(self, **arguments: Any) -> Any:
-            name = _name_of(arguments)
+            name = _find_name(arguments)
             if not _running or name is None:
                 return super()._communicate(**arguments)
             if arguments.get("wait_on_reqs", True):
@@ -411,10 +411,10 @@ def _weave_schedules() -> None:
 
     names["P2PCommunicator"] = WovenP2PCommunicator
     for function, name in (("forward_step", "ForwardPass"), ("backward_step", "BackwardPass")):
-        names[function] = _told(names[function], name)
+        names[function] = _logged(names[function], name)
 
 
-def _told(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _logged(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def told(*args: Any, **kwargs: Any) -> Any:
         with _executing(name):

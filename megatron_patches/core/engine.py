@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reft.engine.engine import flat_facts, shapes_of
-from reft.engine.identity import Fact, facts_of_arguments
+from reft.engine.engine import flat_facts, read_shapes
+from reft.engine.identity import Fact, read_argument_facts
 from reft.errors import ConfigError, LayoutError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.naming import own_program
@@ -361,11 +361,11 @@ class MegatronEngine:
 
     def shapes(self) -> str:
         kind = type(self.chunks[0].module).__qualname__
-        return shapes_of(kind, self._model.named_parameters())
+        return read_shapes(kind, self._model.named_parameters())
 
     def settings(self) -> dict[str, Fact]:
         facts: dict[str, Fact] = {
-            **facts_of_arguments(sys.argv[1:]),
+            **read_argument_facts(sys.argv[1:]),
             "script": own_program()[0],
             "seed": torch.initial_seed(),
             "micro_batches": self.micro_batches,

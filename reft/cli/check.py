@@ -34,7 +34,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 from reft.cli.memory import EXIT_NOT_WELL, AsJson
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
 from reft.control.wire import listen
-from reft.device import vendor_at_hand, vendor_of
+from reft.device import find_local_vendor, find_vendor
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import user_secret
@@ -213,7 +213,7 @@ def check_nodes(
 
 def measure_alone(secs: float) -> dict[str, float]:
     """Of several devices the slowest counts."""
-    vendor = vendor_at_hand()
+    vendor = find_local_vendor()
     cpu = vendor is None
     devices = [torch.device("cpu")]
     if vendor is not None:
@@ -238,7 +238,7 @@ def measure_alone(secs: float) -> dict[str, float]:
 def _per_sec(call: Callable[[], object], device: torch.device, secs: float) -> float:
     """Calls per second of a busy loop; without the time for which this thread had no core."""
 
-    vendor = vendor_of(device)
+    vendor = find_vendor(device)
 
     def finish() -> None:
         if vendor is not None:

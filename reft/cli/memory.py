@@ -47,7 +47,7 @@ def inspect_command(
     memory_dir: MemoryDirs = None, job: Job = None, stored: Stored = None, as_json: AsJson = False
 ) -> None:
     """Show the versions in memory: of which ranks, complete or torn, recoverable or why not."""
-    report = _look(memory_dir, job, stored)
+    report = _poll(memory_dir, job, stored)
     _show(report, as_json)
     if report.restores is None:
         raise typer.Exit(EXIT_NOT_WELL)
@@ -57,13 +57,13 @@ def verify_command(
     memory_dir: MemoryDirs = None, job: Job = None, stored: Stored = None, as_json: AsJson = False
 ) -> None:
     """Read every stored block and compare it with its checksum."""
-    report = _look(memory_dir, job, stored, verify=True)
+    report = _poll(memory_dir, job, stored, verify=True)
     _show(report, as_json)
     if not report.well:
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def _look(
+def _poll(
     memory_dirs: Sequence[Path] | None, job: str | None, stored: Path | None, *, verify: bool = False
 ) -> JobReport:
     if stored is not None:
@@ -85,7 +85,7 @@ def clean_command(
     jobs = (
         [s for d in dirs for s in list_jobs(d)]
         if job is None
-        else [summarise(path) for path in find_memory_or_say(memory_dir, job, as_json=as_json)]
+        else [summarise(path) for path in require_memory(memory_dir, job, as_json=as_json)]
     )
     done = [(summary, _clean(summary, force, dry_run)) for summary in jobs]
     if as_json:
@@ -184,7 +184,7 @@ def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Pat
     return found[job if job is not None else next(iter(found))]
 
 
-def find_memory_or_say(memory_dirs: Sequence[Path] | None, job: str | None, *, as_json: bool) -> list[Path]:
+def require_memory(memory_dirs: Sequence[Path] | None, job: str | None, *, as_json: bool) -> list[Path]:
     """As :func:`find_memory`, for commands whose JSON is a list: an empty one is printed before the error."""
     try:
         return find_memory(memory_dirs, job)
@@ -234,10 +234,10 @@ def _show(report: JobReport, as_json: bool) -> None:
     console.print(_arenas_table(report), markup=False)
     for version in report.versions:
         if not version.recoverable:
-            _say(console, f"{version.label} cannot be recovered:", version.reasons, "yellow")
-    _say(console, f"{len(report.problems)} arenas cannot be read:", report.problems, "red")
+            _echo(console, f"{version.label} cannot be recovered:", version.reasons, "yellow")
+    _echo(console, f"{len(report.problems)} arenas cannot be read:", report.problems, "red")
     for node, reasons in report.alive_because.items():
-        _say(console, f"node {node} is alive:", reasons, "cyan")
+        _echo(console, f"node {node} is alive:", reasons, "cyan")
     if report.restores is None:
         console.print(
             "a restart would find nothing to restore in this memory", style="bold red", markup=False
@@ -251,7 +251,7 @@ def _show(report: JobReport, as_json: bool) -> None:
         console.print(_verified(report), style=style, markup=False)
 
 
-def _say(console: Console, title: str, lines: Sequence[str], style: str) -> None:
+def _echo(console: Console, title: str, lines: Sequence[str], style: str) -> None:
     if lines:
         console.print(title, style=style, markup=False)
         for line in lines:
@@ -278,7 +278,7 @@ def _versions_table(report: JobReport) -> Table:
             "yes" if version.committed else "no",
             f"{version.whole_ranks} of {version.ranks} ranks",
             version.scheme or "not said",
-            say_size(version.nbytes),
+            format_size(version.nbytes),
             "never" if age is None else f"{age:.0f} s ago",
         )
     return table
@@ -306,8 +306,8 @@ def _content(arena: ArenaReport) -> list[str]:
         _label(header.label),
         "torn (being written)" if not header.state.whole else str(header.state),
         str(len(header.entries)),
-        say_size(arena.own_bytes),
-        say_size(arena.redundant_bytes),
+        format_size(arena.own_bytes),
+        format_size(arena.redundant_bytes),
     ]
 
 
@@ -318,17 +318,17 @@ def _show_cleaning(done: Sequence[tuple[JobSummary, str]], dirs: Sequence[Path],
         return
     table = Table("job", "node", "owner", "incarnation", "arenas", "memory", "directory", "action")
     for s, action in done:
-        size = say_size(s.nbytes)
+        size = format_size(s.nbytes)
         cells = (s.job_id, s.node, s.owner_uid, s.incarnation, s.arenas, size, s.path, action)
         table.add_row(*map(str, cells))
     console.print(table, markup=False)
     freed = sum(s.nbytes for s, action in done if action in (_REMOVED, _PLANNED))
-    console.print(f"{say_size(freed)} {'would be' if dry_run else 'were'} freed", markup=False)
+    console.print(f"{format_size(freed)} {'would be' if dry_run else 'were'} freed", markup=False)
 
 
 def _label(label: VersionId) -> str:
     return f"step {label.step} (incarnation {label.incarnation})"
 
 
-def say_size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 1024:.1f} KiB"

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[Any, bool]:
     """The rehearsal that a command line asks for, and whether it is reported in JSON. Raises SystemExit:
     argparse's own refusals, and ``--help``."""
-    from reft.job.options import make_parser, options_of
+    from reft.job.options import collect_options, make_parser
     from reft.naming import safe_name
     from reft.rehearse.run import Rehearsal, new_job_id
 
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, bool]:
     if not meets and given_nodes is not None:
         # Where they meet is known when they are started.
         args.rdzv_endpoint = "127.0.0.1:0"
-    options = options_of(args)
+    options = collect_options(args)
     with suppress(OSError, AttributeError):  # torchrun makes it for logs when it reads its options
         os.rmdir(options.config.logs_specs.root_log_dir)  # type: ignore[union-attr]
     nodes = 0 if meets and options.config.max_nodes > 1 else options.config.min_nodes

@@ -40,14 +40,14 @@ def main(argv: Sequence[str]) -> int:
         own.print_help()
         return 0
     from reft.job.launch import launch
-    from reft.job.options import make_parser, options_of
+    from reft.job.options import collect_options, make_parser
 
     parser = make_parser()
     parser.prog = _NAME
     parser.description = _DESCRIPTION
     _add_options(parser)
     args = parser.parse_args(["--help"] if argv[:1] == ["--help-all"] else list(argv))
-    options = options_of(args)
+    options = collect_options(args)
     try:
         kept = JobDir.open(find_memory([options.memory_dir], options.job_id)[0])
     except ReftError as error:
@@ -79,8 +79,10 @@ def main(argv: Sequence[str]) -> int:
         "from_step": before.step,
         "step": newest.step,
         "blocks": len(expected),
-        "differ": [_said(at, expected, made[0]) for at in differ],
-        "not_deterministic": [_said(at, made[0], made[-1]) for at in unsteady] if args.twice else None,
+        "differ": [_format_report(at, expected, made[0]) for at in differ],
+        "not_deterministic": [_format_report(at, made[0], made[-1]) for at in unsteady]
+        if args.twice
+        else None,
     }
     if args.json is not None:
         args.json.write_text(json.dumps(told, indent=2))
@@ -150,7 +152,7 @@ def _differing(kept: Blocks, made: Blocks) -> list[tuple[Coordinate, BlockKey]]:
     return sorted(at for at in kept.keys() | made.keys() if kept.get(at) != made.get(at))
 
 
-def _said(at: tuple[Coordinate, BlockKey], kept: Blocks, made: Blocks) -> dict[str, Any]:
+def _format_report(at: tuple[Coordinate, BlockKey], kept: Blocks, made: Blocks) -> dict[str, Any]:
     coordinate, key = at
     block = f"{key.section} block {key.index} of member {key.member}"
     before, after = (blocks.get(at, {}) for blocks in (kept, made))

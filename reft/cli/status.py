@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Column, Table
 
-from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory, find_memory_or_say, say_size
+from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory, format_size, require_memory
 from reft.cli.running import describe
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import JobDir
@@ -106,7 +106,7 @@ def history_command(
     prints a list of nodes; it is empty if no history is found, and standard error says why.
     """
     histories = (
-        _kept(kept, as_json=as_json) if kept is not None else _in_memory(memory_dir, job, as_json=as_json)
+        _kept(kept, as_json=as_json) if kept is not None else _read_memory(memory_dir, job, as_json=as_json)
     )
     if as_json:
         told = [
@@ -135,9 +135,9 @@ def history_command(
 Histories = Mapping[tuple[str, str], Sequence[RoundReport]]  # by job and node
 
 
-def _in_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: bool) -> Histories:
+def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: bool) -> Histories:
     try:
-        paths = find_memory_or_say(memory_dir, job, as_json=as_json)
+        paths = require_memory(memory_dir, job, as_json=as_json)
     except ConfigError:
         raise
     except ReftError as error:
@@ -220,7 +220,7 @@ def _show(told: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None
     console.print(_view(told))
     for node in () if briefly else told["here"]:
         table = Table(title=escape(f"job {node['job_id']}, node {node['node']}"), show_header=False)
-        for name, said in _facts_of_node(node):
+        for name, said in _describe_node(node):
             table.add_row(name, escape(said))
         console.print(table)
 
@@ -327,7 +327,7 @@ def _speeds(told: dict[str, Any]) -> Table:
     return table
 
 
-def _facts_of_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _describe_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What the node's own files tell, for people."""
     status = node["status"] or {}
     persist = status.get("persist") or {}
@@ -364,9 +364,9 @@ def _facts_of_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
     counted = [s["traffic"] for s in stats if "traffic" in s]
     for name, direction in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
         total: Counter[str] = sum((Counter(c[direction]) for c in counted), Counter())
-        parts = ", ".join(f"{kind.replace('_', ' ')} {say_size(n)}" for kind, n in total.items())
+        parts = ", ".join(f"{kind.replace('_', ' ')} {format_size(n)}" for kind, n in total.items())
         if counted:
-            yield name, f"{say_size(total.total())} ({parts})" if total else "nothing"
+            yield name, f"{format_size(total.total())} ({parts})" if total else "nothing"
     made = sum(s.get("recomputed", 0) for s in stats)
     copied: Counter[str] = sum((Counter(s.get("resynced") or {}) for s in stats), Counter())
     if made or copied:

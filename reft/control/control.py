@@ -42,10 +42,10 @@ from reft.control.transport import (
     Transport,
     Tree,
     advance,
-    children_of,
     ended,
+    find_children,
+    find_parent,
     not_empty,
-    parent_of,
     saying,
 )
 from reft.control.wire import Backoff, Channel, authenticate, check_authentic
@@ -230,7 +230,7 @@ class ControlGroup:
     ) -> None:
         """Send tensors to peers and receive from peers. Both sides of a pair hold equally many bytes for each
         other, and name each other in the same call. Raises PeerLostError."""
-        self.stream(_bytes_of(sends), {peer: Buffers(views) for peer, views in _bytes_of(receives).items()})
+        self.stream(_to_bytes(sends), {peer: Buffers(views) for peer, views in _to_bytes(receives).items()})
 
     def stream(
         self,
@@ -295,7 +295,7 @@ class WorkerControl(ControlGroup):
         return Ballot(ok=bool(ok), **results)
 
 
-def _bytes_of(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[memoryview]]:
+def _to_bytes(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[memoryview]]:
     import torch
 
     return {
@@ -545,11 +545,11 @@ class _JoinRecord:
         self._await_all(world_size)
         # All listen now: what is left takes no rank long, and one that has died meanwhile does not say so.
         self.deadline = min(self.deadline, time.monotonic() + CONNECT_SECS)
-        callers = [self._rank(f"at/{node}/{i}") for i in children_of(index, self._count(f"node/{node}"))]
+        callers = [self._rank(f"at/{node}/{i}") for i in find_children(index, self._count(f"node/{node}"))]
         if leader is None:
-            return callers, self.endpoint_of(self._rank(f"at/{node}/{parent_of(index)}"))
-        callers += [self._rank(f"leader/{i}") for i in children_of(leader, self._count("nodes"))]
-        return callers, self.endpoint_of(self._rank(f"leader/{parent_of(leader)}")) if leader else None
+            return callers, self.endpoint_of(self._rank(f"at/{node}/{find_parent(index)}"))
+        callers += [self._rank(f"leader/{i}") for i in find_children(leader, self._count("nodes"))]
+        return callers, self.endpoint_of(self._rank(f"leader/{find_parent(leader)}")) if leader else None
 
     def endpoint_of(self, rank: int) -> Endpoint:
         packed = bytes.fromhex(self._store.get(self._key(f"rank/{rank}")).decode())

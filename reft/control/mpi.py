@@ -30,9 +30,9 @@ from reft.control.transport import (
     ReceiveSink,
     TransferLimits,
     advance,
-    children_of,
+    find_children,
+    find_parent,
     not_empty,
-    parent_of,
     saying,
 )
 from reft.control.wire import Backoff
@@ -96,7 +96,7 @@ class PollIntervals:
         time.sleep(self._pauses.failed())
 
 
-def duplicates_of(parent: Any) -> Callable[[float, GoOn], Any]:
+def find_duplicates(parent: Any) -> Callable[[float, GoOn], Any]:
     """Gives the next duplicate of a communicator, on which nothing else is done, within so many seconds.
     Collective. Raises TransferError: not all ranks came in time, or were waited for no more.
 
@@ -351,7 +351,7 @@ class MpiTransport:
                 silence = PeerTimeout(self.limits.patience_secs)
                 pauses.restart()
                 continue
-            self._hear()
+            self._receive_next()
             self._require_all()
             self.limits.look_at(silence, [self._name(p) for p in sorted(busy.keys() | awaited.keys())])
             if wake is not None:
@@ -366,7 +366,7 @@ class MpiTransport:
         silence, pauses = PeerTimeout(self.limits.patience_secs, shows=True), PollIntervals()
         try:
             while not request.Test():
-                self._hear()
+                self._receive_next()
                 self._require_all(self._calls)
                 missing = self._missing()
                 if silence.secs > self.limits.timeout_secs:
@@ -392,7 +392,7 @@ class MpiTransport:
             if call is None or finished < call:
                 raise EOFError(f"{self._name(rank)} left")
 
-    def _hear(self) -> None:
+    def _receive_next(self) -> None:
         status = self._mpi.Status()
         any_source = self._mpi.ANY_SOURCE
         for tag, told in ((_LEFT, self._left), (_HERE, self._here)):
@@ -449,9 +449,9 @@ class MpiTransport:
         if self._closed:
             return
         self._closed = True
-        neighbours = [*children_of(self.rank, self.world_size)]
+        neighbours = [*find_children(self.rank, self.world_size)]
         if self.rank:
-            neighbours.append(parent_of(self.rank))
+            neighbours.append(find_parent(self.rank))
         with suppress(self._mpi.Exception):
             for peer in neighbours:
                 self._send(peer, _LEFT, [self._finished])
@@ -468,7 +468,7 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
             f"{rank} of {world_size} for torch. Start the job with mpiexec -n {world_size} reft mpi-run "
             f'SCRIPT, which numbers both alike, or write "transport": "sockets"'
         )
-    fresh = duplicates_of(duplicates_of(world)(timeout_secs, lambda: True))
+    fresh = find_duplicates(find_duplicates(world)(timeout_secs, lambda: True))
 
     def open_(timeout_secs: float, go_on: GoOn, on_silence: OnSilence) -> MpiTransport:
         try:

@@ -373,12 +373,12 @@ FANOUT = 16
 PART_BYTES = 8 * 2**20  # Longer messages are sent in parts: a frame has a limit
 
 
-def parent_of(index: int) -> int:
+def find_parent(index: int) -> int:
     """The parent of place ``index`` > 0 of a tree that is filled row by row."""
     return (index - 1) // FANOUT
 
 
-def children_of(index: int, size: int) -> range:
+def find_children(index: int, size: int) -> range:
     """The children of place ``index`` in a tree of ``size`` places."""
     return range(min(size, FANOUT * index + 1), min(size, FANOUT * index + FANOUT + 1))
 

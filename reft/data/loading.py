@@ -41,7 +41,7 @@ from reft.data.order import (
     encode,
     mix,
 )
-from reft.data.passes import PassReader, is_left_out, raw_iterator, received_by
+from reft.data.passes import PassReader, count_received, is_left_out, raw_iterator
 from reft.data.watch import LOADERS, WATCH, TrackedLoader
 from reft.errors import ConfigError
 from reft.state.blob import capture_host_rng, restore_host_rng
@@ -342,7 +342,7 @@ class ReadAhead:
         to take one."""
         if self._taken.failed is not None:
             raise self._taken.failed
-        received = received_by(self._inner)
+        received = count_received(self._inner)
         batch, found = None, None
         try:
             batch = next(self._inner)

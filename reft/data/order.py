@@ -240,7 +240,7 @@ def readers(replicas: int) -> int:
     return max(replicas, process()[1])
 
 
-def why_refused(loader: str, why_equal: str | None) -> str | None:
+def explain_refusal(loader: str, why_equal: str | None) -> str | None:
     """What is wrong with ``order="dynamic"`` where replicas have to train on equally many micro-batches."""
     return why_equal and (
         f'{loader} has order="dynamic", in which replicas train on unequal numbers of micro-batches, but '
@@ -393,7 +393,7 @@ class SharedBatches(StaticBatches):
         return EpochPartition(self.order.size, 1, self.step_samples, self.drop_last)
 
     def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> ConsumedSamples:
-        if refused := why_refused(f"the loader {self._name!r}", WATCH.why_equal()):
+        if refused := explain_refusal(f"the loader {self._name!r}", WATCH.why_equal()):
             raise ConfigError(refused)
         if (micro_batches := self.step_samples // self.batch_size) < replica[1]:
             raise ConfigError(

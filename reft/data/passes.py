@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.data.samplers import capture_samplers, changed_by, holders, reads_here, restore_samplers
+from reft.data.samplers import capture_samplers, find_changes, holders, reads_here, restore_samplers
 from reft.state import objects
 from reft.state.blob import capture_host_rng, restore_host_rng, same_host_rng
 from reft.state.codec import class_path
@@ -54,7 +54,7 @@ class DistributedPass:
         return None if rest else min(batches, other.batches)
 
 
-def dealt_by(loader: Any) -> DistributedPass | None:
+def find_distribution(loader: Any) -> DistributedPass | None:
     """What a ``DataLoader`` deals out; None where its order or its batches are made otherwise."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     if type(sampler) is not DistributedSampler or type(batches) is not BatchSampler:
@@ -64,10 +64,10 @@ def dealt_by(loader: Any) -> DistributedPass | None:
     return DistributedPass(samples, int(sampler.num_replicas), *sizes, bool(sampler.drop_last))
 
 
-def order_of(loader: Any, replicas: int) -> dict[str, Any] | None:
+def find_order(loader: Any, replicas: int) -> dict[str, Any] | None:
     """What has to be equal on all ranks of the order that a ``DistributedSampler`` deals out to all replicas;
     None where it is another one, which may be meant to differ."""
-    dealt = dealt_by(loader)
+    dealt = find_distribution(loader)
     if dealt is None or dealt.replicas != replicas:
         return None
     return {**asdict(dealt), "seed": loader.sampler.seed, "shuffle": loader.sampler.shuffle}
@@ -105,8 +105,8 @@ class Position:
     def fits(self, loader: Any) -> bool:
         """Whether it can be of this loader: others are read before the first step too."""
         return (
-            length_of(loader) == self.length
-            and source_of(loader) == self.source
+            find_length(loader) == self.length
+            and find_source(loader) == self.source
             and not iterates_itself(loader)
             and len(own_generators(loader)) == len(self.start["generators"])
         )
@@ -148,20 +148,20 @@ def _same_start(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return samplers and same_host_rng(one, other) and all(torch.equal(a, b) for a, b in own)
 
 
-def length_of(loader: Any) -> int | None:
+def find_length(loader: Any) -> int | None:
     try:
         return len(loader)
     except TypeError:
         return None
 
 
-def source_of(loader: Any) -> str:
-    return f"{class_path(loader.dataset)} of {length_of(loader.dataset)}"
+def find_source(loader: Any) -> str:
+    return f"{class_path(loader.dataset)} of {find_length(loader.dataset)}"
 
 
 def described(loader: Any) -> str:
     sampler = type(getattr(loader, "sampler", None)).__name__
-    return f"{source_of(loader)}, {sampler}, num_workers={getattr(loader, 'num_workers', 0)}"
+    return f"{find_source(loader)}, {sampler}, num_workers={getattr(loader, 'num_workers', 0)}"
 
 
 def reads_lazily(loader: Any) -> bool:
@@ -245,7 +245,7 @@ class LoaderIterator(PassReader):
             self._first = now if self._begun is None or not _same_start(now, self._begun) else None
             self._begun = None
         self._watch.before_read(self)
-        received = received_by(self._inner)
+        received = count_received(self._inner)
         try:
             batch = self._read_one()
         except StopIteration:
@@ -283,13 +283,13 @@ class LoaderIterator(PassReader):
         self._watch.after_last(self)
 
     def position(self) -> Position:
-        dealt = dealt_by(self.loader)
+        dealt = find_distribution(self.loader)
         return Position(
             self.start,
             self._first,
             self.taken,
-            length_of(self.loader),
-            source_of(self.loader),
+            find_length(self.loader),
+            find_source(self.loader),
             number=self.number,
             renewed=self._renewed,
             ahead=self._before_read if self._read > self.taken else None,
@@ -376,7 +376,7 @@ def leave_behind(loader: Any, position: Position) -> None:
             pass
     else:
         next(positioned(loader, position, position.taken - 1), None)
-    changed_by(before, loader, position.start.get("samplers", []))
+    find_changes(before, loader, position.start.get("samplers", []))
 
 
 def has_workers(loader: Any) -> bool:
@@ -404,7 +404,7 @@ def raw_iterator(loader: Any) -> Iterator[Any]:
     return iterate(loader)
 
 
-def received_by(iterator: Iterator[Any]) -> int | None:
+def count_received(iterator: Iterator[Any]) -> int | None:
     """Batches that torch's iterator has received of its workers; None where there are none."""
     return getattr(iterator, "_rcvd_idx", None)
 
@@ -412,7 +412,7 @@ def received_by(iterator: Iterator[Any]) -> int | None:
 def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
     """Whether torch's iterator goes on behind the batch in whose place it has raised an error: one of the
     data set, and not that workers have died or are late."""
-    return received is None or received_by(iterator) != received
+    return received is None or count_received(iterator) != received
 
 
 class SkippingSampler:

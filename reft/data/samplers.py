@@ -41,7 +41,7 @@ def restore_samplers(loader: Any, saved: list[dict[str, Any]]) -> None:
         restore(owner, state)
 
 
-def changed_by(before: list[dict[str, Any]], loader: Any, start: list[dict[str, Any]]) -> None:
+def find_changes(before: list[dict[str, Any]], loader: Any, start: list[dict[str, Any]]) -> None:
     """A pass was replayed from ``start``. What that left as it was at its beginning is again as ``before``
     the replay: the script may have set it for the next pass."""
     for owner, was, begun in zip(_owners(loader), before, start, strict=False):

@@ -26,12 +26,12 @@ from reft.data.passes import (
     PassReader,
     Position,
     capture_start,
+    find_order,
     has_workers,
     is_within,
     iterates_itself,
     leave_behind,
     of_inner,
-    order_of,
     raw_iterator,
     restore_items,
 )
@@ -528,7 +528,7 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
         self._followed = one
 
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
-        return order_of(self._loader, replicas)
+        return find_order(self._loader, replicas)
 
     def reads(self, loader: Any) -> bool:
         return loader in (self._loader, getattr(self._loader, "base_dataloader", None))

@@ -27,17 +27,17 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.data.order import why_refused
+from reft.data.order import explain_refusal
 from reft.data.passes import (
     LoaderIterator,
     PassReader,
     Position,
     capture_start,
-    dealt_by,
     described,
+    find_distribution,
+    find_length,
+    find_order,
     iterates_itself,
-    length_of,
-    order_of,
     reads_lazily,
 )
 from reft.data.watch import DISPATCHED, LOADERS, WATCH, ResumePhase, is_dispatched, is_shard
@@ -88,7 +88,7 @@ class DataPosition:
     def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
         self._engine = engine
         self._replica = replica
-        self.why_equal = _why_equal(engine)
+        self.why_equal = _explain_equal(engine)
         """Why all replicas have to train on equally many micro-batches of a step; None: they need not."""
         self.is_pipeline = hasattr(engine, "grid")
         self._thread = threading.get_ident()
@@ -169,7 +169,7 @@ class DataPosition:
     def begins_pass(self, loader: Any) -> None:
         one, of_step = self._pass, int(self._engine.gradient_accumulation_steps())
         if isinstance(one, LoaderIterator) and one.loader is loader and self._may_train(loader):
-            length = length_of(loader)
+            length = find_length(loader)
             # A pass of a step's batches is no loop: each step begins one.
             if length is not None and of_step < one.taken < length and self._cut_off == "":
                 self._cut_off = f"{one.taken} of {length} batches"
@@ -259,7 +259,7 @@ class DataPosition:
         loader = self._maybe[-1].loader if self._maybe else None
         if loader is None and _is_repeating(source):
             loader = getattr(source.loader, "dataloader", source.loader)  # DeepSpeed's own repeats it too
-        facts = order_of(loader, replicas)
+        facts = find_order(loader, replicas)
         return found if facts is None else {**found, "the DataLoader of the training": facts}
 
     def _source_of(self, iterator: Any) -> Any:
@@ -423,7 +423,7 @@ class DataPosition:
         if self.left_to_program:
             return None
         if self._stateful is not None:
-            return why_iterator_is_bound(self._stateful)
+            return explain_bound_iterator(self._stateful)
         if is_dispatched():
             return f"the script trains from {DISPATCHED}"
         if self.comes_back():
@@ -441,7 +441,7 @@ class DataPosition:
     def _advice_on_degrees(self) -> str | None:
         """On a job whose number of replicas may change."""
         if isinstance(self._pass, LoaderIterator) and nodes_may_change():
-            return why_bound(self._pass.loader, int(self._engine.train_batch_size()))
+            return explain_bound_data(self._pass.loader, int(self._engine.train_batch_size()))
         return None
 
     def _advice_for_loop(self) -> str | None:
@@ -464,7 +464,7 @@ class DataPosition:
         )
 
 
-def _why_equal(engine: Any) -> str | None:
+def _explain_equal(engine: Any) -> str | None:
     if hasattr(engine, "grid"):
         return "the stages of a pipeline run a fixed number of micro-batches"
     stage = getattr(engine, "zero_optimization_stage", int)()
@@ -553,7 +553,7 @@ def difference(ranks: Sequence[Orders]) -> str | None:
 def dynamic_refused(ranks: Sequence[Orders], why_equal: str | None) -> str | None:
     """The same on all ranks, also on stages that read nothing and would wait for the others. Pure."""
     dynamic = (name for orders in ranks for name, facts in orders.items() if facts.get("step_samples"))
-    return next((why_refused(name, why_equal) for name in dynamic), None)
+    return next((explain_refusal(name, why_equal) for name in dynamic), None)
 
 
 def _found(readers: Mapping[int, dict[str, Any]], keys: Sequence[str], most: int = 8) -> str:
@@ -611,7 +611,7 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
     return moved
 
 
-def why_iterator_is_bound(iterator: Any) -> str | None:
+def explain_bound_iterator(iterator: Any) -> str | None:
     """Why the state of a stateful iterator may not go to another degree, and what to write; None: it does, or
     the number of nodes is fixed."""
     if getattr(iterator, _SAYS_SO, False) or not nodes_may_change():
@@ -628,10 +628,10 @@ def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
     return None if one is None else dict(vars(one))
 
 
-def why_bound(loader: Any, batch: int) -> str | None:
+def explain_bound_data(loader: Any, batch: int) -> str | None:
     """Why the position in torch's ``loader`` may not go to another degree, and what to write; None: it does.
     ``batch``: samples of a step."""
-    dealt = dealt_by(loader)
+    dealt = find_distribution(loader)
     if dealt is not None and dealt.samples % batch == 0:
         return None
     why = (

@@ -29,14 +29,14 @@ import torch
 from reft import integrations, log
 from reft.config import load_config, parse_block
 from reft.engine.checks.preflight import engine_findings
-from reft.engine.checks.start import say_untried_device, warn
+from reft.engine.checks.start import warn, warn_untried_device
 from reft.engine.data import DataPosition
-from reft.engine.engine import ClientState, coordinate_of, flat_facts, shapes_of
-from reft.engine.identity import Fact, facts_of_arguments
-from reft.engine.layouts import HELD, DegreeChange, told_of
+from reft.engine.engine import ClientState, find_coordinate, flat_facts, read_shapes
+from reft.engine.identity import Fact, read_argument_facts
+from reft.engine.layouts import HELD, DegreeChange, describe_layouts
 from reft.engine.load.disk import SAVED_BY, host_file
 from reft.engine.load.restore import LoadCall, Restorer, bind
-from reft.engine.on_import import ds_config_of, wrap
+from reft.engine.on_import import find_ds_config, wrap
 from reft.engine.session import Session, record
 from reft.engine.weave import Weaver
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
@@ -48,7 +48,7 @@ from reft.state.adapters import adapter_for
 from reft.state.blob import capture_host_state, restore_data_free_state, restore_host_state
 from reft.state.catalogue import SectionImage
 from reft.state.codec import encode
-from reft.state.supported import why_not_loadable
+from reft.state.supported import explain_not_loadable
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def attach(
                 f"reft.attach was given a list of {len(engine)}; expected one, or a list of one"
             )
         engine = engine[0]
-    session = session_of(engine)
+    session = find_session(engine)
     if session is not None:
         if config is not None:
             warn(
@@ -226,7 +226,7 @@ def attach(
         return session
     log.install()
     end_in_words()
-    parsed = load_config(ds_config_of(engine)) if config is None else parse_block(dict(config), os.environ)
+    parsed = load_config(find_ds_config(engine)) if config is None else parse_block(dict(config), os.environ)
     if not parsed.enabled:
         raise ConfigError(
             'reft.attach was called, but reft is not enabled; write "reft": {"enabled": true} into the '
@@ -237,7 +237,7 @@ def attach(
     if program is not None and program.data_is_bound:
         seen.resizing.bind(program.data_is_bound)
     session = Session(seen, parsed, client_state if program is None else program.client_state)
-    if (unloadable := why_not_loadable(engine)) is not None:
+    if (unloadable := explain_not_loadable(engine)) is not None:
         warn(session, unloadable)
     session.progress.set_samples(int(engine.train_batch_size()))
     own = own_flops_per_token(engine, session.coordinate)
@@ -249,7 +249,7 @@ def attach(
     _wrap(seen, session)
     session.state.followed.give(state or {})
     record(session)
-    say_untried_device(session)
+    warn_untried_device(session)
     _sessions.append(session)
     atexit.register(session.close)
     if program is not None:
@@ -274,7 +274,7 @@ def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, An
     Raises:
         UnrecoverableError: the job made progress, but no whole version of it is left.
     """
-    session = session_of(engine)
+    session = find_session(engine)
     if session is None:
         return None, None
     session.state.followed.give(state or {})
@@ -301,7 +301,7 @@ def begin_step(engine: Any) -> None:
         begin()
 
 
-def session_of(engine: Any) -> Session | None:
+def find_session(engine: Any) -> Session | None:
     return getattr(engine, _SESSION, None)
 
 
@@ -431,33 +431,33 @@ class DeepSpeedEngine:
         self.engine = engine
         self.name = type(engine).__name__
         self.adapter = adapter_for(engine)
-        for finding in engine_findings(ds_config_of(engine)):
+        for finding in engine_findings(find_ds_config(engine)):
             raise UnsupportedStateError(str(finding))
         self.device: torch.device = torch.device(getattr(engine, "device", "cpu"))
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.data = DataPosition(engine, self._replica)
         self._held: tuple[Any, bytes | str] = (None, "")
-        self.resizing = DegreeChange(self.micro_batches, ds_config_of(engine))
+        self.resizing = DegreeChange(self.micro_batches, find_ds_config(engine))
 
     @property
     def global_steps(self) -> int:
         return int(self.engine.global_steps)
 
     def place(self) -> tuple[Coordinate, Degrees]:
-        return coordinate_of(self.engine)
+        return find_coordinate(self.engine)
 
     def _replica(self) -> tuple[int, int]:
         coordinate, degrees = self.place()
         return coordinate.dp, degrees.dp
 
     def shapes(self) -> str:
-        return shapes_of(type(self.engine.module).__qualname__, self.engine.module.named_parameters())
+        return read_shapes(type(self.engine.module).__qualname__, self.engine.module.named_parameters())
 
     def settings(self) -> dict[str, Fact]:
         engine = self.engine
-        config = ds_config_of(engine)
+        config = find_ds_config(engine)
         facts: dict[str, Fact] = {
-            **facts_of_arguments(sys.argv[1:]),
+            **read_argument_facts(sys.argv[1:]),
             "script": own_program()[0],
             "seed": torch.initial_seed(),
             "config.train_batch_size": int(engine.train_batch_size()),
@@ -480,7 +480,7 @@ class DeepSpeedEngine:
         state = capture_host_state(self.engine, self.adapter, client_state, self.data.state())
         signature = self.adapter.signature()
         if self._held[0] != signature:  # tensors have appeared or moved
-            self._held = signature, told_of(self.engine, self.adapter)
+            self._held = signature, describe_layouts(self.engine, self.adapter)
         return {**state, HELD: self._held[1]}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from reft.config import AUTO, ReftConfig, Variant
 from reft.control.control import WorkerControl
-from reft.device import vendor_of
+from reft.device import find_vendor
 from reft.engine.boundary import Encoded, StepBoundary
 from reft.engine.host_state import DRAWN, host_states
 from reft.engine.identity import Fact, local_rank
@@ -415,7 +415,7 @@ class Tracer:
         from reft.profile.profiler import DeviceClock, Profiler
 
         # On a device calls return before their work is done; its own clock is read, without waiting.
-        vendor = vendor_of(session.engine.device)
+        vendor = find_vendor(session.engine.device)
         clock = None if vendor is None else DeviceClock(vendor)
         self.mark = None if clock is None else clock.mark
         self.profiler = Profiler(
@@ -457,7 +457,7 @@ class Tracer:
 # -- facts of an engine ------------------------------------------------------------------------------------
 
 
-def coordinate_of(engine: Any) -> tuple[Coordinate, Degrees]:
+def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
     """Read the parallel coordinate of this rank from a DeepSpeed engine; a LayoutError where it splits ranks
     in a way reft does not know (experts, sequences)."""
     import torch.distributed as dist
@@ -499,7 +499,7 @@ def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
         yield name, value.item()
 
 
-def shapes_of(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+def read_shapes(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     """What this rank's part of a model consists of, for people, with a digest of every name and shape."""
     digest = hashlib.blake2b(digest_size=6)
     tensors = numbers = 0

@@ -59,7 +59,7 @@ from reft.memory.jobdir import (
     record_fingerprint,
     user_secret,
 )
-from reft.naming import committed_key, kernel_id, own_name_of_process
+from reft.naming import committed_key, find_process_name, kernel_id
 from reft.snapshot.stats import PeerErrors
 from reft.state.codec import decode, encode
 from reft.storage import fence
@@ -138,7 +138,7 @@ class Fingerprint:
         return cls(facts)
 
 
-def facts_of_arguments(arguments: Sequence[str]) -> dict[str, Fact]:
+def read_argument_facts(arguments: Sequence[str]) -> dict[str, Fact]:
     """A script's arguments that may change what it trains, as facts ``arguments.NAME``.
 
     The rule goes by the words of an option's name. What goes on around training (``save``, ``eval``, ``log``)
@@ -220,12 +220,13 @@ def require_same(was: Fingerprint, now: Fingerprint, *, of: str, accepted: Colle
             "Restore these settings to continue it; give this job a name of its own (--job-id NAME, or "
             '"job_id" in the reft block), or remove the old memory (`reft clean --job NAME`), to start '
             f'from the beginning; or, to resume in spite of the differences, write "{ACCEPT_KEY}": '
-            f"{json.dumps(names)} into the reft block{_of_arguments(names)}{_of_batch(was, names)}"
+            f"{json.dumps(names)} into the reft block{_describe_arguments(names)}"
+            f"{_describe_batch(was, names)}"
         )
     )
 
 
-def _of_arguments(names: Sequence[str]) -> str:
+def _describe_arguments(names: Sequence[str]) -> str:
     if not any(_is_under(name, ["arguments"]) for name in names):
         return ""
     return (
@@ -234,7 +235,7 @@ def _of_arguments(names: Sequence[str]) -> str:
     )
 
 
-def _of_batch(was: Fingerprint, names: Sequence[str]) -> str:
+def _describe_batch(was: Fingerprint, names: Sequence[str]) -> str:
     """Which keys keep the batch of the stored state, whatever the number of replicas."""
     if not any(name in names for name in _BATCH):
         return ""
@@ -278,7 +279,7 @@ class NodeIdentity:
         return cls(given or host, bool(given) and os.environ.get(ENV_NODE_DECLARED) != "0", host, kernel_id())
 
 
-def hosts_of(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
+def read_hosts(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
     """What fails as one (P4), for each place: the declared node, else the host, by the name that its first
     rank gives it. Pure."""
     names: dict[str, str] = {}
@@ -306,7 +307,7 @@ _LOCK_SECS = 10.0  # Trainers that were just killed hold the lock until the kern
 def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
     """The block with the name of the job in it: the one given, the same on all ranks, else rank 0's own."""
     given = [g.decode() for g in control.gather_bytes((config.job_id or "").encode())]
-    own = own_name_of_process() if control.rank == 0 and not given[0] else ""
+    own = find_process_name() if control.rank == 0 and not given[0] else ""
     derived = control.gather_bytes(own.encode())[0].decode()
     names = {name or derived for name in given}
     if len(names) > 1 or "" in names:
@@ -317,11 +318,11 @@ def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
         )
     if derived and control.rank == 0:
         logger.info("the job's name is %s, made from its user, directory and command line", derived)
-        tell_of_siblings(config.memory_dir, derived)
+        log_sibling_jobs(config.memory_dir, derived)
     return config.model_copy(update={"job_id": names.pop()})
 
 
-def tell_of_siblings(memory_dir: Path, name: str) -> None:
+def log_sibling_jobs(memory_dir: Path, name: str) -> None:
     """Say how to resume what the same program left under other arguments, where ``name`` has nothing."""
     program, others = name.rpartition("-")[0], [path.name for path in find_jobs(memory_dir)]
     if name not in others and (others := [n for n in others if n.rpartition("-")[0] == program]):
@@ -637,7 +638,7 @@ def gather_topology(
         degrees=degrees,
         coordinates=tuple(Coordinate(*at) for at, _ in facts),
         nodes=tuple(place.node for place in places),
-        hosts=hosts_of(places),
+        hosts=read_hosts(places),
     )
     return topology, places
 

@@ -71,7 +71,7 @@ def _why_not(config: Mapping[str, Any]) -> str:
 HELD = "held"  # key of a host state: `RankContents.encode`, or in words why there is none
 
 
-def told_of(engine: Any, adapter: StateAdapter) -> bytes | str:
+def describe_layouts(engine: Any, adapter: StateAdapter) -> bytes | str:
     """The part :data:`HELD` of a host state. Never raises: what a model says of itself is its own code, and a
     version of the own layout is as good without."""
     try:
@@ -94,7 +94,7 @@ def describe(engine: Any, adapter: StateAdapter) -> RankContents:
     masters = {(g, i): p for g, i, p in adapter.state.params()}
     kinds = tuple(_kinds(adapter, masters, g, named) for g in range(len(groups)))
     sizes = tuple(masters[g, 0].numel() for g in range(len(groups))) if adapter.owned else ()
-    splits = splits_of(engine.module)
+    splits = find_splits(engine.module)
     parameters = tuple(
         Parameter(name, tuple(p.shape), *splits[name]) for name, p in engine.module.named_parameters()
     )
@@ -141,7 +141,7 @@ _Split = tuple[int | None, tuple[int, ...]]
 that a slice has one behind the other; none: there is one."""
 
 
-def splits_of(module: torch.nn.Module) -> dict[str, _Split]:
+def find_splits(module: torch.nn.Module) -> dict[str, _Split]:
     """Of every parameter. ``partition_blocks``, where a parameter has it, says its matrices."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     several = _several_matrices(module)

@@ -94,7 +94,7 @@ def wrap(where: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(where, name, functools.wraps(original)(partial(around, original)))
 
 
-def ds_config_of(engine: Any) -> Mapping[str, Any]:
+def find_ds_config(engine: Any) -> Mapping[str, Any]:
     params = getattr(getattr(engine, "_config", None), "_param_dict", None)
     if isinstance(params, Mapping):
         return params
@@ -157,7 +157,7 @@ _LOCKS = ("*/lock", "*/*/lock")
 _told: set[tuple[Path, float]] = set()
 
 
-def tell_of_abandoned_builds() -> None:
+def warn_abandoned_builds() -> None:
     """Name the locks that no process of this host holds, each once, with what to write. Trainers whose
     launcher has done so are silent; under other launchers one trainer of a node is not."""
     if os.environ.get(ENV_LAUNCHER_PID) not in (None, str(os.getpid())):
@@ -213,7 +213,7 @@ _OF_THE_BATCH = ("Check batch related parameters", "Gradient accumulation steps:
 """How DeepSpeed's assertions about it begin."""
 
 
-def refusal_of(error: AssertionError, config: Any) -> ConfigError | None:
+def find_refusal(error: AssertionError, config: Any) -> ConfigError | None:
     """What DeepSpeed's refusal of a configuration means; None where it is about something else."""
     if not isinstance(config, dict) or not str(error).startswith(_OF_THE_BATCH):
         return None
@@ -275,19 +275,19 @@ def _initialize(
     try:
         result = original(*args, **kwargs)
     except AssertionError as error:
-        if _has_block(config) and (refusal := refusal_of(error, config)) is not None:
+        if _has_block(config) and (refusal := find_refusal(error, config)) is not None:
             raise refusal from error
         raise
     mark(BUILT)
     engine = result[0]
-    if _has_block(ds_config_of(engine)):
+    if _has_block(find_ds_config(engine)):
         from reft.config import load_config
 
         with uncollected():
             hook = import_module("reft.engine.deepspeed")
-        attached = hook.session_of(engine) is not None
+        attached = hook.find_session(engine) is not None
         if (attached and client_state is not None) or (
-            not attached and load_config(ds_config_of(engine)).enabled
+            not attached and load_config(find_ds_config(engine)).enabled
         ):
             hook.attach(engine, client_state=client_state)
     return result
@@ -317,7 +317,7 @@ def _prepare() -> None:
 
     log.install()
     end_in_words()
-    tell_of_abandoned_builds()
+    warn_abandoned_builds()
     avoid_build_at_start()
     # They may be there already, where the block was not known before.
     if not (dist.is_initialized() or isinstance(deepspeed.init_distributed, functools.partial)):

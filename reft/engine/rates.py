@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, PositiveInt
 
 from reft.config import ReftConfig
-from reft.device import vendor_of
+from reft.device import find_vendor
 from reft.durable import write_durably
 from reft.errors import PersistError
 from reft.grid import Topology, VersionId, given_up
@@ -146,7 +146,7 @@ class IntervalRates:
     def _facts(self) -> dict[str, Any]:
         """What the costs of versions depend on, on this machine."""
         session, config, engine = self._session, self._config, self._session.engine
-        vendor = vendor_of(engine.device)
+        vendor = find_vendor(engine.device)
         return {
             "engine": engine.name,
             "shapes": engine.shapes(),

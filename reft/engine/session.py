@@ -19,7 +19,7 @@ import torch
 from reft import log
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.control.control import ControlGroup
-from reft.device import vendor_of
+from reft.device import find_vendor
 from reft.engine.checks.choice import check_device, choose_protection
 from reft.engine.checks.start import check_start, warn
 from reft.engine.engine import (
@@ -39,7 +39,7 @@ from reft.faults import FaultPlan, kill_this_node
 from reft.grid import VersionId
 from reft.log import EventLog
 from reft.memory.arena import SlotFiles
-from reft.memory.jobdir import secret_of_environment
+from reft.memory.jobdir import read_environment_secret
 from reft.node.client import DaemonClient, write_order
 from reft.node.progress import DeviceUse, ProgressPage, open_page
 from reft.node.report import read_history, restarts_among
@@ -104,7 +104,7 @@ class DeviceMemory:
     def __init__(self, page: ProgressPage, device: torch.device, *, every_secs: float = 1.0) -> None:
         self._page = page
         self._device = device
-        self._vendor = vendor_of(device)
+        self._vendor = find_vendor(device)
         self._every_secs = every_secs
         self._total = 0
         self._next = 0.0
@@ -158,7 +158,7 @@ class Session:
         self.control = ControlGroup(
             config.commit_timeout_secs,
             node=NodeIdentity.here().node,
-            secret=secret_of_environment(),
+            secret=read_environment_secret(),
             transport=config.transport,
         )
         self.config = config = name_job(config, self.control)

@@ -113,7 +113,7 @@ class Weaver:
         paced = copying.variant is Variant.HAS or copying.pacer.gate.wanted
         if not (traced or (paced and self._session.worker is not None)):
             return original(schedule)
-        key = _key_of(schedule)
+        key = _window_key(schedule)
         known, names = self._streams.get(key, []), list[str]()
         woven = WovenSchedule(schedule, seen=names, queues=queues_transfers(known))
         self._position = 0
@@ -212,7 +212,7 @@ class Weaver:
         self._position += 1
 
 
-def _key_of(schedule: Any) -> Hashable:
+def _window_key(schedule: Any) -> Hashable:
     """Tells apart schedules whose streams differ."""
     facts = (getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only"))
     return (type(schedule).__module__, type(schedule).__qualname__, *facts)

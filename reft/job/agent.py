@@ -154,7 +154,7 @@ class Agent:
         while True:
             time.sleep(self._config.monitor_interval)
             self._end_if_replaced()
-            failures = self._look()
+            failures = self._poll()
             if failures is None:
                 if not self._nodes_waiting():
                     self._launcher.trainers_run(self._group_rank)
@@ -364,7 +364,7 @@ class Agent:
 
     # -- trainers ----------------------------------------------------------------------------------
 
-    def _look(self) -> dict[int, ProcessFailure] | None:
+    def _poll(self) -> dict[int, ProcessFailure] | None:
         """What has become of the trainers, as :meth:`run` tells it; None: they run. Where one has failed, or
         hangs, the others are ended, and the failure is judged."""
         exits, hangs = self._trainers.failures(), self._launcher.hangs

@@ -195,7 +195,7 @@ def deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> list[str
     Slurm does not tell a task how its ``srun`` was called: its options are read where srun runs, if that is
     this host, and the rest is asked of the controller.
     """
-    site, srun = _ask("show", "config"), _srun_of(job, step)
+    site, srun = _query("show", "config"), _find_srun(job, step)
     words, environ = (f" {srun[0]} ", srun[1]) if srun else ("", environ)
     found = []
     bad = next(("".join(match) for match in reversed(_BAD_EXIT.findall(words))), None)
@@ -218,7 +218,7 @@ def deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> list[str
             "Slurm ends this step when one of its nodes fails, and none is left to continue: write srun "
             "--no-kill"
         )
-    script = _ask("write", "batch_script", job, "-")
+    script = _query("write", "batch_script", job, "-")
     own = " ".join(line.split("#")[1] for line in script.splitlines() if line.startswith("#SBATCH"))
     if script and "SBATCH_NO_KILL" not in environ and not _NO_KILL.search(f" {own} "):
         found.append(
@@ -228,9 +228,9 @@ def deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> list[str
     return found
 
 
-def _srun_of(job: str, step: str) -> tuple[str, Mapping[str, str]] | None:
+def _find_srun(job: str, step: str) -> tuple[str, Mapping[str, str]] | None:
     """The options and the environment of this step's srun; None if it runs on another host."""
-    where = re.search(r"SrunHost:Pid=([^\s:]+):(\d+)", _ask("show", "step", f"{job}.{step}"))
+    where = re.search(r"SrunHost:Pid=([^\s:]+):(\d+)", _query("show", "step", f"{job}.{step}"))
     names = (socket.gethostname(), socket.gethostname().partition(".")[0], os.environ.get("SLURMD_NODENAME"))
     if where is None or where[1] not in names:
         return None
@@ -244,7 +244,7 @@ def _srun_of(job: str, step: str) -> tuple[str, Mapping[str, str]] | None:
         return None
 
 
-def _ask(*words: str) -> str:
+def _query(*words: str) -> str:
     """What scontrol answers; nothing if it does not, which costs a warning, not the job."""
     command = ["scontrol", *words]
     try:

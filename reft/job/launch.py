@@ -28,13 +28,13 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from reft.config import parse_block
-from reft.engine.on_import import tell_of_abandoned_builds
+from reft.engine.on_import import warn_abandoned_builds
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
 from reft.job.hosts import show_devices
-from reft.job.options import LaunchOptions, parse_options, warnings_of
-from reft.job.rendezvous.client import JobEndedError, place_of
+from reft.job.options import LaunchOptions, find_warnings, parse_options
+from reft.job.rendezvous.client import JobEndedError, find_store
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Agreement
 from reft.job.rendezvous.scaling import Scaler
@@ -122,7 +122,7 @@ class Launcher:
         self._options = options
         self._secret = user_secret()
         self._memory = NodeMemory(options.memory_dir, options.job_id, options.node)
-        self.place = place_of(options, self._secret)
+        self.place = find_store(options, self._secret)
         self.rendezvous: StoreRendezvous  # Once it has joined the place
         self._events = EventLog(-1)
         self._signals = StopSignals()
@@ -181,7 +181,7 @@ class Launcher:
             restarts_used=agreement.restarts_used,
         )
         # At a restart too: a trainer may have been killed while it built.
-        tell_of_abandoned_builds()
+        warn_abandoned_builds()
         self._note_start(agreement)
 
     def _note_start(self, agreement: Agreement) -> None:
@@ -450,7 +450,7 @@ def launch(options: LaunchOptions) -> int:
             "there is no script %s; write its path after the options, or -m for a module", options.script
         )
         return 2
-    for warning in warnings_of(options):
+    for warning in find_warnings(options):
         logger.warning("%s", warning)
     try:
         return Launcher(options).run()
@@ -576,11 +576,11 @@ def stacks(job_dir: Path, waiting: TrainerActivity) -> str:
     if seen.state == STOPPED:
         told = "a stopped process cannot write its stacks"
     elif seen.stack_signal:
-        told = _of_trainer(job_dir / f"{seen.local_rank}{STACKS_SUFFIX}", seen.pid, seen.stack_signal)
-    return "\n".join(filter(None, (_of_kernel(seen.pid), told)))
+        told = _read_trainer_stack(job_dir / f"{seen.local_rank}{STACKS_SUFFIX}", seen.pid, seen.stack_signal)
+    return "\n".join(filter(None, (_read_kernel_stack(seen.pid), told)))
 
 
-def _of_trainer(path: Path, pid: int, number: int) -> str:
+def _read_trainer_stack(path: Path, pid: int, number: int) -> str:
     try:
         before = told = path.read_bytes()
         os.kill(pid, number)
@@ -595,7 +595,7 @@ def _of_trainer(path: Path, pid: int, number: int) -> str:
     return text[:_MOST_STACK_CHARS] or f"it has written no stacks in {_STACKS_SECS:.0f} s"
 
 
-def _of_kernel(pid: int) -> str:
+def _read_kernel_stack(pid: int) -> str:
     """Its state; where it waits in the kernel, as far as this user may see that."""
     told = []
     for name in ("status", "wchan", "stack"):

@@ -262,10 +262,10 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_options(argv: Sequence[str]) -> LaunchOptions:
     """Parse and complete a command line. Raises ConfigError: something does not fit together; says what to
     write. Raises SystemExit: argparse's own refusals, and ``--help``."""
-    return options_of(make_parser().parse_args(list(argv)))
+    return collect_options(make_parser().parse_args(list(argv)))
 
 
-def options_of(args: argparse.Namespace) -> LaunchOptions:
+def collect_options(args: argparse.Namespace) -> LaunchOptions:
     """Complete what :func:`make_parser`, or a parser made of it, has parsed. Raises ConfigError: something
     does not fit together; says what to write."""
     import torch.distributed.run as torchrun
@@ -477,10 +477,10 @@ def _memory_dir(args: argparse.Namespace) -> Path:
     return Path(args.memory_dir).absolute()
 
 
-def warnings_of(options: LaunchOptions) -> list[str]:
+def find_warnings(options: LaunchOptions) -> list[str]:
     """What can be used as it is written, and is probably not meant."""
     found, directory = [], options.memory_dir
-    kind = _file_system_of(directory)
+    kind = _find_file_system(directory)
     if kind not in (*_IN_MEMORY, ""):
         found.append(
             f"--memory-dir {directory} is on {kind}, which is not memory: every version is written there, at "
@@ -499,7 +499,7 @@ def warnings_of(options: LaunchOptions) -> list[str]:
     return found
 
 
-def _file_system_of(path: Path) -> str:
+def _find_file_system(path: Path) -> str:
     """Its kind, such as tmpfs; "" where that cannot be found out."""
     target, kind, longest = path.resolve(), "", 0
     with suppress(OSError):

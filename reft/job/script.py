@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 from reft.engine import on_import
 from reft.engine.on_import import hook_imports
 from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
-from reft.refusal import EX_REFUSED, is_refusal, say, write_error_file
+from reft.refusal import EX_REFUSED, is_refusal, write_error_file, write_refusal
 
 EX_PEER_FAILED = 75  # Exit code of a trainer that lost a peer (``EX_TEMPFAIL``: try again)
 
@@ -345,7 +345,7 @@ def run_and_classify(run: Callable[[], None]) -> int:
 def _show(error: BaseException) -> None:
     """Print the traceback as ``python`` itself would; what reft refuses says itself what to change."""
     if is_refusal(error):
-        say(error)
+        write_refusal(error)
     else:
         own, trace = (__file__, runpy.__file__, "<frozen runpy>"), error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in own:

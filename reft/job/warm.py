@@ -174,7 +174,7 @@ class ForkServer:
                 return found
 
             def failed(self, error: ForkError) -> None:
-                outer._tell(str(error))
+                outer._notify(str(error))
 
         torch_handler: Any = subprocess_handler
         torch_handler.Popen = TrainerPopen
@@ -204,15 +204,15 @@ class ForkServer:
             self._server.close()
             self._start()
         elif code is not None:
-            self._tell("the preloading process does not run: see its messages")
+            self._notify("the preloading process does not run: see its messages")
             return None
         names = sorted(n for n in {*self._environ, *env} if self._environ.get(n) != env.get(n))
         if others := [n for n in names if is_read_at_import(n)]:
-            self._tell(f"{', '.join(others)} differ from the launcher's environment")
+            self._notify(f"{', '.join(others)} differ from the launcher's environment")
             return None
         return self._server
 
-    def _tell(self, reason: str) -> None:
+    def _notify(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
             logger.warning("trainers start without preloaded imports: %s", reason)

@@ -110,7 +110,7 @@ class JobDir:
             ConfigError: the job id is no name of a directory.
         """
         path = make_job_directory(memory_dir, job_id)
-        _ensure_secret(path, secret if secret is not None else secret_of_environment())
+        _ensure_secret(path, secret if secret is not None else read_environment_secret())
         found = read_json(path / JOB_FILE) or {}
         if found.get("job_id", job_id) != job_id:
             raise ArenaError(
@@ -134,7 +134,7 @@ class JobDir:
             raise ArenaError(f"{path}: not a job's memory; expected a directory with {JOB_FILE} or arenas")
         _check_private(path)
         job = read_json(path / JOB_FILE) or {}
-        return cls(path, job_id_of(path), str(job.get("node", "unknown")))
+        return cls(path, find_job_id(path), str(job.get("node", "unknown")))
 
     @cached_property
     def secret(self) -> bytes:
@@ -211,7 +211,7 @@ def check_place(path: Path) -> None:
         _check_private(path)
 
 
-def job_id_of(path: Path) -> str:
+def find_job_id(path: Path) -> str:
     """Job whose memory a directory holds, by its ``job.json``, else by its name."""
     return str((read_json(path / JOB_FILE) or {}).get("job_id", path.name))
 
@@ -235,7 +235,7 @@ def summarise(path: Path) -> JobSummary:
     files = [p for p in path.iterdir() if p.is_file()]
     return JobSummary(
         path=path,
-        job_id=job_id_of(path),
+        job_id=find_job_id(path),
         node=str(job.get("node", "unknown")),
         owner_uid=info.st_uid,
         created_unix_secs=float(job.get("created", 0.0)),
@@ -349,7 +349,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         file.write(json.dumps(value, default=str).encode())
 
 
-def secret_of_environment() -> bytes | None:
+def read_environment_secret() -> bytes | None:
     """The job's secret as the launcher hands it out; None where nobody does."""
     text = os.environ.get(ENV_SECRET)
     return parse_secret(text, ENV_SECRET) if text else None

@@ -79,7 +79,7 @@ def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def ranges_of(rows: Iterable[Range]) -> Ranges:
+def find_ranges(rows: Iterable[Range]) -> Ranges:
     """Ranges as :meth:`HashingCopier.copy` takes them."""
     return np.array([(*row, 0)[:4] for row in rows], np.uint64).reshape(-1, 4)
 
@@ -98,7 +98,7 @@ class CutRanges:
         rows = [[*chunk] for chunk in chunks]
         sizes = (sum(row[2] for row in chunk) for chunk in rows)
         return cls(
-            ranges_of(row for chunk in rows for row in chunk),
+            find_ranges(row for chunk in rows for row in chunk),
             np.fromiter(accumulate(map(len, rows)), np.uint64),
             [*accumulate(sizes, initial=0)],
         )

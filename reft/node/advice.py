@@ -195,7 +195,7 @@ def _about_memory(seen: JobSituation) -> Iterable[Advice]:
             yield Advice(AdvisedAction.MEMORY, (node,), len(seen.nodes), said, wanted)
 
 
-def gain_of_workers(before: SpeedSample, after: SpeedSample) -> float:
+def estimate_gain(before: SpeedSample, after: SpeedSample) -> float:
     """(change of speed / change of workers) / (speed / workers), the latter of the smaller job, between
     different numbers of workers: 1 scales perfectly, 0 gains nothing."""
     less, more = sorted((before, after), key=lambda speed: speed.workers)
@@ -212,7 +212,7 @@ def _about_workers(seen: JobSituation) -> Iterable[Advice]:
     fewer = max((w for w in newest if w < now.workers), default=None)
     if fewer is None:
         return
-    gain = gain_of_workers(newest[fewer], now)
+    gain = estimate_gain(newest[fewer], now)
     said = (
         f"from {fewer} to {now.workers} nodes, each additional node added {gain:.0%} of the speed of one "
         f"of {fewer} ({newest[fewer].per_sec:.3g} to {now.per_sec:.3g} a second)"

@@ -152,7 +152,7 @@ class Daemon:
         self._incarnation = 0
         self._ordered = 0
         self._ended = threading.Event()
-        self._look = threading.Event()
+        self._poll = threading.Event()
         self._operations: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "ping": lambda _: os.getpid(),
             "status": lambda _: self.status.snapshot(),
@@ -274,8 +274,8 @@ class Daemon:
     def _watch(self) -> None:
         """Look at the arenas when told of a commit, and now and then in case nobody told."""
         while not self._ended.is_set():
-            self._look.wait(_POLL_SECS)
-            self._look.clear()
+            self._poll.wait(_POLL_SECS)
+            self._poll.clear()
             try:
                 newest = self._commits.newest()
             except (OSError, ReftError):
@@ -365,7 +365,7 @@ class Daemon:
         self.status.committed(label)
         said = {key: bool(message.get(key)) for key in ("unprotected", "due")}
         self.persister.offer(label, **said)
-        self._look.set()
+        self._poll.set()
         self.status.trainer(int(message["local_rank"]), message["stats"])
         persist = self.status.persist
         persisted, overtaken = (

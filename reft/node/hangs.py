@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from reft.node.progress import Phase, StepPhase, TrainerView, part_of
+from reft.node.progress import Phase, StepPhase, TrainerView, find_phase
 
 LEAST_STEP_SECS = 0.75
 """Steps count as no shorter: a machine that is busy with something else delays them by seconds."""
@@ -46,7 +46,7 @@ class TrainerActivity:
     @property
     def communicates(self) -> bool:
         """It is in an instruction in which a rank may wait for another one."""
-        return part_of(self.seen.instruction) not in (StepPhase.COMPUTE, StepPhase.OTHER)
+        return find_phase(self.seen.instruction) not in (StepPhase.COMPUTE, StepPhase.OTHER)
 
     def __str__(self) -> str:
         seen = self.seen

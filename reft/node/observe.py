@@ -50,8 +50,8 @@ from reft.node.report import (
     place,
     read_board,
     read_history,
+    read_scheme,
     restarts_among,
-    scheme_of,
     tolerance_now,
 )
 from reft.node.stragglers import SpeedWatch, Straggler
@@ -93,10 +93,10 @@ class CommitWatch:
     def headers(self) -> list[ArenaHeader]:
         """Of every arena, without its block table. Raises OSError."""
         paths = sorted(self._job_dir.path.glob(f"*{ARENA_SUFFIX}"))
-        self._seen = {path: seen for path in paths if (seen := self._look(path)) is not None}
+        self._seen = {path: seen for path in paths if (seen := self._poll(path)) is not None}
         return [seen.header for seen in self._seen.values() if seen.header is not None]
 
-    def _look(self, path: Path) -> _ArenaView | None:
+    def _poll(self, path: Path) -> _ArenaView | None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         with suppress(ArenaError, OSError), open(os.open(path, flags), "rb", buffering=0) as file:
             known = self._seen.get(path)
@@ -428,7 +428,7 @@ class JobStatus:
     @property
     def scheme(self) -> str:
         """The protection of the newest version; "" where nobody said."""
-        return scheme_of(self.board.nodes)
+        return read_scheme(self.board.nodes)
 
     def tolerance_left(self, incarnation: int) -> int | None:
         """As :func:`reft.node.report.tolerance_now`; None until every rank has a version of this start."""

@@ -125,7 +125,7 @@ _COMPUTING = ("Forward", "Backward", "Weight")
 _COLLECTIVES = ("Reduce", "AggregateTotalLoss", "Recv", "Send", "CommitP2P")
 
 
-def part_of(name: str) -> StepPhase:
+def find_phase(name: str) -> StepPhase:
     """What an instruction of that name is; "" stands for what lies before the first one."""
     if name in _PARTS:
         return _PARTS[name]
@@ -299,7 +299,7 @@ class ProgressPage:
             number = len(self._names) + 1
             self._page.names[number].value = name.encode()[: _NAME_BYTES - 1]
             self._names[name] = number
-            self._parts[number] = part_of(name)
+            self._parts[number] = find_phase(name)
         return self._names.get(name, 0)
 
     # -- every step --------------------------------------------------------------------------------

@@ -343,7 +343,7 @@ def place(nodes: Iterable[NodeReport]) -> tuple[Degrees | None, dict[Coordinate,
     return degrees, {at: node for at, (_, node) in newest.items()}
 
 
-def scheme_of(nodes: Iterable[NodeReport]) -> str:
+def read_scheme(nodes: Iterable[NodeReport]) -> str:
     """The protection of the newest version that any node tells of; "" where nobody said."""
     shards = [s for node in nodes for s in node.shards]
     return max(shards, key=lambda s: s.label).scheme if shards else ""
@@ -354,7 +354,7 @@ def tolerance_now(nodes: Sequence[NodeReport], *, without_quiet: bool = False) -
     are gone, or also without those that are quiet (P4). -1: what is gone is more than that; None: no version,
     or its protection is not known."""
     degrees, holders = place(nodes)
-    scheme = scheme_of(nodes)
+    scheme = read_scheme(nodes)
     if degrees is None or not scheme:
         return None
     groups = set()
@@ -418,7 +418,7 @@ def summary(board: ReportBoard, now: float) -> dict[str, Any]:
         "step": step,
         "steps_per_sec": median(speeds) if speeds else None,
         **told,
-        "protection": scheme_of(nodes) or None,
+        "protection": read_scheme(nodes) or None,
         "tolerance": max((n.tolerance for n in present if n.tolerance is not None), default=None),
         "tolerance_left": left,
         "restarts": max((n.restarts for n in nodes), default=0),

@@ -246,11 +246,11 @@ def values(board: ReportBoard | None, node: str, status: Mapping[str, Any], now:
     """What is exposed now. ``board``: of the job; None where no launcher writes one. ``node``: this node.
     ``status``: what its daemon knows."""
     if board is not None:
-        yield from _of_job(summary(board, now), node)
-    yield from _of_node(status)
+        yield from _describe_job(summary(board, now), node)
+    yield from _describe_node(status)
 
 
-def _of_job(told: Mapping[str, Any], node: str) -> Iterator[Value]:
+def _describe_job(told: Mapping[str, Any], node: str) -> Iterator[Value]:
     counted = dict.fromkeys(HealthSignal, 0)
     for each in told["nodes"]:
         signal = HealthSignal(each["signal"])
@@ -294,7 +294,7 @@ def _of_job(told: Mapping[str, Any], node: str) -> Iterator[Value]:
         yield "reft_last_recovery_seconds", {"part": part}, secs
 
 
-def _of_node(status: Mapping[str, Any]) -> Iterator[Value]:
+def _describe_node(status: Mapping[str, Any]) -> Iterator[Value]:
     moved = Counter[tuple[str, str]]()
     for rank, trainer in (status.get("trainers") or {}).items():
         stats = trainer.get("stats") or {}

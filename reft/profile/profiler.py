@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 
 from reft.config import ProfileConfig
 from reft.control.control import ControlGroup
-from reft.device import Vendor, vendor_at_hand
+from reft.device import Vendor, find_local_vendor
 from reft.env import ENV_PROFILE
 from reft.grid import Coordinate, Degrees
 from reft.naming import kernel_id
@@ -154,7 +154,7 @@ def probe_bandwidth() -> float | None:
     """Bytes per second of one copy into host memory; for jobs whose snapshots left no chunks."""
     took = []
     with suppress(RuntimeError, MemoryError):
-        vendor = vendor_at_hand()
+        vendor = find_local_vendor()
         source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=vendor.type if vendor else "cpu")
         target = torch.ones(_PROBE_BYTES, dtype=torch.uint8, pin_memory=vendor is not None)
         for _ in range(3):

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from reft.device import compiled, vendor_of
+from reft.device import compiled, find_vendor
 from reft.errors import ConfigError
 from reft.protect.rs import (
     CELL_BYTES,
@@ -90,7 +90,7 @@ def backend_for(buffer: Buffer) -> Backend:
     if kind == "numpy":
         return NumpyBackend()
     if kind == "torch":
-        vendor = vendor_of(buffer.device)
+        vendor = find_vendor(buffer.device)
         if vendor is None or not vendor.has_cupy:
             return TorchBackend()
         if buffer.device not in _tried:
@@ -284,7 +284,7 @@ _WORDS = {
 }
 
 
-def launch_of(rows: Sequence[Row], width: int, nbytes: int) -> tuple[int, tuple[int, int]]:
+def find_launch_shape(rows: Sequence[Row], width: int, nbytes: int) -> tuple[int, tuple[int, int]]:
     """For buffers of ``nbytes`` bytes and words of ``width`` bytes: how many blocks have work (of fewer, each
     takes several), and the kernel's leading arguments, unsigned and of 64 bits."""
     words = nbytes // width
@@ -303,9 +303,9 @@ def _tiles(width: int) -> int:
 def kernel_source(rows: tuple[Row, ...], width: int) -> str:
     """Source of ``reft_combine`` for a coefficient matrix.
 
-    Its arguments are two numbers (see :func:`launch_of`), the sources and the targets as byte pointers.
-    ``rows``: coefficients, one row per target; every row has one that is not 0. ``width``: bytes of a word:
-    16, 8, 4, 2 or 1; all pointers are multiples of it."""
+    Its arguments are two numbers (see :func:`find_launch_shape`), the sources and the targets as byte
+    pointers. ``rows``: coefficients, one row per target; every row has one that is not 0. ``width``: bytes of
+    a word: 16, 8, 4, 2 or 1; all pointers are multiples of it."""
     sources = range(len(rows[0]))
     pointers = [f"const unsigned char* __restrict__ s{j}" for j in sources]
     pointers += [f"unsigned char* __restrict__ t{r}" for r in range(len(rows))]
@@ -432,7 +432,7 @@ class CupyBackend(Backend):
         with self._on_stream_of(targets[0]):
             arrays = [self._cupy.from_dlpack(b) for b in (*sources, *targets)]
             width = gcd(16, *(a.data.ptr for a in arrays))
-            items, numbers = launch_of(rows, width, nbytes)
+            items, numbers = find_launch_shape(rows, width, nbytes)
             device = self._cupy.cuda.Device().id
             grid = min(items, _processors(device) * _BLOCKS_PER_PROCESSOR)
             leading = map(self._cupy.uint64, numbers)
@@ -441,7 +441,7 @@ class CupyBackend(Backend):
     @contextmanager
     def _on_stream_of(self, buffer: Buffer) -> Iterator[None]:
         """CuPy works on the caller's stream: with another one, sharing would make streams wait."""
-        vendor = vendor_of(buffer.device)
+        vendor = find_vendor(buffer.device)
         assert vendor is not None  # of those that CuPy knows
         stream = vendor.module.current_stream(buffer.device)
         with self._cupy.cuda.Device(buffer.device.index), self._wrapped(stream):

@@ -83,7 +83,7 @@ class OwnerStep:
     multiplier: float = 1.0
 
 
-def recipe_of(optimizer: Any) -> AdamRecipe:
+def read_recipe(optimizer: Any) -> AdamRecipe:
     """Read the recipe from the owner's innermost optimizer. Raises UnsupportedStateError for classes and
     variants without a replica; says what to change."""
     names = {f"{c.__module__}.{c.__qualname__}" for c in type(optimizer).__mro__}
@@ -123,7 +123,7 @@ def recipe_of(optimizer: Any) -> AdamRecipe:
     )
 
 
-def step_of(optimizer: Any, number: int, *, skipped: bool = False) -> OwnerStep:
+def read_step(optimizer: Any, number: int, *, skipped: bool = False) -> OwnerStep:
     """The record of a step, read from the owner's groups right before (or after) ``optimizer.step``."""
     groups = tuple(
         GroupStep(

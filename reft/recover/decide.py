@@ -26,12 +26,12 @@ from reft.recover.inventory import (
     ArenaSet,
     Inventory,
     InventorySummary,
+    block_tables,
     find_corrupt,
-    groups_of,
     listing,
-    put_together,
+    merge_summaries,
+    sharding_groups,
     summarize,
-    tables_of,
 )
 from reft.recover.plan import (
     REPLICATED,
@@ -47,7 +47,7 @@ from reft.recover.plan import (
     find_lost,
     plan_fetches,
 )
-from reft.recover.relayout import spoken_by
+from reft.recover.relayout import host_state_sources
 
 
 def preferred_label(
@@ -137,7 +137,7 @@ def decide(findings: InventorySummary, verdicts: Mapping[Group, Verdicts]) -> De
     rejected: dict[VersionId, str] = {}
     whole: list[VersionId] = []
     for label in sorted(findings.by_label, reverse=True):
-        said = [verdicts[group][label] for group in groups_of(findings.written[label])]
+        said = [verdicts[group][label] for group in sharding_groups(findings.written[label])]
         missing = sum(verdict.missing for verdict in said)
         if missing:
             gaps = list(chain.from_iterable(verdict.gaps for verdict in said))
@@ -161,7 +161,7 @@ def decide(findings: InventorySummary, verdicts: Mapping[Group, Verdicts]) -> De
             f"{len(holders[best])} hold {best}",
         )
     newer = tuple(rejected[label] for label in sorted(rejected, reverse=True) if label > best)
-    decodes = any(verdicts[group][best].decodes for group in groups_of(findings.written[best]))
+    decodes = any(verdicts[group][best].decodes for group in sharding_groups(findings.written[best]))
     return Decision(best, newer, decodes)
 
 
@@ -177,7 +177,7 @@ def plan_decided(
     """The plan of one sharding group for the version that was decided on. ``wanted``: of a version of
     another layout, what each rank takes of the images, once that is known; the plan is without it before."""
     topology, written = findings.topology, findings.written[decision.label]
-    needs = needs_of(group, sources, written, topology, wanted)
+    needs = find_needs(group, sources, written, topology, wanted)
     layout = next((r.header.layout for r in records if r.usable and r.header.label == decision.label), "")
     return RecoveryPlan(
         label=decision.label,
@@ -206,9 +206,9 @@ def plan_recovery(
     (:mod:`reft.recover.recover`). ``topology``: placement of the *new* incarnation; nodes may be new and
     empty, and coordinates may have moved to other nodes (P7)."""
     summaries = [summarize(i.node, i.arenas, i.problems) for i in inventories]
-    findings = put_together(summaries, topology, job_id=job_id)
+    findings = merge_summaries(summaries, topology, job_id=job_id)
     every = chain.from_iterable(i.arenas for i in inventories)
-    records = tables_of(every, topology.groups(), topology, job_id=job_id)
+    records = block_tables(every, topology.groups(), topology, job_id=job_id)
     sources = {group: judge(group, records[group], findings.written, bad) for group in records}
     verdicts = {
         group: {label: GroupStatus.of(found) for label, found in of_group.items()}
@@ -469,7 +469,7 @@ def takers(group: Group, written: Degrees, topology: Topology) -> tuple[Coordina
     return tuple(Coordinate(group[0], dp, group[1]) for dp in range(now.dp))
 
 
-def needs_of(
+def find_needs(
     group: Group, sources: GroupSources, written: Degrees, topology: Topology, wanted: Wanted
 ) -> dict[Coordinate, Sequence[SourceBlock]]:
     """Blocks of one old sharding group that each rank fetches. In the layout that wrote it that is the
@@ -481,7 +481,9 @@ def needs_of(
         if written == topology.degrees:
             hosts, others = [at], images[REPLICATED] + images[Section.OWNED, at.dp]
         else:
-            hosts = sorted(c for c in spoken_by(written, topology.degrees, at) if (c.pp, c.tp) == group)
+            hosts = sorted(
+                c for c in host_state_sources(written, topology.degrees, at) if (c.pp, c.tp) == group
+            )
             others = _holding(sources, (p for p in wanted.get(at, ()) if (p.of.pp, p.of.tp) == group))
         needs[at] = (*others, *chain.from_iterable(images[Section.HOST, c.dp] for c in hosts))
     return needs

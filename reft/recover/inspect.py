@@ -17,7 +17,7 @@ from reft.errors import LayoutError, PersistError
 from reft.grid import BlockKey, VersionId
 from reft.memory.arena import Arena, scan
 from reft.memory.header import ArenaHeader, ArenaState, Entry
-from reft.memory.jobdir import find_jobs, is_job_dir, job_id_of, live_processes
+from reft.memory.jobdir import find_job_id, find_jobs, is_job_dir, live_processes
 from reft.recover.decide import offline_topology, plan_recovery
 from reft.recover.inventory import ArenaRecord, Inventory, open_job
 from reft.recover.plan import NotRecoverable, format_bytes_from
@@ -176,7 +176,7 @@ def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for memory_dir in memory_dirs:
         for path in [memory_dir] if is_job_dir(memory_dir) else find_jobs(memory_dir):
-            paths = found.setdefault(job_id_of(path), [])
+            paths = found.setdefault(find_job_id(path), [])
             if path not in paths:
                 paths.append(path)
     return found

@@ -6,10 +6,10 @@ which offsets and lengths of neighbouring blocks hardly differ, and compressed: 
 block, most of them checksum.
 
 Every rank sums up a part of its node without block tables (:func:`summarize`); the summaries of all together
-(:func:`put_together`) say who holds which version. Everything that is left aside is named, so that a person
-who expected a recovery sees what is missing and what to change. A sharding group's members take part in its
-recovery, and on every node that holds arenas of the group but runs no member of it one rank that reads there:
-after a restart coordinates may run anywhere (P7).
+(:func:`merge_summaries`) say who holds which version. Everything that is left aside is named, so that a
+person who expected a recovery sees what is missing and what to change. A sharding group's members take part
+in its recovery, and on every node that holds arenas of the group but runs no member of it one rank that reads
+there: after a restart coordinates may run anywhere (P7).
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def matches(fetch: Fetch, arenas: ArenaSet) -> bool:
 # -- what was found in memory, without its block tables: which arenas may serve, which do not, and why
 
 
-def arenas_to_tell(
+def arenas_to_report(
     records: Iterable[ArenaRecord], topology: Topology, rank: int, *, job_id: str, any_layout: bool = False
 ) -> list[ArenaRecord]:
     """The arenas of its node that a rank speaks for, so that each is told of once: those of sharding groups
@@ -228,7 +228,7 @@ def arenas_to_tell(
     return [record for record in records if speaker(record) == rank]
 
 
-def tables_of(
+def block_tables(
     records: Iterable[ArenaRecord],
     groups: Iterable[Group],
     topology: Topology,
@@ -250,16 +250,16 @@ def _fits(header: ArenaHeader, topology: Topology, job_id: str, any_layout: bool
     return header.job_id == job_id and not _misfit(header, topology, any_layout=any_layout)
 
 
-def groups_of(degrees: Degrees) -> tuple[Group, ...]:
+def sharding_groups(degrees: Degrees) -> tuple[Group, ...]:
     return tuple(product(range(degrees.pp), range(degrees.tp)))
 
 
-def parts_of(findings: InventorySummary, rank: int) -> dict[Group, tuple[int, ...]]:
+def participants(findings: InventorySummary, rank: int) -> dict[Group, tuple[int, ...]]:
     """The sharding groups that a rank takes part in, its own first, and all ranks that take part in each.
     Where a version has other stages or slices, which is rare, all take part in all."""
     topology = findings.topology
-    if others := {d for d in findings.written.values() if groups_of(d) != topology.groups()}:
-        groups = set(topology.groups()).union(*map(groups_of, others))
+    if others := {d for d in findings.written.values() if sharding_groups(d) != topology.groups()}:
+        groups = set(topology.groups()).union(*map(sharding_groups, others))
         return dict.fromkeys(sorted(groups), tuple(range(topology.world_size)))
     node, at = topology.nodes[rank], topology.coordinates[rank]
     own = at.pp, at.tp
@@ -428,7 +428,7 @@ def summarize(node: str, records: Iterable[ArenaRecord], problems: Sequence[str]
     return Summary(node, tuple(heads), tuple(problems))
 
 
-def put_together(
+def merge_summaries(
     summaries: Sequence[Summary], topology: Topology, *, job_id: str, any_layout: bool = False
 ) -> InventorySummary:
     """Put the summaries of all nodes together; see :class:`InventorySummary` and :func:`_misfit`."""

@@ -34,7 +34,7 @@ class LostBlock:
         return frozenset(key for key, _ in self.terms if key.section is Section.PARITY)
 
 
-def stripes_of(blocks: Iterable[LostBlock]) -> tuple[tuple[LostBlock, ...], ...]:
+def find_stripes(blocks: Iterable[LostBlock]) -> tuple[tuple[LostBlock, ...], ...]:
     """Blocks that are decoded from the same parities together, in order of their first ones: they share
     nearly all of their terms."""
     stripes: list[list[LostBlock]] = []
@@ -323,7 +323,7 @@ def choose_decoders(
     parity of it; of those to the one that decodes the fewest bytes so far."""
     work: dict[Coordinate, list[LostBlock]] = {c: [] for c in members}
     choices = []
-    for stripe in stripes_of(sources.lost):
+    for stripe in find_stripes(sources.lost):
         parities = {node for b in stripe for key in b.parities for node in sources.stored[key].nodes}
         near = [c for c in members if topology.node_of(c) in parities] or list(members)
         choices.append((near, stripe))

@@ -38,8 +38,8 @@ from reft.recover.plan import (
     LostBlock,
     Rebuild,
     RecoveryPlan,
+    find_stripes,
     plan_fetches,
-    stripes_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class Decoder:
         blocks = self._rebuild.blocks
         if not blocks:
             return
-        stripes = stripes_of(blocks)
+        stripes = find_stripes(blocks)
         # Padded lengths are multiples of the alignment.
         offsets = list(accumulate((sum(b.padded_bytes for b in stripe) for stripe in stripes), initial=0))
         # A file that no earlier attempt has written: its blocks may be among the sources.

@@ -48,14 +48,14 @@ from reft.recover.inventory import (
     Inventory,
     InventorySummary,
     Summary,
-    arenas_to_tell,
+    arenas_to_report,
+    block_tables,
     find_corrupt,
-    groups_of,
     listing,
-    parts_of,
-    put_together,
+    merge_summaries,
+    participants,
+    sharding_groups,
     summarize,
-    tables_of,
 )
 from reft.recover.plan import (
     BlockSource,
@@ -274,9 +274,9 @@ def unpack_sources(body: bytes) -> frozenset[BlockSource]:
 
 
 Prepare = Callable[[Mapping[Coordinate, bytes], Degrees], Sequence[ImageRange]]
-"""Takes the verified host images that :func:`~reft.recover.relayout.spoken_by` names, and the layout that
-they are of, and gives the live state the shape they describe. Where that is another layout than this job's,
-what is returned says which bytes of the other images this coordinate needs."""
+"""Takes the verified host images that :func:`~reft.recover.relayout.host_state_sources` names, and the layout
+that they are of, and gives the live state the shape they describe. Where that is another layout than this
+job's, what is returned says which bytes of the other images this coordinate needs."""
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class Recovery:
     def survey(self) -> RecoveryPlan | NotRecoverable:
         """See what there is and decide. Collective; nothing is touched. Returns the plan of this rank's
         sharding group, for the version that all ranks decided on."""
-        self._look()
+        self._poll()
         self._plan()
         return self._found.own if self._found.plans else self._found.refusal
 
@@ -355,7 +355,7 @@ class Recovery:
                     _report(outcome, self._rank)
                     return outcome
             if decodes:
-                self._look()
+                self._poll()
             self._plan()
         raise AssertionError("unreachable")
 
@@ -499,7 +499,7 @@ class Recovery:
 
     # -- what there is --------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Collective: say what this node holds, hear what the others do, and get the block tables of the
         sharding groups that this rank takes part in."""
         mine: list[ArenaRecord] = []
@@ -507,7 +507,7 @@ class Recovery:
         def summarized() -> bytes:
             inventory = self._me.place.inventory()
             mine.extend(
-                arenas_to_tell(
+                arenas_to_report(
                     *(inventory.arenas, self._topology, self._rank),
                     job_id=self._me.job_id,
                     any_layout=self._any_layout,
@@ -520,17 +520,19 @@ class Recovery:
         labels: dict[tuple[int, int], VersionId] = {}
         told = self._me.gather(summarized, "taking inventory")
         summaries = [Summary.decode(body, self._topology, labels) for body in told]
-        findings = put_together(
+        findings = merge_summaries(
             summaries, self._topology, job_id=self._me.job_id, any_layout=self._any_layout
         )
-        parts = parts_of(findings, self._rank)
+        parts = participants(findings, self._rank)
         self._found = _GroupFindings(findings, parts, self._swap_tables(mine, parts))
 
     def _swap_tables(
         self, mine: Sequence[ArenaRecord], parts: Mapping[Group, tuple[int, ...]]
     ) -> dict[Group, list[ArenaRecord]]:
         """Whole arenas of the groups this rank takes part in, on all nodes; in (node, name) order."""
-        tables = tables_of(mine, parts, self._topology, job_id=self._me.job_id, any_layout=self._any_layout)
+        tables = block_tables(
+            mine, parts, self._topology, job_id=self._me.job_id, any_layout=self._any_layout
+        )
         packed = {
             group: Inventory(self._me.place.node, tuple(records)).pack() for group, records in tables.items()
         }
@@ -586,7 +588,7 @@ class Recovery:
                 held = [r for r in records if r.header.label == decision.label]
                 plan = replace(plan, kept=plan_kept(group, of_version, held, self._topology))
             found.plans[group] = plan
-        in_groups = groups_of(found.findings.written[decision.label]) == self._topology.groups()
+        in_groups = sharding_groups(found.findings.written[decision.label]) == self._topology.groups()
         own = [found.plans[self._group]] if in_groups else [*found.plans.values()]
         found.own = RecoveryPlan.joined(own, found.findings.notes)
 

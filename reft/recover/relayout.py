@@ -175,7 +175,7 @@ def only_replicas_differ(was: Degrees, now: Degrees) -> bool:
     return was != now and (was.pp, was.tp) == (now.pp, now.tp)
 
 
-def spoken_by(was: Degrees, now: Degrees, at: Coordinate) -> set[Coordinate]:
+def host_state_sources(was: Degrees, now: Degrees, at: Coordinate) -> set[Coordinate]:
     """The old ranks whose host state the new rank ``at`` reads: its own, or that of another replica. In
     another layout the first replica's, which say what is held, and those of its own replica, which have its
     buffers."""

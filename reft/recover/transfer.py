@@ -37,8 +37,8 @@ from reft.recover.plan import (
     Rebuild,
     RecoveryPlan,
     SourceKind,
+    find_stripes,
     format_bytes_from,
-    stripes_of,
 )
 from reft.recover.rebuild import Bytes, Pool
 
@@ -209,7 +209,7 @@ def make_moves(plan: RecoveryPlan, topology: Topology) -> list[BlockMove]:
 def _stripe_numbers(rebuild: Rebuild | None) -> dict[BlockKey, int]:
     """For every block that is read in order to decode, which stripe of the rebuild it belongs to. A peer has
     hardly more than one block of a stripe, so that these are turns of its own."""
-    stripes = () if rebuild is None else stripes_of(rebuild.blocks)
+    stripes = () if rebuild is None else find_stripes(rebuild.blocks)
     return {key: number for number, stripe in enumerate(stripes) for lost in stripe for key, _ in lost.terms}
 
 

@@ -67,7 +67,7 @@ def compare(
         at = record.kind, record.rank, record.step
         missing.discard(at)
         if at in reference:
-            differences += _of_record(reference[at], record)
+            differences += _read_record(reference[at], record)
         else:
             what = f"{record.kind}, but not in the undisturbed run"
             differences.append(Difference(record.step, record.rank, STEPS, what, None, ""))
@@ -80,7 +80,7 @@ def compare(
     return sorted(unique, key=_order)
 
 
-def _of_record(expected: ComparedStep, found: ComparedStep) -> Iterator[Difference]:
+def _read_record(expected: ComparedStep, found: ComparedStep) -> Iterator[Difference]:
     for cause in dict.fromkeys([*expected.values, *found.values]):
         before, after = expected.values.get(cause, {}), found.values.get(cause, {})
         for key in dict.fromkeys([*before, *after]):

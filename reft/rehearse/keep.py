@@ -130,11 +130,11 @@ class Guard:
             return
         self._inside = True
         try:
-            self._look(event, arguments)
+            self._poll(event, arguments)
         finally:
             self._inside = False
 
-    def _look(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _poll(self, event: str, arguments: tuple[Any, ...]) -> None:
         path: Any
         if event == "os.rename":
             path, flags = arguments[1], os.O_TRUNC

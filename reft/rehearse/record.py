@@ -232,7 +232,7 @@ class Recorder:
         for part, value in state.items():
             for key, text in digest_items(part, value):
                 if not key.startswith(_NOT_COMPARED):
-                    values[cause_of(key)][key] = text
+                    values[find_cause(key)][key] = text
         sections = (("replicated", images.replicated), ("owned", images.owned))
         for name, image in sections:
             values[WEIGHTS] |= dict(digest_image(name, image))
@@ -301,7 +301,7 @@ class _Warnings(logging.Handler):
         self._recorder.write(SAID, text=record.getMessage())
 
 
-def cause_of(key: str) -> str:
+def find_cause(key: str) -> str:
     """Where an item of the captured state belongs."""
     if ".start." in key:  # A position in the data begins with the generators that chose the order.
         return GENERATORS
@@ -345,20 +345,20 @@ def digest_image(section: str, image: SectionImage) -> Iterator[tuple[str, str]]
 
 def digest_tensors(value: Any) -> str:
     """One digest of all tensors in nested containers, their shapes and dtypes."""
-    found = [[str(t.dtype), list(t.shape), t.detach().cpu()] for t in tensors_in(value)]
+    found = [[str(t.dtype), list(t.shape), t.detach().cpu()] for t in find_tensors(value)]
     return f"#{checksum(codec.encode(found)):016x}"
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def find_tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
+        yield from find_tensors(list(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            yield from find_tensors(item)
 
 
 def scalars(loss: Any) -> list[str]:
     """Numbers of a loss, exactly; none where it is no tensor of one number."""
-    return [repr(t.item()) for t in tensors_in(loss) if t.numel() == 1]
+    return [repr(t.item()) for t in find_tensors(loss) if t.numel() == 1]

@@ -266,13 +266,13 @@ class _Runs:
         if any(run.codes):
             raise ConfigError(
                 f"the job fails undisturbed, with exit code {', '.join(map(str, run.codes))}: nothing can be "
-                f"compared. Mend this first:\n{_end_of(run.log)}"
+                f"compared. Mend this first:\n{_read_end(run.log)}"
             )
         if not run.of_kind(TRAINED):
             raise ConfigError(
                 "the job ended well, but reft has seen no step of it: it trains with no engine of "
                 "deepspeed.initialize, and calls neither reft.attach nor reft.attach_megatron. The end of "
-                f"its output:\n{_end_of(run.log)}"
+                f"its output:\n{_read_end(run.log)}"
             )
 
 
@@ -283,7 +283,7 @@ def _judge(undisturbed: RehearsalRun, run: RehearsalRun, differences: Sequence[D
     failed = ""
     if any(run.codes):
         codes = ", ".join(map(str, run.codes))
-        failed = f"the job did not go on to its end (exit code {codes}):\n{_end_of(run.log)}"
+        failed = f"the job did not go on to its end (exit code {codes}):\n{_read_end(run.log)}"
     elif resumed is None and not killed:  # on a cluster it may be killed on another node
         failed = "the kill did not come about"
     elif resumed == min(r.step for r in undisturbed.records if r.kind == TRAINED):
@@ -309,7 +309,7 @@ def _to_json(differences: Sequence[Difference]) -> list[dict[str, Any]]:
     return [asdict(one) | {"text": str(one)} for one in differences[:_MOST_DIFFERENCES]]
 
 
-def _end_of(log: str) -> str:
+def _read_end(log: str) -> str:
     return "\n".join(log.splitlines()[-_LOG_LINES:])
 
 

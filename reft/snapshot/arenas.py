@@ -26,7 +26,7 @@ from reft.memory.header import ArenaHeader, ArenaState, checksum
 from reft.memory.stream import HashingCopier, Ranges, hashing_copier
 from reft.protect.codes import pack_checksums
 from reft.snapshot.plan import GroupLayout, PlacedBlock
-from reft.snapshot.stats import ByteKind, Traffic, kind_of
+from reft.snapshot.stats import ByteKind, Traffic, find_byte_kind
 from reft.snapshot.version import Slots
 from reft.state.blob import LateBlob
 
@@ -259,7 +259,7 @@ class RingExchange:
         for holder, blocks in asked.items():
             sent = Counter[ByteKind]()
             for placed in blocks:
-                sent[kind_of(placed.key, me)] += filling.length(placed)
+                sent[find_byte_kind(placed.key, me)] += filling.length(placed)
             self._count(filling, holders[holder], sent)
         return [*chain.from_iterable(lacking.values())]
 

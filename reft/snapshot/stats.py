@@ -47,7 +47,7 @@ _KINDS = {
 }
 
 
-def kind_of(key: BlockKey, member: int) -> ByteKind:
+def find_byte_kind(key: BlockKey, member: int) -> ByteKind:
     """What a block is to the ``member`` that stores it."""
     if key.section is Section.REPLICATED:
         return ByteKind.SHARD if key.member == member else ByteKind.COPIES
@@ -230,7 +230,7 @@ class PeerErrors:
             self._unheard = deque((c for c in self._unheard if c not in causes), _PASSED_ON)
 
 
-def say(complaints: Mapping[int, Collection[str]]) -> None:
+def log_peer_errors(complaints: Mapping[int, Collection[str]]) -> None:
     """Log what peers complain of, by rank."""
     for rank in sorted(complaints)[:_NAMED]:
         for cause in complaints[rank]:

@@ -35,7 +35,7 @@ from reft.snapshot.copying.gate import Gate, Pacer, Permit
 from reft.snapshot.plan import GroupLayout, LiveImages, PlacedBlock, agree_on_layout
 from reft.snapshot.recompute import OptimizerStep, PeerOptimizers
 from reft.snapshot.schedule import ChunkRecord, Overflow
-from reft.snapshot.stats import PeerErrors, SnapshotStats, say
+from reft.snapshot.stats import PeerErrors, SnapshotStats, log_peer_errors
 from reft.snapshot.switching import SchemeSwitch
 from reft.snapshot.version import RankState, Signal, SkipCause, Stage, Task, Version
 
@@ -233,7 +233,7 @@ class Votes:
             return
         self._watchers.complaints.heard(unheard)
         causes = {rank: msgpack.unpackb(body) for rank, body in enumerate(told) if rank != self._control.rank}
-        say({rank: said for rank, said in causes.items() if said})
+        log_peer_errors({rank: said for rank, said in causes.items() if said})
 
     def _wanted(self, wanted: Callable[[], int], agreed: int) -> int:
         try:
@@ -334,7 +334,7 @@ class SnapshotWorker:
 
     # -- one rank's versions under one lock: both threads ----------------------------------------------
 
-    def _tell(self, event: versions.Event) -> list[versions.Effect]:
+    def _notify(self, event: versions.Event) -> list[versions.Effect]:
         """Tell what happened. Returns what the caller has to do, in this order; raises ValueError if the
         event does not fit."""
         with self._changed:
@@ -386,9 +386,9 @@ class SnapshotWorker:
                     self.copier.begin()
                     self._handed_over_at = time.perf_counter()
                 self._requests.append(request)
-                effects = self._tell(versions.HandedOver(version))
+                effects = self._notify(versions.HandedOver(version))
             else:
-                effects = self._tell(versions.HandedOver(version))
+                effects = self._notify(versions.HandedOver(version))
                 cause = next((e.cause for e in effects if isinstance(e, versions.GiveUp)), version.cause)
                 request.follow(replace(version, stage=Stage.ABANDONED, cause=cause), done=True)
         for effect in effects:
@@ -399,7 +399,7 @@ class SnapshotWorker:
 
         On a CPU no version begins to be copied any more. A device is not there yet.
         """
-        self._tell(versions.FenceNear(ahead=self.copier.engine.asynchronous))
+        self._notify(versions.FenceNear(ahead=self.copier.engine.asynchronous))
         if self._state.holds_training and not self._state.staged:  # what is drained keeps to the windows
             self._gate.hurry()
 
@@ -410,10 +410,10 @@ class SnapshotWorker:
         after exactly one step, or it is none. Returns seconds waited, but for those in which the device had
         work."""
         approached = self._state.fence_near
-        self._tell(versions.FenceNear(ahead=True))
+        self._notify(versions.FenceNear(ahead=True))
         self._await_device()
         began = time.perf_counter()
-        self._tell(versions.FenceNear())
+        self._notify(versions.FenceNear())
         if approached or self._state.holds_training:
             with self._hurried(), self._changed:
                 if not self._changed.wait_for(lambda: not self._state.holds_training, FENCE_SECS):
@@ -424,7 +424,7 @@ class SnapshotWorker:
         # Before TENSORS_CHANGE: whatever the script wrote is counted by now, and the optimizer has not begun.
         self.check_tensors()
         # P2: from here on the tensors are another step's; what still reads them is given up, not committed.
-        self._tell(Signal.TENSORS_CHANGE)
+        self._notify(Signal.TENSORS_CHANGE)
         self.copier.fence()
         return time.perf_counter() - began
 
@@ -454,7 +454,7 @@ class SnapshotWorker:
             cause = SkipCause(
                 versions.WRITTEN, f"the script wrote {shortened(names)} after its forward pass began"
             )
-        self._tell(versions.TensorsChecked(cause))
+        self._notify(versions.TensorsChecked(cause))
 
     def _await_device(self) -> None:
         """Let versions begin while the host is ahead of its device, by up to a step or more.
@@ -535,7 +535,7 @@ class SnapshotWorker:
     def close(self, timeout_secs: float) -> None:
         """Drain and end the thread."""
         self.drain(timeout_secs)
-        self._tell(Signal.CLOSING)
+        self._notify(Signal.CLOSING)
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
             self.control.leave()
@@ -579,7 +579,7 @@ class SnapshotWorker:
 
     def _apply(self, event: versions.Event) -> None:
         """Tell what happened, and do what follows; all of it, whatever fails."""
-        effects = self._tell(event)
+        effects = self._notify(event)
         failed: Exception | None = None
         for effect in effects:
             try:
@@ -609,7 +609,7 @@ class SnapshotWorker:
             return versions.CopyFailed(SkipCause("the state could not be captured"))
         if not self._fits(request):
             return Signal.UNFIT
-        self._tell(Signal.BEGIN)
+        self._notify(Signal.BEGIN)
         if self._state.task is not Task.COPY:
             return None
         self._paced = request.paced

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.device import vendor_in_use, vendor_of
+from reft.device import find_used_vendor, find_vendor
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.state import codec
 from reft.state.adapters import StateAdapter, adapter_for, on_host
@@ -142,7 +142,7 @@ class DecodedBlob:
 
 def is_late(tensor: torch.Tensor) -> bool:
     """Whether reading it would wait for a device."""
-    return vendor_of(tensor.device) is not None
+    return find_vendor(tensor.device) is not None
 
 
 def _queue(
@@ -150,7 +150,7 @@ def _queue(
 ) -> Callable[[], torch.Tensor]:
     """Queue the transfer of dense device tensors to host memory on the current stream. The result waits for
     it and returns that memory."""
-    devices = {t.device: vendor for t in tensors.values() if (vendor := vendor_of(t.device))}
+    devices = {t.device: vendor for t in tensors.values() if (vendor := find_vendor(t.device))}
     host = torch.zeros(nbytes, dtype=torch.uint8)
     if devices:
         # Into memory that is not pinned a transfer holds up the caller, but arrives too (P6).
@@ -416,7 +416,7 @@ def _accelerator() -> tuple[str, Any]:
     to use; "cpu" has none but torch's own."""
     module = sys.modules.get("deepspeed.accelerator")
     if module is None:
-        vendor = vendor_in_use()
+        vendor = find_used_vendor()
         return ("cpu", None) if vendor is None else (vendor.type, vendor.module)
     accelerator = module.get_accelerator()
     return accelerator.device_name(), accelerator

@@ -308,7 +308,7 @@ def _make_scalar(parts: Any) -> Any:
     return np.frombuffer(bytearray(raw), dtype=dtype)[0]
 
 
-def _of_torch(name: str) -> Callable[[Any], Any]:
+def _encode_torch(name: str) -> Callable[[Any], Any]:
     def make(value: Any) -> Any:
         import torch
 
@@ -347,8 +347,8 @@ _MAKE: dict[int, Callable[[Any], Any]] = {
     _Ext.ARRAY: _make_array,
     _Ext.SCALAR: _make_scalar,
     _Ext.TORCH_DTYPE: torch_dtype,
-    _Ext.TORCH_SIZE: _of_torch("Size"),
-    _Ext.TORCH_DEVICE: _of_torch("device"),
+    _Ext.TORCH_SIZE: _encode_torch("Size"),
+    _Ext.TORCH_DEVICE: _encode_torch("device"),
     _Ext.PATH: Path,
     _Ext.ENUM: _make_enum,
     _Ext.NUMPY_DTYPE: _make_dtype,

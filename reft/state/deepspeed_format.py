@@ -61,7 +61,7 @@ class Template:
     files: Mapping[str, list[Any]]  # node tree of every file, by name within the tag directory
     client_files: tuple[str, ...]  # files whose top level takes up the user's client state
     recovery_scripts: bool  # whether this rank puts DeepSpeed's ZeRO scripts beside the tag directory
-    shape: bytes  # which values the host state must have (`shape_of`)
+    shape: bytes  # which values the host state must have (`read_shape`)
     versions: Mapping[str, str]  # DeepSpeed and torch that the engine ran on
 
     def encode(self) -> bytes:
@@ -113,7 +113,7 @@ def capture_template(engine: Any, images: tuple[SectionImage, SectionImage], hos
         files=files,
         client_files=tuple(n for n in files if n == model_file),
         recovery_scripts=has_scripts,
-        shape=shape_of(host_state),
+        shape=read_shape(host_state),
         versions={"deepspeed": str(deepspeed.__version__), "torch": str(torch.__version__)},
     )
     return template.encode()
@@ -227,7 +227,7 @@ def client_state(host_state: HostState) -> dict[str, Any]:
     return dict(host_state["client"] or {})
 
 
-def tracker_of(host_state: HostState) -> bytes | None:
+def find_tracker(host_state: HostState) -> bytes | None:
     """What Megatron-DeepSpeed's tracker says of a version; None where another program made it."""
     client = client_state(host_state)
     iteration = client.get("iteration")
@@ -235,7 +235,7 @@ def tracker_of(host_state: HostState) -> bytes | None:
     return str(iteration).encode() if is_megatrons and isinstance(iteration, int) else None
 
 
-def shape_of(host_state: HostState) -> bytes:
+def read_shape(host_state: HostState) -> bytes:
     """What of a host state has to be equal for a template to fit: which values there are."""
     adapter = host_state["adapter"]
     facts = [adapter["wrapper"], adapter["optimizer"], adapter["layout"]]
@@ -350,7 +350,7 @@ def write_checkpoint(
     views of) and ``host_state`` hold into a tag directory: DeepSpeed's, and the host state beside them.
 
     Every file appears under its name only when it is complete and flushed to storage."""
-    if shape_of(host_state) != template.shape:
+    if read_shape(host_state) != template.shape:
         raise PersistError(
             "the host state has other values than the checkpoint template was made for (parameter groups, "
             "optimizer state or scheduler were added since); the next version of another layout renews it"

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from reft.errors import UnsupportedStateError
-from reft.protect.host_adam import AdamRecipe, OwnerStep, recipe_of, step_of
+from reft.protect.host_adam import AdamRecipe, OwnerStep, read_recipe, read_step
 from reft.state.adapters import BF16Adapter, StateAdapter, ZeroAdapter
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
@@ -93,7 +93,7 @@ class GradientCapture:
             # Up to 0.18 BF16_Optimizer knows no overflow, and no attribute of that name.
             if not getattr(self._wrapper, "overflow", False):
                 return None
-            record = step_of(optimizer, number, skipped=True)
+            record = read_step(optimizer, number, skipped=True)
         return replace(record, number=number), _applied(optimizer)
 
     # -- what every wrapper needs ------------------------------------------------------------------
@@ -126,7 +126,7 @@ class GradientCapture:
             for g, flat in enumerate(self._wrapper.fp32_groups_gradients_flat):
                 size = self._weights[g][member].numel()
                 tensors[f"gradient.{g}"].copy_(flat.narrow(0, member * size, size))
-        self.record = step_of(optimizer, 0)
+        self.record = read_step(optimizer, 0)
 
     # -- DeepSpeedZeroOptimizer --------------------------------------------------------------------
 
@@ -157,12 +157,12 @@ class GradientCapture:
             return  # further groups of the same step
         factors = [tensors["multiplier"].fill_(1.0) for tensors in self.staged.values()]
         type(self._wrapper).unscale_and_clip_grads(self._wrapper, factors, total_norm)
-        self.record = step_of(self._adapter.state.optimizer, 0)
+        self.record = read_step(self._adapter.state.optimizer, 0)
 
 
 def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
     """How a host repeats the optimizer's step; raises UnsupportedStateError as :class:`GradientCapture`."""
-    recipe = recipe_of(adapter.state.optimizer)
+    recipe = read_recipe(adapter.state.optimizer)
     if isinstance(adapter, BF16Adapter):
         _check_bf16(adapter.engine, adapter.wrapper)
     else:

@@ -140,7 +140,7 @@ def _refuse_apex(found: str, change: str) -> UnsupportedStateError:
     )
 
 
-def why_not_loadable(engine: Any) -> str | None:
+def explain_not_loadable(engine: Any) -> str | None:
     """Why ``engine.load_checkpoint`` fails with every checkpoint of this engine, and what to change; None
     where it does not. A job should know when it starts (P12). Some releases load partitions for a wrapper
     that has none (``AttributeError: dp_process_group``), others give ``BF16_Optimizer``, which expects a list

@@ -11,7 +11,7 @@ from reft.state.blob import DecodedBlob
 from reft.state.deepspeed_format import (
     TRACKER_NAME,
     Template,
-    tracker_of,
+    find_tracker,
     write_checkpoint,
     write_recovery_scripts,
 )
@@ -69,7 +69,7 @@ def write_deepspeed_files(
     template = Template.decode(blob.template)
     if template.recovery_scripts:
         write_recovery_scripts(work.scripts)
-    tracker = tracker_of(blob.state)
+    tracker = find_tracker(blob.state)
     if at == LEADER and tracker is not None:
         work.pointers.mkdir(exist_ok=True)
         (work.pointers / TRACKER_NAME).write_bytes(tracker)

@@ -38,7 +38,14 @@ from reft.memory.arena import ARENA_SUFFIX, Arena
 from reft.memory.header import ArenaHeader
 from reft.memory.jobdir import JobDir, recorded_fingerprint
 from reft.storage import fence
-from reft.storage.persisted import FileRecord, PersistedInfo, check_files, job_directory, read_marker, tag_of
+from reft.storage.persisted import (
+    FileRecord,
+    PersistedInfo,
+    check_files,
+    format_tag,
+    job_directory,
+    read_marker,
+)
 from reft.storage.publish import (
     LEADER,
     BlockInFile,
@@ -142,7 +149,7 @@ def persist_label(
             source = _pin(job_dir, label, pins)
         except OvertakenError as error:
             if not isinstance(error, HeldError):
-                _tell_overtaken(job_dir, label, options.directory, error)
+                _notify_overtaken(job_dir, label, options.directory, error)
             raise
         return write_version(source, options, unpin=pins.close, reach=_fault_points(config, source)).path
 
@@ -175,7 +182,7 @@ class HeldError(OvertakenError):
     """A trainer of this node has the lock of an arena that still holds the version: it may let go of it."""
 
 
-def _tell_overtaken(job_dir: JobDir, label: VersionId, directory: Path, error: OvertakenError) -> None:
+def _notify_overtaken(job_dir: JobDir, label: VersionId, directory: Path, error: OvertakenError) -> None:
     """This node's part will never come: the others need not wait for it. The record goes with the working
     directory, when the leader writes a newer version."""
     writer = max(label.incarnation, job_dir.noted_incarnation())
@@ -348,7 +355,7 @@ class _Writing:
             )
         info = PersistedInfo(
             directory=self.options.directory,
-            tag=tag_of(source.label),
+            tag=format_tag(source.label),
             job_id=source.job_id,
             label=source.label,
             degrees=source.degrees,
@@ -458,7 +465,7 @@ def _leave_reason(work: WorkDir, node: str, error: BaseException, secret: bytes)
 
 def published(work: WorkDir) -> PersistedInfo | None:
     """The finished checkpoint of exactly this version, if it is there."""
-    info = read_marker(work.root.parent / tag_of(work.label))
+    info = read_marker(work.root.parent / format_tag(work.label))
     if info is None or (info.job_id, info.label) != (work.job_id, work.label):
         return None
     return None if check_files(info.path, info.files, read=False) else info

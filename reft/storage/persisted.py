@@ -93,7 +93,7 @@ def job_directory(directory: Path, job_id: str) -> Path:
     return directory / job_id
 
 
-def tag_of(label: VersionId) -> str:
+def format_tag(label: VersionId) -> str:
     """DeepSpeed's own tag of a step, so that ``latest`` and people find what they expect."""
     return f"global_step{label.step}"
 

@@ -58,10 +58,10 @@ from reft.storage.persisted import (
     FileRecord,
     PersistedInfo,
     check_files,
+    format_tag,
     latest_tag,
     list_persisted,
     read_marker,
-    tag_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class WorkDir:
     def of(cls, directory: Path, job_id: str, label: VersionId, writer: int = 0) -> WorkDir:
         """Of a version that a start of the job writes: its own, or an earlier one's that memory holds."""
         writer = max(writer, label.incarnation)
-        name = f".{tag_of(label)}.{label.incarnation}.{writer}-{short_name(job_id)}.tmp"
+        name = f".{format_tag(label)}.{label.incarnation}.{writer}-{short_name(job_id)}.tmp"
         return cls(directory / name, job_id, label)
 
     @property

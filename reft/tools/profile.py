@@ -100,7 +100,7 @@ def _add_outputs(group: argparse._ActionsContainer) -> None:
 
 def _run(argv: Sequence[str]) -> int:
     from reft.job.launch import launch
-    from reft.job.options import make_parser, options_of
+    from reft.job.options import collect_options, make_parser
     from reft.profile.profiler import forget_taken
 
     parser = make_parser()
@@ -117,7 +117,7 @@ def _run(argv: Sequence[str]) -> int:
         written = folder / PROFILE_FILE
         written.unlink(missing_ok=True)
         forget_taken(folder)
-        code = launch(options_of(args))
+        code = launch(collect_options(args))
         ranks = forget_taken(folder)
         if code != 0:
             return code

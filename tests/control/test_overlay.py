@@ -27,8 +27,8 @@ from reft.control.transport import (
     ReceiveQueue,
     TransferLimits,
     Tree,
-    children_of,
-    parent_of,
+    find_children,
+    find_parent,
 )
 from reft.control.wire import AuthenticatedServer, Channel, connect_authenticated, listen_locally
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
@@ -147,10 +147,10 @@ def test_the_first_who_asks_makes_the_secret() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 300, 2048])
 def test_every_place_but_the_first_is_a_child_of_one(size: int) -> None:
-    children = [child for place in range(size) for child in children_of(place, size)]
+    children = [child for place in range(size) for child in find_children(place, size)]
     assert children == list(range(1, size))
-    assert all(child in children_of(parent_of(child), size) for child in children)
-    assert max(len(children_of(place, size)) for place in range(size)) <= FANOUT
+    assert all(child in find_children(find_parent(child), size) for child in children)
+    assert max(len(find_children(place, size)) for place in range(size)) <= FANOUT
 
 
 @pytest.mark.parametrize("overlays", [["a"], per_node(20, 2), per_node(1, 20)], indirect=True, ids=len)

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import reft
 from reft.data.order import EpochPartition, JobPosition, SampleOrder
-from reft.data.passes import dealt_by
+from reft.data.passes import find_distribution
 from reft.data.watch import LOADERS
 from reft.engine.data import LEFT, DataPosition, move_data
 from reft.env import ENV_NODES
@@ -393,7 +393,7 @@ def test_p8_what_two_degrees_read_of_a_pass_is_every_sample_once(
     """But for what torch's sampler repeats, and for what is dropped, at the end."""
     moved, kind = 0, (drop_last, cuts)
     for old, new in product((1, 2, 3, 4), repeat=2):
-        dealt = dealt_by(loader(samples, old, 0, drop_last, cuts))
+        dealt = find_distribution(loader(samples, old, 0, drop_last, cuts))
         assert dealt.batches == len(loader(samples, old, 0, drop_last, cuts))
         assert replace(dealt, replicas=new).batches == len(loader(samples, new, 0, drop_last, cuts))
         for taken in range(dealt.batches):
@@ -414,8 +414,10 @@ def test_p8_what_two_degrees_read_of_a_pass_is_every_sample_once(
 
 def test_an_order_that_is_not_known_to_be_the_jobs_is_not_moved() -> None:
     data = TensorDataset(torch.arange(8))
-    assert dealt_by(DataLoader(data, batch_size=2, shuffle=True)) is None
-    assert dealt_by(DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False))) is None
+    assert find_distribution(DataLoader(data, batch_size=2, shuffle=True)) is None
+    assert (
+        find_distribution(DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False))) is None
+    )
 
 
 def test_p12_what_does_not_go_to_another_degree_is_named_and_the_rest_goes() -> None:

@@ -36,7 +36,7 @@ from reft.data import watch as watching
 from reft.data.passes import LoaderIterator, Position
 from reft.data.watch import LoaderHook, ResumePhase
 from reft.engine.data import difference
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from reft.state.blob import capture_rng, restore_host_rng
 from reft.state.codec import decode, encode
 from tests.data.life import seed
@@ -371,7 +371,7 @@ def step(root: Path, case: str) -> str:
     except reft.ConfigError as error:
         return f"{engine.global_steps} {error}"
     finally:
-        session_of(engine).close()
+        find_session(engine).close()
     return "" if engine.global_steps == 1 else "no step"
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import reft
 from reft.device import VENDORS
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from reft.protect.backend import backend_for
 from reft.snapshot.copying.device import DeviceCopyEngine
 from tests.device.accelerator import BACKEND, use_simulated
@@ -104,7 +104,7 @@ def live(root: Path) -> dict[str, Any]:
         },
         life["stages"],
     )
-    session, committed = session_of(job.engine), list[int]()
+    session, committed = find_session(job.engine), list[int]()
     on_commit = session.worker.watchers.on_commit
     session.worker.watchers.on_commit = lambda label: (committed.append(label.step), on_commit(label))
     sim.settings.bytes_per_sec, sim.settings.delay_secs = SLOW, 0.0005

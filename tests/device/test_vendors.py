@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from reft.device import Vendor, vendor_at_hand, vendor_of
+from reft.device import Vendor, find_local_vendor, find_vendor
 from reft.snapshot.copying.device import DeviceCopyEngine
 from tests.device.conftest import hold
 from tests.device.simulated import NAME
@@ -35,9 +35,9 @@ def registered(vendor: Vendor, device: torch.device, nbytes: int) -> torch.Tenso
 
 
 def test_it_is_found_by_its_tensors(vendor: Vendor, device: torch.device) -> None:
-    assert vendor_of(torch.zeros(1, device=device).device) is vendor
-    assert vendor_of(torch.device("cpu")) is vendor_of(torch.device("meta")) is None
-    assert vendor_at_hand() is vendor
+    assert find_vendor(torch.zeros(1, device=device).device) is vendor
+    assert find_vendor(torch.device("cpu")) is find_vendor(torch.device("meta")) is None
+    assert find_local_vendor() is vendor
     assert vendor.module.is_initialized()
     assert vendor.module.device_count() >= 1
     assert isinstance(vendor.module.get_device_name(device), str)

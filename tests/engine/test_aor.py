@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import reft
-from reft.engine.checks.start import why_inexact
-from reft.engine.deepspeed import session_of
+from reft.engine.checks.start import explain_inexact
+from reft.engine.deepspeed import find_session
 from reft.errors import UnsupportedStateError
 from reft.protect.host_adam import AdamKind, AdamRecipe
 from reft.snapshot.version import SkipCause
@@ -108,7 +108,7 @@ class Watched:
     def __init__(self, root: Path, name: str, case: dict[str, Any], **options: Any) -> None:
         self.engine = make(case, block_of(root, name, block_bytes=4096, **options))
         self.engine.load_checkpoint(str(root / "none"))
-        session = session_of(self.engine)
+        session = find_session(self.engine)
         assert session is not None
         self.session = session
         self.sent: list[dict[str, int]] = []
@@ -482,16 +482,16 @@ def test_a_deepspeed_whose_ranks_have_other_gradients_is_refused_at_the_start(ra
 
 def test_a_device_that_rounds_differently_is_said_at_the_start_with_what_to_write() -> None:
     adam = AdamRecipe(AdamKind.TORCH_ADAMW, decoupled=True, on_device=True)
-    said = why_inexact(adam)
+    said = explain_inexact(adam)
     assert said is not None
     assert "every partition is sent after all" in said
     assert "optimizer=reft.ExactAdam(model.parameters(), lr=...)" in said
     assert '"zero_allow_untested_optimizer": true' in said
-    assert why_inexact(replace(adam, on_device=False)) is None
+    assert explain_inexact(replace(adam, on_device=False)) is None
     exact = replace(adam, kind=AdamKind.EXACT)
-    assert why_inexact(exact) is None
-    assert why_inexact(replace(exact, on_device=False), seen_exact=False) is None
-    said = why_inexact(exact, seen_exact=False)
+    assert explain_inexact(exact) is None
+    assert explain_inexact(replace(exact, on_device=False), seen_exact=False) is None
+    said = explain_inexact(exact, seen_exact=False)
     assert said is not None
     assert said.endswith('Leave "+aor" out of "protection"')
 

@@ -11,7 +11,7 @@ import pytest
 from reft.config import parse_block
 from reft.engine import session as session_module
 from reft.engine.checks.choice import DeviceFindings
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from reft.errors import ConfigError
 from reft.snapshot.copying.engine import CpuCopyEngine
 from tests.engine.ranks import Told, be_a_rank, run_ranks
@@ -49,7 +49,7 @@ def case(name: str, block: dict[str, Any], told: Told) -> dict[str, Any]:
     session_module.check_device = lambda session: tried
     CpuCopyEngine.free_bytes = 2**30 if tried else 0  # type: ignore[misc, assignment]
     engine = make(int(name in ZERO1), block, **kept)
-    session = session_of(engine)
+    session = find_session(engine)
     assert session is not None
     assert parse_block(session.config.as_block()) == session.config, "the daemon reads it so"
     expected = session.state.adapter.expected_bytes()

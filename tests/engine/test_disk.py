@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.config import PersistConfig, ReftConfig
-from reft.engine.deepspeed import save_with_host_state, session_of
-from reft.engine.load.disk import CheckpointParts, DiskCheckpoint, find_on_disk, in_order, share_of
+from reft.engine.deepspeed import find_session, save_with_host_state
+from reft.engine.load.disk import CheckpointParts, DiskCheckpoint, find_on_disk, find_share, in_order
 from reft.engine.load.memory import write_and_hash
 from reft.grid import Coordinate, Degrees, Section, VersionId
 from reft.memory.arena import Arena
@@ -33,7 +33,7 @@ class Stored(disk_job.Lives):
     def write(self, engine: Any, job: str = "one") -> None:
         step, nodes = int(engine.global_steps), [self.memory(job, rank).parent for rank in (0, 1)]
 
-        session_of(engine).flush(60)  # type: ignore[union-attr]
+        find_session(engine).flush(60)  # type: ignore[union-attr]
 
         def committed() -> list[dict[str, Any]]:
             found = asked("inspect", nodes, job)["versions"]
@@ -127,11 +127,11 @@ def test_newer_than_memory() -> None:
 
 def test_every_file_is_read_by_one_rank() -> None:
     files = {f"file{i}": FileRecord(100 * (i % 7) + 1, i) for i in range(40)}
-    shares = [share_of(files, rank, 6) for rank in range(6)]
+    shares = [find_share(files, rank, 6) for rank in range(6)]
     assert sorted(name for share in shares for name in share) == sorted(files)
     loads = [sum(f.nbytes for f in share.values()) for share in shares]
     assert max(loads) - min(loads) <= 601
-    assert share_of({}, 0, 2) == {}
+    assert find_share({}, 0, 2) == {}
 
 
 @pytest.mark.integration

@@ -12,10 +12,10 @@ import pytest
 
 import reft
 from reft.config import ReftConfig
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from reft.engine.rates import newest_step
 from reft.grid import Degrees, VersionId
-from reft.storage.persisted import MARKER_NAME, PersistedInfo, tag_of
+from reft.storage.persisted import MARKER_NAME, PersistedInfo, format_tag
 from tests.engine.ranks import be_a_rank, block_of, run_life
 from tests.engine.test_engine import make, train
 
@@ -25,7 +25,7 @@ def main(root: Path) -> dict[str, Any]:
     options = {"interval_steps": "auto", "max_lost_steps": 100, "faults": life["faults"]}
     engine = make(block_of(root, "due", **options), init=reft.initialize)
     path, _ = engine.load_checkpoint(str(root / "none"))
-    session = session_of(engine)
+    session = find_session(engine)
     assert session is not None
     assert session.worker is not None
     while engine.global_steps < life["until"]:
@@ -63,7 +63,7 @@ def test_a_kill_right_after_a_change_costs_no_more_steps_than_the_interval_was(
 
 def store(persist_dir: Path, job: str, label: VersionId) -> None:
     """The marker of a checkpoint, which is all that is looked at."""
-    info = PersistedInfo(persist_dir / job, tag_of(label), job, label, Degrees(1, 2, 1), 1.0)
+    info = PersistedInfo(persist_dir / job, format_tag(label), job, label, Degrees(1, 2, 1), 1.0)
     info.path.mkdir(parents=True)
     (info.path / MARKER_NAME).write_text(json.dumps(info.to_json()))
 

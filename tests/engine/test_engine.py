@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from reft.engine.on_import import install
 from reft.memory.arena import Arena
 from reft.memory.jobdir import read_secret
@@ -83,15 +83,15 @@ def main(root: Path) -> dict[str, Any]:
     before = set(vars(plain))
     install()
     untouched = make(None)
-    out["inert"] = set(vars(untouched)) == before and session_of(untouched) is None
-    out["off"] = session_of(make({"enabled": False})) is None
+    out["inert"] = set(vars(untouched)) == before and find_session(untouched) is None
+    out["off"] = find_session(make({"enabled": False})) is None
     seed()
     reference = train(plain, 12)
 
     # A fresh job: nothing to load.
     seen = {"epoch": 0}
     first = make(block)
-    out["installed"] = session_of(first) is not None
+    out["installed"] = find_session(first) is not None
     reft.attach(first, client_state=lambda: {"epoch": seen["epoch"], "step": first.global_steps})
     seed()
     out["fresh"] = first.load_checkpoint(str(root / "ckpt"))
@@ -99,7 +99,7 @@ def main(root: Path) -> dict[str, Any]:
     losses = train(first, 5)
     first.save_checkpoint(str(root / "ckpt"))
     losses += train(first, 8)
-    session = session_of(first)
+    session = find_session(first)
     assert session is not None
     session.flush(30)
     out["committed"] = session.stats.committed_step
@@ -108,7 +108,7 @@ def main(root: Path) -> dict[str, Any]:
     # A later incarnation: the newest state is in memory, newer than the checkpoint of step 5.
     second = make(block, init=reft.initialize)
     path, client = second.load_checkpoint(str(root / "ckpt"))
-    out["resumed"] = [path, dict(client), second.global_steps, session_of(second).memory.incarnation]
+    out["resumed"] = [path, dict(client), second.global_steps, find_session(second).memory.incarnation]
     try:
         client["lr_of_mine"]
     except reft.ConfigError as error:
@@ -118,10 +118,14 @@ def main(root: Path) -> dict[str, Any]:
 
     # Back to the checkpoint on purpose: an explicit tag is that checkpoint, bit for bit.
     path, _ = second.load_checkpoint(str(root / "ckpt"), tag="global_step5")
-    out["rolled_back"] = [Path(path).parent.name, second.global_steps, session_of(second).memory.incarnation]
+    out["rolled_back"] = [
+        Path(path).parent.name,
+        second.global_steps,
+        find_session(second).memory.incarnation,
+    ]
     out["equal_after_disk"] = train(second, 12) == reference[5:]
-    session_of(second).flush(30)
-    session_of(second).close()
+    find_session(second).flush(30)
+    find_session(second).close()
 
     # The checkpoint is DeepSpeed's own: it loads without reft.
     foreign = make(None)
@@ -134,7 +138,7 @@ def main(root: Path) -> dict[str, Any]:
         train(careless, 1)
     except reft.UnrecoverableError as error:
         out["careless"] = str(error)
-    session_of(careless).close()
+    find_session(careless).close()
 
     # Progress was made, memory is gone, nothing on disk: refused, not started from scratch.
     job_dir = root / f"memory{rank}" / "hook"
@@ -150,7 +154,7 @@ def main(root: Path) -> dict[str, Any]:
         lost.load_checkpoint(str(root / "empty"))
     except reft.UnrecoverableError as error:
         out["lost"] = str(error)
-    session_of(lost).close()
+    find_session(lost).close()
     out["mpi"] = sorted(name for name in sys.modules if "mpi" in name.split(".") or "mpi4py" in name)
     return out
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from reft.engine.identity import Fingerprint, Identity, changed, differences, facts_of_arguments, require_same
+from reft.engine.identity import (
+    Fingerprint,
+    Identity,
+    changed,
+    differences,
+    read_argument_facts,
+    require_same,
+)
 from reft.errors import FingerprintError
 from reft.grid import VersionId
 from reft.memory.jobdir import JobDir, record_fingerprint
@@ -78,7 +85,7 @@ def test_p7_what_is_not_a_fingerprint_is_refused(data: bytes) -> None:
     ],
 )
 def test_arguments_that_may_change_the_numbers_are_facts(arguments: str, facts: dict[str, str]) -> None:
-    assert facts_of_arguments(arguments.split()) == {f"arguments.{k}": v for k, v in facts.items()}
+    assert read_argument_facts(arguments.split()) == {f"arguments.{k}": v for k, v in facts.items()}
 
 
 # Names of options of transformers' TrainingArguments and run_clm, Megatron-DeepSpeed and DeepSpeed-Chat.
@@ -108,7 +115,7 @@ DO_NOT = """
 @pytest.mark.parametrize("counts", [True, False])
 def test_p7_what_decides_the_numbers_counts_and_what_goes_on_around_it_does_not(counts: bool) -> None:
     names = (DECIDE if counts else DO_NOT).split()
-    found = {name: facts_of_arguments([f"--{name}", "7"]) for name in names}
+    found = {name: read_argument_facts([f"--{name}", "7"]) for name in names}
     assert found == {name: {f"arguments.{name}": "7"} if counts else {} for name in names}
 
 

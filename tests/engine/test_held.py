@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_patches.deepspeed import tell_of_attention
+from megatron_patches.deepspeed import warn_attention
 from reft.engine.deepspeed import DeepSpeedEngine
-from reft.engine.layouts import check_stages, same_on_stages, splits_of, told_of
+from reft.engine.layouts import check_stages, describe_layouts, find_splits, same_on_stages
 from reft.engine.load.relayout import Relayout, other_layout
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
@@ -56,8 +56,8 @@ def test_p7_megatrons_queries_keys_and_values_are_told_by_its_code(
     attention: type[Attention], known: Any
 ) -> None:
     model = torch.nn.Sequential(attention())
-    tell_of_attention(model)
-    assert splits_of(model) == {"0.query_key_value.weight": known}
+    warn_attention(model)
+    assert find_splits(model) == {"0.query_key_value.weight": known}
 
 
 BOTH = r"^\d+.both.weight$"
@@ -77,7 +77,7 @@ def mlp(first: str, second: str, outer: int) -> torch.nn.Module:
 )
 def test_a_gated_mlp_has_two_matrices_whatever_its_stride_says(first: str, second: str) -> None:
     head = "0.mlp."
-    plain, gated = splits_of(mlp(first, second, 8)), splits_of(mlp(first, second, 16))
+    plain, gated = find_splits(mlp(first, second, 8)), find_splits(mlp(first, second, 16))
     assert plain == {
         f"{head}{first}.weight": (0, ()),
         f"{head}{first}.bias": (0, ()),
@@ -100,7 +100,7 @@ def test_p7_fused_matrices_are_not_guessed(name: str, declared: Any, known: Any)
     weight.partition_dim = 0
     if declared is not None:
         weight.partition_blocks = declared
-    assert splits_of(model) == {f"{name}.weight": known}
+    assert find_splits(model) == {f"{name}.weight": known}
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_what_a_model_says_for_universal_checkpoints_is_heard(info: dict[str, An
     )
     for p in model.parameters():
         p.partition_dim, p.partition_stride = 0, 1  # type: ignore[attr-defined]
-    assert splits_of(model) == {"0.both.weight": (0, ()), "0.one.weight": (0, ())}
+    assert find_splits(model) == {"0.both.weight": (0, ()), "0.one.weight": (0, ())}
     model.universal_checkpoint_info = lambda: info  # type: ignore[assignment]
-    assert splits_of(model) == {"0.both.weight": known, "0.one.weight": (0, ())}
+    assert find_splits(model) == {"0.both.weight": known, "0.one.weight": (0, ())}
 
 
 @pytest.mark.parametrize("info", [None, 3, {"parameter_with_2_sub_params_cat_dim_0": ["("]}])
@@ -145,7 +145,7 @@ def test_p6_a_model_that_cannot_be_described_is_snapshotted_without(info: Any) -
     adapter: Any = Namespace(
         signature=lambda: 1, grouped=lambda: [list(model.parameters())], state=state, owned=False, flat=False
     )
-    told = told_of(Namespace(module=model), adapter)
+    told = describe_layouts(Namespace(module=model), adapter)
     assert isinstance(told, bytes if info == 3 else str)
     if info is None:
         assert told == "AttributeError: not initialized"
@@ -202,7 +202,7 @@ def relayout(was: Degrees, now: Degrees, buffers: Sequence[dict[str, torch.Tenso
     model = torch.nn.Module()
     for name, value in buffers[0].items():
         model.register_buffer(name, value.clone())
-    told = [encode(module.digests_of(b)) for b in buffers]
+    told = [encode(module.compute_digests(b)) for b in buffers]
     session: Any = Namespace(
         control=Namespace(gather_bytes=lambda mine: told if mine else [b""] * len(told)),
         coordinate=Coordinate(0, 0, 0),

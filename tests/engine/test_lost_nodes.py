@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from reft.recover.inventory import ArenaStore
 from tests.engine.ranks import be_a_rank, block_of, images_of, run_life
 from tests.engine.test_aor import USUAL, Watched, make, train
@@ -39,7 +39,7 @@ def restored(root: Path, memory: Path, name: str, lost: tuple[int, ...]) -> dict
     engine = make(USUAL, {"enabled": True, "job_id": name, "memory_dir": str(copy), "protection": "aec+aor"})
     before = engine.global_steps
     path, _ = engine.load_checkpoint(str(root / "none"))
-    session = session_of(engine)
+    session = find_session(engine)
     assert session is not None
     out = {"from": before, "step": engine.global_steps, "path": path, "digest": images_of(engine)}
     session.close()
@@ -84,7 +84,7 @@ def one_by_one(root: Path, protection: str) -> dict[str, Any]:
 
     engine, _ = begin()
     train(engine, STEPS)
-    session = session_of(engine)
+    session = find_session(engine)
     session.flush(60)
     trained = images_of(engine)
     session.close()
@@ -94,7 +94,7 @@ def one_by_one(root: Path, protection: str) -> dict[str, Any]:
             shutil.rmtree(block["memory_dir"])
         dist.barrier()
         engine, path = begin()
-        session = session_of(engine)
+        session = find_session(engine)
         job = session.memory.job_dir
         newest = max(
             r.header.label for r in ArenaStore(job.path, "here", job.secret).inventory().arenas if r.usable

@@ -12,7 +12,13 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import EXPERTS, flops_per_token, own_flops_per_token, session_of, tokens_per_sample
+from reft.engine.deepspeed import (
+    EXPERTS,
+    find_session,
+    flops_per_token,
+    own_flops_per_token,
+    tokens_per_sample,
+)
 from reft.grid import Coordinate
 from reft.node.progress import read_pages
 from tests.engine.ranks import be_a_rank, block_of, run_ranks
@@ -57,7 +63,7 @@ def main(root: Path) -> dict[str, Any]:
     engine.load_checkpoint(str(root / "none"))
     for _ in range(STEPS):
         engine.train_batch(iter([(ids, ids)] * 2))
-    session = session_of(engine)
+    session = find_session(engine)
     assert session is not None
     (page,) = read_pages(session.memory.job_dir.path)
     session.close()

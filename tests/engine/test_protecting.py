@@ -21,7 +21,7 @@ import torch.distributed as dist
 from reft.config import ReftConfig, parse_block
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
 from reft.control.wire import listen
-from reft.engine.checks.start import group_timeout_secs, timeout_is_short, what_is_protected
+from reft.engine.checks.start import describe_protection, group_timeout_secs, timeout_is_short
 from reft.engine.identity import JobRecord, noted_commit
 from reft.engine.load.memory import MemoryRestorer
 from reft.engine.session import Session
@@ -80,7 +80,7 @@ def test_p4_a_start_says_in_a_line_what_is_protected(
         memory=SimpleNamespace(incarnation=1),
         protection=SimpleNamespace(record=SimpleNamespace(in_force="arc")),
     )
-    said = what_is_protected(session)
+    said = describe_protection(session)
     assert said.startswith(
         "the job is protected: PP1xDP2xTP1 on 2 node(s), incarnation 1; protection arc survives "
     )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import reft
 from reft.config import PersistConfig, ReftConfig
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from reft.grid import BlockKey, Degrees, Section
 from reft.memory.arena import Arena
 from reft.memory.jobdir import JobDir, read_secret
@@ -151,7 +151,7 @@ def refused(root: Path, case: str, life: dict[str, Any], **model: Any) -> str:
     with pytest.raises(reft.ReftError) as error:
         engine.load_checkpoint(str(root / "none"))
     assert images_of(engine) == before, "nothing was written"
-    session_of(engine).close()
+    find_session(engine).close()
     dist.barrier()
     return str(error.value)
 
@@ -168,7 +168,7 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     told = refused(root, case, life, blocks=8) if life["since"] else ""
     engine, said = with_reft(root, case, life)
     path, _ = engine.load_checkpoint(str(root / "none"))
-    session = session_of(engine)
+    session = find_session(engine)
     if session.config.recompute:
         commit_every_version(session)
     out = {

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import reft
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from reft.engine.load.memory import MemoryRestorer
-from reft.engine.on_import import refusal_of
+from reft.engine.on_import import find_refusal
 from reft.recover.inventory import ArenaStore
 from tests.engine.ranks import Mlp, be_a_rank, groups, images_of, run_life
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
@@ -114,7 +114,7 @@ def interrupted(root: Path, case: str) -> None:
         patch.setattr(MemoryRestorer, "protect", fail)
         with pytest.raises(InterruptedError):
             engine.load_checkpoint(str(root / "none"))
-    session_of(engine).close()
+    find_session(engine).close()
     dist.barrier()
 
 
@@ -123,7 +123,7 @@ def refusal(root: Path, case: str, settings: dict[str, Any]) -> str:
     engine = make({**settings, "reft": block(root, case)})
     with pytest.raises(reft.ReftError) as refused:
         engine.load_checkpoint(saved_in(root, case))
-    session_of(engine).close()
+    find_session(engine).close()
     dist.barrier()
     return f"{type(refused.value).__name__}: {refused.value}"
 
@@ -146,8 +146,8 @@ def refused(root: Path, life: dict[str, Any]) -> dict[str, Any]:
         engine = make({**settings, "reft": block(root, case)})
         path, _ = engine.load_checkpoint(str(root / "none"))
         train(engine, STEPS)
-        session_of(engine).flush(60)
-        session_of(engine).close()
+        find_session(engine).flush(60)
+        find_session(engine).close()
         dist.barrier()
         return {"path": path}
     more = config(CASES["zero1"], gradient_accumulation_steps=2)
@@ -167,7 +167,7 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
         interrupted(root, case)
     engine = make({**config(CASES[case]), "reft": block(root, case)})
     path, _ = engine.load_checkpoint(saved_in(root, case))
-    session = session_of(engine)
+    session = find_session(engine)
     job = session.memory.job_dir
     found = [r.header for r in ArenaStore(job.path, "here", job.secret).inventory().arenas if r.usable]
     out = {
@@ -336,9 +336,9 @@ def test_a_global_batch_that_the_replicas_cannot_share_is_refused_with_the_degre
 )
 def test_degrees_that_share_a_batch(config: dict[str, Any] | None, said: str | None) -> None:
     error = AssertionError("Check batch related parameters. 12 != 2 * 1 * 5")
-    refusal = refusal_of(error, config)
+    refusal = find_refusal(error, config)
     assert refusal is None if said is None else said in str(refusal)
-    assert refusal_of(AssertionError("something else"), config) is None
+    assert find_refusal(AssertionError("something else"), config) is None
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from reft.engine.session import StopController
 from reft.errors import TransferError
 from reft.grid import VersionId
@@ -30,7 +30,7 @@ def main(out: Path) -> None:
     engine = make(0, {"enabled": True, "job_id": "stop", "grace_secs": 4})
     engine.load_checkpoint(str(out / "none"))
     train(engine)
-    session = session_of(engine)
+    session = find_session(engine)
     assert session is not None
     assert session.worker is not None
     if rank == 1:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import reft
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from tests.engine.ranks import Mlp, be_a_rank, block_of, commit_every_version, run_ranks
 
 pytestmark = pytest.mark.integration
@@ -89,7 +89,7 @@ def watched(root: Path, name: str, zero: int, **options: Any) -> dict[str, Any]:
     block = block_of(root, name, block_bytes=16384, verify={"peers": "off"}, **options)
     engine = make(zero, block)
     engine.load_checkpoint(str(root / "none"))
-    session = session_of(engine)
+    session = find_session(engine)
     assert session is not None
     # Nor is a block counted that is read twice, to see whether it was written meanwhile.
     session.worker.copier._read_again = lambda *_: None

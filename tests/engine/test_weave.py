@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from reft.engine.weave import CloseSnapshotWindow, OpenSnapshotWindow, WovenSchedule
 from reft.snapshot.schedule import StepTrace
 from tests.engine.ranks import be_a_rank, block_of, run_ranks
@@ -195,7 +195,7 @@ def main(root: Path) -> dict[str, Any]:
     plain = make()
     out: dict[str, Any] = {"reference": train(plain, STEPS + 3)}
     out["class_map"] = not set(SNAPSHOT_INSTRUCTIONS) & set(type(plain)._INSTRUCTION_MAP)
-    out["inert"] = session_of(plain) is None and "_INSTRUCTION_MAP" not in vars(plain)
+    out["inert"] = find_session(plain) is None and "_INSTRUCTION_MAP" not in vars(plain)
     out["variants"] = {v: traced(root, v, v) for v in VARIANTS}
     out["resumed"] = {v: resumed(root, v, v) for v in VARIANTS}
     out["gpipe_reference"] = train(make("gpipe"), STEPS)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from reft.engine.on_import import wrap
 
 SECS = 30.0
@@ -109,7 +109,7 @@ class Life:
         begins = engine.training and engine.global_steps != self._begun
         self._begun = engine.global_steps if engine.training else self._begun
         if self.until is not None and begins and engine.global_steps >= self.until:
-            session = session_of(engine)
+            session = find_session(engine)
             assert session is not None
             assert session.flush(SECS)
             assert session.stats.committed_step == engine.global_steps, session.stats.last_error
@@ -139,7 +139,7 @@ def live(root: Path, script: Script, job: str, steps: int, until: int | None = N
     except CutOffError:
         pass
     finally:
-        session = session_of(life.engine) if life.engine is not None else None
+        session = find_session(life.engine) if life.engine is not None else None
         if session is not None:
             session.close(1.0)
         life.engine = None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import reft.hf
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from tests.follow.lives import SECS, CutOffError, Row
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
@@ -43,7 +43,7 @@ def life(root: Path, job: str, cut: int | None, rows: dict[int, Row], schedule: 
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == cut:
-                session = session_of(trainer.model_wrapped)
+                session = find_session(trainer.model_wrapped)
                 assert session is not None
                 assert session.flush(SECS)
                 assert session.stats.committed_step == cut
@@ -91,7 +91,7 @@ def life(root: Path, job: str, cut: int | None, rows: dict[int, Row], schedule: 
     except CutOffError:
         pass
     finally:
-        session = session_of(trainer.model_wrapped)
+        session = find_session(trainer.model_wrapped)
         if session is not None:
             session.close(1.0)
         gc.collect()

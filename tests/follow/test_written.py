@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from tests.follow.lives import Life, live, mlp, resumed, said, square
 
 STEPS = 9
@@ -76,7 +76,7 @@ def test_what_the_forward_pass_writes_costs_one_version_and_is_copied_first_from
     def script(life: Life) -> None:
         engine = life.initialize(WithTable(counted), config={"reft": every_step(life)})
         reft.resume(engine)
-        session = session_of(engine)
+        session = find_session(engine)
         assert session is not None
         while engine.global_steps < life.steps:
             loss = life.train(square)
@@ -100,7 +100,7 @@ def test_no_version_is_sealed_before_its_tensors_were_compared(root: Path) -> No
     def script(life: Life) -> None:
         engine = life.initialize(mlp(), config={"reft": every_step(life)})
         reft.resume(engine)
-        session = session_of(engine)
+        session = find_session(engine)
         assert session is not None
         life.train(square)
         out = engine(torch.ones(4, 8))  # the version of step 1 is handed over
@@ -133,7 +133,7 @@ def test_writes_that_torch_does_not_count_are_found_in_a_block_that_is_read_twic
     def script(life: Life) -> None:
         engine = life.initialize(WithTable(uncounted), config={"reft": every_step(life)})
         reft.resume(engine)
-        session = session_of(engine)
+        session = find_session(engine)
         assert session is not None
         while engine.global_steps < life.steps:
             if engine.global_steps == 3:

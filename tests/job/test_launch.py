@@ -27,8 +27,8 @@ from reft.errors import ConfigError
 from reft.job.agent import Trainers
 from reft.job.launch import Launcher, StopSignals, main
 from reft.job.local import LocalNodes, handle_stop_signals
-from reft.job.options import LaunchOptions, parse_options, warnings_of
-from reft.job.rendezvous.client import JobEndedError, place_of
+from reft.job.options import LaunchOptions, find_warnings, parse_options
+from reft.job.rendezvous.client import JobEndedError, find_store
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
 from reft.node.progress import process_state
@@ -166,9 +166,9 @@ def test_a_job_without_a_block_and_a_memory_that_is_a_disk_are_told_at_the_start
     )
     for directory, kind in (("shm/reft", ""), ("elsewhere", "ext4"), ("a b/c", "xfs")):
         (tmp_path / directory).parent.mkdir(exist_ok=True)
-        said = warnings_of(parse("--memory-dir", str(tmp_path / directory)))
+        said = find_warnings(parse("--memory-dir", str(tmp_path / directory)))
         assert [f"is on {kind}, which is not memory" in text for text in said] == ([True] if kind else [])
-    (said,) = warnings_of(parse("--memory-dir", str(tmp_path / "shm/typo/reft")))
+    (said,) = find_warnings(parse("--memory-dir", str(tmp_path / "shm/typo/reft")))
     assert "typo does not exist, and is made" in said
 
     plain, block, other = (tmp_path / name for name in ("ds.json", "reft.json", "other.json"))
@@ -183,7 +183,7 @@ def test_a_job_without_a_block_and_a_memory_that_is_a_disk_are_told_at_the_start
         ([str(block)], False),
         ([str(other), "absent.json"], False),
     ):
-        said = warnings_of(parse_options([*where, "train.py", *words]))
+        said = find_warnings(parse_options([*where, "train.py", *words]))
         assert ['has no "reft" block' in text for text in said] == ([True] if told else [])
 
 
@@ -191,7 +191,7 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     server = RendezvousServer("127.0.0.1", 0, SECRET)
     endpoint = server.endpoint
     options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
-    place, late = (place_of(options, SECRET) for _ in range(2))
+    place, late = (find_store(options, SECRET) for _ in range(2))
     rendezvous = place.join()
     assert place.trainers_endpoint() == endpoint
     rendezvous.shutdown("node a gave up: local rank 0: ValueError")
@@ -207,7 +207,7 @@ def test_what_listens_at_the_endpoint_and_never_answers_is_found_within_the_time
         options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "connect_timeout=1")
         began = time.monotonic()
         with pytest.raises(JobEndedError, match=r"did not answer within 1 s.*connect_timeout"):
-            place_of(options, SECRET).join()
+            find_store(options, SECRET).join()
         assert time.monotonic() - began < 20.0, "a request may take 30 s"
 
 

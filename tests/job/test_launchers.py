@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.engine.checks.start import what_is_missing
+from reft.engine.checks.start import describe_missing
 from tests.attack.jobs import clean_environment
 from tests.attack.test_p10_inert import MOST_MODULES
 from tests.machine import free_port
@@ -96,14 +96,14 @@ def test_a_hook_in_the_environment_needs_no_line_in_the_script(environment: Path
 def test_what_is_missing_without_the_launcher_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REFT_LAUNCHER_PID", raising=False)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    said = what_is_missing(persists=False) or ""
+    said = describe_missing(persists=False) or ""
     assert "persist" not in said
     assert "connectFullMesh" not in said
-    assert '"persist" are not written' in (what_is_missing(persists=True) or "")
+    assert '"persist" are not written' in (describe_missing(persists=True) or "")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (what_is_missing(persists=False) or "")
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (describe_missing(persists=False) or "")
     monkeypatch.setenv("REFT_LAUNCHER_PID", "1")
-    assert what_is_missing(persists=True) is None
+    assert describe_missing(persists=True) is None
 
 
 def command(launcher: tuple[str, ...], python: str = sys.executable) -> tuple[str, ...]:

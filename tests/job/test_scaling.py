@@ -19,7 +19,7 @@ from reft.job.rendezvous import scaling
 from reft.job.rendezvous.membership import Agreement, Event, GrantedScale, JobRules, JobState, Role, step
 from reft.job.rendezvous.membership import Node as Member
 from reft.job.rendezvous.scaling import Scaler, ScaleSituation, leave_next, refusal, shortfall
-from reft.job.rendezvous.sizes import Sizes, sizes_of_job
+from reft.job.rendezvous.sizes import Sizes, find_job_sizes
 from reft.memory.jobdir import SIZE_FILE, ScaleAnswer, ScaleOrder, Size, read_answer, write_json, write_order
 from reft.node.report import read_history
 from reft.protect.codes import Scheme
@@ -497,9 +497,9 @@ def test_before_the_first_version_any_number_fits_but_those_that_trainers_refuse
 def test_what_a_version_tells_of_its_nodes() -> None:
     holders = {Coordinate(pp, dp, 0): (f"n{2 * dp + pp}", f"h{dp}") for pp in range(2) for dp in range(2)}
     nodes = ("n0", "n1", "n2", "n3")
-    found = sizes_of_job((2, 4), nodes, holders, Degrees(2, 2, 1), "arc")
+    found = find_job_sizes((2, 4), nodes, holders, Degrees(2, 2, 1), "arc")
     assert found == Sizes((2, 4), scheme="arc", domains=(0, 0, 2, 2), groups=((0, 2), (1, 3)))
-    assert sizes_of_job((2, 4), nodes[:3], holders, Degrees(2, 2, 1), "arc") == Sizes((2, 4)), "one is gone"
+    assert find_job_sizes((2, 4), nodes[:3], holders, Degrees(2, 2, 1), "arc") == Sizes((2, 4)), "one is gone"
 
 
 def test_a_degree_that_would_be_refused_does_not_fit_and_one_that_only_differs_does() -> None:

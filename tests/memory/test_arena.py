@@ -33,8 +33,8 @@ from reft.memory.stream import (
     PlainHashingCopier,
     choose_loop,
     copier,
+    find_ranges,
     hashing_copier,
-    ranges_of,
 )
 
 
@@ -498,7 +498,7 @@ def test_p5_what_is_copied_is_hashed_in_one_pass_however_it_is_cut(
         begin += size
     for _ in range(2):
         for call in range(calls):
-            hasher.copy(ranges_of(rows[call * len(rows) // calls : (call + 1) * len(rows) // calls]))
+            hasher.copy(find_ranges(rows[call * len(rows) // calls : (call + 1) * len(rows) // calls]))
         assert hasher.take() == checksum(source[source_at:])
     np.testing.assert_array_equal(target, expected)
 
@@ -556,11 +556,11 @@ def test_numbers_that_are_not_finite_are_seen_on_the_way(
         (target.data_ptr(), source.data_ptr(), len(source), 0 if bits == "ints" else EXPONENTS[dtype]),
     ]
     for _ in range(2):
-        hasher.copy(ranges_of(rows))
+        hasher.copy(find_ranges(rows))
         assert hasher.take() == checksum(torch.cat([head, source]).numpy().data)
         assert hasher.not_finite == (bits in ("nan", "inf", "-inf"))
     assert torch.equal(target, source)
-    hasher.copy(ranges_of([(0, source.data_ptr(), len(source))]))
+    hasher.copy(find_ranges([(0, source.data_ptr(), len(source))]))
     hasher.take()
     assert not hasher.not_finite
 

@@ -24,7 +24,7 @@ from reft.node.advice import (
     SpeedSample,
     advise,
     dropping_pays,
-    gain_of_workers,
+    estimate_gain,
     scale_plan,
 )
 from reft.node.hangs import HangConfig, TrainerActivity, limit_secs, name_culprit
@@ -579,9 +579,9 @@ def test_a_node_is_dropped_only_where_the_others_are_faster_without_it() -> None
 
 def test_published_threshold_of_a_worker_more() -> None:
     """(change of speed / change of workers) / (speed / workers) >= 0.2."""
-    assert gain_of_workers(SpeedSample(10, 100.0), SpeedSample(12, 104.0)) == pytest.approx(0.2)
+    assert estimate_gain(SpeedSample(10, 100.0), SpeedSample(12, 104.0)) == pytest.approx(0.2)
     one, two = SpeedSample(1, 10.0), SpeedSample(2, 20.0)
-    assert gain_of_workers(one, two) == gain_of_workers(two, one) == 1
+    assert estimate_gain(one, two) == estimate_gain(two, one) == 1
 
 
 PUBLISHED_PLAN = {

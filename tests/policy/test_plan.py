@@ -31,7 +31,7 @@ from reft.tools.planning.model import (
     Training,
     load_cluster,
     load_shape,
-    shape_of,
+    read_model_shape,
 )
 from reft.tools.planning.plan import StageWindows, WindowPace, make_plan
 from tests.commands import Answer, command
@@ -503,7 +503,7 @@ def test_a_named_shape_is_that_of_the_example(name: str) -> None:
 
 @pytest.mark.parametrize("parameters", [1e6, 1.3e9, 7e9, 70e9, 1e12])
 def test_a_number_of_parameters_is_a_shape_of_about_that_size(parameters: float) -> None:
-    shape, _ = shape_of(parameters, 8, None)
+    shape, _ = read_model_shape(parameters, 8, None)
     assert shape.heads % 8 == 0
     if parameters > 1e9:
         blocks = shape.layers * shape.block_parameters

@@ -25,8 +25,8 @@ from reft.protect.backend import (
     CupyBackend,
     NumpyBackend,
     TorchBackend,
+    find_launch_shape,
     kernel_source,
-    launch_of,
 )
 from reft.protect.codes import Scheme
 from reft.protect.rs import CELL_BYTES, PACKETS, Row
@@ -59,7 +59,7 @@ class HostKernel(Backend):
     ) -> None:
         buffers = [*sources, *targets]
         width = gcd(16, *(b.ctypes.data for b in buffers))
-        items, numbers = launch_of(rows, width, nbytes)
+        items, numbers = find_launch_shape(rows, width, nbytes)
         arguments = [ctypes.c_ulonglong(n) for n in numbers]
         # Fewer blocks than items, so that the loops over the grid are tried too.
         _compiled(rows, width)(

@@ -28,7 +28,7 @@ from reft.protect.codes import (
     tolerance,
 )
 from reft.protect.rs import CELL_BYTES, PACKETS, Row, multiply, packet_program, parity_rows, power, rank
-from reft.recover.plan import find_lost, stripes_of
+from reft.recover.plan import find_lost, find_stripes
 from reft.recover.rebuild import Pool, Stripe
 from reft.snapshot.copying.copier import ParityEncoder
 from reft.snapshot.plan import Block, PlacedBlock
@@ -103,7 +103,7 @@ def restore(code: BlockCode, stored: Stored, lost: tuple[int, ...]) -> np.ndarra
         for block in code.data(member):
             if block.key in left:
                 image[block.start_bytes : block.start_bytes + block.nbytes] = left[block.key]
-    for blocks in stripes_of(missing):
+    for blocks in find_stripes(missing):
         stripe = Stripe(blocks, np.full(sum(b.padded_bytes for b in blocks), 0x33, np.uint8), Pool(0))
         for key in sorted(stripe.keys):
             stripe.add(key, left[key], stays=True)

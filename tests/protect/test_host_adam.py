@@ -13,7 +13,7 @@ import torch
 
 from reft.errors import StaleReplicaError, UnsupportedStateError
 from reft.optim import ExactAdam
-from reft.protect.host_adam import AdamKind, AdamReplica, ReplicaTensors, recipe_of, step_of
+from reft.protect.host_adam import AdamKind, AdamReplica, ReplicaTensors, read_recipe, read_step
 from tests.apex_standin import FusedAdam
 
 STEPS = 240
@@ -59,7 +59,7 @@ class Owner:
         overflow = self.number % 31 == 7
         norm = math.sqrt(sum(float(g.float().norm()) ** 2 for g in gradients)) / 2**12
         multiplier = 1.0 / (2**12 * max(1.0, norm / 1.0))
-        record = replace(step_of(self.optimizer, self.number, skipped=overflow), multiplier=multiplier)
+        record = replace(read_step(self.optimizer, self.number, skipped=overflow), multiplier=multiplier)
         if not overflow:
             for master, gradient in zip(self.masters, gradients, strict=True):
                 master.grad = gradient.float().mul_(multiplier)
@@ -72,7 +72,7 @@ class Owner:
 
     def replica(self) -> AdamReplica:
         """As the peer makes it: from the 16-bit weights at the start, else from a copy."""
-        groups = step_of(self.optimizer, self.number).groups
+        groups = read_step(self.optimizer, self.number).groups
         if not self.number:
             masters = [w.detach().to(torch.float32, copy=True).reshape(-1) for w in self.model]
             tensors = [ReplicaTensors(m, torch.zeros_like(m), torch.zeros_like(m)) for m in masters]
@@ -80,7 +80,7 @@ class Owner:
             tensors = [
                 ReplicaTensors(*(t.detach().clone() for t in (m, *self._moments(m)))) for m in self.masters
             ]
-        return AdamReplica(recipe_of(self.optimizer), groups, tensors, self.number, self.applied)
+        return AdamReplica(read_recipe(self.optimizer), groups, tensors, self.number, self.applied)
 
     def _moments(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state = self.optimizer.state[master]
@@ -138,7 +138,7 @@ def test_the_replica_works_in_the_callers_memory() -> None:
     kept = [g.clone() for g in gradients]
     replica.apply(record, gradients)
     final = [g.float().mul_(record.multiplier) for g in owner.gradients(2)]
-    replica.apply(step_of(owner.optimizer, 2), final)
+    replica.apply(read_step(owner.optimizer, 2), final)
     assert [t.data_ptr() for group in replica.tensors for t in group.all] == before
     assert [p.data_ptr() for p in replica.params] == [g.master.data_ptr() for g in replica.tensors]
     assert all(torch.equal(a, b) for a, b in zip(gradients, kept, strict=True))
@@ -181,12 +181,12 @@ def test_p5_the_same_step_twice_or_a_gradient_of_another_size_is_refused() -> No
 def test_an_optimizer_that_cannot_be_recomputed_is_refused_with_what_to_do() -> None:
     param = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(UnsupportedStateError, match=r"SGD; recomputing .* \(peer\)"):
-        recipe_of(torch.optim.SGD([param]))
+        read_recipe(torch.optim.SGD([param]))
     with pytest.raises(UnsupportedStateError, match="amsgrad"):
-        recipe_of(torch.optim.AdamW([param], amsgrad=True))
+        read_recipe(torch.optim.AdamW([param], amsgrad=True))
     with pytest.raises(UnsupportedStateError, match=r"apex\.optimizers\.fused_adam\.FusedAdam; recomputing"):
-        recipe_of(FusedAdam([param]))
-    assert recipe_of(torch.optim.AdamW([param])).kind is AdamKind.TORCH_ADAMW
-    assert not recipe_of(torch.optim.Adam([param])).decoupled
+        read_recipe(FusedAdam([param]))
+    assert read_recipe(torch.optim.AdamW([param])).kind is AdamKind.TORCH_ADAMW
+    assert not read_recipe(torch.optim.Adam([param])).decoupled
     with pytest.raises(ValueError, match="one-dimensional fp32 tensors"):
         ReplicaTensors(torch.zeros(3), torch.zeros(3), torch.zeros(2))

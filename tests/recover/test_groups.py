@@ -21,11 +21,11 @@ from reft.recover.decide import (
 from reft.recover.inventory import (
     Inventory,
     Summary,
-    arenas_to_tell,
-    parts_of,
-    put_together,
+    arenas_to_report,
+    block_tables,
+    merge_summaries,
+    participants,
     summarize,
-    tables_of,
 )
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.transfer import make_moves
@@ -80,7 +80,7 @@ def survey(found, topology, bad):
     shares = []
     for rank in range(topology.world_size):
         inventory = next(i for i in found if i.node == topology.nodes[rank])
-        shares.append(arenas_to_tell(inventory.arenas, topology, rank, job_id=JOB))
+        shares.append(arenas_to_report(inventory.arenas, topology, rank, job_id=JOB))
     summaries = []
     for rank, share in enumerate(shares):
         node = topology.nodes[rank]
@@ -89,15 +89,16 @@ def survey(found, topology, bad):
         summary = summarize(node, share, problems)
         summaries.append(Summary.decode(summary.encode(), topology, {}))
         assert summaries[-1] == summary
-    findings = put_together(summaries, topology, job_id=JOB)
+    findings = merge_summaries(summaries, topology, job_id=JOB)
     ranks = []
     for rank in range(topology.world_size):
-        parts = parts_of(findings, rank)
+        parts = participants(findings, rank)
         tables = {}
         for group, peers in parts.items():
             sent = [
                 Inventory(
-                    topology.nodes[peer], tuple(tables_of(shares[peer], [group], topology, job_id=JOB)[group])
+                    topology.nodes[peer],
+                    tuple(block_tables(shares[peer], [group], topology, job_id=JOB)[group]),
                 )
                 for peer in peers
             ]
@@ -168,4 +169,4 @@ def test_p7_another_jobs_arenas_of_the_same_version_serve_nobody() -> None:
     fleet = Fleet(place(Degrees(1, 2, 1), "single"))
     own, foreign = fleet.records(NEW), replace(fleet, job_id="job-b").records(NEW, slot=1)
     assert foreign
-    assert tables_of(own + foreign, [(0, 0)], fleet.topology, job_id=JOB) == {(0, 0): own}
+    assert block_tables(own + foreign, [(0, 0)], fleet.topology, job_id=JOB) == {(0, 0): own}

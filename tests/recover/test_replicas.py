@@ -13,7 +13,7 @@ from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees, Section, Topology
 from reft.protect.placement import tolerance
 from reft.recover.decide import GroupStatus, ImageRange, decide, judge, plan_decided, plan_recovery
-from reft.recover.inventory import put_together, summarize
+from reft.recover.inventory import merge_summaries, summarize
 from reft.recover.plan import NotRecoverable
 from reft.recover.relayout import RankImages, Resize, plan_replica
 from reft.snapshot.plan import SectionSizes
@@ -142,7 +142,7 @@ def wanted_by(fleet: Fleet, topology: Topology, at: Coordinate) -> list[ImageRan
 
 def found_in(records, topology: Topology, lost: tuple[str, ...] = (), also: tuple[str, ...] = ()):
     summaries = [summarize(i.node, i.arenas) for i in inventories(records, lost, also)]
-    return put_together(summaries, topology, job_id=JOB, any_layout=True)
+    return merge_summaries(summaries, topology, job_id=JOB, any_layout=True)
 
 
 def one_stage(dp: int) -> Topology:

@@ -26,7 +26,7 @@ from reft.recover import rebuild as complete
 from reft.recover import transfer
 from reft.recover.decide import judge, plan_recovery
 from reft.recover.inventory import ArenaStore, stored_bytes
-from reft.recover.plan import Fetch, LostBlock, RecoveryPlan, SourceKind, find_lost, stripes_of
+from reft.recover.plan import Fetch, LostBlock, RecoveryPlan, SourceKind, find_lost, find_stripes
 from reft.recover.rebuild import ArenaRebuilder, Pool, StoreConfig, Stripe, plan_kept
 from reft.recover.recover import BadSources, CorruptionKind, Participant
 from reft.recover.transfer import BlockMove, BrokenOffError, Inbox, make_moves
@@ -92,7 +92,7 @@ def after_losing(*lost: int) -> tuple[tuple[tuple[LostBlock, ...], ...], dict[Bl
             combine_ragged(NumpyBackend(), (row,), [data[k] for k, _ in parity.terms], [left[parity.key]])
     missing, why = find_lost(code, left)
     assert why is None
-    return stripes_of(missing), left
+    return find_stripes(missing), left
 
 
 STRIPES, LEFT = after_losing(1, 2)
@@ -193,7 +193,8 @@ def test_p9_what_is_decoded_together_arrives_together():
     for coordinate, rebuild in plan.rebuilds.items():
         coming = {f.key: f.nbytes for f in rebuild.fetches if f.kind is not SourceKind.LOCAL}
         stripes = [
-            {key for b in stripe for key, _ in b.terms} & set(coming) for stripe in stripes_of(rebuild.blocks)
+            {key for b in stripe for key, _ in b.terms} & set(coming)
+            for stripe in find_stripes(rebuild.blocks)
         ]
         arrived = set()
         most = 0

@@ -37,9 +37,9 @@ from reft.recover.relayout import (
     ElementMove,
     RankImages,
     Resize,
+    host_state_sources,
     only_replicas_differ,
     plan_replica,
-    spoken_by,
 )
 from tests.control.mpi_job import refuse_pickling
 
@@ -83,7 +83,7 @@ class Rank:
         of the old ranks whose host states it has, but for the first byte."""
         self.prepared += 1
         assert was == self.written
-        assert set(hosts) == spoken_by(was, self.topology.degrees, self.at)
+        assert set(hosts) == host_state_sources(was, self.topology.degrees, self.at)
         self.images = {(at, Section.HOST): np.frombuffer(host, np.uint8) for at, host in hosts.items()}
         if was == self.topology.degrees:
             for section in IMAGES:

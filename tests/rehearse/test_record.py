@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reft.rehearse.compare import CLIENT, DATA, GENERATORS, HOST, LOSS, RATES, WEIGHTS
-from reft.rehearse.record import cause_of, digest_image, digest_items, digest_tensors, scalars
+from reft.rehearse.record import digest_image, digest_items, digest_tensors, find_cause, scalars
 from reft.state.catalogue import SectionImage
 
 
@@ -88,4 +88,4 @@ def test_a_loss_is_written_exactly() -> None:
     ],
 )
 def test_what_is_captured_belongs_to_a_cause(key: str, cause: str) -> None:
-    assert cause_of(key) == cause
+    assert find_cause(key) == cause

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from reft.device import vendor_of
+from reft.device import find_vendor
 from reft.grid import BlockKey
 from reft.protect.backend import NumpyBackend, combine_ragged
 from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
@@ -71,7 +71,7 @@ class Simulated(Cpu):
 
     def engine(self) -> CopyEngine:
         device = torch.device(self.name)
-        vendor = vendor_of(device)
+        vendor = find_vendor(device)
         assert vendor is not None
         return DeviceCopyEngine(device, vendor, chunk_bytes=2 * mmap.PAGESIZE)
 

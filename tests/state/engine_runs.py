@@ -19,7 +19,7 @@ from engine_files import CLIENT, persisted_from, template_of, written_from
 from engine_models import BATCH, VOCABULARY, Block, Embed, Net, head, loss_fn
 from torch import nn
 
-from reft.engine.engine import coordinate_of
+from reft.engine.engine import find_coordinate
 from reft.state import codec
 from reft.state.adapters import adapter_for
 from reft.state.blob import capture_host_state, restore_data_free_state, restore_host_state
@@ -172,13 +172,13 @@ def restore_from_disk(engine: Any, directory: Path) -> Any:
     path, client = engine.load_checkpoint(str(directory))
     assert {key: client[key] for key in CLIENT} == CLIENT
     restore_data_free_state(
-        engine, read_host_file(Path(path).parent / host_file_name(coordinate_of(engine)[0]))
+        engine, read_host_file(Path(path).parent / host_file_name(find_coordinate(engine)[0]))
     )
     return adapter_for(engine)
 
 
 def files_of(engine: Any, case: Case, snap: dict[str, Any], template: bytes, root: Path) -> dict[str, Any]:
-    at, tag = coordinate_of(engine)[0], f"global_step{engine.global_steps}"
+    at, tag = find_coordinate(engine)[0], f"global_step{engine.global_steps}"
     engine.save_checkpoint(str(root / "saved"), client_state=CLIENT)
     torch.distributed.barrier()
     saved = root / "saved" / tag

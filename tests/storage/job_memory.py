@@ -17,7 +17,7 @@ from reft.memory.jobdir import JobDir
 from reft.snapshot.plan import SectionSizes
 from reft.state import codec
 from reft.state.catalogue import Manifest, SectionImage
-from reft.state.deepspeed_format import Template, shape_of
+from reft.state.deepspeed_format import Template, read_shape
 from reft.state.template import TemplateBuilder
 from reft.storage.persisted import PersistedInfo, check_arenas, check_files, list_persisted, read_marker
 from tests.recover.fleet import JOB, SECRET, Fleet, place
@@ -138,7 +138,7 @@ def _made_up_rank(at: Coordinate, step: int) -> dict[Section, bytes]:
         files={n: TemplateBuilder(n, images, resolve, state).build(c) for n, c in contents.items()},
         client_files=tuple(n for n in contents if n.startswith("mp_rank")),
         recovery_scripts=False,
-        shape=shape_of(state),
+        shape=read_shape(state),
         versions={},
     )
     blob = {

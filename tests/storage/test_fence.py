@@ -24,10 +24,10 @@ from reft.storage.persisted import (
     check_files,
     file_checksum,
     find_markers,
+    format_tag,
     job_directory,
     latest_tag,
     list_persisted,
-    tag_of,
 )
 from reft.storage.publish import WorkDir, publish, remove_debris
 from tests.storage.job_memory import latest_persisted, verify_persisted
@@ -156,7 +156,9 @@ def prepare(directory: Path, label: VersionId, job_id: str = JOB) -> tuple[WorkD
     files = {
         p.name: FileRecord(p.stat().st_size, file_checksum(p)) for p in work.root.iterdir() if p.is_file()
     }
-    info = PersistedInfo(directory, tag_of(label), job_id, label, Degrees(1, 1, 1), time.time(), {}, files)
+    info = PersistedInfo(
+        directory, format_tag(label), job_id, label, Degrees(1, 1, 1), time.time(), {}, files
+    )
     return work, info
 
 

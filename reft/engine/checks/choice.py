@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from reft.config import AOR, ReftConfig
-from reft.device import Vendor, vendor_of
+from reft.device import Vendor, find_vendor
 from reft.engine.engine import margin_bytes
 from reft.errors import UnsupportedStateError
 from reft.grid import ring_order
@@ -44,7 +44,7 @@ _SENT_BYTES = 8 * 2**20
 _SPARE = 4  # times the gradients that recomputing keeps on a device have to be free there at the start
 
 
-def situation_of(session: Session) -> ChoiceInputs:
+def choice_inputs(session: Session) -> ChoiceInputs:
     """What a rank alone knows, the bytes of its state and the memory of its node, is gathered; the rest is
     pure, so that all ranks choose the same. Collective."""
     config, topology, adapter = session.config, session.topology, session.engine.adapter
@@ -68,7 +68,7 @@ def situation_of(session: Session) -> ChoiceInputs:
 def choose_protection(session: Session) -> ReftConfig:
     """The block with the chosen protection in the place of ``auto``. Collective. Windows are not measured
     yet: the choice needs none, since it takes what moves least."""
-    config, situation = session.config, situation_of(session)
+    config, situation = session.config, choice_inputs(session)
     situation = replace(situation, rates=_measured_rates(session, situation))
     # Versions are given up before the tolerance is, as when memory runs short later.
     choices = [
@@ -88,7 +88,7 @@ def choose_protection(session: Session) -> ReftConfig:
         load=asdict(chosen.busiest),
     )
     if session.is_rank_zero:
-        _say(choice)
+        _describe(choice)
     # Where it is asked for also if nothing is partitioned, as in a block that names the scheme.
     recompute = chosen.owned_by is PartitionSurvival.AOR or (config.recompute and scheme.certain_losses)
     return config.model_copy(update={"protection": f"{scheme}{AOR}" if recompute else str(scheme)})
@@ -126,7 +126,7 @@ def _measured_rates(session: Session, situation: ChoiceInputs) -> LinkRates | No
     )
 
 
-def _say(choice: Choice) -> None:
+def _describe(choice: Choice) -> None:
     if choice.reached:
         logger.warning("protection auto: %s: %s", choice.chosen.name, choice.reason)
     else:
@@ -161,7 +161,7 @@ class DeviceFindings:
 
 def check_device(session: Session) -> list[DeviceFindings]:
     """Of all ranks, in their order; none where ranks train on CPUs. Collective."""
-    vendor, engine = vendor_of(session.engine.device), session.copying.engine
+    vendor, engine = find_vendor(session.engine.device), session.copying.engine
     if vendor is None or not isinstance(engine, DeviceCopyEngine):
         return []
     # It is bound to cores of its own, or shares the node's.

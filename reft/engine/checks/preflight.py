@@ -60,22 +60,22 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
 def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     """What reft refuses of DeepSpeed's own settings, whatever its block says."""
     refused = partial(Finding, Severity.REFUSED)
-    zero = part_of(config, "zero_optimization")
+    zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if stage not in (0, 1) or isinstance(stage, bool):
         yield refused(f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 and 1', "write 1")
     for part in ("offload_optimizer", "offload_param"):
-        device = part_of(zero, part).get("device", "none")
+        device = find_part(zero, part).get("device", "none")
         if device != "none":
             found = f'"zero_optimization.{part}.device" is {device!r}: reft does not support offloaded state'
             yield refused(found, "remove it")
-    kind = str(part_of(config, "optimizer").get("type", "")).lower()
+    kind = str(find_part(config, "optimizer").get("type", "")).lower()
     if kind in ("onebitadam", "zerooneadam", "onebitlamb"):
         found = f'"optimizer.type" is {kind!r}, which keeps an error feedback per worker'
         yield refused(found, 'write "AdamW"')
     if kind == "muon":
         yield refused('"optimizer.type" is "muon", whose state reft does not know', 'write "AdamW"')
-    autocast = part_of(config, "torch_autocast")
+    autocast = find_part(config, "torch_autocast")
     if autocast.get("enabled") and str(autocast.get("dtype")) in ("fp16", "float16", "half"):
         found = '"torch_autocast" in fp16 scales gradients by itself'
         yield refused(found, 'write "dtype": "bfloat16", or use "fp16"')
@@ -86,9 +86,9 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
         ("compile.deepcompile", "write false"),
     ):
         name, _, key = path.partition(".")
-        if part_of(config, name).get(key):
+        if find_part(config, name).get(key):
             yield refused(f'"{path}" is on, and reft does not know its state', change)
-    if _enables(part_of(config, "compression_training")):
+    if _enables(find_part(config, "compression_training")):
         yield refused('"compression_training" is on, and reft does not know its state', "remove it")
     size = config.get("sequence_parallel_size", 1)
     if size != 1:
@@ -112,12 +112,12 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
 
 def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
     """What keeps peers from recomputing ZeRO-1 partitions; without partitions "+aor" has no effect."""
-    zero = part_of(config, "zero_optimization")
+    zero = find_part(config, "zero_optimization")
     if not block.recompute or block.variant is Variant.NONE or zero.get("stage", 0) != 1:
         return
     refused = partial(Finding, Severity.REFUSED)
     leave_out = f'leave "{AOR}" out of "protection"'
-    kind = str(part_of(config, "optimizer").get("type", "")).lower()
+    kind = str(find_part(config, "optimizer").get("type", "")).lower()
     if kind not in ("", "adam", "adamw"):
         found = f'"optimizer.type" is {kind!r}, but "{AOR}" recomputes Adam and AdamW only'
         yield refused(found, f'write "AdamW", or {leave_out}')
@@ -132,8 +132,8 @@ def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterato
 
 
 def _accumulates_bf16_in_fp32(config: Mapping[str, Any]) -> bool:
-    bf16 = part_of(config, "bf16") or part_of(config, "bfloat16")
-    return bool(bf16.get("enabled")) and part_of(config, "data_types").get("grad_accum_dtype") == "fp32"
+    bf16 = find_part(config, "bf16") or find_part(config, "bfloat16")
+    return bool(bf16.get("enabled")) and find_part(config, "data_types").get("grad_accum_dtype") == "fp32"
 
 
 def block_findings(block: ReftConfig) -> Iterator[Finding]:
@@ -155,7 +155,7 @@ def block_findings(block: ReftConfig) -> Iterator[Finding]:
         yield warning('"faults" makes ranks fail on purpose', "remove it from a production job")
 
 
-def part_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def find_part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """An object within the configuration; empty where it is missing; a ConfigError where it is none."""
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
@@ -555,12 +555,12 @@ def release(deepspeed: str) -> Releases | None:
 def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
     """The engine that a configuration asks for, if this DeepSpeed cannot load its own checkpoints of it.
     Whether the script makes a pipeline is not known here."""
-    bf16 = part_of(config, "bf16") or part_of(config, "bfloat16")
+    bf16 = find_part(config, "bf16") or find_part(config, "bfloat16")
     row = release(deepspeed)
     if row is None or not bf16.get("enabled"):
         return None
     engines: tuple[str, ...] = (ZERO0, ZERO0_PIPELINE)
-    if part_of(config, "zero_optimization").get("stage", 0):
+    if find_part(config, "zero_optimization").get("stage", 0):
         engines = (ZERO1_FP32,) if _accumulates_bf16_in_fp32(config) else ()
     return next((engine for engine in engines if engine in row.unloadable), None)
 

@@ -18,7 +18,7 @@ import torch
 
 from reft.config import ReftConfig, Variant
 from reft.data.order import shares_store
-from reft.engine.checks.choice import device_paragraph, situation_of
+from reft.engine.checks.choice import choice_inputs, device_paragraph
 from reft.engine.checks.preflight import Finding, ScriptLook, Severity
 from reft.engine.data import Orders, difference, dynamic_refused
 from reft.engine.identity import declared_on_one_host
@@ -53,7 +53,7 @@ def check_start(session: Session) -> None:
         if finding.severity is Severity.REFUSED:
             raise ConfigError(str(finding))
     if session.is_rank_zero and session.copying.takes_versions:
-        logger.warning("%s", what_is_protected(session))
+        logger.warning("%s", describe_protection(session))
     for finding in findings:
         # A job that restarts by itself, perhaps on fewer nodes, goes on.
         warn(session, str(finding), strict=not session.memory.identity.restarted)
@@ -80,10 +80,10 @@ def _start_findings(session: Session) -> Iterator[Finding]:
         )
     seen = _persist_dir_lacks(config.persist.dir) if session.is_rank_zero else ""
     lacks = session.control.gather_bytes(seen.encode())[0].decode()
-    missing = what_is_missing(persists=config.persist.dir is not None)
+    missing = describe_missing(persists=config.persist.dir is not None)
     allowed = None if config.allow_unprotected else shortfall
     gradients, seen_exact = session.state.gradients, all(d.adam_is_exact for d in session.device_findings)
-    inexact = None if gradients is None else why_inexact(gradients.recipe, seen_exact=seen_exact)
+    inexact = None if gradients is None else explain_inexact(gradients.recipe, seen_exact=seen_exact)
     for text in filter(None, (lacks, inexact, missing, allowed)):
         yield Finding(Severity.WARNING, text)
 
@@ -104,7 +104,7 @@ def _notes(session: Session) -> Iterator[str]:
         yield shortfall
 
 
-def why_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | None:
+def explain_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | None:
     """What to say at the start where hosts cannot repeat the owner's step to the bit; None where they can.
     ``seen_exact``: reft.ExactAdam was tried on every device, and was."""
     if recipe.exact and (seen_exact or not recipe.on_device):
@@ -122,7 +122,7 @@ def why_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | None:
     )
 
 
-def what_is_missing(persists: bool) -> str | None:
+def describe_missing(persists: bool) -> str | None:
     """What a job goes without that `reft launch` did not start (P12); None under ``reft launch``."""
     if ENV_LAUNCHER_PID in os.environ:
         return None
@@ -216,13 +216,13 @@ def require_first_version(session: Session) -> None:
 
 def conditional_loads() -> list[str]:
     """Loads of the running script that a condition leaves out."""
-    return [f"line {f.line}: {f.found}" for look in _look_at_script() for f in look.conditional_loads()]
+    return [f"line {f.line}: {f.found}" for look in _inspect_script() for f in look.conditional_loads()]
 
 
-def what_begins_anew() -> list[str]:
+def describe_fresh_state() -> list[str]:
     """What the running script would begin again with in every life: loops that count from 0, places that it
     reads from a client state which nobody keeps, and state of its own; by line, each with what to write."""
-    return [str(finding) for look in _look_at_script() for finding in look.begins_anew()]
+    return [str(finding) for look in _inspect_script() for finding in look.begins_anew()]
 
 
 def report_findings(session: Session, findings: list[str]) -> None:
@@ -237,21 +237,21 @@ def report_findings(session: Session, findings: list[str]) -> None:
 def rates_from_step(key: str) -> str | None:
     """Where the running script writes this number of a parameter group, in words; empty if that is not known,
     None if it is derived from engine.global_steps at every place."""
-    lines = [line for look in _look_at_script() for line in look.group_writes(key)]
+    lines = [line for look in _inspect_script() for line in look.group_writes(key)]
     if lines and all(derived for _, derived in lines):
         return None
     places = ", ".join(str(number) for number, derived in lines if not derived)
     return f"line {places}: " if places else ""
 
 
-def _look_at_script() -> Iterator[ScriptLook]:
+def _inspect_script() -> Iterator[ScriptLook]:
     """One, if it can be read."""
     with suppress(OSError, ConfigError):
         if path := getattr(sys.modules.get("__main__"), "__file__", None):
             yield ScriptLook(Path(path).read_bytes(), path)
 
 
-def what_is_protected(session: Session) -> str:
+def describe_protection(session: Session) -> str:
     """The layout, what is survived, and where versions are kept, in a line."""
     config, topology, storage = session.config, session.topology, session.config.persist
     nodes = len(set(topology.failure_domains))
@@ -266,7 +266,7 @@ def what_is_protected(session: Session) -> str:
     )
 
 
-def say_untried_device(session: Session) -> None:
+def warn_untried_device(session: Session) -> None:
     """One line on rank 0 of a job on a device. It goes when ``make gpu`` has passed on that platform."""
     if session.copying.engine.asynchronous and session.is_rank_zero:
         logger.warning(
@@ -309,7 +309,7 @@ def _end_dry_run(session: Session) -> None:
     """Say on rank 0 what the job would keep and copy, and exit; a ConfigError where a node has less memory to
     spare than the job would reserve (P9). Collective."""
     config, topology = session.config, session.topology
-    situation = situation_of(session)
+    situation = choice_inputs(session)
     owned_by = PartitionSurvival.AOR if config.recompute else PartitionSurvival.PEER
     loads = rank_loads(situation, session.protection.record.parsed, owned_by)
     nodes = []

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _HOST_FILE = re.compile(r"reft_host-pp(\d+)\.dp(\d+)\.tp(\d+)\.msgpack")
 
 
-def degrees_of(checkpoint: Path) -> Degrees | None:
+def read_degrees(checkpoint: Path) -> Degrees | None:
     """Of the job that wrote it, by reft's files; None where they are not there for every rank."""
     found = {
         tuple(map(int, match.groups()))
@@ -253,7 +253,7 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
     try:
         if persist_dir is not None:
             infos, bad = find_markers(job_directory(persist_dir, job_id), job_id)
-            persisted = [_of_marker(info, job_id) for info in infos]
+            persisted = [_read_marker(info, job_id) for info in infos]
             problems += bad
     except Exception as error:
         problems.append(_words(error))
@@ -264,7 +264,7 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
                 # Written by reft: older ones beside it can stand in for it.
                 infos, bad = find_markers(load_dir, own.job_id)
                 known = {own.path.resolve(), *(c.path.resolve() for c in persisted)}
-                persisted += [_of_marker(i, job_id) for i in infos if i.path.resolve() not in known]
+                persisted += [_read_marker(i, job_id) for i in infos if i.path.resolve() not in known]
                 problems += bad
     except Exception as error:
         problems.append(_words(error))
@@ -330,7 +330,7 @@ def _latest(directory: Path, job_id: str, problems: list[str]) -> DiskCheckpoint
 def _describe(directory: Path, tag: str, job_id: str) -> DiskCheckpoint:
     info = read_marker(directory / tag)
     if info is not None:
-        return _of_marker(info, job_id)
+        return _read_marker(info, job_id)
     match = _TAG_STEP.match(tag)
     saved, step = _saved_by(directory / tag)
     mine = saved.get("job_id") == job_id
@@ -344,7 +344,7 @@ def _describe(directory: Path, tag: str, job_id: str) -> DiskCheckpoint:
     )
 
 
-def _of_marker(info: PersistedInfo, job_id: str) -> DiskCheckpoint:
+def _read_marker(info: PersistedInfo, job_id: str) -> DiskCheckpoint:
     return DiskCheckpoint(
         directory=info.directory,
         tag=info.tag,
@@ -423,7 +423,7 @@ class DiskRestorer:
         mine: list[str] = []
         state: dict[str, Any] | None = None
         try:  # whatever is wrong here, the others wait for what this rank says
-            share = share_of(checkpoint.files or {}, self._control.rank, self._control.world_size)
+            share = find_share(checkpoint.files or {}, self._control.rank, self._control.world_size)
             if checkpoint.arenas is not None:
                 mine += check_arenas(checkpoint.path, share)
             else:
@@ -434,7 +434,7 @@ class DiskRestorer:
         told = [decode(data) for data in self._control.gather_bytes(encode([mine, state is not None]))]
         complete = all(present for _, present in told)
         partly = not complete and any(present for _, present in told)
-        if partly and self._control.rank == 0 and degrees_of(checkpoint.path) is None:
+        if partly and self._control.rank == 0 and read_degrees(checkpoint.path) is None:
             logger.warning(
                 "%s: not every rank saved its host state there; random state and data position are not "
                 "restored",
@@ -468,7 +468,7 @@ def nothing_sound(refused: Sequence[str]) -> str:
     )
 
 
-def share_of(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:
+def find_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:
     """The files that ``rank`` reads: each file is read by one rank, and all read about as many bytes."""
     loads = [(0, r) for r in range(ranks)]
     mine = {}

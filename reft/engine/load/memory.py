@@ -24,7 +24,7 @@ from reft.errors import ConfigError, NotResumedError, UnrecoverableError
 from reft.grid import Coordinate, Degrees, Section
 from reft.memory.arena import arena_name, slots_with
 from reft.memory.header import ArenaHeader, checksum
-from reft.memory.stream import HashingCopier, Range, copy_tensor, hashing_copier, ranges_of
+from reft.memory.stream import HashingCopier, Range, copy_tensor, find_ranges, hashing_copier
 from reft.node import report
 from reft.protect.placement import place_group
 from reft.recover.decide import ImageRange
@@ -60,7 +60,7 @@ class Target:
             blob = DecodedBlob(hosts[session.coordinate])
             self.state = blob.state
             images = engine.adapter.prepare(blob.manifest, self.state["adapter"])
-            self._parts = lambda fetch, data: _parts_of(images, fetch, data)
+            self._parts = lambda fetch, data: _split_parts(images, fetch, data)
             return ()
         from reft.engine.load.relayout import ArenaSource, Relayout
 
@@ -85,7 +85,7 @@ class Target:
 Pair = tuple[torch.Tensor, torch.Tensor]  # live bytes, and what goes there: 1-D uint8 of equal length
 
 
-def _parts_of(images: tuple[SectionImage, SectionImage], fetch: Fetch, data: torch.Tensor) -> list[Pair]:
+def _split_parts(images: tuple[SectionImage, SectionImage], fetch: Fetch, data: torch.Tensor) -> list[Pair]:
     image = images[0] if fetch.key.section is Section.REPLICATED else images[1]
     parts: list[Pair] = []
     image.write_from(fetch.start_bytes, data, lambda *pair: parts.append(pair))
@@ -103,7 +103,7 @@ def write_and_hash(parts: Iterable[Pair], data: torch.Tensor, hasher: HashingCop
         ranges.append((target.data_ptr(), base + begin, source.numel()))
         at = begin + source.numel()
     ranges.append((0, base + at, data.numel() - at))
-    hasher.copy(ranges_of(row for row in ranges if row[2]))
+    hasher.copy(find_ranges(row for row in ranges if row[2]))
     return hasher.take()
 
 

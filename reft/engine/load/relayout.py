@@ -17,7 +17,7 @@ import torch
 
 from reft.control.control import ControlGroup
 from reft.engine.layouts import HELD, check_stages, describe, live_tensors
-from reft.engine.load.disk import CheckpointParts, degrees_of, host_file, read_host_state
+from reft.engine.load.disk import CheckpointParts, host_file, read_degrees, read_host_state
 from reft.engine.session import Session
 from reft.errors import LayoutError, ReftError
 from reft.grid import Coordinate, Degrees, Section
@@ -50,7 +50,7 @@ Live = Mapping[str, torch.Tensor]  # what a plan names, flat
 
 def other_layout(session: Session, checkpoint: Path) -> Degrees | None:
     """The layout that the checkpoint was written in, if it is another one than this job's. Collective."""
-    found = degrees_of(checkpoint) if session.is_rank_zero else None
+    found = read_degrees(checkpoint) if session.is_rank_zero else None
     mine = encode(None if found is None else [found.pp, found.dp, found.tp])
     told = decode(session.control.gather_bytes(mine)[0])
     was = None if told is None else Degrees(*told)
@@ -113,12 +113,12 @@ class Relayout:
         blob = source.blob(replace(at, dp=resize.host_from(at.dp)))
         lengths, stored = adapter.partitioned(), {spec.name: spec for spec in blob.manifest.owned}
         live = {spec.name: spec for spec in adapter.images()[1].specs}
-        cut = [n for n, spec in stored.items() if spec.shape == stored[_master_of(n)].shape]
+        cut = [n for n, spec in stored.items() if spec.shape == stored[_find_master(n)].shape]
         # A part of a parameter group is as large as this job's master of the group.
         owned = stored | {
             n: replace(stored[n], shape=live[m].shape, stride=live[m].stride)
             for n in cut
-            if (m := _master_of(n)) in live
+            if (m := _find_master(n)) in live
         }
         manifest = Manifest(blob.manifest.replicated, tuple(owned.values()))
         images = adapter.prepare(manifest, blob.state["adapter"])
@@ -171,7 +171,9 @@ class Relayout:
             slices = [Coordinate(pp, 0, tp) for tp in range(self._was.tp)] if self._resliced else []
             told = [self._source.host_state(at)["buffers"] for at in slices]
             for other in told:
-                self._check_alike(digests_of({name: told[0][name] for name in mine}), digests_of(other))
+                self._check_alike(
+                    compute_digests({name: told[0][name] for name in mine}), compute_digests(other)
+                )
             found |= mine
         if wanted - found.keys():
             raise LayoutError(f"{self._source} lacks the buffers {sorted(wanted - found.keys())[:4]}")
@@ -185,7 +187,9 @@ class Relayout:
         """What was made for one tensor slice is not what another number of slices has. Collective."""
         if not self._resliced:
             return
-        mine = digests_of({name: b.detach().cpu() for name, b in self._engine.engine.module.named_buffers()})
+        mine = compute_digests(
+            {name: b.detach().cpu() for name, b in self._engine.engine.module.named_buffers()}
+        )
         told = self._control.gather_bytes(encode(mine))
         at = self._topology.coordinates
         others = [
@@ -220,13 +224,13 @@ class Relayout:
         return replace(held, kinds=kinds)
 
 
-def _master_of(tensor: str) -> str:
+def _find_master(tensor: str) -> str:
     """``optimizer.0.0.exp_avg`` belongs to ``master.0.0``."""
     _, group, position, *_ = tensor.split(".")
     return f"{MASTER}.{group}.{position}"
 
 
-def digests_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+def compute_digests(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """By which buffers of different ranks are compared."""
     return {name: hashlib.blake2b(encode(b), digest_size=16).digest() for name, b in buffers.items()}
 
@@ -281,8 +285,8 @@ class ArenaSource:
         return DecodedBlob(self._hosts[at])
 
     def host_state(self, at: Coordinate) -> dict[str, Any]:
-        """Of a rank among those that :func:`~reft.recover.relayout.spoken_by` names, a new object in every
-        call."""
+        """Of a rank among those that :func:`~reft.recover.relayout.host_state_sources` names, a new object in
+        every call."""
         return self.blob(at).state
 
     def locate(

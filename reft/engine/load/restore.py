@@ -20,10 +20,10 @@ from reft.config import Variant
 from reft.engine.checks.start import (
     check_orders,
     conditional_loads,
+    describe_fresh_state,
     report_findings,
     require_first_version,
     warn,
-    what_begins_anew,
 )
 from reft.engine.identity import BY_LAYOUT
 from reft.engine.load.disk import (
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def differs_in_replicas(session: Session, was: Degrees) -> bool:
+def find_replica_differences(session: Session, was: Degrees) -> bool:
     """Whether this job differs from ``was`` in the number of replicas alone, and each has the whole state."""
     return only_replicas_differ(was, session.topology.degrees) and not session.state.adapter.images()[1].specs
 
 
-def host_state_of_replica(
+def find_replica_host_state(
     session: Session, engine: DeepSpeedEngine, checkpoint: Path, was: Degrees
 ) -> dict[str, Any]:
     """What this rank restores beside DeepSpeed's files, as one of this number of replicas: what its
@@ -117,7 +117,7 @@ class LoadCall:
         return f"load_checkpoint({', '.join(shown)})"
 
 
-def what_it_did(bases: Sequence[LoadCall], tagged: LoadCall | None, left_out: Sequence[str] = ()) -> str:
+def describe_restore(bases: Sequence[LoadCall], tagged: LoadCall | None, left_out: Sequence[str] = ()) -> str:
     """What a script did before its first step that resumes nothing, as errors and warnings say it.
     ``left_out``: its loads that a condition has left out, in words."""
     if tagged is not None:
@@ -129,7 +129,7 @@ def what_it_did(bases: Sequence[LoadCall], tagged: LoadCall | None, left_out: Se
     return f"the script trains without calling engine.load_checkpoint(...){why}"
 
 
-def what_to_write(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
+def describe_resume_lines(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
     """The line by which it resumes the newest state."""
     if "transformers.trainer" in sys.modules:
         return "Write trainer = reft.hf.resumable(trainer) before trainer.train()"
@@ -231,7 +231,7 @@ class Restorer:
             if session.is_rank_zero:
                 logger.info("the attached client state restores the position in the data")
             text = None
-        findings = filter(None, (text, *session.state.followed.findings(), *what_begins_anew()))
+        findings = filter(None, (text, *session.state.followed.findings(), *describe_fresh_state()))
         report_findings(session, list(findings))
 
     def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
@@ -412,7 +412,7 @@ class Restorer:
         session, now = self._session, self._session.topology.degrees
         was = disk.arenas or other_layout(session, disk.path) or now
         but = may_differ(was, now)
-        if disk.arenas is None and but and not differs_in_replicas(session, was):
+        if disk.arenas is None and but and not find_replica_differences(session, was):
             but = BY_LAYOUT
         own = disk.job_id == session.job_id
         session.memory.identity.check_checkpoint(disk.fingerprint, f"the checkpoint {disk}", own=own, but=but)
@@ -434,15 +434,15 @@ class Restorer:
         was = None if checkpoint is None else other_layout(session, checkpoint)
         relaid: dict[str, Any] | None = None
         if checkpoint is not None and was is not None:
-            if differs_in_replicas(session, was):
-                state = host_state_of_replica(session, self._engine, checkpoint, was)
+            if find_replica_differences(session, was):
+                state = find_replica_host_state(session, self._engine, checkpoint, was)
             else:
                 # DeepSpeed does not load it.
                 relaid = take_up_checkpoint(session, self._engine, checkpoint, was)
         if relaid is None:
             path, client_state = original(str(directory), tag=tag, **options)
         else:
-            path, client_state = str(checkpoint), client_state_of(relaid)
+            path, client_state = str(checkpoint), read_client_state(relaid)
         if session.worker is None and start:
             session.start({})
         if path is None:
@@ -453,7 +453,7 @@ class Restorer:
             scheduler = bool(options.get("load_lr_scheduler_states", True))
             self._engine.restore_beside_checkpoint(state, scheduler=scheduler)
             self._memory.after_restore(state)
-            client_state = {**(client_state or {}), **client_state_of(state)}
+            client_state = {**(client_state or {}), **read_client_state(state)}
         session.restored()
         foreign = relaid is None and state is None
         self._unprotected = start and foreign and self._engine.data.left_to_program
@@ -554,8 +554,8 @@ class Restorer:
     def _start_at_first_step(self) -> None:
         """The script trains, and has not resumed anything. In time it is said what that means (P12)."""
         session = self._session
-        did = what_it_did(self._bases, self._tagged, () if self._bases else conditional_loads())
-        to_write = what_to_write(self._bases, self._tagged)
+        did = describe_restore(self._bases, self._tagged, () if self._bases else conditional_loads())
+        to_write = describe_resume_lines(self._bases, self._tagged)
         if self._tagged is None:
             _, plan = self._memory.survey()
             if isinstance(plan, RecoveryPlan):
@@ -568,5 +568,5 @@ class Restorer:
         session.start({})
 
 
-def client_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
+def read_client_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(state.get("client") or {})

@@ -261,7 +261,7 @@ class EtcdCluster(ServedStore):
         )
 
 
-def place_of(options: LaunchOptions, secret: bytes) -> ServedStore:
+def find_store(options: LaunchOptions, secret: bytes) -> ServedStore:
     """Where the job's nodes meet, for who knows the user's secret (P11). Raises ConfigError: it cannot be
     used by what is written."""
     make = EtcdCluster if options.config.rdzv_backend == ETCD_BACKEND else ServedStore

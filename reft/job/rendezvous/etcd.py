@@ -102,14 +102,14 @@ class EtcdSettings:
         files = {name: _file(name, said[name]) for name in ("cacert", "cert", "key")}
         if (files["cert"] is None) != (files["key"] is None):
             there, missing = ("cert", "key") if files["cert"] else ("key", "cert")
-            raise ConfigError(f"etcd's {there} is given without {missing}: {_how(missing)}")
+            raise ConfigError(f"etcd's {there} is given without {missing}: {_describe_setting(missing)}")
         password = _password(environ)
         if bool(said["user"]) != (password is not None):
             raise ConfigError(
                 f"etcd's user is {said['user']!r}, without a password: set {ENV_ETCD_PASSWORD}, or "
                 f"{ENV_ETCD_PASSWORD_FILE} to a file that only you can read"
                 if said["user"]
-                else f"there is a password for etcd, and no user: {_how('user')}"
+                else f"there is a password for etcd, and no user: {_describe_setting('user')}"
             )
         return cls(
             endpoints=endpoints,
@@ -143,11 +143,11 @@ def _file(name: str, given: str) -> Path | None:
         return None
     path = Path(given)
     if not (path.is_file() and os.access(path, os.R_OK)):
-        raise ConfigError(f"etcd's {name} is {given}, which cannot be read; {_how(name)}")
+        raise ConfigError(f"etcd's {name} is {given}, which cannot be read; {_describe_setting(name)}")
     return path
 
 
-def _how(name: str) -> str:
+def _describe_setting(name: str) -> str:
     return f"write --rdzv-conf {name}=... or set {_ENVIRONMENT[name]}"
 
 
@@ -323,8 +323,8 @@ class EtcdStore(RendezvousStore):
         self._timeout_secs = timeout_secs
         self._run = run_id
         self._leases = _Leases(line)
-        self._run_lease: int | None = _number_of(self._secret + run_id.encode())
-        self._own_lease = _number_of(os.urandom(_NONCE_BYTES))
+        self._run_lease: int | None = _read_number(self._secret + run_id.encode())
+        self._own_lease = _read_number(os.urandom(_NONCE_BYTES))
         self._names = _Names()
         self._answer_secs = min(_ANSWER_SECS, timeout_secs)
         self._health = {"in doubt": False}  # of all views
@@ -570,6 +570,6 @@ def _held(found: Any) -> _Held:
     return _Held(int(found[0].mod_revision), bytes(found[0].value)) if found else _Held(0, None)
 
 
-def _number_of(seed: bytes) -> int:
+def _read_number(seed: bytes) -> int:
     """A number for a lease that others do not guess: 63 bits, above 0."""
     return int.from_bytes(sha256(b"lease" + seed).digest()[:8], "big") >> 1 or 1

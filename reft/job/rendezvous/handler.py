@@ -163,7 +163,7 @@ class StoreRendezvous:
 
     # -- what all share ------------------------------------------------------------------------------
 
-    def _look(self) -> JobState:
+    def _poll(self) -> JobState:
         """What is shared now, or was a moment ago. Raises as :meth:`_exchange`."""
         if time.monotonic() - self._looked_at >= self._look_secs:
             self._exchange(None)
@@ -211,7 +211,7 @@ class StoreRendezvous:
     def is_closed(self) -> bool:
         """Looks at the store."""
         with self._lock:
-            return bool(self._look().closed)
+            return bool(self._poll().closed)
 
     def outcome(self) -> str:
         """Why the job has ended; empty where it has not, as far as is known."""
@@ -295,7 +295,7 @@ class StoreRendezvous:
     def _join(self, told_to_leave: bool) -> Agreement:
         """Join where there is a place: a spare waits until a node is struck out, one that leaves until it is
         not needed any more, and then raises LeftError."""
-        state = self._look()
+        state = self._poll()
         deadline = time.monotonic() + self._join_secs
         while True:
             role, now = state.role(self.node), time.monotonic()
@@ -332,7 +332,7 @@ class StoreRendezvous:
                 state = self._exchange(after)
             else:
                 time.sleep(self._look_secs)
-                state = self._look()
+                state = self._poll()
 
     def _joins(self, state: JobState) -> JoinRequested:
         """What this node has to say of itself. The store may have lost lately that it is a spare: then it may
@@ -406,7 +406,7 @@ class StoreRendezvous:
         store does not answer."""
         deadline = time.monotonic() + (self._heartbeat_secs if secs is None else secs)
         with self._lock:
-            state = self._look()
+            state = self._poll()
             while (after := step(state, event, self._now(), self.rules)) != state:
                 if time.monotonic() > deadline:
                     raise RendezvousTimeoutError

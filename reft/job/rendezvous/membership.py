@@ -398,7 +398,7 @@ def step(state: JobState, event: Event, now: float, rules: JobRules) -> JobState
     after = replace(state, nodes=dict(state.nodes))
     match event:
         case StateRead():
-            _look(after, event, now, rules)
+            _poll(after, event, now, rules)
         case TrainersExited():
             role = after.role(event.node)
             if role in (Role.TRAINS, Role.WAITS):
@@ -438,7 +438,7 @@ def _thin(state: JobState, rules: JobRules) -> None:
         state.deadline = None
 
 
-def _look(state: JobState, event: StateRead, now: float, rules: JobRules) -> None:
+def _poll(state: JobState, event: StateRead, now: float, rules: JobRules) -> None:
     for name, at in event.alive.items():
         if name in state.nodes and state.nodes[name].seen < at:
             _set(state, name, seen=at)

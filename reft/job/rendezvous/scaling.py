@@ -25,7 +25,7 @@ from reft.grid import Degrees
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.membership import Agreement, LeaveNotified, Role, ScaleCancelled, ScaleRequested
-from reft.job.rendezvous.sizes import Sizes, sizes_of_job
+from reft.job.rendezvous.sizes import Sizes, find_job_sizes
 from reft.memory.jobdir import (
     ORDER_FILE,
     ScaleAnswer,
@@ -123,7 +123,7 @@ class Scaler:
             return
         fitting = [n for n in range(now.least, now.most + 1) if not now.why_not(n)]
         self._handler.note_sizes(
-            sizes_of_job(fitting, agreement.nodes, holders, now.degrees, self._board.scheme)
+            find_job_sizes(fitting, agreement.nodes, holders, now.degrees, self._board.scheme)
         )
 
     def _take_order(self, agreement: Agreement) -> None:
@@ -221,7 +221,7 @@ class Scaler:
     def _end_half_way(self, order: ScaleOrder, agreement: Agreement) -> None:
         """Where the job can go no further on its way: the number of nodes that it has holds."""
         running = len(agreement.nodes)
-        why = running > order.nodes and of_the_way(order, self._situation(agreement))
+        why = running > order.nodes and count_leaving(order, self._situation(agreement))
         if not why:
             return
         self._handler.tell(ScaleCancelled(order.number, running))
@@ -317,7 +317,7 @@ def refusal(order: ScaleOrder, now: ScaleSituation) -> str:
         why = f"{len(named)} nodes were named to leave, but {leave} leave from {running} to {wanted} nodes"
     elif why := now.why_not(wanted, asked=True):
         why = f"{why}. {_other_numbers(now)}"
-    return why or of_the_way(order, now)
+    return why or count_leaving(order, now)
 
 
 def shortfall(order: ScaleOrder, now: ScaleSituation) -> str:
@@ -357,7 +357,7 @@ def leave_next(
     return next((ranks for ranks in found if ranks), ())
 
 
-def of_the_way(order: ScaleOrder, now: ScaleSituation) -> str:
+def count_leaving(order: ScaleOrder, now: ScaleSituation) -> str:
     """Where the nodes that leave at once are more than the job ever survives the loss of."""
     running = len(now.nodes)
     whole = None if now.sizes is None else now.sizes.tolerance()

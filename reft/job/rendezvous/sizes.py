@@ -85,7 +85,7 @@ class Sizes:
             whole = [{rank} for rank in old if rank not in kept]
         else:
             kept = set()
-        for some in _some_of(whole, number - len(kept)):
+        for some in _shorten_sizes(whole, number - len(kept)):
             yield kept.union(*some)
         yield from map(set, combinations(old, number))
 
@@ -112,7 +112,7 @@ class Sizes:
         return losses_left(nodes, frozenset(lost), self.scheme)
 
 
-def _some_of(paths: list[set[int]], number: int) -> Iterator[Iterable[set[int]]]:
+def _shorten_sizes(paths: list[set[int]], number: int) -> Iterator[Iterable[set[int]]]:
     """Paths that have so many nodes together: the lowest, then such as lie far apart, then any."""
     each = {len(path) for path in paths}
     if len(each) != 1 or number % (one := each.pop()):
@@ -123,7 +123,7 @@ def _some_of(paths: list[set[int]], number: int) -> Iterator[Iterable[set[int]]]
         yield from chain([paths[:count]], apart, combinations(paths, count))
 
 
-def sizes_of_job(
+def find_job_sizes(
     fitting: Iterable[int],
     nodes: Sequence[str],
     holders: Mapping[Coordinate, tuple[str, str]],

@@ -23,7 +23,7 @@ from reft.config import FaultPoint
 from reft.control.wire import Backoff
 from reft.errors import CopyOrderError, StagingMemoryError
 from reft.grid import ALIGNMENT_BYTES, BlockKey, Section, aligned
-from reft.memory.stream import EXPONENTS, CutRanges, HashingCopier, Range, hashing_copier, ranges_of
+from reft.memory.stream import EXPONENTS, CutRanges, HashingCopier, Range, find_ranges, hashing_copier
 from reft.protect.backend import backend_for, combine_ragged
 from reft.protect.rs import CELL_BYTES, needs_packets
 from reft.snapshot.arenas import ArenaWriter
@@ -41,7 +41,7 @@ from reft.snapshot.copying.engine import (
 from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
 from reft.snapshot.plan import Block, LiveImages, PlacedBlock
 from reft.snapshot.schedule import ChunkRecord
-from reft.snapshot.stats import ByteKind, kind_of
+from reft.snapshot.stats import ByteKind, find_byte_kind
 from reft.state.catalogue import SectionImage
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def cut_chunks(images: LiveImages, filling: ArenaWriter, chunk_bytes: int) -> tu
     chunk, a multiple of 64."""
     chunks: list[Chunk] = []
     for placed in filling.local_blocks:
-        image = _image_of(images, placed)
+        image = _find_image(images, placed)
         if image is not None:
             chunks += _cut_block(image, filling, placed, chunk_bytes)
     return (*chunks, *_cut_parity(images, filling, chunk_bytes))
@@ -164,7 +164,7 @@ def _cut_parity(images: LiveImages, filling: ArenaWriter, chunk_bytes: int) -> I
             yield Chunk(placed, ByteKind.PARITY, CheckedPieces(), stored, stop == total, encoding)
 
 
-def _image_of(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
+def _find_image(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
     """What a block is copied from, as it is; None where it is made in another way."""
     section = placed.key.section
     if section is Section.GRADIENTS:
@@ -178,7 +178,7 @@ def _cut_block(
 ) -> Iterator[Chunk]:
     target = filling.tensor(placed)
     total, begin = placed.block.nbytes, placed.block.start_bytes
-    kind = kind_of(placed.key, filling.layout.member)
+    kind = find_byte_kind(placed.key, filling.layout.member)
     parts = [target[at : at + chunk_bytes] for at in range(0, total, chunk_bytes)]
     pieces = [
         CheckedPieces.of(image.pieces_into(begin + at, part))
@@ -192,7 +192,7 @@ def _cut_block(
         cut = CutRanges.of(in_order)
     else:
         cut = None
-        filling.scanned[placed] = ranges_of(
+        filling.scanned[placed] = find_ranges(
             (0, row[0] or row[1], *row[2:]) for rows in in_order for row in rows
         )
     for number, (part, of_part) in enumerate(zip(parts, pieces, strict=True)):
@@ -293,7 +293,7 @@ def shortened(names: Iterable[str]) -> str:
 
 
 def _hash(hasher: HashingCopier, view: torch.Tensor) -> Sequence[Piece]:
-    hasher.copy(ranges_of([(0, view.data_ptr(), view.numel())]))
+    hasher.copy(find_ranges([(0, view.data_ptr(), view.numel())]))
     return ()
 
 
@@ -584,7 +584,7 @@ class Copier:
                 self.staged = self.staging.stage(chunks, count)
         else:
             records = self._copy(chunks, filling, gate)
-        self._look(images, filling, gate)
+        self._poll(images, filling, gate)
         again = self._read_again(images, filling, gate)
         handed_over()
         self.engine.synchronize()
@@ -593,7 +593,7 @@ class Copier:
         self.records.extend(records)
         return records
 
-    def _look(self, images: LiveImages, filling: ArenaWriter, gate: Gate) -> None:
+    def _poll(self, images: LiveImages, filling: ArenaWriter, gate: Gate) -> None:
         """Take what peers compare, while the tensors are those of the version (P2)."""
         if self.peers is None:
             return
@@ -626,7 +626,7 @@ class Copier:
                 self.engine.unregister(self._scratch)
             self._scratch = own_pages(placed.block.nbytes)
             self.engine.register(self._scratch)  # into other memory a copy would hold up the caller
-        image = _image_of(images, placed)
+        image = _find_image(images, placed)
         assert image is not None
         pieces = image.pieces_into(placed.block.start_bytes, self._scratch[: placed.block.nbytes])
         if self.engine.asynchronous:
@@ -648,7 +648,7 @@ class Copier:
         begin, nbytes = placed.block.start_bytes, placed.block.nbytes
         if torch.equal(self._scratch[:nbytes], filling.tensor(placed)[:nbytes]):
             return ()
-        image = _image_of(images, placed)
+        image = _find_image(images, placed)
         assert image is not None
         first = filling.tensor(placed)[:nbytes]
         differs = (self._scratch[:nbytes] != first).nonzero()
@@ -734,7 +734,7 @@ class Copier:
                 for chunk in chunks:
                     self.engine.copy(chunk.pieces, encode=chunk.encode)
                     if hashes:
-                        self._hasher.copy(ranges_of([chunk.stored]))
+                        self._hasher.copy(find_ranges([chunk.stored]))
             if hashes and chunks[copied - 1].last:
                 filling.take(first.placed, self._hasher)
             ended = time.perf_counter()

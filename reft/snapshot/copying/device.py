@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.device import Vendor, vendor_of
+from reft.device import Vendor, find_vendor
 from reft.errors import CopyError, StagingMemoryError, UnsupportedStateError
 from reft.snapshot.copying.engine import (
     CopyEngine,
@@ -77,7 +77,7 @@ class PinnedRanges:
         """Register memory, or nothing of it where the driver refuses, which is raised; the same or a part of
         it once more changes nothing. Whole pages are registered: memory that others register too must not
         share a page with it (a mapping never does)."""
-        array = _bytes_of(memory)
+        array = _view_bytes(memory)
         start, stop = _extent(array)
         if start == stop:
             return
@@ -101,7 +101,7 @@ class PinnedRanges:
 
     def remove(self, memory: memoryview | torch.Tensor) -> None:
         """Unregister memory that was added, exactly as it was added; other memory is left as it is."""
-        extent = _extent(_bytes_of(memory))
+        extent = _extent(_view_bytes(memory))
         with self._lock:
             if extent in self._pinned:
                 self._forget(extent)
@@ -138,7 +138,7 @@ class PinnedRanges:
         return parts
 
 
-def _bytes_of(memory: memoryview | torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _view_bytes(memory: memoryview | torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The memory as bytes; holding it keeps a mapping mapped."""
     if isinstance(memory, torch.Tensor):
         return memory.detach().reshape(-1).view(torch.uint8).numpy()
@@ -482,7 +482,7 @@ def copy_engine_for(device: torch.device | str) -> CopyEngine:
     device = torch.device(device)
     if device.type == "cpu":
         return CpuCopyEngine()
-    if vendor := vendor_of(device):
+    if vendor := find_vendor(device):
         return DeviceCopyEngine(device, vendor)
     raise UnsupportedStateError(
         f"no copy engine for tensors on {device}; expected a CPU, CUDA or ROCm device: disable reft"

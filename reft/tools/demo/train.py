@@ -55,7 +55,7 @@ def samples() -> TensorDataset:
     return TensorDataset(pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous())
 
 
-def loss_of(scores: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+def compute_loss(scores: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, 1).float(), text.flatten())
 
 
@@ -84,7 +84,10 @@ def train(options: dict[str, Any]) -> None:
         LayerSpec(nn.Linear, _WIDTH, _SYMBOLS),
     ]
     module = PipelineModule(
-        layers, num_stages=options["stages"], loss_fn=loss_of, partition_method=f"type:{CausalBlock.__name__}"
+        layers,
+        num_stages=options["stages"],
+        loss_fn=compute_loss,
+        partition_method=f"type:{CausalBlock.__name__}",
     )
     engine, *_ = deepspeed.initialize(model=module, training_data=samples(), config=options["deepspeed"])
     set_random_seed(_SEED + 1 + engine.global_rank)

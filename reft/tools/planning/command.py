@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from reft.config import read_object
-from reft.engine.checks.preflight import Severity, block_findings, part_of
+from reft.engine.checks.preflight import Severity, block_findings, find_part
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
 from reft.policy.choose import GIB
@@ -125,7 +125,7 @@ def plan_command(
             "CONFIG is missing; give the path of a DeepSpeed JSON, such as configs/bf16-zero1.json"
         )
     values = read_object(config, "the DeepSpeed configuration", "an object")
-    block = dict(part_of(values, BLOCK_NAME))
+    block = dict(find_part(values, BLOCK_NAME))
     # Options in the place of the block's keys.
     if protection is not None:
         block.pop("copies", None)
@@ -133,7 +133,7 @@ def plan_command(
     if tolerance is not None:
         block["tolerance"] = tolerance
     if max_overhead is not None:
-        block["has"] = {**part_of(block, "has"), "max_overhead": max_overhead}
+        block["has"] = {**find_part(block, "has"), "max_overhead": max_overhead}
     if host_memory_gb is not None:
         if not 0 < host_memory_gb < math.inf:
             raise ConfigError(f"--host-memory-gb is {host_memory_gb:g}; write a positive number")

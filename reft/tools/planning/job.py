@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from reft.config import ReftConfig, Variant, parse_block
-from reft.engine.checks.preflight import engine_findings, part_of
+from reft.engine.checks.preflight import engine_findings, find_part
 from reft.errors import ConfigError
 from reft.grid import Coordinate, Degrees, Topology
 from reft.naming import BLOCK_NAME
 from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES, RankSections
-from reft.tools.planning.model import Cluster, Training, load_shape, shape_of
+from reft.tools.planning.model import Cluster, Training, load_shape, read_model_shape
 
 _ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb")
 _MOMENT_BYTES = 8
@@ -158,19 +158,19 @@ def plan_job(
     ``model``: see :func:`reft.tools.planning.model.load_shape`; None: one with that many parameters.
     ``parameters``: nominal number, to count bytes as publications do. ``seq_length``: tokens of a sample,
     instead of the model's."""
-    block = parse_block(dict(part_of(config, BLOCK_NAME)))
+    block = parse_block(dict(find_part(config, BLOCK_NAME)))
     if block.variant is not Variant.HAS:
         raise ConfigError(
             f'"variant" is "{block.variant}", which only measurements need; write "has" to plan it'
         )
     notes: list[str] = []
-    half, owned = _bytes_of(config, layouting.pp, notes)
+    half, owned = _count_bytes(config, layouting.pp, notes)
     if parameters is not None and not 0 < parameters < 1e15:
         raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
     if model is not None:
         shape, assumed = load_shape(model, seq_length)
     elif parameters is not None:
-        shape, assumed = shape_of(parameters, layouting.tp, seq_length)
+        shape, assumed = read_model_shape(parameters, layouting.tp, seq_length)
     else:
         raise ConfigError(
             "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of a .json "
@@ -194,18 +194,18 @@ def plan_job(
     return PlannedJob(training, block, half, layout, parameters, tuple(notes))
 
 
-def _bytes_of(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:
+def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:
     """Whether weights have 16 bits, and whether the optimizer is partitioned over replicas."""
     for finding in engine_findings(config):
         raise ConfigError(str(finding))
-    enabled = {key: part_of(config, key).get("enabled", False) for key in ("fp16", "bf16", "bfloat16")}
+    enabled = {key: find_part(config, key).get("enabled", False) for key in ("fp16", "bf16", "bfloat16")}
     for key, value in enabled.items():
         if not isinstance(value, bool):
             raise ConfigError(f'"{key}.enabled" is {value!r}; write true or false: it decides the bytes')
     bf16 = enabled["bf16"] or enabled["bfloat16"]
     if bf16 and enabled["fp16"]:
         raise ConfigError('"fp16" and "bf16" are both enabled; DeepSpeed takes one of them')
-    kind = part_of(config, "optimizer").get("type")
+    kind = find_part(config, "optimizer").get("type")
     if kind is None:
         notes.append(
             "the configuration names no optimizer; planned with Adam, 8 bytes of moments a parameter"
@@ -215,7 +215,7 @@ def _bytes_of(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[boo
             f'"optimizer.type" is {kind!r}; reft plan knows the bytes of Adam and Lamb and their kin '
             f"({', '.join(_ADAM[:3])}, ...)"
         )
-    partitions = part_of(config, "zero_optimization").get("stage", 0) == 1
+    partitions = find_part(config, "zero_optimization").get("stage", 0) == 1
     if bf16 and pp > 1 and not partitions:
         partitions = True
         notes.append("in bf16 with a pipeline DeepSpeed partitions the optimizer at ZeRO stage 0 too")

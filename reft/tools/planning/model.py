@@ -255,7 +255,7 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
     return shape, said if seq_length else f"{said}; --seq-length says otherwise"
 
 
-def shape_of(parameters: float, tensor: int, seq_length: int | None) -> tuple[PlannedShape, str]:
+def read_model_shape(parameters: float, tensor: int, seq_length: int | None) -> tuple[PlannedShape, str]:
     """A shape of about so many parameters, in about Llama's proportions: heads of 128, as many as layers."""
     square = round((parameters / (12 * _HEAD_SIZE**2)) ** (1 / 3))
     heads = max(1, round(square / tensor)) * tensor

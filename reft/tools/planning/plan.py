@@ -110,7 +110,7 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
             "algorithm_1_steps": best,
             "most_lost_steps": 2 * every,
             "max_overhead": allowed,
-            "why": _why(best, every, allowed, adapts=block.adapts),
+            "why": _explain(best, every, allowed, adapts=block.adapts),
         },
         "storage": plan_storage(job, planned, step * (1 + overhead), every),
         "protection": {
@@ -174,7 +174,7 @@ def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tup
     return found
 
 
-def _why(best: int, every: int, allowed: float, *, adapts: bool) -> str:
+def _explain(best: int, every: int, allowed: float, *, adapts: bool) -> str:
     bound = f"for an overhead of at most {allowed:.1%}"
     if adapts:
         said = f"chosen by Algorithm 1 of CheckFreq {bound}"

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import reft
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 
 EPOCHS, WIDTH, SAMPLES, BATCH = 2, 8, 56, 4
 
@@ -57,7 +57,7 @@ def main() -> None:
             at = f"rank {accelerator.process_index} step {engine.global_steps}"
             say(f"{at} loss {loss.item().hex()}")
             if "kill" in ways and accelerator.process_index == 1 and engine.global_steps == 4:
-                session = session_of(engine)
+                session = find_session(engine)
                 while not killed.exists() and not session.stats.committed_step:
                     time.sleep(0.05)
                 if not killed.exists():

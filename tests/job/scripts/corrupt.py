@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from tests.job.grid_job import WIDTH, engine_of
 
 
@@ -52,7 +52,7 @@ def main() -> None:
             engine.step()
             time.sleep(0.2)
         # The version of the step before is there, on a busy machine too: it would be skipped for the next one.
-        if (session := session_of(engine)) is not None and session.worker is not None:
+        if (session := find_session(engine)) is not None and session.worker is not None:
             session.worker.drain(60)
     if rank == 0 and not degrees:
         (out / "weights").write_text(str(model.weight.flatten().tolist()))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import session_of
+from reft.engine.deepspeed import find_session
 from tests.job.test_ledger import BATCH, SEED, Samples, digest, seed_rank, state_digest
 
 CONFIG, WORKERS, STEPS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -36,7 +36,7 @@ def main() -> None:
     if engine.global_steps == 0:
         seed_rank(RANK)
     # Of a launch that finds neither memory nor a new checkpoint, the incarnation is the last one's again.
-    life = 1000 * int(os.environ.get("TEST_LAUNCH", "0")) + session_of(engine).memory.incarnation
+    life = 1000 * int(os.environ.get("TEST_LAUNCH", "0")) + find_session(engine).memory.incarnation
     out = os.open(
         Path(os.environ["TEST_EVENTS"]) / f"worker-{life}-{RANK}.jsonl",
         os.O_CREAT | os.O_APPEND | os.O_WRONLY,

@@ -21,9 +21,9 @@ STEPS = 6
 
 
 def committed(engine) -> int:
-    from reft.engine.deepspeed import session_of
+    from reft.engine.deepspeed import find_session
 
-    return session_of(engine).stats.committed_step or 0
+    return find_session(engine).stats.committed_step or 0
 
 
 def main() -> None:

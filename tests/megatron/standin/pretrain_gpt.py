@@ -25,7 +25,7 @@ def wait_for_commit(engine: Any) -> None:
     if engine.global_steps == int(os.environ.get("TEST_STOP_AT", "0")):
         signal.raise_signal(signal.SIGTERM)
     hook = sys.modules.get("reft.engine.deepspeed")
-    session = hook.session_of(engine) if hook is not None else None
+    session = hook.find_session(engine) if hook is not None else None
     if session is None or session.worker is None:
         return
     if session.first_request is None:
