@@ -77,7 +77,7 @@ class Trainer:
 
     def take(self, request: Any) -> None:
         """Hand a version over, and wait until it is known what becomes of it."""
-        request.must, self.request = True, request
+        request.required, self.request = True, request
         self.images = request.images.replicated, request.images.owned
         for image in self.images:
             for spec, offset in zip(image.specs, image.offsets, strict=True):

@@ -100,16 +100,18 @@ class Production:
         )
         self.step = 0
         # Memory is reserved for the first one, whatever it takes.
-        first = self.submit(Variant.BLOCKING, must=True)
+        first = self.submit(Variant.BLOCKING, required=True)
         if not (first.done.wait(WAIT_SECS) and first.committed):
             self.close()
             raise SystemExit(f"the first version was not committed: {dict(self.stats.skipped)}")
         self.worker.fence()
 
-    def submit(self, variant: Variant, *, must: bool = False) -> SnapshotRequest:
+    def submit(self, variant: Variant, *, required: bool = False) -> SnapshotRequest:
         """Hand the version of the state of now over."""
         self.step += 1
-        request = SnapshotRequest(VersionId(1, self.step), self.images, b"", must=must, variant=variant)
+        request = SnapshotRequest(
+            VersionId(1, self.step), self.images, b"", required=required, variant=variant
+        )
         self.worker.submit(request)
         return request
 

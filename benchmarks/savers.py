@@ -48,7 +48,7 @@ class ReftSaver(Saver):
         self.session = session
 
     def start(self) -> None:
-        self.session.submit(must=False)
+        self.session.submit(required=False)
 
     def stall_secs(self, call_secs: float) -> float:
         return float(self.session.stats.stalls_secs.newest)

@@ -80,7 +80,7 @@ MUTATIONS = {
     ),
     "p2-late-copy-keeps-its-version": Mutation(
         VERSION,
-        "late = _doom(state, lambda version: version.holds_training, OVERRUN)",
+        "late = _mark_failed(state, lambda version: version.holds_training, OVERRUN)",
         "late = state",
         MODEL,
     ),

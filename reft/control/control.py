@@ -92,7 +92,7 @@ class Ballot:
     persist_steps: int = 0
     not_finite: bool = False  # weights or optimizer state hold a NaN or an infinity here (result: anywhere)
     differs: bool = False  # what all members must have alike is not (result: in any group)
-    complains: bool = False  # something failed here that the peers have not heard of (result: anywhere)
+    has_errors: bool = False  # something failed here that the peers have not heard of (result: anywhere)
 
 
 _RAISED = tuple(f.name for f in fields(Ballot) if f.name != "ok")

@@ -131,7 +131,7 @@ class EngineState:
         self._blob = HostBlob(strict=session.config.strict)
         self._failures: set[type[Exception]] = set()
 
-    def capture(self, label: VersionId, *, must: bool, variant: Variant) -> SnapshotRequest:
+    def capture(self, label: VersionId, *, required: bool, variant: Variant) -> SnapshotRequest:
         """What the snapshot worker needs of the version; a cause where it cannot be had. Never raises.
 
         The first version of a layout is taken whatever it takes: memory is reserved at the start (P9), not at
@@ -151,9 +151,9 @@ class EngineState:
                 images,
                 encode=encode,
                 step=self._step_made(label.step),
-                must=must or images is not known,
+                required=required or images is not known,
                 # Training waits for a version that must be taken, and writes nothing meanwhile.
-                written=None if must else lambda: images.written_since(counts),
+                written=None if required else lambda: images.written_since(counts),
                 variant=variant,
             )
         except Exception as error:
@@ -563,7 +563,7 @@ class OptimizerFence:
             self._session.copying.pacer.begin_optimizer()
         worker = self._session.worker
         if self.is_within and worker is not None:
-            worker.approach()
+            worker.near_fence()
         else:
             self.hold()
 

@@ -571,13 +571,13 @@ class JobRecord:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def committed(self, label: VersionId, complaints: PeerErrors) -> None:
+    def committed(self, label: VersionId, peer_errors: PeerErrors) -> None:
         """A version was committed by all ranks. It is noted by a thread of its own: no vote waits for the
         store. Of commits that come while the store is asked, the newest is noted."""
         self._newest.append(label)
         self._wake.release()
         if self._thread is None:
-            args = (complaints,)
+            args = (peer_errors,)
             self._thread = threading.Thread(target=self._run, args=args, name="reft-record", daemon=True)
             self._thread.start()
 
@@ -590,13 +590,13 @@ class JobRecord:
             if self._thread.is_alive():
                 logger.warning("the rendezvous store has not answered: it may not know of the last commit")
 
-    def _run(self, complaints: PeerErrors) -> None:
+    def _run(self, peer_errors: PeerErrors) -> None:
         closing = False
         while not closing:
             self._wake.acquire()
             closing = self._closing
             while self._newest:
-                complaints.attempt(
+                peer_errors.run_guarded(
                     "a commit cannot be recorded in the rendezvous store",
                     partial(self.note_commit, self._newest.pop()),
                 )

@@ -194,7 +194,7 @@ class Session:
             self.memory.incarnation,
             kill_node=lambda: kill_this_node(self.memory.job_dir.path),
         )
-        self.stats, self.complaints = SnapshotStats(), PeerErrors()
+        self.stats, self.peer_errors = SnapshotStats(), PeerErrors()
         self.events = EventLog(self.control.rank)
         self.control.on_silence = lambda missing, secs: self.events.write("silent", ranks=missing, secs=secs)
         self.copying = CopySetup(self)
@@ -301,7 +301,7 @@ class Session:
                 self.faults,
                 self._committed,
                 self._skipped,
-                self.complaints,
+                self.peer_errors,
                 self.rates.wanted_persist_interval,
                 self.rates.wanted_interval,
             ),
@@ -325,7 +325,7 @@ class Session:
     def _take_last_step(self) -> None:
         if self._stepped and self.worker is not None and self.copying.takes_versions:
             self._stepped = False
-            self.submit(must=True)
+            self.submit(required=True)
 
     def close(self, timeout_secs: float | None = None) -> None:
         """Take a version of the last step if the script ends well, finish what is under way, within the grace
@@ -356,8 +356,8 @@ class Session:
         try:
             due, told_of_rates = self.rates.committed(label)
         except Exception as error:
-            self.complaints.tell("the rates of versions cannot be computed", error)
-        self.complaints.attempt(
+            self.peer_errors.record("the rates of versions cannot be computed", error)
+        self.peer_errors.run_guarded(
             "the daemon cannot be informed of a commit",
             lambda: self.daemon.notify_commit(
                 label, self.coordinate, stats | told_of_rates, unprotected=self.protection.lost, due=due
@@ -367,7 +367,7 @@ class Session:
         told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
         self.events.write("commit", step=label.step, copy_secs=self.stats.copy_secs.newest, **told)
         if self.is_rank_zero:
-            self.memory.record.committed(label, self.complaints)
+            self.memory.record.committed(label, self.peer_errors)
 
     def _skipped(self, step: int, cause: str) -> None:
         self.daemon.notify_skip(step, cause, self.stats.to_json())
@@ -396,11 +396,11 @@ class Session:
             return
         self.stopping.stop_if_due(self, step, step_secs)
         if self._is_due:
-            self.rates.begun(self.submit(must=False))
+            self.rates.begun(self.submit(required=False))
         else:
             self.state.boundary.skip()
             self.worker.submit(
-                SnapshotRequest(VersionId(self.memory.incarnation, step), None, b"", idle=True)
+                SnapshotRequest(VersionId(self.memory.incarnation, step), None, b"", vote_only=True)
             )
 
     def check_tensors(self) -> None:
@@ -427,12 +427,12 @@ class Session:
         if self.tracer.active and self.worker is not None:
             self.tracer.add(self, self._last_step, self.worker.copier.records, waited_secs)
 
-    def submit(self, *, must: bool) -> SnapshotRequest:
+    def submit(self, *, required: bool) -> SnapshotRequest:
         """Capture the host state and hand the version to the worker."""
         assert self.worker is not None
         began = time.perf_counter()
         label = VersionId(self.memory.incarnation, self.engine.global_steps)
-        request = self.state.capture(label, must=must, variant=self.copying.variant)
+        request = self.state.capture(label, required=required, variant=self.copying.variant)
         self.worker.submit(request)
         self.first_request = self.first_request or request
         if request.variant is Variant.BLOCKING:
@@ -649,7 +649,7 @@ def _take_last_version(session: Session, step: int, secs: float) -> tuple[bool, 
     """Whether the state after the last step was committed within the time; where it was persisted, in
     words."""
     deadline = time.monotonic() + secs
-    request = session.submit(must=True)
+    request = session.submit(required=True)
     assert session.worker is not None
     session.worker.drain(max(0.0, deadline - time.monotonic()))
     persisted = None

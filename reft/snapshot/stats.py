@@ -189,51 +189,54 @@ class SnapshotStats:
 _REMEMBERED = 256
 _PASSED_ON = 8  # most causes that peers are told of in one vote, the newest
 _CHARACTERS = 300  # most of a cause that peers are told
-_NAMED = 8  # Ranks whose complaints are written out; the others are counted
+_NAMED = 8  # Ranks whose peer_errors are written out; the others are counted
 
 
 class PeerErrors:
-    """Of one worker. Any thread may complain."""
+    """Unexpected errors of one worker, each logged once and sent to the peers with the next vote.
+
+    Any thread may record one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told = deque[str](maxlen=_REMEMBERED)
-        self._unheard = deque[str](maxlen=_PASSED_ON)
+        self._logged = deque[str](maxlen=_REMEMBERED)
+        self._pending = deque[str](maxlen=_PASSED_ON)
 
-    def tell(self, what: str, error: Exception) -> None:
-        """Say what failed, once per cause, and with where it came from if nobody foresaw it."""
+    def record(self, what: str, error: Exception) -> None:
+        """Log an error once per cause, with a traceback unless it is one that reft raises itself."""
         cause = f"{what}: {type(error).__name__}: {error}"
         known = re.sub(r"\d+", "0", cause)  # the same cause names another step every time
         with self._lock:
-            new = known not in self._told
-            if new:
-                self._told.append(known)
-                self._unheard.append(cause[:_CHARACTERS])
-        if new:
+            is_new = known not in self._logged
+            if is_new:
+                self._logged.append(known)
+                self._pending.append(cause[:_CHARACTERS])
+        if is_new:
             logger.warning("%s", cause, exc_info=None if isinstance(error, ReftError | OSError) else error)
 
-    def attempt(self, what: str, act: Callable[[], object]) -> None:
-        """Do what the protocol of the versions does not depend on."""
+    def run_guarded(self, what: str, act: Callable[[], object]) -> None:
+        """Run ``act``, on which the protocol of the versions does not depend, and record its error."""
         try:
             act()
         except Exception as error:
-            self.tell(what, error)
+            self.record(what, error)
 
-    def unheard(self) -> list[str]:
-        """What no peer has heard of, oldest first."""
+    def pending(self) -> list[str]:
+        """Errors that no peer has received yet, oldest first."""
         with self._lock:
-            return [*self._unheard]
+            return [*self._pending]
 
-    def heard(self, causes: Collection[str]) -> None:
-        """The peers know these."""
+    def mark_sent(self, causes: Collection[str]) -> None:
+        """The peers have received these errors."""
         with self._lock:
-            self._unheard = deque((c for c in self._unheard if c not in causes), _PASSED_ON)
+            self._pending = deque((c for c in self._pending if c not in causes), _PASSED_ON)
 
 
-def log_peer_errors(complaints: Mapping[int, Collection[str]]) -> None:
-    """Log what peers complain of, by rank."""
-    for rank in sorted(complaints)[:_NAMED]:
-        for cause in complaints[rank]:
+def log_peer_errors(peer_errors: Mapping[int, Collection[str]]) -> None:
+    """Log the errors that peers have sent, by rank."""
+    for rank in sorted(peer_errors)[:_NAMED]:
+        for cause in peer_errors[rank]:
             logger.warning("rank %d reports: %s. See its log", rank, cause)
-    if len(complaints) > _NAMED:
-        logger.warning("%d more ranks report problems; see their logs", len(complaints) - _NAMED)
+    if len(peer_errors) > _NAMED:
+        logger.warning("%d more ranks report problems; see their logs", len(peer_errors) - _NAMED)

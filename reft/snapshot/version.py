@@ -27,7 +27,7 @@ Who owns what:
 How the promises are kept:
 
 - **P2** A version that is not wholly copied when the tensors change (:attr:`Signal.TENSORS_CHANGE`) gets a
-  cause, at the latest then, and no rank approves a version that has a cause: what is committed was read from
+  cause, at the latest then, and no rank votes_yes a version that has a cause: what is committed was read from
   one state. A script may write tensors between the boundary and that signal. So a slot is recorded SEALED,
   which a recovery would trust, only after the training thread has compared write counts
   (:class:`TensorsChecked`).
@@ -36,9 +36,9 @@ How the promises are kept:
   *learned* of a newer commit, at which point all ranks have sealed the newer one.
 - **P6** Every version that is handed over is voted on by every rank, whatever became of it. Whoever cannot go
   on (:class:`ProtocolFailed`) leaves its peers' groups at once, so that they hear of it, and meets them in
-  new ones (:attr:`Task.MEET`); a version that all ranks gave up while they met needs no vote. Training waits
-  only for :attr:`Version.holds_training`, and its fence is bounded: :attr:`Signal.TENSORS_CHANGE` is always
-  allowed.
+  new ones (:attr:`Task.REJOIN`); a version that all ranks gave up while they met needs no vote. Training
+  waits only for :attr:`Version.holds_training`, and its fence is bounded: :attr:`Signal.TENSORS_CHANGE` is
+  always allowed.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class Version:
 
     label: VersionId  # its name
     # copied whatever it takes: the fence waits until it is (restore, last version before an exit)
-    must: bool = False
+    required: bool = False
     # nothing to take after this step; the ranks only vote, so that what travels in votes gets around
-    idle: bool = False
+    vote_only: bool = False
     paced: bool = False  # its copy keeps to the windows
     # the training thread has not yet compared what was copied with the state of the boundary (P2); False
     # where training waits for the version and cannot write meanwhile
@@ -97,13 +97,15 @@ class Version:
     # why it is not committed; set at the hand-over where the state could not be captured
     cause: SkipCause | None = None
     stage: Stage = Stage.QUEUED  # how far it is
-    unfit: bool = False  # the layout was not made for its state; the ranks have to agree on another one first
+    layout_mismatch: bool = (
+        False  # the layout was not made for its state; the ranks have to agree on another one first
+    )
     staged: bool = False  # a part of it is kept on the device, to be drained
 
     @property
     def holds_training(self) -> bool:
         """Whether it still needs the live tensors as they are: they must not change meanwhile (P2)."""
-        return self.cause is None and not self.idle and self.stage in (Stage.QUEUED, Stage.COPYING)
+        return self.cause is None and not self.vote_only and self.stage in (Stage.QUEUED, Stage.COPYING)
 
     @property
     def is_over(self) -> bool:
@@ -123,7 +125,7 @@ class Task(Enum):
     SEAL = auto()  # `DRAINED` if a part was staged, then `SEALED` or `SealFailed`
     VOTE_SEALED = auto()  # `Voted`
     SWITCH = auto()  # Between two versions, change the protection if the votes say so: `SWITCHED`
-    MEET = auto()  # Leave the groups and meet all ranks in new ones: `Rejoined` or `RejoinFailed`
+    REJOIN = auto()  # Leave the groups and meet all ranks in new ones: `Rejoined` or `RejoinFailed`
     END = auto()  # No version is taken any more
 
 
@@ -467,7 +469,7 @@ class RankState:
         return any(version.staged for version in self.versions)
 
     @property
-    def approves(self) -> bool:
+    def votes_yes(self) -> bool:
         """What this rank says in the vote that is due."""
         due = Stage.COPIED if self.task is Task.VOTE_COPIED else Stage.SEALED
         return self.head.stage is due and self.head.cause is None
@@ -475,7 +477,7 @@ class RankState:
     @property
     def wants_layout(self) -> bool:
         """Whether this rank says in the vote that the layout has to be agreed anew."""
-        return self.task is Task.VOTE_COPIED and self.head.unfit and self.head.cause is None
+        return self.task is Task.VOTE_COPIED and self.head.layout_mismatch and self.head.cause is None
 
 
 NOT_STARTED = SkipCause("not started before the next optimizer step")
@@ -503,7 +505,7 @@ def _head(state: RankState, **changes: Any) -> RankState:
 
 
 def _first_task(head: Version) -> Task:
-    return Task.VOTE_COPIED if head.idle or head.cause is not None else Task.COPY
+    return Task.VOTE_COPIED if head.vote_only or head.cause is not None else Task.COPY
 
 
 def _freed(state: RankState) -> RankState:
@@ -513,14 +515,14 @@ def _freed(state: RankState) -> RankState:
 
 
 def _not_begun(version: Version) -> bool:
-    return version.stage is Stage.QUEUED and not version.must
+    return version.stage is Stage.QUEUED and not version.required
 
 
-def _doom(state: RankState, which: Callable[[Version], bool], cause: SkipCause) -> RankState:
+def _mark_failed(state: RankState, which: Callable[[Version], bool], cause: SkipCause) -> RankState:
     """Give those versions a cause that have none; they are voted down when it is their turn."""
 
     def doomed(version: Version) -> bool:
-        return version.cause is None and not version.idle and which(version)
+        return version.cause is None and not version.vote_only and which(version)
 
     return replace(state, versions=tuple(replace(v, cause=cause) if doomed(v) else v for v in state.versions))
 
@@ -539,13 +541,13 @@ def _take_back(state: RankState) -> Next:
 
 def _given_up(version: Version, cause: SkipCause) -> tuple[Effect, ...]:
     """Nothing is lost with an idle version: there was nothing to take."""
-    return () if version.idle else (GiveUp(version.label, cause),)
+    return () if version.vote_only else (GiveUp(version.label, cause),)
 
 
 def _abandon(state: RankState, cause: SkipCause) -> Next:
     """Nobody commits the first version."""
     state, effects = _take_back(state)
-    abandoned = _head(state, stage=Stage.ABANDONED, cause=None if state.head.idle else cause)
+    abandoned = _head(state, stage=Stage.ABANDONED, cause=None if state.head.vote_only else cause)
     return abandoned, (*effects, *_leave_gate(state), *_given_up(state.head, cause))
 
 
@@ -566,12 +568,12 @@ def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- a
         case _, HandedOver(version):
             return _handed_over(state, version)
         case _, FenceNear(ahead):
-            near = state if ahead else _doom(state, _not_begun, NOT_STARTED)
+            near = state if ahead else _mark_failed(state, _not_begun, NOT_STARTED)
             return replace(near, fence_near=True), ()
         case _, TensorsChecked(cause):
             return _checked(state, cause)
         case _, Signal.TENSORS_CHANGE:  # P2: what still reads them is lost
-            late = _doom(state, lambda version: version.holds_training, OVERRUN)
+            late = _mark_failed(state, lambda version: version.holds_training, OVERRUN)
             return replace(late, fence_near=False), ()
         case _, Signal.CLOSING:
             closing = replace(state, closing=True)
@@ -581,7 +583,7 @@ def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- a
             return _turn(state)
         case Task.COPY, Signal.UNFIT:
             state, effects = _take_back(state)
-            return replace(_head(state, unfit=True), task=Task.VOTE_COPIED), effects
+            return replace(_head(state, layout_mismatch=True), task=Task.VOTE_COPIED), effects
         case Task.COPY, Signal.BEGIN if state.head.cause is not None:  # the fence came first (P2)
             return replace(state, task=Task.VOTE_COPIED), _leave_gate(state)
         case Task.COPY, Signal.BEGIN:
@@ -602,7 +604,7 @@ def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- a
         case Task.VOTE_COPIED, Voted(ok, relayout):
             return _voted(state, ok, relayout)
         case Task.LAYOUT, Signal.LAID_OUT:
-            known = _head(state, unfit=False)
+            known = _head(state, layout_mismatch=False)
             return replace(known, task=_first_task(known.head)), ()
         case Task.SEAL, Signal.DRAINED:
             return _head(state, staged=False), (DropStaged(), *_leave_gate(state))
@@ -616,9 +618,9 @@ def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- a
             return _freed(replace(state, versions=state.versions[1:])), ()
         case _, ProtocolFailed(detail):
             return _broke(state, detail)
-        case Task.MEET, Rejoined(after, committed):
+        case Task.REJOIN, Rejoined(after, committed):
             return _met(state, after, committed)
-        case Task.MEET, RejoinFailed(detail):
+        case Task.REJOIN, RejoinFailed(detail):
             broken = SkipCause("broken", detail)
             given_up = tuple(effect for version in state.versions for effect in _given_up(version, broken))
             return replace(state, versions=(), task=Task.END, broken=detail), given_up
@@ -629,7 +631,7 @@ def _handed_over(state: RankState, version: Version) -> Next:
     if not state.accepts:
         cause = SkipCause("closed") if state.broken is None else SkipCause("broken", state.broken)
         return state, _given_up(version, cause)
-    if state.task is Task.MEET:
+    if state.task is Task.REJOIN:
         version = replace(version, cause=version.cause or SkipCause("interrupted"))
     effects = (EnterGate(state.staged),) if version.paced and version.cause is None else ()
     return replace(state, versions=(*state.versions, version), newest=version.label), effects
@@ -655,7 +657,7 @@ def _voted(state: RankState, ok: bool, relayout: bool) -> Next:
             state, effects = _take_back(_head(state, cause=head.cause or LAID_OUT_ANEW))
             effects = (*effects, *_leave_gate(state))
         return replace(state, task=Task.LAYOUT), effects
-    if head.idle:
+    if head.vote_only:
         return replace(_head(state, stage=Stage.ABANDONED), task=Task.SWITCH), ()
     if not ok:
         state, effects = _abandon(state, head.cause or PEER_SKIPPED)
@@ -692,7 +694,7 @@ def _decided(state: RankState, ok: bool) -> Next:
     if not ok:
         state, effects = _abandon(state, head.cause or PEER_NOT_SEALED)
         return replace(state, task=Task.SWITCH), effects
-    _check(head, state.approves)
+    _check(head, state.votes_yes)
     assert slot is not None  # the version is sealed in it
     committed = replace(_head(state, stage=Stage.COMMITTED), slots=state.slots.committed(slot))
     return replace(committed, task=Task.SWITCH), (Commit(slot, head.label),)
@@ -701,7 +703,7 @@ def _decided(state: RankState, ok: bool) -> Next:
 def _broke(state: RankState, detail: str) -> Next:
     """Until the ranks have met, nothing is copied nor waited for. What this rank may have sealed stays as it
     is: a peer may have learned that all had (P3)."""
-    if state.task in (Task.MEET, Task.END):
+    if state.task in (Task.REJOIN, Task.END):
         return state, ()
     effects: tuple[Effect, ...] = ()
     paced = any(version.paced for version in state.versions)
@@ -711,8 +713,8 @@ def _broke(state: RankState, detail: str) -> Next:
         if not state.head.is_over:
             effects = (*effects, *_given_up(state.head, SkipCause("interrupted", detail)))
         state = replace(state, versions=state.versions[1:])
-    doomed = _doom(state, lambda version: True, SkipCause("interrupted"))
-    return replace(doomed, task=Task.MEET), (*effects, LeaveGate()) if paced else effects
+    doomed = _mark_failed(state, lambda version: True, SkipCause("interrupted"))
+    return replace(doomed, task=Task.REJOIN), (*effects, LeaveGate()) if paced else effects
 
 
 def _met(state: RankState, after: VersionId, committed: VersionId | None) -> Next:

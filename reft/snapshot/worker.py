@@ -52,9 +52,9 @@ class SnapshotRequest:
     host_blob: bytes | bytearray = b""  # encoded host state; or
     encode: Callable[[], bytes | bytearray] | None = None  # makes it, on the worker thread
     step: OptimizerStep | None = None  # how the optimizer got here, if peers' partitions are recomputed
-    must: bool = False  # wait for a free slot and never cancel (restore, last snapshot before an exit)
+    required: bool = False  # wait for a free slot and never cancel (restore, last snapshot before an exit)
     # nothing to take after this step; the ranks only vote, so that a request to stop gets around
-    idle: bool = False
+    vote_only: bool = False
     # names of the tensors that were written since the hand-over; None where training waits for the version
     written: Callable[[], list[str]] | None = None
     variant: Variant = Variant.HOST  # when the bytes are copied; all variants are the same to recovery
@@ -66,13 +66,18 @@ class SnapshotRequest:
 
     def __post_init__(self) -> None:
         self.version = Version(
-            self.label, self.must, self.idle, self.paced, unchecked=self.written is not None, cause=self.cause
+            self.label,
+            self.required,
+            self.vote_only,
+            self.paced,
+            unchecked=self.written is not None,
+            cause=self.cause,
         )
 
     @property
     def paced(self) -> bool:
         """Whether the copy keeps to the windows; one that must be taken does not."""
-        return self.variant is Variant.HAS and not (self.must or self.idle)
+        return self.variant is Variant.HAS and not (self.required or self.vote_only)
 
     def follow(self, version: Version, *, done: bool = False) -> None:
         """Note what has become of it."""
@@ -110,7 +115,7 @@ class WorkerCallbacks:
     on_commit: Callable[[VersionId], None] = lambda label: None
     # called with (step, cause) for each version given up
     on_skip: Callable[[int, str], None] = lambda step, cause: None
-    complaints: PeerErrors = field(default_factory=PeerErrors)  # of what nobody foresaw
+    peer_errors: PeerErrors = field(default_factory=PeerErrors)  # of what nobody foresaw
     # the same of versions that go to storage; 0: as the block says
     wanted_persist_interval: Callable[[], int] = lambda: 0
     # asked in every vote how often versions should be taken, given how often one fits into the idle time
@@ -151,7 +156,7 @@ class Votes:
     protection, holds the next votes up. Training does not wait for those (:attr:`late`), so a request to stop
     that is voted on then has to name a step that no rank has passed when it hears of it: the one after the
     next. ``watchers``: say how often versions are wanted, which is advice: where they cannot, the last agreed
-    number stays; the peers hear of their complaints with the next vote (P6)."""
+    number stays; the peers hear of their peer_errors with the next vote (P6)."""
 
     def __init__(self, control: WorkerControl, watchers: WorkerCallbacks) -> None:
         self._control = control
@@ -199,7 +204,7 @@ class Votes:
         step, watchers = version.step, self._watchers
         interval_steps = self._wanted(lambda: watchers.wanted_interval(windows), self._interval[1])
         persist_steps = self._wanted(watchers.wanted_persist_interval, self.persist_steps)
-        unheard = watchers.complaints.unheard()
+        pending = watchers.peer_errors.pending()
         ballot = replace(
             mine,
             stop_after_step=named_step(
@@ -208,7 +213,7 @@ class Votes:
             interval_steps=interval_steps,
             late=may_lag(mine.late, step=step, newest_step=self.newest_step, late=self.late),
             persist_steps=persist_steps,
-            complains=bool(unheard),
+            has_errors=bool(pending),
         )
         verdict = self._control.vote(ballot, version)
         if verdict.stop_after_step and self.stop_step is None:
@@ -219,19 +224,19 @@ class Votes:
         self.persist_steps = verdict.persist_steps
         self.late = verdict.late
         self.voted_step = step
-        if verdict.complains:
-            self._pass_on(unheard)
+        if verdict.has_errors:
+            self._pass_on(pending)
         return verdict
 
-    def _pass_on(self, unheard: list[str]) -> None:
+    def _pass_on(self, pending: list[str]) -> None:
         """Tell the peers what has failed here, and say what has failed there. Collective."""
         try:
-            told = self._control.gather_bytes(msgpack.packb(unheard))
+            told = self._control.gather_bytes(msgpack.packb(pending))
         except TransferError as error:
             # The vote was taken. Who is gone is missing from the next one too, which is given up for that.
-            self._watchers.complaints.tell("failures of other ranks cannot be received", error)
+            self._watchers.peer_errors.record("failures of other ranks cannot be received", error)
             return
-        self._watchers.complaints.heard(unheard)
+        self._watchers.peer_errors.mark_sent(pending)
         causes = {rank: msgpack.unpackb(body) for rank, body in enumerate(told) if rank != self._control.rank}
         log_peer_errors({rank: said for rank, said in causes.items() if said})
 
@@ -239,7 +244,7 @@ class Votes:
         try:
             return wanted()
         except Exception as error:
-            self._watchers.complaints.tell(f"a rate cannot be computed, {agreed} stays", error)
+            self._watchers.peer_errors.record(f"a rate cannot be computed, {agreed} stays", error)
             return agreed
 
     def resync(self, stop_step: int | None) -> None:
@@ -313,7 +318,7 @@ class SnapshotWorker:
         self._images: LiveImages | None = None
         self._topology = topology
         self._block_bytes, self._host_bytes = block_bytes, host_bytes
-        self._complaints = watchers.complaints
+        self._peer_errors = watchers.peer_errors
         self._verify, self._in_a_row = verify or VerifyConfig(), 0  # versions that were not finite
         self._differs: SkipCause | None = None
         self._vote_missed = False
@@ -394,14 +399,14 @@ class SnapshotWorker:
         for effect in effects:
             self._carry_out(effect)
 
-    def approach(self) -> None:
+    def near_fence(self) -> None:
         """The fence is near: copy what is left at once, beside what training still does before it writes.
 
         On a CPU no version begins to be copied any more. A device is not there yet.
         """
         self._notify(versions.FenceNear(ahead=self.copier.engine.asynchronous))
         if self._state.holds_training and not self._state.staged:  # what is drained keeps to the windows
-            self._gate.hurry()
+            self._gate.expedite()
 
     def fence(self) -> float:
         """Wait until no copy reads the live tensors; called before they change (P2).
@@ -486,12 +491,12 @@ class SnapshotWorker:
     @contextmanager
     def _hurried(self) -> Iterator[None]:
         """The gate lets everything through meanwhile; nothing is paced any more afterwards."""
-        self._gate.hurry()
+        self._gate.expedite()
         try:
             yield
         finally:
             with self._changed:
-                self._gate.relax()
+                self._gate.reset()
                 if self._state.staged:
                     self._gate.enter()  # in the windows of the steps to come
 
@@ -515,7 +520,7 @@ class SnapshotWorker:
 
     @property
     def _runs(self) -> bool:
-        return self._state.task not in (Task.MEET, Task.END)
+        return self._state.task not in (Task.REJOIN, Task.END)
 
     @property
     def broken(self) -> str | None:
@@ -554,7 +559,7 @@ class SnapshotWorker:
             Task.SEAL: lambda: self._seal(self._requests[0]),
             Task.VOTE_SEALED: lambda: self._vote(self._requests[0].label),
             Task.SWITCH: lambda: self._switch_layout(self._requests[0].label),
-            Task.MEET: self._meet,
+            Task.REJOIN: self._rejoin,
         }
         while (task := self._next()) is not Task.END:
             try:
@@ -564,10 +569,10 @@ class SnapshotWorker:
             except Exception as error:
                 why = str(error)
                 if not isinstance(error, TransferError):
-                    self._complaints.tell("a version broke off", error)
+                    self._peer_errors.record("a version broke off", error)
                     why = f"{type(error).__name__}: {error}"
                 self._broke_off = why
-                self._complaints.attempt(
+                self._peer_errors.run_guarded(
                     "a version cannot be given up", partial(self._apply, versions.ProtocolFailed(why))
                 )
 
@@ -619,7 +624,7 @@ class SnapshotWorker:
             return versions.CopyFailed(SkipCause(versions.WRITTEN, str(error)))
         except Exception as error:
             if not isinstance(error, ReftError | OSError):
-                self._complaints.tell("a version could not be copied", error)
+                self._peer_errors.record("a version could not be copied", error)
             return versions.CopyFailed(SkipCause.of(error))
 
     def _fill(self, request: SnapshotRequest, gate: Gate) -> versions.Event:
@@ -633,7 +638,10 @@ class SnapshotWorker:
         # Without a permit: to wait for a reader, or to make an arena that is not there, may take a minute,
         # and training waits where a window closes for whoever has a permit.
         self._filling = self.arenas.begin(
-            request.label, layout, wait=request.must, taken=lambda slot: self._apply(versions.SlotTaken(slot))
+            request.label,
+            layout,
+            wait=request.required,
+            taken=lambda slot: self._apply(versions.SlotTaken(slot)),
         )
         # What prepares the copy takes a while too: it begins where the copy may. On a device the
         # host's work disturbs nobody, and the permits of windows carry bytes that must be copied.
@@ -713,7 +721,7 @@ class SnapshotWorker:
         """What is asked before every chunk of a version."""
         if request.paced and self._pacer is not None:
             return self._gate
-        waited_for = request.must or request.variant is Variant.BLOCKING
+        waited_for = request.required or request.variant is Variant.BLOCKING
         return Gate(0 if waited_for else 2, lambda: self._fence_waiting)
 
     @property
@@ -736,7 +744,7 @@ class SnapshotWorker:
         """Collective; raises TransferError where a peer is gone, or votes on another version."""
         state = self._state
         verdict = self.votes.cast(label, self._ballot(state), self._advised_interval_steps)
-        if not (verdict.ok or verdict.relayout or state.head.idle):
+        if not (verdict.ok or verdict.relayout or state.head.vote_only):
             self.votes.gave_up(label.step)
         self.switch.hear(verdict.order, verdict.level)
         if state.task is Task.VOTE_SEALED:
@@ -753,7 +761,7 @@ class SnapshotWorker:
             late = state.staged or self.arenas.unsettled or switch.in_force.would_change(order, level)
             kind = state.head.cause.kind if state.head.cause else ""
             return Ballot(
-                state.approves,
+                state.votes_yes,
                 relayout=state.wants_layout,
                 order=order,
                 late=late,
@@ -762,7 +770,7 @@ class SnapshotWorker:
                 differs=kind == versions.PEERS_DIFFER,
             )
         except Exception as error:
-            self._complaints.tell("this rank cannot report its state", error)
+            self._peer_errors.record("this rank cannot report its state", error)
             return Ballot(ok=False, order=switch.record.number, level=switch.in_force.level)
 
     # -- from copied bytes to a sealed arena, with what only peers have ---------------------------------
@@ -887,10 +895,10 @@ class SnapshotWorker:
         if self.peer_optimizers is not None:  # the next version's partitions are recomputed from this one
             self.peer_optimizers.base = filling
         self.watchers.faults.reach(FaultPoint.AFTER_COMMIT, label.step)
-        self._complaints.attempt("a commit cannot be reported", lambda: self.watchers.on_commit(label))
+        self._peer_errors.run_guarded("a commit cannot be reported", lambda: self.watchers.on_commit(label))
         if self._paced:
-            self._complaints.attempt("snapshots cannot be planned again", lambda: self._learn(filling))
-        self._complaints.attempt("memory cannot be reserved", lambda: self.arenas.settle(filling.layout))
+            self._peer_errors.run_guarded("snapshots cannot be planned again", lambda: self._learn(filling))
+        self._peer_errors.run_guarded("memory cannot be reserved", lambda: self.arenas.settle(filling.layout))
         self.switch.settled = True
 
     def _tell_given_up(self, label: VersionId, cause: SkipCause) -> None:
@@ -901,7 +909,7 @@ class SnapshotWorker:
                 "since step %s",
                 *(label.step, cause, self.watchers.stats.stale_since_step),
             )
-        self._complaints.attempt(
+        self._peer_errors.run_guarded(
             "a skipped version cannot be reported", lambda: self.watchers.on_skip(label.step, cause.kind)
         )
 
@@ -964,7 +972,7 @@ class SnapshotWorker:
 
     # -- after a version broke off on one rank (P6) --------------------------------------------------
 
-    def _meet(self) -> versions.Event:
+    def _rejoin(self) -> versions.Event:
         """Meet all ranks in new groups and agree where to go on. If peers are gone, the job will be
         restarted; training itself notices on its own. Collective."""
         for _ in range(_REJOINS):
@@ -976,7 +984,7 @@ class SnapshotWorker:
             except TransferError as error:
                 logger.warning("the snapshot workers could not synchronise again: %s", error)
             except Exception as error:
-                self._complaints.tell("coming together again failed", error)
+                self._peer_errors.record("coming together again failed", error)
         self.control.leave()
         logger.error("the snapshot worker stopped (%s); training goes on without snapshots", self._broke_off)
         return versions.RejoinFailed(self._broke_off)

@@ -99,7 +99,7 @@ class Job:
     def hand_over(self, number: int, variant: Variant) -> SnapshotRequest:
         first = number == 1  # memory is reserved for it, whatever it takes
         request = SnapshotRequest(
-            VersionId(1, number), self.images, f"host {number}".encode(), must=first, variant=variant
+            VersionId(1, number), self.images, f"host {number}".encode(), required=first, variant=variant
         )
         self.worker.submit(request)
         if first:

@@ -132,7 +132,7 @@ def commit_every_version(session: Any, committed: Callable[[], object] = lambda:
     submit = session.worker.submit
 
     def submit_and_wait(request: Any) -> None:
-        request.must = True
+        request.required = True
         submit(request)
         session.worker.drain(60)
         assert request.done.wait(60)

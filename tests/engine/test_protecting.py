@@ -41,7 +41,7 @@ LONG = 60.0
 def test_p6_a_restored_state_whose_commit_does_not_come_is_waited_for_only_so_long(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    request = SnapshotRequest(VersionId(2, 7), None, must=True)  # nothing ever becomes of it
+    request = SnapshotRequest(VersionId(2, 7), None, required=True)  # nothing ever becomes of it
     session: Any = SimpleNamespace(
         submit=lambda must: request,
         config=SimpleNamespace(commit_timeout_secs=0.1),
@@ -198,9 +198,9 @@ def test_p6_a_store_that_does_not_answer_delays_no_vote_and_hears_of_the_newest_
 ) -> None:
     listener = listen("127.0.0.1", 0)
     store = KeyValueStore(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, timeout_secs=100 * LONG)
-    notes, complaints = JobRecord(store, "job"), PeerErrors()
+    notes, peer_errors = JobRecord(store, "job"), PeerErrors()
     worker = threading.Thread(
-        target=lambda: [notes.committed(VersionId(1, step), complaints) for step in (1, 2, 3)], daemon=True
+        target=lambda: [notes.committed(VersionId(1, step), peer_errors) for step in (1, 2, 3)], daemon=True
     )
     worker.start()
     worker.join(LONG)
@@ -213,13 +213,13 @@ def test_p6_a_store_that_does_not_answer_delays_no_vote_and_hears_of_the_newest_
 
 def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon_and_peers_are_to_hear_why() -> None:
     heard: list[object] = []
-    complaints, daemon = PeerErrors(), mock.Mock()
+    peer_errors, daemon = PeerErrors(), mock.Mock()
     daemon.notify_commit.side_effect = lambda label, *rest, **options: heard.append(label)
     record = JobRecord(None, "job")
     record.note_commit = mock.Mock(side_effect=KeyError("the store"))  # type: ignore[method-assign]
     session: Any = SimpleNamespace(
         stats=SnapshotStats(),
-        complaints=complaints,
+        peer_errors=peer_errors,
         events=EventLog(0),
         daemon=daemon,
         memory=SimpleNamespace(record=record),
@@ -231,7 +231,7 @@ def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon_and_peer
     Session._committed(session, VersionId(1, 2))
     record.close()
     assert heard == [VersionId(1, 2)]
-    assert [said.partition(":")[0] for said in complaints.unheard()] == [
+    assert [said.partition(":")[0] for said in peer_errors.pending()] == [
         "the rates of versions cannot be computed",
         "a commit cannot be recorded in the rendezvous store",
     ]

@@ -66,7 +66,7 @@ def test_p6_a_step_longer_than_half_the_grace_is_committed_and_persisted_before_
     session = told_to_stop(waited_secs=20.0, committed=True)
     with pytest.raises(SystemExit):
         session.stopping.stop_if_due(session, 7, 0.1)
-    session.submit.assert_called_once_with(must=True)
+    session.submit.assert_called_once_with(required=True)
     (secs,) = session.worker.drain.call_args.args
     assert 0 < secs < GRACE_SECS - 20.0
     label, secs = session.daemon.persist_now.call_args.args
@@ -83,7 +83,7 @@ def test_the_job_ends_after_the_step_that_a_vote_names() -> None:
     with pytest.raises(SystemExit) as ended:
         session.stopping.stop_if_due(session, 7, 0.1)
     assert ended.value.code == 143
-    session.submit.assert_called_once_with(must=True)
+    session.submit.assert_called_once_with(required=True)
     session.close.assert_called_once_with()
 
 

@@ -194,7 +194,7 @@ class Rank:
         return self.snapshot(step, **options)
 
     def take(self, step: int, **options: Any) -> bool:
-        return self.wait_for(self.begin(step, must=True, **options))
+        return self.wait_for(self.begin(step, required=True, **options))
 
     def take_next(self, number: int) -> list[bool]:
         taken = []

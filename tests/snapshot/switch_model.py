@@ -62,10 +62,10 @@ class SwitchingRank(OneRank):
         keeps: Keeps = rank.keeps
         now = keeps.in_force
         for text, voted in super().voting(rank):
-            for order, level in self._wishes(keeps) if voted.cast.ok or not rank.state.approves else ():
+            for order, level in self._wishes(keeps) if voted.cast.ok or not rank.state.votes_yes else ():
                 ballot = replace(voted.cast, order=order, level=level)
                 yield f"{text}, order {order}, level {level}", replace(voted, cast=ballot)
-            if rank.state.approves and not voted.cast.ok:
+            if rank.state.votes_yes and not voted.cast.ok:
                 yield text, replace(voted, cast=replace(voted.cast, order=now.order, level=now.level))
 
     def _wishes(self, keeps: Keeps) -> set[tuple[int, int]]:

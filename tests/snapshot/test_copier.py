@@ -43,7 +43,7 @@ class OneByOne(HostGate):
 
 def at_the_fence() -> HostGate:
     gate = HostGate()
-    gate.hurry()
+    gate.expedite()
     return gate
 
 
@@ -198,7 +198,7 @@ def test_p2_what_was_staged_is_hashed_as_it_was_then(
         engine.register(filling.arena.data)
         area, gate = StagingArea(engine), StreamGate()
         assert area.reserve(30_000)
-        gate.hurry()
+        gate.expedite()
         copier = Copier(engine, 4096, area)
         copier.begin()
         copier.copy(
@@ -341,7 +341,7 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
         gate.enter()
         for number in range(windows):
             gate.open(number, wanted // windows, engine.stamp())
-        gate.hurry()
+        gate.expedite()
         sim.settings.recorded = sim.settings.waits = sim.settings.transfers = 0
         records = copier.copy(images, filling, gate, reach=lambda point: None, handed_over=lambda: None)
         recorded, waits, transfers = sim.settings.recorded, sim.settings.waits, sim.settings.transfers

@@ -39,7 +39,7 @@ class Copying:
     def end(self) -> None:
         self._ending = True
         self.let_go.set()
-        self.gate.hurry()
+        self.gate.expedite()
         self._thread.join(LONG)
         assert not self._thread.is_alive()
 
@@ -104,9 +104,9 @@ def test_closing_waits_for_the_chunk_in_flight(gate: HostGate, window: int | Non
 
 
 def test_the_fence_lets_everything_through_and_then_nothing_is_wanted(gate: HostGate) -> None:
-    gate.hurry()
+    gate.expedite()
     assert gate.admit().tier == 0
-    gate.relax()
+    gate.reset()
     assert not gate.wanted
     gate.open(0, 64, None)
     assert gate.close() == 0.0, "closing costs nothing when nothing is to be copied"
@@ -161,7 +161,7 @@ def test_windows_from_before_a_version_serve_what_is_drained_and_not_its_copy() 
     assert gate.admit().mark == 2
     gate.open(1, 100, 2)
     gate.enter()  # nothing is being drained: what is left is over
-    gate.hurry()
+    gate.expedite()
     assert gate.admit().tier == 0
 
 
@@ -176,9 +176,9 @@ def test_a_stream_gate_hands_out_windows_in_order_with_their_marks_and_bytes() -
     gate.open(2, 300, 2)
     expected = [Permit(3, None, 200, 1), Permit(1, 0, 100, 1), Permit(1, 2, 300, 2)]
     assert [gate.admit() for _ in expected] == expected
-    gate.hurry()
+    gate.expedite()
     assert gate.admit().tier == 0
-    gate.relax()
+    gate.reset()
     assert not gate.wanted
 
 
@@ -203,12 +203,12 @@ def test_a_stream_gate_without_windows_begins_beside_computation_with_what_was_p
     for _ in range(2):  # of each version
         gate.enter()
         assert gate.admit() == Permit(2, nbytes=1000)
-        gate.hurry()
+        gate.expedite()
         assert gate.admit().tier == 0, "more than was planned began beside computation"
-        gate.relax()
+        gate.reset()
     gate.share(1.0, 0)
     gate.enter()
-    gate.hurry()
+    gate.expedite()
     assert gate.admit().tier == 0
 
 

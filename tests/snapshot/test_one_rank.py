@@ -80,11 +80,11 @@ def test_p6_a_version_that_must_be_taken_waits_so_long_for_a_reader(alone: Alone
     readers = [arena for _, arena in scan(alone.job_dir, SECRET) if isinstance(arena, Arena)]
     assert all(reader.lock_shared() for reader in readers)
     alone.worker.arenas.pin_secs = 0.1
-    refused = alone.begin(3, must=True)
+    refused = alone.begin(3, required=True)
     assert not alone.wait_for(refused)
     assert "all slots are in use" in str(refused.given_up)
     alone.worker.arenas.pin_secs = WAIT_SECS
-    waiting = alone.begin(4, must=True)
+    waiting = alone.begin(4, required=True)
     for reader in readers:
         reader.close()
     assert alone.wait_for(waiting)
@@ -124,17 +124,17 @@ def test_p6_a_mistake_while_partitions_are_compared_does_not_leave_this_rank() -
 
 
 def test_a_cause_is_said_once_whichever_step_it_names(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = PeerErrors()
+    peer_errors = PeerErrors()
     for step in range(5):
-        complaints.tell("a version broke off", TransferError(f"a peer is gone at step {step}"))
-    complaints.tell("a version broke off", TransferError("ranks vote on different steps (3 and 4)"))
+        peer_errors.record("a version broke off", TransferError(f"a peer is gone at step {step}"))
+    peer_errors.record("a version broke off", TransferError("ranks vote on different steps (3 and 4)"))
     assert len(caplog.records) == 2
 
 
 def test_causes_are_not_kept_for_ever(caplog: pytest.LogCaptureFixture) -> None:
-    complaints = PeerErrors()
+    peer_errors = PeerErrors()
     for length in (*range(2000), 0):
-        complaints.tell("a version broke off", TransferError("x" * length))
+        peer_errors.record("a version broke off", TransferError("x" * length))
     assert len(caplog.records) == 2001
 
 

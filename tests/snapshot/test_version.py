@@ -150,7 +150,7 @@ def test_p2_what_has_not_begun_at_the_fence_is_voted_down_and_training_does_not_
     assert not state.holds_training
     assert state.head.cause == NOT_STARTED
     state, _ = step(state, Signal.TURN)
-    assert (state.task, state.approves) == (Task.VOTE_COPIED, False)
+    assert (state.task, state.votes_yes) == (Task.VOTE_COPIED, False)
 
 
 def test_where_the_host_is_ahead_of_its_device_a_version_may_begin_until_the_device_is_at_the_fence() -> None:
@@ -162,10 +162,10 @@ def test_where_the_host_is_ahead_of_its_device_a_version_may_begin_until_the_dev
 
 
 def test_p2_what_must_be_taken_holds_training_and_what_is_overtaken_is_never_approved() -> None:
-    state, _ = told(HandedOver(Version(FIRST, must=True)), FenceNear())
+    state, _ = told(HandedOver(Version(FIRST, required=True)), FenceNear())
     assert state.holds_training
     state, _ = told(HandedOver(Version(FIRST)), *COPY[:3], FenceNear(), Signal.TENSORS_CHANGE, *COPY[3:])
-    assert (state.task, state.approves, state.head.cause) == (Task.VOTE_COPIED, False, OVERRUN)
+    assert (state.task, state.votes_yes, state.head.cause) == (Task.VOTE_COPIED, False, OVERRUN)
     state, effects = step(state, Voted(False))
     assert effects == (Abort(0, FIRST), GiveUp(FIRST, OVERRUN))
 
@@ -176,7 +176,7 @@ def test_a_layout_is_agreed_before_a_version_is_copied_and_costs_one_that_traini
     state, _ = step(step(state, Voted(False, relayout=True))[0], Signal.LAID_OUT)
     assert (state.task, state.holds_training) == (Task.COPY, True)
     state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(False, relayout=True), Signal.LAID_OUT)
-    assert (state.task, state.approves, effects) == (Task.VOTE_COPIED, False, [Abort(0, FIRST)])
+    assert (state.task, state.votes_yes, effects) == (Task.VOTE_COPIED, False, [Abort(0, FIRST)])
 
 
 @pytest.mark.parametrize(("known", "then"), [(FIRST, Commit(0, FIRST)), (None, Abort(0, FIRST))])
@@ -185,7 +185,7 @@ def test_p3_what_was_sealed_stays_until_the_ranks_have_met(known: VersionId | No
     state, effects = told(
         HandedOver(Version(FIRST)), *COPY, Voted(True), Signal.SEALED, ProtocolFailed("a peer vanished")
     )
-    assert (state.task, state.slots.open_slot) == (Task.MEET, 0)
+    assert (state.task, state.slots.open_slot) == (Task.REJOIN, 0)
     assert effects == [GiveUp(FIRST, SkipCause("interrupted", "a peer vanished"))]
     state, _ = step(state, HandedOver(Version(SECOND)))
     assert not state.holds_training
@@ -219,14 +219,20 @@ def test_the_end_takes_what_was_handed_over_and_nothing_more() -> None:
         (ProtocolFailed("x"), Rejoined(FIRST, None), Signal.TURN),
         (Signal.TURN, ProtocolFailed("x"), RejoinFailed("y")),
         (ProtocolFailed("x"), RejoinFailed("y")),
-        (ProtocolFailed("x"), RejoinFailed("y"), HandedOver(Version(SECOND, idle=True))),
-        (Signal.CLOSING, Signal.TURN, Voted(False), Signal.SWITCHED, HandedOver(Version(SECOND, idle=True))),
+        (ProtocolFailed("x"), RejoinFailed("y"), HandedOver(Version(SECOND, vote_only=True))),
+        (
+            Signal.CLOSING,
+            Signal.TURN,
+            Voted(False),
+            Signal.SWITCHED,
+            HandedOver(Version(SECOND, vote_only=True)),
+        ),
     ],
 )
 def test_a_step_with_nothing_to_take_is_no_lost_version_whatever_breaks_off(
     events: tuple[Event, ...],
 ) -> None:
-    _, effects = told(HandedOver(Version(FIRST, idle=True)), *events)
+    _, effects = told(HandedOver(Version(FIRST, vote_only=True)), *events)
     assert effects == []
 
 

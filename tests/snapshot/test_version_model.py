@@ -200,7 +200,7 @@ def test_p2_p3_p6_hold_over_4_versions_and_further_ahead() -> None:
 
 def test_they_hold_with_three_arenas_and_with_steps_at_which_ranks_only_vote() -> None:
     assert explored(Rules(slots=Slots.make(3), meetings=0)).deepest_commit == 3
-    assert explored(Rules(idle=frozenset({2}), meetings=1)).deepest_commit == 3
+    assert explored(Rules(vote_only=frozenset({2}), meetings=1)).deepest_commit == 3
 
 
 def test_p2_holds_with_a_host_up_to_two_steps_ahead_of_its_device() -> None:

@@ -79,7 +79,7 @@ def fence(rank: int, root: Path) -> dict[str, Any]:
     held = me.snapshot(2)
     assert entered.wait(60)
     late = me.snapshot(3)  # cannot start: the worker is busy with version 2
-    me.worker.approach()  # does not wait
+    me.worker.near_fence()  # does not wait
     approached = late.given_up is not None and not held.copied.is_set()
     fenced = threading.Event()
     thread = threading.Thread(target=lambda: (me.worker.fence(), fenced.set()))
@@ -115,7 +115,7 @@ def wants(rank: int, root: Path) -> dict[str, Any]:
             request = me.snapshot(step)
             taken.append(step)
         else:
-            request = SnapshotRequest(VersionId(1, step), None, b"", idle=True)
+            request = SnapshotRequest(VersionId(1, step), None, b"", vote_only=True)
             me.worker.submit(request)
         me.wait_for(request)
     me.worker.close(10)
@@ -282,7 +282,7 @@ def corrupted(rank: int, root: Path) -> dict[str, Any]:
                 me.replicated[0][40_000] = -1.0
             if rank == WRONG and step in (6, 7):
                 me.owned[-1] = torch.nan
-            request = me.snapshot(step, must=True)
+            request = me.snapshot(step, required=True)
             seen.append(me.wait_for(request) or str(request.given_up))
             if (halt := me.worker.votes.halt) is not None:
                 seen.append([halt.why, halt.restarts])
@@ -296,7 +296,7 @@ def poisoned(rank: int, root: Path) -> list[Any]:
     me = Rank(rank, root, THREE, verify=VerifyConfig(suspects=2))
     me.replicated, halts = [torch.full((9,), torch.inf)], []
     for step in (1, 2, 3):
-        assert not me.wait_for(me.snapshot(step, must=True))
+        assert not me.wait_for(me.snapshot(step, required=True))
         halts.append(me.worker.votes.halt and me.worker.votes.halt.restarts)
         me.worker.fence()
     me.worker.close(10)
@@ -321,7 +321,7 @@ def far_apart(rank: int, root: Path) -> list[bool]:
         me.step(step)
         if rank == WRONG and any(committed[2:]):
             me.replicated[0][40_000] = -1.0  # in block 2
-        committed.append(me.wait_for(me.snapshot(step, must=True)))
+        committed.append(me.wait_for(me.snapshot(step, required=True)))
     me.worker.close(10)
     return committed
 

@@ -206,7 +206,7 @@ def complains(rank: int, root: Path) -> dict[str, Any]:
     logging.getLogger("reft").addHandler(handler)
     me = pair(rank, root)
     if rank == 1:
-        me.worker.watchers.complaints.tell("a rate cannot be computed", _LOST)
+        me.worker.watchers.peer_errors.record("a rate cannot be computed", _LOST)
     committed = me.take_next(3)
     me.worker.close(10)
     logging.getLogger("reft").removeHandler(handler)
@@ -271,7 +271,7 @@ def slow(rank: int, root: Path) -> dict[str, Any]:
 
     waits = []
     with mock.patch.object(RingExchange, "facts", held):
-        me.begin(2, must=True)
+        me.begin(2, required=True)
         for step in range(3, 9):
             me.begin(step)
             with mock.patch.object(
@@ -308,7 +308,7 @@ def stuck(rank: int, root: Path) -> dict[str, Any]:
     def hold(step: int) -> SnapshotRequest:
         entered.clear()
         release.clear()
-        request = me.begin(step, must=True)
+        request = me.begin(step, required=True)
         if rank == 1:
             assert entered.wait(WAIT_SECS)
         return request

@@ -70,7 +70,7 @@ Choose = Callable[[dict[VersionId, list[tuple[int, int]]], VersionId | None], Ve
 class Rules:
     steps: int = 3  # versions that are handed over
     ahead: int = 2  # most versions that are handed over and not over
-    idle: frozenset[int] = frozenset()  # steps whose versions are only voted on
+    vote_only: frozenset[int] = frozenset()  # steps whose versions are only voted on
     paced: bool = False  # whether copies keep to the windows
     writes: bool = False  # whether the script may write tensors between the hand-over and the fence
     # whether there is a device, up to two steps behind the host: it reads and writes in the order of its two
@@ -188,15 +188,15 @@ class OneRank:
         except ValueError as error:
             raise PromiseError("P6", f"{event} is refused: {error}") from error
         known = {e.label for e in effects if isinstance(e, GiveUp)}
-        if lost := [label for label in known if label.step in self.rules.idle]:
+        if lost := [label for label in known if label.step in self.rules.vote_only]:
             raise PromiseError("P6", f"{lost[0]} had nothing to take, and is counted as lost")
         refused = isinstance(event, HandedOver) and len(after.versions) == len(before.versions)
-        if refused and not event.version.idle and event.version.label not in known:
+        if refused and not event.version.vote_only and event.version.label not in known:
             raise PromiseError("P6", f"{event.version.label} is not taken, and nobody is told")
         for gone in before.versions[: max(0, len(before.versions) - len(after.versions))]:
-            if not (gone.is_over or gone.idle or gone.label in known):
+            if not (gone.is_over or gone.vote_only or gone.label in known):
                 raise PromiseError("P6", f"{gone.label} is dropped, and nobody is told")
-        if after.task in (Task.MEET, Task.END) and after.holds_training:
+        if after.task in (Task.REJOIN, Task.END) and after.holds_training:
             raise PromiseError("P6", f"training waits for a worker at {after.task}")
         gate = rank.gate
         for effect in effects:
@@ -225,16 +225,16 @@ class OneRank:
             if len(state.versions) < rules.ahead:
                 made = Version(
                     VersionId(1, rank.tensors),
-                    must=rank.tensors == 1,
-                    idle=rank.tensors in rules.idle,
-                    paced=rules.paced and rank.tensors not in rules.idle,
-                    unchecked=rules.writes and rank.tensors not in rules.idle,
+                    required=rank.tensors == 1,
+                    vote_only=rank.tensors in rules.vote_only,
+                    paced=rules.paced and rank.tensors not in rules.vote_only,
+                    unchecked=rules.writes and rank.tensors not in rules.vote_only,
                 )
                 handed = replace(rank, handed=True)
                 yield f"hands {rank.tensors} over", self.tell(handed, HandedOver(made))
-                if rules.errors and not made.idle:
-                    unfit = HandedOver(replace(made, cause=SOME))
-                    yield f"cannot capture {rank.tensors}", self.tell(handed, unfit)
+                if rules.errors and not made.vote_only:
+                    layout_mismatch = HandedOver(replace(made, cause=SOME))
+                    yield f"cannot capture {rank.tensors}", self.tell(handed, layout_mismatch)
         elif rules.writes and not rank.written and not state.fence_near:
             yield "writes tensors", replace(rank, written=True)
             yield "comes to the fence", self.tell(rank, FenceNear())
@@ -277,7 +277,7 @@ class OneRank:
 
     def voting(self, rank: Rank) -> Iterator[Move]:
         state = rank.state
-        ballot = Ballot(state.head.label, state.task, state.approves, state.wants_layout)
+        ballot = Ballot(state.head.label, state.task, state.votes_yes, state.wants_layout)
         yield f"votes {say(ballot)}", replace(rank, cast=ballot)
         if self.rules.errors and ballot.ok:
             yield "cannot tell how it is, votes no", replace(rank, cast=replace(ballot, ok=False))

@@ -295,7 +295,7 @@ class MemoryRestorer:
         """Take the restored state as the first version of this incarnation and wait for its commit:
         from then on the old version is no longer needed, and the new node is protected too."""
         session = self._session
-        request = session.submit(must=True)
+        request = session.submit(required=True)
         request.done.wait(session.config.commit_timeout_secs)
         if not request.committed:
             logger.warning(

@@ -94,11 +94,11 @@ class Gate:
         any more once it has lasted too long."""
         return 0.0
 
-    def hurry(self) -> None:
-        """T: let everything through until :meth:`relax`; the fence waits."""
+    def expedite(self) -> None:
+        """T: let everything through until :meth:`reset`; the fence waits."""
 
-    def relax(self) -> None:
-        """T: end of the hurry, and of the version: nothing is to be copied until :meth:`enter`."""
+    def reset(self) -> None:
+        """T: end of the version: nothing is to be copied until :meth:`enter`."""
 
     def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
         """What may be copied outside of windows. ``part``: of the time in which chunks may run there, 0 to 1,
@@ -144,7 +144,7 @@ class HostGate(Gate):
         self._communication = Permit(3, until=self._closing)
         self._changed = threading.Event()
         self.opened: Permit | None = None  # what chunks may run with now; None while the gate is closed
-        self._hurrying = False
+        self._expedited = False
         self._share = 0.0
         self._begun = False
         self._next_beside = 0.0
@@ -177,7 +177,7 @@ class HostGate(Gate):
         self.alive_at = time.perf_counter()
         if not self.wanted:
             return 0.0
-        if not self._hurrying:
+        if not self._expedited:
             self._changed.clear()
         if self._stuck:
             return 0.0
@@ -195,12 +195,12 @@ class HostGate(Gate):
         self._closing.value = 0
         return time.perf_counter() - self.alive_at
 
-    def hurry(self) -> None:
-        self._hurrying = True
+    def expedite(self) -> None:
+        self._expedited = True
         self._changed.set()
 
-    def relax(self) -> None:
-        self._hurrying = self.wanted = False
+    def reset(self) -> None:
+        self._expedited = self.wanted = False
         self.alive_at = time.perf_counter()
         self._changed.clear()
 
@@ -224,7 +224,7 @@ class HostGate(Gate):
             while self._closing.value:
                 time.sleep(_TURN_SECS)
             self._in_flight.acquire()
-            if self._hurrying:
+            if self._expedited:
                 return _HURRY
             permit = self.opened
             if permit is not None:
@@ -338,7 +338,7 @@ class StreamGate(Gate):
         self.patience_secs = 1.0
         self._changed = threading.Condition()
         self._windows: deque[Permit | None] = deque()  # None: a version was handed over here
-        self._hurrying = False
+        self._expedited = False
         self.alive_at = time.perf_counter()
         self._beside_bytes, self._beside_rate = 0, math.inf
         self._beside_left, self._next_beside = 0, 0.0
@@ -350,14 +350,14 @@ class StreamGate(Gate):
                 self._windows.append(Permit(3 if window is None else 1, window, nbytes, mark))
                 self._changed.notify()
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         with self._changed:
-            self._hurrying = True
+            self._expedited = True
             self._changed.notify()
 
-    def relax(self) -> None:
+    def reset(self) -> None:
         with self._changed:
-            self._hurrying = self.wanted = False
+            self._expedited = self.wanted = False
             self._windows.clear()
             self.alive_at = time.perf_counter()
 
@@ -387,11 +387,11 @@ class StreamGate(Gate):
     def admit(self) -> Permit:
         with self._changed:
             while True:
-                # Also in a hurry: it is the host's, which is ahead; the windows may lie before the device.
+                # Also when expedited: the host is ahead, and the windows may lie before the device.
                 while self._windows:
                     if (permit := self._windows.popleft()) is not None:
                         return permit
-                if self._hurrying:
+                if self._expedited:
                     return Permit(0, nbytes=UNLIMITED)
                 now = time.perf_counter()
                 left = self.alive_at + self.patience_secs - now
