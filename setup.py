@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say: the compiled parts, and a wheel of them that serves every Python."""
+"""What pyproject.toml cannot say: the compiled parts, and a wheel of them that serves every
+Python."""
 
 from pathlib import Path
 
@@ -28,8 +29,8 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2] if compiled else "any"
 
 
-# Not imported, but loaded with ctypes: no Python headers are needed. Without a compiler NumPy and memmove do
-# their work.
+# Not imported, but loaded with ctypes: no Python headers are needed. Without a compiler NumPy and
+# memmove do their work.
 setup(
     cmdclass={"build_ext": Libraries, "bdist_wheel": Wheel},
     ext_modules=[

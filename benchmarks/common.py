@@ -38,40 +38,63 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# --- command line ----------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Options that all benchmarks have."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument("--params", type=float, default=100e6, help="model parameters (default 100e6)")
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    made.add_argument(
+        "--params", type=float, default=100e6, help="model parameters (default 100e6)"
+    )
     made.add_argument("--pp", type=int, default=1, help="pipeline stages (default 1)")
-    made.add_argument("--dp", type=int, default=2, help="replicas, each a node of its own (default 2)")
+    made.add_argument(
+        "--dp", type=int, default=2, help="replicas, each a node of its own (default 2)"
+    )
     made.add_argument("--zero", type=int, choices=(0, 1), default=0, help="ZeRO stage (default 0)")
     made.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(default fp32)")
     made.add_argument("--seq", type=int, default=128, help="tokens of a sample (default 128)")
-    made.add_argument("--micro-batch", type=int, default=1, help="samples of a micro-batch (default 1)")
-    made.add_argument("--micro-batches", type=int, default=2, help="micro-batches of a step (default 2)")
+    made.add_argument(
+        "--micro-batch", type=int, default=1, help="samples of a micro-batch (default 1)"
+    )
+    made.add_argument(
+        "--micro-batches", type=int, default=2, help="micro-batches of a step (default 2)"
+    )
     made.add_argument("--shm", type=Path, default=Path("/dev/shm"), help="tmpfs for snapshots")
-    made.add_argument("--disk", type=Path, default=Path(os.environ.get("TMPDIR", "/tmp")), help="for files")
+    made.add_argument(
+        "--disk", type=Path, default=Path(os.environ.get("TMPDIR", "/tmp")), help="for files"
+    )
     made.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    made.add_argument("--quick", action="store_true", help="a tiny model and few trials: for the tests")
-    made.add_argument("--verbose", action="store_true", help="let DeepSpeed talk, on standard error")
+    made.add_argument(
+        "--quick", action="store_true", help="a tiny model and few trials: for the tests"
+    )
+    made.add_argument(
+        "--verbose", action="store_true", help="let DeepSpeed talk, on standard error"
+    )
     made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return made
 
 
 def add_device(made: argparse.ArgumentParser) -> None:
     """For benchmarks whose ranks may train on a device, which they share."""
-    made.add_argument("--device", choices=("cuda", "sim"), help="train on it (default: as DeepSpeed finds)")
+    made.add_argument(
+        "--device", choices=("cuda", "sim"), help="train on it (default: as DeepSpeed finds)"
+    )
 
 
 def quicken(options: argparse.Namespace) -> None:
     """What ``--quick`` means for the model."""
-    options.params, options.seq, options.micro_batch, options.micro_batches = 2e5, 16, 1, 2 * options.pp - 1
+    options.params, options.seq, options.micro_batch, options.micro_batches = (
+        2e5,
+        16,
+        1,
+        2 * options.pp - 1,
+    )
 
 
-# --- scratch and processes -------------------------------------------------------------------------
+# --- scratch and processes ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -126,7 +149,9 @@ def _rank_environment(rank: int, world: int, port: int, space: Scratch) -> dict[
     }
 
 
-def launch(options: argparse.Namespace, space: Scratch) -> tuple[list[dict[str, Any]], MemorySampler]:
+def launch(
+    options: argparse.Namespace, space: Scratch
+) -> tuple[list[dict[str, Any]], MemorySampler]:
     """Run this script once per rank and wait.
 
     Returns:
@@ -166,7 +191,9 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         codes = [process.poll() for process in ranks]
         if any(codes):
             failed = next(r for r, code in enumerate(codes) if code)
-            raise SystemExit(f"rank {failed} ended with status {codes[failed]}; its messages are above")
+            raise SystemExit(
+                f"rank {failed} ended with status {codes[failed]}; its messages are above"
+            )
         if all(code == 0 for code in codes):
             return
         time.sleep(0.1)

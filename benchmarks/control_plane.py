@@ -1,15 +1,16 @@
-"""What the control plane costs, by the number of ranks: a vote, agreeing on a version, connections, memory.
+"""What the control plane costs, by the number of ranks: a vote, agreeing on a version, connections,
+memory.
 
     .venv/bin/python benchmarks/control_plane.py --json
 
-Measured: light processes (no model, no torch) of reft's control plane (:mod:`reft.control`) as ranks of nodes
-of ``--per-node``; and beside it gloo's groups, which connect every rank with every other, as far as they go.
-All share the cores of one machine, so the seconds of a vote are mostly the sum of all ranks' work. What a
-rank does for a vote (``cpu_secs``) does not depend on that. To agree on a version the ranks gather what they
-gather in a recovery, made by the code that makes it there: every rank's summary of two arenas, then a verdict
-of every sharding group. What a rank then makes of it is part of planning. Computed: hops and connections of
-larger jobs, from the shape of the tree (``computed``), and what planning a recovery costs a rank
-(``planning.py``).
+Measured: light processes (no model, no torch) of reft's control plane (:mod:`reft.control`) as
+ranks of nodes of ``--per-node``; and beside it gloo's groups, which connect every rank with every
+other, as far as they go. All share the cores of one machine, so the seconds of a vote are mostly
+the sum of all ranks' work. What a rank does for a vote (``cpu_secs``) does not depend on that. To
+agree on a version the ranks gather what they gather in a recovery, made by the code that makes it
+there: every rank's summary of two arenas, then a verdict of every sharding group. What a rank then
+makes of it is part of planning. Computed: hops and connections of larger jobs, from the shape of
+the tree (``computed``), and what planning a recovery costs a rank (``planning.py``).
 """
 
 from __future__ import annotations
@@ -50,20 +51,30 @@ WARM_UP = 3
 
 
 def said(ranks: int, per_node: int) -> list[tuple[bytes, bytes]]:
-    """Per rank of a healthy job what it tells all others: its summary, and its group's verdict, which the
-    first rank of each group tells."""
+    """Per rank of a healthy job what it tells all others: its summary, and its group's verdict,
+    which the first rank of each group tells."""
     tp = math.gcd(ranks, per_node)
     degrees = Degrees(1, ranks // tp, tp)
     found = []
     for rank in range(ranks):
         at, node = Coordinate(0, rank // tp, rank % tp), f"node{rank // per_node:05}"
         heads = tuple(
-            Head(label, ArenaState.COMMITTED, at, node, f"rank{rank % per_node}-{slot}.arena", degrees, "job")
+            Head(
+                label,
+                ArenaState.COMMITTED,
+                at,
+                node,
+                f"rank{rank % per_node}-{slot}.arena",
+                degrees,
+                "job",
+            )
             for slot, label in enumerate(VERSIONS)
         )
         summary = Summary(node, heads, ()).encode()
         verdict = (
-            encode_verdicts({label: GroupStatus(0, (), False) for label in VERSIONS}) if at.dp == 0 else b""
+            encode_verdicts({label: GroupStatus(0, (), False) for label in VERSIONS})
+            if at.dp == 0
+            else b""
         )
         # In the envelope that also carries errors.
         found.append((msgpack.packb([None, summary]), msgpack.packb([None, verdict])))
@@ -77,7 +88,9 @@ def usage() -> dict[str, float]:
     return {
         "cpu_secs": used.ru_utime + used.ru_stime,
         "private_bytes": process.memory_full_info().uss,
-        "connections": sum(c.status in ("ESTABLISHED", "NONE") for c in process.net_connections("all")),
+        "connections": sum(
+            c.status in ("ESTABLISHED", "NONE") for c in process.net_connections("all")
+        ),
         "threads": process.num_threads(),
     }
 
@@ -110,7 +123,9 @@ def tree_rank(rank: int, ranks: int, per_node: int, rounds: int, endpoint: str) 
     store.close()
     ring = [(rank + 1) % ranks, (rank - 1) % ranks]
     # As ring peers that keep one copy: one connection to each neighbour.
-    overlay.stream({ring[0]: [memoryview(bytes(8))]}, {ring[1]: Buffers([memoryview(bytearray(8))])})
+    overlay.stream(
+        {ring[0]: [memoryview(bytes(8))]}, {ring[1]: Buffers([memoryview(bytearray(8))])}
+    )
     found["vote"] = timed(lambda: overlay.reduce_min(range(BALLOT_INTS)), rounds)
     summary, verdict = said(ranks, per_node)[rank]
 
@@ -148,7 +163,9 @@ def gloo_rank(rank: int, ranks: int, per_node: int, rounds: int, endpoint: str) 
     bodies = said(ranks, per_node)
     # gloo gathers pieces of one size.
     pieces = [
-        torch.frombuffer(bytearray(bodies[rank][i].ljust(max(len(b[i]) for b in bodies))), dtype=torch.uint8)
+        torch.frombuffer(
+            bytearray(bodies[rank][i].ljust(max(len(b[i]) for b in bodies))), dtype=torch.uint8
+        )
         for i in range(2)
     ]
     theirs = [[torch.empty_like(mine) for _ in range(ranks)] for mine in pieces]
@@ -187,7 +204,8 @@ STORE = {"tree": serve_table, "gloo": serve_torch_store}
 
 
 def forked(act: Callable[[int], None]) -> tuple[int, int]:
-    """Run ``act`` in a forked process with the writing end of a pipe; its pid and the reading end."""
+    """Run ``act`` in a forked process with the writing end of a pipe; its pid and the reading
+    end."""
     read, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -283,12 +301,18 @@ def computed(ranks: int, per_node: int) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
     parser.add_argument("--gloo-ranks", type=int, nargs="*", default=[8, 16, 32, 64])
     parser.add_argument("--per-node", type=int, default=8, help="ranks of a node (default 8)")
-    parser.add_argument("--rounds", type=int, default=30, help="votes and agreements per size (default 30)")
-    parser.add_argument("--plans", type=int, default=3, help="trials of planning, 0 for none (default 3)")
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="votes and agreements per size (default 30)"
+    )
+    parser.add_argument(
+        "--plans", type=int, default=3, help="trials of planning, 0 for none (default 3)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     load = round(os.getloadavg()[0], 2)
@@ -330,7 +354,8 @@ def table(result: dict[str, Any]) -> str:
                 lines.append(f"{kind:8} {row['ranks']:5}  {row['failed']}")
                 continue
             lines.append(
-                f"{kind:8} {row['ranks']:5} {row['connect_secs']:10.2f} {1e3 * row['vote_secs']:9.2f} "
+                f"{kind:8} {row['ranks']:5} {row['connect_secs']:10.2f} "
+                f"{1e3 * row['vote_secs']:9.2f} "
                 f"{1e3 * row['agree_secs']:9.2f} {row['most_connections']:12} "
                 f"{row['private_bytes_per_rank'] / 1024:12.0f} {row['threads_per_rank']:8.0f}"
             )

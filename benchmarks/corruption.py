@@ -1,10 +1,12 @@
-"""Which flipped bits are found, by what, within how many versions; or steps without one, of every optimizer.
+"""Which flipped bits are found, by what, within how many versions; or steps without one, of every
+optimizer.
 
     .venv/bin/python benchmarks/corruption.py [--undisturbed STEPS]
 
-A bit flips on one rank, in the mantissa of a number or the highest of its exponent. A version is taken every
-step until one is refused or all blocks had their turn. Then checksums are looked at as in a recovery, the
-state is set back, and the next version has to be committed. DeepSpeed's own clipping of gradients stays on.
+A bit flips on one rank, in the mantissa of a number or the highest of its exponent. A version is
+taken every step until one is refused or all blocks had their turn. Then checksums are looked at as
+in a recovery, the state is set back, and the next version has to be committed. DeepSpeed's own
+clipping of gradients stays on.
 """
 
 from __future__ import annotations
@@ -54,11 +56,17 @@ class Trainer:
             "reft": {"enabled": True, "block_bytes": BLOCK_BYTES, "verify": verify},
             **keys,
         }
-        self.engine = reft.initialize(model=model, model_parameters=[*model.parameters()], config=config)[0]
+        self.engine = reft.initialize(
+            model=model, model_parameters=[*model.parameters()], config=config
+        )[0]
         self.engine.load_checkpoint("none")
         self.session = find_session(self.engine)
         self.worker = worker = self.session.worker
-        self.submit, worker.submit, worker.watchers.faults.reach = worker.submit, self.take, self.reach
+        self.submit, worker.submit, worker.watchers.faults.reach = (
+            worker.submit,
+            self.take,
+            self.reach,
+        )
         inner = self.engine.optimizer
         while hasattr(inner, "optimizer"):
             inner = inner.optimizer
@@ -93,10 +101,13 @@ class Trainer:
     def of_all(self, mine: str) -> str:
         told = [""] * dist.get_world_size()
         dist.all_gather_object(told, mine)
-        return next((kind for kind in ("peers differ", "not finite", *told) if kind and kind in told), "")
+        return next(
+            (kind for kind in ("peers differ", "not finite", *told) if kind and kind in told), ""
+        )
 
     def step(self) -> str:
-        """Train a step. Returns why its version was refused, on any rank; empty if it was committed."""
+        """Train a step. Returns why its version was refused, on any rank; empty if it was
+        committed."""
         generator = torch.Generator().manual_seed(10 * self.engine.global_steps + dist.get_rank())
         x = torch.randn(2, WIDTH, generator=generator).to(next(self.engine.module.parameters()))
         self.engine.backward(self.engine(x))
@@ -139,7 +150,9 @@ def run_rank(undisturbed: int) -> list[dict[str, Any]]:
         row = {"peers": peers, "engine": name, "optimizer": type(trainer.engine.optimizer).__name__}
         rows.append({**row, "compared": told.pop("", 0), "alarms": told})
         for kind, bits in () if undisturbed else product(KINDS, BITS):
-            found = [trainer.trial(kind, BITS[bits], 5 if peers == "full" else TURNS) for _ in range(3)]
+            found = [
+                trainer.trial(kind, BITS[bits], 5 if peers == "full" else TURNS) for _ in range(3)
+            ]
             by, versions = Counter(by for by, _ in found), sorted(number for _, number in found)
             rows.append({**row, "flipped": kind, "bit": bits, "found_by": by, "versions": versions})
         trainer.session.close()
@@ -148,7 +161,9 @@ def run_rank(undisturbed: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     made = parser(__doc__ or "")
-    made.add_argument("--undisturbed", type=int, default=0, metavar="STEPS", help="without a flip, at DP2")
+    made.add_argument(
+        "--undisturbed", type=int, default=0, metavar="STEPS", help="without a flip, at DP2"
+    )
     options = made.parse_args()
     if options.worker:
         space = enter_worker(options.worker)

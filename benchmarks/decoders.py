@@ -1,10 +1,10 @@
 """reft's decoder of lost blocks against the erasure-coding libraries of PyPI, on one core.
 
-The two lost blocks of a stripe of ``rs:2`` (six blocks, two parities) are decoded from four blocks and both
-parities, as a recovery does: into memory that is there. Each library decodes what it encoded itself, by its
-own call, with the copies that the call makes; its parities are not reft's (rs.py). Rounds alternate; times
-are the thread's processor time, ratios to a copy in the same round that moves as many bytes. What is not
-installed is left out:
+The two lost blocks of a stripe of ``rs:2`` (six blocks, two parities) are decoded from four blocks
+and both parities, as a recovery does: into memory that is there. Each library decodes what it
+encoded itself, by its own call, with the copies that the call makes; its parities are not reft's
+(rs.py). Rounds alternate; times are the thread's processor time, ratios to a copy in the same round
+that moves as many bytes. What is not installed is left out:
 
     pip install zfec pyeclib reedsolo galois
     python benchmarks/decoders.py [--json] [--block-mib 4] [--rounds 15] [--isal libisal.so.2]
@@ -56,7 +56,8 @@ def reft_ways(nbytes: int) -> Iterator[Way]:
     known = [j for j in range(DATA) if j not in LOST]
     # parity + sum of the known = sum of the lost
     sums = tuple(
-        (*(row[j] for j in known), *(int(r == q) for q in range(PARITIES))) for r, row in enumerate(rows)
+        (*(row[j] for j in known), *(int(r == q) for q in range(PARITIES)))
+        for r, row in enumerate(rows)
     )
     matrix = tuple(tuple(row[j] for j in LOST) for row in rows)
     sources = [*(data[j] for j in known), *parities]
@@ -120,7 +121,10 @@ def isal_ways(library: str, nbytes: int) -> Iterator[Way]:
     _isal_call(isal, rows, data, parities)()
     kept = [j for j in range(DATA + PARITIES) if j not in LOST]
     square, inverse = generator[kept].copy(), np.zeros((DATA, DATA), np.uint8)
-    assert isal.gf_invert_matrix(square.ctypes.data_as(_BYTES), inverse.ctypes.data_as(_BYTES), DATA) == 0
+    assert (
+        isal.gf_invert_matrix(square.ctypes.data_as(_BYTES), inverse.ctypes.data_as(_BYTES), DATA)
+        == 0
+    )
     targets = [np.zeros(nbytes, np.uint8) for _ in LOST]
     sources = [(data + parities)[j] for j in kept]
     decode = _isal_call(isal, inverse[list(LOST)].copy(), sources, targets)
@@ -198,14 +202,18 @@ def main() -> None:
         "--block-mib", type=int, default=4, help="bytes of a block (default: %(default)s MiB)"
     )
     parser.add_argument("--rounds", type=int, default=15, help="rounds (default: %(default)s)")
-    parser.add_argument("--isal", default=find_library("isal"), help="file of Intel's ISA-L, if there is one")
+    parser.add_argument(
+        "--isal", default=find_library("isal"), help="file of Intel's ISA-L, if there is one"
+    )
     options = parser.parse_args()
     nbytes = options.block_mib * MIB
     source, target = np.ones(DATA * nbytes, np.uint8), np.ones(DATA * nbytes, np.uint8)
 
     def copy() -> None:
         """Moves as many bytes as decoding must: six blocks are read and two written."""
-        np.copyto(target[: nbytes * (DATA + len(LOST)) // 2], source[: nbytes * (DATA + len(LOST)) // 2])
+        np.copyto(
+            target[: nbytes * (DATA + len(LOST)) // 2], source[: nbytes * (DATA + len(LOST)) // 2]
+        )
 
     all_ways: list[Way] = [("copy", copy, nbytes), *ways(nbytes, options.isal)]
     secs: dict[str, list[float]] = {name: [] for name, *_ in all_ways}
@@ -225,7 +233,9 @@ def main() -> None:
         "ways": {
             name: {
                 "lost_bytes_per_cpu_sec": round(len(LOST) * nbytes / median(taken)),
-                "of_a_copy": round(median(c / t for c, t in zip(secs["copy"], taken, strict=True)), 4),
+                "of_a_copy": round(
+                    median(c / t for c, t in zip(secs["copy"], taken, strict=True)), 4
+                ),
             }
             for name, taken in secs.items()
         },

@@ -1,8 +1,9 @@
-"""How many files and functions of reft a version, a load and a launch pass: what a reader has to follow.
+"""How many files and functions of reft a version, a load and a launch pass: what a reader has to
+follow.
 
-One process, one rank, no protection, traced with ``sys.setprofile``; a call counts by its file and name.
-``version``: from the boundary of one step to its commit. ``load``: ``engine.load_checkpoint`` of a new
-engine, from memory. ``launch``: ``reft launch`` of a script that does nothing, to its end.
+One process, one rank, no protection, traced with ``sys.setprofile``; a call counts by its file and
+name. ``version``: from the boundary of one step to its commit. ``load``: ``engine.load_checkpoint``
+of a new engine, from memory. ``launch``: ``reft launch`` of a script that does nothing, to its end.
 
     python benchmarks/files_passed.py [--json] [--files version|load|launch]
 """
@@ -33,7 +34,8 @@ passed: set[tuple[str, str]] = set()
 
 def _note(frame: FrameType, event: str, _: Any) -> None:
     code = frame.f_code
-    # Not what is executed when modules are imported: bodies of modules and classes, tables made there.
+    # Not what is executed when modules are imported: bodies of modules and classes, tables made
+    # there.
     made = code.co_flags & CO_OPTIMIZED and not code.co_qualname.startswith("<")
     if event == "call" and made and code.co_filename.startswith(FOLDERS):
         passed.add((os.path.relpath(code.co_filename, ROOT), code.co_qualname))
@@ -74,13 +76,20 @@ def version_and_load(found: dict[str, list[tuple[str, str]]]) -> None:
 
         def make() -> Any:
             model = torch.nn.Linear(64, 64)
-            block = {"enabled": True, "job_id": "traced", "memory_dir": memory, "protection": "none"}
+            block = {
+                "enabled": True,
+                "job_id": "traced",
+                "memory_dir": memory,
+                "protection": "none",
+            }
             config = {
                 "train_batch_size": 1,
                 "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
                 "reft": block,
             }
-            return reft.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+            return reft.initialize(model=model, model_parameters=model.parameters(), config=config)[
+                0
+            ]
 
         def step(engine: Any) -> None:
             engine.backward(engine(torch.ones(1, 64)).sum())
@@ -135,7 +144,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--files", choices=WHAT, help="list the files that are passed, with their functions")
+    parser.add_argument(
+        "--files", choices=WHAT, help="list the files that are passed, with their functions"
+    )
     parser.add_argument("--launch", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.launch:
@@ -145,9 +156,13 @@ def main() -> None:
     version_and_load(found)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "launch.json"
-        subprocess.run([sys.executable, __file__, "--launch", out], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, __file__, "--launch", out], check=True, stdout=subprocess.DEVNULL
+        )
         found["launch"] = json.loads(out.read_text())
-    counts = {w: {"files": len({file for file, _ in found[w]}), "functions": len(found[w])} for w in WHAT}
+    counts = {
+        w: {"files": len({file for file, _ in found[w]}), "functions": len(found[w])} for w in WHAT
+    }
     if options.files:
         for file in sorted({file for file, _ in found[options.files]}):
             print(f"{file}: {', '.join(name for f, name in found[options.files] if f == file)}")

@@ -1,10 +1,12 @@
-"""Versions committed, and what a step takes more, where nothing waits for them: simulated, in proportion.
+"""Versions committed, and what a step takes more, where nothing waits for them: simulated, in
+proportion.
 
-    python benchmarks/free_running.py [--hash-gb-per-sec 12] [--threads 4] [--steps 40] [--rounds 3] [--json]
+    python benchmarks/free_running.py [--hash-gb-per-sec 12] [--threads 4] [--steps 40] [--rounds 3]
+    [--json]
 
-A version of 24.1 GB takes 48 % of a step of a second over a link of 50 GB/s; both are scaled down. Hashing
-sleeps as long as it would at the given rate of one thread. Steps with a version each and steps without take
-turns. Of a real machine only the ratios of these times are right.
+A version of 24.1 GB takes 48 % of a step of a second over a link of 50 GB/s; both are scaled down.
+Hashing sleeps as long as it would at the given rate of one thread. Steps with a version each and
+steps without take turns. Of a real machine only the ratios of these times are right.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ def hash_slowly(bytes_per_sec: float) -> None:
 
 
 def run(
-    production: replay_worker.Production, device: SimulatedDevice, options: argparse.Namespace, saves: bool
+    production: replay_worker.Production,
+    device: SimulatedDevice,
+    options: argparse.Namespace,
+    saves: bool,
 ) -> Any:
     """Steps in a row. Returns seconds of a step, and what became of the versions."""
     kernel = torch.zeros(64, device=device.device)
@@ -73,7 +78,9 @@ def run(
 
 
 def main() -> int:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument(
         "--hash-gb-per-sec", type=float, default=12.0, help="of a thread, at full size (default 12)"
     )

@@ -1,17 +1,19 @@
 """How often to write to storage: the interval that reft chooses against every other one, simulated.
 
     .venv/bin/python benchmarks/frequency.py --json
-    .venv/bin/python benchmarks/frequency.py --real --json      # a job on a disk that others load; minutes
-    .venv/bin/python benchmarks/frequency.py --step-secs 2.5 --write-gb 40 --cost-part 0.1   # as measured
+    .venv/bin/python benchmarks/frequency.py --real --json      # a job on a disk that others load;
+    minutes .venv/bin/python benchmarks/frequency.py --step-secs 2.5 --write-gb 40 --cost-part 0.1
+    # as measured
 
-For mean times between failures from 10 minutes to 10 days and storage from 10 MB/s to 10 GB/s a node: lives
-of a job are drawn, and for every interval of a search the training that lasts is counted: what is not on
-storage when the job fails is made again. The chosen interval is counted in the same lives, so that luck falls
-on all alike. Twice: where the failures alone decide, and where an allowed overhead is kept, against the best
-of the intervals that keep it.
+For mean times between failures from 10 minutes to 10 days and storage from 10 MB/s to 10 GB/s a
+node: lives of a job are drawn, and for every interval of a search the training that lasts is
+counted: what is not on storage when the job fails is made again. The chosen interval is counted in
+the same lives, so that luck falls on all alike. Twice: where the failures alone decide, and where
+an allowed overhead is kept, against the best of the intervals that keep it.
 
-Failures in this table are those that memory does not survive. How often these are follows from the lost
-nodes, the placement and the time of a repair; that formula is held against nodes that fail one by one.
+Failures in this table are those that memory does not survive. How often these are follows from the
+lost nodes, the placement and the time of a repair; that formula is held against nodes that fail one
+by one.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ class Costs(NamedTuple):
 def effective_training(costs: Costs, steps: int, lives: Lives, restart_secs: float) -> float:
     """Training that lasts over all time, counted over drawn lives.
 
-    A life begins with the restart. A checkpoint is taken behind every ``steps`` steps and is on storage
-    ``write_secs`` later; at the end of the life what is on storage stays.
+    A life begins with the restart. A checkpoint is taken behind every ``steps`` steps and is on
+    storage ``write_secs`` later; at the end of the life what is on storage stays.
 
     Args:
         costs: of a step and a checkpoint.
@@ -84,8 +86,8 @@ class Point:
         chosen_steps, why: what reft chooses.
         best_steps: the best of the search.
         effective, best_effective: training that lasts, as a part of all time.
-        allowed_steps, allowed_best_steps, allowed_effective, allowed_best_effective: the same where the
-            allowed overhead is kept.
+        allowed_steps, allowed_best_steps, allowed_effective, allowed_best_effective: the same where
+            the allowed overhead is kept.
     """
 
     mtbf_secs: float
@@ -140,10 +142,15 @@ def search(options: argparse.Namespace) -> Iterator[Point]:
             chosen, why = best_interval(*costs, mtbf_secs=mtbf)
             allowed, _ = best_interval(*costs, max_overhead=options.max_overhead, mtbf_secs=mtbf)
             tried = {*every_interval(costs, mtbf, options.intervals), chosen, allowed}
-            found = {k: effective_training(costs, k, lives, options.restart_secs) for k in sorted(tried)}
+            found = {
+                k: effective_training(costs, k, lives, options.restart_secs) for k in sorted(tried)
+            }
             least = costs.cost_secs / (options.max_overhead * costs.step_secs) * (1 - 1e-9)
             keeping = [k for k in found if k >= least]
-            best, allowed_best = max(found, key=found.__getitem__), max(keeping, key=found.__getitem__)
+            best, allowed_best = (
+                max(found, key=found.__getitem__),
+                max(keeping, key=found.__getitem__),
+            )
             yield Point(
                 mtbf,
                 rate,
@@ -161,18 +168,24 @@ def search(options: argparse.Namespace) -> Iterator[Point]:
             )
 
 
-# -- how often memory fails -----------------------------------------------------------------------------
+# -- how often memory fails ------------------------------------------------------------------------
 
 
 def seen_memory_losses_per_sec(
-    node_mtbf_secs: float, group: int, tolerance: int, repair_secs: float, options: argparse.Namespace
+    node_mtbf_secs: float,
+    group: int,
+    tolerance: int,
+    repair_secs: float,
+    options: argparse.Namespace,
 ) -> float:
     """Of one group: nodes are lost one by one, each is back after ``repair_secs``; when more than
     ``tolerance`` are away at once the job goes back to storage, with all nodes there."""
     rng, losses = np.random.default_rng(options.seed), options.losses
     away: list[float] = []
     now, fatal = 0.0, 0
-    for gap, where in zip(rng.exponential(node_mtbf_secs / group, losses), rng.random(losses), strict=True):
+    for gap, where in zip(
+        rng.exponential(node_mtbf_secs / group, losses), rng.random(losses), strict=True
+    ):
         now += gap
         away = [until for until in away if until > now]
         if where * group < len(away):
@@ -207,7 +220,7 @@ def memory_losses(options: argparse.Namespace) -> list[dict[str, Any]]:
     return made
 
 
-# -- command --------------------------------------------------------------------------------------------
+# -- command ---------------------------------------------------------------------------------------
 
 
 def parse() -> argparse.Namespace:
@@ -215,7 +228,9 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--step-secs", type=float, default=1.0, help="of a step (default: %(default)s)")
+    parser.add_argument(
+        "--step-secs", type=float, default=1.0, help="of a step (default: %(default)s)"
+    )
     parser.add_argument(
         "--write-gb", type=float, default=10.0, help="GB that a node writes (default: %(default)s)"
     )
@@ -223,20 +238,31 @@ def parse() -> argparse.Namespace:
         "--cost-part",
         type=float,
         default=0.05,
-        help="by which a checkpoint makes training longer, per second of writing (default: %(default)s)",
+        help="by which a checkpoint makes training longer, per second of writing (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--restart-secs", type=float, default=60.0, help="after a failure (default: %(default)s)"
     )
-    parser.add_argument("--max-overhead", type=float, default=0.035, help="allowed (default: %(default)s)")
-    parser.add_argument("--lives", type=int, default=100_000, help="drawn per point (default: %(default)s)")
+    parser.add_argument(
+        "--max-overhead", type=float, default=0.035, help="allowed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lives", type=int, default=100_000, help="drawn per point (default: %(default)s)"
+    )
     parser.add_argument(
         "--losses", type=int, default=400_000, help="of nodes, one by one (default: %(default)s)"
     )
-    parser.add_argument("--intervals", type=int, default=200, help="tried per point (default: %(default)s)")
+    parser.add_argument(
+        "--intervals", type=int, default=200, help="tried per point (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
-    parser.add_argument("--real", action="store_true", help="measure a real job instead (frequency_real.py)")
-    parser.add_argument("--disk", help="--real: a directory on it (default: where temporary files go)")
+    parser.add_argument(
+        "--real", action="store_true", help="measure a real job instead (frequency_real.py)"
+    )
+    parser.add_argument(
+        "--disk", help="--real: a directory on it (default: where temporary files go)"
+    )
     parser.add_argument(
         "--part-secs",
         type=float,
@@ -247,7 +273,8 @@ def parse() -> argparse.Namespace:
         "--versions",
         type=int,
         default=20,
-        help="--real: on storage in each part; with fewer nothing is said of the goal (default: %(default)s)",
+        help="--real: on storage in each part; with fewer nothing is said of the goal (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--most-part-secs",
@@ -259,9 +286,12 @@ def parse() -> argparse.Namespace:
         "--mtbf-secs",
         type=float,
         default=60.0,
-        help="--real: between failures of memory, so short that the overhead decides (default: %(default)s)",
+        help="--real: between failures of memory, so short that the overhead decides (default: "
+        "%(default)s)",
     )
-    parser.add_argument("--quick", action="store_true", help="few lives and intervals: for the tests")
+    parser.add_argument(
+        "--quick", action="store_true", help="few lives and intervals: for the tests"
+    )
     options = parser.parse_args()
     if options.quick:
         options.lives, options.intervals, options.losses = 20_000, 60, 40_000
@@ -282,7 +312,11 @@ def real(options: argparse.Namespace) -> None:
         "mtbf_secs": options.mtbf_secs,
         **measure(options),
     }
-    print(json.dumps(result, indent=2) if options.json else "\n".join([*run_lines(result), *table(result)]))
+    print(
+        json.dumps(result, indent=2)
+        if options.json
+        else "\n".join([*run_lines(result), *table(result)])
+    )
 
 
 def main() -> None:
@@ -291,7 +325,10 @@ def main() -> None:
         real(options)
         return
     points = list(search(options))
-    worst, allowed_worst = max(points, key=lambda p: p.missed), max(points, key=lambda p: p.allowed_missed)
+    worst, allowed_worst = (
+        max(points, key=lambda p: p.missed),
+        max(points, key=lambda p: p.allowed_missed),
+    )
     result = {
         "benchmark": "frequency",
         "simulated": True,
@@ -329,13 +366,15 @@ def main() -> None:
         (f"worst within {options.max_overhead:.1%}", allowed_worst, allowed_worst.allowed_missed),
     ):
         print(
-            f"{name}: {missed:.2%} less than the best, at an MTBF of {point.mtbf_secs / HOUR:.2f} h and "
+            f"{name}: {missed:.2%} less than the best, at an MTBF of {point.mtbf_secs / HOUR:.2f} "
+            "h and "
             f"{point.write_bytes_per_sec / 1e9:.3f} GB/s"
         )
     for m in result["memory_losses"]:
         print(
             f"groups of {m['nodes']}, {m['tolerance']} survived: storage is needed "
-            f"{m['formula_per_day']:.4f} times a day by the formula, {m['simulated_per_day']:.4f} simulated"
+            f"{m['formula_per_day']:.4f} times a day by the formula, {m['simulated_per_day']:.4f} "
+            "simulated"
         )
 
 

@@ -1,11 +1,12 @@
-"""A real job that finds its interval on storage while another process loads the disk; see ``frequency.py``.
+"""A real job that finds its interval on storage while another process loads the disk; see
+``frequency.py``.
 
-Two ranks of DeepSpeed's pipeline engine train under ``reft launch``; ``persist.interval_steps`` is "auto".
-In the second of three parts another process writes to the same disk and syncs without a pause. A part is as
-long as 20 versions on storage take (``--versions``), or ends before them after ``--most-part-secs``; of parts
-with fewer nothing is said of the goal. What versions on storage cost is counted from the ranks' own steps,
-apart from what the job itself observes: steps beside a version on its way to storage against those of the
-same part without one.
+Two ranks of DeepSpeed's pipeline engine train under ``reft launch``; ``persist.interval_steps`` is
+"auto". In the second of three parts another process writes to the same disk and syncs without a
+pause. A part is as long as 20 versions on storage take (``--versions``), or ends before them after
+``--most-part-secs``; of parts with fewer nothing is said of the goal. What versions on storage cost
+is counted from the ranks' own steps, apart from what the job itself observes: steps beside a
+version on its way to storage against those of the same part without one.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     text = directory / "corpus.txt"
-    text.write_text("\n".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))))
+    text.write_text(
+        "\n".join(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py")))
+    )
     disk = directory / "disk"
     disk.mkdir()
     persist = {
@@ -133,7 +136,9 @@ def _measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
                 written: set[int] = set()
                 while (secs := time.time() - begin) < options.most_part_secs:
                     look()
-                    written |= {label["step"]} if (label := _persist(looks[-1][1]).get("last")) else set()
+                    written |= (
+                        {label["step"]} if (label := _persist(looks[-1][1]).get("last")) else set()
+                    )
                     if secs >= options.part_secs and len(written) > options.versions:
                         break
                     time.sleep(_LOOK_SECS)
@@ -181,7 +186,7 @@ def _look(secs: float, status: Mapping[str, Any]) -> Look:
     )
 
 
-# -- what it has cost -----------------------------------------------------------------------------------
+# -- what it has cost ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -201,14 +206,18 @@ class Course:
         parts = [self.part(*which) for which in zip(_PARTS, (0.0, *ends), ends, strict=False)]
         changes = [self.looks[0]]
         for seen in self.looks:
-            if (seen.interval_steps, seen.written) != (changes[-1].interval_steps, changes[-1].written):
+            if (seen.interval_steps, seen.written) != (
+                changes[-1].interval_steps,
+                changes[-1].written,
+            ):
                 changes.append(seen)
         return {"parts": parts, "rate_over_time": [vars(seen) for seen in changes]}
 
     def part(self, name: str, begin: float, end: float) -> dict[str, Any]:
-        """What versions on storage have cost between two moments. A step is beside one if one was on its way
-        in it; the mean of the others is what it would have taken. With ``all_steps`` as it is, else the tenth
-        of the steps that is longest is left out of both: the machine does other things too."""
+        """What versions on storage have cost between two moments. A step is beside one if one was
+        on its way in it; the mean of the others is what it would have taken. With ``all_steps`` as
+        it is, else the tenth of the steps that is longest is left out of both: the machine does
+        other things too."""
         plain, beside = self._times(begin, end)
         here = [seen for seen in self.looks if begin <= seen.secs <= end]
         told = [seen.overhead for seen in here if seen.overhead is not None]
@@ -217,13 +226,18 @@ class Course:
             "part": name,
             "secs": end - begin,
             "steps": len(plain) + len(beside),
-            "versions_written": len({seen.written for seen in here if seen.written is not None}) - 1,
+            "versions_written": len({seen.written for seen in here if seen.written is not None})
+            - 1,
             "plain_step_secs": median(plain),
             "beside_step_secs": median(beside) if beside else None,
             "overhead": _overhead(_without_longest(plain), _without_longest(beside)),
             "overhead_all_steps": _overhead(plain, beside),
             "overhead_told_last": told[-1] if told else None,
-            "interval_steps": {"first": intervals[0], "longest": max(intervals), "last": intervals[-1]},
+            "interval_steps": {
+                "first": intervals[0],
+                "longest": max(intervals),
+                "last": intervals[-1],
+            },
             "why_at_the_end": here[-1].why,
         }
 
@@ -258,13 +272,16 @@ def table(result: Mapping[str, Any]) -> Iterator[str]:
     for p in result["parts"]:
         told = "" if p["overhead_told_last"] is None else f"{p['overhead_told_last']:.2%}"
         yield (
-            f"{p['part']:32} {p['steps']:6} {p['versions_written']:8} {p['overhead']:9.2%} {told:>7}   "
+            f"{p['part']:32} {p['steps']:6} {p['versions_written']:8} {p['overhead']:9.2%} "
+            f"{told:>7}   "
             f"{', '.join(map(str, p['interval_steps'].values()))}: {p['why_at_the_end']}"
         )
     if (found := result.get("goal")) is not None:
         said = {True: "is held", False: "is NOT held", None: "is not judged"}[found["held"]]
         few = f": fewer than {found['versions']} versions in {', '.join(found['too_few_in'])}"
-        yield f"an overhead of {found['max_overhead']:.1%} {said}{few if found['too_few_in'] else ''}"
+        yield (
+            f"an overhead of {found['max_overhead']:.1%} {said}{few if found['too_few_in'] else ''}"
+        )
     yield "rate over time: " + ", ".join(
         f"{s['secs']:.0f} s {s['interval_steps']}" for s in result["rate_over_time"]
     )

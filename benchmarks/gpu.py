@@ -1,7 +1,8 @@
-"""The first minutes on a GPU: what tells most comes first, under one budget (``make gpu MINUTES=8``).
+"""The first minutes on a GPU: what tells most comes first, under one budget (``make gpu
+MINUTES=8``).
 
-Parts in this order, each with a limit in proportion to the minutes; what fails is written down with its
-error, and the rest goes on:
+Parts in this order, each with a limit in proportion to the minutes; what fails is written down with
+its error, and the rest goes on:
 
 - facts: 18 facts of driver, link, kernels and allocator (``gpu_facts.py``);
 - job: two jobs over NCCL, one of which is killed: losses equal to the bit (``gpu_job.py``);
@@ -10,9 +11,9 @@ error, and the rest goes on:
 - replay: bubbles of a stage of a Llama-2 pipeline, HAS against everything queued at once;
 - restore and memory_copy: two ranks, which share the device.
 
-Every row is shown and written to the ``.log`` file when it is measured, the JSON and the Markdown file after
-every part; they are named by date and device. Exits with 1 if a part failed, with 2 if there is no device.
-``--device sim --quick`` tries the program on the simulated device of the tests.
+Every row is shown and written to the ``.log`` file when it is measured, the JSON and the Markdown
+file after every part; they are named by date and device. Exits with 1 if a part failed, with 2 if
+there is no device. ``--device sim --quick`` tries the program on the simulated device of the tests.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ PATHS = {
 """What only a device can prove, and the file whose tests marked ``gpu`` prove it."""
 
 PUBLISHED = {
-    "what": "a 1.7B model on one GPU, a checkpoint at every step; a stress test on a machine unnamed",
+    "what": "a 1.7B model on one GPU, a checkpoint at every step; a stress test on a machine "
+    "unnamed",
     "source": "https://github.com/NVIDIA-NeMo/Automodel/pull/3131",
     "step_secs": {"asynchronous staging": [4.35, 5.66], "the loop waits for staging": [0.43, 0.54]},
 }
@@ -82,7 +84,15 @@ GROUPS = (
 )
 """Parts of a group run at the same time: only tests, which measure nothing."""
 LIMITS_SECS = {
-    **{"facts": 85, "job": 75, "baseline": 175, "fast": 90, "ranks": 110, "parities": 110, "replay": 90},
+    **{
+        "facts": 85,
+        "job": 75,
+        "baseline": 175,
+        "fast": 90,
+        "ranks": 110,
+        "parities": 110,
+        "replay": 90,
+    },
     **{"restore": 120, "memory_copy": 120},
 }
 """Of eight minutes; more of more."""
@@ -107,7 +117,9 @@ def commands(options: argparse.Namespace, reports: Path) -> dict[str, list[str]]
     """Of each part. Parts without a test to run are left out."""
     places = [f"--{name}={getattr(options, name)}" for name in ("shm", "disk")]
     device = ["--device", options.device, "--json", *places]
-    replay, ranks, small = (["--self-test"], ["--quick"], ["--small"]) if options.quick else ([], [], [])
+    replay, ranks, small = (
+        (["--self-test"], ["--quick"], ["--small"]) if options.quick else ([], [], [])
+    )
     model = "tiny" if options.quick else str(Path(__file__).with_name("qwen3-1.7b.json"))
     alone = ["--pp", "1", "--stage", "0", "--dp", "1", "--copies", "0"]
     rows = ["--rounds", "4", "--trials", "3", "--samples", "64"]
@@ -122,7 +134,18 @@ def commands(options: argparse.Namespace, reports: Path) -> dict[str, list[str]]
     for part in TESTS:
         if files := test_files(part, options.paths):
             report = f"--junitxml={reports / part}.xml"
-            found[part] = ["-m", "pytest", "-m", "gpu", "-rs", "-n0", "--timeout", "60", report, *files]
+            found[part] = [
+                "-m",
+                "pytest",
+                "-m",
+                "gpu",
+                "-rs",
+                "-n0",
+                "--timeout",
+                "60",
+                report,
+                *files,
+            ]
     return {
         **found,
         "replay": [
@@ -144,11 +167,12 @@ def commands(options: argparse.Namespace, reports: Path) -> dict[str, list[str]]
     }
 
 
-# --- running -----------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 def run(name: str, arguments: Sequence[str], limit_secs: float, log: TextIO) -> dict[str, Any]:
-    """Run a part. What it says is shown and logged at once; what it prints as JSON is its result."""
+    """Run a part. What it says is shown and logged at once; what it prints as JSON is its
+    result."""
     progress(f"--- {name}, at most {limit_secs:.0f} s")
     begin, tail, facts = time.monotonic(), deque[str](maxlen=TAIL_LINES), list[dict[str, Any]]()
     has_json = name not in (*TESTS, "facts")
@@ -162,7 +186,9 @@ def run(name: str, arguments: Sequence[str], limit_secs: float, log: TextIO) -> 
             errors="replace",
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+                ),
             },
             start_new_session=True,
         )
@@ -192,7 +218,10 @@ def run(name: str, arguments: Sequence[str], limit_secs: float, log: TextIO) -> 
         shown.join(END_SECS)
         out.seek(0)
         text = out.read()
-    found: dict[str, Any] = {"secs": round(time.monotonic() - begin, 1), "limit_secs": round(limit_secs)}
+    found: dict[str, Any] = {
+        "secs": round(time.monotonic() - begin, 1),
+        "limit_secs": round(limit_secs),
+    }
     if name == "facts":
         found["facts"] = facts
     elif has_json and "{" in text:
@@ -218,13 +247,17 @@ def end(process: subprocess.Popen[str]) -> None:
 
 def paths_of(reports: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Of each path how many of its tests passed, which failed, and why some were skipped."""
-    cases = [c for report in reports.glob("*.xml") for c in ElementTree.parse(report).iter("testcase")]
+    cases = [
+        c for report in reports.glob("*.xml") for c in ElementTree.parse(report).iter("testcase")
+    ]
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         module = PATHS[name].removesuffix(".py").replace("/", ".")
         mine = [c for c in cases if f"{c.get('classname')}.".startswith(f"{module}.")]
         wrong = [c for c in mine if c.find("failure") is not None or c.find("error") is not None]
-        reasons = [skipped.get("message") or "" for c in mine if (skipped := c.find("skipped")) is not None]
+        reasons = [
+            skipped.get("message") or "" for c in mine if (skipped := c.find("skipped")) is not None
+        ]
         found[name] = {
             "file": PATHS[name],
             "passed": len(mine) - len(wrong) - len(reasons),
@@ -258,7 +291,7 @@ def software() -> dict[str, str]:
     return found
 
 
-# --- result ------------------------------------------------------------------------------------------
+# --- result ---------------------------------------------------------------------------------------
 
 
 def baseline_lines(part: Mapping[str, Any]) -> list[str]:
@@ -269,9 +302,13 @@ def baseline_lines(part: Mapping[str, Any]) -> list[str]:
     for model in part.get("result", {}).get("models", ()):
         if free := model.get("free"):
             over, (low, high) = free["overhead"]["median"], free["overhead"]["ci95"]
-            secs, count = free["step_secs"]["median"], f"{free['committed']} of {free['versions']} versions"
+            secs, count = (
+                free["step_secs"]["median"],
+                f"{free['committed']} of {free['versions']} versions",
+            )
             lines.append(
-                f"| here, running freely: has, {count} | {secs:.3f} | {over:.2%} [{low:.2%}, {high:.2%}] |"
+                f"| here, running freely: has, {count} | {secs:.3f} | {over:.2%} [{low:.2%}, "
+                f"{high:.2%}] |"
             )
         for name, way in model["variants"].items():
             secs, over, (low, high) = (
@@ -279,17 +316,25 @@ def baseline_lines(part: Mapping[str, Any]) -> list[str]:
                 way["overhead"]["median"],
                 way["overhead"]["ci95"],
             )
-            taken = "" if name == "none" else f", {way['versions']} of {way['step_secs']['samples']} steps"
+            taken = (
+                ""
+                if name == "none"
+                else f", {way['versions']} of {way['step_secs']['samples']} steps"
+            )
             shown = "" if name == "none" else f"{over:.2%} [{low:.2%}, {high:.2%}]"
             lines.append(f"| here: {name}{taken} | {secs:.3f} | {shown} |")
         scaled = (
-            "" if model["layers"] == model["layers_wanted"] else f" of {model['layers_wanted']} (SCALED DOWN)"
+            ""
+            if model["layers"] == model["layers_wanted"]
+            else f" of {model['layers_wanted']} (SCALED DOWN)"
         )
         lines += [
             "",
             f"Here: {model['model']}, {model['layers']} layers{scaled}, "
-            f"{model['parameters'] / 1e9:.2f}B parameters, {model['snapshot_bytes'] / 1e9:.1f} GB a version, "
-            f"link {model['link_bytes_per_sec'] / 1e9:.1f} GB/s. `has` is reft's default; the goal is 1 %.",
+            f"{model['parameters'] / 1e9:.2f}B parameters, {model['snapshot_bytes'] / 1e9:.1f} GB "
+            "a version, "
+            f"link {model['link_bytes_per_sec'] / 1e9:.1f} GB/s. `has` is reft's default; the "
+            "goal is 1 %.",
         ]
     return [*lines, "", f"Published: {PUBLISHED['what']}: {PUBLISHED['source']}."]
 
@@ -302,15 +347,18 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"# {device['name']}, {result['date']}",
         "",
         *(["**A trial of the program: the times mean nothing.**", ""] if result["trial"] else []),
-        f"`{result['command']}`; {device['name']}{memory}, {device.get('runtime', 'no runtime')}, driver "
-        f"{result['driver']}; {host['cores']} cores of {host['cpu']}, {host['memory_bytes'] / 2**30:.0f} GiB"
+        f"`{result['command']}`; {device['name']}{memory}, {device.get('runtime', 'no runtime')}, "
+        "driver "
+        f"{result['driver']}; {host['cores']} cores of {host['cpu']}, "
+        f"{host['memory_bytes'] / 2**30:.0f} GiB"
         + "; "
         + ", ".join(f"{name} {number}" for name, number in result["software"].items()),
         "",
         "| part | outcome | seconds |",
         "|---|---|---|",
         *(
-            f"| {name} | {part['error'].splitlines()[0] if 'error' in part else 'passed'} | {part['secs']} |"
+            f"| {name} | {part['error'].splitlines()[0] if 'error' in part else 'passed'} | "
+            f"{part['secs']} |"
             for name, part in parts.items()
         ),
     ]
@@ -323,9 +371,21 @@ def markdown(result: Mapping[str, Any]) -> str:
             cells = (name, f"`{path['file']}`", path["passed"], failed, skipped)
             lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
     if "baseline" in parts:
-        lines += ["", "## A version at every step of a 1.7B model", "", *baseline_lines(parts["baseline"])]
+        lines += [
+            "",
+            "## A version at every step of a 1.7B model",
+            "",
+            *baseline_lines(parts["baseline"]),
+        ]
     if "facts" in parts:
-        lines += ["", "## Facts", "", "```", *(json.dumps(fact) for fact in parts["facts"]["facts"]), "```"]
+        lines += [
+            "",
+            "## Facts",
+            "",
+            "```",
+            *(json.dumps(fact) for fact in parts["facts"]["facts"]),
+            "```",
+        ]
     if found := parts.get("job", {}).get("result"):
         shown = {key: value for key, value in found.items() if not key.endswith("_log")}
         lines += ["", "## A job that is killed", "", "```", json.dumps(shown, indent=1), "```"]
@@ -344,15 +404,23 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--minutes", type=float, default=8, help="for all parts (default 8)")
-    made.add_argument("--device", choices=("cuda", "sim"), default="cuda", help="(default cuda, ROCm's too)")
+    made.add_argument(
+        "--device", choices=("cuda", "sim"), default="cuda", help="(default cuda, ROCm's too)"
+    )
     made.add_argument(
         "--parts", nargs="+", choices=LIMITS_SECS, default=list(LIMITS_SECS), help="(default all)"
     )
-    made.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS), help="to test (default all)")
+    made.add_argument(
+        "--paths", nargs="+", choices=PATHS, default=list(PATHS), help="to test (default all)"
+    )
     made.add_argument("--quick", action="store_true", help="tiny shapes: does the program work?")
-    made.add_argument("--out", type=Path, default=ROOT / "docs" / "measurements", help="folder of both files")
+    made.add_argument(
+        "--out", type=Path, default=ROOT / "docs" / "measurements", help="folder of both files"
+    )
     made.add_argument("--shm", type=Path, default=Path("/dev/shm"), help="tmpfs for snapshots")
     made.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="for files")
     options = made.parse_args()
@@ -365,7 +433,8 @@ def main() -> int:
     options, begin = parse(), time.monotonic()
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
-            "gpu: torch finds no CUDA or ROCm device; run it where there is one, with a torch built for it "
+            "gpu: torch finds no CUDA or ROCm device; run it where there is one, with a torch "
+            "built for it "
             "(make gpu GPU_PYTHON=python3), or try the program with --device sim --quick",
             file=sys.stderr,
         )
@@ -399,7 +468,10 @@ def main() -> int:
         def run_part(name: str) -> None:
             left = total_secs - END_SECS - (time.monotonic() - begin)
             if left < LEAST_SECS:
-                result["parts"][name] = {"secs": 0.0, "error": f"not run: {total_secs:.0f} s are over"}
+                result["parts"][name] = {
+                    "secs": 0.0,
+                    "error": f"not run: {total_secs:.0f} s are over",
+                }
                 return
             limit_secs = min(LIMITS_SECS[name] * options.minutes / 8, left)
             result["parts"][name] = run(name, made[name], limit_secs, log)

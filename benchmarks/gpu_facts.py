@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_facts.py [--device cuda|sim] [--only NAME ...] [--small]
 
-A fact that fails says its error and the rest goes on; what may end the process (a block of a closed engine, a
-fork) runs in a process of its own. Times of the simulated device mean nothing.
+A fact that fails says its error and the rest goes on; what may end the process (a block of a closed
+engine, a fork) runs in a process of its own. Times of the simulated device mean nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ def fact(call: Callable[[], dict]) -> Callable[[], dict]:
 def said(command: list[str], secs: float = 20, **env: str) -> str:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=secs, check=False, env={**os.environ, **env}
+            command,
+            capture_output=True,
+            text=True,
+            timeout=secs,
+            check=False,
+            env={**os.environ, **env},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
@@ -51,7 +56,10 @@ def child(code: str, secs: float = 60, **env: str) -> dict:
     """Run code in a process of its own; its last line is its result."""
     begin = time.monotonic()
     text = said([sys.executable, "-c", PRELUDE + code], secs, **env)
-    return {"secs": round(time.monotonic() - begin, 2), "said": text.splitlines()[-1][-500:] if text else ""}
+    return {
+        "secs": round(time.monotonic() - begin, 2),
+        "said": text.splitlines()[-1][-500:] if text else "",
+    }
 
 
 class Mapped:
@@ -72,14 +80,16 @@ class Mapped:
         self.map_secs = time.perf_counter() - begin
 
 
-# -- the machine ----------------------------------------------------------------------------------------
+# -- the machine -----------------------------------------------------------------------------------
 
 
 @fact
 def machine() -> dict:
     shm = shutil.disk_usage(OPTIONS.shm)
     maps = [
-        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcuda.so" in line
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libcuda.so" in line
     ]
     import resource
 
@@ -159,7 +169,7 @@ def software() -> dict:
     }
 
 
-# -- the driver -----------------------------------------------------------------------------------------
+# -- the driver ------------------------------------------------------------------------------------
 
 
 @fact
@@ -216,7 +226,7 @@ def registering() -> dict:
     }
 
 
-# -- copies ---------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
 def timed(call: Callable[[], object], trials: int = 3) -> float:
@@ -234,7 +244,8 @@ def timed(call: Callable[[], object], trials: int = 3) -> float:
 
 @fact
 def copies() -> dict:
-    """GB/s of plain copies, both ways: a registered arena, the driver's pinned memory, pageable memory."""
+    """GB/s of plain copies, both ways: a registered arena, the driver's pinned memory, pageable
+    memory."""
     nbytes = (8 * MIB) if OPTIONS.small else GIB
     live = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=DEVICE)
     arena = Mapped(nbytes, OPTIONS.shm)
@@ -242,14 +253,19 @@ def copies() -> dict:
     plain = Mapped(nbytes, OPTIONS.shm)
     VENDOR.host_register(DEVICE, arena.tensor.data_ptr(), nbytes)
     out = {}
-    for name, host in (("registered", arena.tensor), ("pinned", pinned), ("pageable", plain.tensor)):
+    for name, host in (
+        ("registered", arena.tensor),
+        ("pinned", pinned),
+        ("pageable", plain.tensor),
+    ):
         out[f"d2h_{name}"] = round(
             nbytes / timed(lambda host=host: host.copy_(live, non_blocking=True)) / 1e9, 2
         )
         out[f"h2d_{name}"] = round(
             nbytes / timed(lambda host=host: live.copy_(host, non_blocking=True)) / 1e9, 2
         )
-    # As reft restores: blocks of 4 MiB from an arena that is not registered, by eight threads, blocking.
+    # As reft restores: blocks of 4 MiB from an arena that is not registered, by eight threads,
+    # blocking.
     from reft.memory.stream import copy_tensor
 
     step = min(4 * MIB, nbytes)
@@ -259,14 +275,18 @@ def copies() -> dict:
         with ThreadPoolExecutor(8) as pool:
             list(
                 pool.map(
-                    lambda at: copy_tensor(live[at : at + step], host[at : at + step]), range(0, nbytes, step)
+                    lambda at: copy_tensor(live[at : at + step], host[at : at + step]),
+                    range(0, nbytes, step),
                 )
             )
         MODULE.synchronize()
         return round(nbytes / (time.perf_counter() - begin) / 1e9, 2)
 
     restored(plain.tensor)
-    out["restore_as_today"], out["restore_registered"] = restored(plain.tensor), restored(arena.tensor)
+    out["restore_as_today"], out["restore_registered"] = (
+        restored(plain.tensor),
+        restored(arena.tensor),
+    )
     VENDOR.host_unregister(DEVICE, arena.tensor.data_ptr())
     return out
 
@@ -323,7 +343,8 @@ def engine_copies() -> dict:
 
 @fact
 def beside_training() -> dict:
-    """What copies cost matrix products of a full device, and a thread that launches small kernels."""
+    """What copies cost matrix products of a full device, and a thread that launches small
+    kernels."""
     from reft.snapshot.copying.device import DeviceCopyEngine
 
     nbytes, batch = ((8 * MIB), MIB) if OPTIONS.small else (4 * GIB, 32 * MIB)
@@ -389,7 +410,8 @@ def beside_training() -> dict:
 
 @fact
 def sealing() -> dict:
-    """Checksums with a look for NaN, GB/s, by threads; whether reft's threads keep up with the link."""
+    """Checksums with a look for NaN, GB/s, by threads; whether reft's threads keep up with the
+    link."""
     from reft.memory.stream import EXPONENTS, choose_loop, find_ranges, hashing_copier
     from reft.snapshot.copying.copier import hashing_threads
 
@@ -406,7 +428,9 @@ def sealing() -> dict:
 
         def hash_(n: int, part: int = part) -> None:
             hasher = hashing_copier()
-            hasher.copy(find_ranges([(0, arena.tensor.data_ptr() + n * part, part, EXPONENTS["bfloat16"])]))
+            hasher.copy(
+                find_ranges([(0, arena.tensor.data_ptr() + n * part, part, EXPONENTS["bfloat16"])])
+            )
             hasher.take()
 
         with ThreadPoolExecutor(threads) as pool:
@@ -420,12 +444,13 @@ def sealing() -> dict:
     return out
 
 
-# -- arithmetic -----------------------------------------------------------------------------------------
+# -- arithmetic ------------------------------------------------------------------------------------
 
 
 @fact
 def exact_adam() -> dict:
-    """Equal bits on device and host; seconds of 100 million parameters beside torch's fused AdamW."""
+    """Equal bits on device and host; seconds of 100 million parameters beside torch's fused
+    AdamW."""
     from reft.engine.checks.choice import _try_adam
     from reft.optim import ExactAdam
 
@@ -445,7 +470,8 @@ def exact_adam() -> dict:
 
 @fact
 def parities() -> dict:
-    """CuPy and torch: equal bytes, GB/s of sources, microseconds of the host a call, seconds of the first."""
+    """CuPy and torch: equal bytes, GB/s of sources, microseconds of the host a call, seconds of the
+    first."""
     import numpy as np
 
     from reft.protect.backend import CupyBackend, NumpyBackend, TorchBackend
@@ -467,7 +493,8 @@ def parities() -> dict:
     ):
         length = nbytes + GRAIN_BYTES
         host = [
-            np.random.default_rng(j).integers(0, 256, length, dtype=np.uint8) for j in range(len(rows[0]))
+            np.random.default_rng(j).integers(0, 256, length, dtype=np.uint8)
+            for j in range(len(rows[0]))
         ]
         wanted = [np.zeros(length, np.uint8) for _ in rows]
         NumpyBackend().combine(rows, host, wanted)
@@ -487,7 +514,9 @@ def parities() -> dict:
                 queued = time.perf_counter() - begin
                 stream.synchronize()
                 ended = time.perf_counter() - begin
-            equal = all(np.array_equal(t.cpu().numpy(), w) for t, w in zip(targets, wanted, strict=True))
+            equal = all(
+                np.array_equal(t.cpu().numpy(), w) for t, w in zip(targets, wanted, strict=True)
+            )
             out[f"{label}_{name}"] = {
                 "equal": equal,
                 "gb_per_sec": round(20 * length * len(sources) / ended / 1e9, 1),
@@ -505,11 +534,14 @@ def peer_sums() -> dict:
     nbytes = (4 * MIB) if OPTIONS.small else 256 * MIB
     block = 4 * MIB
     live = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=DEVICE)
-    call = lambda: torch.stack([_on_device([live[at : at + block]]) for at in range(0, nbytes, block)])  # noqa: E731
+
+    def call() -> torch.Tensor:
+        return torch.stack([_on_device([live[at : at + block]]) for at in range(0, nbytes, block)])
+
     return {"gb_per_sec": round(nbytes / timed(call) / 1e9, 1)}
 
 
-# -- clocks, captures, allocator ------------------------------------------------------------------------
+# -- clocks, captures, allocator -------------------------------------------------------------------
 
 
 @fact
@@ -543,7 +575,8 @@ def clock() -> dict:
 
 @fact
 def pinning_while_busy() -> dict:
-    """Whether the host is held up by a busy device where memory is pinned, reserved and looked at."""
+    """Whether the host is held up by a busy device where memory is pinned, reserved and looked
+    at."""
 
     def busy() -> None:
         MODULE.sleep(0.4) if OPTIONS.device == "sim" else MODULE._sleep(800_000_000)
@@ -551,11 +584,16 @@ def pinning_while_busy() -> dict:
     out = {}
     for name, call in (
         ("host_alloc", lambda: torch.zeros(3 * MIB + 77, dtype=torch.uint8, pin_memory=True)),
-        ("register", lambda: VENDOR.host_register(DEVICE, KEPT.tensor.data_ptr(), KEPT.tensor.numel())),
+        (
+            "register",
+            lambda: VENDOR.host_register(DEVICE, KEPT.tensor.data_ptr(), KEPT.tensor.numel()),
+        ),
         ("unregister", lambda: VENDOR.host_unregister(DEVICE, KEPT.tensor.data_ptr())),
         (
             "malloc",
-            lambda: torch.empty(513 * MIB if not OPTIONS.small else MIB, dtype=torch.uint8, device=DEVICE),
+            lambda: torch.empty(
+                513 * MIB if not OPTIONS.small else MIB, dtype=torch.uint8, device=DEVICE
+            ),
         ),
         ("mem_get_info", lambda: MODULE.mem_get_info(DEVICE)),
         ("stream", lambda: VENDOR.create_stream(DEVICE)),
@@ -566,7 +604,10 @@ def pinning_while_busy() -> dict:
         call()
         took = time.perf_counter() - begin
         MODULE.synchronize()
-        out[name] = {"ms": round(took * 1e3, 2), "kernel_ms": round((time.perf_counter() - begin) * 1e3, 1)}
+        out[name] = {
+            "ms": round(took * 1e3, 2),
+            "kernel_ms": round((time.perf_counter() - begin) * 1e3, 1),
+        }
     return out
 
 
@@ -607,7 +648,11 @@ def capture() -> dict:
     graph.replay()
     MODULE.synchronize()
     engine.close()
-    return {"backend": name, "replayed": float(x[0]) == 2.0, "xor_is_zero": int(arena.tensor.sum()) == 0}
+    return {
+        "backend": name,
+        "replayed": float(x[0]) == 2.0,
+        "xor_is_zero": int(arena.tensor.sum()) == 0,
+    }
 
 
 @fact
@@ -656,7 +701,8 @@ os.kill(pid, 9)
 
 @fact
 def warm() -> dict:
-    """Whether the process that trainers are forked from has no context, and its fork can use the device."""
+    """Whether the process that trainers are forked from has no context, and its fork can use the
+    device."""
     code = f"""
 import importlib, os
 from reft.job import warm
@@ -691,7 +737,8 @@ def killed() -> dict:
     """Seconds from SIGKILL to the end of a trainer that has 8 GiB registered."""
     code = f"""
 import mmap
-file = tempfile.TemporaryFile(dir={str(OPTIONS.shm)!r}); nbytes = {(16 * MIB) if OPTIONS.small else 8 * GIB}
+file = tempfile.TemporaryFile(dir={str(OPTIONS.shm)!r})
+nbytes = {(16 * MIB) if OPTIONS.small else 8 * GIB}
 os.posix_fallocate(file.fileno(), 0, nbytes)
 memory = mmap.mmap(file.fileno(), nbytes)
 host = torch.frombuffer(memory, dtype=torch.uint8)
@@ -700,7 +747,10 @@ live = torch.zeros({MIB if OPTIONS.small else 20 * GIB}, dtype=torch.uint8, devi
 print("ready", flush=True); time.sleep(60)
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + code], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", PRELUDE + code],
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL,
     )
     begin = time.monotonic()
     line = process.stdout.readline().strip()

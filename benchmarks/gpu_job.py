@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_job.py [--model 125m] [--steps 24] [--kill 12] [--small]
 
-Prints one JSON object: whether every loss is equal to the bit, seconds from the kill to the next step.
+Prints one JSON object: whether every loss is equal to the bit, seconds from the kill to the next
+step.
 """
 
 from __future__ import annotations
@@ -56,7 +57,16 @@ def start(name: str, folder: Path, options: argparse.Namespace, faults: list) ->
             "1",
         ]
     command = [
-        *(sys.executable, "-m", "reft.cli", "launch", "--nproc-per-node", "1", "--node-id", f"node-{name}"),
+        *(
+            sys.executable,
+            "-m",
+            "reft.cli",
+            "launch",
+            "--nproc-per-node",
+            "1",
+            "--node-id",
+            f"node-{name}",
+        ),
         *("--memory-dir", str(memory), "--standalone"),
         *("examples/llama/pretrain.py", *shape, "--steps", str(options.steps)),
         *("--cache-dir", str(folder / "cache"), "--reft", json.dumps(block)),
@@ -79,7 +89,11 @@ def start(name: str, folder: Path, options: argparse.Namespace, faults: list) ->
 
 
 def events(folder: Path) -> list[dict]:
-    found = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    found = [
+        json.loads(line)
+        for file in folder.glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
     return sorted(found, key=lambda e: e.get("time", e.get("t", 0)))
 
 
@@ -98,7 +112,8 @@ def main() -> int:
     begin = time.monotonic()
     fault = {"point": "after_commit", "step": options.kill}
     jobs = {
-        name: start(name, folder, options, faults) for name, faults in (("alone", []), ("killed", [fault]))
+        name: start(name, folder, options, faults)
+        for name, faults in (("alone", []), ("killed", [fault]))
     }
     out: dict = {}
     for name, job in jobs.items():
@@ -140,7 +155,9 @@ def main() -> int:
             out[f"{name}_log"] = log[-2500:]
     both = sorted(set(losses["alone"]) & set(losses["killed"]))
     out["steps_compared"] = len(both)
-    out["first_difference"] = next((s for s in both if losses["alone"][s] != losses["killed"][s]), None)
+    out["first_difference"] = next(
+        (s for s in both if losses["alone"][s] != losses["killed"][s]), None
+    )
     out["equal"] = len(both) == options.steps and out["first_difference"] is None
     out["secs"] = round(time.monotonic() - begin, 1)
     print(json.dumps(out, indent=1))

@@ -7,12 +7,13 @@ One job of two nodes, a trainer each (DP2), is struck so many times in each way:
 - ``trainer_stopped``: SIGSTOP of a trainer;
 - ``trainer_loop``: a trainer loops for ever in Python, within a step;
 - ``link_dead``: all connections of a trainer lead to nobody from now on, and stay open;
-- ``daemon_stopped``, ``launcher_stopped``: SIGSTOP of a node's daemon or launcher; training goes on.
+- ``daemon_stopped``, ``launcher_stopped``: SIGSTOP of a node's daemon or launcher; training goes
+  on.
 
-``named_secs``: until a launcher logs who hangs. ``named_right``: it is who was struck (of a dead link: that
-all wait for each other). ``step_secs``: until both ranks have done a step after that; where training goes
-on, after the fault. ``recovered_secs``, of a daemon or launcher: until another serves, or it runs on.
-A step that is done again must have the same loss: ``differing_steps``.
+``named_secs``: until a launcher logs who hangs. ``named_right``: it is who was struck (of a dead
+link: that all wait for each other). ``step_secs``: until both ranks have done a step after that;
+where training goes on, after the fault. ``recovered_secs``, of a daemon or launcher: until another
+serves, or it runs on. A step that is done again must have the same loss: ``differing_steps``.
 """
 
 from __future__ import annotations
@@ -122,7 +123,10 @@ def hang_once(job: Job, kind: str, number: int) -> dict[str, Any]:
     }[kind]
 
     def told() -> str:
-        texts = [cluster.current[i].log_path.read_bytes()[ends[i] :].decode(errors="replace") for i in (0, 1)]
+        texts = [
+            cluster.current[i].log_path.read_bytes()[ends[i] :].decode(errors="replace")
+            for i in (0, 1)
+        ]
         return "\n".join(line for text in texts for line in text.splitlines() if said in line)
 
     job.wait(lambda: bool(told()), f"a word of {kind}")
@@ -131,7 +135,10 @@ def hang_once(job: Job, kind: str, number: int) -> dict[str, Any]:
     # All launchers write the verdict; the first line is whoever was first.
     facts_of |= {"said": told().splitlines()[0][-300:], "named_right": right in told()}
     if kind == "daemon_stopped":
-        job.wait(lambda: (cluster.status(victim) or {}).get("pid") not in (daemon, None), "the next daemon")
+        job.wait(
+            lambda: (cluster.status(victim) or {}).get("pid") not in (daemon, None),
+            "the next daemon",
+        )
         facts_of["recovered_secs"] = round(time.time() - began, 2)
     elif kind == "launcher_stopped":
         job.wait(lambda: psutil.Process(launcher).status() != psutil.STATUS_STOPPED, "the launcher")
@@ -164,7 +171,9 @@ def measure(options: argparse.Namespace, space: Any) -> dict[str, Any]:
         }
         for kind, those in found.items()
     }
-    goals = {f"{k}_named_within_10_secs": w["most_named_secs"] <= GOAL_SECS for k, w in ways.items()}
+    goals = {
+        f"{k}_named_within_10_secs": w["most_named_secs"] <= GOAL_SECS for k, w in ways.items()
+    }
     return {
         "step_secs": estimate(took).to_json(),
         "ways": ways,
@@ -180,7 +189,8 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"{kind:16} named after {way['named_secs']['median']:5.1f} s "
             f"(most {way['most_named_secs']:.1f}), "
-            f"next step after {way['step_secs']['median']:5.1f} s, named right: {way['all_named_right']}"
+            f"next step after {way['step_secs']['median']:5.1f} s, named right: "
+            f"{way['all_named_right']}"
         )
     return "\n".join([*lines, *(f"{name}: {met}" for name, met in result["goals"].items())])
 

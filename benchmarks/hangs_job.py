@@ -1,7 +1,8 @@
 """The job of ``hangs.py``: steps of about 0.3 s; told to, a rank loops for ever or loses its links.
 
-ARGS: DeepSpeed's JSON, and a directory. A file ``loop-RANK`` or ``link-RANK`` there is taken away and carried
-out within the next forward pass; ``steps-RANK`` has a line for every step: Unix seconds, step, loss.
+ARGS: DeepSpeed's JSON, and a directory. A file ``loop-RANK`` or ``link-RANK`` there is taken away
+and carried out within the next forward pass; ``steps-RANK`` has a line for every step: Unix
+seconds, step, loss.
 """
 
 import os
@@ -57,7 +58,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(5)
     model = Model()
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=sys.argv[1]
+    )[0]
     engine.load_checkpoint(str(OUT / "checkpoints"))
     while not (OUT / "finish").exists() or engine.global_steps % 10:
         step = engine.global_steps

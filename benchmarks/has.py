@@ -1,14 +1,16 @@
 """What each way of taking snapshots costs a real pipeline: HAS against the baselines.
 
-One DeepSpeed pipeline engine trains throughout, one single-threaded process per rank. The variants take
-turns every few steps in the same processes; between every two of them stand steps without snapshots, and
-each unit is compared with those on both sides of it (pairs, 95 % bootstrap intervals of the median). A
-unit has one step that is not timed, at whose end the first version is submitted, and then the timed ones:
-each holds a whole snapshot, the rest of the version before included.
+One DeepSpeed pipeline engine trains throughout, one single-threaded process per rank. The variants
+take turns every few steps in the same processes; between every two of them stand steps without
+snapshots, and each unit is compared with those on both sides of it (pairs, 95 % bootstrap intervals
+of the median). A unit has one step that is not timed, at whose end the first version is submitted,
+and then the timed
+ones: each holds a whole snapshot, the rest of the version before included.
 
-Settings: PP2 and PP4, few and many micro-batches, states that fit into the bubbles and one that does not.
-With fewer cores than ranks no rank ever waits idle, so there every variant pays for its copies. What a core
-loses while its neighbour copies (neighbour.py) is measured in the same run: no schedule can hide that.
+Settings: PP2 and PP4, few and many micro-batches, states that fit into the bubbles and one that
+does not. With fewer cores than ranks no rank ever waits idle, so there every variant pays for its
+copies. What a core loses while its neighbour copies (neighbour.py) is measured in the same run: no
+schedule can hide that.
 """
 
 from __future__ import annotations
@@ -54,11 +56,19 @@ class Setting:
 
     @property
     def arguments(self) -> list[str]:
-        values = {"pp": self.pp, "micro-batches": self.micro_batches, "params": self.params, "seq": self.seq}
+        values = {
+            "pp": self.pp,
+            "micro-batches": self.micro_batches,
+            "params": self.params,
+            "seq": self.seq,
+        }
         return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
     def __str__(self) -> str:
-        return f"PP{self.pp}, {self.micro_batches} x {self.seq} tokens, {self.params / 1e6:g}M parameters"
+        return (
+            f"PP{self.pp}, {self.micro_batches} x {self.seq} tokens, {self.params / 1e6:g}M "
+            "parameters"
+        )
 
 
 GRID = (
@@ -71,7 +81,7 @@ GRID = (
 """The fourth is a large state with little work: it does not fit into the bubbles."""
 
 
-# --- a rank ----------------------------------------------------------------------------------------
+# --- a rank ---------------------------------------------------------------------------------------
 
 
 def run_rank(options: argparse.Namespace) -> None:
@@ -132,7 +142,7 @@ def run_rank(options: argparse.Namespace) -> None:
     leave_worker()
 
 
-# --- evaluation ------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def evaluate(
@@ -144,7 +154,8 @@ def evaluate(
     for variant in options.variants:
         mine = units.between(NONE, variant)
         tiers = {
-            t: sum(u["tier_bytes"][t] for i in mine for u in units.ranks[i]) for t in ("0", "1", "2", "3")
+            t: sum(u["tier_bytes"][t] for i in mine for u in units.ranks[i])
+            for t in ("0", "1", "2", "3")
         }
         total = sum(tiers.values())
         compared = units.compare(NONE, variant)
@@ -198,12 +209,15 @@ def table(result: Mapping[str, Any]) -> str:
             f"PP{s['pp']}, {s['micro_batches']} micro-batches of {s['seq']} tokens, "
             f"{s['bytes_per_rank'] / MIB:.1f} MiB a rank ({fits}), step "
             f"{s['step_secs']['median'] * 1e3:.1f} ms without snapshots",
-            f"{'':14}{'overhead, 95 % interval':>30}{'stall ms':>10}{'cpu ms':>9}   bubbles/compute/waited",
+            f"{'':14}{'overhead, 95 % interval':>30}{'stall ms':>10}{'cpu ms':>9}   "
+            "bubbles/compute/waited",
         ]
         for name, v in s["variants"].items():
             o, t = v["overhead"], v["tiers"]
             low, high = o["ci95"]
-            stall, cpu = (v[key]["median"] * 1e3 for key in ("stall_secs", "extra_cpu_secs_per_rank"))
+            stall, cpu = (
+                v[key]["median"] * 1e3 for key in ("stall_secs", "extra_cpu_secs_per_rank")
+            )
             lines.append(
                 f"{name:14}{o['median']:12.2%}  [{low:.2%}, {high:.2%}]".ljust(44)
                 + f"{stall:10.2f}{cpu:9.1f}   {t['1']:.0%} / {t['2']:.0%} / {t['0']:.0%}"
@@ -211,8 +225,10 @@ def table(result: Mapping[str, Any]) -> str:
     if (beside := result["neighbour"]) is not None:
         lines += [
             "",
-            f"while one core copies, another computes {beside['slowdown']['median']:.1%} more slowly: "
-            f"{beside['bytes'] / MIB:.1f} MiB in the idle time of a stage cost the stage that computes "
+            f"while one core copies, another computes {beside['slowdown']['median']:.1%} more "
+            "slowly: "
+            f"{beside['bytes'] / MIB:.1f} MiB in the idle time of a stage cost the stage that "
+            "computes "
             f"meanwhile {beside['extra_secs'] * 1e3:.1f} ms",
         ]
     return "\n".join([*lines, "", *(f"{goal}: {met}" for goal, met in result["goals"].items())])
@@ -244,7 +260,9 @@ def main() -> int:
     made.set_defaults(pp=None, params=None, micro_batches=None, seq=None, dp=1)
     made.add_argument("--rounds", type=int, default=20, help="units of every variant (default 20)")
     made.add_argument("--span", type=int, default=2, help="timed steps of a unit (default 2)")
-    made.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="(default all)")
+    made.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="(default all)"
+    )
     options = made.parse_args()
     if options.worker:
         run_rank(options)
@@ -272,7 +290,12 @@ def main() -> int:
     options.micro_batches = first.micro_batches
     result = facts("has", options)
     del result["model"], result["layout"]  # every setting has its own
-    result |= {"dp": options.dp, "zero": options.zero, "dtype": options.dtype, "rounds": options.rounds}
+    result |= {
+        "dp": options.dp,
+        "zero": options.zero,
+        "dtype": options.dtype,
+        "rounds": options.rounds,
+    }
     result |= {"steps_per_unit": options.span, "settings": measured, "goals": goals(measured)}
     result["neighbour"] = measure(measured[0]["bytes_per_rank"], rounds=3 if options.quick else 60)
     print(json.dumps(result, indent=2) if options.json else table(result))

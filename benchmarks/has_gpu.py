@@ -1,25 +1,26 @@
-"""What snapshots cost on a GPU: one stage of a Llama-2 pipeline, replayed with the true timing of 1F1B.
+"""What snapshots cost on a GPU: one stage of a Llama-2 pipeline, replayed with the true timing of
+1F1B.
 
-Real forward, backward and optimizer kernels; where the stage would wait for its neighbours, its stream
-waits as long. Every round takes one step with each way of saving, in random order, and compares it with
-the round's step without one:
+Real forward, backward and optimizer kernels; where the stage would wait for its neighbours, its
+stream waits as long. Every round takes one step with each way of saving, in random order, and
+compares it with the round's step without one:
 
 - blocking: the training thread copies everything before the step begins;
-- host: a thread copies, tensor by tensor, with ordinary blocking copies into ordinary memory, on the
-  stream that it finds: what CheckFreq and TorchSnapshot do;
+- host: a thread copies, tensor by tensor, with ordinary blocking copies into ordinary memory, on
+  the stream that it finds: what CheckFreq and TorchSnapshot do;
 - host_device: everything is queued on a side stream at once, straight into the pinned arena;
 - has: the same engine, but each chunk waits for its bubble, what is left runs beside computation.
 
-Before the rounds steps run freely with ``has``: nothing waits for a commit, the host is ahead of the device,
-as in a job. Every row is shown on standard error when it is measured.
+Before the rounds steps run freely with ``has``: nothing waits for a commit, the host is ahead of
+the device, as in a job. Every row is shown on standard error when it is measured.
 
 Copied are the bytes that one of ``--dp`` replicas keeps: its shard of the state and a copy of its
 neighbour's. Each way is checked once, byte by byte. Waits keep their full length whatever happened
-before them, so no delay is hidden; checksums and commit, which take host time only, are not part of it.
-A shape that does not fit gets fewer layers, and the result says so.
+before them, so no delay is hidden; checksums and commit, which take host time only, are not part of
+it. A shape that does not fit gets fewer layers, and the result says so.
 
-``--self-test`` runs all of it with a tiny shape, on the CPU or, with ``--device sim``, on the simulated
-device of the tests; its times mean nothing.
+``--self-test`` runs all of it with a tiny shape, on the CPU or, with ``--device sim``, on the
+simulated device of the tests; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ SHM_RESERVE = 1.1
 CHECK_STEPS = 20
 
 
-# --- measuring ---------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def fitting_stage(
@@ -96,19 +97,24 @@ def fitting_stage(
                 stage.backward(number)
             return stage, times, wanted
         except (torch.cuda.OutOfMemoryError, OutOfMemoryError) as error:
-            progress(f"{config.name}: {layers} of {wanted} layers do not fit: {str(error).splitlines()[0]}")
+            progress(
+                f"{config.name}: {layers} of {wanted} layers do not fit: "
+                f"{str(error).splitlines()[0]}"
+            )
         # Not in the handler: the error's traceback holds the tensors.
         stage = None
         device.free_unused()
     raise SystemExit(
-        f"{config.name}: not even {layers} of {wanted} layers fit; lower --seq or --micro-batch, raise --pp "
+        f"{config.name}: not even {layers} of {wanted} layers fit; lower --seq or --micro-batch, "
+        "raise --pp "
         f"or --dp, or give a larger --shm"
     )
 
 
 def _check_host_memory(options: argparse.Namespace, stage: Stage) -> None:
     version = stage.parameters * BYTES_PER_PARAMETER * (1 + options.copies) / options.dp
-    # Arenas; on the host also what a version is compared with and, if it is measured, the copy of "host".
+    # Arenas; on the host also what a version is compared with and, if it is measured, the copy of
+    # "host".
     others = 1 + ("host" in options.variants)
     for wanted, free in (
         (ARENAS * version, free_bytes(options.shm)),
@@ -118,7 +124,9 @@ def _check_host_memory(options: argparse.Namespace, stage: Stage) -> None:
             raise OutOfMemoryError(f"{wanted / MIB:.0f} MiB of snapshot, {free / MIB:.0f} free")
 
 
-def run_rounds(replay: Replay, savers: Sequence[NoSaver], rounds: int) -> dict[str, dict[str, list[float]]]:
+def run_rounds(
+    replay: Replay, savers: Sequence[NoSaver], rounds: int
+) -> dict[str, dict[str, list[float]]]:
     """Steps and rates of every saver, one step of each per round, in random order."""
     found: dict[str, dict[str, list[float]]] = {s.name: {"secs": [], "rates": []} for s in savers}
     order = np.random.default_rng(0)
@@ -126,7 +134,9 @@ def run_rounds(replay: Replay, savers: Sequence[NoSaver], rounds: int) -> dict[s
         for index in order.permutation(len(savers)):
             saver = savers[index]
             secs = replay.step(saver)
-            progress(f"round {number}: {saver.name} {secs:.4f} s, {(saver.rate() or 0.0) / 1e9:.1f} GB/s")
+            progress(
+                f"round {number}: {saver.name} {secs:.4f} s, {(saver.rate() or 0.0) / 1e9:.1f} GB/s"
+            )
             if not number:
                 continue  # a warm-up round
             found[saver.name]["secs"].append(secs)
@@ -136,7 +146,9 @@ def run_rounds(replay: Replay, savers: Sequence[NoSaver], rounds: int) -> dict[s
     return found
 
 
-def run_freely(replay: Replay, production: Production, steps: int, rounds: int = 3) -> dict[str, Any]:
+def run_freely(
+    replay: Replay, production: Production, steps: int, rounds: int = 3
+) -> dict[str, Any]:
     """Steps in a row with a version each, as a job makes them, against as many without."""
     alone, secs, committed, causes = [], [], 0, set[str]()
     for number in range(rounds):
@@ -145,7 +157,10 @@ def run_freely(replay: Replay, production: Production, steps: int, rounds: int =
         secs.append(replay.run(free, steps))
         committed += free.committed()
         causes |= {str(r.given_up) for r in free.requests if r.given_up}
-        progress(f"free round {number}: {alone[-1]:.4f} s alone, {secs[-1]:.4f} s with a version every step")
+        progress(
+            f"free round {number}: {alone[-1]:.4f} s alone, {secs[-1]:.4f} s with a version "
+            "every step"
+        )
     return {
         "versions": rounds * steps,
         "committed": committed,
@@ -171,10 +186,13 @@ def check(
     """
     for saver in savers:
         wrong = None
-        for _ in range(CHECK_STEPS):  # on a busy machine a version may be given up before it has begun
+        # on a busy machine a version may be given up before it has begun
+        for _ in range(CHECK_STEPS):
             replay.device.synchronize()
             sampled = options.samples and isinstance(saver, WorkerSaver)
-            expected: Any = production.sampled(version, options.samples) if sampled else version.expected()
+            expected: Any = (
+                production.sampled(version, options.samples) if sampled else version.expected()
+            )
             replay.step(saver)
             wrong = saver.differing(expected)
             if wrong is not None or saver.name == NONE:
@@ -184,7 +202,9 @@ def check(
         if wrong is None:
             raise SystemExit(f"{saver.name}: {CHECK_STEPS} versions in a row were given up")
         if wrong:
-            raise SystemExit(f"{saver.name}: {wrong} of {version.nbytes} bytes are not those of the state")
+            raise SystemExit(
+                f"{saver.name}: {wrong} of {version.nbytes} bytes are not those of the state"
+            )
 
 
 def measure_model(
@@ -217,7 +237,9 @@ def measure_model(
                     replay.step(saver)
             check(options, replay, version, production, savers)
             progress(f"{config.name}: the bytes of every way are those of the state")
-            free = run_freely(replay, production, options.free_steps) if options.free_steps else None
+            free = (
+                run_freely(replay, production, options.free_steps) if options.free_steps else None
+            )
             progress(f"{config.name}, free: {json.dumps(free)}")
             found = run_rounds(replay, savers, options.rounds)
         measured = production.pacer.plan
@@ -254,7 +276,9 @@ def measure_model(
         "variants": {
             name: {
                 "step_secs": estimate(f["secs"]).to_json(),
-                "overhead": estimate([(s - p) / p for s, p in zip(f["secs"], plain, strict=True)]).to_json(),
+                "overhead": estimate(
+                    [(s - p) / p for s, p in zip(f["secs"], plain, strict=True)]
+                ).to_json(),
                 "versions": len(f["rates"]),
                 "d2h_bytes_per_sec": rates.get(name),
                 "d2h_of_link": rates[name] / link if name in rates else None,
@@ -265,7 +289,10 @@ def measure_model(
 
 
 def make_savers(
-    options: argparse.Namespace, version: Version, production: Production, thread: ThreadPoolExecutor
+    options: argparse.Namespace,
+    version: Version,
+    production: Production,
+    thread: ThreadPoolExecutor,
 ) -> list[NoSaver]:
     known: dict[str, Callable[[], NoSaver]] = {
         "host": lambda: HostSaver(version, thread),
@@ -281,7 +308,7 @@ VARIANTS = ("blocking", "host", "host_device", "has")
 DEVICES = {"cuda": GpuDevice, "sim": SimulatedDevice, "cpu": HostDevice}
 
 
-# --- result ------------------------------------------------------------------------------------------
+# --- result ---------------------------------------------------------------------------------------
 
 
 def goals(models: Sequence[dict[str, Any]]) -> dict[str, bool]:
@@ -308,14 +335,21 @@ def table(result: dict[str, Any]) -> str:
         + ("; SELF TEST: the times mean nothing" if result["self_test"] else ""),
     ]
     for m in result["models"]:
-        scaled = "" if m["layers"] == m["layers_wanted"] else f" (SCALED DOWN from {m['layers_wanted']})"
+        scaled = (
+            "" if m["layers"] == m["layers_wanted"] else f" (SCALED DOWN from {m['layers_wanted']})"
+        )
         lines += [
             "",
-            f"{m['model']}, stage {result['stage']} of {result['pp']}, {m['layers']} layers{scaled}, "
-            f"{m['parameters'] / 1e6:.0f}M parameters; a snapshot has {m['snapshot_bytes'] / MIB:.0f} MiB",
-            f"forward {m['forward_secs'] * 1e3:.2f} ms, backward {m['backward_secs'] * 1e3:.2f} ms, "
-            f"optimizer {m['optimizer_secs'] * 1e3:.2f} ms, idle {m['idle_secs'] * 1e3:.1f} ms of a step; "
-            f"link {m['link_bytes_per_sec'] / 1e9:.1f} GB/s; snapshots are {m['hbm_snapshot_share']:.2%} of "
+            f"{m['model']}, stage {result['stage']} of {result['pp']}, {m['layers']} "
+            f"layers{scaled}, "
+            f"{m['parameters'] / 1e6:.0f}M parameters; a snapshot has "
+            f"{m['snapshot_bytes'] / MIB:.0f} MiB",
+            f"forward {m['forward_secs'] * 1e3:.2f} ms, backward {m['backward_secs'] * 1e3:.2f} "
+            "ms, "
+            f"optimizer {m['optimizer_secs'] * 1e3:.2f} ms, idle {m['idle_secs'] * 1e3:.1f} ms of "
+            "a step; "
+            f"link {m['link_bytes_per_sec'] / 1e9:.1f} GB/s; snapshots are "
+            f"{m['hbm_snapshot_share']:.2%} of "
             f"the estimated memory traffic",
             m["plan"]["text"],
             f"{'':14}{'step ms':>10}{'overhead, 95 % interval':>30}{'GB/s':>8}{'of link':>9}",
@@ -340,24 +374,44 @@ def table(result: dict[str, Any]) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--models", nargs="+", default=["1.3b", "6.7b"], help="shapes (default 1.3b 6.7b)")
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--models", nargs="+", default=["1.3b", "6.7b"], help="shapes (default 1.3b 6.7b)"
+    )
     made.add_argument("--pp", type=int, default=4, help="pipeline stages (default 4)")
     made.add_argument("--stage", type=int, default=1, help="which one is replayed (default 1)")
     made.add_argument("--dp", type=int, default=4, help="replicas that share the state (default 4)")
     made.add_argument("--copies", type=int, default=1, help="neighbours' shards kept (default 1)")
     made.add_argument("--micro-batches", type=int, default=8, help="of a step (default 8)")
-    made.add_argument("--micro-batch", type=int, default=1, help="samples of a micro-batch (default 1)")
-    made.add_argument("--seq", type=int, help="tokens of a sample (default: the shape's)")
-    made.add_argument("--chunk-bytes", type=int, default=16 * MIB, help="unit of copying (default 16 MiB)")
     made.add_argument(
-        "--planned-bytes-per-sec", type=float, help="bandwidth to plan with (default: 90 %% of the link's)"
+        "--micro-batch", type=int, default=1, help="samples of a micro-batch (default 1)"
     )
-    made.add_argument("--rounds", type=int, default=40, help="measured steps of each way (default 40)")
-    made.add_argument("--trials", type=int, default=10, help="of the single measurements (default 10)")
-    made.add_argument("--samples", type=int, default=0, help="blocks of a version to compare (default all)")
-    made.add_argument("--free-steps", type=int, default=12, help="in a row, without waiting for commits")
-    made.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="(default all)")
+    made.add_argument("--seq", type=int, help="tokens of a sample (default: the shape's)")
+    made.add_argument(
+        "--chunk-bytes", type=int, default=16 * MIB, help="unit of copying (default 16 MiB)"
+    )
+    made.add_argument(
+        "--planned-bytes-per-sec",
+        type=float,
+        help="bandwidth to plan with (default: 90 %% of the link's)",
+    )
+    made.add_argument(
+        "--rounds", type=int, default=40, help="measured steps of each way (default 40)"
+    )
+    made.add_argument(
+        "--trials", type=int, default=10, help="of the single measurements (default 10)"
+    )
+    made.add_argument(
+        "--samples", type=int, default=0, help="blocks of a version to compare (default all)"
+    )
+    made.add_argument(
+        "--free-steps", type=int, default=12, help="in a row, without waiting for commits"
+    )
+    made.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="(default all)"
+    )
     made.add_argument("--shm", type=Path, default=Path("/dev/shm"), help="tmpfs for the arena")
     made.add_argument("--disk", type=Path, default=Path("/tmp"), help=argparse.SUPPRESS)
     made.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -378,7 +432,8 @@ def main() -> int:
     options = parse()
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
-            "has_gpu: torch finds no CUDA or ROCm device; run it where there is one, or with --self-test",
+            "has_gpu: torch finds no CUDA or ROCm device; run it where there is one, or with "
+            "--self-test",
             file=sys.stderr,
         )
         return 2
@@ -402,7 +457,10 @@ def main() -> int:
         "machine": machine(),
         "device": device.facts(),
         "software": {"python": platform.python_version(), "torch": metadata.version("torch")},
-        **{k: getattr(options, k) for k in ("pp", "stage", "dp", "copies", "micro_batches", "micro_batch")},
+        **{
+            k: getattr(options, k)
+            for k in ("pp", "stage", "dp", "copies", "micro_batches", "micro_batch")
+        },
         "models": models,
         "goals": {} if options.self_test else goals(models),
     }

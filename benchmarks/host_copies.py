@@ -1,20 +1,23 @@
-"""What one core copies and hashes in host memory: the limit of what a version, or a restore, costs there.
+"""What one core copies and hashes in host memory: the limit of what a version, or a restore, costs
+there.
 
-Source and target are larger than the caches, the target is in shared memory as an arena is. The ways take
-turns; times are the process's processor time, ratios are to ``plain`` in the same round:
+Source and target are larger than the caches, the target is in shared memory as an arena is. The
+ways take turns; times are the process's processor time, ratios are to ``plain`` in the same round:
 
 - plain: torch's copy, on one thread;
 - past_caches: reft's copy, without a checksum;
 - hash: xxh3_64 of the source, by the xxhash package;
-- copy_then_hash: past the caches, piece by piece, each hashed by the package while it is in the cache;
+- copy_then_hash: past the caches, piece by piece, each hashed by the package while it is in the
+  cache;
 - copy_and_hash: reft's one pass, as versions are copied and blocks restored;
 - copy_and_hash_sse2: the same on a processor without AVX2;
 - mapped_anew: the same from a file that is mapped for it, as a restore reads an arena;
 - written_to_file: to a new file in shared memory, as a newcomer's arena is filled;
 - over_loopback: from a thread that sends to one that receives, both counted.
 
-Then ``memmove`` and the loops that copy, hash and look for NaN, in GB/s, by where the target lies in its page
-relative to the source, ``(target - source) mod 4096``: one of them may be slow where they lie alike.
+Then ``memmove`` and the loops that copy, hash and look for NaN, in GB/s, by where the target lies
+in its page relative to the source, ``(target - source) mod 4096``: one of them may be slow where
+they lie alike.
 
     python benchmarks/host_copies.py [--json] [--mib 512] [--rounds 9]
 """
@@ -109,10 +112,12 @@ def send_over_loopback(target: memoryview, source: memoryview) -> None:
 def ways(
     target: torch.Tensor, source: torch.Tensor, folder: Path, fd: int
 ) -> dict[str, Callable[[], object]]:
-    """Each copies or hashes all bytes, block by block as versions are cut. ``fd``: a file that holds them."""
+    """Each copies or hashes all bytes, block by block as versions are cut. ``fd``: a file that
+    holds them."""
     to, at, nbytes = target.data_ptr(), source.data_ptr(), source.numel()
     blocks = [
-        find_ranges([(to + x, at + x, min(BLOCK_BYTES, nbytes - x))]) for x in range(0, nbytes, BLOCK_BYTES)
+        find_ranges([(to + x, at + x, min(BLOCK_BYTES, nbytes - x))])
+        for x in range(0, nbytes, BLOCK_BYTES)
     ]
     numbers = [block.copy() for block in blocks]
     for block in numbers:
@@ -191,7 +196,10 @@ def measure_alignments(nbytes: int, rounds: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for offset in OFFSETS:
         # The target stays aligned to a cache line, as blocks of an arena are; the source moves.
-        target, at = source + nbytes // PAGE_BYTES * PAGE_BYTES + 2 * PAGE_BYTES, source + PAGE_BYTES - offset
+        target, at = (
+            source + nbytes // PAGE_BYTES * PAGE_BYTES + 2 * PAGE_BYTES,
+            source + PAGE_BYTES - offset,
+        )
         row = find_ranges([(target, at, nbytes, EXPONENTS["float32"])])
         taken: dict[str, list[float]] = {name: [] for name in ("memmove", *LOOPS)}
         for _ in range(rounds):
@@ -204,7 +212,10 @@ def measure_alignments(nbytes: int, rounds: int) -> dict[str, dict[str, Any]]:
                     hasher.copy(row)
                 secs.append(max(time.process_time() - began, 1e-9))
                 hasher.take()
-        rates = {name: estimate([nbytes / s / 1e9 for s in secs]).to_json() for name, secs in taken.items()}
+        rates = {
+            name: estimate([nbytes / s / 1e9 for s in secs]).to_json()
+            for name, secs in taken.items()
+        }
         found[str(offset)] = rates
     use_pieces(choose_loop())
     return found
@@ -212,13 +223,17 @@ def measure_alignments(nbytes: int, rounds: int) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     made.add_argument("--json", action="store_true", help="print JSON instead of a table")
     made.add_argument("--mib", type=int, default=512, help="MiB of the source (default 512)")
     made.add_argument("--rounds", type=int, default=9, help="(default 9)")
     made.add_argument("--shm", type=Path, default=Path("/dev/shm"), help="tmpfs of the target")
-    made.add_argument("--quick", action="store_true", help="little memory and few rounds: for the tests")
+    made.add_argument(
+        "--quick", action="store_true", help="little memory and few rounds: for the tests"
+    )
     options = made.parse_args()
     nbytes, rounds = (8 * MIB + 123, 2) if options.quick else (options.mib * MIB, options.rounds)
     found = measure(nbytes, rounds, options.shm)
@@ -239,11 +254,13 @@ def main() -> int:
         ratio = way["secs_to_plain"]
         low, high = ratio["ci95"]
         print(
-            f"{name:20}{way['bytes_per_sec'] / 1e9:6.1f} GB/s, {ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
+            f"{name:20}{way['bytes_per_sec'] / 1e9:6.1f} GB/s, {ratio['median']:.2f} [{low:.2f}, "
+            f"{high:.2f}]"
         )
     for offset, rates in alignments.items():
         shown = (
-            f"{name} {r['median']:.1f} [{r['ci95'][0]:.1f}, {r['ci95'][1]:.1f}]" for name, r in rates.items()
+            f"{name} {r['median']:.1f} [{r['ci95'][0]:.1f}, {r['ci95'][1]:.1f}]"
+            for name, r in rates.items()
         )
         print(f"offset {offset:>4}: {', '.join(shown)} GB/s")
     return 0

@@ -51,7 +51,9 @@ class EventReader:
         self._offsets[path.name] = offset + end
         for line in data[:end].splitlines():
             fields = json.loads(line)
-            yield Event(fields.pop("event"), fields.pop("time"), fields.pop("rank", rank), pid, fields)
+            yield Event(
+                fields.pop("event"), fields.pop("time"), fields.pop("rank", rank), pid, fields
+            )
 
 
 @dataclass
@@ -61,16 +63,19 @@ class Incarnation:
     number: int  # 1 for the first; 0 where reft is not attached
     nodes: dict[int, str] = field(default_factory=dict)  # node id of every rank
     tolerance: int | None = None  # node losses that it survives
-    ready: dict[int, float] = field(default_factory=dict)  # when each rank had loaded and began to train
+    # when each rank had loaded and began to train
+    ready: dict[int, float] = field(default_factory=dict)
     # times at which each step was done, by rank
     steps: dict[int, dict[int, float]] = field(default_factory=dict)
-    losses: dict[int, str] = field(default_factory=dict)  # of the steps done in it, as ``float.hex``
+    # of the steps done in it, as ``float.hex``
+    losses: dict[int, str] = field(default_factory=dict)
     restored: dict[int, Event] = field(default_factory=dict)  # ``restored`` events by rank
     # ``recovered`` events, by node: the parts of the recovery
     recovered: dict[str, Event] = field(default_factory=dict)
     committed: set[int] = field(default_factory=set)  # versions committed
     skipped: dict[int, str] = field(default_factory=dict)  # causes of versions given up, by step
-    counters: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # newest counters of every rank
+    # newest counters of every rank
+    counters: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def last_step(self) -> int:
@@ -79,8 +84,8 @@ class Incarnation:
 
     @property
     def first_step_times(self) -> tuple[float, float]:
-        """When its first step was done on the first, and on the last rank that got so far. Raises ValueError:
-        it did no step."""
+        """When its first step was done on the first, and on the last rank that got so far. Raises
+        ValueError: it did no step."""
         times = self.steps[min(self.steps)].values()
         return min(times), max(times)
 
@@ -145,12 +150,15 @@ class History:
 
 
 def failure_to_step(life: Incarnation, failed_at: float) -> dict[str, float]:
-    """Seconds from the failure to the first step in their parts, as the node saw it that took longest:
-    ``detection`` (until its launcher saw that a trainer had failed) and those of
+    """Seconds from the failure to the first step in their parts, as the node saw it that took
+    longest: ``detection`` (until its launcher saw that a trainer had failed) and those of
     :data:`reft.node.report.PARTS`. Empty: no node that saw the failure is left."""
     seen = [e for e in life.recovered.values() if e.fields["failed_unix_secs"] is not None]
     if not seen:
         return {}
     last = max(seen, key=lambda event: event.time)
     detection = max(0.0, float(last.fields["failed_unix_secs"]) - failed_at)
-    return {"detection": detection, **{name: float(secs) for name, secs in last.fields["secs"].items()}}
+    return {
+        "detection": detection,
+        **{name: float(secs) for name, secs in last.fields["secs"].items()},
+    }

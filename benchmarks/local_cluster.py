@@ -43,8 +43,9 @@ EXTENSIONS = Path(__file__).resolve().parents[1] / "build" / "torch_extensions"
 def use_own_extensions() -> None:
     """Have torch compile operators into a folder of this checkout, unless the user has named one.
 
-    Jobs that are killed leave a lock on what they were building. Under plain torchrun every later job waits
-    for it without end: here it is removed, since only tests and benchmarks build there."""
+    Jobs that are killed leave a lock on what they were building. Under plain torchrun every later
+    job waits for it without end: here it is removed, since only tests and benchmarks build
+    there."""
     if os.environ.setdefault(ENV_EXTENSIONS, str(EXTENSIONS)) != str(EXTENSIONS):
         return
     for lock, _ in abandoned_locks():
@@ -63,7 +64,8 @@ class KillKind(StrEnum):
 
 @dataclass
 class LocalNode:
-    """One node: a launcher and what it started. A replacement has the same index and one more generation."""
+    """One node: a launcher and what it started. A replacement has the same index and one more
+    generation."""
 
     index: int
     generation: int
@@ -91,7 +93,8 @@ class LocalCluster:
     """Several nodes and a rendezvous on this machine. Use it as a context manager: nothing of it is
     left when it ends."""
 
-    command: Sequence[str]  # what to train: ``["script.py", ARGS...]`` or ``["-m", "module", ARGS...]``
+    # what to train: ``["script.py", ARGS...]`` or ``["-m", "module", ARGS...]``
+    command: Sequence[str]
     directory: Path  # for logs
     nodes: int = 2  # number of nodes
     procs_per_node: int = 1  # trainers per node
@@ -123,7 +126,10 @@ class LocalCluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -154,7 +160,9 @@ class LocalCluster:
         assert self.rendezvous.stdout is not None
         line = self.rendezvous.stdout.readline()
         if not line:
-            raise LocalClusterError(f"reft rendezvous did not start: {self.directory / 'rendezvous.log'}")
+            raise LocalClusterError(
+                f"reft rendezvous did not start: {self.directory / 'rendezvous.log'}"
+            )
         self.endpoint = json.loads(line)["endpoint"]
 
     def start_node(self, index: int) -> LocalNode:
@@ -188,7 +196,12 @@ class LocalCluster:
         return [
             *("-m", "reft.job.launch"),
             *("--nnodes", str(self.nodes), "--nproc-per-node", str(self.procs_per_node)),
-            *("--rdzv-backend", "etcd-v3" if self.etcd else "c10d", "--rdzv-endpoint", self.endpoint),
+            *(
+                "--rdzv-backend",
+                "etcd-v3" if self.etcd else "c10d",
+                "--rdzv-endpoint",
+                self.endpoint,
+            ),
             *("--rdzv-id", self.job_id),
             *("--local-addr", "127.0.0.1", "--node-id", name, "--memory-dir", str(memory_dir)),
             *self.options,
@@ -254,7 +267,8 @@ class LocalCluster:
                 codes[index] = node.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired as error:
                 raise LocalClusterError(
-                    f"{node.node_id} still runs after {timeout_secs:.0f} s:\n{self.log(index)[-3000:]}"
+                    f"{node.node_id} still runs after {timeout_secs:.0f} "
+                    f"s:\n{self.log(index)[-3000:]}"
                 ) from error
         return codes
 
@@ -264,7 +278,8 @@ class LocalCluster:
         while not condition():
             if time.monotonic() > deadline:
                 logs = "\n".join(
-                    f"--- {n.node_id}\n{n.log_path.read_text(errors='replace')[-2000:]}" for n in self.history
+                    f"--- {n.node_id}\n{n.log_path.read_text(errors='replace')[-2000:]}"
+                    for n in self.history
                 )
                 raise LocalClusterError(f"waited {timeout_secs:.0f} s for {what}\n{logs}")
             time.sleep(_POLL_SECS)
@@ -327,7 +342,8 @@ class LocalCluster:
 
 
 def free_port() -> int:
-    """Below the ports that the kernel gives to connections: free again when the store is started anew."""
+    """Below the ports that the kernel gives to connections: free again when the store is started
+    anew."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -1,19 +1,22 @@
-"""What a version in memory costs beside a plain copy of the same bytes, in core seconds and in time.
+"""What a version in memory costs beside a plain copy of the same bytes, in core seconds and in
+time.
 
-One DeepSpeed engine trains throughout; the ranks are as many as the machine has cores, so that nothing is
-free. Units of a few steps alternate, each saver's between two units without saving::
+One DeepSpeed engine trains throughout; the ranks are as many as the machine has cores, so that
+nothing is free. Units of a few steps alternate, each saver's between two units without saving::
 
     none · copy · none · reft · none · copy · ...
 
-- copy: the training thread copies the bytes that reft keeps of this rank into touched shared memory, and
-  nothing else: no checksum, no second version, no word to anybody;
+- copy: the training thread copies the bytes that reft keeps of this rank into touched shared
+  memory, and nothing else: no checksum, no second version, no word to anybody;
 - reft: a version every step, copied, hashed, sealed and committed, with a daemon beside every rank;
-- with ``--peers DIR``, which ``make peers`` fills: DLRover's flash checkpoint into memory, NVIDIA's local
-  checkpoint with a replica, and torch's ``async_save``, before every step (``peers/savers.py``).
+- with ``--peers DIR``, which ``make peers`` fills: DLRover's flash checkpoint into memory, NVIDIA's
+  local checkpoint with a replica, and torch's ``async_save``, before every step
+  (``peers/savers.py``).
 
-A unit ends when its last version is complete, so that work in the background is charged to the unit it
-belongs to. Per version and rank: *extra seconds* by which the steps took longer than the units on both
-sides, and *core seconds* of all threads of the rank and of its daemon above those of the neighbours.
+A unit ends when its last version is complete, so that work in the background is charged to the unit
+it belongs to. Per version and rank: *extra seconds* by which the steps took longer than the units
+on both sides, and *core seconds* of all threads of the rank and of its daemon above those of the
+neighbours.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ RATIOS = {
 }
 
 
-# --- a rank ------------------------------------------------------------------------------------------
+# --- a rank ---------------------------------------------------------------------------------------
 
 
 def _core_secs(pid: int) -> float:
@@ -172,7 +175,9 @@ class Rank:
             made.append(self.unit(name))
             if self.is_first:
                 secs = made[-1]["secs"] / self.options.span
-                progress(f"{number}: {name}: {secs:.3f} s, {sum(made[-1]['cores'].values()):.3f} core s")
+                progress(
+                    f"{number}: {name}: {secs:.3f} s, {sum(made[-1]['cores'].values()):.3f} core s"
+                )
         return made[len(order) :]
 
 
@@ -190,7 +195,9 @@ def run_rank(options: argparse.Namespace) -> None:
             "units": units,
             "optimizer": type(rank.engine.optimizer).__name__,
             "device": device_name(),
-            "snapshots": {key: stats[key] for key in ("taken", "committed", "skipped", "tier_bytes")},
+            "snapshots": {
+                key: stats[key] for key in ("taken", "committed", "skipped", "tier_bytes")
+            },
         },
     )
     rank.session.close()
@@ -198,7 +205,7 @@ def run_rank(options: argparse.Namespace) -> None:
     leave_worker()
 
 
-# --- evaluation --------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def evaluate_saver(ranks: Sequence[Mapping[str, Any]], name: str, span: int) -> dict[str, Any]:
@@ -215,11 +222,15 @@ def evaluate_saver(ranks: Sequence[Mapping[str, Any]], name: str, span: int) -> 
 
         extra.append(max(above(r, lambda u: u["steps_secs"]) for r in per_rank))
         drained.append(max(above(r, lambda u: u["secs"]) for r in per_rank))
-        cores.append(statistics.mean(above(r, lambda u: sum(u["cores"].values())) for r in per_rank))
+        cores.append(
+            statistics.mean(above(r, lambda u: sum(u["cores"].values())) for r in per_rank)
+        )
         names = {thread for r in per_rank for thread in r[at]["cores"]}
         threads.append(
             {
-                t: statistics.mean(above(r, lambda u, t=t: u["cores"].get(t, 0.0)) for r in per_rank)
+                t: statistics.mean(
+                    above(r, lambda u, t=t: u["cores"].get(t, 0.0)) for r in per_rank
+                )
                 for t in names
             }
         )
@@ -233,9 +244,14 @@ def evaluate_saver(ranks: Sequence[Mapping[str, Any]], name: str, span: int) -> 
         "extra_secs_of_rounds": [round(value, 4) for value in extra],
         "core_secs_per_version": estimate(cores).to_json(),
         "core_secs_of_rounds": [round(value, 4) for value in cores],
-        "core_secs_by_thread": {t: statistics.median(row.get(t, 0.0) for row in threads) for t in known},
+        "core_secs_by_thread": {
+            t: statistics.median(row.get(t, 0.0) for row in threads) for t in known
+        },
         "stages": {
-            s: [statistics.median(u["stages"].get(s, (0.0, 0.0))[i] / span for u in mine) for i in (0, 1)]
+            s: [
+                statistics.median(u["stages"].get(s, (0.0, 0.0))[i] / span for u in mine)
+                for i in (0, 1)
+            ]
             for s in stages
         },
     }
@@ -253,12 +269,15 @@ def evaluate(options: argparse.Namespace, ranks: Sequence[Mapping[str, Any]]) ->
     result["savers"] = savers
     ratio = result["core_ratio_to_copy"] = _ratio(savers[REFT], savers[COPY], "core_secs_of_rounds")
     result["goals"] = {
-        "core_seconds_at_most_1_3_of_a_copy": ratio is not None and ratio["median"] <= GOAL_CORE_RATIO
+        "core_seconds_at_most_1_3_of_a_copy": ratio is not None
+        and ratio["median"] <= GOAL_CORE_RATIO
     }
     return result
 
 
-def _ratio(mine: Mapping[str, Any], theirs: Mapping[str, Any], figure: str) -> dict[str, Any] | None:
+def _ratio(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], figure: str
+) -> dict[str, Any] | None:
     """Of a figure, in pairs of one round."""
     # A round that was disturbed may have cost nothing, or less: it says nothing about the ratio.
     ratios = [a / b for a, b in zip(mine[figure], theirs[figure], strict=True) if b > 0]
@@ -269,19 +288,23 @@ def table(result: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [*head_lines(result), f"plain step {result['plain_step_secs']['median']:.3f} s", ""]
     lines.append(
-        f"{'per version and rank':22}{'MiB':>8}{'extra s':>10}{'drained':>9}{'core s':>9}{'95 %':>20}"
+        f"{'per version and rank':22}{'MiB':>8}{'extra s':>10}"
+        f"{'drained':>9}{'core s':>9}{'95 %':>20}"
     )
     for name, saver in result["savers"].items():
         core = saver["core_secs_per_version"]
         low, high = core["ci95"]
         lines.append(
-            f"{name:22}{saver['bytes_per_rank'] / MIB:8.0f}{saver['extra_secs_per_step']['median']:10.3f}"
+            f"{name:22}{saver['bytes_per_rank'] / MIB:8.0f}"
+            f"{saver['extra_secs_per_step']['median']:10.3f}"
             f"{saver['extra_secs_per_step_with_drain']['median']:9.3f}{core['median']:9.3f}"
             f"{f'[{low:.3f}, {high:.3f}]':>20}"
         )
     for name, saver in result["savers"].items():
         threads = saver["core_secs_by_thread"].items()
-        lines.append(f"{name}, core s: " + ", ".join(f"{t} {v:.3f}" for t, v in threads if abs(v) >= 5e-4))
+        lines.append(
+            f"{name}, core s: " + ", ".join(f"{t} {v:.3f}" for t, v in threads if abs(v) >= 5e-4)
+        )
     for stage, (wall, cpu) in result["savers"][REFT]["stages"].items():
         lines.append(f"  {stage:28}{wall:9.4f} s, {cpu:.4f} s of a core")
     for key, what in RATIOS.items():

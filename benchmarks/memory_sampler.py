@@ -42,14 +42,18 @@ class MemorySampler:
             self._samples.append((now, private, _files_by_folder(self._shm)))
 
     def peak_private(self, begin: float, end: float) -> int | None:
-        """Most private (anonymous) memory of all ranks together between two ``time.monotonic()``."""
+        """Most private (anonymous) memory of all ranks together between two
+        ``time.monotonic()``."""
         seen = [sum(private) for at, private, _ in self._samples if begin <= at <= end]
         return max(seen, default=None)
 
     def peak_files(self, prefix: str) -> int:
         """Most bytes of tmpfs seen in folders whose name begins with ``prefix``."""
         return max(
-            (sum(n for name, n in files.items() if name.startswith(prefix)) for _, _, files in self._samples),
+            (
+                sum(n for name, n in files.items() if name.startswith(prefix))
+                for _, _, files in self._samples
+            ),
             default=0,
         )
 

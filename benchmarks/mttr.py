@@ -2,21 +2,21 @@
 
     .venv/bin/python benchmarks/mttr.py --json
 
-The same job, PP2 x DP2, every rank on a node of its own, runs in turns under ``reft launch`` and under
-``torchrun`` with a DeepSpeed checkpoint every 10 steps; with ``--peers DIR``, which ``make peers`` fills,
-also under ``torchrun`` with a replicated local checkpoint of NVIDIA's every step (DP2 alone: it keeps
-replicas by rank). In every turn it is killed so many times in each way:
+The same job, PP2 x DP2, every rank on a node of its own, runs in turns under ``reft launch`` and
+under ``torchrun`` with a DeepSpeed checkpoint every 10 steps; with ``--peers DIR``, which ``make
+peers`` fills, also under ``torchrun`` with a replicated local checkpoint of NVIDIA's every step
+(DP2 alone: it keeps replicas by rank). In every turn it is killed so many times in each way:
 
 - ``trainer``: SIGKILL of one trainer; its node lives;
 - ``node_spare``: SIGKILL of every process of a node, its memory is gone, and a spare node waits;
 - ``node_replaced``: the same without a spare; a new node is started at the moment of the kill.
 
-The time runs from the kill to the end of the first step after it, on the last rank. Under torchrun the
-steps since the checkpoint are lost as well (``lost_steps``), which is not in that time. A step that is done
-again must have the same loss; ``differing_steps`` counts those that did not.
+The time runs from the kill to the end of the first step after it, on the last rank. Under torchrun
+the steps since the checkpoint are lost as well (``lost_steps``), which is not in that time. A step
+that is done again must have the same loss; ``differing_steps`` counts those that did not.
 
-All nodes are on this one machine: what every node does by itself on a cluster, such as importing torch,
-shares these cores here.
+All nodes are on this one machine: what every node does by itself on a cluster, such as importing
+torch, shares these cores here.
 """
 
 from __future__ import annotations
@@ -45,9 +45,32 @@ SPARE_GOAL_SECS, TORCHRUN_GOAL = 2.0, 3.0
 def trainer_arguments(options: argparse.Namespace) -> list[str]:
     """Of ``examples.llama``: the tiny model, for as long as it is let."""
     return [
-        *("--model", "tiny", "--pp", str(options.pp), "--dp", str(options.dp), "--zero", str(options.zero)),
-        *("--dtype", options.dtype, "--seq", str(options.seq), "--micro-batch", str(options.micro_batch)),
-        *("--micro-batches", str(options.micro_batches), "--steps", "1000000", "--decay-steps", "1000"),
+        *(
+            "--model",
+            "tiny",
+            "--pp",
+            str(options.pp),
+            "--dp",
+            str(options.dp),
+            "--zero",
+            str(options.zero),
+        ),
+        *(
+            "--dtype",
+            options.dtype,
+            "--seq",
+            str(options.seq),
+            "--micro-batch",
+            str(options.micro_batch),
+        ),
+        *(
+            "--micro-batches",
+            str(options.micro_batches),
+            "--steps",
+            "1000000",
+            "--decay-steps",
+            "1000",
+        ),
         *("--dropout", "0.1"),
     ]
 
@@ -97,7 +120,9 @@ def take_turn(
         for number in range(first, first + options.kills_per_turn):
             job.run_for(options.settle_secs)
             found.append(kill_once(job, kind, number))
-            progress(f"[{kind}] {system}: {found[-1].secs:.2f} s, {found[-1].lost_steps} steps lost")
+            progress(
+                f"[{kind}] {system}: {found[-1].secs:.2f} s, {found[-1].lost_steps} steps lost"
+            )
         job.run_for(1.0)
     return found, job.differing_steps()
 
@@ -114,7 +139,12 @@ def measure(options: argparse.Namespace, space: Any) -> dict[str, Any]:
                 shm = space.shm / folder.name
                 shm.mkdir()
                 made, bad = take_turn(
-                    options, system, kind, folder=folder, shm=shm, first=turn * options.kills_per_turn
+                    options,
+                    system,
+                    kind,
+                    folder=folder,
+                    shm=shm,
+                    first=turn * options.kills_per_turn,
                 )
                 found[kind, system] += made
                 differing[system] += len(bad)
@@ -159,7 +189,9 @@ def table(result: Mapping[str, Any]) -> str:
     for kind, way in result["ways"].items():
         for system in result["differing_steps"]:
             secs = way[system]["failure_to_step_secs"]
-            parts = ", ".join(f"{name} {value:.1f}" for name, value in way[system]["parts_secs"].items())
+            parts = ", ".join(
+                f"{name} {value:.1f}" for name, value in way[system]["parts_secs"].items()
+            )
             lines.append(
                 f"{kind:14} {system:9} {secs['median']:6.1f} s "
                 f"({secs['ci95'][0]:.1f} to {secs['ci95'][1]:.1f}), "
@@ -173,17 +205,32 @@ def main() -> None:
     made = parser(__doc__ or "")
     made.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="ways to fail")
     made.add_argument("--kills", type=int, default=10, help="of each kind and system (default 10)")
-    made.add_argument("--kills-per-turn", type=int, default=5, help="before the other's turn (default 5)")
-    made.add_argument("--settle-secs", type=float, default=20.0, help="training between kills (default 20)")
-    made.add_argument("--save-interval", type=int, default=10, help="steps, under torchrun (default 10)")
-    made.add_argument("--procs-per-node", type=int, default=1, help="trainers of a node (default 1)")
+    made.add_argument(
+        "--kills-per-turn", type=int, default=5, help="before the other's turn (default 5)"
+    )
+    made.add_argument(
+        "--settle-secs", type=float, default=20.0, help="training between kills (default 20)"
+    )
+    made.add_argument(
+        "--save-interval", type=int, default=10, help="steps, under torchrun (default 10)"
+    )
+    made.add_argument(
+        "--procs-per-node", type=int, default=1, help="trainers of a node (default 1)"
+    )
     made.add_argument("--peers", type=Path, help="folder of NVIDIA's packages: it is measured too")
     made.set_defaults(pp=2, seq=64, micro_batch=2, micro_batches=4)
     options = made.parse_args()
     if options.quick:
-        options.kinds, options.kills, options.kills_per_turn, options.settle_secs = ["trainer"], 1, 1, 2.0
+        options.kinds, options.kills, options.kills_per_turn, options.settle_secs = (
+            ["trainer"],
+            1,
+            1,
+            2.0,
+        )
     if options.kills % options.kills_per_turn:
-        made.error(f"--kills {options.kills} is no multiple of --kills-per-turn {options.kills_per_turn}")
+        made.error(
+            f"--kills {options.kills} is no multiple of --kills-per-turn {options.kills_per_turn}"
+        )
     with scratch(options) as space:
         result = {**facts("mttr", options), "spares": 1, **measure(options, space)}
     print(json.dumps(result, indent=2) if options.json else table(result))

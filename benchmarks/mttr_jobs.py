@@ -1,5 +1,5 @@
-"""The jobs of ``mttr.py``: one that reft keeps alive; under torchrun one with DeepSpeed's checkpoints, and
-one with NVIDIA's local checkpoints."""
+"""The jobs of ``mttr.py``: one that reft keeps alive; under torchrun one with DeepSpeed's
+checkpoints, and one with NVIDIA's local checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ import json, signal, sys
 from datetime import timedelta
 from torch.distributed import TCPStore
 port = int(sys.argv[1])
-store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+timeout = timedelta(seconds=60)
+store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timeout)
 print(json.dumps({"endpoint": f"127.0.0.1:{port}"}), flush=True)
 signal.pause()
 """
@@ -30,7 +31,8 @@ _START_SECS = 240.0
 
 class TorchrunCluster(LocalCluster):
     """The same nodes under ``torchrun``. Its store is a process of its own, as reft's is, and not
-    shared with trainers, which would not meet again after a restart ("Gloo connectFullMesh failed")."""
+    shared with trainers, which would not meet again after a restart ("Gloo connectFullMesh
+    failed")."""
 
     def _environment(self, name: str) -> dict[str, str]:
         memory = str((self.memory_root or self.directory) / name)  # gone with the node
@@ -73,7 +75,8 @@ class Job:
     Args:
         system: ``reft``, ``torchrun`` or ``nvidia``.
         trainer: arguments of ``examples.llama`` without where it saves.
-        save_interval: steps between DeepSpeed's checkpoints, under torchrun; NVIDIA's are of every step.
+        save_interval: steps between DeepSpeed's checkpoints, under torchrun; NVIDIA's are of every
+            step.
         peers: folder of NVIDIA's packages.
     """
 
@@ -169,7 +172,9 @@ class Job:
                     found.setdefault(event.rank, event)
             return len(found) == self.world
 
-        self.cluster.wait_until(done, _START_SECS, f"a step on all {self.world} ranks of {self.system}")
+        self.cluster.wait_until(
+            done, _START_SECS, f"a step on all {self.world} ranks of {self.system}"
+        )
         return found
 
     def _take_in(self) -> list[Event]:

@@ -1,9 +1,11 @@
-"""How much slower one core computes while the other one copies: what no schedule of copies can hide here.
+"""How much slower one core computes while the other one copies: what no schedule of copies can hide
+here.
 
-One process multiplies matrices, another copies and hashes chunks as a snapshot does, each on its own core;
-the copying is switched on and off in turns. On real cores with memory bandwidth to spare nothing is lost.
-Virtual cores are often two threads of one core: there an idle neighbour is no free resource, but what a
-computing one lives on, and every copy in a pipeline's idle time slows the stage that computes meanwhile.
+One process multiplies matrices, another copies and hashes chunks as a snapshot does, each on its
+own core; the copying is switched on and off in turns. On real cores with memory bandwidth to spare
+nothing is lost. Virtual cores are often two threads of one core: there an idle neighbour is no free
+resource, but what a computing one lives on, and every copy in a pipeline's idle time slows the
+stage that computes meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ bytes per second that the neighbour copied meanwhile."""
 
 
 def copy_when_told(core: int, nbytes: int, on: Event, end: Event, copied: Any) -> None:
-    """The copying neighbour: into shared pages, a chunk at a time, hashed while it is in the cache."""
+    """The copying neighbour: into shared pages, a chunk at a time, hashed while it is in the
+    cache."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
@@ -61,16 +64,18 @@ def measure(nbytes: int, rounds: int = 60) -> dict[str, Any] | None:
         rounds: pairs of slices.
 
     Returns:
-        ``slowdown``: by how much of its time the computing core is slower; ``copy_bytes_per_sec`` of the
-        neighbour; ``extra_secs``: what a snapshot so costs the stage that computes meanwhile. None where
-        there is one core only, or the neighbour never ran.
+        ``slowdown``: by how much of its time the computing core is slower; ``copy_bytes_per_sec``
+        of the neighbour; ``extra_secs``: what a snapshot so costs the stage that computes
+        meanwhile. None where there is one core only, or the neighbour never ran.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         return None
     context = multiprocessing.get_context("spawn")
     on, end, copied = context.Event(), context.Event(), context.Value("q", 0, lock=False)
-    neighbour = context.Process(target=copy_when_told, args=(cores[1], nbytes, on, end, copied), daemon=True)
+    neighbour = context.Process(
+        target=copy_when_told, args=(cores[1], nbytes, on, end, copied), daemon=True
+    )
     neighbour.start()
     os.sched_setaffinity(0, {cores[0]})
     threads = torch.get_num_threads()
@@ -78,10 +83,13 @@ def measure(nbytes: int, rounds: int = 60) -> dict[str, Any] | None:
     left, right = torch.rand(_SIZE, _SIZE), torch.rand(_SIZE, _SIZE)
 
     def speed(copied_before: int | None = None) -> float:
-        """Products per second in one slice; in one that is beside the neighbour, until that has copied."""
+        """Products per second in one slice; in one that is beside the neighbour, until that has
+        copied."""
         count, began, secs = 0, time.perf_counter(), 0.0
         while (
-            not count or secs < _SLICE_SECS or (copied.value == copied_before and secs < _LONGEST_SLICE_SECS)
+            not count
+            or secs < _SLICE_SECS
+            or (copied.value == copied_before and secs < _LONGEST_SLICE_SECS)
         ):
             torch.mm(left, right)
             count += 1
@@ -113,7 +121,8 @@ def measure(nbytes: int, rounds: int = 60) -> dict[str, Any] | None:
 
 
 def summary(nbytes: int, pairs: Sequence[Pair]) -> dict[str, Any] | None:
-    """What pairs of slices say; see :func:`measure`. Those in which nothing was copied say nothing."""
+    """What pairs of slices say; see :func:`measure`. Those in which nothing was copied say
+    nothing."""
     told = [pair for pair in pairs if pair[2] > 0]
     if not told:
         return None

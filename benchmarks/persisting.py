@@ -1,7 +1,8 @@
-"""How fast a version goes from memory to storage, beside a plain copy of the same bytes to the same place.
+"""How fast a version goes from memory to storage, beside a plain copy of the same bytes to the same
+place.
 
-One node with one arena, made up. Both end with fsync; they take turns, and each version is compared with the
-copies on both sides of it. Prints JSON."""
+One node with one arena, made up. Both end with fsync; they take turns, and each version is compared
+with the copies on both sides of it. Prints JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ def commit(arena: Arena, step: int) -> None:
     entries = []
     arena.begin(
         ArenaHeader(
-            "bench", "n0", Degrees(1, 1, 1), Coordinate(0, 0, 0), VersionId(1, step), ArenaState.WRITING
+            "bench",
+            "n0",
+            Degrees(1, 1, 1),
+            Coordinate(0, 0, 0),
+            VersionId(1, step),
+            ArenaState.WRITING,
         )
     )
     for number, at in enumerate(range(0, nbytes, BLOCK_BYTES)):
@@ -71,11 +77,15 @@ def main() -> None:
         options.mib, options.rounds = 8, 2
     with scratch(options) as space:
         job = JobDir.open_or_create(space.shm, "bench", "n0", bytes(32))
-        config = ReftConfig(enabled=True, job_id="bench", persist=PersistConfig(dir=space.disk, keep=1))
+        config = ReftConfig(
+            enabled=True, job_id="bench", persist=PersistConfig(dir=space.disk, keep=1)
+        )
         blocks = options.mib * MIB // BLOCK_BYTES
         copies: list[tuple[float, float]] = []
         versions: list[tuple[float, float]] = []
-        with Arena.create(job.path / arena_name(0, 0), options.mib * MIB, blocks, bytes(32)) as arena:
+        with Arena.create(
+            job.path / arena_name(0, 0), options.mib * MIB, blocks, bytes(32)
+        ) as arena:
             words = np.frombuffer(arena.data, np.uint64)
             words[:] = np.random.default_rng(0).integers(0, 2**63, len(words), dtype=np.uint64)
             for step in range(1, options.rounds + 1):

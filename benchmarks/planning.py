@@ -1,14 +1,17 @@
-"""What it costs one rank to plan a recovery, against the size of the job: pure computation, no processes.
+"""What it costs one rank to plan a recovery, against the size of the job: pure computation, no
+processes.
 
-The job is Llama-2 34B under ZeRO-1 with one copy on the ring, one node of eight ranks lost. What the other
-ranks would send is made here with the code that would send it; what is timed is what one rank then does:
+The job is Llama-2 34B under ZeRO-1 with one copy on the ring, one node of eight ranks lost. What
+the other ranks would send is made here with the code that would send it; what is timed is what one
+rank then does:
 
-- agree: read the summaries of all ranks, sift them, and decide from the verdicts of all sharding groups;
+- agree: read the summaries of all ranks, sift them, and decide from the verdicts of all sharding
+  groups;
 - tables: unpack the block tables of its own sharding group;
 - group: judge the versions, choose the sources and cut the transfers into waves, for its own group.
 
-The rank measured is the first one of the lost node, which fetches everything. Only "agree" grows with the
-job; the rest depends on the size of the sharding group alone.
+The rank measured is the first one of the lost node, which fetches everything. Only "agree" grows
+with the job; the rest depends on the size of the sharding group alone.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from results import machine
 from reft.grid import Coordinate, Degrees, Topology, VersionId
 from reft.memory.header import ArenaHeader, ArenaState, Entry
 from reft.protect.placement import place_group
-from reft.recover.decide import GroupStatus, decide, decode_verdicts, encode_verdicts, judge, plan_decided
+from reft.recover.decide import (
+    GroupStatus,
+    decide,
+    decode_verdicts,
+    encode_verdicts,
+    judge,
+    plan_decided,
+)
 from reft.recover.inventory import (
     ArenaRecord,
     Inventory,
@@ -53,8 +63,8 @@ SHAPES = {
     "groups of 8": [Degrees(8, 8, 8), Degrees(64, 8, 8), Degrees(256, 8, 8)],
     "64 to 128 groups": [Degrees(8, 8, 8), Degrees(16, 32, 8), Degrees(16, 128, 8)],
 }
-"""512, 4,096 and 16,384 ranks: by more groups of the same size (no model of 48 layers has so many; it shows
-what the number of groups costs), and by larger groups."""
+"""512, 4,096 and 16,384 ranks: by more groups of the same size (no model of 48 layers has so many;
+it shows what the number of groups costs), and by larger groups."""
 
 
 class Job:
@@ -82,8 +92,11 @@ class Job:
         )
 
     def records(self, pp: int, tp: int) -> list[ArenaRecord]:
-        """The arenas of one sharding group that are left: two versions a rank, block tables included."""
-        plan = make_shard_plan(self._sizes, place_group(self.written.group_nodes(pp, tp), 1, 0), BLOCK_BYTES)
+        """The arenas of one sharding group that are left: two versions a rank, block tables
+        included."""
+        plan = make_shard_plan(
+            self._sizes, place_group(self.written.group_nodes(pp, tp), 1, 0), BLOCK_BYTES
+        )
         found = []
         for dp, member in enumerate(plan.members):
             entries = tuple(
@@ -93,7 +106,8 @@ class Job:
                     nbytes=placed.block.nbytes,
                     image_bytes=self._image_bytes(placed.key.section, placed.key.member),
                     arena_offset=placed.arena_offset,
-                    checksum=hash((placed.key.section, placed.key.member, placed.key.index)) % 2**63,
+                    checksum=hash((placed.key.section, placed.key.member, placed.key.index))
+                    % 2**63,
                     owner=placed.key.member == dp,
                 )
                 for placed in member.blocks
@@ -123,7 +137,9 @@ class Job:
         )
         return [
             ArenaRecord(
-                header.node, f"rank{rank % RANKS_PER_NODE}-slot{slot}.arena", replace(header, label=label)
+                header.node,
+                f"rank{rank % RANKS_PER_NODE}-slot{slot}.arena",
+                replace(header, label=label),
             )
             for slot, label in enumerate((OLD, NEW))
         ]
@@ -179,7 +195,8 @@ def measure(degrees: Degrees) -> dict[str, Any]:
         "ranks": degrees.world_size,
         "degrees": str(degrees),
         "groups": degrees.pp * degrees.tp,
-        "blocks_of_the_group": len(sources[NEW].stored or {}) or sum(map(len, sources[NEW].images.values())),
+        "blocks_of_the_group": len(sources[NEW].stored or {})
+        or sum(map(len, sources[NEW].images.values())),
         "summary_bytes": sum(map(len, told)),
         "table_bytes": sum(map(len, tables)),
         "agree_secs": steps[0] + steps[3],
@@ -207,7 +224,8 @@ def measure_all(trials: int = 3) -> dict[str, Any]:
 def table(result: Mapping[str, Any]) -> str:
     lines = [
         result["model"],
-        f"{'':20}{'ranks':>8}{'groups':>8}{'agree s':>10}{'tables s':>10}{'group s':>10}{'all s':>8}",
+        f"{'':20}{'ranks':>8}{'groups':>8}{'agree s':>10}"
+        f"{'tables s':>10}{'group s':>10}{'all s':>8}",
     ]
     for name, rows in result["shapes"].items():
         lines += [
@@ -219,8 +237,12 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--trials", type=int, default=3, help="of each size; the fastest counts (default 3)")
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--trials", type=int, default=3, help="of each size; the fastest counts (default 3)"
+    )
     made.add_argument("--json", action="store_true", help="print JSON")
     options = made.parse_args()
     result = {**measure_all(options.trials), "machine": machine()}

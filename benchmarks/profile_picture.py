@@ -3,7 +3,8 @@
     python benchmarks/profile_picture.py --out docs/profile.png
 
 Four stages under DeepSpeed's 1F1B, the outer ones with more to compute, copying a snapshot in every
-step. Simulated, so that it comes out the same everywhere; a real job's is drawn by ``reft profile --figure``.
+step. Simulated, so that it comes out the same everywhere; a real job's is drawn by ``reft profile
+--figure``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """How fast parities are encoded and lost shards decoded, against the memory's bandwidth.
 
-One trial encodes the parities of a whole sharding group from one replica, or decodes everything that lost
-members held. The bound is measured in the same round: a copy that moves as many bytes through as many
-streams. What needs more than plain XOR is decoded by a compiled loop, if reft was installed with a compiler
-("compiled" in the result), and once more with NumPy. Rounds alternate between the bound and all cases, so
-that a busy machine disturbs all alike; ratios are of one round. ``cpu`` figures count the thread's processor
-time instead of the clock's.
+One trial encodes the parities of a whole sharding group from one replica, or decodes everything
+that lost members held. The bound is measured in the same round: a copy that moves as many bytes
+through as many streams. What needs more than plain XOR is decoded by a compiled loop, if reft was
+installed with a compiler ("compiled" in the result), and once more with NumPy. Rounds alternate
+between the bound and all cases, so that a busy machine disturbs all alike; ratios are of one round.
+``cpu`` figures count the thread's processor time instead of the clock's.
 
     python benchmarks/protect.py [--json] [--quick] [--members 8] [--image-mib 768] [--rounds 15]
 """
@@ -106,7 +106,11 @@ def places() -> list[Place]:
         except ConfigError as e:
             progress(str(e))
         for name, backend in backends:
-            made.append(Place(name, backend, lambda d: on_host(d).cuda(), torch_copy, torch.cuda.synchronize))
+            made.append(
+                Place(
+                    name, backend, lambda d: on_host(d).cuda(), torch_copy, torch.cuda.synchronize
+                )
+            )
     return made
 
 
@@ -144,11 +148,13 @@ def encoding(place: Place, image: Buffer, code: Code) -> Trial:
     return Trial(f"encode {code.scheme}", run, moved)
 
 
-def decoding(what: str, image: np.ndarray, code: Code, lost_members: tuple[int, ...]) -> Trial | None:
-    """Decode every block of the lost members, on the host and stripe by stripe as a recovery does, and check
-    the bytes once; None where copies are left of all of them. What has to be moved: every block of the
-    stripes read once, every lost one written. "with NumPy": without the compiled loop. "add up": no room for
-    what arrives, it is added at once."""
+def decoding(
+    what: str, image: np.ndarray, code: Code, lost_members: tuple[int, ...]
+) -> Trial | None:
+    """Decode every block of the lost members, on the host and stripe by stripe as a recovery does,
+    and check the bytes once; None where copies are left of all of them. What has to be moved: every
+    block of the stripes read once, every lost one written. "with NumPy": without the compiled loop.
+    "add up": no room for what arrives, it is added at once."""
     blocks = BlockCode(code, len(image), _BLOCK_BYTES)
     data = {b.key: b for member in range(code.size) for b in blocks.data(member)}
     left = {key: image[b.start_bytes : b.start_bytes + b.nbytes] for key, b in data.items()}
@@ -192,8 +198,8 @@ def decode(
     *,
     stays: bool,
 ) -> list[tuple[LostBlock, np.ndarray]]:
-    """Every lost block with its bytes. Terms may stay where they are, as those in the node's own arenas and
-    those received in their room do."""
+    """Every lost block with its bytes. Terms may stay where they are, as those in the node's own
+    arenas and those received in their room do."""
     decoded: list[tuple[LostBlock, np.ndarray]] = []
     for blocks, out in zip(stripes, memory, strict=True):
         stripe = Stripe(blocks, out, Pool(0))
@@ -204,7 +210,8 @@ def decode(
 
 
 def copying(place: Place, image: Buffer, streams: int) -> Trial:
-    """The bound: half of the streams are read, the others written, in chunks as the encoder does."""
+    """The bound: half of the streams are read, the others written, in chunks as the encoder
+    does."""
     pairs = max(1, streams // 2)
     length = len(image) // 2 // pairs
     sources = [image[i * length : (i + 1) * length] for i in range(pairs)]
@@ -266,7 +273,9 @@ def measure(place: Place, image_bytes: int, members: int, rounds: int) -> list[d
     ]
 
 
-def _ratio(values: list[tuple[float, float]], base: list[tuple[float, float]], which: int) -> dict[str, Any]:
+def _ratio(
+    values: list[tuple[float, float]], base: list[tuple[float, float]], which: int
+) -> dict[str, Any]:
     return estimate([v[which] / b[which] for v, b in zip(values, base, strict=True)]).to_json()
 
 
@@ -293,10 +302,12 @@ def table(result: Mapping[str, Any]) -> str:
     lines = [
         *run_lines(result),
         f"one core, load average {result['load_average_at_end']} at the end; "
-        f"D={result['members']}, image {result['image_bytes'] / MIB:.0f} MiB, {result['rounds']} rounds; "
+        f"D={result['members']}, image {result['image_bytes'] / MIB:.0f} MiB, {result['rounds']} "
+        "rounds; "
         f"median and 95 % interval; traffic read and written",
         "",
-        f"{'backend':<13}{'what':<22}{'GB/s':>7}{'  of the bound':<24}{'GB/cpu s':>9}  of the bound",
+        f"{'backend':<13}{'what':<22}{'GB/s':>7}{'  of the bound':<24}{'GB/cpu s':>9}  of the "
+        "bound",
     ]
     for row in result["results"]:
         wall, cpu = row["of_bound"], row["of_bound_cpu"]
@@ -305,7 +316,9 @@ def table(result: Mapping[str, Any]) -> str:
             f"  {_part(wall):<22}{row['bytes_per_cpu_sec']['median'] / 1e9:9.2f}  {_part(cpu)}"
         )
     if result["device_to_host_bytes_per_sec"]:
-        lines.append(f"device to host {result['device_to_host_bytes_per_sec']['median'] / 1e9:.2f} GB/s")
+        lines.append(
+            f"device to host {result['device_to_host_bytes_per_sec']['median'] / 1e9:.2f} GB/s"
+        )
     return "\n".join(lines)
 
 
@@ -318,11 +331,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--members", type=int, default=8, help="size D of the sharding group (default 8)")
-    parser.add_argument("--image-mib", type=int, default=768, help="replicated section, MiB (default 768)")
+    parser.add_argument(
+        "--members", type=int, default=8, help="size D of the sharding group (default 8)"
+    )
+    parser.add_argument(
+        "--image-mib", type=int, default=768, help="replicated section, MiB (default 768)"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="alternations (default 15)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--quick", action="store_true", help="a small image and few rounds: for the tests")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small image and few rounds: for the tests"
+    )
     options = parser.parse_args()
     if options.quick:
         options.image_mib, options.rounds = 8, 3

@@ -9,12 +9,19 @@ import torch
 
 from reft.grid import ALIGNMENT_BYTES
 from reft.snapshot.plan import shard_cuts
-from reft.snapshot.schedule import Bandwidth, HasLimits, HasSchedule, Interval, Window, plan_schedule
+from reft.snapshot.schedule import (
+    Bandwidth,
+    HasLimits,
+    HasSchedule,
+    Interval,
+    Window,
+    plan_schedule,
+)
 from reft.state.catalogue import SectionImage
 
 NONE = "none"
 
-# --- what is copied ----------------------------------------------------------------------------------
+# --- what is copied -------------------------------------------------------------------------------
 
 
 class Version:
@@ -45,7 +52,7 @@ class Version:
         return found
 
 
-# --- ways to save ------------------------------------------------------------------------------------
+# --- ways to save ---------------------------------------------------------------------------------
 
 
 class NoSaver:
@@ -105,14 +112,17 @@ class HostSaver(NoSaver):
         return int((self.target != expected).sum())
 
 
-# --- the plan of has ---------------------------------------------------------------------------------
+# --- the plan of has ------------------------------------------------------------------------------
 
 _START = -1
 """Stands for the begin of a step that begins with computing."""
 
 
-def make_plan(nbytes: int, windows: Sequence[Window], bytes_per_sec: float, step_secs: float) -> HasSchedule:
-    """What would fit where at an assumed bandwidth, of a stage that computes wherever it does not wait."""
+def make_plan(
+    nbytes: int, windows: Sequence[Window], bytes_per_sec: float, step_secs: float
+) -> HasSchedule:
+    """What would fit where at an assumed bandwidth, of a stage that computes wherever it does not
+    wait."""
     starts = {w.position: w.stop_secs for w in windows}
     if not windows or windows[0].start_secs > 0:
         starts[_START] = 0.0

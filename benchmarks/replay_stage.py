@@ -1,9 +1,10 @@
-"""One pipeline stage on one device, replayed with the timing of 1F1B: real forward, backward and optimizer
-kernels of a Llama-2 shape, and waits in the compute stream where the stage would wait for its neighbours.
+"""One pipeline stage on one device, replayed with the timing of 1F1B: real forward, backward and
+optimizer kernels of a Llama-2 shape, and waits in the compute stream where the stage would wait for
+its neighbours.
 
-The instruction stream is DeepSpeed's ``TrainSchedule``; the waits come from ``AnalyticEstimator``, with the
-forward and backward times measured here. Sends, receives and reductions do nothing: their bytes travel over
-other links than a snapshot's.
+The instruction stream is DeepSpeed's ``TrainSchedule``; the waits come from ``AnalyticEstimator``,
+with the forward and backward times measured here. Sends, receives and reductions do nothing: their
+bytes travel over other links than a snapshot's.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class HostDevice:
 
 
 class GpuDevice(HostDevice):
-    """The current CUDA or ROCm device. A wait is a kernel that spins on one thread of one multiprocessor:
-    it holds the stream and leaves memory, copy units and the rest of the device alone."""
+    """The current CUDA or ROCm device. A wait is a kernel that spins on one thread of one
+    multiprocessor: it holds the stream and leaves memory, copy units and the rest of the device
+    alone."""
 
     name = "rocm" if torch.version.hip else "cuda"
     module: Any = torch.cuda
@@ -85,7 +87,8 @@ class GpuDevice(HostDevice):
     def _calibrate(self) -> float:
         """Cycles of ``_sleep`` per second, by the difference of two lengths: launching cancels out.
 
-        Right after products: the clock of an idle device is several times slower than that of a busy one."""
+        Right after products: the clock of an idle device is several times slower than that of a
+        busy one."""
         factor = torch.ones(4096, 4096, dtype=torch.bfloat16, device=self.device)
 
         def busy(products: int) -> None:
@@ -130,7 +133,9 @@ class GpuDevice(HostDevice):
             "name": properties.name,
             "memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
-            "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+            "runtime": f"ROCm {torch.version.hip}"
+            if torch.version.hip
+            else f"CUDA {torch.version.cuda}",
         }
 
     def peak_bytes(self) -> int | None:
@@ -222,7 +227,9 @@ class Stage:
         self.adam = torch.optim.AdamW(self.masters, lr=1e-6, fused=device.type == "cuda")
         shape = (micro_batch, config.seq_length)
         self._tokens = torch.randint(0, config.vocab_size, shape, device=device)
-        self._hidden = torch.randn((*shape, config.hidden_size), device=device, dtype=torch.bfloat16)
+        self._hidden = torch.randn(
+            (*shape, config.hidden_size), device=device, dtype=torch.bfloat16
+        )
         self._output_grad = self._hidden * 1e-3
         self._running: dict[int, torch.Tensor] = {}
 
@@ -261,8 +268,8 @@ class Stage:
         """Estimate of what a training step reads and writes in device memory.
 
         Per micro-batch and parameter 12 B: the weight is read forward and backward, its gradient is
-        written, read and added. Per micro-batch, block, token and hidden unit 34 B of activations are
-        written forward, and twice as many bytes move backward. Optimizer: 42 B a parameter.
+        written, read and added. Per micro-batch, block, token and hidden unit 34 B of activations
+        are written forward, and twice as many bytes move backward. Optimizer: 42 B a parameter.
         """
         samples, seq = self._tokens.shape
         blocks = sum(isinstance(m, LlamaBlock) for m in self.model)
@@ -276,8 +283,8 @@ class Replay:
     Args:
         stage: what computes.
         device: where.
-        windows: where the stage waits, and how long: always the full length, so that a delay is never
-            hidden in the wait that follows.
+        windows: where the stage waits, and how long: always the full length, so that a delay is
+            never hidden in the wait that follows.
     """
 
     def __init__(self, stage: Stage, device: HostDevice, windows: Sequence[Window]) -> None:
@@ -288,8 +295,8 @@ class Replay:
         self._names = tuple(name for name, _ in self._stream)
 
     def step(self, saver: NoSaver) -> float:
-        """One training step. Returns its seconds, by the device's clock, from the end of the optimizer
-        before to the end of its own."""
+        """One training step. Returns its seconds, by the device's clock, from the end of the
+        optimizer before to the end of its own."""
         device = self.device
         device.synchronize()
         begin = device.stamp()
@@ -299,8 +306,8 @@ class Replay:
         return secs
 
     def run(self, saver: NoSaver, steps: int) -> float:
-        """Steps in a row, as a job makes them: the host is ahead of the device, nothing waits for a commit.
-        Returns seconds of a step, by the device's clock."""
+        """Steps in a row, as a job makes them: the host is ahead of the device, nothing waits for a
+        commit. Returns seconds of a step, by the device's clock."""
         self.device.synchronize()
         begin = self.device.stamp()
         for _ in range(steps):
@@ -327,8 +334,8 @@ class Replay:
 
 
 def instructions(place: Place) -> Iterator[tuple[str, int]]:
-    """``(class name, micro-batch or -1)`` of every instruction of DeepSpeed's 1F1B schedule. Buffers are
-    reused in turn, so micro-batches are counted here."""
+    """``(class name, micro-batch or -1)`` of every instruction of DeepSpeed's 1F1B schedule.
+    Buffers are reused in turn, so micro-batches are counted here."""
     with redirect_stdout(sys.stderr):  # what it logs on import
         from deepspeed.runtime.pipe.schedule import TrainSchedule
 
@@ -350,7 +357,9 @@ class StageTimes:
     optimizer_secs: float
 
     def estimator(self, place: Place) -> AnalyticEstimator:
-        return AnalyticEstimator(place.stages, place.micro_batches, self.forward_secs, self.backward_secs)
+        return AnalyticEstimator(
+            place.stages, place.micro_batches, self.forward_secs, self.backward_secs
+        )
 
 
 def measure_times(stage: Stage, device: HostDevice, trials: int) -> StageTimes:

@@ -1,7 +1,8 @@
-"""Ways to save a replayed stage that are reft's own: worker, pacer, gate, arenas, checksums and commits.
+"""Ways to save a replayed stage that are reft's own: worker, pacer, gate, arenas, checksums and
+commits.
 
-One rank, alone in its job: what it votes with itself and exchanges with nobody takes microseconds. All
-else is what runs in a job, begun and fenced where the engine's hook does it.
+One rank, alone in its job: what it votes with itself and exchanges with nobody takes microseconds.
+All else is what runs in a job, begun and fenced where the engine's hook does it.
 """
 
 from __future__ import annotations
@@ -116,14 +117,17 @@ class Production:
         return request
 
     def sampled(self, version: Version, samples: int) -> dict[int, torch.Tensor]:
-        """The state of now in some blocks of the newest version, by begin; the device must be idle."""
+        """The state of now in some blocks of the newest version, by begin; the device must be
+        idle."""
         found: dict[int, torch.Tensor] = {}
         for _, arena in scan(self.folder, _SECRET):
             if isinstance(arena, Arena):
                 with arena:
                     header = arena.header()
                     blocks = (
-                        [] if header is None else [e for e in header.entries if e.key.section == "replicated"]
+                        []
+                        if header is None
+                        else [e for e in header.entries if e.key.section == "replicated"]
                     )
                 for entry in blocks[:: max(1, len(blocks) // samples)]:
                     found[entry.start_bytes] = torch.zeros(entry.nbytes, dtype=torch.uint8)
@@ -132,8 +136,8 @@ class Production:
         return found
 
     def differing(self, expected: torch.Tensor | dict[int, torch.Tensor]) -> int | None:
-        """How many bytes of the version of the last step differ; None if it was given up. ``expected``: all
-        bytes, or those of some blocks."""
+        """How many bytes of the version of the last step differ; None if it was given up.
+        ``expected``: all bytes, or those of some blocks."""
         for _, arena in scan(self.folder, _SECRET):
             if not isinstance(arena, Arena):
                 continue
@@ -148,7 +152,9 @@ class Production:
                 for entry in blocks:
                     data = torch.frombuffer(bytearray(arena.read_block(entry)), dtype=torch.uint8)
                     at = slice(entry.start_bytes, entry.start_bytes + entry.nbytes)
-                    same = expected[entry.start_bytes] if isinstance(expected, dict) else expected[at]
+                    same = (
+                        expected[entry.start_bytes] if isinstance(expected, dict) else expected[at]
+                    )
                     wrong += int((data != same).sum())
                 compared = sum(e.nbytes for e in blocks)
                 missing = 0 if isinstance(expected, dict) else expected.numel() - compared

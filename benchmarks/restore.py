@@ -9,17 +9,18 @@ where anything was lost, what it takes to protect the restored version again bef
 - reft_all_local: only the processes are gone, every node's memory is there;
 - reft_node_lost: the memory of the last node is gone, its bytes come from the copies on its peers.
 
-``deepspeed_slow_storage`` is DeepSpeed's load from a network file system. The published comparison had nodes
-of four GPUs and 10 Gbps to the storage; every rank here is a node of its own and gets a fourth of that. Reads
-are slowed within the process: each takes at least its bytes' time at that rate, whatever the disk can do.
+``deepspeed_slow_storage`` is DeepSpeed's load from a network file system. The published comparison
+had nodes of four GPUs and 10 Gbps to the storage; every rank here is a node of its own and gets a
+fourth of that. Reads are slowed within the process: each takes at least its bytes' time at that
+rate, whatever the disk can do.
 
-``plain_copy`` is the limit: every tensor is copied from one in this process's memory, and no more is done.
-Files are read once before each restore, so that they come out of the page cache. reft verifies every
-byte against its checksum and protects the result; the others do neither.
+``plain_copy`` is the limit: every tensor is copied from one in this process's memory, and no more
+is done. Files are read once before each restore, so that they come out of the page cache. reft
+verifies every byte against its checksum and protects the result; the others do neither.
 
-The ranks keep freed memory: no way pays for the first touch of pages because another one gave them back. With
-``--fresh-memory`` what is destroyed goes back to the system, and every way finds memory as a new process
-does; how long the system takes to hand it out then decides more than the way.
+The ranks keep freed memory: no way pays for the first touch of pages because another one gave them
+back. With ``--fresh-memory`` what is destroyed goes back to the system, and every way finds memory
+as a new process does; how long the system takes to hand it out then decides more than the way.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ from training import build_engine, device_name, inner_optimizer, synchronize
 from units import KEEP_FREED_MEMORY
 
 LOCAL_GOAL, LOST_GOAL, COPY_GOAL, STORAGE_GOAL = 1.5, 1.0, 1.3, 10.0
-"""Times as fast as files with nothing lost, and with a node lost; seconds in those of a plain copy; times as
-fast as a network file system."""
+"""Times as fast as files with nothing lost, and with a node lost; seconds in those of a plain copy;
+times as fast as a network file system."""
 
 
-# --- a rank ------------------------------------------------------------------------------------------
+# --- a rank ---------------------------------------------------------------------------------------
 
 
 class Rank:
@@ -93,7 +94,9 @@ class Rank:
         self.engine, self.data = build_engine(options)
         self.session = reft.attach(self.engine, config={"enabled": True})
         self.is_first = os.environ["RANK"] == "0"
-        self.is_last_node = self.session.coordinate.dp == options.dp - 1 and self.session.coordinate.pp == 0
+        self.is_last_node = (
+            self.session.coordinate.dp == options.dp - 1 and self.session.coordinate.pp == 0
+        )
         for _ in range(2):
             self.engine.train_batch(self.data)
         self.session.flush(600.0)
@@ -112,8 +115,13 @@ class Rank:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 state = optimizer.state.get(param, {})
-                tensors += [param, *(state[k] for k in sorted(state) if isinstance(state[k], torch.Tensor))]
-        return [checksum(t.detach().reshape(-1).view(torch.uint8).cpu().numpy().data) for t in tensors]
+                tensors += [
+                    param,
+                    *(state[k] for k in sorted(state) if isinstance(state[k], torch.Tensor)),
+                ]
+        return [
+            checksum(t.detach().reshape(-1).view(torch.uint8).cpu().numpy().data) for t in tensors
+        ]
 
     def destroy(self) -> None:
         """Lose the state, as a new process would have: no weights, no optimizer state."""
@@ -197,7 +205,7 @@ def run_rank(options: argparse.Namespace) -> None:
     leave_worker()
 
 
-# --- evaluation --------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def merge(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -212,18 +220,24 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             one["completing_core_secs"] = sum(t["completing_core_secs"] for t in trials)
             one["parts"]["transfer_and_verify"] = max(0.0, one["secs"] - known)
             one["bytes_from"] = {
-                kind: sum(t["bytes_from"].get(kind, 0) for t in trials) for kind in one["bytes_from"]
+                kind: sum(t["bytes_from"].get(kind, 0) for t in trials)
+                for kind in one["bytes_from"]
             }
         merged.append(one)
     return merged
 
 
-def evaluate_way(trials: Sequence[Mapping[str, Any]], name: str, memory: MemorySampler) -> dict[str, Any]:
+def evaluate_way(
+    trials: Sequence[Mapping[str, Any]], name: str, memory: MemorySampler
+) -> dict[str, Any]:
     """One way to restore; ratios are taken within each round."""
     mine, disk, slow, copies = (
-        [t for t in trials if t["way"] == way] for way in (name, DEEPSPEED, SLOW_STORAGE, PLAIN_COPY)
+        [t for t in trials if t["way"] == way]
+        for way in (name, DEEPSPEED, SLOW_STORAGE, PLAIN_COPY)
     )
-    private = [p for p in (memory.peak_private(t["begin"], t["end"]) for t in mine) if p is not None]
+    private = [
+        p for p in (memory.peak_private(t["begin"], t["end"]) for t in mine) if p is not None
+    ]
     found: dict[str, Any] = {
         "secs": estimate([t["secs"] for t in mine]).to_json(),
         "cpu_secs_median": statistics.median(t["cpu_secs"] for t in mine),
@@ -252,14 +266,18 @@ def evaluate_way(trials: Sequence[Mapping[str, Any]], name: str, memory: MemoryS
                 for d, t in zip(disk, mine, strict=True)
             ]
         ).to_json()
-        found["core_secs_of_completing"] = estimate([t["completing_core_secs"] for t in mine]).to_json()
+        found["core_secs_of_completing"] = estimate(
+            [t["completing_core_secs"] for t in mine]
+        ).to_json()
         found["core_secs_of_deepspeed_over_these_without_completing"] = estimate(
             [
                 d["core_secs"] / (t["core_secs"] - t["completing_core_secs"])
                 for d, t in zip(disk, mine, strict=True)
             ]
         ).to_json()
-        found["parts_secs"] = {p: statistics.median(t["parts"][p] for t in mine) for p in mine[0]["parts"]}
+        found["parts_secs"] = {
+            p: statistics.median(t["parts"][p] for t in mine) for p in mine[0]["parts"]
+        }
         found["bytes_from"] = mine[0]["bytes_from"]
     return found
 
@@ -293,9 +311,9 @@ def evaluate(
         result["goals"]["one node lost: at least as fast as files in the page cache"] = (
             lost["times_faster_than_deepspeed"]["median"] >= LOST_GOAL
         )
-        result["goals"][f"one node lost: at least {STORAGE_GOAL} times as fast as a network file system"] = (
-            lost["times_faster_than_slow_storage"]["median"] >= STORAGE_GOAL
-        )
+        result["goals"][
+            f"one node lost: at least {STORAGE_GOAL} times as fast as a network file system"
+        ] = lost["times_faster_than_slow_storage"]["median"] >= STORAGE_GOAL
     return result
 
 
@@ -323,23 +341,33 @@ def table(result: Mapping[str, Any]) -> str:
             "    core s of all ranks, and DeepSpeed's over these:"
             + "{:13.3f}{:8.2f}".format(*(s["median"] for s in shares))
         )
-        lines.append(f"    faster than slow storage:{way['times_faster_than_slow_storage']['median']:35.2f}")
+        lines.append(
+            f"    faster than slow storage:{way['times_faster_than_slow_storage']['median']:35.2f}"
+        )
         if (alike := way.get("times_faster_without_protection")) is not None:
             low, high = alike["ci95"]
-            lines.append(f"    before it is protected again:{alike['median']:31.2f}  [{low:.2f}, {high:.2f}]")
+            lines.append(
+                f"    before it is protected again:{alike['median']:31.2f}  [{low:.2f}, {high:.2f}]"
+            )
         for part, part_secs in way.get("parts_secs", {}).items():
             lines.append(f"    {part:24}{part_secs:10.4f}")
         if "bytes_from" in way:
             lines.append(
-                f"    MiB from { ({k: round(v / MIB, 1) for k, v in way['bytes_from'].items() if v}) }"
+                "    MiB from "
+                f"{ ({k: round(v / MIB, 1) for k, v in way['bytes_from'].items() if v}) }"
             )
-    lines += ["", *(f"{goal}: {met}" for goal, met in {**result["memory"], **result["goals"]}.items())]
+    lines += [
+        "",
+        *(f"{goal}: {met}" for goal, met in {**result["memory"], **result["goals"]}.items()),
+    ]
     return "\n".join(lines)
 
 
 def main() -> int:
     made = parser(__doc__ or "")
-    made.add_argument("--trials", type=int, default=7, help="measured restores of each way (default 7)")
+    made.add_argument(
+        "--trials", type=int, default=7, help="measured restores of each way (default 7)"
+    )
     made.add_argument(
         "--storage-gbps",
         type=float,

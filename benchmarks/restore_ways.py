@@ -67,7 +67,8 @@ class DeepSpeedWay(Way):
 
 
 class SlowStorageWay(DeepSpeedWay):
-    """DeepSpeed's load of the same files, each rank at its share of a node's link to the storage."""
+    """DeepSpeed's load of the same files, each rank at its share of a node's link to the
+    storage."""
 
     name = SLOW_STORAGE
 
@@ -92,7 +93,10 @@ class TorchWay(Way):
     def _files(self) -> tuple[Path, Path]:
         at = self.rank.session.coordinate
         owner = at.dp if self.rank.session.state.adapter.owned else 0
-        return self.folder / f"model-pp{at.pp}.pt", self.folder / f"optimizer-pp{at.pp}-dp{owner}.pt"
+        return (
+            self.folder / f"model-pp{at.pp}.pt",
+            self.folder / f"optimizer-pp{at.pp}-dp{owner}.pt",
+        )
 
     def save(self) -> None:
         import torch
@@ -165,7 +169,8 @@ class PlainCopyWay(Way):
         self._kept = [tensor.detach().clone() for tensor in self._live()]
         states = inner_optimizer(self.engine).state
         self._states = {
-            param: {key: value.clone() for key, value in state.items()} for param, state in states.items()
+            param: {key: value.clone() for key, value in state.items()}
+            for param, state in states.items()
         }
 
     def restore(self) -> dict[str, Any]:

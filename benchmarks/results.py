@@ -54,7 +54,8 @@ def machine() -> dict[str, Any]:
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+            model,
         )
         first = Path("/proc/meminfo").read_text().splitlines()[0]
         memory = int(first.split()[1]) * 1024
@@ -86,9 +87,17 @@ def facts(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "vocabulary": shape.vocab,
             "dtype": options.dtype,
             "zero": options.zero,
-            "tokens_per_step": options.seq * options.micro_batch * options.micro_batches * options.dp,
+            "tokens_per_step": options.seq
+            * options.micro_batch
+            * options.micro_batches
+            * options.dp,
         },
-        "layout": {"pp": options.pp, "dp": options.dp, "ranks": options.pp * options.dp, "backend": "gloo"},
+        "layout": {
+            "pp": options.pp,
+            "dp": options.dp,
+            "ranks": options.pp * options.dp,
+            "backend": "gloo",
+        },
     }
 
 
@@ -97,7 +106,8 @@ def run_lines(result: Mapping[str, Any]) -> list[str]:
     host = result["machine"]
     return [
         f"$ {result['command']}",
-        f"{result['date']}, {host['cores']} cores of {host['cpu']}, {host['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{result['date']}, {host['cores']} cores of {host['cpu']}, "
+        f"{host['memory_bytes'] / 2**30:.0f} GiB, "
         f"load average {host['load_average_at_start']} before the start",
     ]
 
@@ -109,8 +119,10 @@ def head_lines(result: Mapping[str, Any]) -> list[str]:
     return [
         *run_lines(result),
         f"{result.get('device', 'cpu')} and {layout['backend']} only, {software}",
-        f"{model['parameters'] / 1e6:.1f}M parameters, {result['optimizer']} (ZeRO-{model['zero']}), "
-        f"{model['dtype']}, PP{layout['pp']} x DP{layout['dp']}, {model['tokens_per_step']} tokens a step",
+        f"{model['parameters'] / 1e6:.1f}M parameters, {result['optimizer']} "
+        f"(ZeRO-{model['zero']}), "
+        f"{model['dtype']}, PP{layout['pp']} x DP{layout['dp']}, {model['tokens_per_step']} "
+        "tokens a step",
     ]
 
 
@@ -119,7 +131,8 @@ def plan_text(plan: HasSchedule) -> str:
     tiers = plan.tier_bytes
     lines = [
         f"HAS, {plan.estimator or 'given'} windows: {plan.total_bytes / MIB:.1f} MiB a step of "
-        f"{plan.step_secs * 1e3:.1f} ms: {tiers[1] / MIB:.1f} MiB in bubbles, {tiers[2] / MIB:.1f} beside "
+        f"{plan.step_secs * 1e3:.1f} ms: {tiers[1] / MIB:.1f} MiB in bubbles, "
+        f"{tiers[2] / MIB:.1f} beside "
         f"computation, {tiers[3] / MIB:.1f} beside communication",
         f"  {'tier':>4} {'kind':10} {'start ms':>9} {'ms':>8} {'MiB':>9} {'of MiB':>9}",
     ]

@@ -1,9 +1,10 @@
 """What it takes to resume a loader at a sample: the time to its first batch, against the position.
 
-One process, a data set of numbers, no worker processes. A resumption makes the loader, loads the position and
-takes one batch; positions and ways take turns within one run. Beside reft.data.loader stands the way of
-reft.resumable, which keeps the order of torch's RandomSampler: it draws the whole permutation again and
-passes over the indices that were taken. What the data set was asked for is counted: one batch.
+One process, a data set of numbers, no worker processes. A resumption makes the loader, loads the
+position and takes one batch; positions and ways take turns within one run. Beside reft.data.loader
+stands the way of reft.resumable, which keeps the order of torch's RandomSampler: it draws the whole
+permutation again and passes over the indices that were taken. What the data set was asked for is
+counted: one batch.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ def of_resumable(data: Numbers, at: int) -> Any:
 
 
 def main() -> int:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--samples", type=int, default=20_000_000, help="of the data set (default 20e6)")
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--samples", type=int, default=20_000_000, help="of the data set (default 20e6)"
+    )
     made.add_argument(
         "--trials", type=int, default=30, help="of reft.data.loader at each position (default 30)"
     )
@@ -90,7 +95,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     secs.setdefault((name, at), []).append(time.perf_counter() - began)
                 reads[name, at] = data.read
     rows = [
-        {"way": name, "sample": at, "samples_read": reads[name, at], "secs": estimate(found).to_json()}
+        {
+            "way": name,
+            "sample": at,
+            "samples_read": reads[name, at],
+            "secs": estimate(found).to_json(),
+        }
         for (name, at), found in secs.items()
     ]
     return {"samples": options.samples, "batch": BATCH, "rows": rows}
@@ -101,7 +111,8 @@ def table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         low, high = row["secs"]["ci95"]
         lines.append(
-            f"{row['way']:20}{row['sample']:12}{row['samples_read']:6}{1e3 * row['secs']['median']:12.2f}"
+            f"{row['way']:20}{row['sample']:12}{row['samples_read']:6}"
+            f"{1e3 * row['secs']['median']:12.2f}"
             f"{1e3 * low:11.2f}{1e3 * high:11.2f}"
         )
     return "\n".join(lines)

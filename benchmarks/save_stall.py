@@ -2,9 +2,9 @@
 
 One DeepSpeed engine trains throughout. Units of a few steps alternate: plain steps, then the same
 number of steps with a save started before the first of them (reft: before every one of them), plain
-steps again, and so on. A unit ends when its save is complete, so that work which a save leaves to the
-background is charged to it, whatever step it falls into. Each unit is compared with the plain units
-on both sides of it. Two figures per save:
+steps again, and so on. A unit ends when its save is complete, so that work which a save leaves to
+the background is charged to it, whatever step it falls into. Each unit is compared with the plain
+units on both sides of it. Two figures per save:
 
 - stall: seconds the training thread spent in the saving call (reft: capture and fence);
 - extra: seconds by which the unit took longer than its plain neighbours. It can be far larger than
@@ -59,7 +59,7 @@ GOAL_FRACTION = 0.03
 GOAL_FIXED_BYTES = 64 * MIB
 
 
-# --- a rank ------------------------------------------------------------------------------------------
+# --- a rank ---------------------------------------------------------------------------------------
 
 
 def plan_of(names: Sequence[str], rounds: int) -> list[str]:
@@ -94,7 +94,10 @@ class Rank:
                 Saver(),
                 ReftSaver(self.session),
                 BlockingCopySaver(self.session, space),
-                *(kind(self.engine, self.session, space) for kind in (TorchSaver, DcpSaver, DeepSpeedSaver)),
+                *(
+                    kind(self.engine, self.session, space)
+                    for kind in (TorchSaver, DcpSaver, DeepSpeedSaver)
+                ),
             )
         }
         self.watch = Stopwatch()
@@ -198,7 +201,7 @@ def run_rank(options: argparse.Namespace) -> None:
     leave_worker()
 
 
-# --- evaluation --------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def merge(ranks: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -228,7 +231,9 @@ def evaluate_saver(
     for at, unit in enumerate(units):
         if unit["saver"] != name:
             continue
-        plain, plain_cpu = ((units[at - 1][key] + units[at + 1][key]) / 2 for key in ("secs", "cpu_secs"))
+        plain, plain_cpu = (
+            (units[at - 1][key] + units[at + 1][key]) / 2 for key in ("secs", "cpu_secs")
+        )
         saves = len(unit["stalls"])
         cpu.append((unit["cpu_secs"] - plain_cpu) / saves)
         extra.append((unit["secs"] - plain) / saves)
@@ -259,7 +264,9 @@ def hot_path(units: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = sorted({name for u in mine for name in u["parts"]})
     return {
         name: {
-            kind: statistics.median(u["parts"].get(name, (0.0, 0.0))[at] / len(u["stalls"]) for u in mine)
+            kind: statistics.median(
+                u["parts"].get(name, (0.0, 0.0))[at] / len(u["stalls"]) for u in mine
+            )
             for at, kind in enumerate(("wall_secs", "cpu_secs"))
         }
         for name in names
@@ -285,7 +292,9 @@ def evaluate(
             "hot_path": hot_path(units),
         }
     snapshot_bytes = sum(r["bytes_per_snapshot"] for r in ranks)
-    private = max(s["savers"][REFT]["private_bytes_above_plain"] or 0 for s in result["situations"].values())
+    private = max(
+        s["savers"][REFT]["private_bytes_above_plain"] or 0 for s in result["situations"].values()
+    )
     arenas = sum(r["arena_bytes"] for r in ranks)
     result["memory"] = {
         "own_and_redundant_bytes": snapshot_bytes,
@@ -297,7 +306,9 @@ def evaluate(
     spare = result["situations"].get("spare_core")
     fraction = spare["savers"][REFT]["fraction_of_a_step"] if spare else None
     result["goals"] = {
-        "spare_core_step_at_most_3_percent_longer": fraction["median"] <= GOAL_FRACTION if fraction else None,
+        "spare_core_step_at_most_3_percent_longer": fraction["median"] <= GOAL_FRACTION
+        if fraction
+        else None,
         "host_memory_within_2x_plus_64_mib": arenas + private <= result["memory"]["allowed_bytes"],
     }
     return result
@@ -325,8 +336,13 @@ def table(result: Mapping[str, Any]) -> str:
             )
         lines.append("reft, per snapshot:")
         for part, secs in situation["hot_path"].items():
-            lines.append(f"  {part:26}{secs['wall_secs']:10.4f} s, {secs['cpu_secs']:.4f} s of a core")
-    lines += ["", *(f"{goal}: {met}" for goal, met in {**result["memory"], **result["goals"]}.items())]
+            lines.append(
+                f"  {part:26}{secs['wall_secs']:10.4f} s, {secs['cpu_secs']:.4f} s of a core"
+            )
+    lines += [
+        "",
+        *(f"{goal}: {met}" for goal, met in {**result["memory"], **result["goals"]}.items()),
+    ]
     return "\n".join(lines)
 
 
@@ -340,7 +356,10 @@ def main() -> int:
     )
     made.add_argument("--span", type=int, default=2, help="steps of a unit (default 2)")
     made.add_argument(
-        "--cores", choices=("both", "no_spare_core", "spare_core"), default="both", help="(default both)"
+        "--cores",
+        choices=("both", "no_spare_core", "spare_core"),
+        default="both",
+        help="(default both)",
     )
     made.add_argument(
         "--savers",

@@ -1,4 +1,5 @@
-"""The ways to save that are compared: reft's, a plain copy, and checkpoint files. Used in a rank."""
+"""The ways to save that are compared: reft's, a plain copy, and checkpoint files. Used in a
+rank."""
 
 from __future__ import annotations
 
@@ -156,7 +157,9 @@ class DcpSaver(FileSaver):
     def start(self) -> None:
         import torch.distributed.checkpoint as dcp
 
-        self.future = dcp.async_save(self.state(), checkpoint_id=self.folder, process_group=self.group)
+        self.future = dcp.async_save(
+            self.state(), checkpoint_id=self.folder, process_group=self.group
+        )
 
     def finish(self) -> None:
         self.future.result()

@@ -1,25 +1,29 @@
-"""What each protection costs a real job, over snapshots without any, and what recomputing partitions takes.
+"""What each protection costs a real job, over snapshots without any, and what recomputing
+partitions takes.
 
-One DeepSpeed job trains throughout, one single-threaded process per rank, each rank a node of its own. The
-schemes take turns every few steps in the same processes, switched by order as ``reft protect`` does. Every
-unit of steps stands between two of what it is compared with, and each comparison is of such a trio (pairs,
-95 % bootstrap intervals of the median):
+One DeepSpeed job trains throughout, one single-threaded process per rank, each rank a node of its
+own. The schemes take turns every few steps in the same processes, switched by order as ``reft
+protect`` does. Every unit of steps stands between two of what it is compared with, and each
+comparison is of such a trio (pairs, 95 % bootstrap intervals of the median):
 
 - ``none``, snapshots and nothing redundant, is compared with ``plain``, no snapshots at all;
 - ``X+aor``, where ring peers recompute ZeRO-1 partitions, with ``X``, where they are sent to them;
-- ``X/rotate`` and ``X/full``, where peers compare their replicas (``verify.peers``), with ``X``, where not;
+- ``X/rotate`` and ``X/full``, where peers compare their replicas (``verify.peers``), with ``X``,
+  where not;
 - every other scheme with ``none``.
 
-A unit first switches and settles, then has one step that is not timed, at whose end a version is submitted,
-and then the timed ones: each holds a whole version, the rest of the one before included. With fewer cores
-than ranks no rank waits idle, so that every byte that is copied, sent or computed is paid for.
+A unit first switches and settles, then has one step that is not timed, at whose end a version is
+submitted, and then the timed ones: each holds a whole version, the rest of the one before included.
+With fewer cores than ranks no rank waits idle, so that every byte that is copied, sent or computed
+is paid for.
 
-Whether a job recomputes is fixed at its start: a run with a ``+aor`` scheme keeps room for the gradients
-under all schemes, and pauses it where it is not used. A run without shows what the others keep by themselves.
+Whether a job recomputes is fixed at its start: a run with a ``+aor`` scheme keeps room for the
+gradients under all schemes, and pauses it where it is not used. A run without shows what the others
+keep by themselves.
 
-Of AOR also: host seconds per version and per million parameters, as part of a step, and how fast the
-optimizer alone runs on one core while the others rest, against what the memory brings: a step of Adam reads
-16 bytes an element and writes 12; the bound copies as many bytes, in turn with it.
+Of AOR also: host seconds per version and per million parameters, as part of a step, and how fast
+the optimizer alone runs on one core while the others rest, against what the memory brings: a step
+of Adam reads 16 bytes an element and writes 12; the bound copies as many bytes, in turn with it.
 """
 
 from __future__ import annotations
@@ -70,10 +74,13 @@ def compared_with(scheme: str) -> str:
 
 
 def order_of(schemes: Sequence[str], rounds: int) -> list[str]:
-    """Units one after the other: every scheme between two of its base, a base shared by neighbours."""
+    """Units one after the other: every scheme between two of its base, a base shared by
+    neighbours."""
     order: list[str] = []
     for _ in range(rounds):
-        for scheme in sorted(schemes, key=lambda s: (compared_with(s) != PLAIN, compared_with(s) != NONE)):
+        for scheme in sorted(
+            schemes, key=lambda s: (compared_with(s) != PLAIN, compared_with(s) != NONE)
+        ):
             base = compared_with(scheme)
             if order[-1:] != [base]:
                 order.append(base)
@@ -81,7 +88,7 @@ def order_of(schemes: Sequence[str], rounds: int) -> list[str]:
     return order
 
 
-# --- a rank ----------------------------------------------------------------------------------------
+# --- a rank ---------------------------------------------------------------------------------------
 
 
 def run_rank(options: argparse.Namespace) -> None:
@@ -194,12 +201,18 @@ def partition_elements(engine: Any) -> int:
 
 
 def host_adam(engine: Any, quick: bool) -> list[dict[str, float]]:
-    """Elements per second of the optimizer alone and of a copy of as many bytes, in turn, on rank 0 while the
-    others wait; several trials."""
+    """Elements per second of the optimizer alone and of a copy of as many bytes, in turn, on rank 0
+    while the others wait; several trials."""
     import torch
     import torch.distributed as dist
 
-    from reft.protect.host_adam import AdamReplica, OwnerStep, ReplicaTensors, read_recipe, read_step
+    from reft.protect.host_adam import (
+        AdamReplica,
+        OwnerStep,
+        ReplicaTensors,
+        read_recipe,
+        read_step,
+    )
 
     found = []
     dist.barrier()
@@ -226,7 +239,7 @@ def host_adam(engine: Any, quick: bool) -> list[dict[str, float]]:
     return found
 
 
-# --- evaluation ------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def evaluate(ranks: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
@@ -284,7 +297,9 @@ def recomputing(
         made = [max(each) for each in counted["partitions"]]
         versions = [max(1, *each) for each in counted["committed"]]
         out[clock] = {
-            "per_version": estimate([s / v for s, v in zip(spent, versions, strict=True)]).to_json(),
+            "per_version": estimate(
+                [s / v for s, v in zip(spent, versions, strict=True)]
+            ).to_json(),
             "per_million_parameters": estimate(
                 [s / max(1, m) / (elements / 1e6) for s, m in zip(spent, made, strict=True)]
             ).to_json(),
@@ -314,7 +329,8 @@ def table(result: Mapping[str, Any]) -> str:
         f"step {result['plain_step_secs']['median'] * 1e3:.1f} ms without snapshots, "
         f"{result['rounds']} rounds, {result['steps_per_unit']} timed steps a unit",
         "",
-        f"{'scheme':<12}{'against':<9}{'overhead, 95 % interval':<28}{'over plain':>10}{'cpu ms':>8}"
+        f"{'scheme':<12}{'against':<9}{'overhead, 95 % interval':<28}"
+        f"{'over plain':>10}{'cpu ms':>8}"
         f"{'stall ms':>10}{'MiB kept':>10}{'received':>10}{'committed':>11}",
     ]
     for name, s in result["schemes"].items():
@@ -323,7 +339,8 @@ def table(result: Mapping[str, Any]) -> str:
         interval = f"{overhead['median']:7.2%}  [{low:.2%}, {high:.2%}]"
         lines.append(
             f"{name:<12}{s['compared_with']:<9}{interval:<28}"
-            f"{s['over_plain']['median']:>10.2%}{s['extra_cpu_secs_per_rank']['median'] * 1e3:>8.1f}"
+            f"{s['over_plain']['median']:>10.2%}"
+            f"{s['extra_cpu_secs_per_rank']['median'] * 1e3:>8.1f}"
             f"{s['stall_secs']['median'] * 1e3:>10.2f}{s['bytes_per_rank'] / MIB:>10.1f}"
             f"{s['received_bytes_per_version'] / MIB:>10.1f}{s['committed_part']:>11.0%}"
         )
@@ -333,15 +350,18 @@ def table(result: Mapping[str, Any]) -> str:
             parts = [
                 f"{r[clock]['per_version']['median'] * 1e3:.2f} {what} ms a version "
                 f"({r[clock]['of_step']['median']:.2%} of a step, "
-                f"{r[clock]['per_million_parameters']['median'] * 1e3:.2f} ms per million parameters)"
+                f"{r[clock]['per_million_parameters']['median'] * 1e3:.2f} ms per million "
+                "parameters)"
                 for clock, what in (("secs", "clock"), ("cpu_secs", "processor"))
             ]
             lines.append(f"{name}: recomputing takes {'; '.join(parts)}")
     adam = result["host_adam"]
     if adam is not None:
         lines.append(
-            f"Adam alone: {adam['elements_per_sec']['median'] / 1e6:.0f} M elements/s, memory would bring "
-            f"{adam['bound_elements_per_sec']['median'] / 1e6:.0f} M: {adam['of_bound']['median']:.0%}"
+            f"Adam alone: {adam['elements_per_sec']['median'] / 1e6:.0f} M elements/s, memory "
+            "would bring "
+            f"{adam['bound_elements_per_sec']['median'] / 1e6:.0f} M: "
+            f"{adam['of_bound']['median']:.0%}"
         )
     return "\n".join(lines)
 
@@ -349,7 +369,9 @@ def table(result: Mapping[str, Any]) -> str:
 def main() -> int:
     made = parser(__doc__ or "")
     made.set_defaults(dp=3, zero=1, dtype="bf16", params=10e6, micro_batches=4)
-    made.add_argument("--schemes", nargs="+", default=list(SCHEMES), help=f"(default {' '.join(SCHEMES)})")
+    made.add_argument(
+        "--schemes", nargs="+", default=list(SCHEMES), help=f"(default {' '.join(SCHEMES)})"
+    )
     made.add_argument("--rounds", type=int, default=20, help="units of every scheme (default 20)")
     made.add_argument("--span", type=int, default=2, help="timed steps of a unit (default 2)")
     options = made.parse_args()

@@ -10,7 +10,18 @@ from collections.abc import Sequence
 
 from reft.protect.codes import Code, Scheme, make_code, tolerance
 
-NAMES = ("none", "arc", "aec", "naive:arc+aec", "arc:2", "rs:2", "arc+aec", "arc:3", "rs:3", "arc+rs:2")
+NAMES = (
+    "none",
+    "arc",
+    "aec",
+    "naive:arc+aec",
+    "arc:2",
+    "rs:2",
+    "arc+aec",
+    "arc:3",
+    "rs:3",
+    "arc+rs:2",
+)
 MEMBERS = (2, 4, 8, 16)
 
 
@@ -36,8 +47,12 @@ def _cell(scheme: Scheme, size: int) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python benchmarks/schemes_table.py", description=__doc__)
-    parser.add_argument("--members", type=int, nargs="+", default=list(MEMBERS), help="group sizes D")
-    parser.add_argument("--schemes", nargs="+", default=list(NAMES), help="such as aec, rs:2, arc:2+aec")
+    parser.add_argument(
+        "--members", type=int, nargs="+", default=list(MEMBERS), help="group sizes D"
+    )
+    parser.add_argument(
+        "--schemes", nargs="+", default=list(NAMES), help="such as aec, rs:2, arc:2+aec"
+    )
     options = parser.parse_args()
     print(schemes_table(options.schemes, options.members))
 

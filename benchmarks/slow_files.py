@@ -12,8 +12,9 @@ from unittest.mock import patch
 
 
 class SlowFile(io.FileIO):
-    """A file whose reads take at least their bytes' share of a second at ``rate`` bytes per second. Time that
-    the reader spends elsewhere counts as read ahead, as with a network file system's own read-ahead."""
+    """A file whose reads take at least their bytes' share of a second at ``rate`` bytes per second.
+    Time that the reader spends elsewhere counts as read ahead, as with a network file system's own
+    read-ahead."""
 
     def __init__(self, path: str | Path, rate: float) -> None:
         super().__init__(path, "rb")
@@ -40,8 +41,8 @@ class SlowFile(io.FileIO):
 
 @contextmanager
 def slow_loads(rate: float) -> Iterator[None]:
-    """The first ``torch.load`` of a path reads it at ``rate`` bytes per second; another one (DeepSpeed looks
-    into a file before it loads it) finds it in the page cache."""
+    """The first ``torch.load`` of a path reads it at ``rate`` bytes per second; another one
+    (DeepSpeed looks into a file before it loads it) finds it in the page cache."""
     import torch
 
     load, read = torch.load, set()

@@ -2,10 +2,12 @@
 
     .venv/bin/python benchmarks/smaller.py --json
 
-A job of two nodes is started by ``reft launch``; one node is killed, the other goes on alone with the same
-global batch; a new node comes, and both train. All in one run, so that what the machine does besides falls on
-all three. Told are the samples per second of every phase (its first steps left out: they wait for memory and
-the first version), and what one replica trains beside half of what two do. A node here is processes on this
+A job of two nodes is started by ``reft launch``; one node is killed, the other goes on alone with
+the same global batch; a new node comes, and both train. All in one run, so that what the machine
+does besides falls on all three. Told are the samples per second of every phase (its first steps
+left
+out: they wait for memory and the first version), and what one replica trains beside half of what
+two do. A node here is processes on this
 machine: with fewer cores than nodes the share is no figure of the software.
 """
 
@@ -87,7 +89,9 @@ def main() -> None:
         "--quick", action="store_true", help="few steps of a small model: whether it runs at all"
     )
     parser.add_argument("--steps", type=int, default=60, help="of every phase (default 60)")
-    parser.add_argument("--width", type=int, default=512, help="of the model's four layers (default 512)")
+    parser.add_argument(
+        "--width", type=int, default=512, help="of the model's four layers (default 512)"
+    )
     options = parser.parse_args()
     steps, width = (5, 32) if options.quick else (options.steps, options.width)
     with tempfile.TemporaryDirectory(prefix="reft-smaller-") as folder:

@@ -1,5 +1,5 @@
-"""Trains for smaller.py: a plain DeepSpeed job of as many replicas as ranks, whose step has equally many
-samples at every degree. Rank 0 says when it made each.
+"""Trains for smaller.py: a plain DeepSpeed job of as many replicas as ranks, whose step has equally
+many samples at every degree. Rank 0 says when it made each.
 
 ARGS: DeepSpeed's JSON, folder of what is said, width of the model.
 """
@@ -25,7 +25,9 @@ def main() -> None:
     folder, width = Path(sys.argv[2]), int(sys.argv[3])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=sys.argv[1]
+    )[0]
     engine.load_checkpoint(str(folder / "none"))
     micro = engine.train_micro_batch_size_per_gpu()
     generator = torch.Generator().manual_seed(rank)

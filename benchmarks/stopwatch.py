@@ -7,7 +7,8 @@ from typing import Any
 
 
 class Stopwatch:
-    """Wall and CPU seconds of named calls, by wrapping attributes of objects, classes or modules."""
+    """Wall and CPU seconds of named calls, by wrapping attributes of objects, classes or
+    modules."""
 
     def __init__(self) -> None:
         self._wall: dict[str, float] = {}

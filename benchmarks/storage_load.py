@@ -1,4 +1,5 @@
-"""Loads a disk until it is told to stop: another job's checkpoints, written and synced without a pause.
+"""Loads a disk until it is told to stop: another job's checkpoints, written and synced without a
+pause.
 
 python benchmarks/storage_load.py DIRECTORY
 """

@@ -77,7 +77,8 @@ def build_engine(options: argparse.Namespace) -> tuple[Any, Iterator[Any]]:
     job = parse(argv)
     # Denormals would make a CPU's backward pass several times slower (trap 19).
     torch.set_flush_denormal(True)
-    # DeepSpeed would build its fused Adam at first use where there is a compiler, in a minute or more.
+    # DeepSpeed would build its fused Adam at first use where there is a compiler, in a minute or
+    # more.
     train._needs_torch_adam = lambda: True
     train.import_deepspeed(options.verbose)
     with train._quiet(options.verbose):
@@ -93,7 +94,11 @@ def build_engine(options: argparse.Namespace) -> tuple[Any, Iterator[Any]]:
     engine = train.build_engine(job, job.model_config(), layout)
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
     tokens = torch.randint(
-        0, shape.vocab, (8, options.micro_batch, options.seq + 1), dtype=torch.int64, generator=generator
+        0,
+        shape.vocab,
+        (8, options.micro_batch, options.seq + 1),
+        dtype=torch.int64,
+        generator=generator,
     )
     batches = [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
     return engine, itertools.cycle(batches)

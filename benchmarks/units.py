@@ -1,4 +1,5 @@
-"""Units of steps of one training, of kinds that take turns, compared with those on both sides of them."""
+"""Units of steps of one training, of kinds that take turns, compared with those on both sides of
+them."""
 
 from __future__ import annotations
 
@@ -15,19 +16,22 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "MALLOC_TOP_PAD_": str(64 * 2**20),
 }
-"""For glibc, in the ranks. Else every step of a training on the CPU maps its activations anew: 14,000 page
-faults of a rank went with 26 to 58 ms of system time in a step of 1.4 s, and that varies by more than what is
-measured."""
+"""For glibc, in the ranks. Else every step of a training on the CPU maps its activations anew:
+14,000 page faults of a rank went with 26 to 58 ms of system time in a step of 1.4 s, and that
+varies by more than what is measured."""
 
 
 def run_unit(kind: str, engine: Any, data: Any, session: Any, span: int) -> dict[str, Any]:
-    """One step that is not timed, at whose end a version is submitted, and then ``span`` timed ones.
+    """One step that is not timed, at whose end a version is submitted, and then ``span`` timed
+    ones.
 
-    Each of these holds a whole version, the rest of the one before included. At the end none is under way.
+    Each of these holds a whole version, the rest of the one before included. At the end none is
+    under way.
 
     Returns:
-        One rank's ``kind``, ``secs`` and ``cpu_secs`` of the timed steps, ``stall_secs`` at their fences, and
-        ``tier_bytes``: the counters before the last version ran out, which nothing hides.
+        One rank's ``kind``, ``secs`` and ``cpu_secs`` of the timed steps, ``stall_secs`` at their
+        fences, and ``tier_bytes``: the counters before the last version ran out, which nothing
+        hides.
     """
     engine.train_batch(data)
     fences = len(session.stats.stalls_secs)
@@ -39,7 +43,13 @@ def run_unit(kind: str, engine: Any, data: Any, session: Any, span: int) -> dict
     session.use("none")
     session.flush(600.0)
     stalls = list(session.stats.stalls_secs)[fences:]
-    return {"kind": kind, "secs": secs, "cpu_secs": cpu, "stall_secs": sum(stalls), "tier_bytes": tiers}
+    return {
+        "kind": kind,
+        "secs": secs,
+        "cpu_secs": cpu,
+        "stall_secs": sum(stalls),
+        "tier_bytes": tiers,
+    }
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,10 @@ class Units:
         return {
             "overhead": estimate([secs[i] / beside[i] - 1 for i in mine]),
             "extra_secs": estimate([secs[i] - beside[i] for i in mine]),
-            "extra_cpu_secs_per_rank": estimate([cpu[i] - (cpu[i - 1] + cpu[i + 1]) / 2 for i in mine]),
-            "stall_secs": estimate([max(u["stall_secs"] for u in self.ranks[i]) / self.span for i in mine]),
+            "extra_cpu_secs_per_rank": estimate(
+                [cpu[i] - (cpu[i - 1] + cpu[i + 1]) / 2 for i in mine]
+            ),
+            "stall_secs": estimate(
+                [max(u["stall_secs"] for u in self.ranks[i]) / self.span for i in mine]
+            ),
         }

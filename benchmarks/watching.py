@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/watching.py --json
 
 A trainer notes every instruction of the pipeline's schedule on its page. Rounds of the same empty
-instruction, called as the engine calls it, alternate: as it is, and with the note around it; the difference
-is the note's cost; likewise for two, one of which computes. Beside it the same for a step (its beginning and
-end). A daemon looks at the pages of its node four times a second: the processor seconds of one look at the
-pages of so many trainers, whose processes exist.
+instruction, called as the engine calls it, alternate: as it is, and with the note around it; the
+difference is the note's cost; likewise for two, one of which computes. Beside it the same for a
+step (its beginning and end). A daemon looks at the pages of its node four times a second: the
+processor seconds of one look at the pages of so many trainers, whose processes exist.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from reft.node.progress import ProgressPage, at_instruction, open_page, read_pag
 
 LOOKS_PER_SEC = 4
 STEP_SECS, MICRO_BATCHES = 0.1, 8
-"""Of the step whose share is told: a short one. The middle stage of a pipeline has six instructions per micro
-batch, two of which compute, and three at the end."""
+"""Of the step whose share is told: a short one. The middle stage of a pipeline has six instructions
+per micro batch, two of which compute, and three at the end."""
 TRAINERS = (1, 8)
 
 
@@ -59,7 +59,9 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--rounds", type=int, default=40, help="rounds (default: %(default)s)")
-    parser.add_argument("--calls", type=int, default=50_000, help="of a round (default: %(default)s)")
+    parser.add_argument(
+        "--calls", type=int, default=50_000, help="of a round (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="few and short rounds: for the tests")
     parser.add_argument("--shm", type=Path, default=Path("/dev/shm"), help="tmpfs for the pages")
     options = parser.parse_args()
@@ -74,7 +76,8 @@ def main() -> None:
             plain = thread_secs(lambda: instruction(buffer_id=0), options.calls)
             notes.append(thread_secs(lambda: noted(buffer_id=0), options.calls) - plain)
             page.begin_step()
-            # To computing and back: how long the thread had no core is read as it comes and as it goes.
+            # To computing and back: how long the thread had no core is read as it comes and as it
+            # goes.
             both = thread_secs(lambda: (noted(buffer_id=0), sent(buffer_id=0)), options.calls)
             turns.append(both - 2 * plain)
             page.end_step(1)
@@ -99,11 +102,16 @@ def main() -> None:
         "share_of_a_step": {
             "step_secs": STEP_SECS,
             "micro_batches": MICRO_BATCHES,
-            "share": step_share(estimate(notes).median, estimate(turns).median, estimate(steps).median),
+            "share": step_share(
+                estimate(notes).median, estimate(turns).median, estimate(steps).median
+            ),
         },
-        "look_secs": {str(trainers): estimate(found).to_json() for trainers, found in looks.items()},
+        "look_secs": {
+            str(trainers): estimate(found).to_json() for trainers, found in looks.items()
+        },
         "daemon_share_of_a_core": {
-            str(trainers): LOOKS_PER_SEC * estimate(found).median for trainers, found in looks.items()
+            str(trainers): LOOKS_PER_SEC * estimate(found).median
+            for trainers, found in looks.items()
         },
     }
     if options.json:

@@ -1,9 +1,11 @@
-"""A pipeline of two stages with two data-parallel copies. No line of it is reft's: the "reft" block in
-pipeline.json is enough.
+"""A pipeline of two stages with two data-parallel copies. No line of it is reft's: the "reft" block
+in pipeline.json is enough.
 
-DeepSpeed's order of ranks puts the copies of a stage on one node; --rank-order puts them on different ones.
+DeepSpeed's order of ranks puts the copies of a stage on one node; --rank-order puts them on
+different ones.
 
-    reft launch --nnodes 2 --nproc-per-node 2 --rank-order across-nodes --rdzv-endpoint HOST:29400 \\
+    reft launch --nnodes 2 --nproc-per-node 2 --rank-order across-nodes --rdzv-endpoint HOST:29400
+    \\
         --rdzv-id pipeline examples/pipeline.py --deepspeed_config examples/pipeline.json
 """
 

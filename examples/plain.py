@@ -1,5 +1,5 @@
-"""A training loop of its own: ZeRO-1, gradient accumulation, a learning rate scheduler; torch.compile with
---compile.
+"""A training loop of its own: ZeRO-1, gradient accumulation, a learning rate scheduler;
+torch.compile with --compile.
 
 reft adds the lines marked "# reft" and the "reft" block in plain.json.
 
@@ -38,7 +38,9 @@ class Model(nn.Module):
         """The mean loss of a (batch, LENGTH + 1) text."""
         hidden = self.embed(text[:, :-1]) + self.place
         hidden = self.layers(hidden, mask=self.mask.to(hidden.dtype))
-        return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), text[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            self.head(hidden).float().flatten(0, 1), text[:, 1:].flatten()
+        )
 
 
 def samples() -> TensorDataset:

@@ -1,6 +1,7 @@
 """Megatron's programs under reft's care: what each holds beside what DeepSpeed or PyTorch know of.
 
-An integration as :mod:`reft.integrations` describes them. A folder named by a commit holds patches for it.
+An integration as :mod:`reft.integrations` describes them. A folder named by a commit holds patches
+for it.
 """
 
 ON_IMPORT = {

@@ -1,8 +1,9 @@
 """Megatron-DeepSpeed's own training state: what its checkpoint holds beside DeepSpeed's files.
 
-Its training loop counts in its arguments, after the optimizer step; a version is taken where the next step
-begins. ``load_checkpoint`` gives the state back as the program expects it. Nothing of the program is changed
-but ``--load`` where it was not given: without it, the program would not ask for the state.
+Its training loop counts in its arguments, after the optimizer step; a version is taken where the
+next step begins. ``load_checkpoint`` gives the state back as the program expects it. Nothing of the
+program is changed but ``--load`` where it was not given: without it, the program would not ask for
+the state.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ _CHECKPOINTING = "megatron.checkpointing"
 _CHECKPOINT_VERSION = 3.0
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
 _START_ONCE = (
-    "Start once without the reft block and with --save DIR --save-interval 1 --exit-interval 1, then train "
+    "Start once without the reft block and with --save DIR --save-interval 1 --exit-interval 1, "
+    "then train "
     "with --load DIR"
 )
 _REFUSED = {
-    "finetune": f"every restart after a failure would start again from the weights alone. {_START_ONCE}",
+    "finetune": "every restart after a failure would start again from the weights alone. "
+    f"{_START_ONCE}",
     "reset_iteration": f"every restart after a failure would begin at iteration 0. {_START_ONCE}",
     "universal_checkpoint": f"reft persists no universal checkpoints. {_START_ONCE}",
     "curriculum_learning_legacy": "reft does not know how many tokens its steps consume",
@@ -55,8 +58,10 @@ _REFUSED_ABOVE_ONE = {
 _DEGREES = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 _SINGLE, _CYCLIC = "single", "cyclic"
 _BOUND = (
-    "Megatron's MegatronPretrainingRandomSampler (--dataloader-type cyclic) distributes a pass by the "
-    "data-parallel degree: at another degree, some samples of the pass are used twice and others never. "
+    "Megatron's MegatronPretrainingRandomSampler (--dataloader-type cyclic) distributes a pass by "
+    "the "
+    "data-parallel degree: at another degree, some samples of the pass are used twice and others "
+    "never. "
     "Use --dataloader-type single, whose order is the same at every degree"
 )
 _IN_CONFIG = {
@@ -76,12 +81,15 @@ def running_program(engine: Any) -> MegatronProgram | None:
         args = get_args()
     except AssertionError:  # imported for something else: its arguments were never parsed
         return None
-    return MegatronProgram(engine, args, checkpointing) if getattr(args, "deepspeed", False) else None
+    return (
+        MegatronProgram(engine, args, checkpointing) if getattr(args, "deepspeed", False) else None
+    )
 
 
 def warn_attention(model: torch.nn.Module) -> None:
-    """Say which matrices a slice's queries, keys and values are, in one parameter: by the release of the
-    program one behind the other, or head by head. Nothing but its code tells; of others they stay unknown."""
+    """Say which matrices a slice's queries, keys and values are, in one parameter: by the release
+    of the program one behind the other, or head by head. Nothing but its code tells; of others they
+    stay unknown."""
     attention: Any
     parameter: Any
     for attention in model.modules():
@@ -89,7 +97,10 @@ def warn_attention(model: torch.nn.Module) -> None:
         if not isinstance(fused, torch.nn.Module):
             continue
         code = inspect.getsource(type(attention).forward)
-        heads, width = attention.num_attention_heads_per_partition, attention.hidden_size_per_attention_head
+        heads, width = (
+            attention.num_attention_heads_per_partition,
+            attention.hidden_size_per_attention_head,
+        )
         keys = getattr(attention, "num_key_value_heads_per_partition", heads)
         blocks: tuple[int, ...] | None = None
         if "self.split_tensor(mixed_x_layer)" in code:
@@ -101,9 +112,9 @@ def warn_attention(model: torch.nn.Module) -> None:
 
 
 class MegatronProgram:
-    """Gives the client state of ``pretrain_gpt.py`` and its like, by its ``args``, in which it counts, and
-    its module ``checkpointing``; a ConfigError where it was started with an option that reft cannot
-    resume."""
+    """Gives the client state of ``pretrain_gpt.py`` and its like, by its ``args``, in which it
+    counts, and its module ``checkpointing``; a ConfigError where it was started with an option that
+    reft cannot resume."""
 
     def __init__(self, engine: Any, args: Any, checkpointing: Any) -> None:
         self._engine = engine
@@ -114,9 +125,10 @@ class MegatronProgram:
         self.data_is_bound = _BOUND if kind == _CYCLIC else ""
 
     def join(self, session: Session) -> None:
-        """Leave the position in the data to the program, which derives it from the samples that it has
-        consumed. Without ``--load`` it would not call ``load_checkpoint``: the job is resumed here, if there
-        is anything, and the program is given a directory, to ask for the counters."""
+        """Leave the position in the data to the program, which derives it from the samples that it
+        has consumed. Without ``--load`` it would not call ``load_checkpoint``: the job is resumed
+        here, if there is anything, and the program is given a directory, to ask for the
+        counters."""
         session.state.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
         warn_attention(self._engine.module)
         wrap(self._engine, "load_checkpoint", self._load)
@@ -124,30 +136,37 @@ class MegatronProgram:
             warn(session, f"the number of nodes may change ({nodes}). {self.data_is_bound}")
         if session.is_rank_zero:
             logger.info(
-                "the program is Megatron-DeepSpeed. It needs no patch; its iteration, consumed samples and "
+                "the program is Megatron-DeepSpeed. It needs no patch; its iteration, consumed "
+                "samples and "
                 "tokens, arguments and random states are part of every version. reft refuses %s",
                 ", ".join(map(_option, sorted((*_REFUSED, *_REFUSED_ABOVE_ONE)))),
             )
         if session.is_rank_zero and getattr(self._args, "exit_signal_handler", False):
             logger.warning(
-                "with reft, --exit-signal-handler has no effect: on SIGTERM the job commits its step in "
-                "memory and ends, and the program writes no checkpoint to --save. To get a checkpoint "
+                "with reft, --exit-signal-handler has no effect: on SIGTERM the job commits its "
+                "step in "
+                "memory and ends, and the program writes no checkpoint to --save. To get a "
+                "checkpoint "
                 'then, write "persist": {"dir": ...} into the reft block'
             )
         if self._args.load is None:
             if session.is_rank_zero:
-                logger.info("Megatron was started without --load: it resumes from the job's memory only")
+                logger.info(
+                    "Megatron was started without --load: it resumes from the job's memory only"
+                )
             if self._engine.load_checkpoint(None)[0] is not None:
                 self._args.load = str(session.memory.job_dir.path)
 
     def client_state(self) -> dict[str, Any]:
-        """What the program's ``save_checkpoint`` gives DeepSpeed after the step that the engine counts; an
-        UnsupportedStateError where the program does not count its iterations as the engine counts steps."""
+        """What the program's ``save_checkpoint`` gives DeepSpeed after the step that the engine
+        counts; an UnsupportedStateError where the program does not count its iterations as the
+        engine counts steps."""
         args, step = self._args, int(self._engine.global_steps)
         counted = int(getattr(args, "iteration", 0))
         if step != counted:
             raise UnsupportedStateError(
-                f"Megatron is in iteration {counted}, the engine has made {step} steps; expected the same "
+                f"Megatron is in iteration {counted}, the engine has made {step} steps; expected "
+                "the same "
                 f"number"
             )
         args = Namespace(**{name: value for name, value in vars(args).items() if _is_plain(value)})
@@ -161,10 +180,13 @@ class MegatronProgram:
         }
 
     def _load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """What was taken up in another layout is what the program compares with its own, and draws anew."""
+        """What was taken up in another layout is what the program compares with its own, and draws
+        anew."""
         path, client = original(*args, **options)
         told = (client or {}).get("args")
-        was, now = ([getattr(found, name, None) for name in _DEGREES] for found in (told, self._args))
+        was, now = (
+            [getattr(found, name, None) for name in _DEGREES] for found in (told, self._args)
+        )
         if isinstance(told, Namespace) and was != now:
             vars(told).update(zip(_DEGREES, now, strict=True))
             client["rng_state"] = self._rng_state()
@@ -180,7 +202,8 @@ class MegatronProgram:
         return self._universal
 
     def _rng_state(self) -> list[dict[str, Any]]:
-        """In the program's form: one entry, or one per data-parallel rank, of which each reads its own."""
+        """In the program's form: one entry, or one per data-parallel rank, of which each reads its
+        own."""
         from deepspeed.accelerator import get_accelerator
 
         tracker = self._checkpointing.tensor_parallel.get_cuda_rng_tracker()
@@ -196,8 +219,8 @@ class MegatronProgram:
 
 
 def check_options(args: Any, refused: Mapping[str, str]) -> str:
-    """How a program reads its data, by its arguments; a ConfigError where it was started with one of the
-    ``refused`` options, each with the reason, or reads otherwise than reft knows."""
+    """How a program reads its data, by its arguments; a ConfigError where it was started with one
+    of the ``refused`` options, each with the reason, or reads otherwise than reft knows."""
     for name, reason in refused.items():
         if _is_given(args, name):
             raise ConfigError(
@@ -206,7 +229,8 @@ def check_options(args: Any, refused: Mapping[str, str]) -> str:
     kind = getattr(args, "dataloader_type", None) or _SINGLE
     if kind not in {_SINGLE, _CYCLIC}:
         raise ConfigError(
-            f"Megatron was started with --dataloader-type {kind}, whose position reft does not know; use "
+            f"Megatron was started with --dataloader-type {kind}, whose position reft does not "
+            "know; use "
             f"{_SINGLE} or {_CYCLIC}"
         )
     return str(kind)
@@ -227,7 +251,8 @@ def _is_given(args: Any, name: str) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether any process can read it back. The rest of the arguments is made anew by the program."""
+    """Whether any process can read it back. The rest of the arguments is made anew by the
+    program."""
     kind = type(value)
     if kind in _PLAIN:  # most of some hundred arguments, at every step
         return True

@@ -80,7 +80,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: a job without the block finds none of it imported (P10), and commands stay light.
+    # On first use: a job without the block finds none of it imported (P10), and commands stay
+    # light.
     if name == "data":
         return import_module("reft.data")
     with uncollected():

@@ -1,4 +1,5 @@
-"""The ``reft`` block of the DeepSpeed JSON: its keys, how it is read, and what is said where it is wrong.
+"""The ``reft`` block of the DeepSpeed JSON: its keys, how it is read, and what is said where it is
+wrong.
 
 Unknown keys and impossible combinations are refused with a message that says what to write.
 An absent block, or ``"enabled": false``, leaves the job untouched (promise P10).
@@ -33,8 +34,8 @@ AUTO = "auto"
 
 
 class ConfigBlock(BaseModel):
-    """The ``reft`` block or a part of it: no unknown keys, never changed. A key's meaning is its description,
-    or the text below it."""
+    """The ``reft`` block or a part of it: no unknown keys, never changed. A key's meaning is its
+    description, or the text below it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -42,25 +43,28 @@ class ConfigBlock(BaseModel):
 class PersistConfig(ConfigBlock):
     """Low-frequency checkpoints on storage, written from host memory in the background."""
 
-    dir: Path | None = Field(None, description="directory that every node sees; null switches it off")
+    dir: Path | None = Field(
+        None, description="directory that every node sees; null switches it off"
+    )
     interval_steps: int | Literal["auto"] = 0
-    """write the newest committed version every this many steps; 0: only on SIGTERM; 'auto': chosen while the
-    job runs, from how often memory fails and what writing costs"""
+    """write the newest committed version every this many steps; 0: only on SIGTERM; 'auto': chosen
+    while the job runs, from how often memory fails and what writing costs"""
     max_overhead: float = Field(0.035, gt=0, le=1)
     """fraction of the training time that storage may cost, for 'auto'"""
     max_lost_steps: int | None = Field(None, ge=2)
-    """with 'auto', most steps to repeat after memory has failed, whatever that costs; null: twice the present
-    interval"""
+    """with 'auto', most steps to repeat after memory has failed, whatever that costs; null: twice
+    the present interval"""
     node_mtbf_days: float = Field(150.0, gt=0)
-    """with 'auto', mean time between failures of a node; failures that the job has seen are added"""
+    """with 'auto', mean time between failures of a node; failures that the job has seen are
+    added"""
     survival: float | None = Field(None, gt=0, lt=1)
-    """with 'auto', wanted probability (0.999) that memory alone carries the job from one checkpoint to the
-    next; null: the interval that loses least time"""
+    """with 'auto', wanted probability (0.999) that memory alone carries the job from one checkpoint
+    to the next; null: the interval that loses least time"""
     keep: int = Field(2, ge=1)
     """newest persisted checkpoints to keep"""
     export_at_end: Path | None = None
-    """where to export the newest version in DeepSpeed's files when training ends, well or on request; as
-    reft persist does"""
+    """where to export the newest version in DeepSpeed's files when training ends, well or on
+    request; as reft persist does"""
     timeout_secs: float = Field(600.0, gt=0)
     """give up a checkpoint when a peer's part has been missing for this long"""
 
@@ -78,7 +82,8 @@ class PersistConfig(ConfigBlock):
     def _check(self) -> PersistConfig:
         if self.fixed_steps < 0:
             raise ValueError(
-                f"persist.interval_steps is {self.fixed_steps}; write a number of steps, 0 to write only "
+                f"persist.interval_steps is {self.fixed_steps}; write a number of steps, 0 to "
+                "write only "
                 'when the job is asked to stop, or "auto"'
             )
         keys = ("max_overhead", "max_lost_steps", "node_mtbf_days", "survival")
@@ -91,12 +96,13 @@ class PersistConfig(ConfigBlock):
         return self
 
 
-AOR = "+aor"  # Behind a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)
+# Behind a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)
+AOR = "+aor"
 
 
 class FaultPoint(StrEnum):
-    """Places where a test may make a rank fail. Each is reached once per version (or restore), those of
-    parity only where there is any; ``during`` means in the middle of it."""
+    """Places where a test may make a rank fail. Each is reached once per version (or restore),
+    those of parity only where there is any; ``during`` means in the middle of it."""
 
     BEFORE_COPY = "before_copy"
     DURING_COPY = "during_copy"
@@ -115,10 +121,11 @@ class FaultPoint(StrEnum):
 class Variant(StrEnum):
     """When the bytes of a version are copied. All but NONE commit the same versions.
 
-    HAS: in the pipeline's idle time first (hierarchical asynchronous snapshotting). The others exist
-    to be measured against: HOST copies in a thread without regard for the device, HOST_DEVICE queues
-    device copies at once without regard for the schedule (on a CPU that is HOST), BLOCKING lets
-    training wait for the copy, INTER_NODE sends all of it to a peer too (Gemini), NONE takes none.
+    HAS: in the pipeline's idle time first (hierarchical asynchronous snapshotting). The others
+    exist to be measured against: HOST copies in a thread without regard for the device, HOST_DEVICE
+    queues device copies at once without regard for the schedule (on a CPU that is HOST), BLOCKING
+    lets training wait for the copy, INTER_NODE sends all of it to a peer too (Gemini), NONE takes
+    none.
     """
 
     HAS = "has"
@@ -133,7 +140,9 @@ class FaultConfig(ConfigBlock):
     """One injected fault, for tests and demonstrations."""
 
     point: FaultPoint = Field(description="where the rank fails")
-    step: int = Field(ge=0, description="global step of the version being taken (recovery: restored)")
+    step: int = Field(
+        ge=0, description="global step of the version being taken (recovery: restored)"
+    )
     pp: int | None = Field(None, ge=0, description="only on this pipeline stage; null means any")
     dp: int | None = Field(None, ge=0, description="only on this replica; null means any")
     tp: int | None = Field(None, ge=0, description="only on this tensor slice; null means any")
@@ -147,24 +156,25 @@ class HasConfig(ConfigBlock):
     """How copies are fitted into the idle time of the pipeline."""
 
     windows: Literal["profiled", "analytic", "paper"] = "profiled"
-    """where idle times come from: measured in the running job, the formulas of 1F1B, or Algorithm 1 of the
-    paper"""
+    """where idle times come from: measured in the running job, the formulas of 1F1B, or Algorithm 1
+    of the paper"""
     chunk_bytes: int = Field(256 * 2**10, ge=4096)
     """unit of copying; when a window closes, training waits for at most one chunk"""
     compute_share: float | None = Field(None, ge=0, le=1)
-    """most of the computing time during which copies may run (tier 2); null: all of it from a device or if a
-    core is left, else none"""
+    """most of the computing time during which copies may run (tier 2); null: all of it from a
+    device or if a core is left, else none"""
     separate_links: bool = False
     """training and snapshots use different links (NVLink and PCIe), so copies may also run during
     communication (tier 3)"""
     overflow: Literal["stall", "interval", "staging"] = "stall"
-    """for bytes that do not fit before the optimizer step: 'stall' makes it wait, 'interval' takes versions
-    less often to keep max_overhead, 'staging' copies them to free device memory and to the host in the next
-    steps"""
+    """for bytes that do not fit before the optimizer step: 'stall' makes it wait, 'interval' takes
+    versions less often to keep max_overhead, 'staging' copies them to free device memory and to the
+    host in the next steps"""
     staging_fallback: Literal["stall", "interval"] = "interval"
     """what 'staging' does on CPUs, or if the device has no free memory"""
     max_overhead: float = Field(0.03, gt=0, le=1)
-    """part of the training time that versions may cost, for 'interval' and for "interval_steps": "auto" """
+    """part of the training time that versions may cost, for 'interval' and for "interval_steps":
+    "auto" """
 
 
 class ProfileConfig(ConfigBlock):
@@ -183,7 +193,9 @@ class ProfileConfig(ConfigBlock):
 class MetricsConfig(ConfigBlock):
     """Metrics for Prometheus, served by each node's daemon (needs the extra reft-ckpt[metrics])."""
 
-    port: int = Field(0, ge=0, lt=2**16, description="TCP port, the same on every node; 0 serves none")
+    port: int = Field(
+        0, ge=0, lt=2**16, description="TCP port, the same on every node; 0 serves none"
+    )
     host: str = "127.0.0.1"
     """address to listen on; everyone who reaches it can read the metrics, without a secret"""
 
@@ -192,23 +204,23 @@ class VerifyConfig(ConfigBlock):
     """What is looked at before a version is committed."""
 
     peers: Literal["off", "rotate", "full"] = "rotate"
-    """compare what must be equal on all data-parallel peers: 'rotate' a 61st of it with every version, so all
-    of it in 61, 'full' all of it with every version"""
+    """compare what must be equal on all data-parallel peers: 'rotate' a 61st of it with every
+    version, so all of it in 61, 'full' all of it with every version"""
     on_difference: Literal["report", "stop", "rollback"] = "report"
-    """where peers differ no version is committed; 'report' trains on, 'stop' ends the job, 'rollback'
-    restarts it from the newest version"""
+    """where peers differ no version is committed; 'report' trains on, 'stop' ends the job,
+    'rollback' restarts it from the newest version"""
     suspects: int = Field(3, ge=0)
-    """a version with a NaN or an infinity in weights or optimizer state is not committed; after so many in a
-    row the job restarts from the newest version, or ends if this start has committed none; 0: not looked
-    at"""
+    """a version with a NaN or an infinity in weights or optimizer state is not committed; after so
+    many in a row the job restarts from the newest version, or ends if this start has committed
+    none; 0: not looked at"""
 
 
 class ElasticConfig(ConfigBlock):
     """What launchers change about the nodes of a running job by themselves."""
 
     wait_secs: float | None = Field(None, gt=0)
-    """with --nnodes MIN:MAX, how long the remaining nodes wait for a replacement before they go on without
-    one; null: last_call_timeout of --rdzv-conf, 10"""
+    """with --nnodes MIN:MAX, how long the remaining nodes wait for a replacement before they go on
+    without one; null: last_call_timeout of --rdzv-conf, 10"""
 
 
 class ReftConfig(ConfigBlock):
@@ -216,41 +228,42 @@ class ReftConfig(ConfigBlock):
 
     enabled: bool = Field(False, description="switch reft on")
     job_id: str | None = Field(None, pattern=f"^{JOB_ID.pattern}$")
-    """name of the job's memory; null: the launcher's run id, else a name made from user, directory, program
-    and arguments; REFT_JOB_ID, which 'reft launch' sets, overrides it"""
+    """name of the job's memory; null: the launcher's run id, else a name made from user, directory,
+    program and arguments; REFT_JOB_ID, which 'reft launch' sets, overrides it"""
     memory_dir: Path = Path(f"/dev/shm/reft-{os.geteuid()}")
-    """tmpfs directory for versions, one per node and user; REFT_MEMORY_DIR, which 'reft launch' sets,
-    overrides it"""
+    """tmpfs directory for versions, one per node and user; REFT_MEMORY_DIR, which 'reft launch'
+    sets, overrides it"""
     interval_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """take a version every this many optimizer steps; 'auto': as often as has.max_overhead allows, measured
-    while the job runs"""
+    """take a version every this many optimizer steps; 'auto': as often as has.max_overhead allows,
+    measured while the job runs"""
     max_lost_steps: int | None = Field(None, ge=4)
-    """with "interval_steps": "auto", most steps to repeat after a failure that memory survives, whatever that
-    costs; null: twice the present interval"""
+    """with "interval_steps": "auto", most steps to repeat after a failure that memory survives,
+    whatever that costs; null: twice the present interval"""
     variant: Variant = Variant.HAS
-    """when bytes are copied: 'has' in the pipeline's idle time; for comparison 'host' (a thread, at once),
-    'host_device' (device copies, at once), 'blocking' (training waits), 'inter_node' (also all of it to a
-    peer), 'none' (never)"""
+    """when bytes are copied: 'has' in the pipeline's idle time; for comparison 'host' (a thread, at
+    once), 'host_device' (device copies, at once), 'blocking' (training waits), 'inter_node' (also
+    all of it to a peer), 'none' (never)"""
     has: HasConfig = Field(default_factory=HasConfig, description="settings of variant 'has'")
     protection: Annotated[str, BeforeValidator(short_form)] = "arc"
-    """redundancy of replicated state: 'arc' copies the shards of ring successors, 'aec' stores a parity
-    (XOR), 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, 'none' nothing. ZeRO partitions
-    and host state go to ring peers; with '+aor' added the peers recompute the partitions from the gradients.
-    'auto' chooses at the start the cheapest that fits the memory and survives 'tolerance' node losses
-    ('auto+aor' recomputes). A mapping such as {scheme: rs, parities: 2, recompute: true} means 'rs:2+aor'
-    (docs/protection.md)"""
+    """redundancy of replicated state: 'arc' copies the shards of ring successors, 'aec' stores a
+    parity (XOR), 'rs:K' K parities (Reed-Solomon) of every stripe, 'arc+aec' both, 'none' nothing.
+    ZeRO partitions and host state go to ring peers; with '+aor' added the peers recompute the
+    partitions from the gradients. 'auto' chooses at the start the cheapest that fits the memory and
+    survives 'tolerance' node losses ('auto+aor' recomputes). A mapping such as {scheme: rs,
+    parities: 2,
+    recompute: true} means 'rs:2+aor' (docs/protection.md)"""
     tolerance: int = Field(1, ge=0)
-    """node losses that every sharding group must survive: 'auto' chooses by it, and a job on several nodes
-    that survives fewer does not start"""
+    """node losses that every sharding group must survive: 'auto' chooses by it, and a job on
+    several nodes that survives fewer does not start"""
     allow_unprotected: bool = False
     """start on several nodes even if fewer losses than 'tolerance' are survived"""
     strict: bool = False
-    """turn warnings about what would make a recovery impossible or different into an error at the first
-    step"""
+    """turn warnings about what would make a recovery impossible or different into an error at the
+    first step"""
     copies: int = Field(1, ge=0, description="redundant copies of every shard (k) under 'arc'")
     arenas: int | None = Field(None, ge=2, le=8)
-    """versions in memory per rank; null: 2, or 3 with persist.dir, so that writing to storage delays no
-    version"""
+    """versions in memory per rank; null: 2, or 3 with persist.dir, so that writing to storage
+    delays no version"""
     block_bytes: int = Field(4 * 2**20, ge=4096)
     """bytes of a block, the unit of checksum and transfer"""
     host_state_bytes: int = Field(2**20, ge=2**16)
@@ -258,17 +271,18 @@ class ReftConfig(ConfigBlock):
     memory_limit_bytes: int | None = Field(None, ge=1)
     """most host memory reft may reserve per node; null: what is free"""
     memory_margin_bytes: int | None = Field(None, ge=0)
-    """when a node has less free host memory than this, versions are kept more cheaply, step by step, until
-    there is room again; null: 1/64 of the memory directory's file system, at most 1 GiB"""
+    """when a node has less free host memory than this, versions are kept more cheaply, step by
+    step, until there is room again; null: 1/64 of the memory directory's file system, at most 1
+    GiB"""
     transport: Literal["sockets", "mpi"] = "sockets"
-    """carries votes, blocks and recoveries between ranks: 'sockets', authenticated connections of reft, or
-    'mpi', the fabric of a job started by 'reft mpi-run' (extra reft-ckpt[mpi])"""
+    """carries votes, blocks and recoveries between ranks: 'sockets', authenticated connections of
+    reft, or 'mpi', the fabric of a job started by 'reft mpi-run' (extra reft-ckpt[mpi])"""
     hang_factor: float = Field(10.0, ge=0, le=10_000)
-    """a trainer hangs, and all trainers restart, when a step makes no progress for this many times the
-    longest of its last 64 steps; 0 switches hang detection off"""
+    """a trainer hangs, and all trainers restart, when a step makes no progress for this many times
+    the longest of its last 64 steps; 0 switches hang detection off"""
     hang_timeout_secs: float = Field(600.0, gt=0, le=1_000_000)
-    """the same limit where no step is measured: the first two steps, an evaluation, a save, or the script's
-    own code between two steps (docs/monitoring.md)"""
+    """the same limit where no step is measured: the first two steps, an evaluation, a save, or the
+    script's own code between two steps (docs/monitoring.md)"""
     commit_timeout_secs: float = Field(1800.0, gt=0)
     """give up on a commit when a peer is silent for so long"""
     grace_secs: float = Field(25.0, gt=0)
@@ -276,10 +290,18 @@ class ReftConfig(ConfigBlock):
     accept_changes: tuple[str, ...] = ()
     """differences between stored state and job to accept, as the refusal names them:
     "config.optimizer.params.lr", or "config" for the whole configuration"""
-    persist: PersistConfig = Field(default_factory=PersistConfig, description="checkpoints on storage")
-    profile: ProfileConfig = Field(default_factory=ProfileConfig, description="measure idle times once")
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="metrics, by each daemon")
-    verify: VerifyConfig = Field(default_factory=VerifyConfig, description="looked at before a commit")
+    persist: PersistConfig = Field(
+        default_factory=PersistConfig, description="checkpoints on storage"
+    )
+    profile: ProfileConfig = Field(
+        default_factory=ProfileConfig, description="measure idle times once"
+    )
+    metrics: MetricsConfig = Field(
+        default_factory=MetricsConfig, description="metrics, by each daemon"
+    )
+    verify: VerifyConfig = Field(
+        default_factory=VerifyConfig, description="looked at before a commit"
+    )
     elastic: ElasticConfig = Field(default_factory=ElasticConfig, description="changing nodes")
     faults: tuple[FaultConfig, ...] = Field((), description="injected faults, for tests")
 
@@ -298,11 +320,13 @@ class ReftConfig(ConfigBlock):
         if self.variant is not Variant.HAS and self.has.model_fields_set:
             raise ValueError(
                 f'"variant": "{self.variant.value}" does not use "has": '
-                f'{{"{sorted(self.has.model_fields_set)[0]}": ...}}; remove it, or write "variant": "has"'
+                f'{{"{sorted(self.has.model_fields_set)[0]}": ...}}; remove it, or write '
+                '"variant": "has"'
             )
         if self.variant is Variant.NONE and self.persist.dir is not None:
             raise ValueError(
-                '"variant": "none" takes no snapshots, so there is nothing to persist; remove "persist", or '
+                '"variant": "none" takes no snapshots, so there is nothing to persist; remove '
+                '"persist", or '
                 "choose another variant"
             )
         from reft.protect.codes import Scheme
@@ -311,26 +335,35 @@ class ReftConfig(ConfigBlock):
         self._check_aor()
         if "copies" in self.model_fields_set and self.chooses:
             raise ValueError(
-                f'"protection": "{self.protection}" chooses the number of copies itself; remove "copies", '
+                f'"protection": "{self.protection}" chooses the number of copies itself; remove '
+                '"copies", '
                 'and write "tolerance": the node losses to survive'
             )
         if "copies" in self.model_fields_set and self._replicated_protection not in ("arc", "none"):
             raise ValueError(
-                f'"copies" belongs to "protection": "arc"; found "protection": "{self.protection}". Write '
-                f'the number into it, for example "arc:{max(1, self.copies)}+aec", and remove "copies"'
+                '"copies" belongs to "protection": "arc"; found "protection": '
+                f'"{self.protection}". Write '
+                f'the number into it, for example "arc:{max(1, self.copies)}+aec", and remove '
+                '"copies"'
             )
         if not scheme.designed:
             raise ValueError(
                 f'"protection": "{self.protection}" survives no more than one of its parts; write '
                 f'"{self.protection.removeprefix("naive:")}"'
             )
-        if self._replicated_protection == "none" and "copies" in self.model_fields_set and self.copies:
+        if (
+            self._replicated_protection == "none"
+            and "copies" in self.model_fields_set
+            and self.copies
+        ):
             raise ValueError(
                 f'"protection": "none" with "copies": {self.copies} contradict each other; remove '
                 f'"copies", or write "protection": "arc"'
             )
         if self._replicated_protection == "arc" and self.copies == 0:
-            raise ValueError('"copies": 0 protects nothing; write "protection": "none" if you mean it')
+            raise ValueError(
+                '"copies": 0 protects nothing; write "protection": "none" if you mean it'
+            )
         self._check_auto_persist()
         if self.max_lost_steps is not None and not self.adapts:
             raise ValueError(
@@ -339,7 +372,8 @@ class ReftConfig(ConfigBlock):
             )
         if self.persist.fixed_steps % self.version_steps:
             raise ValueError(
-                f"persist.interval_steps is {self.persist.interval_steps}, but snapshots exist only "
+                f"persist.interval_steps is {self.persist.interval_steps}, but snapshots exist "
+                "only "
                 f"every {self.version_steps} steps; write a multiple of {self.version_steps}"
             )
         return self
@@ -351,7 +385,8 @@ class ReftConfig(ConfigBlock):
 
     @property
     def version_steps(self) -> int:
-        """Shortest interval between two versions: the one of the block, or a step where the job finds it."""
+        """Shortest interval between two versions: the one of the block, or a step where the job
+        finds it."""
         return 1 if self.interval_steps == AUTO else int(self.interval_steps)
 
     @property
@@ -381,10 +416,12 @@ class ReftConfig(ConfigBlock):
         for key in ("interval_steps", "export_at_end"):
             if getattr(self.persist, key) and self.persist.dir is None:
                 raise ValueError(
-                    f'"persist": {{"{key}": ...}} needs "dir": the directory to write checkpoints to'
+                    f'"persist": {{"{key}": ...}} needs "dir": the directory to write checkpoints '
+                    "to"
                 )
         most = self.persist.max_lost_steps
-        every = 2 if self.adapts else self.version_steps  # what is observed needs steps without a snapshot
+        # what is observed needs steps without a snapshot
+        every = 2 if self.adapts else self.version_steps
         if most is not None and most < 2 * every:
             raise ValueError(
                 f"persist.max_lost_steps is {most}, but snapshots exist only every {every} "
@@ -396,12 +433,14 @@ class ReftConfig(ConfigBlock):
             return
         if self._replicated_protection == "none":
             raise ValueError(
-                f'"protection": "{self.protection}" keeps nothing of a peer that it could recompute; write '
+                f'"protection": "{self.protection}" keeps nothing of a peer that it could '
+                "recompute; write "
                 f'"arc+aor" or "aec+aor"'
             )
         if self.interval_steps != 1:
             raise ValueError(
-                f'"protection": "{self.protection}" needs the gradients of every step, but interval_steps is '
+                f'"protection": "{self.protection}" needs the gradients of every step, but '
+                "interval_steps is "
                 f"{self.interval_steps}; write 1, or remove +aor"
             )
 
@@ -412,8 +451,8 @@ class ReftConfig(ConfigBlock):
         return 3 if self.persist.dir is not None else 2
 
     def as_block(self) -> dict[str, Any]:
-        """What was set, as JSON types: a block that gives this configuration again. With the defaults in it
-        some would be refused, as a key that is written has to be of use."""
+        """What was set, as JSON types: a block that gives this configuration again. With the
+        defaults in it some would be refused, as a key that is written has to be of use."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     @property
@@ -446,9 +485,9 @@ def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
 
 
 def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
-    """Read the ``reft`` block out of a DeepSpeed configuration and apply the environment. ``ds_config``: the
-    DeepSpeed JSON as a mapping; the block may be absent. Returns the checked configuration; ``enabled`` is
-    False where the block is absent."""
+    """Read the ``reft`` block out of a DeepSpeed configuration and apply the environment.
+    ``ds_config``: the DeepSpeed JSON as a mapping; the block may be absent. Returns the checked
+    configuration; ``enabled`` is False where the block is absent."""
     block = (ds_config or {}).get(BLOCK_NAME, {})
     if not isinstance(block, Mapping):
         raise ConfigError(
@@ -459,20 +498,23 @@ def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
 
 
 def read_block(path: Path) -> dict[str, Any]:
-    """The ``reft`` block of a JSON file, unchecked. The file is a DeepSpeed JSON, or holds nothing else."""
+    """The ``reft`` block of a JSON file, unchecked. The file is a DeepSpeed JSON, or holds nothing
+    else."""
     block = read_object(path, f"the {BLOCK_NAME} block's file", f'{{"{BLOCK_NAME}": {{...}}}}').get(
         BLOCK_NAME
     )
     if not isinstance(block, dict):
         raise ConfigError(
-            f'{path} holds no "{BLOCK_NAME}" object; write {{"{BLOCK_NAME}": {{"enabled": true}}}} into it'
+            f'{path} holds no "{BLOCK_NAME}" object; write '
+            f'{{"{BLOCK_NAME}": {{"enabled": true}}}} into it'
         )
     return block
 
 
 def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None) -> ReftConfig:
-    """Check one ``reft`` block; REFT_MEMORY_DIR and REFT_JOB_ID in ``environ`` override it: the launcher
-    and its daemon look where they say. So do the keys in REFT_PROFILE, which ``reft profile`` sets."""
+    """Check one ``reft`` block; REFT_MEMORY_DIR and REFT_JOB_ID in ``environ`` override it: the
+    launcher and its daemon look where they say. So do the keys in REFT_PROFILE, which ``reft
+    profile`` sets."""
     environ = environ or {}
     for name, key in ((ENV_MEMORY_DIR, "memory_dir"), (ENV_JOB_ID, "job_id")):
         if value := environ.get(name):
@@ -496,7 +538,8 @@ def _explain_errors(error: ValidationError) -> str:
     for item in error.errors():
         loc, message = item["loc"], item["msg"].removeprefix("Value error, ")
         last = str(loc[-1]) if loc else ""
-        if last == "int" or last.startswith("constrained-"):  # of a key that takes "auto" too: said with that
+        # of a key that takes "auto" too: said with that
+        if last == "int" or last.startswith("constrained-"):
             other_kind = message.partition(",")[0]
             continue
         if last.startswith("literal["):
@@ -509,7 +552,9 @@ def _explain_errors(error: ValidationError) -> str:
             lines.append(f"  {path}: unknown key; {hint}")
         else:
             of_part = not loc or loc[-1] in NESTED  # what was found is in the message
-            found = "" if item["type"] == "value_error" and of_part else f" (found {item['input']!r})"
+            found = (
+                "" if item["type"] == "value_error" and of_part else f" (found {item['input']!r})"
+            )
             lines.append(f"  {path}: {message}{found}")
     lines.append("  'reft config --explain' lists every key with its default and meaning")
     return "\n".join(lines)
@@ -517,7 +562,9 @@ def _explain_errors(error: ValidationError) -> str:
 
 def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     models: dict[str, type[BaseModel]] = {**NESTED, "faults": FaultConfig}
-    model: type[BaseModel] = next((models[str(name)] for name in path if name in models), ReftConfig)
+    model: type[BaseModel] = next(
+        (models[str(name)] for name in path if name in models), ReftConfig
+    )
     return [name for name in model.model_fields if name != "faults"]  # those are for tests
 
 
@@ -558,4 +605,6 @@ def _type_name(annotation: Any) -> str:
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return " | ".join(annotation)
-    return annotation.__name__ if isinstance(annotation, type) and origin is None else str(annotation)
+    return (
+        annotation.__name__ if isinstance(annotation, type) and origin is None else str(annotation)
+    )

@@ -1,8 +1,9 @@
 """What a device is to reft: one class for each vendor, and nobody else who knows vendors.
 
-torch's modules for its device types (``torch.cuda``, ``torch.xpu``) offer the same: streams, events, free
-memory and random state are asked of :attr:`Vendor.module`. What only a driver does is a method here. Another
-vendor is one more class in :data:`VENDORS`, which passes ``tests/device/test_vendors.py``.
+torch's modules for its device types (``torch.cuda``, ``torch.xpu``) offer the same: streams,
+events, free memory and random state are asked of :attr:`Vendor.module`. What only a driver does is
+a method here. Another vendor is one more class in :data:`VENDORS`, which passes
+``tests/device/test_vendors.py``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 
 
 class Vendor(ABC):
-    """Devices of one of torch's types. Methods raise RuntimeError, OSError or AttributeError where the driver
-    refuses, or is not there."""
+    """Devices of one of torch's types. Methods raise RuntimeError, OSError or AttributeError where
+    the driver refuses, or is not there."""
 
     type: str  # torch's word
     name: str  # for messages and results
@@ -30,21 +31,22 @@ class Vendor(ABC):
 
     @abstractmethod
     def enter(self, device: torch.device) -> None:
-        """Have the calling thread use the device, such that its calls do not end a graph's capture by another
-        thread. A new thread starts on device 0; switching back to it would make a context there, some hundred
-        MB of its memory for every rank of the node."""
+        """Have the calling thread use the device, such that its calls do not end a graph's capture
+        by another thread. A new thread starts on device 0; switching back to it would make a
+        context there, some hundred MB of its memory for every rank of the node."""
 
     @abstractmethod
     def create_stream(self, device: torch.device) -> Any:
         """A stream that nobody else has, of the default stream's priority.
 
-        torch hands those of its pool out in turns, to communicators too: these would wait for copies.
-        It is never destroyed: torch's allocator keeps blocks that were allocated on it, and asks it again
-        when it gives them back."""
+        torch hands those of its pool out in turns, to communicators too: these would wait for
+        copies. It is never destroyed: torch's allocator keeps blocks that were allocated on it, and
+        asks it again when it gives them back."""
 
     @abstractmethod
     def host_register(self, device: torch.device, address: int, nbytes: int) -> None:
-        """Have a device write straight to host memory: page-lock it for all of the process's devices."""
+        """Have a device write straight to host memory: page-lock it for all of the process's
+        devices."""
 
     @abstractmethod
     def host_unregister(self, device: torch.device, address: int) -> None:
@@ -55,22 +57,26 @@ class Vendor(ABC):
         """Of the host, that the device is linked to; -1 where the host does not say."""
 
     def settings_to_change(self, environment: Mapping[str, str], tensor_parallel: int) -> list[str]:
-        """What of the driver's environment has copies hinder training, and what to write instead."""
+        """What of the driver's environment has copies hinder training, and what to write
+        instead."""
         return []
 
 
 class Cuda(Vendor):
-    """NVIDIA's devices, and AMD's, which torch calls the same; so are the arguments of their drivers."""
+    """NVIDIA's devices, and AMD's, which torch calls the same; so are the arguments of their
+    drivers."""
 
     type = "cuda"
     name = "rocm" if torch.version.hip else "cuda"
     module: Any = torch.cuda
     has_cupy = True
 
-    # CU_STREAM_NON_BLOCKING and hipStreamNonBlocking, as torch's: others wait for the default stream.
+    # CU_STREAM_NON_BLOCKING and hipStreamNonBlocking, as torch's: others wait for the default
+    # stream.
     _NON_BLOCKING = 1
     _PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable
-    _HARDWARE_QUEUES = 4  # AMD's default: for training, its communication, and copies on two streams
+    # AMD's default: for training, its communication, and copies on two streams
+    _HARDWARE_QUEUES = 4
     _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, hipStreamCaptureModeThreadLocal
 
     def __init__(self) -> None:
@@ -80,7 +86,8 @@ class Cuda(Vendor):
         self.module.set_device(device)
         if not hasattr(self._entered, "once"):
             self._entered.once = True
-            # By default a thread's cudaMalloc or cudaEventQuery ends any other's capture of torch.cuda.graph.
+            # By default a thread's cudaMalloc or cudaEventQuery ends any other's capture of
+            # torch.cuda.graph.
             with suppress(OSError, AttributeError):
                 library = self.library()
                 nvidia = hasattr(library, "cuThreadExchangeStreamCaptureMode")
@@ -106,7 +113,9 @@ class Cuda(Vendor):
         raise OSError(f"found no {name[1:]} in this process")
 
     def host_register(self, device: torch.device, address: int, nbytes: int) -> None:
-        self._call(device, lambda runtime: runtime.cudaHostRegister(address, nbytes, self._PORTABLE))
+        self._call(
+            device, lambda runtime: runtime.cudaHostRegister(address, nbytes, self._PORTABLE)
+        )
 
     def host_unregister(self, device: torch.device, address: int) -> None:
         self._call(device, lambda runtime: runtime.cudaHostUnregister(address))
@@ -121,20 +130,26 @@ class Cuda(Vendor):
 
     def settings_to_change(self, environment: Mapping[str, str], tensor_parallel: int) -> list[str]:
         if self.name == "cuda":
-            # Megatron needs it so, and checks it, where tensor parallelism overlaps with communication.
+            # Megatron needs it so, and checks it, where tensor parallelism overlaps with
+            # communication.
             if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and tensor_parallel == 1:
-                return ["CUDA_DEVICE_MAX_CONNECTIONS=1 has copies and kernels wait for each other: unset it"]
+                return [
+                    "CUDA_DEVICE_MAX_CONNECTIONS=1 has copies and kernels wait for each "
+                    "other: unset it"
+                ]
             return []
         queues, found = environment.get("GPU_MAX_HW_QUEUES", ""), []
         if environment.get("HSA_ENABLE_SDMA") == "0":
             found.append("HSA_ENABLE_SDMA=0 has copies take compute units from training: unset it")
         if queues.isdecimal() and int(queues) < self._HARDWARE_QUEUES:
-            found.append(f"GPU_MAX_HW_QUEUES={queues} has copies and kernels wait for each other: unset it")
+            found.append(
+                f"GPU_MAX_HW_QUEUES={queues} has copies and kernels wait for each other: unset it"
+            )
         return found
 
     def _call(self, device: torch.device, call: Callable[[Any], Any]) -> None:
-        """In a thread of its own: a call that fails leaves its error behind in the thread that made it, and
-        torch would report it there at the next kernel it launches."""
+        """In a thread of its own: a call that fails leaves its error behind in the thread that made
+        it, and torch would report it there at the next kernel it launches."""
         refused: list[str] = []
 
         def run() -> None:
@@ -162,7 +177,8 @@ VENDORS: dict[str, Vendor] = {Cuda.type: Cuda()}  # by torch's device type
 
 
 def find_vendor(device: torch.device) -> Vendor | None:
-    """None for a CPU, whose work is done when a call returns, and for devices that reft does not know."""
+    """None for a CPU, whose work is done when a call returns, and for devices that reft does not
+    know."""
     return VENDORS.get(device.type)
 
 

@@ -24,7 +24,8 @@ class SizeError(ConfigError, LayoutError):
 
 
 class FingerprintError(LayoutError):
-    """Stored state belongs to another job, or to this one with other settings; lists what differs."""
+    """Stored state belongs to another job, or to this one with other settings; lists what
+    differs."""
 
 
 class UnsupportedStateError(ReftError, TypeError):
@@ -36,7 +37,8 @@ class UnrecoverableError(ReftError, RuntimeError):
 
 
 class CorruptionError(ReftError, RuntimeError):
-    """The state that is trained is not one to go on with; the job restarts from its newest version."""
+    """The state that is trained is not one to go on with; the job restarts from its newest
+    version."""
 
 
 class CorruptJobError(CorruptionError, UnrecoverableError):
@@ -44,8 +46,8 @@ class CorruptJobError(CorruptionError, UnrecoverableError):
 
 
 class NotResumedError(UnrecoverableError):
-    """Memory holds a version of the job, but its script trains from the beginning; the message says what to
-    write."""
+    """Memory holds a version of the job, but its script trains from the beginning; the message says
+    what to write."""
 
 
 class StaleReplicaError(ReftError, RuntimeError):
@@ -77,7 +79,8 @@ class TransferError(ReftError, ConnectionError):
 
 
 class PeerLostError(TransferError):
-    """A rank died, left or is silent: no message can be exchanged over these connections any more."""
+    """A rank died, left or is silent: no message can be exchanged over these connections any
+    more."""
 
 
 class AuthenticationError(ReftError, PermissionError):
@@ -93,7 +96,8 @@ class OvertakenError(PersistError):
 
 
 class FencedError(PersistError):
-    """A newer start of the job has taken over: this process, or this node, was cut off and replaced.
+    """A newer start of the job has taken over: this process, or this node, was cut off and
+    replaced.
 
     Args:
         message: for people.

@@ -29,9 +29,9 @@ class InjectedFaultError(ReftError):
 
 
 class FaultPlan:
-    """The faults of one rank in one incarnation. ``faults``: configured faults. ``coordinate``: where this
-    rank sits. ``incarnation``: the running incarnation of the job. ``kill_node``: kills everything on this
-    node, memory included; needed for ``kill_node`` only."""
+    """The faults of one rank in one incarnation. ``faults``: configured faults. ``coordinate``:
+    where this rank sits. ``incarnation``: the running incarnation of the job. ``kill_node``: kills
+    everything on this node, memory included; needed for ``kill_node`` only."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class FaultPlan:
 
 
 def kill_this_node(job_dir: Path) -> None:
-    """Die as a lost host does: SIGKILL of the launcher, the daemon and every sibling, the job's memory gone.
+    """Die as a lost host does: SIGKILL of the launcher, the daemon and every sibling, the job's
+    memory gone.
 
     Only for processes started by ``reft launch`` (REFT_NODE_ID is set); elsewhere the parent is
     somebody else's and is left alone.
@@ -76,7 +77,8 @@ def kill_this_node(job_dir: Path) -> None:
     launcher = me.parent()
     if os.environ.get(ENV_NODE_ID) and launcher is not None:
         with suppress(psutil.NoSuchProcess):
-            # Stopped it starts nothing anew. Its end comes last: the kernel ends this process with it.
+            # Stopped it starts nothing anew. Its end comes last: the kernel ends this process with
+            # it.
             launcher.suspend()
             for process in launcher.children(recursive=True):
                 if process.pid != me.pid:

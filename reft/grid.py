@@ -1,5 +1,6 @@
-"""Where the ranks of a hybrid-parallel job sit, and what versions and blocks are called: coordinates, nodes,
-sharding groups, labels, sections. The words that saving, storing and loading share.
+"""Where the ranks of a hybrid-parallel job sit, and what versions and blocks are called:
+coordinates, nodes, sharding groups, labels, sections. The words that saving, storing and loading
+share.
 
 Ranks are reassigned by TorchElastic after every failure, so nothing that outlives a process is
 keyed by rank. The key is the coordinate (pp, dp, tp) and the job incarnation (promise P7).
@@ -20,7 +21,8 @@ from reft.errors import LayoutError, SizeError
 
 @dataclass(frozen=True, order=True)
 class Coordinate:
-    """Position of a rank: pipeline stage, data-parallel replica, tensor-parallel slice (0-based)."""
+    """Position of a rank: pipeline stage, data-parallel replica, tensor-parallel slice
+    (0-based)."""
 
     pp: int
     dp: int
@@ -44,7 +46,9 @@ class Degrees:
 
     def coordinates(self) -> tuple[Coordinate, ...]:
         """Every coordinate once, in (pp, dp, tp) order."""
-        return tuple(Coordinate(*c) for c in product(range(self.pp), range(self.dp), range(self.tp)))
+        return tuple(
+            Coordinate(*c) for c in product(range(self.pp), range(self.dp), range(self.tp))
+        )
 
     def __str__(self) -> str:
         return f"PP{self.pp}xDP{self.dp}xTP{self.tp}"
@@ -58,8 +62,8 @@ class Topology:
         degrees: parallel degrees.
         coordinates: coordinate of each global rank, each coordinate exactly once.
         nodes: node id of each global rank: ranks with the same one share their memory directory.
-        hosts: what fails as one (the failure domain) for each global rank: a host, or what its user declared
-            to be one. Empty: every node is a host.
+        hosts: what fails as one (the failure domain) for each global rank: a host, or what its user
+            declared to be one. Empty: every node is a host.
     """
 
     degrees: Degrees
@@ -86,7 +90,8 @@ class Topology:
         return {(c.pp, c.dp, c.tp): c for c in self.coordinates}
 
     def coordinate_at(self, pp: int, dp: int, tp: int) -> Coordinate:
-        """The coordinate, the topology's own where it has it, which saves making thousands of equal ones."""
+        """The coordinate, the topology's own where it has it, which saves making thousands of equal
+        ones."""
         return self._coordinate_by_place.get((pp, dp, tp)) or Coordinate(pp, dp, tp)
 
     @property
@@ -104,8 +109,8 @@ class Topology:
         return tuple(self.rank_of(Coordinate(pp, dp, tp)) for dp in range(self.degrees.dp))
 
     def group_nodes(self, pp: int, tp: int) -> tuple[str, ...]:
-        """Host of every member of the sharding group (pp, tp), ordered by dp: placement and tolerance count
-        what fails as one (P4)."""
+        """Host of every member of the sharding group (pp, tp), ordered by dp: placement and
+        tolerance count what fails as one (P4)."""
         return tuple(self.failure_domains[r] for r in self.group(pp, tp))
 
     @property
@@ -128,10 +133,12 @@ class Topology:
         return self._ranks_by_node.get(node, ())
 
     def readers(self, node: str, pp: int, tp: int) -> tuple[int, ...]:
-        """Ranks that read what a node holds of the sharding group (pp, tp): the group's members there; where
-        none of them runs, one of the node's ranks. Empty where no rank runs at all."""
+        """Ranks that read what a node holds of the sharding group (pp, tp): the group's members
+        there; where none of them runs, one of the node's ranks. Empty where no rank runs at all."""
         here = self.local_ranks(node)
-        members = tuple(r for r in here if (self.coordinates[r].pp, self.coordinates[r].tp) == (pp, tp))
+        members = tuple(
+            r for r in here if (self.coordinates[r].pp, self.coordinates[r].tp) == (pp, tp)
+        )
         return members or here[(at := (pp * self.degrees.tp + tp) % max(1, len(here))) : at + 1]
 
 
@@ -159,12 +166,14 @@ def ring_order(nodes: Sequence[str]) -> tuple[int, ...]:
 
 
 def topology(pp: int, dp: int | None = None, tp: int = 1) -> Any:
-    """The order of ranks that survives the loss of a node: ``PipelineModule(topology=reft.topology(2, 2))``.
+    """The order of ranks that survives the loss of a node:
+    ``PipelineModule(topology=reft.topology(2, 2))``.
 
-    DeepSpeed's own order (pipe, data, model) numbers the data-parallel peers of a stage one after the other,
-    and launchers number the ranks of a node one after the other: peers share a node, which takes every copy
-    of their stage along. Here a whole replica (pp x tp ranks) comes before the next one, so that peers are as
-    far apart as they can be: on different nodes where a replica fills at least a node.
+    DeepSpeed's own order (pipe, data, model) numbers the data-parallel peers of a stage one after
+    the other, and launchers number the ranks of a node one after the other: peers share a node,
+    which takes every copy of their stage along. Here a whole replica (pp x tp ranks) comes before
+    the next one, so that peers are as far apart as they can be: on different nodes where a replica
+    fills at least a node.
 
     Args:
         pp: pipeline stages.
@@ -172,8 +181,8 @@ def topology(pp: int, dp: int | None = None, tp: int = 1) -> Any:
         tp: tensor-parallel degree; its groups stay side by side.
 
     Returns:
-        A ``deepspeed`` ``ProcessTopology`` with the axes data, pipe, model. For an engine without a pipeline,
-        ``PipelineParallelGrid(topology=...)`` makes an ``mpu`` of it.
+        A ``deepspeed`` ``ProcessTopology`` with the axes data, pipe, model. For an engine without a
+        pipeline, ``PipelineParallelGrid(topology=...)`` makes an ``mpu`` of it.
 
     Raises:
         LayoutError: a degree is below 1.
@@ -184,7 +193,8 @@ def topology(pp: int, dp: int | None = None, tp: int = 1) -> Any:
         dp, rest = divmod(world_size, max(1, pp * tp))
         if rest:
             raise SizeError(
-                f"reft.topology found {world_size} ranks, which make no whole replicas of {pp} x {tp} ranks; "
+                f"reft.topology found {world_size} ranks, which make no whole replicas of {pp} x "
+                f"{tp} ranks; "
                 f"start the job on nodes with a multiple of {pp * tp} trainers"
             )
     from deepspeed.runtime.pipe.topology import ProcessTopology
@@ -196,7 +206,8 @@ def topology(pp: int, dp: int | None = None, tp: int = 1) -> Any:
 
 
 ALIGNMENT_BYTES = 64
-"""Tensor, shard and block boundaries are multiples of this, so that any dtype can be viewed in place."""
+"""Tensor, shard and block boundaries are multiples of this, so that any dtype can be viewed in
+place."""
 
 
 def aligned(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
@@ -207,11 +218,11 @@ def aligned(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
 class Section(StrEnum):
     """What a block is part of.
 
-    The stage image has three sections: ``REPLICATED`` is equal on every data-parallel peer, ``OWNED`` is
-    the ZeRO partition of one, ``HOST`` what one rank's host knows. Under an erasure code a member also
-    stores ``PARITY`` of the replicated section, and its ring peers keep the ``CHECKSUMS`` of its replicated
-    blocks, so that what is decoded can be verified. ``GRADIENTS`` of a ring peer's partition lie beside a
-    version while it is being made, and are no part of it.
+    The stage image has three sections: ``REPLICATED`` is equal on every data-parallel peer,
+    ``OWNED`` is the ZeRO partition of one, ``HOST`` what one rank's host knows. Under an erasure
+    code a member also stores ``PARITY`` of the replicated section, and its ring peers keep the
+    ``CHECKSUMS`` of its replicated blocks, so that what is decoded can be verified. ``GRADIENTS``
+    of a ring peer's partition lie beside a version while it is being made, and are no part of it.
     """
 
     REPLICATED = "replicated"
@@ -231,8 +242,8 @@ class BlockKey:
     """Identity of a block within its sharding group and version."""
 
     section: Section  # section of the stage image
-    # dp index of the shard (replicated), of the owner (owned, host, checksums) or of the member that computed
-    # it (parity)
+    # dp index of the shard (replicated), of the owner (owned, host, checksums) or of the member
+    # that computed it (parity)
     member: int
     index: int  # position within that shard, 0-based
 
@@ -241,8 +252,8 @@ class BlockKey:
 class VersionId:
     """A version of the job's state.
 
-    Ordered by incarnation first: a later incarnation starts from the best version there was, so what
-    it commits replaces everything older, also where a node that was cut off ran further."""
+    Ordered by incarnation first: a later incarnation starts from the best version there was, so
+    what it commits replaces everything older, also where a node that was cut off ran further."""
 
     incarnation: int  # 1 for the first start of the job, one more after every restart
     step: int  # optimizer steps that the state has seen (DeepSpeed's ``global_steps``)
@@ -252,8 +263,8 @@ class VersionId:
 
 
 def given_up(labels: Iterable[VersionId]) -> dict[VersionId, VersionId]:
-    """Versions of a future that the job went back behind, each with the version that says so: one of a later
-    incarnation whose step is not higher."""
+    """Versions of a future that the job went back behind, each with the version that says so: one
+    of a later incarnation whose step is not higher."""
     line: list[VersionId] = []
     passed: dict[VersionId, VersionId] = {}
     for label in sorted(set(labels), reverse=True):

@@ -3,9 +3,10 @@
     trainer = reft.hf.resumable(Trainer(...))
     trainer.train()
 
-The engine is made within ``train()``, when the Trainer has already decided where it begins. So methods of
-it are wrapped on the instance: as soon as there is an engine its state is loaded, and passes over the
-data that were trained before the failure are left out, as when the Trainer resumes from a checkpoint.
+The engine is made within ``train()``, when the Trainer has already decided where it begins. So
+methods of it are wrapped on the instance: as soon as there is an engine its state is loaded, and
+passes over the data that were trained before the failure are left out, as when the Trainer resumes
+from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,8 +24,15 @@ from reft.state.objects import is_stateful
 
 _STATE = "trainer"
 """Key of the Trainer's state among the client state."""
-_KEPT = ("total_flos", "num_input_tokens_seen", "best_metric", "best_global_step", "best_model_checkpoint")
-"""What the Trainer's state holds beside its place. Its log grows with every step, and is not kept."""
+_KEPT = (
+    "total_flos",
+    "num_input_tokens_seen",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""What the Trainer's state holds beside its place. Its log grows with every step, and is not
+kept."""
 _CALLBACKS, _CONTROL = "callbacks", "control"
 """Keys of the states of callbacks, and of the Trainer's control."""
 _PREPARE, _PASS, _RNG = "_prepare_for_training", "_run_epoch", "_load_rng_state"
@@ -41,10 +49,11 @@ _NEEDED = {
 def resumable(trainer: Any) -> Any:
     """Have a ``transformers.Trainer`` go on, after a failure, where the newest version was taken.
 
-    Weights, optimizer, scheduler, random states, the step, the place in the data, the Trainer's control and
-    the state of callbacks come back: what a callback exports (``EarlyStoppingCallback``), its ``state_dict``,
-    or attributes of plain values and generators. The Trainer's log begins anew. Without a ``reft`` block in
-    the DeepSpeed configuration the Trainer trains as before.
+    Weights, optimizer, scheduler, random states, the step, the place in the data, the Trainer's
+    control and the state of callbacks come back: what a callback exports
+    (``EarlyStoppingCallback``), its ``state_dict``, or attributes of plain values and generators.
+    The Trainer's log begins anew. Without a ``reft`` block in the DeepSpeed configuration the
+    Trainer trains as before.
 
     Args:
         trainer: with ``TrainingArguments(deepspeed=...)``; ``train()`` was not called yet.
@@ -60,18 +69,23 @@ def resumable(trainer: Any) -> Any:
         if method is None or not arguments <= inspect.signature(method).parameters.keys():
             kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
             raise ConfigError(
-                f"found {kind}, whose method {name} is missing or takes other arguments; expected the "
+                f"found {kind}, whose method {name} is missing or takes other arguments; expected "
+                "the "
                 f"Trainer of transformers 5.0 or later"
             )
     wrapped = Resumption(trainer)
-    for name, wrapper in ((_PREPARE, wrapped.prepare), (_PASS, wrapped.run_pass), (_RNG, wrapped.load_rng)):
+    for name, wrapper in (
+        (_PREPARE, wrapped.prepare),
+        (_PASS, wrapped.run_pass),
+        (_RNG, wrapped.load_rng),
+    ):
         wrap(trainer, name, wrapper)
     return trainer
 
 
 class Callbacks(HostState):
-    """Callbacks of the script that export nothing: by their ``state_dict``, or by their attributes. Matched
-    by class, in their order."""
+    """Callbacks of the script that export nothing: by their ``state_dict``, or by their attributes.
+    Matched by class, in their order."""
 
     name = "trainer.callbacks"
 
@@ -90,7 +104,9 @@ class Callbacks(HostState):
         ]
 
     def capture(self) -> list[list[Any]]:
-        return [[class_path(callback), attributes.capture(callback)] for callback in self._followed()]
+        return [
+            [class_path(callback), attributes.capture(callback)] for callback in self._followed()
+        ]
 
     def restore(self, saved: list[list[Any]]) -> None:
         left = list(saved)
@@ -102,8 +118,8 @@ class Callbacks(HostState):
 
 
 class Scheduler(HostState):
-    """A learning-rate scheduler of the Trainer's that is not torch's, which are followed wherever they are
-    made."""
+    """A learning-rate scheduler of the Trainer's that is not torch's, which are followed wherever
+    they are made."""
 
     name = "trainer.lr_scheduler"
 
@@ -155,7 +171,9 @@ class Resumption:
         """Callbacks that the Trainer's own checkpoints keep too."""
         from transformers.trainer_callback import ExportableState
 
-        return [c for c in self._trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
+        return [
+            c for c in self._trainer.callback_handler.callbacks if isinstance(c, ExportableState)
+        ]
 
     def restore_callbacks(self, saved: list[list[Any]]) -> None:
         """Those of equal names, in their order: the script makes them anew at every start."""
@@ -180,14 +198,18 @@ class Resumption:
         session = attach(engine, client_state=self.capture)
         for follower in followers(trainer, engine):
             session.state.followed.add(follower)
-        given = inspect.signature(original).bind(*args, **kwargs).arguments["resume_from_checkpoint"]
+        given = (
+            inspect.signature(original).bind(*args, **kwargs).arguments["resume_from_checkpoint"]
+        )
         path, client_state = engine.load_checkpoint(given or trainer.args.output_dir)
         saved = (client_state or {}).get(_STATE)
         if path is None or saved is None:
             return result
         for name, value in saved.items():
             setattr(trainer.state, name, value)
-        self._has_stopped = (client_state or {}).get(_CONTROL, {}).get("should_training_stop", False)
+        self._has_stopped = (
+            (client_state or {}).get(_CONTROL, {}).get("should_training_stop", False)
+        )
         self.restore_callbacks((client_state or {}).get(_CALLBACKS) or [])
         trainer.state.global_step = self._step = int(engine.global_steps)
         session.state.data.leave_to_script()  # type: ignore[union-attr]  # DeepSpeed's has one
@@ -205,7 +227,11 @@ class Resumption:
             first, steps = divmod(self._step, bound["num_update_steps_per_epoch"])
             if bound["epoch"] < first:
                 return
-            skipped = 0 if trainer.args.ignore_data_skip else steps * trainer.args.gradient_accumulation_steps
+            skipped = (
+                0
+                if trainer.args.ignore_data_skip
+                else steps * trainer.args.gradient_accumulation_steps
+            )
             bound |= {"epochs_trained": first, "steps_trained_in_current_epoch": skipped}
             bound |= {"resume_from_checkpoint": trainer.args.output_dir}
             self._step = None

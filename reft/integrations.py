@@ -1,17 +1,18 @@
 """What other packages bring for training programs that reft does not know itself.
 
-An integration is a module named by an entry point of the group ``reft.integrations``, such as this one in the
-``pyproject.toml`` of the package::
+An integration is a module named by an entry point of the group ``reft.integrations``, such as this
+one in the ``pyproject.toml`` of the package::
 
     [project.entry-points."reft.integrations"]
     megatron = "megatron_patches"
 
 Importing the module must be cheap: it is imported before the training script. It may hold any of
 
-- ``ON_IMPORT``: name of a module of the program -> ``"module:function"``, called with the module right after
-  it was imported, where ``REFT_CONFIG`` names a block;
-- ``PROGRAMS``: name of a module of the program -> ``"module:function"``, called with an engine of a program
-  that has imported it; returns a :class:`~reft.engine.deepspeed.Program`, or None for an engine of nobody's;
+- ``ON_IMPORT``: name of a module of the program -> ``"module:function"``, called with the module
+  right after it was imported, where ``REFT_CONFIG`` names a block;
+- ``PROGRAMS``: name of a module of the program -> ``"module:function"``, called with an engine of a
+  program that has imported it; returns a :class:`~reft.engine.deepspeed.Program`, or None for an
+  engine of nobody's;
 - ``FOLLOWERS``: any name -> ``"module:function"``, called with a session; returns the
   :class:`~reft.engine.host_state.HostState` objects that follow the state of its script;
 - ``NAMES``: public name, found in ``reft`` -> module that holds it.

@@ -1,9 +1,10 @@
 """Every log line of reft begins in the same way: ``reft [job/pp0.dp1.tp0 step 12]``.
 
-Modules log through ``logging.getLogger(__name__)``. One handler, on the logger ``reft``, puts the prefix
-before the message and leaves the rest to the handlers of the program or, where it has none, to Python's last
-resort (warnings to stderr). The launcher and the node daemon have no coordinate and write what they are:
-``reft [job/launcher node0]``.
+Modules log through ``logging.getLogger(__name__)``. One handler, on the logger ``reft``, puts the
+prefix before the message and leaves the rest to the handlers of the program or, where it has none,
+to Python's last resort (warnings to stderr). The launcher and the node daemon have no coordinate
+and write what they
+are: ``reft [job/launcher node0]``.
 """
 
 from __future__ import annotations
@@ -39,29 +40,36 @@ _PLACE = _Place()  # where this process is: it is one rank, one launcher or one 
 
 
 def set_place(job: str, who: str, step: int | None = None) -> None:
-    """Say whose lines these are. ``job``: the job's id. ``who``: the coordinate of a rank, or what else this
-    process is. ``step``: as for :func:`set_step`."""
+    """Say whose lines these are. ``job``: the job's id. ``who``: the coordinate of a rank, or what
+    else this process is. ``step``: as for :func:`set_step`."""
     _PLACE.job, _PLACE.who, _PLACE.step = job, who, step
 
 
 def set_step(step: int) -> None:
-    """Say which step was finished last; a line about another step's version names that step itself."""
+    """Say which step was finished last; a line about another step's version names that step
+    itself."""
     _PLACE.step = step
 
 
 class PrefixHandler(logging.Handler):
-    """Writes the prefix into every record of reft's loggers that passes on its way to the other handlers."""
+    """Writes the prefix into every record of reft's loggers that passes on its way to the other
+    handlers."""
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = _PLACE.prefix()
         record.msg = f"{prefix.replace('%', '%%') if record.args else prefix} {record.msg}"
         nobody_else = not logging.root.handlers and logging.getLogger(NAME).handlers == [self]
-        if nobody_else and logging.lastResort is not None and record.levelno >= logging.lastResort.level:
+        if (
+            nobody_else
+            and logging.lastResort is not None
+            and record.levelno >= logging.lastResort.level
+        ):
             logging.lastResort.handle(record)
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stderr is when a line comes: the one of its making may be closed by then."""
+    """Writes to what sys.stderr is when a line comes: the one of its making may be closed by
+    then."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -72,8 +80,8 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def install() -> None:
-    """Have the lines of this process begin with the prefix, and go to stderr where REFT_LOGLEVEL asks for a
-    level. Doing it twice does no harm."""
+    """Have the lines of this process begin with the prefix, and go to stderr where REFT_LOGLEVEL
+    asks for a level. Doing it twice does no harm."""
     if os.environ.get(ENV_LOG_LEVEL):
         to_stderr()
         return
@@ -83,8 +91,8 @@ def install() -> None:
 
 
 def to_stderr() -> None:
-    """Log to stderr, for a process that is reft's own: what REFT_LOGLEVEL says, else INFO. Replaces what an
-    earlier call set up."""
+    """Log to stderr, for a process that is reft's own: what REFT_LOGLEVEL says, else INFO. Replaces
+    what an earlier call set up."""
     logger = logging.getLogger(NAME)
     logger.handlers = [PrefixHandler(), StderrHandler()]
     logger.propagate = False
@@ -100,10 +108,10 @@ logger = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Appends events of one rank; a line is written with one ``write`` and survives a SIGKILL. Events that
-    cannot be written are lost, which is said once, and nothing else happens (P6). ``rank``: of the
-    process; -1 for a launcher. ``writer``: who writes, the first word of the file's name: ``reft``, or
-    ``rank`` for a training script."""
+    """Appends events of one rank; a line is written with one ``write`` and survives a SIGKILL.
+    Events that cannot be written are lost, which is said once, and nothing else happens (P6).
+    ``rank``: of the process; -1 for a launcher. ``writer``: who writes, the first word of the
+    file's name: ``reft``, or ``rank`` for a training script."""
 
     def __init__(self, rank: int, writer: str = "reft") -> None:
         self._fd: int | None = None

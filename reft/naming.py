@@ -1,7 +1,9 @@
-"""Names of jobs: the job's own where nobody gave one, and found again when the same start is repeated (P7).
+"""Names of jobs: the job's own where nobody gave one, and found again when the same start is
+repeated (P7).
 
-The name is that of the job's memory. It starts with the program's, so that people recognise it, and holds a
-digest of what makes two starts the same: user, directory, program, arguments. Standard library only.
+The name is that of the job's memory. It starts with the program's, so that people recognise it, and
+holds a digest of what makes two starts the same: user, directory, program, arguments. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ def safe_name(text: str) -> str:
 
 
 def own_name(program: str, arguments: Sequence[str], *, module: bool = False) -> str:
-    """A name for the job that this user starts in this directory with this program and these arguments.
-    ``program``: path of the script or program, or the name of a module. ``arguments``: of the program.
-    ``module``: ``program`` is a module's name."""
+    """A name for the job that this user starts in this directory with this program and these
+    arguments. ``program``: path of the script or program, or the name of a module. ``arguments``:
+    of the program. ``module``: ``program`` is a module's name."""
     where = program if module else os.path.realpath(program)
     stem = program.rpartition(".")[2] if module else Path(program).stem
     stem = _UNFIT.sub("-", stem).strip("-.")[:_STEM_CHARACTERS] or "job"
@@ -57,7 +59,8 @@ def own_name(program: str, arguments: Sequence[str], *, module: bool = False) ->
 
 
 def find_process_name() -> str:
-    """:func:`own_name` of the running Python process, by the command line that it was started with."""
+    """:func:`own_name` of the running Python process, by the command line that it was started
+    with."""
     program, module = own_program()
     command = sys.orig_argv[1:]
     behind = 0
@@ -69,7 +72,8 @@ def find_process_name() -> str:
 
 
 def own_program() -> tuple[str, bool]:
-    """The running process's script, or the name of the module it was started as, and whether it is that."""
+    """The running process's script, or the name of the module it was started as, and whether it is
+    that."""
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None and spec.name:
@@ -78,8 +82,8 @@ def own_program() -> tuple[str, bool]:
 
 
 def make_run_name(environ: Mapping[str, str]) -> str | None:
-    """The name that the launcher's run id in a trainer's environment gives a job; None where it is nobody's
-    in particular.
+    """The name that the launcher's run id in a trainer's environment gives a job; None where it is
+    nobody's in particular.
 
     ``torchrun`` says "none" where no id was given, and makes a new random one at every start with
     ``--standalone``, under which memory would never be found again.

@@ -1,9 +1,9 @@
 """Adam whose arithmetic is the same to the bit on every device and on the host, for AOR on a GPU.
 
-A GPU's fused Adam contracts multiplications and additions, so a host that repeats its step gets other last
-bits. :class:`ExactAdam` uses only operations that IEEE 754 rounds correctly (add, subtract, multiply, divide,
-square root), each a kernel of its own over fp32 tensors, so that no compiler can contract two of them. With
-``t`` the number of the step and RN() one rounding to fp32:
+A GPU's fused Adam contracts multiplications and additions, so a host that repeats its step gets
+other last bits. :class:`ExactAdam` uses only operations that IEEE 754 rounds correctly (add,
+subtract, multiply, divide, square root), each a kernel of its own over fp32 tensors, so that no
+compiler can contract two of them. With ``t`` the number of the step and RN() one rounding to fp32:
 
     AdamW       p = RN(p · RN(1 - lr·wd))                                          where wd is not 0
     Adam        g = RN(RN(p · RN(wd)) + g)                                         instead
@@ -12,21 +12,26 @@ square root), each a kernel of its own over fp32 tensors, so that no compiler ca
     update      d = RN(RN(RN(√v) · RN(1/√(1-β2^t))) + RN(eps))
                 p = RN(p - RN(RN(m / d) · RN(lr/(1-β1^t))))
 
-- Scalars are computed on the host in fp64 by such operations too (powers by repeated multiplication, not by
-  ``pow``, whose last bit differs between C libraries) and rounded to fp32 once.
-- No tensor is divided by a scalar: torch's kernel for CUDA and ROCm multiplies by the reciprocal instead.
-  Square roots on the host are NumPy's: torch's come from a vector library there (MKL) that rounds 7 of 1,000
-  wrongly.
-- Denormals are kept, as torch's kernels for CUDA and ROCm keep them. A host thread that flushes them
-  (``torch.set_flush_denormal(True)``) computes something else; peers repeat a host's step in its own mode.
+- Scalars are computed on the host in fp64 by such operations too (powers by repeated
+  multiplication, not by ``pow``, whose last bit differs between C libraries) and rounded to fp32
+  once.
+- No tensor is divided by a scalar: torch's kernel for CUDA and ROCm multiplies by the reciprocal
+  instead. Square roots on the host are NumPy's: torch's come from a vector library there (MKL) that
+  rounds 7 of 1,000 wrongly.
+- Denormals are kept, as torch's kernels for CUDA and ROCm keep them. A host thread that flushes
+  them (``torch.set_flush_denormal(True)``) computes something else; peers repeat a host's step in
+  its own mode.
 - The bits of a NaN are not defined.
 
-On AMD's devices division and root are correctly rounded and denormals kept by the compiler's defaults
-(``tests/protect/test_kernels.py`` reads what it makes for MI250X). Do not ``torch.compile`` the step: a
-compiler that sees several operations may contract them, and then every partition differs and is sent.
+On AMD's devices division and root are correctly rounded and denormals kept by the compiler's
+defaults (``tests/protect/test_kernels.py`` reads what it makes for MI250X). Do not
+``torch.compile`` the
+step: a compiler that sees several operations may contract them, and then every partition differs
+and is sent.
 
-Cost: 13 passes over memory where a fused kernel makes one; temporary memory of two slices. Shown on x86-64
-hosts (``tests/test_optim.py``); the same test compares a GPU with the host, and has not run on one yet.
+Cost: 13 passes over memory where a fused kernel makes one; temporary memory of two slices. Shown on
+x86-64 hosts (``tests/test_optim.py``); the same test compares a GPU with the host, and has not run
+on one yet.
 """
 
 from __future__ import annotations
@@ -40,8 +45,8 @@ import numpy as np
 import torch
 
 HOST_ELEMENTS = 2**14
-"""Of a slice on the host: it stays in the second-level cache, and torch computes it in the calling thread,
-whose mode for denormals then is the only one that counts."""
+"""Of a slice on the host: it stays in the second-level cache, and torch computes it in the calling
+thread, whose mode for denormals then is the only one that counts."""
 DEVICE_ELEMENTS = 2**24
 
 
@@ -76,7 +81,8 @@ class ExactAdam(torch.optim.Optimizer):
     """AdamW (or Adam) over fp32 parameters, the same to the bit on a device and on the host.
 
     Give it to ``deepspeed.initialize(optimizer=...)``. Under ZeRO write
-    ``"zero_allow_untested_optimizer": true`` into the DeepSpeed JSON: DeepSpeed knows only its own list.
+    ``"zero_allow_untested_optimizer": true`` into the DeepSpeed JSON: DeepSpeed knows only its own
+    list.
 
     Args:
         params: parameters, or dicts of groups with options of their own.
@@ -132,12 +138,15 @@ class ExactAdam(torch.optim.Optimizer):
                     self._step_one(param, param.grad, group)
         return loss
 
-    def _step_one(self, param: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]) -> None:
+    def _step_one(
+        self, param: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]
+    ) -> None:
         for name, tensor in (("parameter", param), ("gradient", gradient)):
             if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
                 raise TypeError(
                     f"found a {name} of {tensor.dtype} ({tensor.layout}); ExactAdam expects dense "
-                    f'torch.float32: keep fp32 masters, as DeepSpeed does with "bf16" or "fp16" enabled'
+                    'torch.float32: keep fp32 masters, as DeepSpeed does with "bf16" or "fp16" '
+                    "enabled"
                 )
         state = self.state[param]
         if not state:
@@ -151,7 +160,9 @@ class ExactAdam(torch.optim.Optimizer):
             _update(p, g, m, v, scalars)
 
 
-def _update(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: _Scalars) -> None:
+def _update(
+    p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: _Scalars
+) -> None:
     """One step in place, as the module says it. One operation a line, none with an alpha."""
     if s.keep != 1.0:
         p.mul_(s.keep)
@@ -181,8 +192,8 @@ def square_root(v: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def slices(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """The same ranges of all tensors, on a host small enough for its cache. Tensors that are not contiguous
-    are one range."""
+    """The same ranges of all tensors, on a host small enough for its cache. Tensors that are not
+    contiguous are one range."""
     if not all(t.is_contiguous() for t in tensors):
         yield list(tensors)
         return
@@ -192,8 +203,8 @@ def slices(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
 
 
 def power(base: float, exponent: int) -> float:
-    """``base ** exponent`` by squaring: only multiplications, which give the same bits everywhere. Its error
-    is far below a rounding to fp32 in what uses it."""
+    """``base ** exponent`` by squaring: only multiplications, which give the same bits everywhere.
+    Its error is far below a rounding to fp32 in what uses it."""
     result = 1.0
     while exponent:
         if exponent & 1:

@@ -1,7 +1,8 @@
-"""How a process ends that reft refuses to go on with: one message that says what to change, and exit code 2.
+"""How a process ends that reft refuses to go on with: one message that says what to change, and
+exit code 2.
 
-Under any launcher. Nothing is imported but the standard library: trainers load this before the user's script
-sets its environment.
+Under any launcher. Nothing is imported but the standard library: trainers load this before the
+user's script sets its environment.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from reft.env import ENV_ERROR_FILE
 
 EX_REFUSED = 2  # Exit code of a trainer that reft refused: wrong use, as of every command
 
-_REFUSALS = frozenset({"ConfigError", "UnsupportedStateError", "FingerprintError", "UnrecoverableError"})
+_REFUSALS = frozenset(
+    {"ConfigError", "UnsupportedStateError", "FingerprintError", "UnrecoverableError"}
+)
 _IN_USE = "JobInUseError"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether reft raised ``error`` because of what the script or its block says, or of what is left of the
+    """Whether reft raised ``error`` because of what the script or its block says, or of what is
+    left of the
     job: a restart changes nothing. A memory that another job holds may be free later."""
     names = {c.__name__ for c in type(error).__mro__ if c.__module__ == "reft.errors"}
     return bool(names & _REFUSALS) and _IN_USE not in names
@@ -40,8 +44,8 @@ def write_refusal(error: BaseException) -> None:
 
 
 def write_error_file(error: BaseException) -> None:
-    """TorchElastic's error file, for its tools, unless torch's own ``@record`` has written it. torchrun shows
-    the traceback in it, or the message where there is none."""
+    """TorchElastic's error file, for its tools, unless torch's own ``@record`` has written it.
+    torchrun shows the traceback in it, or the message where there is none."""
     path = os.environ.get(ENV_ERROR_FILE)
     if not path or os.path.exists(path):
         return
@@ -59,7 +63,9 @@ class _Hook:
     def __init__(self, before: Callable[..., object]) -> None:
         self._before = before
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if not is_refusal(error):
             self._before(kind, error, trace)
             return
@@ -70,8 +76,8 @@ class _Hook:
 
 
 def end_in_words() -> None:
-    """Have a refusal that leaves the script end this process with its message and exit code 2, not with a
-    traceback. Doing it twice does no harm."""
+    """Have a refusal that leaves the script end this process with its message and exit code 2, not
+    with a traceback. Doing it twice does no harm."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
@@ -82,9 +88,9 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """For a sub-command that parses its arguments itself, with ``-h`` and ``--version``. ``words``: what
-    stands behind the options in the line of usage. ``others``: as for :class:`argparse.ArgumentParser`;
-    ``prog`` is the command, such as ``reft demo``."""
+    """For a sub-command that parses its arguments itself, with ``-h`` and ``--version``. ``words``:
+    what stands behind the options in the line of usage. ``others``: as for
+    :class:`argparse.ArgumentParser`; ``prog`` is the command, such as ``reft demo``."""
 
     def __init__(self, *, words: str = "", **others: Any) -> None:
         usage = " ".join(["%(prog)s [OPTIONS]", *([words] if words else [])])

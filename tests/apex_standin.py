@@ -18,12 +18,23 @@ import torch
 
 _ADAM, _LAMB = "apex.optimizers.fused_adam", "apex.optimizers.fused_lamb"
 F = np.float32
-DEFAULTS = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+DEFAULTS = {
+    "lr": 1e-3,
+    "bias_correction": True,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+}
 
 
 class FusedAdam(torch.optim.Optimizer):
     def __init__(self, params: Any, **options: Any) -> None:
-        switches = {"adam_w_mode": True, "set_grad_none": True, "capturable": False, "master_weights": False}
+        switches = {
+            "adam_w_mode": True,
+            "set_grad_none": True,
+            "capturable": False,
+            "master_weights": False,
+        }
         assert set(options) <= {*DEFAULTS, *switches}
         adam_w_mode, set_grad_none, capturable, master_weights = (
             options.pop(name, default) for name, default in switches.items()
@@ -36,7 +47,11 @@ class FusedAdam(torch.optim.Optimizer):
         self.set_grad_none = set_grad_none
         self.capturable, self.master_weights = capturable, master_weights
         self.param_groups_master = [
-            {"params": [p.clone().detach().float() if master_weights else None for p in group["params"]]}
+            {
+                "params": [
+                    p.clone().detach().float() if master_weights else None for p in group["params"]
+                ]
+            }
             for group in self.param_groups
         ]
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
@@ -57,8 +72,12 @@ class FusedAdam(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(p).float()
                     state["exp_avg_sq"] = torch.zeros_like(p).float()
                 arrays = (p.grad.float(), p.float(), state["exp_avg"], state["exp_avg_sq"])
-                stepped = kernel([t.numpy() for t in arrays], group, group["step"], self.adam_w_mode)
-                for live, new in zip((p, state["exp_avg"], state["exp_avg_sq"]), stepped, strict=True):
+                stepped = kernel(
+                    [t.numpy() for t in arrays], group, group["step"], self.adam_w_mode
+                )
+                for live, new in zip(
+                    (p, state["exp_avg"], state["exp_avg_sq"]), stepped, strict=True
+                ):
                     live.copy_(torch.from_numpy(new))
 
 

@@ -21,7 +21,9 @@ from tests.tiers import ENV_FAILURES
 
 # Two busy cores: how long an example takes says nothing, and no test asserts a time. The examples are the same
 # in every run, so that a change is what breaks a test; REFT_RANDOM_EXAMPLES=1 (make nightly) draws new ones.
-settings.register_profile("reft", deadline=None, derandomize="REFT_RANDOM_EXAMPLES" not in os.environ)
+settings.register_profile(
+    "reft", deadline=None, derandomize="REFT_RANDOM_EXAMPLES" not in os.environ
+)
 settings.load_profile("reft")
 
 # Launchers of the tests know each other by a secret of this run, which workers of pytest-xdist inherit: the
@@ -98,7 +100,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """The simulated device is compiled here, where nobody counts processes and seconds, and loaded: autograd
     makes a queue for each device that it knows at its first use."""
     fixtures = {name for item in session.items for name in getattr(item, "fixturenames", ())}
-    if fixtures & {"sim", "vendor", "device", "case", "at_hand"} and not session.config.option.collectonly:
+    if (
+        fixtures & {"sim", "vendor", "device", "case", "at_hand"}
+        and not session.config.option.collectonly
+    ):
         from tests.device.simulated import missing, simulated
 
         if not missing():
@@ -116,7 +121,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     result = yield
     if _started and not any(map(item.get_closest_marker, ("process", "nightly"))):
         pytest.fail(
-            f"the test starts a process ({_started[0]}): mark it with pytest.mark.process", pytrace=False
+            f"the test starts a process ({_started[0]}): mark it with pytest.mark.process",
+            pytrace=False,
         )
     return result
 

@@ -34,7 +34,9 @@ def find() -> Path | None:
         Path(sys.prefix) / "etcd" / "usr" / "bin",
         Path(on_path).parent if on_path else None,
     ]
-    return next((p for p in places if p and (p / "etcd").exists() and (p / "etcdctl").exists()), None)
+    return next(
+        (p for p in places if p and (p / "etcd").exists() and (p / "etcdctl").exists()), None
+    )
 
 
 def require() -> Path:
@@ -94,7 +96,13 @@ class EtcdCluster:
         with (self._directory / f"m{index}.log").open("ab") as log:
             self._members[index] = subprocess.Popen(
                 [
-                    *(self._bin / "etcd", "--name", f"m{index}", "--data-dir", self._directory / f"m{index}"),
+                    *(
+                        self._bin / "etcd",
+                        "--name",
+                        f"m{index}",
+                        "--data-dir",
+                        self._directory / f"m{index}",
+                    ),
                     *("--listen-client-urls", client, "--advertise-client-urls", client),
                     *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
                     *("--initial-cluster", peers, *self._options),
@@ -132,7 +140,11 @@ class EtcdCluster:
         deadline = time.monotonic() + WAIT_SECS
         while time.monotonic() < deadline:
             found = self.leader()
-            if found is not None and found != but and self.ctl("get", "reft/", check=False).returncode == 0:
+            if (
+                found is not None
+                and found != but
+                and self.ctl("get", "reft/", check=False).returncode == 0
+            ):
                 return found
             time.sleep(_LOOK_SECS)
         raise AssertionError(f"the etcd cluster has no leader: {self._directory}")
@@ -147,7 +159,14 @@ class EtcdCluster:
         """``etcdctl COMMAND``."""
         where = ",".join(f"{self._scheme}://{e}" for e in endpoints or self.members)
         done = subprocess.run(
-            [self._bin / "etcdctl", "--endpoints", where, "--command-timeout=5s", *self.flags, *command],
+            [
+                self._bin / "etcdctl",
+                "--endpoints",
+                where,
+                "--command-timeout=5s",
+                *self.flags,
+                *command,
+            ],
             capture_output=True,
             text=True,
             check=False,

@@ -46,7 +46,13 @@ class Row:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
         wanted = [requirement for requirement in wanted if not requirement.startswith(_OTHER_TESTS)]
-        return [*wanted, f"deepspeed=={self.deepspeed}", f"torch=={self.torch}", "setuptools", "wheel"]
+        return [
+            *wanted,
+            f"deepspeed=={self.deepspeed}",
+            f"torch=={self.torch}",
+            "setuptools",
+            "wheel",
+        ]
 
 
 ROWS = {
@@ -86,7 +92,10 @@ def installed(version: str) -> str | None:
     knows, chosen or not."""
     for folder in os.get_exec_path():
         python = shutil.which(f"python{version}", path=folder)
-        if python and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
+        if (
+            python
+            and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
+        ):
             return python
     return None
 
@@ -98,14 +107,27 @@ def run(name: str, row: Row) -> bool:
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return False
-    probe = [python, "-c", "import deepspeed, torch; print(deepspeed.__version__, torch.__version__)"]
-    found = subprocess.run(probe, check=True, capture_output=True, text=True).stdout.splitlines()[-1].split()
+    probe = [
+        python,
+        "-c",
+        "import deepspeed, torch; print(deepspeed.__version__, torch.__version__)",
+    ]
+    found = (
+        subprocess.run(probe, check=True, capture_output=True, text=True)
+        .stdout.splitlines()[-1]
+        .split()
+    )
     if not found[0].startswith(row.deepspeed) or not found[1].startswith(row.torch or ""):
-        print(f"{name}: expected {row}, found deepspeed and torch {' '.join(found)}", file=sys.stderr)
+        print(
+            f"{name}: expected {row}, found deepspeed and torch {' '.join(found)}", file=sys.stderr
+        )
         return False
     # An older torch starts a thread when it is imported, and what has threads is not forked.
     env = os.environ if row.python is None else {**os.environ, "REFT_TEST_PREFORK": "0"}
-    return subprocess.run([python, "-m", "pytest", *TESTS], cwd=ROOT, env=env, check=False).returncode == 0
+    return (
+        subprocess.run([python, "-m", "pytest", *TESTS], cwd=ROOT, env=env, check=False).returncode
+        == 0
+    )
 
 
 def main(names: Sequence[str]) -> int:

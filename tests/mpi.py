@@ -52,7 +52,10 @@ class Mpi:
         return line
 
     def start(
-        self, contexts: Sequence[Sequence[str]], environ: Mapping[str, str] | None = None, **options: object
+        self,
+        contexts: Sequence[Sequence[str]],
+        environ: Mapping[str, str] | None = None,
+        **options: object,
     ) -> subprocess.Popen[str]:
         """Start a job; its output is one text."""
         return subprocess.Popen(

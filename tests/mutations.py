@@ -40,7 +40,9 @@ DEVICE = "snapshot/copying/device.py"
 VERSION_ON_DEVICE = (
     "tests/snapshot/test_copy_engines.py::test_a_version_is_the_state_between_begin_and_fence",
 )
-UNTIL_COPIED = ("tests/snapshot/test_copy_engines.py::test_sources_and_targets_stay_until_all_is_copied",)
+UNTIL_COPIED = (
+    "tests/snapshot/test_copy_engines.py::test_sources_and_targets_stay_until_all_is_copied",
+)
 LOCAL = ("tests/recover/test_local.py",)
 BOUNDARY = ("tests/engine/test_boundary.py",)
 
@@ -91,7 +93,10 @@ MUTATIONS = {
         VERSION, KEPT, "frozenset({*unknown, *dict(self.frozen)})", MODEL
     ),
     "p3-version-of-unknown-fate-is-overwritten": Mutation(
-        VERSION, KEPT, "frozenset({*dict(self.frozen), *(() if newest is None else (newest,))})", MODEL
+        VERSION,
+        KEPT,
+        "frozenset({*dict(self.frozen), *(() if newest is None else (newest,))})",
+        MODEL,
     ),
     "p3-what-is-recovered-is-overwritten": Mutation(
         VERSION, KEPT, "frozenset({*unknown, *(() if newest is None else (newest,))})", MODEL
@@ -102,7 +107,9 @@ MUTATIONS = {
         "    if False:\n        state, effects = _abandon(state, head.cause or PEER_NOT_SEALED)",
         MODEL,
     ),
-    "p3-a-peers-commit-is-given-up": Mutation(VERSION, "if label == committed:", "if False:", MODEL),
+    "p3-a-peers-commit-is-given-up": Mutation(
+        VERSION, "if label == committed:", "if False:", MODEL
+    ),
     "p5-stored-block-is-not-compared": Mutation(
         "recover/inventory.py",
         "len(data) == fetch.nbytes and checksum(data) == fetch.checksum",
@@ -122,7 +129,10 @@ MUTATIONS = {
         ("tests/memory/test_arena.py",),
     ),
     "p5-parity-of-other-data": Mutation(
-        "recover/rebuild.py", "lost.position < len(known) and digest == known[lost.position]", "True", LOCAL
+        "recover/rebuild.py",
+        "lost.position < len(known) and digest == known[lost.position]",
+        "True",
+        LOCAL,
     ),
     "p5-arena-of-another-version": Mutation(
         "recover/inventory.py", "header.label == label and header.state.whole", "True", LOCAL
@@ -158,7 +168,10 @@ MUTATIONS = {
         ("tests/storage/test_persist.py",),
     ),
     "p7-fused-matrices-are-taken-for-one": Mutation(
-        "recover/relayout.py", "whole = whole or (1,)", "whole = (1,)", ("tests/recover/test_relayout.py",)
+        "recover/relayout.py",
+        "whole = whole or (1,)",
+        "whole = (1,)",
+        ("tests/recover/test_relayout.py",),
     ),
     "p3-a-spare-takes-a-healthy-nodes-place": Mutation(
         "job/rendezvous/membership.py",
@@ -167,7 +180,10 @@ MUTATIONS = {
         ("tests/job/test_membership.py", "tests/job/test_rendezvous_walk.py"),
     ),
     "p7-an-older-start-writes-to-storage": Mutation(
-        "storage/fence.py", "if newest > incarnation:", "if False:", ("tests/storage/test_fence.py",)
+        "storage/fence.py",
+        "if newest > incarnation:",
+        "if False:",
+        ("tests/storage/test_fence.py",),
     ),
     "p7-an-older-version-becomes-latest": Mutation(
         "storage/publish.py",
@@ -176,7 +192,10 @@ MUTATIONS = {
         ("tests/storage/test_fence.py",),
     ),
     "p7-lock-on-a-removed-file": Mutation(
-        "memory/files.py", "if _lies_in(fd, directory):", "if True:", ("tests/memory/test_joblock.py",)
+        "memory/files.py",
+        "if _lies_in(fd, directory):",
+        "if True:",
+        ("tests/memory/test_joblock.py",),
     ),
     "device-no-fence": Mutation(
         DEVICE,
@@ -228,12 +247,23 @@ def run(name: str, tree: Path) -> dict[str, object]:
     path = tree / "reft" / mutation.path
     whole = path.read_text()
     if (times := whole.count(mutation.old)) != 1:
-        raise ValueError(f"{name}: reft/{mutation.path} holds the old text {times} times; expected once")
+        raise ValueError(
+            f"{name}: reft/{mutation.path} holds the old text {times} times; expected once"
+        )
     path.write_text(whole.replace(mutation.old, mutation.new))
     began, caught = time.monotonic(), ""
     try:
         for test in mutation.tests:
-            command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", test]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-p",
+                "no:cacheprovider",
+                "--tb=no",
+                test,
+            ]
             done = subprocess.run(
                 command,
                 cwd=tree,
@@ -267,7 +297,9 @@ def main(*names: str) -> int:
     with tempfile.TemporaryDirectory(prefix="mutations-") as directory:
         tree = Path(directory)
         for folder in ("reft", "megatron_patches", "benchmarks", "examples", "tests"):
-            shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__")
+            )
         shutil.copy(ROOT / "pyproject.toml", tree)
         for name in names or MUTATIONS:
             try:
@@ -275,7 +307,10 @@ def main(*names: str) -> int:
             except ValueError as error:
                 print(error, file=sys.stderr)
                 return 2
-            print(f"{name:44} {found[-1]['secs']:6} s  {found[-1]['caught_by'] or 'SURVIVES'}", flush=True)
+            print(
+                f"{name:44} {found[-1]['secs']:6} s  {found[-1]['caught_by'] or 'SURVIVES'}",
+                flush=True,
+            )
     print(json.dumps(found))
     return int(any(one["caught_by"] is None for one in found))
 

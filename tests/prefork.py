@@ -47,14 +47,22 @@ PRELOADED = (
     *_LAUNCHERS,
 )
 _ROOT = Path(__file__).resolve().parents[1]
-_AT_IMPORT = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONHASHSEED")
+_AT_IMPORT = (
+    "OMP_NUM_THREADS",
+    "DS_ACCELERATOR",
+    "LD_PRELOAD",
+    "LD_LIBRARY_PATH",
+    "PYTHONHASHSEED",
+)
 """Variables that libraries read when they are loaded: a program that wants others is not forked."""
 _ROOM_BYTES = 96 * 1024  # For the environments of the suite's programs
 HAS_DEVICE = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
 """Nothing is forked there: importing DeepSpeed may make a context on the device, which no fork can use."""
 
 
-on_start: list[Callable[[Sequence[str]], None]] = []  # Called with each program that is about to be forked
+on_start: list[
+    Callable[[Sequence[str]], None]
+] = []  # Called with each program that is about to be forked
 
 
 class Popen(ForkingPopen):
@@ -67,7 +75,9 @@ class Popen(ForkingPopen):
         return server.connection if server is not None else None
 
     def failed(self, error: ForkError) -> None:
-        raise RuntimeError(f"{error}; {ENV_PREFORK}=0 starts the suite's programs as usual") from error
+        raise RuntimeError(
+            f"{error}; {ENV_PREFORK}=0 starts the suite's programs as usual"
+        ) from error
 
 
 class Server:

@@ -33,7 +33,9 @@ def spawn(function: Callable[..., object], *args: Any, nprocs: int) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with tempfile.TemporaryFile() as log:
         ranks = [
-            Popen([sys.executable, "-m", __name__, str(rank), *call], env=env, stdout=log, stderr=log)
+            Popen(
+                [sys.executable, "-m", __name__, str(rank), *call], env=env, stdout=log, stderr=log
+            )
             for rank in range(nprocs)
         ]
         try:
@@ -47,7 +49,9 @@ def spawn(function: Callable[..., object], *args: Any, nprocs: int) -> None:
         if failed is not None:
             how = f"status {failed[1]}" if failed[1] > 0 else signal.Signals(-failed[1]).name
             log.seek(0)
-            raise RankError(f"rank {failed[0]}: {how}\n{log.read().decode(errors='replace')[-6000:]}")
+            raise RankError(
+                f"rank {failed[0]}: {how}\n{log.read().decode(errors='replace')[-6000:]}"
+            )
 
 
 def main(rank: str, module: str, name: str, args: str) -> None:

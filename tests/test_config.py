@@ -31,14 +31,20 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"persist": {"interval_steps": 5}}, 'needs "dir"'),
         ({"persist": {"interval_steps": "auto"}}, 'needs "dir"'),
         ({"persist": {"dir": "/x", "interval_steps": -1}}, "write a number of steps, 0"),
-        ({"persist": {"dir": "/x", "interval_steps": 5, "max_overhead": 0.1}}, 'belongs to "interval_steps"'),
+        (
+            {"persist": {"dir": "/x", "interval_steps": 5, "max_overhead": 0.1}},
+            'belongs to "interval_steps"',
+        ),
         (
             {"persist": {"dir": "/x", "survival": 0.999}},
             'persist.survival belongs to "interval_steps": "auto"',
         ),
         ({"persist": {"dir": "/x", "interval_steps": "auto", "survival": 1}}, "persist.survival"),
         (
-            {"interval_steps": 3, "persist": {"dir": "/x", "interval_steps": "auto", "max_lost_steps": 5}},
+            {
+                "interval_steps": 3,
+                "persist": {"dir": "/x", "interval_steps": "auto", "max_lost_steps": 5},
+            },
             "write at least 6",
         ),
         ({"interval_steps": 2, "persist": {"dir": "/x", "interval_steps": 5}}, "multiple of 2"),
@@ -60,7 +66,10 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"protection": "aec+aor", "interval_steps": 2}, "the gradients of every step"),
         ({"copies": 0}, '"protection": "none"'),
         ({"protection": "auto", "copies": 2}, 'write "tolerance"'),
-        ({"protection": "auto+aor", "copies": 2}, '"protection": "auto+aor" chooses the number of copies'),
+        (
+            {"protection": "auto+aor", "copies": 2},
+            '"protection": "auto+aor" chooses the number of copies',
+        ),
         ({"protection": "auto+aor", "interval_steps": 2}, "the gradients of every step"),
         ({"protection": "automatic"}, "found protection 'automatic'"),
         ({"protection": {"scheme": "rs"}}, '"parities": 2'),
@@ -82,7 +91,10 @@ def test_p10_an_absent_block_is_off() -> None:
         ({"copies": "many"}, "found 'many'"),
         ({"job_id": "a/b"}, "job_id"),
         ({"faults": [{"point": "never", "step": 1}]}, "before_copy"),
-        ({"variant": "fastest"}, "'has', 'host', 'host_device', 'blocking', 'inter_node' or 'none'"),
+        (
+            {"variant": "fastest"},
+            "'has', 'host', 'host_device', 'blocking', 'inter_node' or 'none'",
+        ),
         ({"variant": "host", "has": {"windows": "paper"}}, 'remove it, or write "variant": "has"'),
         ({"variant": "none", "persist": {"dir": "/x"}}, "nothing to persist"),
         ({"has": {"chunk_bytes": 5000}}, "write a multiple of 64, for example 4992"),
@@ -132,7 +144,9 @@ def test_a_protection_may_be_a_mapping(mapping: dict, text: str) -> None:
 
 
 def test_one_copy_may_be_written_as_a_number() -> None:
-    assert parse_block({"protection": {"scheme": "arc", "copies": 1}}).scheme == parse_block({}).scheme
+    assert (
+        parse_block({"protection": {"scheme": "arc", "copies": 1}}).scheme == parse_block({}).scheme
+    )
 
 
 def test_a_block_that_is_no_object_is_refused() -> None:
@@ -143,7 +157,9 @@ def test_a_block_that_is_no_object_is_refused() -> None:
 def test_the_environment_names_memory_and_job() -> None:
     config = parse_block({}, {"REFT_MEMORY_DIR": "/mem", "TORCHELASTIC_RUN_ID": "run7"})
     assert str(config.job_memory_dir) == "/mem/run7"
-    assert str(os.geteuid()) in parse_block({}, {}).memory_dir.name, "P11: the default one is the user's own"
+    assert str(os.geteuid()) in parse_block({}, {}).memory_dir.name, (
+        "P11: the default one is the user's own"
+    )
     assert parse_block({"job_id": "mine"}, {"TORCHELASTIC_RUN_ID": "other"}).job_id == "mine"
     # The launcher and its daemon already use this name.
     assert parse_block({"job_id": "mine"}, {"REFT_JOB_ID": "other"}).job_id == "other"
@@ -226,7 +242,9 @@ def test_p7_a_name_is_of_directory_program_and_arguments(
         (UUID, 2, UUID),
     ],
 )
-def test_p7_a_run_id_names_a_job_unless_it_is_nobodys(run_id: str, nodes: int, expected: str | None) -> None:
+def test_p7_a_run_id_names_a_job_unless_it_is_nobodys(
+    run_id: str, nodes: int, expected: str | None
+) -> None:
     environ = {"TORCHELASTIC_RUN_ID": run_id, "GROUP_WORLD_SIZE": str(nodes)}
     assert make_run_name(environ) == expected
     assert make_run_name({}) is None

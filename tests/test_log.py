@@ -40,7 +40,11 @@ logging.getLogger("else").warning("of others")
 @pytest.mark.parametrize("program", ["silent", "basic", "stderr"])
 def test_lines_begin_with_job_rank_and_step(program: str) -> None:
     found = subprocess.run(
-        [sys.executable, "-c", SCRIPT, program], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", SCRIPT, program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     mark = "[program] " if program == "basic" else ""
     expected = [
@@ -54,7 +58,9 @@ def test_lines_begin_with_job_rank_and_step(program: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("level", "lines"), [("INFO", 2), ("warning", 1), ("ERROR", 0), ("loud", 3)])
+@pytest.mark.parametrize(
+    ("level", "lines"), [("INFO", 2), ("warning", 1), ("ERROR", 0), ("loud", 3)]
+)
 @pytest.mark.parametrize("program", ["silent", "basic"])
 def test_reft_loglevel_is_for_trainers_too(program: str, level: str, lines: int) -> None:
     """Whatever the program's own logging lets through."""

@@ -86,7 +86,8 @@ def numpy_run(decoupled: bool) -> Arrays:
 
 def same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(
-        torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(found, expected, strict=True)
+        torch.equal(a.view(torch.int32), b.view(torch.int32))
+        for a, b in zip(found, expected, strict=True)
     )
 
 
@@ -95,13 +96,17 @@ def test_numpy_gives_the_same_bits(decoupled: bool) -> None:
     found = run(lambda params: exact(params, decoupled_weight_decay=decoupled))
     assert same_bits(found, [torch.from_numpy(a) for a in numpy_run(decoupled)])
     # With weight decay in the gradient none is small.
-    assert all(0 < float(t.abs()[t != 0].min()) < 1e-38 for t in found[1:] if decoupled), "no denormals"
+    assert all(0 < float(t.abs()[t != 0].min()) < 1e-38 for t in found[1:] if decoupled), (
+        "no denormals"
+    )
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
 def test_torchs_adam_goes_the_same_way(decoupled: bool) -> None:
     ours = run(lambda params: exact(params, decoupled_weight_decay=decoupled))
-    theirs = run(lambda params: (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **OPTIONS))
+    theirs = run(
+        lambda params: (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **OPTIONS)
+    )
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
@@ -121,7 +126,9 @@ class Operations(TorchDispatchMode):
             numbers = [float(a) for a in args if isinstance(a, int | float)]
             assert "alpha" not in (kwargs or {})
             assert all(t.dtype == torch.float32 for t in tensors)
-            assert name != "div" or not numbers, "CUDA kernels multiply by the reciprocal of a scalar"
+            assert name != "div" or not numbers, (
+                "CUDA kernels multiply by the reciprocal of a scalar"
+            )
             self.seen.add(name)
             self.scalars += numbers
         return func(*args, **(kwargs or {}))
@@ -133,7 +140,9 @@ def test_every_kernel_makes_one_correctly_rounded_operation(
 ) -> None:
     """Nothing that a compiler could contract (addcmul, addcdiv, lerp, a fused step), and no scalar that a
     kernel would have to round."""
-    monkeypatch.setattr(optim, "square_root", lambda v, out: torch.sqrt(v, out=out))  # as on a device
+    monkeypatch.setattr(
+        optim, "square_root", lambda v, out: torch.sqrt(v, out=out)
+    )  # as on a device
     param = torch.nn.Parameter(weights())
     optimizer = exact([param], decoupled_weight_decay=decoupled)
     for step in range(3):
@@ -222,7 +231,9 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
 def test_sixteen_bit_parameters_are_refused_with_what_to_do() -> None:
     param = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     param.grad = torch.ones_like(param)
-    with pytest.raises(TypeError, match=r"found a parameter of torch\.bfloat16 .* keep fp32 masters"):
+    with pytest.raises(
+        TypeError, match=r"found a parameter of torch\.bfloat16 .* keep fp32 masters"
+    ):
         exact([param]).step()
 
 

@@ -66,11 +66,17 @@ def test_p4_what_is_known_without_trying_is_what_trying_finds(size: int) -> None
     nodes = [f"n{d}" for d in range(size)]
     for scheme in schemes_for(size, size - 1):
         placement = place_group(nodes, scheme.copies, scheme.parities)
-        assert tolerance_left(nodes, placement) == lose_everything(nodes, scheme) == scheme.certain_losses
+        assert (
+            tolerance_left(nodes, placement)
+            == lose_everything(nodes, scheme)
+            == scheme.certain_losses
+        )
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from("ABCDE"), min_size=2, max_size=9), st.integers(0, 3), st.integers(0, 5))
+@given(
+    st.lists(st.sampled_from("ABCDE"), min_size=2, max_size=9), st.integers(0, 3), st.integers(0, 5)
+)
 def test_p4_members_that_share_nodes_are_judged_as_trying_judges_them(
     nodes: list[str], copies: int, parities: int
 ) -> None:
@@ -123,7 +129,9 @@ def test_p4_what_survives_a_node_that_holds_several_members_is_found() -> None:
 def test_p4_hosts_fail_not_launchers() -> None:
     places = [
         NodeIdentity("a-1", False, "a", "kernel-1"),
-        NodeIdentity("a-2", False, "a", "kernel-1"),  # another launcher, or a container of the same name
+        NodeIdentity(
+            "a-2", False, "a", "kernel-1"
+        ),  # another launcher, or a container of the same name
         NodeIdentity("b-1", False, "b", "kernel-1"),  # a container with a name of its own
         NodeIdentity("a-1", False, "a", "kernel-2"),  # another host of the same name
         NodeIdentity("mine", True, "a", "kernel-1"),
@@ -245,14 +253,19 @@ def test_own_blocks_cover_every_image_exactly(plan) -> None:
 
 @given(plans())
 def test_shards_are_equal_to_within_one_alignment_unit(plan) -> None:
-    shards = [sum(b.block.nbytes for b in m.own if b.key.section is Section.REPLICATED) for m in plan.members]
+    shards = [
+        sum(b.block.nbytes for b in m.own if b.key.section is Section.REPLICATED)
+        for m in plan.members
+    ]
     assert max(shards) - min(shards) <= 2 * ALIGNMENT_BYTES
 
 
 @given(plans())
 def test_redundant_blocks_are_the_successors_own_blocks(plan) -> None:
     for member in plan.members:
-        wanted = [b.block for k in plan.placement.kept_by(member.member)[1:] for b in plan.members[k].own]
+        wanted = [
+            b.block for k in plan.placement.kept_by(member.member)[1:] for b in plan.members[k].own
+        ]
         assert [b.block for b in member.redundant] == wanted
 
 

@@ -33,10 +33,30 @@ def test_none(): pass
 def test_a_test_that_starts_a_process_without_the_marker_fails(tmp_path: Path) -> None:
     (tmp_path / "test_unmarked.py").write_text(UNMARKED)
     # As `make test` does, whose own failures would be counted.
-    config = ["-c", str(tiers.ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "tests.conftest"]
-    command = [sys.executable, "-m", "pytest", *config, "-p", "no:cacheprovider", "-rA", str(tmp_path)]
+    config = [
+        "-c",
+        str(tiers.ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(tmp_path),
+        "-p",
+        "tests.conftest",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *config,
+        "-p",
+        "no:cacheprovider",
+        "-rA",
+        str(tmp_path),
+    ]
     ran = subprocess.run(command, cwd=tiers.ROOT, capture_output=True, text=True, check=False)
-    wrong = {line.split("::")[1].split()[0] for line in ran.stdout.splitlines() if line.startswith("ERROR")}
+    wrong = {
+        line.split("::")[1].split()[0]
+        for line in ran.stdout.splitlines()
+        if line.startswith("ERROR")
+    }
     assert wrong == {"test_run", "test_fork", "test_forked", "test_spawned"}, ran.stdout[-3000:]
 
 
@@ -54,7 +74,9 @@ def test_what_passes_alone_is_written_down_and_fails_the_run_unless_it_is_excuse
     excused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = tmp_path / "unsteady.txt"
-    listed.write_text("# test, date, reason\n" + "tests/a.py::test_b 2026-11-24 a reason\n" * excused)
+    listed.write_text(
+        "# test, date, reason\n" + "tests/a.py::test_b 2026-11-24 a reason\n" * excused
+    )
     monkeypatch.setattr(tiers, "UNSTEADY", listed)
     monkeypatch.setattr(tiers, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(tiers, "ROOT", tmp_path)

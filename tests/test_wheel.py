@@ -46,7 +46,10 @@ def build_wheel(folder: Path) -> Path:
             shutil.copytree(ROOT / name, source / name, ignore=ignored)
         else:
             shutil.copy(ROOT / name, source / name)
-    run((*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, source), folder)
+    run(
+        (*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, source),
+        folder,
+    )
     (built,) = folder.glob("*.whl")
     return built
 
@@ -99,9 +102,23 @@ def test_it_is_installed_into_an_empty_environment_and_used(wheel: Path, tmp_pat
     origin, version, compiled = json.loads(run((python, "-c", FIND_COMPILED), tmp_path))
     assert Path(origin).is_relative_to(packages)
     assert wheel.name.split("-")[1] == version
-    assert [bool(path) for path in compiled] == [name in ZipFile(wheel).namelist() for name in COMPILED]
+    assert [bool(path) for path in compiled] == [
+        name in ZipFile(wheel).namelist() for name in COMPILED
+    ]
     assert run((bin_folder / "reft", "--version"), tmp_path) == f"reft {version}\n"
     assert "enabled" in run((bin_folder / "reft", "config", "--explain"), tmp_path)
     (tmp_path / "ds.json").write_text(json.dumps({"gradient_accumulation_steps": 4}))
-    job = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--tp", "4", "--dp", "8", "--json")
+    job = (
+        "--model",
+        "llama2-1.3b",
+        "--cluster",
+        "v100",
+        "--pp",
+        "4",
+        "--tp",
+        "4",
+        "--dp",
+        "8",
+        "--json",
+    )
     assert json.loads(run((bin_folder / "reft", "plan", "ds.json", *job), tmp_path))["well"] is True

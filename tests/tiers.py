@@ -29,7 +29,9 @@ UNSTEADY = ROOT / "tests" / "unsteady.txt"
 LOGS = ROOT / "build" / "unsteady"
 ENV_FAILURES = "REFT_TEST_FAILURES"
 """A file for the failed tests of a run, a line of JSON each (tests/conftest.py)."""
-_MOST_ALONE = 30  # when more fail, the machine or the change is broken: no second run tells anything
+_MOST_ALONE = (
+    30  # when more fail, the machine or the change is broken: no second run tells anything
+)
 _TESTS_FAILED, _NO_TESTS = 1, 5
 
 
@@ -44,7 +46,10 @@ def main(tier: str, *options: str) -> int:
             return 0
         selected += files
     if tier == "nightly":
-        print(f"seed {seed}: make nightly ARGS='--seed {seed}' draws the same examples again", flush=True)
+        print(
+            f"seed {seed}: make nightly ARGS='--seed {seed}' draws the same examples again",
+            flush=True,
+        )
         selected += [f"--hypothesis-seed={seed}"]
     code, failures = run_pytest("-n", "2", "--dist", "loadfile", *selected)
     if code == _NO_TESTS and tier == "quick":
@@ -72,7 +77,9 @@ def run_pytest(*arguments: str) -> tuple[int, dict[str, str]]:
 
 def _report(unsteady: Iterable[str], failures: dict[str, str], seed: int | None) -> bool:
     """Write down the tests that failed and passed alone; whether one of them is not excused."""
-    excused = {line.split()[0] for line in UNSTEADY.read_text().splitlines() if line and line[0] != "#"}
+    excused = {
+        line.split()[0] for line in UNSTEADY.read_text().splitlines() if line and line[0] != "#"
+    }
     not_excused = False
     for test in unsteady:
         LOGS.mkdir(parents=True, exist_ok=True)
@@ -82,7 +89,10 @@ def _report(unsteady: Iterable[str], failures: dict[str, str], seed: int | None)
         known = test.split("[")[0] in excused
         not_excused |= not known
         said = "tests/unsteady.txt names it" if known else "this fails the run"
-        print(f"UNSTEADY {test} failed, and passed alone; {said}. Log: {log.relative_to(ROOT)}", flush=True)
+        print(
+            f"UNSTEADY {test} failed, and passed alone; {said}. Log: {log.relative_to(ROOT)}",
+            flush=True,
+        )
     return not_excused
 
 
@@ -93,7 +103,9 @@ def changed_files() -> list[Path]:
     """Python files that differ from the last commit; when none does, those of the last commit."""
 
     def git(*arguments: str) -> list[Path]:
-        out = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        out = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
         return [ROOT / name for name in out.split("\n") if name.endswith(".py")]
 
     changed = git("diff", "--name-only", "HEAD") + git("ls-files", "--others", "--exclude-standard")

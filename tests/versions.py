@@ -25,13 +25,17 @@ class Versions:
 
     def __init__(self) -> None:
         self._reader: EventReader | None = None
-        self._ended: int | None = None  # newest step whose version has ended; None where reft is not attached
+        self._ended: int | None = (
+            None  # newest step whose version has ended; None where reft is not attached
+        )
 
     def wait(self, step: int, directory: Path | None = None) -> None:
         """Until the version of ``step`` is committed or given up, and the directory's ``latest`` names it; at once
         where reft is not attached. It is taken where the next step begins: after a step, ask for the one before."""
         deadline = time.monotonic() + LIMIT_SECS
-        while not self._has_ended(step) or (directory is not None and step_on_storage(directory) < step):
+        while not self._has_ended(step) or (
+            directory is not None and step_on_storage(directory) < step
+        ):
             assert time.monotonic() < deadline, f"no end of the version of step {step}"
             time.sleep(_POLL_SECS)
 

@@ -2,10 +2,11 @@
 
     python benchmarks/peers build/peers [--quick] [--json FILE]
 
-What a version of every step costs (``memory_copy.py``: DP2, 60M parameters, 687 MiB a rank), and the time
-from a killed trainer and a killed node with a spare to the next step (``mttr.py``: DP2, 98M parameters). The
-first argument is the folder of the packages. All on CPUs over gloo: DLRover's and NVIDIA's asynchronous
-copies, which ask for a device, are not in it, nor is torchft, which restarts nothing. Half an hour.
+What a version of every step costs (``memory_copy.py``: DP2, 60M parameters, 687 MiB a rank), and
+the time from a killed trainer and a killed node with a spare to the next step (``mttr.py``: DP2,
+98M parameters). The first argument is the folder of the packages. All on CPUs over gloo: DLRover's
+and NVIDIA's asynchronous copies, which ask for a device, are not in it, nor is torchft, which
+restarts nothing. Half an hour.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ AFTER = {
 
 def run(script: str, *options: str) -> dict[str, Any]:
     command = [sys.executable, str(HERE / script), "--json", *options]
-    found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    )
     return found
 
 
@@ -43,13 +46,22 @@ def figure(found: dict[str, Any]) -> str:
 
 
 def table(cost: dict[str, Any], after: dict[str, Any]) -> str:
-    lines = ["| a version every step | costs, per step | of a core | survives |", "|---|---|---|---|"]
+    lines = [
+        "| a version every step | costs, per step | of a core | survives |",
+        "|---|---|---|---|",
+    ]
     for name, survives in SURVIVES.items():
         saver = cost["savers"][name]
-        extra, core = figure(saver["extra_secs_per_step_with_drain"]), figure(saver["core_secs_per_version"])
+        extra, core = (
+            figure(saver["extra_secs_per_step_with_drain"]),
+            figure(saver["core_secs_per_version"]),
+        )
         lines.append(f"| {name} | {extra} | {core} | {survives} |")
     kinds = list(after["ways"])
-    lines += ["", "| to the next step after a kill | " + " | ".join(kinds) + " | steps lost | other losses |"]
+    lines += [
+        "",
+        "| to the next step after a kill | " + " | ".join(kinds) + " | steps lost | other losses |",
+    ]
     lines.append("|---" * (len(kinds) + 3) + "|")
     for system, what in AFTER.items():
         ways = [after["ways"][kind][system] for kind in kinds]
@@ -58,7 +70,8 @@ def table(cost: dict[str, Any], after: dict[str, Any]) -> str:
         lines.append(f"| {what} | {secs} | {lost} | {after['differing_steps'][system]} |")
     lines += [
         "",
-        "NVIDIA's files are found by rank: if torchrun gives the surviving node another, all steps are lost.",
+        "NVIDIA's files are found by rank: if torchrun gives the surviving node another, all "
+        "steps are lost.",
     ]
     return "\n".join(lines)
 

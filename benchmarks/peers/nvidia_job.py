@@ -1,5 +1,6 @@
 """The training script of ``mttr.py`` with NVIDIA's local checkpoints in the place of DeepSpeed's:
-``save_checkpoint`` writes to the memory of this node and of a peer's, ``load_checkpoint`` takes the newest.
+``save_checkpoint`` writes to the memory of this node and of a peer's, ``load_checkpoint`` takes the
+newest.
 
     nvidia_job.py PACKAGES ARGUMENTS...
 """

@@ -1,7 +1,8 @@
-"""What others do in the place of reft's versions, as ways to save that are compared. Used in a rank.
+"""What others do in the place of reft's versions, as ways to save that are compared. Used in a
+rank.
 
-None of them is a dependency: ``make peers`` fills a folder with their packages, which is looked at after
-those of this environment.
+None of them is a dependency: ``make peers`` fills a folder with their packages, which is looked at
+after those of this environment.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from savers import DcpSaver, FileSaver
 
 
 class DlroverSaver(FileSaver):
-    """DLRover's flash checkpoint, ``DdpCheckpointer.save_checkpoint`` with ``StorageType.MEMORY``: the
-    training thread copies model and optimizer into shared memory, without a checksum, over the last version.
-    Each rank is a node of its own, with a saver process of its own."""
+    """DLRover's flash checkpoint, ``DdpCheckpointer.save_checkpoint`` with ``StorageType.MEMORY``:
+    the training thread copies model and optimizer into shared memory, without a checksum, over the
+    last version. Each rank is a node of its own, with a saver process of its own."""
 
     name = "dlrover"
     every_step = True
@@ -61,7 +62,9 @@ class DlroverSaver(FileSaver):
         self._step += 1
         self.checkpointer.save_checkpoint(self._step, self.state(), storage_type=self._memory)
         if self.checkpointer._engine._cached_step != self._step:
-            raise RuntimeError(f"DLRover did not save step {self._step}; its log says why (--verbose)")
+            raise RuntimeError(
+                f"DLRover did not save step {self._step}; its log says why (--verbose)"
+            )
 
     def clean(self) -> int:
         return int(self.checkpointer._engine._shm_handler.shared_memory.size)
@@ -75,8 +78,8 @@ class DlroverSaver(FileSaver):
 
 
 class NvidiaSaver(FileSaver):
-    """NVIDIA's resiliency extension, ``LocalCheckpointManager`` with a replica on the other node, by files in
-    tmpfs. Its asynchronous way asks for CUDA; this is the other one."""
+    """NVIDIA's resiliency extension, ``LocalCheckpointManager`` with a replica on the other node,
+    by files in tmpfs. Its asynchronous way asks for CUDA; this is the other one."""
 
     name = "nvidia"
     every_step = True
@@ -97,11 +100,17 @@ class NvidiaSaver(FileSaver):
 
 def nvidia_manager(folder: Path, jump: int = 1) -> Any:
     """Of a rank: a replica of what it saves is ``jump`` ranks away."""
-    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
-    from nvidia_resiliency_ext.checkpointing.local.replication.strategies import CliqueReplicationStrategy
+    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+        LocalCheckpointManager,
+    )
+    from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
+        CliqueReplicationStrategy,
+    )
 
     logging.getLogger().setLevel(logging.WARNING)
-    strategy = CliqueReplicationStrategy.from_replication_params(replication_jump=jump, replication_factor=2)
+    strategy = CliqueReplicationStrategy.from_replication_params(
+        replication_jump=jump, replication_factor=2
+    )
     return LocalCheckpointManager(folder, repl_strategy=strategy)
 
 

@@ -29,22 +29,35 @@ AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 MicroBatches = Annotated[int, typer.Option(min=1, help="per pipeline and step")]
 
 
-@simulate_app.command("has", short_help="overhead of a snapshot every step, for each way of taking it")
+@simulate_app.command(
+    "has", short_help="overhead of a snapshot every step, for each way of taking it"
+)
 def has_command(
     *,
-    model: Annotated[str | None, typer.Option(help="one job instead: the Llama-2 1.3b to 34b")] = None,
-    cluster: Annotated[str, typer.Option(help="with --model: v100, frontier, a100 or h100")] = "h100",
-    tp: Annotated[int, typer.Option("--tp", min=1, help="with --model: tensor-parallel degree")] = 8,
+    model: Annotated[
+        str | None, typer.Option(help="one job instead: the Llama-2 1.3b to 34b")
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(help="with --model: v100, frontier, a100 or h100")
+    ] = "h100",
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, help="with --model: tensor-parallel degree")
+    ] = 8,
     pp: Annotated[int, typer.Option("--pp", min=1, help="with --model: pipeline stages")] = 4,
     dp: Annotated[int, typer.Option("--dp", min=1, help="with --model: data-parallel degree")] = 16,
     micro_batches: MicroBatches = 8,
     protection: Annotated[str, typer.Option(help="redundancy: none, arc or aec")] = "arc",
-    schedule: Annotated[str, typer.Option(help="pipeline schedule; see the command pipeline")] = "1f1b",
+    schedule: Annotated[
+        str, typer.Option(help="pipeline schedule; see the command pipeline")
+    ] = "1f1b",
     figure: Annotated[Path | None, typer.Option(help="draw the overheads (png, svg, pdf)")] = None,
-    timeline: Annotated[Path | None, typer.Option(help="with --model: draw the step with HAS")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="with --model: draw the step with HAS")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predicted overhead of a snapshot every step, for each way of taking it, beside published values.
+    """Predicted overhead of a snapshot every step, for each way of taking it, beside published
+    values.
 
     Without --model: the settings of the REFT paper, and 4,096 and 16,384 H100.
     """
@@ -58,7 +71,9 @@ def has_command(
     groups: Sequence[Experiment] = experiments(micro_batches)
     if model is not None:
         groups = (Experiment("given", (_training(model, cluster, (tp, pp, dp), micro_batches),)),)
-    results = [[predict(t, protection=protection, schedule=make) for t in g.trainings] for g in groups]
+    results = [
+        [predict(t, protection=protection, schedule=make) for t in g.trainings] for g in groups
+    ]
     if figure is not None:
         from .figures import draw_overheads
 
@@ -69,7 +84,9 @@ def has_command(
         from .figures import draw_timeline
 
         draw_timeline(
-            results[0][0].of(Variant.HAS).simulation, timeline, f"{results[0][0].training.name}, HAS"
+            results[0][0].of(Variant.HAS).simulation,
+            timeline,
+            f"{results[0][0].training.name}, HAS",
         )
     if as_json:
         _print_json(_has_json(groups, results, protection, schedule))
@@ -96,8 +113,12 @@ def pipeline_command(
     micro_batches: MicroBatches = 8,
     forward_ms: Annotated[float, typer.Option(min=0, help="one micro-batch on one stage")] = 10.0,
     backward_ms: Annotated[float, typer.Option(min=0, help="likewise")] = 20.0,
-    transfer_ms: Annotated[float, typer.Option(min=0, help="one activation to the next stage")] = 0.0,
-    blocking_sends: Annotated[bool, typer.Option(help="a send holds its device until received")] = False,
+    transfer_ms: Annotated[
+        float, typer.Option(min=0, help="one activation to the next stage")
+    ] = 0.0,
+    blocking_sends: Annotated[
+        bool, typer.Option(help="a send holds its device until received")
+    ] = False,
     figure: Annotated[Path | None, typer.Option(help="draw the timeline (png, svg, pdf)")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -107,7 +128,11 @@ def pipeline_command(
     from .costs import Costs
     from .pipeline import simulate
 
-    for option, value in (("forward", forward_ms), ("backward", backward_ms), ("transfer", transfer_ms)):
+    for option, value in (
+        ("forward", forward_ms),
+        ("backward", backward_ms),
+        ("transfer", transfer_ms),
+    ):
         if not math.isfinite(value):
             raise ConfigError(f"--{option}-ms is {value:g}; write a number of milliseconds")
     _check_figures(figure)
@@ -132,12 +157,13 @@ def pipeline_command(
 @simulate_app.command("paper", short_help="every published value beside ours, as one report")
 def paper_command(
     *,
-    out: Annotated[Path, typer.Option(help="folder for paper.md, paper.json and the figures")] = Path(
-        "build/paper"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="folder for paper.md, paper.json and the figures")
+    ] = Path("build/paper"),
     micro_batches: MicroBatches = 8,
 ) -> None:
-    """What REFT, CheckFreq and Paddle print, beside what is simulated, computed and measured here."""
+    """What REFT, CheckFreq and Paddle print, beside what is simulated, computed and measured
+    here."""
     from .paper import write_report
 
     typer.echo(write_report(out, micro_batches))
@@ -159,7 +185,9 @@ def _schedule(name: str) -> Any:
     return SCHEDULES[name]
 
 
-def _training(model: str, cluster: str, degrees: tuple[int, int, int], micro_batches: int) -> Training:
+def _training(
+    model: str, cluster: str, degrees: tuple[int, int, int], micro_batches: int
+) -> Training:
     from reft.tools.planning.model import Training, load_shape
 
     from .settings import MACHINES
@@ -189,7 +217,10 @@ def _has_json(groups: Any, results: Any, protection: str, schedule: str) -> dict
             {
                 "model": row.model,
                 "degrees": f"TP{row.tensor} PP{row.stages} DP{row.data}",
-                **{what: {"computed": computed, "derived": text} for what, computed, text in row.cells()},
+                **{
+                    what: {"computed": computed, "derived": text}
+                    for what, computed, text in row.cells()
+                },
             }
             for row in BYTES
         ],

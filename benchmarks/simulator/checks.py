@@ -71,7 +71,8 @@ def _check_inputs(schedule: Schedule, stage_id: int) -> None:
             at_the_edge = (what, place) in (("activation", 0), ("gradient", last))
             if not at_the_edge and (what, j, place + offset) not in known:
                 raise ScheduleError(
-                    f"schedule {schedule.name}: stage {stage_id} runs {instruction} (instruction {position}) "
+                    f"schedule {schedule.name}: stage {stage_id} runs {instruction} (instruction "
+                    f"{position}) "
                     f"before it has the {what} of micro-batch {j}"
                 )
         known |= {(what, j, place + offset) for what, offset in gives}
@@ -104,6 +105,8 @@ def _check_channels(schedule: Schedule) -> None:
             if there != here:
                 what, source, target, _ = channel
                 raise ScheduleError(
-                    f"schedule {schedule.name}: the {n + 1}. {what} that stage {source} sends to stage "
-                    f"{target} is of micro-batch {there}, but stage {target} expects micro-batch {here}"
+                    f"schedule {schedule.name}: the {n + 1}. {what} that stage {source} sends to "
+                    "stage "
+                    f"{target} is of micro-batch {there}, but stage {target} expects micro-batch "
+                    f"{here}"
                 )

@@ -67,7 +67,9 @@ class Copying:
 
     def __post_init__(self) -> None:
         if self.nbytes < 0 or self.bytes_per_sec <= 0:
-            raise ConfigError(f"bytes must not be negative and bandwidth must be positive; got {self}")
+            raise ConfigError(
+                f"bytes must not be negative and bandwidth must be positive; got {self}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,9 @@ class Costs:
         if not 0.0 < self.weight_share < 1.0:
             raise ConfigError(f"weight_share is {self.weight_share}; write a value between 0 and 1")
         if self.link_bytes_per_sec <= 0:
-            raise ConfigError(f"link_bytes_per_sec is {self.link_bytes_per_sec}; write a positive value")
+            raise ConfigError(
+                f"link_bytes_per_sec is {self.link_bytes_per_sec}; write a positive value"
+            )
         times = (*self.forward_secs, *self.backward_secs, *self.reduce_secs, *self.optimizer_secs)
         if min((*times, self.load_secs, self.link_latency_secs, self.tied_secs)) < 0:
             raise ConfigError(f"durations must not be negative: {self}")

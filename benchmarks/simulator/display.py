@@ -1,4 +1,5 @@
-"""Predictions for people, in 80 columns: jobs side by side, what is told of them below each other."""
+"""Predictions for people, in 80 columns: jobs side by side, what is told of them below each
+other."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from .settings import BYTES, Experiment
 from .variants import Predictions
 
 _READING = (
-    "Simulated: none of these times was measured. Overhead is what a snapshot every step adds to the "
-    "iteration. The model and its limits: docs/simulation.md. More about one job: --model; everything: "
+    "Simulated: none of these times was measured. Overhead is what a snapshot every step adds to "
+    "the "
+    "iteration. The model and its limits: docs/simulation.md. More about one job: --model; "
+    "everything: "
     "--json."
 )
 _COPIED = (
-    "The last columns: what part is copied in bubbles, beside computation, beside communication, and while "
+    "The last columns: what part is copied in bubbles, beside computation, beside communication, "
+    "and while "
     "the device waits for it."
 )
 _TIERS = {
@@ -42,7 +46,9 @@ def show_experiments(
         console.print(_overheads(group.title, of_group), markup=False)
     console.print("published values, and the same simulated", style="italic", markup=False)
     for what, published, simulated in comparisons([r for of_group in results for r in of_group]):
-        console.print(f"  {what}\n      {published}; simulated: {simulated}", markup=False, highlight=False)
+        console.print(
+            f"  {what}\n      {published}; simulated: {simulated}", markup=False, highlight=False
+        )
     console.print(_READING, markup=False)
 
 
@@ -56,14 +62,17 @@ def show_job(result: Predictions, console: Console) -> None:
 def show_pipeline(simulation: Simulation, console: Console) -> None:
     """One step: what each stage does and when it waits."""
     table = numbers_table(
-        f"{simulation.schedule} (simulated): {len(simulation.stages)} stages, {simulation.micro_batches} "
+        f"{simulation.schedule} (simulated): {len(simulation.stages)} stages, "
+        f"{simulation.micro_batches} "
         f"micro-batches, {simulation.makespan_secs:.6g} s, bubble {simulation.bubble_fraction:.1%}",
         *("stage", "compute\ns", "other\ns", "idle\ns", "windows"),
     )
     table.add_column("milliseconds by kind (windows)")
     for s in simulation.stages:
         seconds = (f"{secs:.4g}" for secs in (s.compute_secs, s.other_secs, s.idle_secs))
-        table.add_row(str(s.stage_id), *seconds, str(len(s.windows)), windows_by_kind(s.windows) or "none")
+        table.add_row(
+            str(s.stage_id), *seconds, str(len(s.windows)), windows_by_kind(s.windows) or "none"
+        )
     console.print(table, markup=False)
 
 
@@ -72,7 +81,9 @@ def _bytes() -> Table:
     title = "GB per device and snapshot: computed (derived by hand from the paper's formulas)"
     table = numbers_table(title, "", *jobs)
     for cells in zip(*(row.cells() for row in BYTES), strict=True):
-        values = [f"{computed} ({derived})" if derived else computed for _, computed, derived in cells]
+        values = [
+            f"{computed} ({derived})" if derived else computed for _, computed, derived in cells
+        ]
         table.add_row(cells[0][0].replace("_", " "), *values)
     return table
 
@@ -83,7 +94,8 @@ def _overheads(title: str, results: Sequence[Predictions]) -> Table:
     for t in (r.training for r in results):
         large = "" if t.fits_device else "\n(too large)"
         jobs.append(
-            f"{t.shape.name}\n{t.devices:,} {t.machine.name}\nTP{t.tensor} PP{t.stages}\nDP{t.data}{large}"
+            f"{t.shape.name}\n{t.devices:,} {t.machine.name}\nTP{t.tensor} "
+            f"PP{t.stages}\nDP{t.data}{large}"
         )
     table = numbers_table(f"{title}: overhead of a snapshot every step (simulated)", "", *jobs)
     rows: list[tuple[str, Callable[[Predictions], str]]] = [
@@ -126,7 +138,8 @@ def _variants(result: Predictions) -> Table:
 
 
 def windows_by_kind(windows: Iterable[Window]) -> str:
-    """Milliseconds of each kind of window, and how many there are: ``fill 9.4, cool-down 12.1 (3)``."""
+    """Milliseconds of each kind of window, and how many there are: ``fill 9.4, cool-down 12.1
+    (3)``."""
     found: dict[str, list[float]] = {}
     for window in windows:
         found.setdefault(window.kind.value.replace("_", "-"), []).append(window.length_secs * 1e3)

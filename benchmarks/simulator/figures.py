@@ -68,7 +68,9 @@ def draw_overheads(groups: Sequence[tuple[str, Sequence[Predictions]]], path: Pa
         axes.set_visible(False)
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=8, frameon=False)
-    figure.suptitle("A snapshot every step: simulated from published hardware figures, not measured")
+    figure.suptitle(
+        "A snapshot every step: simulated from published hardware figures, not measured"
+    )
     save_figure(figure, path)
 
 
@@ -91,7 +93,9 @@ def _draw_group(axes: Any, results: Sequence[Predictions]) -> None:
             continue
         # Its bars often have no height, and have to be seen all the same.
         colour = _VARIANTS[like.variant]
-        axes.bar_label(bars, [f"has\n{_percent(v)}" for v in values], fontsize=7, padding=3, color=colour)
+        axes.bar_label(
+            bars, [f"has\n{_percent(v)}" for v in values], fontsize=7, padding=3, color=colour
+        )
         middles = [bar.get_x() + bar.get_width() / 2 for bar in bars]
         axes.plot(middles, values, "o", color=colour, markersize=3.5, clip_on=False)
     axes.set_yscale("symlog", linthresh=1.0)
@@ -132,7 +136,12 @@ def draw_timeline(simulation: Simulation, path: Path, title: str = "") -> None:
     axes.set_xlabel(unit)
     by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(
-        by_label.values(), by_label.keys(), loc="outside lower center", ncols=8, fontsize=8, frameon=False
+        by_label.values(),
+        by_label.keys(),
+        loc="outside lower center",
+        ncols=8,
+        fontsize=8,
+        frameon=False,
     )
     what = title or simulation.schedule
     axes.set_title(f"{what} (simulated): bubble {simulation.bubble_fraction:.0%}", loc="left")
@@ -142,10 +151,14 @@ def draw_timeline(simulation: Simulation, path: Path, title: str = "") -> None:
 def _draw_stage(axes: Any, stage: StageResult, scale: float, least_secs: float) -> None:
     row = stage.stage_id
 
-    def bar(begin_secs: float, end_secs: float, top: float, height: float, look: tuple[str, str]) -> None:
+    def bar(
+        begin_secs: float, end_secs: float, top: float, height: float, look: tuple[str, str]
+    ) -> None:
         label, colour = look
         where = [(begin_secs * scale, (end_secs - begin_secs) * scale)]
-        axes.broken_barh(where, (row + top, height), label=label, color=colour, edgecolor="white", lw=0.4)
+        axes.broken_barh(
+            where, (row + top, height), label=label, color=colour, edgecolor="white", lw=0.4
+        )
 
     for window in stage.windows:
         where = [(window.start_secs * scale, window.length_secs * scale)]

@@ -1,6 +1,8 @@
-"""How many bytes one device copies for a snapshot, by kind of protection (REFT; REFERENCE 1.4 to 1.6).
+"""How many bytes one device copies for a snapshot, by kind of protection (REFT; REFERENCE 1.4 to
+1.6).
 
-Mixed precision with Adam keeps 14 bytes a parameter: 2 of the model, 12 of master, momentum and variance.
+Mixed precision with Adam keeps 14 bytes a parameter: 2 of the model, 12 of master, momentum and
+variance.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ def gpipe(micro_batches: int) -> Order:
 
 
 def one_f_one_b(stages: int, micro_batches: int, stage_id: int) -> Order:
-    """P-1-p warm-up forwards, then one forward and one backward in turn, then the other backwards."""
+    """P-1-p warm-up forwards, then one forward and one backward in turn, then the other
+    backwards."""
     warm_up = min(stages - 1 - stage_id, micro_batches)
     order = [Computation(FORWARD, j) for j in range(warm_up)]
     for j in range(micro_batches):
@@ -60,7 +61,8 @@ def interleaved(stages: int, micro_batches: int, chunks: int, stage_id: int) -> 
 
 
 def zero_bubble_h1(stages: int, micro_batches: int, stage_id: int) -> Order:
-    """1F1B whose backwards leave their weight half for p backwards later, so that it fills the drain.
+    """1F1B whose backwards leave their weight half for p backwards later, so that it fills the
+    drain.
 
     Weight gradients of at most p micro-batches wait, so no stage holds more activations than the
     first stage of 1F1B does.

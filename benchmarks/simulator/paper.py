@@ -1,8 +1,10 @@
-"""``python -m benchmarks.simulator paper``: what the publications behind reft print, and what follows here.
+"""``python -m benchmarks.simulator paper``: what the publications behind reft print, and what
+follows here.
 
-Every line says how its value came about: *simulated* (this package's model), *computed* (a formula in reft,
-or bytes over published bandwidths), or *measured* (a file of docs/measurements, on CPUs). Where the two
-differ, the last column says by which one assumption they would not. Nothing was fitted.
+Every line says how its value came about: *simulated* (this package's model), *computed* (a formula
+in reft, or bytes over published bandwidths), or *measured* (a file of docs/measurements, on CPUs).
+Where the two differ, the last column says by which one assumption they would not. Nothing was
+fitted.
 """
 
 from __future__ import annotations
@@ -61,15 +63,18 @@ def _interference(jobs: Sequence[Predictions]) -> Iterator[Line]:
     waits = [j.of(Variant.BLOCKING, True).overhead for j in hybrid]
     whys = {
         Variant.HOST: "with a snapshot in every step; how often Fig. 1 takes one is not printed",
-        Variant.HOST_DEVICE: "22 % if computation waits for the copies of hybrid parallelism (`blocking`: "
+        Variant.HOST_DEVICE: "22 % if computation waits for the copies of hybrid parallelism "
+        "(`blocking`: "
         f"{min(waits):.0%} to {max(waits):.0%}) and not for those of data parallelism",
     }
     for variant, why in whys.items():
         found = [j.of(variant, whole_stage=True).overhead for j in hybrid]
         yield Line(
-            f"snapshots of unsharded state, `{variant}`: in data parallelism, in hybrid parallelism",
+            f"snapshots of unsharded state, `{variant}`: in data parallelism, in hybrid "
+            "parallelism",
             "1 %, 22 %",
-            f"{plain.of(variant, whole_stage=True).overhead:.1%}, {min(found):.1%} to {max(found):.1%}",
+            f"{plain.of(variant, whole_stage=True).overhead:.1%}, {min(found):.1%} to "
+            f"{max(found):.1%}",
             "simulated",
             why,
         )
@@ -86,8 +91,10 @@ def _interference(jobs: Sequence[Predictions]) -> Iterator[Line]:
 
 def _iterations(jobs: Sequence[Predictions]) -> Iterator[Line]:
     whys = {
-        "iteration time that HAS saves against host,": "17 % lies between equal bytes and unsharded ones",
-        "iteration time that HAS saves against host_device": "more than 17 % if computation waits for the "
+        "iteration time that HAS saves against host,": "17 % lies between equal bytes and "
+        "unsharded ones",
+        "iteration time that HAS saves against "
+        "host_device": "more than 17 % if computation waits for the "
         "other's copy of unsharded state, as in `blocking`",
     }
     for what, published, simulated in comparisons(jobs):
@@ -105,7 +112,8 @@ def _iterations(jobs: Sequence[Predictions]) -> Iterator[Line]:
 
 
 def _loading() -> Iterator[Line]:
-    """1.3B at TP4 PP4 DP8 on V100: four devices of a node hold one stage; eight nodes hold the same."""
+    """1.3B at TP4 PP4 DP8 on V100: four devices of a node hold one stage; eight nodes hold the
+    same."""
     machine = V100
     device = BYTES[0].computed.full
     node = machine.devices_per_node * device
@@ -117,7 +125,8 @@ def _loading() -> Iterator[Line]:
         "9.27 s",
         f"{storage + to_device:.2f} s",
         "computed",
-        f"9.27 s with {node / (9.27 - to_device) / GBIT:.1f} Gbps for a node, as when clients share a server",
+        f"9.27 s with {node / (9.27 - to_device) / GBIT:.1f} Gbps for a node, as when clients "
+        "share a server",
     )
     parity = node / 8 / network  # one lost node's share more
     for name, published, secs in (("ARC", 0.84, gathered), ("AEC", 0.75, gathered + parity)):
@@ -152,7 +161,9 @@ def _bytes() -> Iterator[Line]:
     for row in BYTES:
         for what, computed, derived in row.cells():
             if derived:
-                name = f"{row.model} TP{row.tensor} PP{row.stages} DP{row.data}, GB a device: {what}"
+                name = (
+                    f"{row.model} TP{row.tensor} PP{row.stages} DP{row.data}, GB a device: {what}"
+                )
                 yield Line(name, f"{derived} (derived)", computed, "computed")
     job = Training(SHAPES["2.7b"], V100, 4, 4, 8, 8)
     state = max(job.state_bytes(p) for p in range(4)) * V100.devices_per_node / 1e9
@@ -186,8 +197,12 @@ def _throughput(groups: Sequence[tuple[str, Sequence[Predictions]]]) -> Iterator
             shown = []
             for variant in (Variant.NONE, Variant.HAS, Variant.HOST_DEVICE, Variant.HOST):
                 secs = job.of(variant, variant in {Variant.HOST, Variant.HOST_DEVICE}).step_secs
-                shown.append(f"{variant} {samples / secs:.0f}/s {flops / secs / training.devices / 1e12:.1f}")
-            yield Line(f"{title}: {training.name}", "in figures only", "; ".join(shown), "simulated")
+                shown.append(
+                    f"{variant} {samples / secs:.0f}/s {flops / secs / training.devices / 1e12:.1f}"
+                )
+            yield Line(
+                f"{title}: {training.name}", "in figures only", "; ".join(shown), "simulated"
+            )
 
 
 def _checkfreq() -> Iterator[Line]:
@@ -216,7 +231,9 @@ def _checkfreq() -> Iterator[Line]:
 def _elastic() -> Iterator[Line]:
     ways = _measured("2026-11-22-mttr-cpu.json")["ways"]
     for what, way in (("a trainer", "trainer"), ("a node, with a spare", "node_spare")):
-        mine, other = (ways[way][who]["failure_to_step_secs"]["median"] for who in ("reft", "torchrun"))
+        mine, other = (
+            ways[way][who]["failure_to_step_secs"]["median"] for who in ("reft", "torchrun")
+        )
         yield Line(
             f"killed: {what}, to the next step",
             "384 GPUs: hot under 5 min, cold about 1 h",
@@ -240,8 +257,14 @@ def write_report(out: Path, micro_batches: int) -> Path:
     sections = report(groups)
     draw_overheads(groups, out / "overheads.png")
     frontier = predict(Training(SHAPES["34b"], MI250X, 8, 4, 16, micro_batches))
-    draw_timeline(frontier.of(Variant.HAS).simulation, out / "step.png", f"{frontier.training.name}, HAS")
-    text = ["# What the publications print, and what follows here", "", *(__doc__ or "").splitlines()[2:]]
+    draw_timeline(
+        frontier.of(Variant.HAS).simulation, out / "step.png", f"{frontier.training.name}, HAS"
+    )
+    text = [
+        "# What the publications print, and what follows here",
+        "",
+        *(__doc__ or "").splitlines()[2:],
+    ]
     for title, lines in sections:
         text += [
             "",
@@ -251,7 +274,13 @@ def write_report(out: Path, micro_batches: int) -> Path:
             "|---|---|---|---|---|",
         ]
         text += [f"| {' | '.join(line)} |" for line in lines]
-    text += ["", "![Overheads, simulated](overheads.png)", "", "![A step with HAS, simulated](step.png)", ""]
+    text += [
+        "",
+        "![Overheads, simulated](overheads.png)",
+        "",
+        "![A step with HAS, simulated](step.png)",
+        "",
+    ]
     (out / "paper.md").write_text("\n".join(text))
     found = [{"title": s.title, "lines": [line._asdict() for line in s.lines]} for s in sections]
     (out / "paper.json").write_text(json.dumps(found, indent=1))

@@ -3,8 +3,9 @@
 The stages run their instruction streams independently; they meet in transfers and reductions. A
 stage moves on until it must wait for another one; when none can move and not all are at the end,
 the schedule deadlocks, and the error says who waits for what. The outcome does not depend on the
-order in which the stages are tried. (simpy would bring a clock and generators; what makes this code long is
-what the streams mean, and simulating thousands of schedules per plan is quicker without them.)
+order in which the stages are tried. (simpy would bring a clock and generators; what makes this code
+long is what the streams mean, and simulating thousands of schedules per plan is quicker without
+them.)
 
 Data-parallel peers are taken to behave alike, so one pipeline stands for all.
 """
@@ -53,10 +54,13 @@ def simulate(schedule: Schedule, costs: Costs, copying: Sequence[Copying] = ()) 
     """
     if costs.stages != schedule.stages:
         raise ConfigError(
-            f"costs are for {costs.stages} stages, the schedule {schedule.name} has {schedule.stages}"
+            f"costs are for {costs.stages} stages, the schedule {schedule.name} has "
+            f"{schedule.stages}"
         )
     if copying and len(copying) != schedule.stages:
-        raise ConfigError(f"copying is for {len(copying)} stages, the schedule has {schedule.stages}")
+        raise ConfigError(
+            f"copying is for {len(copying)} stages, the schedule has {schedule.stages}"
+        )
     check_schedule(schedule)
     run = _Run(schedule, costs, copying)
     run.to_the_end()
@@ -108,7 +112,9 @@ class _Stage:
     def done(self, begins_secs: float, ends_secs: float) -> None:
         """The instruction waited until ``begins_secs`` and was busy from then on."""
         instruction = self.stream[self.position]
-        self.intervals.append(Interval(self.position, instruction, self.clock_secs, begins_secs, ends_secs))
+        self.intervals.append(
+            Interval(self.position, instruction, self.clock_secs, begins_secs, ends_secs)
+        )
         self.clock_secs = ends_secs
 
 
@@ -134,7 +140,9 @@ class _Run:
                 while self._advance(stage):
                     moved = True
         if waiting := [stage for stage in self.stages if stage.instruction is not None]:
-            raise DeadlockError(f"schedule {self._schedule.name} deadlocks: {self._describe(waiting)}")
+            raise DeadlockError(
+                f"schedule {self._schedule.name} deadlocks: {self._describe(waiting)}"
+            )
 
     def _advance(self, stage: _Stage) -> bool:
         """Try the stage's next instruction; True if anything happened that others can see."""
@@ -159,7 +167,9 @@ class _Run:
         """The stages that an instruction brings together; none if it is a matter of one stage."""
         if isinstance(instruction, OptimizerStep):
             return tuple(range(len(self.stages)))
-        tied = isinstance(instruction, ReduceTiedGrads) and stage.stage_id in self._costs.tied_stages
+        tied = (
+            isinstance(instruction, ReduceTiedGrads) and stage.stage_id in self._costs.tied_stages
+        )
         return self._costs.tied_stages if tied else ()
 
     # ---- transfers ----
@@ -216,7 +226,8 @@ class _Run:
     # ---- reductions ----
 
     def _meet(self, stage: _Stage, instruction: Instruction, members: tuple[int, ...]) -> bool:
-        """A reduction begins when its last member is there; the optimizer, when it has copied too."""
+        """A reduction begins when its last member is there; the optimizer, when it has copied
+        too."""
         there = self._arrivals[instruction.name, stage.reductions[instruction.name]]
         new = stage.stage_id not in there
         fence = isinstance(instruction, OptimizerStep)

@@ -1,7 +1,7 @@
 """What the REFT paper prints, and the model's answer to the same question. Nothing here was fitted.
 
-Only figures that a publication prints are called published; what follows from the paper's formulas, such as
-bytes per device, is derived (:mod:`.settings`).
+Only figures that a publication prints are called published; what follows from the paper's formulas,
+such as bytes per device, is derived (:mod:`.settings`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _on_v100(results: Sequence[Predictions]) -> Iterator[Comparison]:
 
 
 def sending_share(result: Predictions) -> float:
-    """Time in which the whole state goes over a device's share of the network, over that of an iteration."""
+    """Time in which the whole state goes over a device's share of the network, over that of an
+    iteration."""
     sent = result.of(Variant.INTER_NODE).nbytes
     return sent / result.training.machine.network_share_bytes_per_sec / result.step_secs
 
@@ -70,21 +71,29 @@ def _on_frontier(results: Sequence[Predictions]) -> Iterator[Comparison]:
     """34B on 512 GCDs: iterations without and with protection, plain and under ZeRO-1."""
     for result in results:
         training = result.training
-        if (training.machine, training.shape.name, training.devices) != (MI250X, FRONTIER_MODEL, DEVICES):
+        if (training.machine, training.shape.name, training.devices) != (
+            MI250X,
+            FRONTIER_MODEL,
+            DEVICES,
+        ):
             continue
         has = result.of(Variant.HAS)
         yield Comparison(f"{training.name}: an iteration", "6.26 s", f"{result.step_secs:.2f} s")
-        yield Comparison("  with ARC", "6.32 s (0.96 %)", f"{has.step_secs:.2f} s ({has.overhead:.2%})")
+        yield Comparison(
+            "  with ARC", "6.32 s (0.96 %)", f"{has.step_secs:.2f} s ({has.overhead:.2%})"
+        )
         plain, protected = zero_1_secs(training)
         yield Comparison("  under ZeRO-1", "6.59 s", f"{plain:.2f} s")
         yield Comparison(
-            "  under ZeRO-1 with AOR", "6.63 s (0.61 %)", f"{protected:.2f} s ({protected / plain - 1:.2%})"
+            "  under ZeRO-1 with AOR",
+            "6.63 s (0.61 %)",
+            f"{protected:.2f} s ({protected / plain - 1:.2%})",
         )
 
 
 def zero_1_secs(training: Training) -> tuple[float, float]:
-    """Iterations under ZeRO-1, without snapshots and with HAS of what AOR copies: model shard and its copy,
-    own partition, and the gradients of the neighbour's."""
+    """Iterations under ZeRO-1, without snapshots and with HAS of what AOR copies: model shard and
+    its copy, own partition, and the gradients of the neighbour's."""
     zero_1 = replace(training, zero_1=True)
     pipeline = one_f_one_b(training.stages, training.micro_batches)
     plain = simulate(pipeline, Costs.of(zero_1))

@@ -61,7 +61,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if len(self.places) != len(self.streams):
             raise ConfigError(
-                f"schedule {self.name} has {self.stages} streams, but places for {len(self.places)} stages"
+                f"schedule {self.name} has {self.stages} streams, but places for "
+                f"{len(self.places)} stages"
             )
         found = sorted(place for chunks in self.places for place in chunks)
         if found != list(range(len(found))):
@@ -127,7 +128,9 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Schedule:
         ConfigError: the micro-batches are not a multiple of the stages.
     """
     if micro_batches % stages:
-        raise ConfigError(f"interleaved 1F1B needs a multiple of {stages} micro-batches; got {micro_batches}")
+        raise ConfigError(
+            f"interleaved 1F1B needs a multiple of {stages} micro-batches; got {micro_batches}"
+        )
     return with_transfers(
         f"interleaved x{chunks}",
         micro_batches,
@@ -147,13 +150,16 @@ def zero_bubble_h1(stages: int, micro_batches: int) -> Schedule:
 
 
 def dual_pipe_v(stages: int, micro_batches: int) -> Schedule:
-    """DualPipeV (DeepSeek): device p holds the chunks p and 2P-1-p, so the model is folded like a V.
+    """DualPipeV (DeepSeek): device p holds the chunks p and 2P-1-p, so the model is folded like a
+    V.
 
     Raises:
         ConfigError: fewer than 2P micro-batches.
     """
     if micro_batches < 2 * stages:
-        raise ConfigError(f"DualPipeV needs at least {2 * stages} micro-batches; got {micro_batches}")
+        raise ConfigError(
+            f"DualPipeV needs at least {2 * stages} micro-batches; got {micro_batches}"
+        )
     return with_transfers(
         "dualpipe-v",
         micro_batches,

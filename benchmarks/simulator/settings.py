@@ -11,7 +11,9 @@ from reft.tools.planning.model import CLUSTERS, SHAPES, Training
 from .footprint import Footprint, footprint
 
 _DEVICES = {"v100": "V100", "frontier": "MI250X", "a100": "A100", "h100": "H100"}
-MACHINES = {name: CLUSTERS[name].model_copy(update={"name": device}) for name, device in _DEVICES.items()}
+MACHINES = {
+    name: CLUSTERS[name].model_copy(update={"name": device}) for name, device in _DEVICES.items()
+}
 """The known clusters, by the names of their devices."""
 V100, MI250X = MACHINES["v100"], MACHINES["frontier"]
 MICRO_BATCHES = 8
@@ -46,11 +48,16 @@ def experiments(micro_batches: int = MICRO_BATCHES) -> tuple[Experiment, ...]:
                 job("34b", "v100", 8, 4, 16),
             ),
         ),
-        Experiment("weak scaling", tuple(job("2.7b", "v100", 4, 4, data) for data in (4, 8, 16, 32))),
         Experiment(
-            "512 devices of Frontier", (job("6.7b", "frontier", 4, 4, 32), job("34b", "frontier", 8, 4, 16))
+            "weak scaling", tuple(job("2.7b", "v100", 4, 4, data) for data in (4, 8, 16, 32))
         ),
-        Experiment("larger than the paper", (job("34b", "h100", 8, 4, 128), job("34b", "h100", 8, 4, 512))),
+        Experiment(
+            "512 devices of Frontier",
+            (job("6.7b", "frontier", 4, 4, 32), job("34b", "frontier", 8, 4, 16)),
+        ),
+        Experiment(
+            "larger than the paper", (job("34b", "h100", 8, 4, 128), job("34b", "h100", 8, 4, 512))
+        ),
     )
 
 
@@ -59,7 +66,8 @@ def experiments(micro_batches: int = MICRO_BATCHES) -> tuple[Experiment, ...]:
 
 @dataclass(frozen=True)
 class ByteRow:
-    """Gigabytes per device and snapshot, derived by hand from the paper's formulas, and the same computed.
+    """Gigabytes per device and snapshot, derived by hand from the paper's formulas, and the same
+    computed.
 
     No publication prints them. They count the model's nominal parameters, evenly over stages and
     tensor-parallel ranks.
@@ -93,7 +101,14 @@ class ByteRow:
 
 
 BYTES = (
-    ByteRow("1.3b", 1.3e9, 4, 4, 8, {"full": "1.138", "sharded": "0.142", "arc": "0.284", "aec": "0.1625"}),
+    ByteRow(
+        "1.3b",
+        1.3e9,
+        4,
+        4,
+        8,
+        {"full": "1.138", "sharded": "0.142", "arc": "0.284", "aec": "0.1625"},
+    ),
     ByteRow(
         "34b",
         34e9,

@@ -1,21 +1,21 @@
 """What each way of taking snapshots would cost a job: predictions, labelled as such.
 
-The variants are those of the ``reft`` block. All but ``inter_node`` copy the same bytes, the device's
-shard and its redundancy; ``whole_stage`` asks for the same without sharding, as systems do that
-know nothing of data-parallel redundancy.
+The variants are those of the ``reft`` block. All but ``inter_node`` copy the same bytes, the
+device's shard and its redundancy; ``whole_stage`` asks for the same without sharding, as systems do
+that know nothing of data-parallel redundancy.
 
 How they disturb the step (see :mod:`.copying` and
 :class:`~reft.tools.planning.model.Machine`):
 
 - ``blocking``: the step begins when the copy to pinned memory has ended.
-- ``host``: a thread copies to memory that is not pinned, on the stream that computes. While both have
-  work they take turns, so each runs at half its speed.
+- ``host``: a thread copies to memory that is not pinned, on the stream that computes. While both
+  have work they take turns, so each runs at half its speed.
 - ``host_device``: a copy engine runs beside everything. Computation loses the memory bandwidth that
   the copy takes; transfers share links with it.
-- ``inter_node``: the whole state goes to a peer over the network, half of which transfers and reductions
-  then have.
-- ``has``: in the windows first, then beside computation and, on separate links, beside communication,
-  as :func:`reft.snapshot.schedule.plan_schedule` says.
+- ``inter_node``: the whole state goes to a peer over the network, half of which transfers and
+  reductions then have.
+- ``has``: in the windows first, then beside computation and, on separate links, beside
+  communication, as :func:`reft.snapshot.schedule.plan_schedule` says.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ PROTECTIONS: dict[str, Callable[[int], float]] = {
 """Part of a stage's state that a device copies, by data-parallel degree."""
 
 PAGEABLE_SHARE = 0.39
-"""Bandwidth of a copy into memory that is not pinned against one that is: 2.3 against 5.9 GB/s in NVIDIA's
-"How to Optimize Data Transfers in CUDA C/C++" (developer blog, 2012)."""
+"""Bandwidth of a copy into memory that is not pinned against one that is: 2.3 against 5.9 GB/s in
+NVIDIA's "How to Optimize Data Transfers in CUDA C/C++" (developer blog, 2012)."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,10 @@ class Predictions:
 
 
 def predict(
-    training: Training, *, protection: str = "arc", schedule: Callable[[int, int], Schedule] = one_f_one_b
+    training: Training,
+    *,
+    protection: str = "arc",
+    schedule: Callable[[int, int], Schedule] = one_f_one_b,
 ) -> Predictions:
     """Simulate one step of the job without and with each kind of snapshot.
 
@@ -168,7 +171,9 @@ def predict(
     part = PROTECTIONS[protection](training.data)
     found = []
     for variant, whole in _CASES:
-        copied = [(1.0 if whole else part) * training.state_bytes(p) for p in range(training.stages)]
+        copied = [
+            (1.0 if whole else part) * training.state_bytes(p) for p in range(training.stages)
+        ]
         simulation = simulate_copying(variant, training, plain, copied, pipeline)
         found.append(
             Prediction(
@@ -198,7 +203,11 @@ _CASES = (
 
 
 def simulate_copying(
-    variant: Variant, training: Training, plain: Simulation, nbytes: Sequence[float], pipeline: Schedule
+    variant: Variant,
+    training: Training,
+    plain: Simulation,
+    nbytes: Sequence[float],
+    pipeline: Schedule,
 ) -> Simulation:
     """One step with a snapshot.
 
@@ -209,7 +218,9 @@ def simulate_copying(
         nbytes: what a device of each stage copies.
         pipeline: the schedule of ``plain``.
     """
-    stages = [_copying(variant, training, stage, n) for stage, n in zip(plain.stages, nbytes, strict=True)]
+    stages = [
+        _copying(variant, training, stage, n) for stage, n in zip(plain.stages, nbytes, strict=True)
+    ]
     return simulate(pipeline, Costs.of(training), stages)
 
 
@@ -225,7 +236,9 @@ def _copying(variant: Variant, training: Training, plain: StageResult, nbytes: f
         case Variant.HOST:
             pageable = PAGEABLE_SHARE * pinned
             shared = 1 / machine.link_slowdown(pageable)
-            return Copying(nbytes, pageable, computing=Beside(0.5, 0.5), communicating=Beside(shared, shared))
+            return Copying(
+                nbytes, pageable, computing=Beside(0.5, 0.5), communicating=Beside(shared, shared)
+            )
         case Variant.HOST_DEVICE:
             shared = 1 / machine.link_slowdown(pinned)
             beside = Beside(1.0, 1 / machine.compute_slowdown(pinned))
@@ -243,7 +256,9 @@ def _has_copying(training: Training, plain: StageResult, nbytes: float) -> Copyi
     pinned = machine.copy_bytes_per_sec
     plan = plan_stage(training, plain, nbytes)
     share = plan.compute_share(pinned)
-    beside_computing = Beside(share, 1 / machine.compute_slowdown(share * pinned)) if share else Beside()
+    beside_computing = (
+        Beside(share, 1 / machine.compute_slowdown(share * pinned)) if share else Beside()
+    )
     beside_network = Beside(1.0, 1.0) if plan.tier_bytes[3] else Beside()
     return Copying(nbytes, pinned, computing=beside_computing, communicating=beside_network)
 
@@ -253,10 +268,14 @@ def plan_stage(training: Training, plain: StageResult, nbytes: float) -> HasSche
     pinned = training.machine.copy_bytes_per_sec
     separate = training.machine.link_slowdown(pinned) == 1.0
     computing = [
-        Interval(i.begin_secs, i.end_secs) for i in plain.intervals if isinstance(i.instruction, Compute)
+        Interval(i.begin_secs, i.end_secs)
+        for i in plain.intervals
+        if isinstance(i.instruction, Compute)
     ]
     communicating = [
-        Interval(i.begin_secs, i.end_secs) for i in plain.intervals if isinstance(i.instruction, ReduceGrads)
+        Interval(i.begin_secs, i.end_secs)
+        for i in plain.intervals
+        if isinstance(i.instruction, ReduceGrads)
     ]
     return plan_schedule(
         {"replicated": round(nbytes)},

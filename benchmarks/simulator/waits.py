@@ -44,7 +44,8 @@ def _waits(intervals: Sequence[Interval]) -> Iterator[Window]:
 
 
 def _kinds(intervals: Sequence[Interval]) -> Iterator[WindowKind]:
-    """What a wait is called at each instruction, from what the stage has computed and has yet to."""
+    """What a wait is called at each instruction, from what the stage has computed and has yet
+    to."""
     computed = [i.instruction for i in intervals if isinstance(i.instruction, Compute)]
     is_forward = [isinstance(i, ForwardPass) for i in computed]
     backward_begins = is_forward.index(False) if False in is_forward else len(computed)

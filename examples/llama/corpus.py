@@ -78,13 +78,15 @@ def find_text(sources: Iterable[Path]) -> tuple[TextFile, ...]:
             paths = (source,)
         else:
             raise ConfigError(
-                f"--data {source}: no such file or folder, and no {source}.bin with {source}.idx either"
+                f"--data {source}: no such file or folder, and no {source}.bin with {source}.idx "
+                "either"
             )
         for path in paths:
             found.setdefault(path.resolve(), _describe(path.resolve()))
     if not any(file.size_bytes for file in found.values()):
         raise ConfigError(
-            f"--data {' '.join(map(str, sources))}: found no text; expected text files, or folders of them"
+            f"--data {' '.join(map(str, sources))}: found no text; expected text files, or "
+            "folders of them"
         )
     return tuple(found[path] for path in sorted(found))
 
@@ -117,12 +119,17 @@ def corpus_key(files: Sequence[TextFile], tokenizer: Tokenizer) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{_FORMAT}\n{tokenizer.fingerprint}\n".encode())
     for file in files:
-        digest.update(f"{file.path}\0{file.size_bytes}\0{file.mtime_ns}\n".encode("utf-8", "surrogateescape"))
+        digest.update(
+            f"{file.path}\0{file.size_bytes}\0{file.mtime_ns}\n".encode("utf-8", "surrogateescape")
+        )
     return digest.hexdigest()
 
 
 def build_corpus(
-    files: Sequence[TextFile], tokenizer: Tokenizer, cache_dir: Path, progress: Progress | None = None
+    files: Sequence[TextFile],
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    progress: Progress | None = None,
 ) -> Path:
     """Prefix of the indexed dataset of ``files``, tokenised now unless the cache has it.
 
@@ -142,26 +149,34 @@ def build_corpus(
                 _write_corpus(files, tokenizer, folder, alone, progress)
     except OSError as error:
         raise ConfigError(
-            f"cannot write the tokenised corpus below {cache_dir}: {error}; choose another --cache-dir"
+            f"cannot write the tokenised corpus below {cache_dir}: {error}; choose another "
+            "--cache-dir"
         ) from error
     return prefix
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold ``path``'s lock; False where the file system has no locks (the rename still is atomic)."""
+    """Hold ``path``'s lock; False where the file system has no locks (the rename still is
+    atomic)."""
     with path.open("a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX)
             alone = True
         except OSError:
-            logger.warning("%s cannot be locked; several processes may tokenise the same text", path)
+            logger.warning(
+                "%s cannot be locked; several processes may tokenise the same text", path
+            )
             alone = False
         yield alone
 
 
 def _write_corpus(
-    files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path, alone: bool, progress: Progress | None
+    files: Sequence[TextFile],
+    tokenizer: Tokenizer,
+    folder: Path,
+    alone: bool,
+    progress: Progress | None,
 ) -> None:
     if alone:
         # Whoever left these behind has died: it would hold the lock otherwise.

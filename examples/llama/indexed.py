@@ -1,9 +1,11 @@
-"""Megatron's indexed dataset: ``prefix.bin`` holds token ids, ``prefix.idx`` where each text begins.
+"""Megatron's indexed dataset: ``prefix.bin`` holds token ids, ``prefix.idx`` where each text
+begins.
 
-Layout of ``prefix.idx``, little-endian: magic ``MMIDIDX\\0\\0`` (9 bytes), version 1 (uint64), type code
-(uint8), number of sequences n (uint64), number of document indices m (uint64), n lengths in tokens
-(int32), n byte offsets into ``.bin`` (int64), m document indices (int64; the sequence at which each
-document begins, the last one n). Multimodal files append n modes (int8), which are ignored.
+Layout of ``prefix.idx``, little-endian: magic ``MMIDIDX\\0\\0`` (9 bytes), version 1 (uint64), type
+code (uint8), number of sequences n (uint64), number of document indices m (uint64), n lengths in
+tokens (int32), n byte offsets into ``.bin`` (int64), m document indices (int64; the sequence at
+which each document begins, the last one n). Multimodal files append n modes (int8), which are
+ignored.
 """
 
 from __future__ import annotations
@@ -96,7 +98,10 @@ class IndexedWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with self._bin as stream:
             stream.flush()
@@ -110,7 +115,9 @@ class IndexedWriter:
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self._dtype.itemsize
         with idx_path(self._prefix).open("wb") as stream:
-            stream.write(_HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._documents)))
+            stream.write(
+                _HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._documents))
+            )
             stream.write(lengths.tobytes())
             stream.write(pointers.tobytes())
             stream.write(np.array(self._documents, dtype="<i8").tobytes())
@@ -131,7 +138,9 @@ class IndexedDataset:
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         if not is_indexed(prefix):
-            raise ConfigError(f"no indexed dataset at {prefix}: expected {prefix}.bin and {prefix}.idx")
+            raise ConfigError(
+                f"no indexed dataset at {prefix}: expected {prefix}.bin and {prefix}.idx"
+            )
         self.dtype, self.lengths, self.pointers, self.documents = _read_index(idx_path(prefix))
         self.tokens = self._map_tokens()
 
@@ -141,7 +150,8 @@ class IndexedDataset:
         expected = int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         if found != expected:
             raise ConfigError(
-                f"{path} has {found} bytes, but its index describes {expected}; the copy is incomplete or "
+                f"{path} has {found} bytes, but its index describes {expected}; the copy is "
+                "incomplete or "
                 f"the two files belong to different datasets: copy both again"
             )
         if not expected:
@@ -158,7 +168,9 @@ class IndexedDataset:
         return self.tokens[start : start + int(self.lengths[index])]
 
 
-def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+def _read_index(
+    path: Path,
+) -> tuple[np.dtype[Any], npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
     size = path.stat().st_size
     with path.open("rb") as stream:
         head = stream.read(_HEADER.size)
@@ -172,7 +184,9 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[Any], npt.NDArra
         raise ConfigError(f"{path} has format version {version}; this reft reads version {VERSION}")
     if code not in _DTYPE_BY_CODE:
         known = ", ".join(f"{c} ({d.name})" for c, d in _DTYPE_BY_CODE.items())
-        raise ConfigError(f"{path} has type code {code}, which is no integer type; expected one of {known}")
+        raise ConfigError(
+            f"{path} has type code {code}, which is no integer type; expected one of {known}"
+        )
     expected = _HEADER.size + 12 * sequences + 8 * documents
     if size not in (expected, expected + sequences):
         raise ConfigError(

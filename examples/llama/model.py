@@ -44,10 +44,13 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of the rotary embedding, both (length, head_size / 2).
 
-    The angle of pair j at position p is ``p * theta^(-2j / head_size)``. Not a buffer: it is no state.
+    The angle of pair j at position p is ``p * theta^(-2j / head_size)``. Not a buffer: it is no
+    state.
     """
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), theta**-exponents)
+    angles = torch.outer(
+        torch.arange(length, dtype=torch.float32, device=device), theta**-exponents
+    )
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -199,5 +202,7 @@ class Llama(nn.Module):
         for block in self.blocks:
             value = block(value)
         value = self.norm(value)
-        result: torch.Tensor = tied_head(self.embedding, value) if self.head is None else self.head(value)
+        result: torch.Tensor = (
+            tied_head(self.embedding, value) if self.head is None else self.head(value)
+        )
         return result

@@ -53,27 +53,42 @@ class LlamaConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("layers", "hidden_size", "heads", "kv_heads", "ffn_size", "vocab_size", "seq_length"):
+        for field in (
+            "layers",
+            "hidden_size",
+            "heads",
+            "kv_heads",
+            "ffn_size",
+            "vocab_size",
+            "seq_length",
+        ):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"model {self.name}: {field} is {value!r}; write a positive integer")
+                raise ConfigError(
+                    f"model {self.name}: {field} is {value!r}; write a positive integer"
+                )
         if self.hidden_size % self.heads:
             raise ConfigError(
-                f"model {self.name}: hidden size {self.hidden_size} is not divisible by {self.heads} heads; "
+                f"model {self.name}: hidden size {self.hidden_size} is not divisible by "
+                f"{self.heads} heads; "
                 f"change --hidden or --heads"
             )
         if self.head_size % 2:
             raise ConfigError(
                 f"model {self.name}: head size {self.head_size} (hidden {self.hidden_size} / heads "
-                f"{self.heads}) is odd, but rotary embeddings turn pairs; change --hidden or --heads"
+                f"{self.heads}) is odd, but rotary embeddings turn pairs; change --hidden or "
+                "--heads"
             )
         if self.heads % self.kv_heads:
             raise ConfigError(
-                f"model {self.name}: {self.heads} heads cannot share {self.kv_heads} key-value heads evenly; "
+                f"model {self.name}: {self.heads} heads cannot share {self.kv_heads} key-value "
+                "heads evenly; "
                 f"--kv-heads must divide --heads"
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"model {self.name}: dropout is {self.dropout}; write a value in [0, 1)")
+            raise ConfigError(
+                f"model {self.name}: dropout is {self.dropout}; write a value in [0, 1)"
+            )
 
     @property
     def head_size(self) -> int:
@@ -123,7 +138,9 @@ def load_model(name: str, overrides: Mapping[str, Any] | None = None) -> LlamaCo
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"model file {name} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"model file {name} holds {type(values).__name__}; expected a JSON object")
+        raise ConfigError(
+            f"model file {name} holds {type(values).__name__}; expected a JSON object"
+        )
     values.pop("description", None)
     values.setdefault("name", Path(name).stem)
     known = {field.name for field in fields(LlamaConfig)}
@@ -184,7 +201,8 @@ def check_model(config: LlamaConfig, degrees: Degrees) -> None:
     """
     if config.layers < degrees.pp:
         raise ConfigError(
-            f"model {config.name} has {config.layers} layers, but --pp {degrees.pp} needs at least one per "
+            f"model {config.name} has {config.layers} layers, but --pp {degrees.pp} needs at "
+            "least one per "
             f"stage; lower --pp or raise --layers"
         )
     for what, option, size in (

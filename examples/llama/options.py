@@ -1,8 +1,9 @@
 """The command line of ``examples/llama/pretrain.py`` and the DeepSpeed configuration it means.
 
-Later wins: defaults, then ``--deepspeed-config``, then options that were really given, then ``--reft``.
-argparse, because it tells options that were given from defaults (``SUPPRESS``), and because the script shall
-look like those that it stands for: Megatron's and DeepSpeed's are argparse too.
+Later wins: defaults, then ``--deepspeed-config``, then options that were really given, then
+``--reft``. argparse, because it tells options that were given from defaults (``SUPPRESS``), and
+because the script shall look like those that it stands for: Megatron's and DeepSpeed's are argparse
+too.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class Options:
             ConfigError: unknown name or impossible shape.
         """
         overrides = {
-            field: getattr(self, option) for option, field in _MODEL_OPTIONS.items() if option in self.given
+            field: getattr(self, option)
+            for option, field in _MODEL_OPTIONS.items()
+            if option in self.given
         }
         if "heads" in self.given and "kv_heads" not in self.given:
             base = load_model(self.model)
@@ -111,7 +114,9 @@ def _parser(defaults: bool) -> argparse.ArgumentParser:
 
     def add(group: Any, flag: str, default: Any, text: str, **kwargs: Any) -> None:
         shown = (
-            "" if default is None or isinstance(default, bool) or default == [] else f" (default: {default})"
+            ""
+            if default is None or isinstance(default, bool) or default == []
+            else f" (default: {default})"
         )
         kwargs["default"] = default if defaults else argparse.SUPPRESS
         group.add_argument(flag, help=text + shown, **kwargs)
@@ -135,18 +140,29 @@ def _add_model(parser: argparse.ArgumentParser, add: Any) -> None:
         ("--seq", "tokens per sample"),
     ):
         add(group, flag, None, f"{what}, instead of the model's", type=int, metavar="N")
-    add(group, "--tied", False, "use the embedding's weight as the output head", action="store_true")
+    add(
+        group, "--tied", False, "use the embedding's weight as the output head", action="store_true"
+    )
     add(group, "--dropout", None, "dropout on the residual branches", type=float, metavar="P")
-    add(group, "--print-params", False, "print the model's parameters and leave", action="store_true")
+    add(
+        group,
+        "--print-params",
+        False,
+        "print the model's parameters and leave",
+        action="store_true",
+    )
     group = parser.add_argument_group("layout")
     add(group, "--pp", 1, "pipeline stages", type=int, metavar="N")
-    add(group, "--dp", None, "replicas; derived from the number of processes", type=int, metavar="N")
+    add(
+        group, "--dp", None, "replicas; derived from the number of processes", type=int, metavar="N"
+    )
     add(group, "--tp", 1, "tensor slices", type=int, metavar="N")
     add(
         group,
         "--rank-order",
         "auto",
-        "order of the axes in the ranks, slowest first, such as data-pipe-model; auto puts replicas of a "
+        "order of the axes in the ranks, slowest first, such as data-pipe-model; auto puts "
+        "replicas of a "
         "stage on different nodes where that is possible",
         metavar="AXES",
     )
@@ -163,7 +179,14 @@ def _add_training(parser: argparse.ArgumentParser, add: Any) -> None:
     group = parser.add_argument_group("training")
     add(group, "--steps", 100, "optimizer steps in all", type=int, metavar="N")
     add(group, "--micro-batch", 4, "samples per micro-batch and replica", type=int, metavar="N")
-    add(group, "--micro-batches", 4, "micro-batches per step (gradient accumulation)", type=int, metavar="N")
+    add(
+        group,
+        "--micro-batches",
+        4,
+        "micro-batches per step (gradient accumulation)",
+        type=int,
+        metavar="N",
+    )
     add(group, "--zero", 0, "ZeRO stage", type=int, choices=(0, 1))
     add(group, "--dtype", "fp32", "number format of the model", choices=("fp32", "fp16", "bf16"))
     add(
@@ -176,7 +199,14 @@ def _add_training(parser: argparse.ArgumentParser, add: Any) -> None:
     add(group, "--optimizer", "adamw", "optimizer", choices=("adam", "adamw"))
     add(group, "--lr", 3e-3, "peak learning rate", type=float, metavar="X")
     add(group, "--warmup", 10, "steps of linear warm-up", type=int, metavar="N")
-    add(group, "--decay-steps", None, "step at which the cosine ends; --steps", type=int, metavar="N")
+    add(
+        group,
+        "--decay-steps",
+        None,
+        "step at which the cosine ends; --steps",
+        type=int,
+        metavar="N",
+    )
     add(group, "--weight-decay", 0.1, "weight decay", type=float, metavar="X")
     add(group, "--clip", 1.0, "largest gradient norm; 0 for none", type=float, metavar="X")
     add(group, "--seed", 1234, "seed of weights, data order and dropout", type=int, metavar="N")
@@ -195,7 +225,8 @@ def _add_files(parser: argparse.ArgumentParser, add: Any) -> None:
         group,
         "--data",
         [],
-        "text files, folders of text, or prefixes of Megatron .bin/.idx files; without it, the Python "
+        "text files, folders of text, or prefixes of Megatron .bin/.idx files; without it, the "
+        "Python "
         "standard library's sources",
         nargs="+",
         type=Path,
@@ -208,8 +239,22 @@ def _add_files(parser: argparse.ArgumentParser, add: Any) -> None:
         "bytes, a SentencePiece .model, a tokenizer.json or a folder",
         metavar="PATH",
     )
-    add(group, "--cache-dir", None, "where tokenised text is kept; ~/.cache/reft", type=Path, metavar="DIR")
-    add(group, "--save-dir", Path("checkpoints"), "directory of checkpoints", type=Path, metavar="DIR")
+    add(
+        group,
+        "--cache-dir",
+        None,
+        "where tokenised text is kept; ~/.cache/reft",
+        type=Path,
+        metavar="DIR",
+    )
+    add(
+        group,
+        "--save-dir",
+        Path("checkpoints"),
+        "directory of checkpoints",
+        type=Path,
+        metavar="DIR",
+    )
     add(
         group,
         "--save-interval",
@@ -219,9 +264,18 @@ def _add_files(parser: argparse.ArgumentParser, add: Any) -> None:
         metavar="N",
     )
     add(group, "--load-dir", None, "directory to resume from; --save-dir", type=Path, metavar="DIR")
-    add(group, "--deepspeed-config", None, "DeepSpeed JSON to start from", type=Path, metavar="FILE")
+    add(
+        group, "--deepspeed-config", None, "DeepSpeed JSON to start from", type=Path, metavar="FILE"
+    )
     add(group, "--reft", None, "the reft block: JSON, or the path of a JSON file", metavar="JSON")
-    add(group, "--log-interval", 10, "steps between lines where there is no terminal", type=int, metavar="N")
+    add(
+        group,
+        "--log-interval",
+        10,
+        "steps between lines where there is no terminal",
+        type=int,
+        metavar="N",
+    )
     add(group, "--verbose", False, "show DeepSpeed's own messages", action="store_true")
 
 
@@ -241,7 +295,9 @@ def deepspeed_config(options: Options, dp: int, torch_adam: bool) -> dict[str, A
     if options.deepspeed_config is not None:
         file = _read_json(str(options.deepspeed_config), "--deepspeed-config")
         config = _merged(_without(config, _replaced_by(file)), file)
-        config = _merged(_without(config, _replaced_by_options(options.given)), *_given(parts, options.given))
+        config = _merged(
+            _without(config, _replaced_by_options(options.given)), *_given(parts, options.given)
+        )
     config["steps_per_print"] = _NEVER
     if options.reft is not None:
         config[BLOCK_NAME] = _read_json(options.reft, "--reft")
@@ -288,14 +344,20 @@ def _fragments(options: Options, torch_adam: bool) -> dict[str, dict[str, Any]]:
         "warmup_min_ratio": 0.01,
         "cos_min_ratio": 0.1,
     }
-    adam = {"adam_w_mode": options.optimizer == "adamw", "torch_adam": torch_adam, "betas": [0.9, 0.95]}
+    adam = {
+        "adam_w_mode": options.optimizer == "adamw",
+        "torch_adam": torch_adam,
+        "betas": [0.9, 0.95],
+    }
     return {
         "micro_batch": {"train_micro_batch_size_per_gpu": options.micro_batch},
         "micro_batches": {"gradient_accumulation_steps": options.micro_batches},
         "zero": {"zero_optimization": {"stage": options.zero}},
         "dtype": {options.dtype: {"enabled": True}} if half else {},
         "grad_accum_dtype": (
-            {"data_types": {"grad_accum_dtype": options.grad_accum_dtype}} if options.grad_accum_dtype else {}
+            {"data_types": {"grad_accum_dtype": options.grad_accum_dtype}}
+            if options.grad_accum_dtype
+            else {}
         ),
         "optimizer": {"optimizer": {"type": "Adam", "params": adam}},
         "lr": {"optimizer": {"params": {"lr": options.lr}}},
@@ -317,13 +379,15 @@ def _check_batches(config: dict[str, Any], options: Options, dp: int) -> None:
     micro = config["train_micro_batch_size_per_gpu"]
     if not isinstance(whole, int) or whole % (micro * dp):
         raise ConfigError(
-            f"train_batch_size is {whole!r}, not divisible by {micro} samples per micro-batch x {dp} "
+            f"train_batch_size is {whole!r}, not divisible by {micro} samples per micro-batch x "
+            f"{dp} "
             f"replicas; change it, or --micro-batch, or the number of processes"
         )
     wanted = whole // (micro * dp)
     if "micro_batches" in options.given and wanted != options.micro_batches:
         raise ConfigError(
-            f"train_batch_size {whole} needs {wanted} micro-batches of {micro} samples on {dp} replicas, but "
+            f"train_batch_size {whole} needs {wanted} micro-batches of {micro} samples on {dp} "
+            "replicas, but "
             f"--micro-batches is {options.micro_batches}; leave one of the two out"
         )
     config["gradient_accumulation_steps"] = wanted
@@ -338,12 +402,14 @@ def _check_bf16(config: dict[str, Any], options: Options) -> None:
     accumulation = types.setdefault("grad_accum_dtype", "fp32" if zero else "bf16")
     if zero == 0 and accumulation != "bf16":
         raise ConfigError(
-            f"DeepSpeed has no optimizer that accumulates bf16 gradients in {accumulation} without ZeRO; use "
+            f"DeepSpeed has no optimizer that accumulates bf16 gradients in {accumulation} "
+            "without ZeRO; use "
             f"--zero 1, or --grad-accum-dtype bf16"
         )
     if zero == 0 and options.save_interval:
         raise ConfigError(
-            "DeepSpeed's checkpoints of a bf16 pipeline without ZeRO hold the first replica's part only and "
+            "DeepSpeed's checkpoints of a bf16 pipeline without ZeRO hold the first replica's "
+            "part only and "
             "cannot be loaded; use --zero 1, or leave --save-interval out"
         )
 
@@ -365,7 +431,9 @@ def _read_json(text: str, option: str) -> dict[str, Any]:
         try:
             text = Path(text).read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{option}: cannot read {text}: {error.strerror}; give a JSON file") from error
+            raise ConfigError(
+                f"{option}: cannot read {text}: {error.strerror}; give a JSON file"
+            ) from error
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -22,10 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(argv)
         if options.print_params:
-            Console(soft_wrap=True, highlight=False).print(options.model_config().describe(), markup=False)
+            Console(soft_wrap=True, highlight=False).print(
+                options.model_config().describe(), markup=False
+            )
             return 0
         # What is plainly wrong is said before torch and DeepSpeed take their seconds to load.
-        degrees = degrees_for(int(os.environ.get("WORLD_SIZE", "1")), options.pp, options.tp, options.dp)
+        degrees = degrees_for(
+            int(os.environ.get("WORLD_SIZE", "1")), options.pp, options.tp, options.dp
+        )
         check_model(options.model_config(), degrees)
         from examples.llama.train import train
 
@@ -33,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         # Every process of a node finds the same; one of them says it.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+            Console(stderr=True, soft_wrap=True, highlight=False).print(
+                f"error: {error}", markup=False
+            )
         return 2
     return 0
 

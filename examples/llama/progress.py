@@ -25,7 +25,9 @@ class StepDisplay(AbstractContextManager["StepDisplay"]):
         log_interval: steps between lines where there is no terminal.
     """
 
-    def __init__(self, enabled: bool, first: int, last: int, tokens_per_step: int, log_interval: int) -> None:
+    def __init__(
+        self, enabled: bool, first: int, last: int, tokens_per_step: int, log_interval: int
+    ) -> None:
         self._enabled = enabled
         self._first, self._last = first, last
         self._tokens_per_step = tokens_per_step
@@ -43,7 +45,9 @@ class StepDisplay(AbstractContextManager["StepDisplay"]):
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._task = self._bar.add_task("", total=last, completed=first, loss=float("nan"), speed="")
+            self._task = self._bar.add_task(
+                "", total=last, completed=first, loss=float("nan"), speed=""
+            )
 
     def say(self, message: str) -> None:
         """Print one line."""
@@ -68,7 +72,9 @@ class StepDisplay(AbstractContextManager["StepDisplay"]):
             self._bar.update(self._task, completed=step, loss=loss, speed=speed)
         else:
             eta = (self._last - step) / per_sec
-            self.say(f"step {step}/{self._last}  loss {loss:.4f}  lr {lr:.2e}  {speed}  eta {eta:.0f} s")
+            self.say(
+                f"step {step}/{self._last}  loss {loss:.4f}  lr {lr:.2e}  {speed}  eta {eta:.0f} s"
+            )
 
     def __enter__(self) -> StepDisplay:
         if self._bar is not None:
@@ -76,7 +82,10 @@ class StepDisplay(AbstractContextManager["StepDisplay"]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -94,14 +103,21 @@ class ByteProgress(AbstractContextManager["ByteProgress"]):
         if not self._console.is_terminal:
             return
         if self._bar is None:
-            columns = (TextColumn(self._description), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
+            columns = (
+                TextColumn(self._description),
+                BarColumn(),
+                TextColumn("{task.percentage:3.0f} %"),
+            )
             self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console)
             self._task = self._bar.add_task("", total=total)
             self._bar.start()
         self._bar.update(self._task, completed=done)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
             self._bar.stop()

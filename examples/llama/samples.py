@@ -61,10 +61,10 @@ class SampleDataset:
 class MicroBatchIterator:
     """Endless ``(inputs, labels)`` of one rank, both int64 of shape (micro_batch, seq_length).
 
-    A job's micro-batch is ``micro_batch * dp_size`` samples that follow each other, of which each replica
-    gets its slice. Epochs follow each other without a gap, each in an order by (``seed``, epoch). Nothing is
-    read ahead: its position is what was consumed. ``state_dict`` and ``load_state_dict`` make it stateful in
-    the sense of torchdata.
+    A job's micro-batch is ``micro_batch * dp_size`` samples that follow each other, of which each
+    replica gets its slice. Epochs follow each other without a gap, each in an order by (``seed``,
+    epoch). Nothing is read ahead: its position is what was consumed. ``state_dict`` and
+    ``load_state_dict`` make it stateful in the sense of torchdata.
 
     Args:
         dataset: the samples; at least one.
@@ -102,7 +102,8 @@ class MicroBatchIterator:
         largest = int(samples.max())
         if largest >= self._vocab_size or samples.min() < 0:
             raise ConfigError(
-                f"the data holds token {largest}, but the model has {self._vocab_size} embeddings; it was "
+                f"the data holds token {largest}, but the model has {self._vocab_size} "
+                "embeddings; it was "
                 f"made with another tokenizer: pass --vocab {largest + 1} or more"
             )
         tokens = torch.from_numpy(samples)

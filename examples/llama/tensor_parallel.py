@@ -36,7 +36,9 @@ class TensorParallel:
     def part(self, size: int) -> slice:
         """This rank's share of a dimension of ``size``, which ``self.size`` divides."""
         if size % self.size:
-            raise ValueError(f"dimension {size} is not divisible by {self.size} tensor-parallel ranks")
+            raise ValueError(
+                f"dimension {size} is not divisible by {self.size} tensor-parallel ranks"
+            )
         width = size // self.size
         return slice(self.rank * width, (self.rank + 1) * width)
 
@@ -110,7 +112,9 @@ def initial_weight(
         return nn.Parameter(torch.empty(shape)[tuple(index)])
     key = hashlib.blake2b(f"{tp.seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(key, "little") >> 1)
-    full = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
+    full = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(
+        0.0, std, generator=generator
+    )
     return nn.Parameter(full[tuple(index)].clone())
 
 
@@ -124,7 +128,9 @@ class ColumnParallelLinear(nn.Module):
         self, name: str, in_features: int, out_features: int, std: float, tp: TensorParallel
     ) -> None:
         super().__init__()
-        self.weight = initial_weight(f"{name}.weight", (out_features, in_features), std, tp, shard_dim=0)
+        self.weight = initial_weight(
+            f"{name}.weight", (out_features, in_features), std, tp, shard_dim=0
+        )
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return F.linear(value, self.weight)
@@ -138,7 +144,9 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = initial_weight(f"{name}.weight", (out_features, in_features), std, tp, shard_dim=1)
+        self.weight = initial_weight(
+            f"{name}.weight", (out_features, in_features), std, tp, shard_dim=1
+        )
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return sum_over_ranks(F.linear(value, self.weight), self.tp)
@@ -147,7 +155,9 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Embedding with its rows dealt out: foreign tokens give zeros, the ranks' sum is whole."""
 
-    def __init__(self, name: str, vocab_size: int, width: int, std: float, tp: TensorParallel) -> None:
+    def __init__(
+        self, name: str, vocab_size: int, width: int, std: float, tp: TensorParallel
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.first = tp.part(vocab_size).start
@@ -166,7 +176,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Per-token loss from logits whose vocabulary is dealt out; fp32 inside."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, tp: TensorParallel
+    ) -> torch.Tensor:
         values = logits.float()
         largest = _all_reduce(values.amax(dim=-1), tp, dist.ReduceOp.MAX)
         values = values - largest.unsqueeze(-1)

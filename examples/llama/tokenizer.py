@@ -54,7 +54,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.end_of_document = int(self._processor.eos_id())
         self.fingerprint = _hash_file(path)
         if self.end_of_document < 0:
-            raise ConfigError(f"tokenizer {path} has no end-of-sentence token; train it with one (eos_id)")
+            raise ConfigError(
+                f"tokenizer {path} has no end-of-sentence token; train it with one (eos_id)"
+            )
 
     def encode(self, text: str) -> npt.NDArray[Any]:
         return np.array(self._processor.encode(text), dtype=np.int32)
@@ -84,7 +86,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:
-    """The tokenizer ``name``: ``None`` or ``"bytes"``, or the path of a file or of a folder that has one.
+    """The tokenizer ``name``: ``None`` or ``"bytes"``, or the path of a file or of a folder that
+    has one.
 
     Raises:
         ConfigError: no such file, unknown kind, or the package that reads it is not installed.
@@ -100,7 +103,8 @@ def load_tokenizer(name: str | None) -> Tokenizer:
     if path.is_file() and path.suffix == ".json":
         return HuggingFaceTokenizer(path)
     raise ConfigError(
-        f"--tokenizer {name}: expected 'bytes', a SentencePiece .model file, a Hugging Face tokenizer.json, "
+        f"--tokenizer {name}: expected 'bytes', a SentencePiece .model file, a Hugging Face "
+        "tokenizer.json, "
         f"or a folder with one of them"
     )
 

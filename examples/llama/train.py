@@ -82,10 +82,18 @@ def train(options: Options) -> None:
     phases.done("load")
     at = layout.coordinate(rank)
     events.write(
-        "ready", step=engine.global_steps, pp=at.pp, dp=at.dp, tp=at.tp, layout=str(layout), **phases.secs
+        "ready",
+        step=engine.global_steps,
+        pp=at.pp,
+        dp=at.dp,
+        tp=at.tp,
+        layout=str(layout),
+        **phases.secs,
     )
     tokens = engine.train_batch_size() * config.seq_length
-    with StepDisplay(rank == 0, engine.global_steps, options.steps, tokens, options.log_interval) as display:
+    with StepDisplay(
+        rank == 0, engine.global_steps, options.steps, tokens, options.log_interval
+    ) as display:
         display.say(f"{config.describe()}\n{layout}; {type(engine.optimizer).__name__}")
         if engine.global_steps:
             display.say(f"resumed at step {engine.global_steps}")
@@ -158,7 +166,8 @@ def init_processes(options: Options, samples: SampleDataset) -> None:
     if len(set(digests)) > 1:
         odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         raise ConfigError(
-            f"the ranks hold different data: ranks {odd} differ from rank 0; copy the same files to every "
+            f"the ranks hold different data: ranks {odd} differ from rank 0; copy the same files "
+            "to every "
             f"node"
         )
 
@@ -207,7 +216,8 @@ def build_engine(options: Options, config: LlamaConfig, layout: JobLayout) -> En
             loss_fn=loss_function(tp),
             partition_method=f"type:{LlamaBlock.__name__}",
             activation_checkpoint_interval=int(options.checkpoint_activations),
-            # Not the embedding: its input needs no gradient, and recomputing would cut the graph there.
+            # Not the embedding: its input needs no gradient, and recomputing would cut the graph
+            # there.
             checkpointable_layers=[LlamaBlock.__name__],
         )
         mark_norm_owners(module, sharded_parameters(module), tp)
@@ -238,7 +248,9 @@ def _tensor_parallel(layout: JobLayout, seed: int) -> TensorParallel:
         if rank in ranks:
             mine = TensorParallel(group, ranks.index(rank), len(ranks), seed)
     if mine is None:
-        raise ConfigError(f"rank {rank} is in no tensor group of {layout}; the layout does not cover the job")
+        raise ConfigError(
+            f"rank {rank} is in no tensor group of {layout}; the layout does not cover the job"
+        )
     return mine
 
 
@@ -256,11 +268,19 @@ def micro_batch_iterator(
 
 
 def _train_steps(
-    engine: Engine, data: MicroBatchIterator, options: Options, events: EventLog, display: StepDisplay
+    engine: Engine,
+    data: MicroBatchIterator,
+    options: Options,
+    events: EventLog,
+    display: StepDisplay,
 ) -> None:
     # The loss is equal everywhere; a device is made to wait for it on as few ranks as possible.
     grid = engine.grid
-    last_stage = engine.is_last_stage() and grid.data_parallel_id == 0 and grid.get_slice_parallel_rank() == 0
+    last_stage = (
+        engine.is_last_stage()
+        and grid.data_parallel_id == 0
+        and grid.get_slice_parallel_rank() == 0
+    )
     reports = events.enabled and (dist.get_rank() == 0 or last_stage)
     while engine.global_steps < options.steps:
         loss = engine.train_batch(data)

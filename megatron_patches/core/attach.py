@@ -2,16 +2,17 @@
 
 What is wrapped, on the instances, never on the classes:
 
-- ``zero_grad_buffer`` of the model chunks, which begins every step: a version is taken there, and random
-  states that were restored hold from there on.
-- ``optimizer.step``: the fence (P2). Once a step has shown that the innermost optimizer's hooks come first,
-  it is there, behind the norm of the gradients.
+- ``zero_grad_buffer`` of the model chunks, which begins every step: a version is taken there, and
+  random states that were restored hold from there on.
+- ``optimizer.step``: the fence (P2). Once a step has shown that the innermost optimizer's hooks
+  come first, it is there, behind the norm of the gradients.
 
-In a pipeline copies run while a stage waits for a neighbour. Megatron's schedules, 1F1B and interleaved, are
-functions that make a ``P2PCommunicator`` for every step and call ``forward_step`` and ``backward_step`` by
-their names in their module. There these names are given to objects that do the same and tell reft before and
-after; nothing is reordered, and a process without a woven training finds them doing nothing more. Where a
-receive is only begun (``overlap_p2p_comm``), its window is the wait for it.
+In a pipeline copies run while a stage waits for a neighbour. Megatron's schedules, 1F1B and
+interleaved, are functions that make a ``P2PCommunicator`` for every step and call ``forward_step``
+and ``backward_step`` by their names in their module. There these names are given to objects that do
+the same and tell reft before and after; nothing is reordered, and a process without a woven
+training finds them doing nothing more. Where a receive is only begun (``overlap_p2p_comm``), its
+window is the wait for it.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ from reft.snapshot.schedule import InstructionRecord
 logger = logging.getLogger(f"reft.{__name__}")
 
 _LINES = """
-    protected = reft.attach_megatron(model, optimizer, scheduler, client_state=lambda: {"samples": ...})
+    client_state = lambda: {"samples": ...}
+    protected = reft.attach_megatron(model, optimizer, scheduler, client_state=client_state)
     resumed = protected.load()    # None at the first start
     if resumed is not None:
         iteration, client_state = resumed"""
 
 
 class ResumeState(NamedTuple):
-    """Where a job goes on: after so many steps, with what ``client_state`` had returned behind the last of
-    them; empty where the state was loaded by the script."""
+    """Where a job goes on: after so many steps, with what ``client_state`` had returned behind the
+    last of them; empty where the state was loaded by the script."""
 
     iteration: int
     client_state: dict[str, Any]
@@ -74,15 +76,17 @@ def attach_megatron(
     Args:
         model: the model chunks of this rank, each in Megatron's ``DistributedDataParallel``.
         optimizer: what ``get_megatron_optimizer`` returned.
-        scheduler: ``OptimizerParamScheduler``, or another one with ``state_dict`` and ``load_state_dict``.
-        client_state: called at every snapshot; returns what ``load`` gives back, such as consumed samples.
-            Values may be anything ``reft.state.codec`` encodes.
+        scheduler: ``OptimizerParamScheduler``, or another one with ``state_dict`` and
+            ``load_state_dict``.
+        client_state: called at every snapshot; returns what ``load`` gives back, such as consumed
+            samples. Values may be anything ``reft.state.codec`` encodes.
         config: the ``reft`` block; ``"enabled"`` is not needed.
         micro_batches: of one step; by default what Megatron's calculator says.
         state: objects of the script that are restored, too: see :func:`reft.attach`.
 
     Raises:
-        ConfigError: the block is wrong or asks for what there is not with Megatron-core, or this release of
+        ConfigError: the block is wrong or asks for what there is not with Megatron-core, or this
+        release of
             it is not known.
         UnsupportedStateError: the model or the optimizer holds state reft does not know.
     """
@@ -90,11 +94,15 @@ def attach_megatron(
     log.install()
     parsed = parse_block({"enabled": True, **(config or {})}, os.environ)
     if not parsed.enabled:
-        raise ConfigError('reft.attach_megatron was called with "enabled": false; leave the call out instead')
+        raise ConfigError(
+            'reft.attach_megatron was called with "enabled": false; leave the call out instead'
+        )
     if parsed.persist.dir is not None:
         raise ConfigError(
-            f"persist.dir is {parsed.persist.dir}, but reft writes no checkpoints of Megatron-core to "
-            "disk; remove it, save with Megatron's own functions, and pass to load() the function that "
+            f"persist.dir is {parsed.persist.dir}, but reft writes no checkpoints of "
+            "Megatron-core to "
+            "disk; remove it, save with Megatron's own functions, and pass to load() the function "
+            "that "
             "loads such a checkpoint"
         )
     engine = MegatronEngine(list(model), optimizer, scheduler, micro_batches or _micro_batches())
@@ -115,7 +123,8 @@ class MegatronProtection:
         self._engine = engine
         self.memory = MemoryRestorer(session)
         self.half_written = False
-        """Whether a version turned out corrupt while it was restored: all of the state has to be loaded."""
+        """Whether a version turned out corrupt while it was restored: all of the state has to be
+        loaded."""
         self._begun = self._stepped = self._said = False
         self._weaver: MegatronWeaver | None = None
         if session.topology.degrees.pp > 1:
@@ -133,9 +142,9 @@ class MegatronProtection:
         """Restore the newest version of the job's memory. Collective, before the first step.
 
         Args:
-            otherwise: called on all ranks where there is no version in memory, or it turned out corrupt
-                while it was restored; loads all of the state that the script has on disk and returns how
-                many steps that has made, None if there is nothing.
+            otherwise: called on all ranks where there is no version in memory, or it turned out
+                corrupt while it was restored; loads all of the state that the script has on disk
+                and returns how many steps that has made, None if there is nothing.
 
         Returns:
             Where the job goes on; None where it begins.
@@ -146,7 +155,8 @@ class MegatronProtection:
         """
         if self.session.worker is not None:
             raise ConfigError(
-                "load() was called a second time, or after the first step; call it once, before the first "
+                "load() was called a second time, or after the first step; call it once, before "
+                "the first "
                 "step"
             )
         recovery, plan = self.memory.survey()
@@ -174,9 +184,9 @@ class MegatronProtection:
         return ResumeState(steps, {})
 
     def end_step(self) -> None:
-        """The step that was made is whole: its scheduler has stepped, its samples are counted. Takes its
-        version. It is called where the next step begins; call it yourself, on all ranks, after the last
-        step.
+        """The step that was made is whole: its scheduler has stepped, its samples are counted.
+        Takes its version. It is called where the next step begins; call it yourself, on all ranks,
+        after the last step.
 
         Raises:
             SystemExit: the job was told to stop.
@@ -193,8 +203,10 @@ class MegatronProtection:
             if self.session.state.client_state is None:
                 warn(
                     self.session,
-                    "reft does not know how many samples were consumed: after a failure the job continues "
-                    "with other data, unless batches follow from the iteration that load() returns. "
+                    "reft does not know how many samples were consumed: after a failure the job "
+                    "continues "
+                    "with other data, unless batches follow from the iteration that load() "
+                    "returns. "
                     f"Write{_LINES}",
                 )
 
@@ -228,8 +240,10 @@ class MegatronProtection:
         """Around ``step`` of the optimizer."""
         if not self._begun:
             raise ConfigError(
-                "optimizer.step() was called, but zero_grad_buffer() of the model chunks was not called "
-                "since the previous step; call it on every chunk when a step begins: reft takes its versions "
+                "optimizer.step() was called, but zero_grad_buffer() of the model chunks was not "
+                "called "
+                "since the previous step; call it on every chunk when a step begins: reft takes "
+                "its versions "
                 "there"
             )
         if self._weaver is not None:
@@ -244,28 +258,34 @@ class MegatronProtection:
         self._begun, self._stepped = False, True
         return result
 
-    # -- start ---------------------------------------------------------------------------------------
+    # -- start -------------------------------------------------------------------------------------
 
     def _load_otherwise(self, otherwise: Callable[[], int | None] | None) -> int | None:
-        """Steps of what the script has loaded; None: it has nothing. An UnrecoverableError where the ranks
-        have loaded different steps."""
+        """Steps of what the script has loaded; None: it has nothing. An UnrecoverableError where
+        the ranks have loaded different steps."""
         steps = None if otherwise is None else otherwise()
-        told = {found[0] for found in self.session.control.gather_ints([-1 if steps is None else steps])}
+        told = {
+            found[0] for found in self.session.control.gather_ints([-1 if steps is None else steps])
+        }
         if len(told) > 1:
             raise UnrecoverableError(
-                f"the ranks have loaded checkpoints of different steps: {sorted(told)}, -1 where there was "
+                f"the ranks have loaded checkpoints of different steps: {sorted(told)}, -1 where "
+                "there was "
                 f"none; expected the same one on all ranks"
             )
         return steps
 
     def _start_at_first_step(self) -> None:
-        """The script trains, and has not asked for the memory. In time it is said what that means (P12)."""
+        """The script trains, and has not asked for the memory. In time it is said what that means
+        (P12)."""
         did = "the script trains without calling load() of what reft.attach_megatron returned"
         _, plan = self.memory.survey()
         if isinstance(plan, RecoveryPlan):
             self.memory.refuse_to_overwrite(plan, did, f"Write{_LINES}", persistable=False)
         self.memory.refuse_silent_restart(plan)
-        warn(self.session, f"{did}. After a failure the job would stop with an error. Write{_LINES}")
+        warn(
+            self.session, f"{did}. After a failure the job would stop with an error. Write{_LINES}"
+        )
         self.session.start({})
 
 
@@ -274,19 +294,21 @@ def _micro_batches() -> int:
     from megatron.core import num_microbatches_calculator as calculator
 
     if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
-        raise ConfigError("Megatron's calculator of micro-batches is not initialised; pass micro_batches=...")
+        raise ConfigError(
+            "Megatron's calculator of micro-batches is not initialised; pass micro_batches=..."
+        )
     return int(calculator.get_num_microbatches())
 
 
-# -- windows in a pipeline ---------------------------------------------------------------------------------
+# -- windows in a pipeline -------------------------------------------------------------------------
 
 _running: list[MegatronWeaver] = []
 """The weaver whose step is being made: a process trains one model at a time."""
 
 
 class MegatronWeaver:
-    """Windows of one training; the device's time line is not marked. Whether every instruction is timed is
-    asked before every step."""
+    """Windows of one training; the device's time line is not marked. Whether every instruction is
+    timed is asked before every step."""
 
     def __init__(self, pacer: Pacer, tracer: Tracer) -> None:
         self._pacer, self._tracer = pacer, tracer
@@ -297,7 +319,7 @@ class MegatronWeaver:
         self._step_began = False
         _weave_schedules()
 
-    # -- the step ------------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Forward and backward passes follow, and the optimizer step."""
@@ -310,18 +332,21 @@ class MegatronWeaver:
         _running[:] = [self]
 
     def pause(self) -> None:
-        """The optimizer has stepped: what follows until the next step, an evaluation, has no windows."""
+        """The optimizer has stepped: what follows until the next step, an evaluation, has no
+        windows."""
         self._names.append("OptimizerStep")
         _running.clear()
 
     def end_step(self) -> None:
         """The step is over: hand over what was seen. Called where the next one begins."""
         if self._step_began:
-            forwards, backwards = (tuple(self._computing[n]) for n in ("ForwardPass", "BackwardPass"))
+            forwards, backwards = (
+                tuple(self._computing[n]) for n in ("ForwardPass", "BackwardPass")
+            )
             self._pacer.end_step("megatron", tuple(self._names), forwards, backwards)
         self._step_began = False
 
-    # -- instructions --------------------------------------------------------------------------------
+    # -- instructions ------------------------------------------------------------------------------
 
     @contextmanager
     def executing(self, name: str) -> Iterator[None]:
@@ -341,7 +366,9 @@ class MegatronWeaver:
                 stamps.append((came, self._pacer.stamp()))
             if self._is_traced:
                 micro_batch = self._names[:position].count(name)
-                self._tracer.records.append(InstructionRecord(position, name, micro_batch, began, ended))
+                self._tracer.records.append(
+                    InstructionRecord(position, name, micro_batch, began, ended)
+                )
 
 
 def _executing(name: str) -> AbstractContextManager[None]:
@@ -370,7 +397,8 @@ _NAMES = {
     "send_next": "SendActivation",
     "send_prev": "SendGrad",
 }
-"""Of DeepSpeed's instructions, by what Megatron's communicator does; a receive goes before a send."""
+"""Of DeepSpeed's instructions, by what Megatron's communicator does; a receive goes before a
+send."""
 
 
 def _find_name(arguments: dict[str, Any]) -> str | None:

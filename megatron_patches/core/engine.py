@@ -1,18 +1,22 @@
-"""A training under Megatron-core as a session sees it; its model and optimizers as images and host values.
+"""A training under Megatron-core as a session sees it; its model and optimizers as images and host
+values.
 
-What the optimizers step is the truth, and it is what a version holds: fp32 masters and moments. The weights
-that the model computes with are made from it after a restore, as they are made after a step. The buffers of
-``DistributedDataParallel`` are never read: with ``overlap_param_gather`` the weights in them are old until
-the next forward pass gathers them, and gradients are garbage between two steps.
+What the optimizers step is the truth, and it is what a version holds: fp32 masters and moments. The
+weights that the model computes with are made from it after a restore, as they are made after a
+step. The buffers of ``DistributedDataParallel`` are never read: with ``overlap_param_gather`` the
+weights in them are old until the next forward pass gathers them, and gradients are garbage between
+two steps.
 
-======================================  ==============================  =====================================
-optimizer                               steps                           of a version
-======================================  ==============================  =====================================
-``FP32Optimizer``                       the parameters                  replicated
-``Float16OptimizerWithFloat16Params``   fp32 masters                    replicated
+======================================  ==============================
+===================================== optimizer                               steps
+         of a version ======================================  ==============================
+===================================== ``FP32Optimizer``                       the parameters
+         replicated ``Float16OptimizerWithFloat16Params``   fp32 masters
+         replicated
 ``DistributedOptimizer``                this rank's slices of masters   owned
-any of them, of experts                 the rank's own experts          owned: they differ in a DP group
-======================================  ==============================  =====================================
+any of them, of experts                 the rank's own experts          owned: they differ in a DP
+group ======================================  ==============================
+=====================================
 
 Frozen parameters, which no optimizer steps, are replicated, those of experts owned.
 """
@@ -45,11 +49,13 @@ DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 CHAINED = "megatron.core.optimizer.optimizer.ChainedOptimizer"
 _KNOWN = (FP32, FLOAT16, DISTRIBUTED)
 _INNER = tuple(
-    f"torch.optim.{name}" for name in ("adam.Adam", "adamw.AdamW", "sgd.SGD", "Adam", "AdamW", "SGD")
+    f"torch.optim.{name}"
+    for name in ("adam.Adam", "adamw.AdamW", "sgd.SGD", "Adam", "AdamW", "SGD")
 )
 _FUSED = ("transformer_engine.pytorch.optimizers.fused_adam.FusedAdam", APEX_FUSED_ADAM)
 _SCALERS = tuple(
-    f"megatron.core.optimizer.grad_scaler.{name}" for name in ("ConstantGradScaler", "DynamicGradScaler")
+    f"megatron.core.optimizer.grad_scaler.{name}"
+    for name in ("ConstantGradScaler", "DynamicGradScaler")
 )
 _RELEASES = ("0.16", "0.19")  # Whose classes were read and run
 PROGRAM_RELEASES = ("0.16",)  # of Megatron-LM, whose training loop was read and run
@@ -60,8 +66,10 @@ Refused = tuple[bool, str, str]  # whether it is so, what was found, and what to
 def refuse(found: str, change: str) -> UnsupportedStateError:
     """The error for state that reft does not know."""
     return UnsupportedStateError(
-        f"found {found}, whose state reft does not restore; expected DistributedDataParallel chunks with "
-        f"FP32Optimizer, Float16OptimizerWithFloat16Params or DistributedOptimizer over Adam, AdamW or "
+        f"found {found}, whose state reft does not restore; expected DistributedDataParallel "
+        "chunks with "
+        "FP32Optimizer, Float16OptimizerWithFloat16Params or DistributedOptimizer over Adam, "
+        "AdamW or "
         f"SGD, chained or not: {change}"
     )
 
@@ -77,11 +85,14 @@ def check_release(releases: Sequence[str] = _RELEASES) -> None:
         ) from error
     if not found.startswith(tuple(f"{release}." for release in releases)):
         expected = " or ".join(f"{release}.x" for release in releases)
-        raise ConfigError(f"found megatron-core {found}; expected {expected}, which reft knows: install it")
+        raise ConfigError(
+            f"found megatron-core {found}; expected {expected}, which reft knows: install it"
+        )
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
-    """The optimizers that an optimizer consists of, without those that have nothing to do on this rank."""
+    """The optimizers that an optimizer consists of, without those that have nothing to do on this
+    rank."""
     path = class_path(optimizer)
     if path == CHAINED:
         for one in optimizer.chained_optimizers:
@@ -93,7 +104,8 @@ def parts_of(optimizer: Any) -> Iterator[Any]:
 
 
 def check(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Refuse a model or an optimizer that holds more than reft restores, by name, with what to change."""
+    """Refuse a model or an optimizer that holds more than reft restores, by name, with what to
+    change."""
     for is_so, found, change in _facts(chunks, optimizer):
         if is_so:
             raise refuse(found, change)
@@ -109,8 +121,8 @@ def _facts(chunks: Sequence[Any], optimizer: Any) -> Iterator[Refused]:
         path, inner = class_path(part), part.optimizer
         yield from _settings(part.config, _OF_OPTIMIZER, path)
         if class_path(inner) in _FUSED:
-            # With fp32 moments, and masters that Megatron keeps, its state is that of torch's Adam; the step
-            # is counted in its groups.
+            # With fp32 moments, and masters that Megatron keeps, its state is that of torch's Adam;
+            # the step is counted in its groups.
             yield from _settings(inner, _OF_FUSED_ADAM, class_path(inner))
             check_apex(inner)
         else:
@@ -158,7 +170,8 @@ _OF_FUSED_ADAM = {
     "exp_avg_dtype": ("with moments in {}", _FP32),
     "exp_avg_sq_dtype": ("with moments in {}", _FP32),
 }
-"""What is refused: what was found, and what to change where that is not to leave the setting out."""
+"""What is refused: what was found, and what to change where that is not to leave the setting
+out."""
 
 
 def check_scheduler(scheduler: Any) -> None:
@@ -167,18 +180,21 @@ def check_scheduler(scheduler: Any) -> None:
         callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict")
     ):
         raise UnsupportedStateError(
-            f"the scheduler {class_path(scheduler)} has no state_dict and load_state_dict; add them, so that "
+            f"the scheduler {class_path(scheduler)} has no state_dict and load_state_dict; add "
+            "them, so that "
             f"a snapshot holds its position"
         )
 
 
 Named = list[tuple[str, torch.Tensor]]
-_TRACKERS = ("_growth_tracker", "_hysteresis_tracker")  # of a dynamic loss scaler, beside the scale itself
+# of a dynamic loss scaler, beside the scale itself
+_TRACKERS = ("_growth_tracker", "_hysteresis_tracker")
 
 
 @dataclass(frozen=True)
 class ChainedOptimizer:
-    """One optimizer of a chain: Megatron's ``wrapper``, and the state of the torch optimizer in it."""
+    """One optimizer of a chain: Megatron's ``wrapper``, and the state of the torch optimizer in
+    it."""
 
     wrapper: Any
     state: OptimizerState
@@ -189,7 +205,8 @@ class ChainedOptimizer:
         return [class_path(self.wrapper), class_path(self.wrapper.optimizer)]
 
     def stepped(self) -> Iterator[torch.Tensor]:
-        """The model's own parameters that follow from this optimizer's state on all ranks together."""
+        """The model's own parameters that follow from this optimizer's state on all ranks
+        together."""
         if class_path(self.wrapper) == DISTRIBUTED:
             for buffer in self.wrapper.buffers:
                 yield from buffer.params
@@ -205,8 +222,8 @@ class ChainedOptimizer:
 
 
 class MegatronAdapter:
-    """An :class:`~reft.state.catalogue.Adapter` of Megatron's model chunks and optimizer, if reft knows their
-    state."""
+    """An :class:`~reft.state.catalogue.Adapter` of Megatron's model chunks and optimizer, if reft
+    knows their state."""
 
     steps_exactly = False
 
@@ -214,7 +231,9 @@ class MegatronAdapter:
         check(chunks, optimizer)
         self._chunks = list(chunks)
         self.parts = tuple(
-            ChainedOptimizer(wrapper, OptimizerState(wrapper.optimizer, f"part{number}."), _is_owned(wrapper))
+            ChainedOptimizer(
+                wrapper, OptimizerState(wrapper.optimizer, f"part{number}."), _is_owned(wrapper)
+            )
             for number, wrapper in enumerate(parts_of(optimizer))
         )
         stepped = {id(p) for part in self.parts for p in part.stepped()}
@@ -259,16 +278,21 @@ class MegatronAdapter:
     def loss_scales(self) -> dict[str, torch.Tensor]:
         """By name; copies, or the live tensors where a copy would wait for a device."""
         scales = {f"loss_scale.{n}": _scaler(part.wrapper) for n, part in enumerate(self.parts)}
-        live = {name: scaler.scale.detach() for name, scaler in scales.items() if scaler is not None}
+        live = {
+            name: scaler.scale.detach() for name, scaler in scales.items() if scaler is not None
+        }
         return {name: scale if is_late(scale) else scale.clone() for name, scale in live.items()}
 
     # -- restore ---------------------------------------------------------------------------------
 
-    def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
+    def prepare(
+        self, manifest: Manifest, host_state: dict[str, Any]
+    ) -> tuple[SectionImage, SectionImage]:
         found = [part.classes for part in self.parts]
         if found != host_state["classes"]:
             raise LayoutError(
-                f"the snapshot was taken with the optimizers {host_state['classes']}, the running job has "
+                f"the snapshot was taken with the optimizers {host_state['classes']}, the running "
+                "job has "
                 f"{found}; use the configuration that took the snapshot"
             )
         # Nothing is under way into the weights any more when they are written.
@@ -279,34 +303,41 @@ class MegatronAdapter:
                     group.param_gather_handle = None
         for number, part in enumerate(self.parts):
             section = manifest.owned if part.owned else manifest.replicated
-            part.state.materialise(host_state["layout"][number], {spec.name: spec for spec in section})
+            part.state.materialise(
+                host_state["layout"][number], {spec.name: spec for spec in section}
+            )
             part.state.restore_values(host_state["state"][number], host_state["extra"][number])
         images = self.images()
         manifest.check(images)
         return images
 
     def finish(self, host_state: dict[str, Any], loss_scales: dict[str, torch.Tensor]) -> None:
-        """After the bytes are in place: hyper-parameters, counters, loss scales, and the model's weights.
-        Collective in every data-parallel group."""
+        """After the bytes are in place: hyper-parameters, counters, loss scales, and the model's
+        weights. Collective in every data-parallel group."""
         for number, part in enumerate(self.parts):
             part.state.restore_groups(host_state["param_groups"][number])
             part.state.restore_values(host_state["state"][number], host_state["extra"][number])
             scaler = _scaler(part.wrapper)
             if scaler is not None:
-                scaler._scale = loss_scales[f"loss_scale.{number}"].to(scaler.scale.device, copy=True)
+                scaler._scale = loss_scales[f"loss_scale.{number}"].to(
+                    scaler.scale.device, copy=True
+                )
                 vars(scaler).update(host_state["scalers"][number])
         self._make_weights()
 
     @torch.no_grad()
     def _make_weights(self) -> None:
-        """The model's weights, from what the optimizers step: as behind a step, but gathered at once."""
+        """The model's weights, from what the optimizers step: as behind a step, but gathered at
+        once."""
         gather: list[Any] = []
         for part in self.parts:
             wrapper = part.wrapper
             if class_path(wrapper) in (FLOAT16, DISTRIBUTED):
                 wrapper._copy_main_params_to_model_params()
             if class_path(wrapper) == DISTRIBUTED:
-                gather += [c for c in wrapper.model_chunks if not any(c is other for other in gather)]
+                gather += [
+                    c for c in wrapper.model_chunks if not any(c is other for other in gather)
+                ]
         for chunk in gather:
             chunk.start_param_sync(force_sync=True)
 
@@ -327,11 +358,14 @@ def _trackers(wrapper: Any) -> dict[str, int]:
 
 
 class MegatronEngine:
-    """A :class:`~reft.engine.engine.TrainingEngine`, of what :func:`reft.attach_megatron` is given."""
+    """A :class:`~reft.engine.engine.TrainingEngine`, of what :func:`reft.attach_megatron` is
+    given."""
 
     name = "MegatronEngine"
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any, scheduler: Any, micro_batches: int) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], optimizer: Any, scheduler: Any, micro_batches: int
+    ) -> None:
         self.adapter = MegatronAdapter(chunks, optimizer)
         check_scheduler(scheduler)
         self.chunks = list(chunks)
@@ -345,16 +379,19 @@ class MegatronEngine:
         self._model = torch.nn.ModuleList(chunks)
 
     def place(self) -> tuple[Coordinate, Degrees]:
-        """Experts are spread over data-parallel ranks: they change nothing here. A LayoutError where the
-        groups do not span the job."""
+        """Experts are spread over data-parallel ranks: they change nothing here. A LayoutError
+        where the groups do not span the job."""
         first = self.chunks[0]
         groups = (first.pp_group, first.dp_cp_group, first.tp_group)
         if not all(isinstance(group, dist.ProcessGroup) for group in groups):
-            raise LayoutError(f"found {groups}; expected one pipeline, data and tensor parallel group each")
+            raise LayoutError(
+                f"found {groups}; expected one pipeline, data and tensor parallel group each"
+            )
         degrees = Degrees(*(group.size() for group in groups))
         if degrees.world_size != dist.get_world_size():
             raise LayoutError(
-                f"the model chunks report {degrees}, which is {degrees.world_size} ranks, but the job has "
+                f"the model chunks report {degrees}, which is {degrees.world_size} ranks, but the "
+                "job has "
                 f"{dist.get_world_size()}. reft needs a plain pp x dp x tp grid"
             )
         return Coordinate(*(group.rank() for group in groups)), degrees
@@ -404,12 +441,14 @@ class MegatronEngine:
         if (self.scheduler is None) != (saved is None):
             raise LayoutError(
                 f"the snapshot {'has no' if saved is None else 'has a'} scheduler, the running job "
-                f"{'none' if self.scheduler is None else 'has one'}; give reft.attach_megatron the same again"
+                f"{'none' if self.scheduler is None else 'has one'}; give reft.attach_megatron "
+                "the same again"
             )
         if self.scheduler is None:
             return
         if "num_steps" in vars(self.scheduler):
-            self.scheduler.num_steps = 0  # OptimizerParamScheduler adds what it loads to what it has counted
+            # OptimizerParamScheduler adds what it loads to what it has counted
+            self.scheduler.num_steps = 0
         self.scheduler.load_state_dict(saved)
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:

@@ -1,18 +1,21 @@
 """NVIDIA's Megatron-LM: ``pretrain_gpt.py`` and its like under reft's care, unmodified.
 
-``megatron.training`` calls its own functions by their names in its modules. Those by which a training is set
-up, and by which an iteration begins and ends, are wrapped there when the module is imported:
+``megatron.training`` calls its own functions by their names in its modules. Those by which a
+training is set up, and by which an iteration begins and ends, are wrapped there when the module is
+imported:
 
-================================  ====================================================================
-``validate_args``                 what reft cannot resume is refused; versions are the local checkpoints
-``setup_model_and_optimizer``     a program without ``--load`` resumes behind it
+================================
+==================================================================== ``validate_args``
+  what reft cannot resume is refused; versions are the local checkpoints
+  ``setup_model_and_optimizer``     a program without ``--load`` resumes behind it
 ``load_checkpoint``, called in    the newest version in memory, else what the program loads
 it
 ``train_step``                    an iteration begins
 ``training_log``                  a resumed program prints the means that it would have printed
 ``save_checkpoint``               has limits of its own for who looks for trainers that hang
-``checkpoint_and_decide_exit``    an iteration is over: evaluated, counted, and saved where it is due
-================================  ====================================================================
+``checkpoint_and_decide_exit``    an iteration is over: evaluated, counted, and saved where it is
+due ================================
+====================================================================
 
 The data is the program's: its loaders begin behind the samples that it has consumed.
 """
@@ -59,11 +62,13 @@ _PHASES = {
     "save_checkpoint": Phase.SAVING,
     "save_checkpoint_and_time": Phase.SAVING,
 }
-"""Of ``megatron.training.training``: what has limits of its own for who looks for trainers that hang."""
+"""Of ``megatron.training.training``: what has limits of its own for who looks for trainers that
+hang."""
 _COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """What the program counts in its arguments, and its checkpoints hold."""
 _ITERATION, _OPERATIONS = "iteration", "num_floating_point_operations_so_far"
-_SUMS = "total_loss_dict"  # what the lines that it prints are the means of; all but the counts are tensors
+# what the lines that it prints are the means of; all but the counts are tensors
+_SUMS = "total_loss_dict"
 _REFUSED = {
     "inprocess_restart": "it keeps trainers alive that reft restarts; leave it out",
     "perform_rl_step": "the rollouts are not captured",
@@ -72,15 +77,17 @@ _REFUSED = {
         "--exit-interval 1, then train with --load DIR and without it"
     ),
 }
-"""Options with which a restart would not go on as the undisturbed run does, each with the reason."""
+"""Options with which a restart would not go on as the undisturbed run does, each with the
+reason."""
 Function = Callable[..., Any]
 
 programs: list[TrainingProgram] = []  # the one of this process, from the first import on
 
 
 def install(module: ModuleType) -> None:
-    """Wrap what is to be wrapped in a module of Megatron-LM that was just imported, unless the block says
-    ``"enabled": false``; a ConfigError where it cannot be used, or the module is not as reft knows it."""
+    """Wrap what is to be wrapped in a module of Megatron-LM that was just imported, unless the
+    block says ``"enabled": false``; a ConfigError where it cannot be used, or the module is not as
+    reft knows it."""
     if not programs:
         log.install()
         end_in_words()
@@ -91,7 +98,8 @@ def install(module: ModuleType) -> None:
     names = _PLACES[module.__name__]
     if missing := [name for name in names if not callable(getattr(module, name, None))]:
         raise ConfigError(
-            f"{ENV_CONFIG} is set, but {module.__name__} has no {', '.join(missing)}: reft does not know "
+            f"{ENV_CONFIG} is set, but {module.__name__} has no {', '.join(missing)}: reft does "
+            "not know "
             f"this release of Megatron-LM; use core_v0.16, or unset {ENV_CONFIG} and call "
             f"reft.attach_megatron in the script"
         )
@@ -121,7 +129,7 @@ class TrainingProgram:
     def _training(self) -> Any:
         return self.modules["megatron.training.training"]
 
-    # -- what is in the place of Megatron's ------------------------------------------------------------
+    # -- what is in the place of Megatron's --------------------------------------------------------
 
     def validate_args(self, original: Function, args: Any, *more: Any, **options: Any) -> Any:
         check_release(PROGRAM_RELEASES)
@@ -142,7 +150,13 @@ class TrainingProgram:
         return model, optimizer, scheduler
 
     def load_checkpoint(
-        self, original: Function, ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *a: Any, **k: Any
+        self,
+        original: Function,
+        ddp_model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        *a: Any,
+        **k: Any,
     ) -> Any:
         load = partial(original, ddp_model, optimizer, opt_param_scheduler, *a, **k)
         if not self._sets_up or self._protection is not None or optimizer is None:
@@ -159,16 +173,19 @@ class TrainingProgram:
         call = bind(original, args, kwargs)
         if self._resumed_sums is not None:
             call[_SUMS].update(self._resumed_sums)
-            # Behind the first iteration of a process an extra line is printed, and nothing is reset.
+            # Behind the first iteration of a process an extra line is printed, and nothing is
+            # reset.
             call["is_first_iteration"], self._resumed_sums = False, None
         result = original(**call)
         # The program has just waited for the device, to look for losses that are no numbers.
-        self._sums = {k: v.cpu().clone() if torch.is_tensor(v) else v for k, v in call[_SUMS].items()}
+        self._sums = {
+            k: v.cpu().clone() if torch.is_tensor(v) else v for k, v in call[_SUMS].items()
+        }
         return result
 
     def checkpoint_and_decide_exit(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """The iteration's version is taken. Exits where the job was told to stop: where all ranks do, the
-        program has saved its checkpoint."""
+        """The iteration's version is taken. Exits where the job was told to stop: where all ranks
+        do, the program has saved its checkpoint."""
         exits = original(*args, **kwargs)
         if self._protection is not None:
             call = bind(original, args, kwargs)
@@ -187,19 +204,22 @@ class TrainingProgram:
         with self._protection.session.progress.during(phase):
             return original(*args, **kwargs)
 
-    # -- start -----------------------------------------------------------------------------------------
+    # -- start -------------------------------------------------------------------------------------
 
     def _take_over_local_checkpoints(self, args: Any) -> None:
-        """``--non-persistent-ckpt-type local`` asks for what reft does: the state in the memory of its node,
-        and of others with ``--replication``. The program would import what it does not need."""
+        """``--non-persistent-ckpt-type local`` asks for what reft does: the state in the memory of
+        its node, and of others with ``--replication``. The program would import what it does not
+        need."""
         if getattr(args, "non_persistent_ckpt_type", None) != "local":
             return
         if every := args.non_persistent_save_interval:
             self._block = {"interval_steps": every, **self._block}
         if args.rank == 0:
             logger.warning(
-                "--non-persistent-ckpt-type local: reft's versions in memory replace local checkpoints. "
-                '"interval_steps" and "protection" of the reft block say how often they are taken and how '
+                "--non-persistent-ckpt-type local: reft's versions in memory replace local "
+                "checkpoints. "
+                '"interval_steps" and "protection" of the reft block say how often they are taken '
+                "and how "
                 "many nodes may be lost; --replication-factor and the directory are not used"
             )
         args.non_persistent_ckpt_type = args.non_persistent_save_interval = None
@@ -208,9 +228,9 @@ class TrainingProgram:
     def _resume(
         self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None
     ) -> tuple[int, float]:
-        """Take the training into reft's care, and restore the newest version there is, else by ``load``, if
-        there is anything to load. Returns the iterations made, and floating-point operations, as the program
-        counts them."""
+        """Take the training into reft's care, and restore the newest version there is, else by
+        ``load``, if there is anything to load. Returns the iterations made, and floating-point
+        operations, as the program counts them."""
         protection = attach_megatron(
             model, optimizer, scheduler, client_state=self._client_state, config=self._block
         )
@@ -240,8 +260,10 @@ class TrainingProgram:
         partly = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
         if protection.half_written and partly:
             raise UnrecoverableError(
-                "the job's memory was found to be corrupt during the restore, after part of the optimizer "
-                "was written, and the program loads without its optimizer: leave --no-load-optim and "
+                "the job's memory was found to be corrupt during the restore, after part of the "
+                "optimizer "
+                "was written, and the program loads without its optimizer: leave --no-load-optim "
+                "and "
                 "--finetune out"
             )
 
@@ -252,19 +274,28 @@ class TrainingProgram:
         args = self._training.get_args()
         for name in _COUNTED:
             setattr(args, name, client_state[name])
-        self._training.update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
+        self._training.update_num_microbatches(
+            consumed_samples=args.consumed_train_samples, verbose=True
+        )
         return client_state[_ITERATION], client_state[_OPERATIONS]
 
-    # -- every iteration -------------------------------------------------------------------------------
+    # -- every iteration ---------------------------------------------------------------------------
 
     def _client_state(self) -> dict[str, Any]:
-        """What the program's own checkpoint would hold beside model, optimizer and random states."""
+        """What the program's own checkpoint would hold beside model, optimizer and random
+        states."""
         args = self._training.get_args()
         counted = {name: getattr(args, name) for name in _COUNTED}
-        return {_ITERATION: self._iteration, _OPERATIONS: self._operations, _SUMS: self._sums, **counted}
+        return {
+            _ITERATION: self._iteration,
+            _OPERATIONS: self._operations,
+            _SUMS: self._sums,
+            **counted,
+        }
 
     def _save(self, call: dict[str, Any]) -> None:
-        """As the program does where it exits by itself: with ``--save``, and where it has not just saved."""
+        """As the program does where it exits by itself: with ``--save``, and where it has not just
+        saved."""
         args = self._training.get_args()
         every = args.save_interval
         if not args.save or (every and self._iteration % every == 0):

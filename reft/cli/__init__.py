@@ -1,4 +1,5 @@
-"""The ``reft`` command. A sub-command is imported when it is used, so that ``reft --help`` is quick."""
+"""The ``reft`` command. A sub-command is imported when it is used, so that ``reft --help`` is
+quick."""
 
 from __future__ import annotations
 
@@ -25,47 +26,84 @@ class Command:
     module: str  # where it is. name: its function there.
     name: str
     help: str  # one line for ``reft --help``
-    # it takes the arguments as they are and returns the exit code: it builds upon the parser of another tool
-    # (torchrun's, the demonstration's). The others are functions that typer parses for.
+    # it takes the arguments as they are and returns the exit code: it builds upon the parser of
+    # another tool (torchrun's, the demonstration's). The others are functions that typer parses
+    # for.
     parses: bool = False
 
 
 COMMANDS = {
     "launch": Command("reft.cli", "launch", "torchrun with reft: start this node's trainers", True),
-    "mpi-run": Command("reft.job.mpi_run", "main", "run a training process under mpiexec or srun", True),
-    "rendezvous": Command("reft.job.rendezvous.server", "main", "serve the store where nodes meet", True),
-    "hook": Command("reft.cli.hook", "hook_command", "use the block under any launcher, in this environment"),
-    "config": Command("reft.cli.config", "config_command", 'explain the "reft" block, or check one'),
+    "mpi-run": Command(
+        "reft.job.mpi_run", "main", "run a training process under mpiexec or srun", True
+    ),
+    "rendezvous": Command(
+        "reft.job.rendezvous.server", "main", "serve the store where nodes meet", True
+    ),
+    "hook": Command(
+        "reft.cli.hook", "hook_command", "use the block under any launcher, in this environment"
+    ),
+    "config": Command(
+        "reft.cli.config", "config_command", 'explain the "reft" block, or check one'
+    ),
     "plan": Command(
-        "reft.tools.planning.command", "plan_command", "predict what a job's protection costs and survives"
+        "reft.tools.planning.command",
+        "plan_command",
+        "predict what a job's protection costs and survives",
     ),
     "check": Command("reft.cli.check", "check_command", "find slow or hanging nodes before a job"),
-    "profile": Command("reft.tools.profile", "main", "measure where the devices of a job wait", True),
-    "replay": Command("reft.cli.replay", "main", "make a stopped job's last step again, and compare", True),
+    "profile": Command(
+        "reft.tools.profile", "main", "measure where the devices of a job wait", True
+    ),
+    "replay": Command(
+        "reft.cli.replay", "main", "make a stopped job's last step again, and compare", True
+    ),
     "rehearse": Command(
-        "reft.cli.rehearse", "main", "run a job undisturbed and killed, and compare every step", True
+        "reft.cli.rehearse",
+        "main",
+        "run a job undisturbed and killed, and compare every step",
+        True,
     ),
     "demo": Command(
-        "reft.tools.demo.command", "main", "train here, kill nodes, compare with an undisturbed run", True
+        "reft.tools.demo.command",
+        "main",
+        "train here, kill nodes, compare with an undisturbed run",
+        True,
     ),
-    "status": Command("reft.cli.status", "status_command", "show the job from any node, once or live"),
-    "advise": Command("reft.cli.running", "advise_command", "nodes to replace, drop or add; a ScalePlan"),
-    "history": Command("reft.cli.status", "history_command", "show what failed, and from where it resumed"),
-    "protect": Command("reft.cli.running", "protect_command", "show or switch a running job's redundancy"),
-    "scale": Command("reft.cli.running", "scale_command", "change the number of nodes of a running job"),
+    "status": Command(
+        "reft.cli.status", "status_command", "show the job from any node, once or live"
+    ),
+    "advise": Command(
+        "reft.cli.running", "advise_command", "nodes to replace, drop or add; a ScalePlan"
+    ),
+    "history": Command(
+        "reft.cli.status", "history_command", "show what failed, and from where it resumed"
+    ),
+    "protect": Command(
+        "reft.cli.running", "protect_command", "show or switch a running job's redundancy"
+    ),
+    "scale": Command(
+        "reft.cli.running", "scale_command", "change the number of nodes of a running job"
+    ),
     "inspect": Command("reft.cli.memory", "inspect_command", "show the versions in memory"),
-    "verify": Command("reft.cli.memory", "verify_command", "compare all stored blocks with their checksums"),
-    "persist": Command("reft.cli.memory", "persist_command", "write the newest version in memory to disk"),
+    "verify": Command(
+        "reft.cli.memory", "verify_command", "compare all stored blocks with their checksums"
+    ),
+    "persist": Command(
+        "reft.cli.memory", "persist_command", "write the newest version in memory to disk"
+    ),
     "clean": Command("reft.cli.memory", "clean_command", "remove the memory of dead jobs"),
     "version": Command("reft.cli.config", "version_command", "print the version"),
 }
 
 
 def make_app(used: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
-    """The parser of the command line. Of sub-commands not in ``used`` it knows only the line of help."""
+    """The parser of the command line. Of sub-commands not in ``used`` it knows only the line of
+    help."""
     app = typer.Typer(
         name="reft",
-        help="Keeps hybrid-parallel LLM pretraining alive: state in the memory of peers, restarts in "
+        help="Keeps hybrid-parallel LLM pretraining alive: state in the memory of peers, restarts "
+        "in "
         "seconds.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -119,7 +157,8 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point. Exit codes: 0 well, 1 the thing asked about is not well, 2 wrong use."""
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
-    except (ReftError, OSError) as error:  # an OSError is of a path that was given: its message names it
+    # an OSError is of a path that was given: its message names it
+    except (ReftError, OSError) as error:
         from rich.console import Console
 
         Console(stderr=True, soft_wrap=True).print(f"reft: {error}", style="red", markup=False)
@@ -139,6 +178,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         app = typer.main.get_command(make_app(tuple(COMMANDS) if completes else (name,)))
         _describe_in_lower_case(app)
         app(args=arguments, prog_name="reft")
-    except SystemExit as stop:  # usage errors have been shown; typer.Exit carries a command's verdict
+    # usage errors have been shown; typer.Exit carries a command's verdict
+    except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_WELL
     return EXIT_WELL

@@ -1,12 +1,12 @@
 """``reft check``: which of the nodes is slow or hangs, before a job is started on them.
 
-Each measures what it can do, then all reduce in pairs, twice. As DLRover's node check: a pair is bad where
-the reduction fails or takes long. In the second round whoever was in a bad pair is with somebody from a good
-one, so that who is in a bad pair twice is bad itself.
+Each measures what it can do, then all reduce in pairs, twice. As DLRover's node check: a pair is
+bad where the reduction fails or takes long. In the second round whoever was in a bad pair is with
+somebody from a good one, so that who is in a bad pair twice is bad itself.
 
-Nodes hear of each other through the rendezvous store. Nobody waits for a node that does not answer for longer
-than ``timeout_secs`` per turn. The pairs are those that the first node that was done has written; the verdict
-follows, on every node, from what it has heard in time.
+Nodes hear of each other through the rendezvous store. Nobody waits for a node that does not answer
+for longer than ``timeout_secs`` per turn. The pairs are those that the first node that was done has
+written; the verdict follows, on every node, from what it has heard in time.
 """
 
 from __future__ import annotations
@@ -61,27 +61,40 @@ Round = tuple[Sequence[Pair], Mapping[int, float | None]]
 
 def check_command(
     *,
-    nnodes: Annotated[int, typer.Option(min=1, help="nodes to check; each of them runs this command")] = 1,
+    nnodes: Annotated[
+        int, typer.Option(min=1, help="nodes to check; each of them runs this command")
+    ] = 1,
     rdzv_endpoint: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="where `reft rendezvous` runs; not needed for one node")
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="where `reft rendezvous` runs; not needed for one node"
+        ),
     ] = "",
-    rdzv_id: Annotated[str, typer.Option(help="id of this check; use a new one for every check")] = "check",
+    rdzv_id: Annotated[
+        str, typer.Option(help="id of this check; use a new one for every check")
+    ] = "check",
     node_id: Annotated[
         str, typer.Option(envvar=ENV_NODE_ID, help="name of this node (default: the host's)")
     ] = "",
     factor: Annotated[
         float,
-        typer.Option(min=1.05, help="report a node as bad if it is this many times slower than the others"),
+        typer.Option(
+            min=1.05, help="report a node as bad if it is this many times slower than the others"
+        ),
     ] = 1.5,
     secs: Annotated[float, typer.Option(min=0.1, help="seconds that each measurement takes")] = 1.0,
-    timeout: Annotated[float, typer.Option(min=1.0, help="seconds to wait for a node in each round")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="seconds to wait for a node in each round")
+    ] = 60.0,
     persist_dir: Annotated[
-        Path | None, typer.Option(help="the block's persist.dir: report nodes that cannot write there")
+        Path | None,
+        typer.Option(help="the block's persist.dir: report nodes that cannot write there"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find slow or hanging nodes before training: each node multiplies matrices, copies memory and, where it
-    has devices, copies to them; then the nodes all-reduce in pairs, twice, with different partners.
+    """Find slow or hanging nodes before training: each node multiplies matrices, copies memory and,
+    where it has devices, copies to them; then the nodes all-reduce in pairs, twice, with different
+    partners.
 
     Run it on every node, with `reft rendezvous` on some host:
 
@@ -91,7 +104,8 @@ def check_command(
     """
     if nnodes > 1 and not rdzv_endpoint:
         raise ConfigError(
-            f"--nnodes {nnodes} without --rdzv-endpoint: start `reft rendezvous --port 29400` on a host that "
+            f"--nnodes {nnodes} without --rdzv-endpoint: start `reft rendezvous --port 29400` on "
+            "a host that "
             f"all reach, and write --rdzv-endpoint HOST:29400"
         )
     logging.getLogger("torch").setLevel(logging.ERROR)
@@ -113,7 +127,8 @@ def check_command(
             )
         except StoreError as error:
             raise ReftError(
-                f"{error}; start `reft rendezvous` there, or correct --rdzv-endpoint {rdzv_endpoint}"
+                f"{error}; start `reft rendezvous` there, or correct --rdzv-endpoint "
+                f"{rdzv_endpoint}"
             ) from error
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -124,7 +139,9 @@ def check_command(
 
 
 def _show(found: dict[str, Any], console: Console) -> None:
-    table = Table("node", "matmul TFLOP/s", "memory GB/s", "to device GB/s", "all-reduce 1", "2, in ms")
+    table = Table(
+        "node", "matmul TFLOP/s", "memory GB/s", "to device GB/s", "all-reduce 1", "2, in ms"
+    )
     for node in found["nodes"]:
         alone = node["alone"] or {}
         scaled = zip(MEASURES, (1e12, 1e9, 1e9), strict=True)
@@ -133,7 +150,9 @@ def _show(found: dict[str, Any], console: Console) -> None:
         table.add_row(escape(node["node"]), *cells, *rounds)
     console.print(table)
     for bad in found["bad"]:
-        console.print(f"[bold red]bad:[/] {escape(bad['node'])}: {escape('; '.join(bad['reasons']))}")
+        console.print(
+            f"[bold red]bad:[/] {escape(bad['node'])}: {escape('; '.join(bad['reasons']))}"
+        )
     for said in found["unclear"]:
         console.print(f"[bold yellow]not clear which:[/] {escape(said)}")
     if found["well"]:
@@ -150,10 +169,11 @@ def check_nodes(
     timeout_secs: float,
     persist_dir: Path | None = None,
 ) -> dict[str, Any]:
-    """One node's part; what came out, as JSON. ``store``: of this check alone. ``nodes``: that take part.
-    name: of this one. ``factor``: how many times as slow as the median of the others a node, or a pair,
-    has to be. ``secs``: of every measure. timeout_secs: for which the others are waited for, in each turn.
-    Raises StoreError: the rendezvous store does not answer."""
+    """One node's part; what came out, as JSON. ``store``: of this check alone. ``nodes``: that take
+    part.
+    name: of this one. ``factor``: how many times as slow as the median of the others a node, or a
+    pair, has to be. ``secs``: of every measure. timeout_secs: for which the others are waited for,
+    in each turn. Raises StoreError: the rendezvous store does not answer."""
     index = store.add("joined", 1) - 1
     if index >= nodes:
         raise ConfigError(
@@ -181,7 +201,9 @@ def check_nodes(
         pairs = [tuple(pair) for pair in json.loads(held or b"[]")]
         for number, pair in enumerate(pairs):
             if index in pair:
-                took = _reduce(store, f"meet/{turn}.{number}", pair.index(index), len(pair), timeout_secs)
+                took = _reduce(
+                    store, f"meet/{turn}.{number}", pair.index(index), len(pair), timeout_secs
+                )
                 tell(f"reduced{turn}", took)
         return pairs, gather(f"reduced{turn}", [n for pair in pairs for n in pair])
 
@@ -196,10 +218,16 @@ def check_nodes(
     rounds = (first, reduce("2", second_pairs(list(alone), first[1])))
     bad, unclear = judge(names, alone, rounds, factor)
     told = gather("storage", list(alone))
-    bad += [(names[n], [f"it cannot write to {persist_dir}: {why}"]) for n, why in told.items() if why]
+    bad += [
+        (names[n], [f"it cannot write to {persist_dir}: {why}"]) for n, why in told.items() if why
+    ]
     return {
         "nodes": [
-            {"node": names[n], "alone": alone.get(n), "all_reduce_secs": [took.get(n) for _, took in rounds]}
+            {
+                "node": names[n],
+                "alone": alone.get(n),
+                "all_reduce_secs": [took.get(n) for _, took in rounds],
+            }
             for n in range(nodes)
         ],
         "well": not bad and not unclear,
@@ -208,7 +236,7 @@ def check_nodes(
     }
 
 
-# -- measures ---------------------------------------------------------------------------------------------
+# -- measures --------------------------------------------------------------------------------------
 
 
 def measure_alone(secs: float) -> dict[str, float]:
@@ -217,19 +245,27 @@ def measure_alone(secs: float) -> dict[str, float]:
     cpu = vendor is None
     devices = [torch.device("cpu")]
     if vendor is not None:
-        devices = [torch.device(vendor.type, index) for index in range(vendor.module.device_count())]
+        devices = [
+            torch.device(vendor.type, index) for index in range(vendor.module.device_count())
+        ]
     size = _CPU_SIZE if cpu else _DEVICE_SIZE
     found: dict[str, float] = {}
     for device in devices:
         one = torch.ones(size, size, device=device, dtype=torch.float32 if cpu else torch.bfloat16)
-        out, source = torch.empty_like(one), torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+        out, source = (
+            torch.empty_like(one),
+            torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device),
+        )
         target, host = torch.zeros_like(source), torch.zeros(_COPY_BYTES, dtype=torch.uint8)
         calls: dict[str, tuple[int, Callable[[], object]]] = {
             "matmul_flops": (2 * size**3, partial(torch.mm, one, one, out=out)),
             "memory_bytes": (_COPY_BYTES, partial(target.copy_, source)),
         }
         if not cpu:
-            calls["link_bytes"] = _COPY_BYTES, partial(target.copy_, host.pin_memory(), non_blocking=True)
+            calls["link_bytes"] = (
+                _COPY_BYTES,
+                partial(target.copy_, host.pin_memory(), non_blocking=True),
+            )
         for name, (amount, call) in calls.items():
             found[name] = min(found.get(name, inf), amount * _per_sec(call, device, secs))
     return found
@@ -265,7 +301,9 @@ def _delayed_secs() -> float:
     return 0.0
 
 
-def _reduce(store: KeyValueStore, meeting: str, rank: int, size: int, timeout_secs: float) -> float | None:
+def _reduce(
+    store: KeyValueStore, meeting: str, rank: int, size: int, timeout_secs: float
+) -> float | None:
     """Seconds of one all-reduce over gloo, the median of several; None: it failed."""
     timeout = timedelta(seconds=timeout_secs)
     try:
@@ -289,7 +327,7 @@ def _reduce(store: KeyValueStore, meeting: str, rank: int, size: int, timeout_se
         return None
 
 
-# -- the verdict: pure ------------------------------------------------------------------------------------
+# -- the verdict: pure -----------------------------------------------------------------------------
 
 
 def first_pairs(nodes: Sequence[int]) -> list[Pair]:
@@ -310,12 +348,15 @@ def second_pairs(nodes: Sequence[int], first: Mapping[int, float | None]) -> lis
 
 
 def judge(
-    names: Sequence[str], alone: Mapping[int, Mapping[str, float]], rounds: Sequence[Round], factor: float
+    names: Sequence[str],
+    alone: Mapping[int, Mapping[str, float]],
+    rounds: Sequence[Round],
+    factor: float,
 ) -> tuple[list[tuple[str, list[str]]], list[str]]:
     """The bad nodes, by name, each with its reasons, and what cannot be told: which of two it is.
 
-    Bad is who is ``factor`` times as slow as the median of the others, alone or in a pair of every round, or
-    has not answered: who is missing in ``alone``.
+    Bad is who is ``factor`` times as slow as the median of the others, alone or in a pair of every
+    round, or has not answered: who is missing in ``alone``.
     """
     reasons: dict[int, list[str]] = {n: [] for n in range(len(names))}
     for node, why in reasons.items():
@@ -344,7 +385,9 @@ def judge(
 
 def _slow(pairs: Sequence[Pair], secs: Mapping[int, float | None], factor: float) -> dict[int, str]:
     times = {pair: [secs.get(n) for n in pair] for pair in pairs}
-    took = {pair: max(t for t in ts if t is not None) for pair, ts in times.items() if None not in ts}
+    took = {
+        pair: max(t for t in ts if t is not None) for pair, ts in times.items() if None not in ts
+    }
     bad: dict[int, str] = {}
     for pair in pairs:
         others = [t for other, t in took.items() if other != pair]

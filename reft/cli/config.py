@@ -16,9 +16,12 @@ from reft.errors import ConfigError
 
 def config_command(
     *,
-    explain: Annotated[bool, typer.Option("--explain", help="list every key with its default")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="list every key with its default")
+    ] = False,
     check: Annotated[
-        str | None, typer.Option(help="a DeepSpeed JSON to check: print what reft refuses or warns about")
+        str | None,
+        typer.Option(help="a DeepSpeed JSON to check: print what reft refuses or warns about"),
     ] = None,
     script: Annotated[
         str | None, typer.Option(help="a training script to check: print what it lacks")
@@ -32,7 +35,8 @@ def config_command(
         return
     if not explain:
         raise ConfigError(
-            "say what to do: 'reft config --explain', 'reft config --check ds_config.json' or 'reft config "
+            "say what to do: 'reft config --explain', 'reft config --check ds_config.json' or "
+            "'reft config "
             "--check ds_config.json --script train.py'"
         )
     keys = list(explain_keys())
@@ -47,7 +51,13 @@ def config_command(
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     from reft.config import read_object
-    from reft.engine.checks.preflight import Finding, ScriptLook, Severity, config_findings, installed
+    from reft.engine.checks.preflight import (
+        Finding,
+        ScriptLook,
+        Severity,
+        config_findings,
+        installed,
+    )
     from reft.storage.persist import MAKE_WRITABLE, reason_unwritable
 
     block = None
@@ -65,7 +75,9 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
         try:
             lacks = ScriptLook(Path(script).read_bytes(), script).findings()
         except OSError as error:
-            raise ConfigError(f"cannot read the script {script}: {error.strerror}; write its path") from error
+            raise ConfigError(
+                f"cannot read the script {script}: {error.strerror}; write its path"
+            ) from error
     lines += [(finding.severity, f"{script}: {finding}") for finding in lacks]
     lines.sort(key=lambda line: line[0] is not Severity.REFUSED)
     refused, warned, noted = ([text for kind, text in lines if kind is of] for of in Severity)

@@ -1,4 +1,5 @@
-"""``reft hook``: the block becomes effective in every script of a Python environment, under any launcher."""
+"""``reft hook``: the block becomes effective in every script of a Python environment, under any
+launcher."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ LINE = r"""import sys; exec("class Reft:
   return importlib.util.find_spec(name)
 sys.meta_path.insert(0, Reft())", {"sys": sys})
 """
-"""What Python carries out when it starts: it imports nothing, and ``import deepspeed`` imports reft first."""
+"""What Python carries out when it starts: it imports nothing, and ``import deepspeed`` imports reft
+first."""
 
 
 class HookAction(StrEnum):
@@ -33,10 +35,12 @@ class HookAction(StrEnum):
 
 
 def hook_command(
-    action: Annotated[HookAction, typer.Argument(help="status: exit code 1 if it is not installed")],
+    action: Annotated[
+        HookAction, typer.Argument(help="status: exit code 1 if it is not installed")
+    ],
 ) -> None:
-    """Make the reft block effective under any launcher, in this Python environment: `import deepspeed`
-    imports reft in every script."""
+    """Make the reft block effective under any launcher, in this Python environment: `import
+    deepspeed` imports reft in every script."""
     path = Path(sysconfig.get_path("purelib")) / FILE_NAME
     was_there = path.exists()
     try:
@@ -46,12 +50,14 @@ def hook_command(
             path.unlink(missing_ok=True)
     except OSError as error:
         raise ReftError(
-            f"{path} cannot be changed ({error.strerror}): run this as its owner, in a virtual environment "
+            f"{path} cannot be changed ({error.strerror}): run this as its owner, in a virtual "
+            "environment "
             f"of your own, or write `import reft` into the script before it imports deepspeed"
         ) from error
     if action is HookAction.INSTALL:
         typer.echo(
-            f"installed: {path}. Scripts in {sys.prefix} use the reft block under any launcher; only `reft "
+            f"installed: {path}. Scripts in {sys.prefix} use the reft block under any launcher; "
+            "only `reft "
             "launch` starts the node daemon and replaces nodes"
         )
     elif was_there:

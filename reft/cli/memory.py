@@ -25,7 +25,8 @@ from reft.storage.persist import PersistProgress
 EXIT_NOT_WELL = 1
 _REMOVED, _PLANNED, _FAILED = "removed", "would be removed", "failed"
 _NO_DEVICE = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "DS_ACCELERATOR": "cpu"}
-"""AMD's runtime takes an empty list for none given, and shows every device; -1 is no device to both."""
+"""AMD's runtime takes an empty list for none given, and shows every device; -1 is no device to
+both."""
 
 MemoryDirs = Annotated[
     list[Path] | None,
@@ -35,10 +36,14 @@ MemoryDirs = Annotated[
         show_default="REFT_MEMORY_DIR",
     ),
 ]
-Job = Annotated[str | None, typer.Option("--job", help="name of the job; not needed if there is only one")]
+Job = Annotated[
+    str | None, typer.Option("--job", help="name of the job; not needed if there is only one")
+]
 Stored = Annotated[
     Path | None,
-    typer.Option("--from", help="a job's directory in persist.dir, instead of the memory of its nodes"),
+    typer.Option(
+        "--from", help="a job's directory in persist.dir, instead of the memory of its nodes"
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
@@ -64,7 +69,11 @@ def verify_command(
 
 
 def _poll(
-    memory_dirs: Sequence[Path] | None, job: str | None, stored: Path | None, *, verify: bool = False
+    memory_dirs: Sequence[Path] | None,
+    job: str | None,
+    stored: Path | None,
+    *,
+    verify: bool = False,
 ) -> JobReport:
     if stored is not None:
         return inspect_stored(_existing(stored), verify)
@@ -74,8 +83,12 @@ def _poll(
 def clean_command(
     memory_dir: MemoryDirs = None,
     job: Job = None,
-    force: Annotated[bool, typer.Option("--force", help="remove --job even if it is alive")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="remove --job even if it is alive")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only print what would be removed")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove the memory of dead jobs; live jobs are kept."""
@@ -89,16 +102,23 @@ def clean_command(
     )
     done = [(summary, _clean(summary, force, dry_run)) for summary in jobs]
     if as_json:
-        told = [{**s.to_json(), "action": action, "removed": action == _REMOVED} for s, action in done]
+        told = [
+            {**s.to_json(), "action": action, "removed": action == _REMOVED} for s, action in done
+        ]
         typer.echo(json.dumps(told, indent=2))
     else:
         _show_cleaning(done, dirs, dry_run)
-    if any(a.startswith(_FAILED) or (job is not None and a not in (_REMOVED, _PLANNED)) for _, a in done):
+    if any(
+        a.startswith(_FAILED) or (job is not None and a not in (_REMOVED, _PLANNED))
+        for _, a in done
+    ):
         raise typer.Exit(EXIT_NOT_WELL)
 
 
 def persist_command(  # noqa: PLR0917 - options of the command line
-    out: Annotated[Path, typer.Option("--out", help="directory of DeepSpeed checkpoints to write to")],
+    out: Annotated[
+        Path, typer.Option("--out", help="directory of DeepSpeed checkpoints to write to")
+    ],
     memory_dir: MemoryDirs = None,
     job: Job = None,
     stored: Stored = None,
@@ -109,8 +129,8 @@ def persist_command(  # noqa: PLR0917 - options of the command line
 ) -> None:
     """Write the newest recoverable version as a DeepSpeed checkpoint, without the job's processes.
 
-    A running job continues: the version that is written is held in memory until then, which costs it versions
-    for which no other arena is free.
+    A running job continues: the version that is written is held in memory until then, which costs
+    it versions for which no other arena is free.
 
     Give --memory-dir once per node that is left; blocks of lost nodes come from their copies.
     """
@@ -124,7 +144,8 @@ def persist_command(  # noqa: PLR0917 - options of the command line
     paths = [] if stored is not None else find_memory(memory_dir, job)
     if any(live_processes(path) for path in paths):
         screen.print(
-            "the job is running: its newest whole version is held in memory until it is written. Training "
+            "the job is running: its newest whole version is held in memory until it is written. "
+            "Training "
             "continues; it skips versions for which no other arena is free",
             markup=False,
         )
@@ -152,7 +173,9 @@ def persist_command(  # noqa: PLR0917 - options of the command line
 
 def _existing(stored: Path) -> Path:
     if not stored.is_dir():
-        raise ConfigError(f"--from {stored}: no such directory; give the job's directory in persist.dir")
+        raise ConfigError(
+            f"--from {stored}: no such directory; give the job's directory in persist.dir"
+        )
     return stored
 
 
@@ -174,18 +197,24 @@ def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Pat
     found = find_job_dirs(dirs)
     places = ", ".join(map(str, dirs))
     if job is not None and job not in found:
-        raise ReftError(f"no memory of job {job!r} in {places}; found: {', '.join(sorted(found)) or 'none'}")
+        raise ReftError(
+            f"no memory of job {job!r} in {places}; found: {', '.join(sorted(found)) or 'none'}"
+        )
     if not found:
         raise ReftError(f"no job has memory in {places}")
     if job is None and len(found) > 1:
         raise ConfigError(
-            f"several jobs have memory in {places}: {', '.join(sorted(found))}; choose one with --job"
+            f"several jobs have memory in {places}: {', '.join(sorted(found))}; choose one with "
+            "--job"
         )
     return found[job if job is not None else next(iter(found))]
 
 
-def require_memory(memory_dirs: Sequence[Path] | None, job: str | None, *, as_json: bool) -> list[Path]:
-    """As :func:`find_memory`, for commands whose JSON is a list: an empty one is printed before the error."""
+def require_memory(
+    memory_dirs: Sequence[Path] | None, job: str | None, *, as_json: bool
+) -> list[Path]:
+    """As :func:`find_memory`, for commands whose JSON is a list: an empty one is printed before the
+    error."""
     try:
         return find_memory(memory_dirs, job)
     except ReftError:
@@ -244,7 +273,9 @@ def _show(report: JobReport, as_json: bool) -> None:
         )
     else:
         console.print(
-            f"a restart would restore {report.restores}; {report.why[0]}", style="bold green", markup=False
+            f"a restart would restore {report.restores}; {report.why[0]}",
+            style="bold green",
+            markup=False,
         )
     if report.verified:
         style = "bold red" if report.bad_blocks else "bold green"
@@ -259,7 +290,9 @@ def _echo(console: Console, title: str, lines: Sequence[str], style: str) -> Non
 
 
 def _verified(report: JobReport) -> str:
-    blocks = sum(len(a.header.entries) for a in report.arenas if a.header and a.bad_blocks is not None)
+    blocks = sum(
+        len(a.header.entries) for a in report.arenas if a.header and a.bad_blocks is not None
+    )
     if not report.bad_blocks:
         return f"all {blocks} blocks match their checksums"
     return f"{report.bad_blocks} of {blocks} blocks do not match their checksums"
@@ -311,7 +344,9 @@ def _content(arena: ArenaReport) -> list[str]:
     ]
 
 
-def _show_cleaning(done: Sequence[tuple[JobSummary, str]], dirs: Sequence[Path], dry_run: bool) -> None:
+def _show_cleaning(
+    done: Sequence[tuple[JobSummary, str]], dirs: Sequence[Path], dry_run: bool
+) -> None:
     console = _console()
     if not done:
         console.print(f"no job has memory in {', '.join(map(str, dirs))}", markup=False)

@@ -1,4 +1,5 @@
-"""``reft rehearse``: whether a script comes back equal after a failure, tried before it is trusted."""
+"""``reft rehearse``: whether a script comes back equal after a failure, tried before it is
+trusted."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ _EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft rehearse``. Returns 0: all steps are equal; 1: a step differs after the kill, or
-    the job did not come back; 3: the two undisturbed runs differ; 130: told to stop. Raises ConfigError: the
-    options do not fit together, or the job fails undisturbed."""
+    """Command line of ``reft rehearse``. Returns 0: all steps are equal; 1: a step differs after
+    the kill, or the job did not come back; 3: the two undisturbed runs differ; 130: told to stop.
+    Raises ConfigError: the options do not fit together, or the job fails undisturbed."""
     from reft.job.local import handle_stop_signals
     from reft.rehearse.run import rehearse
 
@@ -34,7 +35,9 @@ def main(argv: Sequence[str]) -> int:
         with console.status("the job starts") as status:
             report = rehearse(what, status.update, console.print)
     except KeyboardInterrupt:
-        console.print("stopped; all processes are killed and their memory is removed", style="yellow")
+        console.print(
+            "stopped; all processes are killed and their memory is removed", style="yellow"
+        )
         return _EXIT_INTERRUPTED
     if as_json:
         json.dump(report, sys.stdout, indent=2)
@@ -45,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, bool]:
-    """The rehearsal that a command line asks for, and whether it is reported in JSON. Raises SystemExit:
-    argparse's own refusals, and ``--help``."""
+    """The rehearsal that a command line asks for, and whether it is reported in JSON. Raises
+    SystemExit: argparse's own refusals, and ``--help``."""
     from reft.job.options import collect_options, make_parser
     from reft.naming import safe_name
     from reft.rehearse.run import Rehearsal, new_job_id
@@ -54,13 +57,20 @@ def parse(argv: Sequence[str]) -> tuple[Any, bool]:
     parser = make_parser()
     parser.prog = _NAME
     parser.description = (
-        "Run a job twice undisturbed and twice with a trainer killed (SIGKILL), and compare every step to "
-        "the last bit: the batch that each rank trained on, generators, learning rates, client state, the "
-        "state of the engine and every tensor. Takes the options of 'reft launch'; with --nnodes N and "
-        "without --rdzv-endpoint the nodes are started on this machine, else run it on every node of the "
-        "job. The script needs no change and keeps its working directory. The memory of the job itself is "
-        "not touched, and checkpoints that the script saves go into a directory of the rehearsal. Exit "
-        "codes: 0 equal, 1 a step differs after the kill, 2 wrong use, 3 the undisturbed runs differ."
+        "Run a job twice undisturbed and twice with a trainer killed (SIGKILL), and compare every "
+        "step to "
+        "the last bit: the batch that each rank trained on, generators, learning rates, client "
+        "state, the "
+        "state of the engine and every tensor. Takes the options of 'reft launch'; with --nnodes "
+        "N and "
+        "without --rdzv-endpoint the nodes are started on this machine, else run it on every node "
+        "of the "
+        "job. The script needs no change and keeps its working directory. The memory of the job "
+        "itself is "
+        "not touched, and checkpoints that the script saves go into a directory of the rehearsal. "
+        "Exit "
+        "codes: 0 equal, 1 a step differs after the kill, 2 wrong use, 3 the undisturbed runs "
+        "differ."
     )
     _add_own(parser.add_argument_group("rehearse"))
     args = parser.parse_args(list(argv))
@@ -92,7 +102,9 @@ def parse(argv: Sequence[str]) -> tuple[Any, bool]:
         directory=args.rehearse_dir and args.rehearse_dir.absolute(),
     )
     if what.directory is not None and what.directory.exists() and any(what.directory.iterdir()):
-        raise ConfigError(f"--dir {what.directory} is not empty; give a directory for this rehearsal alone")
+        raise ConfigError(
+            f"--dir {what.directory} is not empty; give a directory for this rehearsal alone"
+        )
     return what, args.rehearse_json
 
 
@@ -100,9 +112,19 @@ def _add_own(group: argparse._ActionsContainer) -> None:
     def add(option: str, says: str, **how: Any) -> None:
         group.add_argument(option, dest=f"rehearse_{option[2:]}", help=says, **how)
 
-    add("--steps", "steps to make and compare (default: %(default)s)", type=int, default=12, metavar="N")
     add(
-        "--kill", "kill a trainer after this step (default: %(default)s)", type=int, default=5, metavar="STEP"
+        "--steps",
+        "steps to make and compare (default: %(default)s)",
+        type=int,
+        default=12,
+        metavar="N",
+    )
+    add(
+        "--kill",
+        "kill a trainer after this step (default: %(default)s)",
+        type=int,
+        default=5,
+        metavar="STEP",
     )
     add("--node", "kill everything on a node and remove its memory instead", action="store_true")
     add("--overwrite", "let the script overwrite files that are there already", action="store_true")

@@ -1,4 +1,5 @@
-"""``reft replay``: makes the last step of a stopped job again, from the version before, and compares."""
+"""``reft replay``: makes the last step of a stopped job again, from the version before, and
+compares."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ from reft.refusal import Parser
 _NAME = "reft replay"
 _DESCRIPTION = (
     "Make the last step of a stopped job again: start every node with the options of 'reft launch' "
-    "(--help-all lists them). From a copy of the version before the newest one the job trains to the newest "
-    "one's step and stops. Each node compares the blocks of its ranks with those in memory, which stay as "
+    "(--help-all lists them). From a copy of the version before the newest one the job trains to "
+    "the newest "
+    "one's step and stops. Each node compares the blocks of its ranks with those in memory, which "
+    "stay as "
     "they are."
 )
 Blocks = Mapping[tuple[Coordinate, BlockKey], Mapping[str, int]]
@@ -32,8 +35,8 @@ Blocks = Mapping[tuple[Coordinate, BlockKey], Mapping[str, int]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft replay``; returns the exit code: 0 if all is equal, 1 if not, else what
-    ``reft launch`` returns. Raises ConfigError: memory does not hold what is needed."""
+    """Command line of ``reft replay``; returns the exit code: 0 if all is equal, 1 if not, else
+    what ``reft launch`` returns. Raises ConfigError: memory does not hold what is needed."""
     if argv[:1] in (["-h"], ["--help"]):  # without torch, whose import takes seconds
         own = Parser(prog=_NAME, words="SCRIPT [ARGUMENTS]...", description=_DESCRIPTION)
         _add_options(own)
@@ -52,12 +55,16 @@ def main(argv: Sequence[str]) -> int:
         kept = JobDir.open(find_memory([options.memory_dir], options.job_id)[0])
     except ReftError as error:
         raise ConfigError(
-            f"{options.memory_dir} has no memory of job {options.job_id!r} ({error}); a replay needs the "
-            f"memory that the job left: start the job with --keep-memory, and this command with its "
+            f"{options.memory_dir} has no memory of job {options.job_id!r} ({error}); a replay "
+            "needs the "
+            "memory that the job left: start the job with --keep-memory, and this command with "
+            "its "
             f"--memory-dir and --job-id"
         ) from error
     if holders := live_processes(kept.path):
-        raise ConfigError(f"job {kept.job_id} is alive ({', '.join(holders)}); stop it, with --keep-memory")
+        raise ConfigError(
+            f"job {kept.job_id} is alive ({', '.join(holders)}); stop it, with --keep-memory"
+        )
     before, newest = _last_two(kept)
     os.environ[ENV_REPLAY] = str(newest.step)
     os.environ[ENV_PROFILE] = json.dumps({"persist": {}})  # what is replayed does not go to storage
@@ -95,7 +102,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Replay")
-    group.add_argument("--twice", action="store_true", help="to see whether the step is deterministic")
+    group.add_argument(
+        "--twice", action="store_true", help="to see whether the step is deterministic"
+    )
     group.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
 
 
@@ -105,7 +114,8 @@ def _last_two(job: JobDir) -> tuple[VersionId, VersionId]:
     if len(labels) < 2 or labels[-2].step >= labels[-1].step:
         steps = ", ".join(str(label.step) for label in labels) or "none"
         raise ConfigError(
-            f"{job.path} holds versions of steps {steps}; a replay needs the newest one and one of a step "
+            f"{job.path} holds versions of steps {steps}; a replay needs the newest one and one "
+            "of a step "
             f"before: start the job with --keep-memory"
         )
     return labels[-2], labels[-1]
@@ -116,7 +126,9 @@ def _copy(job: JobDir, target: Path, label: VersionId) -> None:
     shutil.rmtree(target, ignore_errors=True)  # of the first time
     target.parent.mkdir(mode=0o700, exist_ok=True)
     target.mkdir(mode=0o700)
-    versions = {path.name: header.label for path, header in headers(job.path, job.secret, job.job_id)}
+    versions = {
+        path.name: header.label for path, header in headers(job.path, job.secret, job.job_id)
+    }
     for path in job.path.iterdir():
         known = path.name not in (DAEMON_FILE, STATUS_FILE) and path.suffix != ARENA_SUFFIX
         if path.is_file() and (known or versions.get(path.name) == label):
@@ -138,7 +150,9 @@ def _blocks(job: JobDir, step: int) -> Blocks:
             places = {s: end_to_end(spec.nbytes for spec in of)[0] for s, of in specs.items()}
             for e in header.entries:
                 # A partition that is kept for its owner is compared with the owner.
-                if e.key.section is Section.REPLICATED or (e.key.section is Section.OWNED and e.owner):
+                if e.key.section is Section.REPLICATED or (
+                    e.key.section is Section.OWNED and e.owner
+                ):
                     data, tensors = arena.read_block(e), dict[str, int]()
                     for t, at in zip(specs[e.key.section], places[e.key.section], strict=True):
                         begin, end = at - e.start_bytes, at + t.nbytes - e.start_bytes

@@ -1,7 +1,8 @@
-"""``reft protect``, ``scale``, ``advise``: what a running job keeps, on how many nodes, and what to change.
+"""``reft protect``, ``scale``, ``advise``: what a running job keeps, on how many nodes, and what to
+change.
 
-An order is a numbered file in the job's memory on this node, which its trainers or its launcher take up and
-answer.
+An order is a numbered file in the job's memory on this node, which its trainers or its launcher
+take up and answer.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ def protect_command(
     scheme: Annotated[
         str | None,
         typer.Argument(
-            help="none, arc, arc:K, aec, rs:K, arc+aec, arc:A+rs:K; without it: print the current protection"
+            help="none, arc, arc:K, aec, rs:K, arc+aec, arc:A+rs:K; without it: print the current "
+            "protection"
         ),
     ] = None,
     memory_dir: MemoryDirs = None,
     job: Job = None,
     wait: Annotated[
-        float, typer.Option(min=0, help="seconds to wait until the job has switched; 0: do not wait")
+        float,
+        typer.Option(min=0, help="seconds to wait until the job has switched; 0: do not wait"),
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
@@ -63,7 +66,8 @@ def protect_command(
     running = [path for path in paths if live_processes(JobDir.open(path).path)]
     if not running:
         raise ReftError(
-            f"job {JobDir.open(paths[0]).job_id!r} does not run in {', '.join(map(str, paths))}: nothing to "
+            f"job {JobDir.open(paths[0]).job_id!r} does not run in {', '.join(map(str, paths))}: "
+            "nothing to "
             f'switch. Write "protection": "{scheme}" into the block for its next start'
         )
     try:
@@ -80,8 +84,10 @@ def protect_command(
             break
     else:
         raise ReftError(
-            f"the job has not switched to {scheme} within {wait:.0f} s: it is still starting, takes no "
-            'versions ("variant": "none"), or its steps take longer than that. The order stays and is '
+            f"the job has not switched to {scheme} within {wait:.0f} s: it is still starting, "
+            "takes no "
+            'versions ("variant": "none"), or its steps take longer than that. The order stays '
+            "and is "
             "carried out at the next version; 'reft protect' shows the current protection"
         )
     _show(answers[0], as_json)
@@ -113,20 +119,25 @@ def describe(record: dict[str, Any]) -> list[str]:
     scheme = degraded["scheme"] if degraded else record["scheme"]
     if record.get("aor") and scheme != "none":
         scheme += AOR
-    lines = [f"{scheme}{since}, survives the loss of {record['tolerance']} node(s) per sharding group"]
+    lines = [
+        f"{scheme}{since}, survives the loss of {record['tolerance']} node(s) per sharding group"
+    ]
     if degraded:
         lines.append(
             f"MEMORY IS SHORT: {degraded['versions']} versions a rank under {scheme} instead of "
             f"{record['scheme']}: {degraded['cause']}"
         )
     if refused := record.get("refused"):
-        lines.append(f"{refused['scheme']} was refused at step {refused['step']}: {refused['cause']}")
+        lines.append(
+            f"{refused['scheme']} was refused at step {refused['step']}: {refused['cause']}"
+        )
     return lines
 
 
 def scale_command(
     nodes: Annotated[
-        int, typer.Argument(min=1, help="nodes that the job should have, within its --nnodes MIN:MAX")
+        int,
+        typer.Argument(min=1, help="nodes that the job should have, within its --nnodes MIN:MAX"),
     ],
     *,
     without: Annotated[
@@ -142,10 +153,11 @@ def scale_command(
 ) -> None:
     """Change the number of nodes of a running job, at a step boundary and without losing a step.
 
-    Run it on any node that trains. The trainers commit their current step and start again under the same
-    launchers. Fewer nodes: the last ones leave, as many at once as the job survives the loss of, skipping
-    numbers that do not fit; their launchers end with exit code 0 once the others have a version without them.
-    More nodes: waiting nodes (spares) join. The number holds until the next `reft scale`: further nodes wait.
+    Run it on any node that trains. The trainers commit their current step and start again under the
+    same launchers. Fewer nodes: the last ones leave, as many at once as the job survives the loss
+    of, skipping numbers that do not fit; their launchers end with exit code 0 once the others have
+    a version without them. More nodes: waiting nodes (spares) join. The number holds until the next
+    `reft scale`: further nodes wait.
 
     \b
     reft scale 2                     change to two nodes; the last ones leave
@@ -154,15 +166,19 @@ def scale_command(
     reft scale 4 --without node17    keep four: a waiting node replaces node17
     kill -USR1 LAUNCHER              the node of that `reft launch` leaves
 
-    Refused, with the reason and the numbers that fit: below MIN, above MAX, no whole replicas, a batch that
-    the replicas cannot share, fewer waiting nodes than needed, more nodes leaving at once than the job can
-    survive. If a node leaves while the job survives no loss, or nothing is committed yet, the order first
-    waits for up to a minute; `reft status` shows that. Exit code 0: done; 1: refused, or not done in time.
+    Refused, with the reason and the numbers that fit: below MIN, above MAX, no whole replicas, a
+    batch that the replicas cannot share, fewer waiting nodes than needed, more nodes leaving at
+    once than the job can survive. If a node leaves while the job survives no loss, or nothing is
+    committed yet, the order first waits for up to a minute; `reft status` shows that. Exit code 0:
+    done; 1: refused, or not done in time.
     """
-    paths = [path for path in find_memory(memory_dir, job) if live_processes(JobDir.open(path).path)]
+    paths = [
+        path for path in find_memory(memory_dir, job) if live_processes(JobDir.open(path).path)
+    ]
     if not paths:
         raise ReftError(
-            "the job does not run here: run this on one of its nodes, or give --nnodes to its next `reft "
+            "the job does not run here: run this on one of its nodes, or give --nnodes to its "
+            "next `reft "
             "launch`"
         )
     path = paths[0]
@@ -183,8 +199,10 @@ def scale_command(
             break
     if answer is None:
         raise ReftError(
-            f"no launcher has taken up the order in {path} within {wait:.0f} s: this node is a spare (run "
-            "the command on a node that trains), or the job is still starting. The order stays until a "
+            f"no launcher has taken up the order in {path} within {wait:.0f} s: this node is a "
+            "spare (run "
+            "the command on a node that trains), or the job is still starting. The order stays "
+            "until a "
             "launcher takes it up"
         )
     typer.echo(json.dumps(asdict(answer), indent=2) if as_json else _describe(answer))
@@ -208,18 +226,22 @@ def advise_command(
     max_nodes: Annotated[
         int | None,
         typer.Option(
-            min=1, help="most nodes that the job may have; without it, reft advises no additional nodes"
+            min=1,
+            help="most nodes that the job may have; without it, reft advises no additional nodes",
         ),
     ] = None,
     as_json: AsJson = False,
     as_yaml: Annotated[
-        bool, typer.Option("--yaml", help="only the ScalePlan for DLRover's operator (elastic.iml.github.io)")
+        bool,
+        typer.Option(
+            "--yaml", help="only the ScalePlan for DLRover's operator (elastic.iml.github.io)"
+        ),
     ] = False,
 ) -> None:
     """Advise what to change: nodes to replace or drop, the number of nodes, the memory of a node.
 
-    The advice follows from stragglers, lost nodes, speeds at other numbers of nodes, and the nodes' memory.
-    'reft scale' carries it out.
+    The advice follows from stragglers, lost nodes, speeds at other numbers of nodes, and the nodes'
+    memory. 'reft scale' carries it out.
     """
     paths = find_memory(memory_dir, job)
     seen = situation(paths, newest_board(paths), max_nodes)
@@ -231,7 +253,9 @@ def advise_command(
         number = max((r.round for p in paths for r in read_history(p)), default=0)
         cores = len(os.sched_getaffinity(0))
         workers, spares = len(seen.nodes), len(seen.spares)
-        plan = scale_plan(name, number, found, workers=workers, spares=spares, cpu=cores, memory_bytes=memory)
+        plan = scale_plan(
+            name, number, found, workers=workers, spares=spares, cpu=cores, memory_bytes=memory
+        )
         told = {"job_id": name, "advice": [a.to_json() for a in found], "scale_plan": plan}
         typer.echo(json.dumps(plan if as_yaml else told, indent=2))  # what is JSON is YAML too
         return

@@ -1,4 +1,5 @@
-"""``reft status``, a whole job seen from any of its nodes, once or live; ``reft history``, its restarts."""
+"""``reft status``, a whole job seen from any of its nodes, once or live; ``reft history``, its
+restarts."""
 
 from __future__ import annotations
 
@@ -18,11 +19,26 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Column, Table
 
-from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory, format_size, require_memory
+from reft.cli.memory import (
+    EXIT_NOT_WELL,
+    AsJson,
+    Job,
+    MemoryDirs,
+    find_memory,
+    format_size,
+    require_memory,
+)
 from reft.cli.running import describe
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import JobDir
-from reft.node.report import HealthSignal, RoundReport, describe_parts, read_history, read_kept_histories, why
+from reft.node.report import (
+    HealthSignal,
+    RoundReport,
+    describe_parts,
+    read_history,
+    read_kept_histories,
+    why,
+)
 from reft.node.status import ENDED_AS_WANTED, StatusReader, clock
 from reft.node.stragglers import STEP_PARTS
 
@@ -42,22 +58,26 @@ def status_command(
     job: Job = None,
     *,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="keep showing it until Ctrl-C or the end of the job")
+        bool,
+        typer.Option("--watch", "-w", help="keep showing it until Ctrl-C or the end of the job"),
     ] = False,
     interval: Annotated[
         float, typer.Option(min=0.1, max=3600.0, help="with --watch: seconds between updates")
     ] = 1.0,
     web: Annotated[
-        bool, typer.Option("--web", help="print the address of the web page that shows the same, and exit")
+        bool,
+        typer.Option(
+            "--web", help="print the address of the web page that shows the same, and exit"
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the whole job, from any of its nodes: the nodes and their signals, step and speed, the newest
-    commit, the node losses that the job survives now, the last recovery and warnings; and details of this
-    node.
+    """Show the whole job, from any of its nodes: the nodes and their signals, step and speed, the
+    newest commit, the node losses that the job survives now, the last recovery and warnings; and
+    details of this node.
 
-    --json prints one document; with --watch, one document per line. Where no job is found, "job_id" is null
-    and "problem" gives the reason.
+    --json prints one document; with --watch, one document per line. Where no job is found, "job_id"
+    is null and "problem" gives the reason.
     """
     try:
         reader = StatusReader(find_memory(memory_dir, job))
@@ -66,13 +86,16 @@ def status_command(
             running = [node["status"] or {} for node in told["here"] if node["daemon_runs"]]
             if problem := next((s["web_problem"] for s in running if s.get("web_problem")), None):
                 raise ReftError(
-                    f"the page is not served: {problem}. End what listens there, or start the job with "
+                    f"the page is not served: {problem}. End what listens there, or start the job "
+                    "with "
                     f"another metrics.port"
                 )
             if (url := next((s["web"] for s in running if s.get("web")), None)) is None:
                 raise ConfigError(
-                    f'no node daemon of job {told["job_id"]} serves the page here; write "metrics": '
-                    f'{{"port": 9095}} into the reft block, and install the extra reft-ckpt[metrics]'
+                    f"no node daemon of job {told['job_id']} serves the page here; write "
+                    '"metrics": '
+                    f'{{"port": 9095}} into the reft block, and install the extra '
+                    "reft-ckpt[metrics]"
                 )
             typer.echo(url)
             return
@@ -95,22 +118,27 @@ def history_command(
     kept: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="a job's directory in persist.dir, or its --log-dir, after the job ended well"
+            "--from",
+            help="a job's directory in persist.dir, or its --log-dir, after the job ended well",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show every start of a job's trainers on a node: why the previous one ended, and from where it resumed.
+    """Show every start of a job's trainers on a node: why the previous one ended, and from where it
+    resumed.
 
-    When a job ends well, its history moves from memory to persist.dir/JOB, or else to --log-dir. --json
-    prints a list of nodes; it is empty if no history is found, and standard error says why.
+    When a job ends well, its history moves from memory to persist.dir/JOB, or else to --log-dir.
+    --json prints a list of nodes; it is empty if no history is found, and standard error says why.
     """
     histories = (
-        _kept(kept, as_json=as_json) if kept is not None else _read_memory(memory_dir, job, as_json=as_json)
+        _kept(kept, as_json=as_json)
+        if kept is not None
+        else _read_memory(memory_dir, job, as_json=as_json)
     )
     if as_json:
         told = [
-            {"job_id": j, "node": n, "rounds": [*map(vars, rounds)]} for (j, n), rounds in histories.items()
+            {"job_id": j, "node": n, "rounds": [*map(vars, rounds)]}
+            for (j, n), rounds in histories.items()
         ]
         typer.echo(json.dumps(told, indent=2))
         return
@@ -142,7 +170,8 @@ def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: boo
         raise
     except ReftError as error:
         raise ReftError(
-            f"{error}. The history of a job that ended well is in persist.dir/JOB, or in its --log-dir: "
+            f"{error}. The history of a job that ended well is in persist.dir/JOB, or in its "
+            "--log-dir: "
             f"reft history --from DIRECTORY"
         ) from error
     jobs = map(JobDir.open, paths)
@@ -158,7 +187,7 @@ def _kept(directory: Path, *, as_json: bool) -> Histories:
     return found
 
 
-# -- showing -------------------------------------------------------------------------------------------
+# -- showing ---------------------------------------------------------------------------------------
 
 
 def _watch(reader: StatusReader, interval_secs: float, *, as_json: bool) -> dict[str, Any]:
@@ -204,8 +233,8 @@ def _looks(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any
 
 
 def _vanishes(paths: Sequence[Path]) -> bool:
-    """Whether the memory of one of these nodes is removed, file by file, as that of a job that has ended
-    well."""
+    """Whether the memory of one of these nodes is removed, file by file, as that of a job that has
+    ended well."""
     deadline = time.monotonic() + _REMOVAL_SECS
     while (whole := all(path.is_dir() for path in paths)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -242,13 +271,20 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
     speed = "" if told["steps_per_sec"] is None else f", {told['steps_per_sec']:.3g} steps/s"
     yield "step", f"{_or(told['step'], 'none yet')}{speed}; round {told['round']}"
     if (counts := told["since_start"]) is not None and counts["newest_step"] is not None:
-        parts = [f"{counts['newest_step'] - counts['first_step']} steps in {counts['elapsed_secs']:.0f} s"]
+        parts = [
+            f"{counts['newest_step'] - counts['first_step']} steps in "
+            f"{counts['elapsed_secs']:.0f} s"
+        ]
         if counts["samples_per_sec"] is not None:
             parts.append(f"{counts['samples_per_sec']:.3g} samples/s")
         if counts["tflops"] is not None:
-            parts.append(f"{counts['tflops']:.3g} TFLOP/s, {counts['tflops_per_trainer']:.3g} a trainer")
+            parts.append(
+                f"{counts['tflops']:.3g} TFLOP/s, {counts['tflops_per_trainer']:.3g} a trainer"
+            )
         parts.append(f"{counts['effective_ratio']:.1%} effective")
-        if lost := [f"{name} {secs:.0f} s" for name, secs in counts["lost_secs"].items() if secs >= 0.5]:
+        if lost := [
+            f"{name} {secs:.0f} s" for name, secs in counts["lost_secs"].items() if secs >= 0.5
+        ]:
             parts.append(f"lost to {', '.join(lost)}")
         yield "since the start", "; ".join(parts)
     age = "" if told["newest_commit"] is None else f", {told['commit_age_secs']:.0f} s ago"
@@ -292,7 +328,9 @@ def _state(told: dict[str, Any]) -> str:
 
 
 def _nodes(told: dict[str, Any]) -> Table:
-    table = Table(Column("node", overflow="fold"), "signal", "since", "step", "shards", "what it does")
+    table = Table(
+        Column("node", overflow="fold"), "signal", "since", "step", "shards", "what it does"
+    )
     for node in told["nodes"]:
         signal, since = HealthSignal(node["signal"]), node["since_unix_secs"]
         shown = "snapshot done" if signal is HealthSignal.COMPLETED else str(signal)
@@ -300,7 +338,9 @@ def _nodes(told: dict[str, Any]) -> Table:
         doing = "waits as a spare" if node["spare"] else node["doing"]
         shards = "none"
         if steps := sorted({s["step"] for s in node["shards"]}):
-            shards = f"{len(node['shards'])} at step {steps[0]}" + (f" to {steps[-1]}" if steps[1:] else "")
+            shards = f"{len(node['shards'])} at step {steps[0]}" + (
+                f" to {steps[-1]}" if steps[1:] else ""
+            )
             shards += "" if node["holds_shards"] else " (replaced)"
         table.add_row(
             escape(node["node"]),
@@ -337,30 +377,41 @@ def _describe_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "newest commit", _label(status.get("last_committed"))
     yield from zip(("protection", ""), describe(node["protection"] or {}), strict=False)
     yield "snapshots", _staleness(status.get("stale_since_step"), status.get("stale_cause"))
-    yield "skipped", ", ".join(f"{n}x {c}" for c, n in (status.get("skipped") or {}).items()) or "none"
+    yield (
+        "skipped",
+        ", ".join(f"{n}x {c}" for c, n in (status.get("skipped") or {}).items()) or "none",
+    )
     yield "on disk", _label(persist.get("last")) if persist.get("dir") else "not configured"
     if persist.get("dir"):
         said = _staleness(persist.get("stale_since_step"), persist.get("error"))
         if writing := persist.get("writing"):
-            said += f"; writes {_label(writing)}, {persist.get('lag_steps') or 0} steps behind memory"
+            said += (
+                f"; writes {_label(writing)}, {persist.get('lag_steps') or 0} steps behind memory"
+            )
         yield "persist", said
-    # How often versions are taken, and go to storage, and why, where the job finds that itself; by the rank
-    # that asks for the longest interval.
+    # How often versions are taken, and go to storage, and why, where the job finds that itself; by
+    # the rank that asks for the longest interval.
     for name, key, when in (
         ("snapshot rate", "memory_rate", "after a failure that memory survives"),
         ("persist rate", "persist_rate", "when memory fails"),
     ):
         if rates := [rate for s in stats if (rate := s.get(key))]:
             rate = max(rates, key=lambda r: r["interval_steps"])
-            seen = "not measured yet" if rate["overhead"] is None else f"{rate['overhead']:.1%} observed"
+            seen = (
+                "not measured yet"
+                if rate["overhead"] is None
+                else f"{rate['overhead']:.1%} observed"
+            )
             most = max(rate["most_lost_steps"], 2 * rate["agreed_steps"])
             looks = "; looks at steps without a snapshot now" if rate.get("observing") else ""
             yield (
                 name,
                 f"every {rate['agreed_steps']} steps ({rate['why']}{looks}); "
-                f"{seen} of {rate['max_overhead']:.1%} allowed; at most {most} steps are lost {when}",
+                f"{seen} of {rate['max_overhead']:.1%} allowed; at most {most} steps are lost "
+                f"{when}",
             )
-    # Bytes of the newest version of all ranks of the node, by what they are; nothing before there is one.
+    # Bytes of the newest version of all ranks of the node, by what they are; nothing before there
+    # is one.
     counted = [s["traffic"] for s in stats if "traffic" in s]
     for name, direction in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
         total: Counter[str] = sum((Counter(c[direction]) for c in counted), Counter())

@@ -1,14 +1,15 @@
 """The host-side control plane: what ranks tell and send each other while they join and load, and,
 apart from it, the votes, tiny gathers and exchanges of the snapshot workers.
 
-It has connections of its own, which no training collective shares, so that a commit in the background can
-never reorder or delay a training message. Every rank takes part in every vote in the same order; votes are
-the two phases of the global commit. The workers' connections can be made anew, when one worker has lost its
-place in the protocol: to leave the old ones is how its peers hear of it at once (P6).
+It has connections of its own, which no training collective shares, so that a commit in the
+background can never reorder or delay a training message. Every rank takes part in every vote in the
+same order; votes are the two phases of the global commit. The workers' connections can be made
+anew, when one worker has lost its place in the protocol: to leave the old ones is how its peers
+hear of it at once (P6).
 
-Endpoints are found through a store (torch's, or :class:`reft.control.keyvalue.KeyValueStore`). A rank asks it
-a fixed number of questions, however many ranks there are. Places in the tree are taken in the order of
-arrival.
+Endpoints are found through a store (torch's, or :class:`reft.control.keyvalue.KeyValueStore`). A
+rank asks it a fixed number of questions, however many ranks there are. Places in the tree are taken
+in the order of arrival.
 """
 
 from __future__ import annotations
@@ -78,21 +79,27 @@ class Ballot:
     """What one rank says about one version, and, after the vote, what all ranks say together."""
 
     ok: bool  # the version is in order here (result: everywhere)
-    # this rank was told to stop and can do so after that step; 0 if it was not (result: the latest step that
-    # any rank named)
+    # this rank was told to stop and can do so after that step; 0 if it was not (result: the latest
+    # step that any rank named)
     stop_after_step: int = 0
-    relayout: bool = False  # the state of this rank has another shape than the plan (result: any rank's has)
-    # how often this rank could take versions at the allowed overhead (result: the largest of all ranks)
+    # the state of this rank has another shape than the plan (result: any rank's has)
+    relayout: bool = False
+    # how often this rank could take versions at the allowed overhead (result: the largest of all
+    # ranks)
     interval_steps: int = 1
     # number of the newest order to switch protection that this rank knows of (result: the newest)
     order: int = 0
     late: bool = False  # the next votes will lag behind training here (result: anywhere)
-    level: int = 0  # how far this rank would degrade the protection for want of memory (result: the farthest)
-    # how often versions should go to storage for this rank (result: the largest of all); 0: as the block says
+    # how far this rank would degrade the protection for want of memory (result: the farthest)
+    level: int = 0
+    # how often versions should go to storage for this rank (result: the largest of all); 0: as the
+    # block says
     persist_steps: int = 0
-    not_finite: bool = False  # weights or optimizer state hold a NaN or an infinity here (result: anywhere)
+    # weights or optimizer state hold a NaN or an infinity here (result: anywhere)
+    not_finite: bool = False
     differs: bool = False  # what all members must have alike is not (result: in any group)
-    has_errors: bool = False  # something failed here that the peers have not heard of (result: anywhere)
+    # something failed here that the peers have not heard of (result: anywhere)
+    has_errors: bool = False
 
 
 _RAISED = tuple(f.name for f in fields(Ballot) if f.name != "ok")
@@ -130,8 +137,8 @@ class ControlGroup:
         self.world_size = dist.get_world_size()
         self.timeout_secs = timeout_secs
         self._node = node or socket.gethostname()
-        # Not through torch's groups: a script that ends with destroy_process_group() would take them along
-        # while the last version is still being committed.
+        # Not through torch's groups: a script that ends with destroy_process_group() would take
+        # them along while the last version is still being committed.
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._prefix = f"reft-control/{next(self._numbers)}"
         self._secret = secret or shared_secret(
@@ -175,7 +182,8 @@ class ControlGroup:
         return self._transport
 
     def for_worker(self, secret: bytes | None = None) -> WorkerControl:
-        """The connections of the snapshot worker, under the job's secret (None: this group's). Collective."""
+        """The connections of the snapshot worker, under the job's secret (None: this group's).
+        Collective."""
         worker = WorkerControl(
             self.timeout_secs,
             node=self._node,
@@ -186,15 +194,16 @@ class ControlGroup:
         return worker
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """All-gather bytes of any length; entry r is what rank r gave. Raises TransferError, and over MPI
-        AuthenticationError (sockets see to that themselves)."""
+        """All-gather bytes of any length; entry r is what rank r gave. Raises TransferError, and
+        over MPI AuthenticationError (sockets see to that themselves)."""
         if self._over_mpi is None:
             return self._connections.gather(data)
         told = self._connections.gather(authenticate(data, self._secret, _GATHERED))
         return [check_authentic(body, self._secret, _GATHERED) for body in told]
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """All-gather a list of integers of 64 bits; entry r is what rank r gave. Raises TransferError."""
+        """All-gather a list of integers of 64 bits; entry r is what rank r gave. Raises
+        TransferError."""
         rows = self.gather_bytes(np.array(values, np.int64).tobytes())
         return [np.frombuffer(row, np.int64).tolist() for row in rows]
 
@@ -203,18 +212,21 @@ class ControlGroup:
         return [not value for value in self._connections.reduce_min([not yes for yes in said])]
 
     def swap(self, bodies: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Give every peer its message and take the one it has for this rank. Collective among these.
-        ``bodies``: by global rank, this one left aside; each has a message for this one, which may be
-        empty. Raises PeerLostError: a peer vanished. Raises AuthenticationError: a message does not carry
-        the job's secret."""
-        outgoing = {p: authenticate(m, self._secret, _MESSAGE) for p, m in bodies.items() if p != self.rank}
+        """Give every peer its message and take the one it has for this rank. Collective among
+        these. ``bodies``: by global rank, this one left aside; each has a message for this one,
+        which may be empty. Raises PeerLostError: a peer vanished. Raises AuthenticationError: a
+        message does not carry the job's secret."""
+        outgoing = {
+            p: authenticate(m, self._secret, _MESSAGE) for p, m in bodies.items() if p != self.rank
+        }
         lengths = self._trade(
             {p: len(m).to_bytes(_LENGTH_BYTES) for p, m in outgoing.items()},
             dict.fromkeys(outgoing, _LENGTH_BYTES),
         )
         told = self._trade(outgoing, {p: int.from_bytes(length) for p, length in lengths.items()})
         return {
-            peer: check_authentic(bytes(message), self._secret, _MESSAGE) for peer, message in told.items()
+            peer: check_authentic(bytes(message), self._secret, _MESSAGE)
+            for peer, message in told.items()
         }
 
     def _trade(self, sends: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytearray]:
@@ -226,11 +238,15 @@ class ControlGroup:
         return into
 
     def exchange(
-        self, sends: Mapping[int, Sequence[torch.Tensor]], receives: Mapping[int, Sequence[torch.Tensor]]
+        self,
+        sends: Mapping[int, Sequence[torch.Tensor]],
+        receives: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
-        """Send tensors to peers and receive from peers. Both sides of a pair hold equally many bytes for each
-        other, and name each other in the same call. Raises PeerLostError."""
-        self.stream(_to_bytes(sends), {peer: Buffers(views) for peer, views in _to_bytes(receives).items()})
+        """Send tensors to peers and receive from peers. Both sides of a pair hold equally many
+        bytes for each other, and name each other in the same call. Raises PeerLostError."""
+        self.stream(
+            _to_bytes(sends), {peer: Buffers(views) for peer, views in _to_bytes(receives).items()}
+        )
 
     def stream(
         self,
@@ -252,8 +268,8 @@ class ControlGroup:
             raise
 
     def end_pairs(self) -> None:
-        """Let the connections go that an exchange has made, beyond the tree's. Nothing is waited for: the
-        ranks meet in a collective before the next exchange."""
+        """Let the connections go that an exchange has made, beyond the tree's. Nothing is waited
+        for: the ranks meet in a collective before the next exchange."""
         self._connections.end_pairs()
 
     def leave(self) -> None:
@@ -264,17 +280,20 @@ class ControlGroup:
 
 
 class WorkerControl(ControlGroup):
-    """Votes and point-to-point transfers of the snapshot protocol. Used by the worker thread alone."""
+    """Votes and point-to-point transfers of the snapshot protocol. Used by the worker thread
+    alone."""
 
     def rejoin(self, go_on: Callable[[], bool]) -> None:
-        """Make the connections anew, once all ranks have left the old ones, as long as ``go_on`` says so.
-        Collective; raises TransferError where a peer did not come in time, or cannot be reached."""
+        """Make the connections anew, once all ranks have left the old ones, as long as ``go_on``
+        says so. Collective; raises TransferError where a peer did not come in time, or cannot be
+        reached."""
         self.leave()
         self._connect(go_on)
 
     def vote(self, ballot: Ballot, version: VersionId) -> Ballot:
-        """All-reduce a ballot over all ranks, which must vote on the same version of the same incarnation;
-        everybody gets the same result. Raises TransferError: a peer is gone, or votes on another version."""
+        """All-reduce a ballot over all ranks, which must vote on the same version of the same
+        incarnation; everybody gets the same result. Raises TransferError: a peer is gone, or votes
+        on another version."""
         # A minimum is all that is reduced: what any rank may raise is sent negated.
         said = [getattr(ballot, name) for name in _RAISED]
         word = [int(ballot.ok), *(-int(value) for value in said)]
@@ -282,12 +301,15 @@ class WorkerControl(ControlGroup):
         ok, *raised, lowest, highest, oldest, newest = self._connections.reduce_min(word)
         if oldest != -newest:
             raise TransferError(
-                f"ranks of different starts of the job vote (incarnations {oldest} and {-newest}); this rank "
-                f"is of {version.incarnation}. Nothing is committed: the older was replaced and has to end"
+                f"ranks of different starts of the job vote (incarnations {oldest} and "
+                f"{-newest}); this rank "
+                f"is of {version.incarnation}. Nothing is committed: the older was replaced and "
+                "has to end"
             )
         if lowest != -highest:
             raise TransferError(
-                f"ranks vote on different steps ({lowest} and {-highest}); expected all at {version.step}. "
+                f"ranks vote on different steps ({lowest} and {-highest}); expected all at "
+                f"{version.step}. "
                 f"Every rank must take the same optimizer steps"
             )
         kinds = [type(value) for value in said]
@@ -304,17 +326,18 @@ def _to_bytes(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[m
     }
 
 
-# -- over sockets -----------------------------------------------------------------------------------------
+# -- over sockets ----------------------------------------------------------------------------------
 
 
 class TreeTransport(Tree):
-    """One rank's connections to the others over sockets: its place in the tree, and for exchanges one
-    connection per pair, made when the two first have something for each other. Used by one thread.
+    """One rank's connections to the others over sockets: its place in the tree, and for exchanges
+    one connection per pair, made when the two first have something for each other. Used by one
+    thread.
 
-    The bytes go from memory to memory without frames, and are checked by the checksums that travel with a
-    version; the connection itself is authenticated. Who has no room for more does not read: what was sent
-    ahead is bounded by the connections' own buffers. Where a connection of the tree ends, so does the
-    exchange.
+    The bytes go from memory to memory without frames, and are checked by the checksums that travel
+    with a version; the connection itself is authenticated. Who has no room for more does not read:
+    what was sent ahead is bounded by the connections' own buffers. Where a connection of the tree
+    ends, so does the exchange.
     """
 
     def __init__(
@@ -341,15 +364,17 @@ class TreeTransport(Tree):
         peers = sorted(sends.keys() | receives.keys())
         pairs = {peer: self._pair(peer, deadline) for peer in peers}
         flows = [
-            _PairExchange(pairs[peer], not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(()))
+            _PairExchange(
+                pairs[peer], not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(())
+            )
             for peer in peers
         ]
         self._move(flows, wake)
 
     def _pair(self, peer: int, deadline: float) -> Channel:
         if peer not in self.pairs:
-            # The lower rank calls: a pair has one connection. Who is called answers in a thread of its
-            # own, so that a ring of ranks that all call does not stand still.
+            # The lower rank calls: a pair has one connection. Who is called answers in a thread of
+            # its own, so that a ring of ranks that all call does not stand still.
             if self._rank < peer:
                 self.pairs[peer] = self._reception.call(self._endpoint_of(peer), _PAIR, deadline)
             else:
@@ -368,8 +393,8 @@ class TreeTransport(Tree):
         return self._reception.await_call(_PAIR, peer, deadline, go_on)
 
     def _move(self, flows: Sequence[_PairExchange], wake: socket.socket | None) -> None:
-        """Carry all flows to their end. Raises TimeoutError: nothing moved for ``timeout_secs``; EOFError: a
-        peer, or one that is watched, has closed its connection."""
+        """Carry all flows to their end. Raises TimeoutError: nothing moved for ``timeout_secs``;
+        EOFError: a peer, or one that is watched, has closed its connection."""
         poller = select.poll()
         for channel in self.links:
             poller.register(channel, PEER_ENDED)
@@ -454,10 +479,10 @@ def connect(
     go_on: GoOn = lambda: True,
     on_silence: OnSilence = lambda missing, secs: None,
 ) -> TreeTransport:
-    """Connect this rank with the others. Collective. ``node``: the node that this rank runs on; ranks of a
-    node meet over Unix sockets. ``timeout_secs``: to connect, and later for each collective and each
-    exchange. ``on_silence``: told, beside the log, whose answer is missing for long in a collective or an
-    exchange. Raises AuthenticationError: a rank has another secret."""
+    """Connect this rank with the others. Collective. ``node``: the node that this rank runs on;
+    ranks of a node meet over Unix sockets. ``timeout_secs``: to connect, and later for each
+    collective and each exchange. ``on_silence``: told, beside the log, whose answer is missing for
+    long in a collective or an exchange. Raises AuthenticationError: a rank has another secret."""
     joining = _JoinRecord(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
     links: list[Channel] = []
     with joining.heard(rank):
@@ -471,7 +496,10 @@ def connect(
             for caller in callers:
                 links.append(
                     reception.await_call(
-                        _TREE, caller, joining.deadline, lambda: joining.go_on() and not ended(links)
+                        _TREE,
+                        caller,
+                        joining.deadline,
+                        lambda: joining.go_on() and not ended(links),
                     )
                 )
         except BaseException as error:
@@ -481,7 +509,9 @@ def connect(
             if isinstance(error, AuthenticationError | TransferError):
                 raise
             if isinstance(error, OSError | EOFError | RuntimeError | ValueError):
-                raise TransferError(f"the ranks cannot be connected with each other: {error}") from error
+                raise TransferError(
+                    f"the ranks cannot be connected with each other: {error}"
+                ) from error
             raise
     limits = TransferLimits(
         timeout_secs, on_silence=saying(on_silence, first_on_node=joining.is_first_on_node)
@@ -493,7 +523,9 @@ def connect(
 class _JoinRecord:
     """What one rank writes to the store, and reads there."""
 
-    def __init__(self, store: Store, prefix: str, secret: bytes, deadline: float, go_on: GoOn) -> None:
+    def __init__(
+        self, store: Store, prefix: str, secret: bytes, deadline: float, go_on: GoOn
+    ) -> None:
         self._store = store
         self._prefix = prefix
         self._secret = secret
@@ -519,12 +551,16 @@ class _JoinRecord:
             self._hear_at = time.monotonic() + _HEAR_SECS
             if self._store.check([self._key("failed")]):
                 raise TransferError(
-                    f"rank {self._rank('failed')} could not connect with the others; its log says why"
+                    f"rank {self._rank('failed')} could not connect with the others; its log says "
+                    "why"
                 )
         return self._go_on()
 
-    def places(self, mine: Endpoint, world_size: int, node: str) -> tuple[Sequence[int], Endpoint | None]:
-        """Take a place; the ranks that will call this one, and where this one calls. Waits for all ranks."""
+    def places(
+        self, mine: Endpoint, world_size: int, node: str
+    ) -> tuple[Sequence[int], Endpoint | None]:
+        """Take a place; the ranks that will call this one, and where this one calls. Waits for all
+        ranks."""
         if world_size == 1:
             return (), None
         index = self._take(f"node/{node}")
@@ -537,26 +573,33 @@ class _JoinRecord:
         came = self._take("came") + 1
         if came > world_size:
             raise TransferError(
-                f"{came} ranks wanted to connect, expected {world_size}: torch's store holds what earlier "
+                f"{came} ranks wanted to connect, expected {world_size}: torch's store holds what "
+                "earlier "
                 "processes of this job wrote. Start them with a new store (reft launch does)"
             )
         if came == world_size:
             self._set("whole", "1")
         self._await_all(world_size)
-        # All listen now: what is left takes no rank long, and one that has died meanwhile does not say so.
+        # All listen now: what is left takes no rank long, and one that has died meanwhile does not
+        # say so.
         self.deadline = min(self.deadline, time.monotonic() + CONNECT_SECS)
-        callers = [self._rank(f"at/{node}/{i}") for i in find_children(index, self._count(f"node/{node}"))]
+        callers = [
+            self._rank(f"at/{node}/{i}") for i in find_children(index, self._count(f"node/{node}"))
+        ]
         if leader is None:
             return callers, self.endpoint_of(self._rank(f"at/{node}/{find_parent(index)}"))
         callers += [self._rank(f"leader/{i}") for i in find_children(leader, self._count("nodes"))]
-        return callers, self.endpoint_of(self._rank(f"leader/{find_parent(leader)}")) if leader else None
+        return callers, self.endpoint_of(
+            self._rank(f"leader/{find_parent(leader)}")
+        ) if leader else None
 
     def endpoint_of(self, rank: int) -> Endpoint:
         packed = bytes.fromhex(self._store.get(self._key(f"rank/{rank}")).decode())
         return Endpoint.unpack(packed, self._secret)
 
     def _await_all(self, world_size: int) -> None:
-        # Asked again and again: a blocking wait would keep the process's other threads from the store.
+        # Asked again and again: a blocking wait would keep the process's other threads from the
+        # store.
         looks = Backoff(_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS)
         while not self._store.check([self._key("whole")]):
             if not self.go_on() or time.monotonic() > self.deadline:
@@ -582,8 +625,8 @@ class _JoinRecord:
 
 
 def shared_secret(store: Store, key: str, make: Callable[[], bytes]) -> bytes:
-    """Bytes that the first who asks makes and the others read: whoever can read the store can take part, as
-    in torch's own groups."""
+    """Bytes that the first who asks makes and the others read: whoever can read the store can take
+    part, as in torch's own groups."""
     if store.add(f"{key}/first", 1) == 1:
         store.set(key, make().hex())
     return bytes.fromhex(store.get(key).decode())

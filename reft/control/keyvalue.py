@@ -1,9 +1,10 @@
-"""The rendezvous store: a table of bytes for those who know the secret (P11), kept on disk where wanted.
+"""The rendezvous store: a table of bytes for those who know the secret (P11), kept on disk where
+wanted.
 
-It takes the place of torch's TCPStore, which serves whoever reaches its port and has no option to ask for a
-secret. etcd (:mod:`reft.job.rendezvous.etcd`) outlives its host, but is one more server to install and to
-keep; this one lives in a launcher. One request, one answer: ``[operation, arguments...]`` and ``[True,
-result]`` or ``[False, why not]``.
+It takes the place of torch's TCPStore, which serves whoever reaches its port and has no option to
+ask for a secret. etcd (:mod:`reft.job.rendezvous.etcd`) outlives its host, but is one more server
+to install and to keep; this one lives in a launcher. One request, one answer: ``[operation,
+arguments...]`` and ``[True, result]`` or ``[False, why not]``.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ class StoreError(RuntimeError):
 
 
 class RendezvousStore(ABC):
-    """A client; what reft needs of a ``torch.distributed.Store``. Safe to use from several threads. Every
-    method is bounded and raises StoreError if the store does not answer in time. ``keeps_leases``: a holder
-    of a name has to come back in time; otherwise it is its connection that tells."""
+    """A client; what reft needs of a ``torch.distributed.Store``. Safe to use from several threads.
+    Every method is bounded and raises StoreError if the store does not answer in time.
+    ``keeps_leases``: a holder of a name has to come back in time; otherwise it is its connection
+    that tells."""
 
     prefix: str = ""  # put before every key
     _timeout_secs = 30.0
@@ -88,8 +90,11 @@ class RendezvousStore(ABC):
         """Whether it was there."""
 
     @abstractmethod
-    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> tuple[bool, bytes | None]:
-        """Set ``key`` if it holds ``expected`` (None: nothing); whether it was set, and what it holds now."""
+    def compare_set(
+        self, key: str, expected: bytes | None, value: bytes
+    ) -> tuple[bool, bytes | None]:
+        """Set ``key`` if it holds ``expected`` (None: nothing); whether it was set, and what it
+        holds now."""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; raises TimeoutError."""
@@ -97,17 +102,19 @@ class RendezvousStore(ABC):
         deadline, looks = time.monotonic() + secs, Backoff(_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS)
         while not self.check(keys):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no node wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s")
+                raise TimeoutError(
+                    f"no node wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s"
+                )
             time.sleep(looks.failed())
 
     @abstractmethod
     def hold(self, name: str, secs: float) -> None:
-        """Be known by ``name`` for as long as this process is connected; where the store keeps leases, for
-        ``secs`` from now on."""
+        """Be known by ``name`` for as long as this process is connected; where the store keeps
+        leases, for ``secs`` from now on."""
 
     def alive(self, prefix: str) -> frozenset[str]:
-        """The names with that prefix whose holders live now; nobody where the store keeps no leases: its
-        clients then tell each other by heartbeats in what they share."""
+        """The names with that prefix whose holders live now; nobody where the store keeps no
+        leases: its clients then tell each other by heartbeats in what they share."""
         return frozenset()
 
     @abstractmethod
@@ -115,7 +122,8 @@ class RendezvousStore(ABC):
         """Who held a name that begins with ``prefix`` and does so no more: seconds by name."""
 
     def time(self) -> float | None:
-        """Seconds since 1970 by the store's clock, which its clients share; None where it tells no time."""
+        """Seconds since 1970 by the store's clock, which its clients share; None where it tells no
+        time."""
         return None
 
     def local_address(self) -> str:
@@ -144,8 +152,8 @@ _PURPOSE = b"rendezvous state"
 
 
 class KeyValueServer:
-    """Serves a table to everybody who knows the secret. ``table``: what it holds from the start. ``journal``:
-    keeps the table on disk, and has that of an earlier server."""
+    """Serves a table to everybody who knows the secret. ``table``: what it holds from the start.
+    ``journal``: keeps the table on disk, and has that of an earlier server."""
 
     def __init__(
         self,
@@ -168,7 +176,9 @@ class KeyValueServer:
             "compare_set": self._compare_set,
             "time": time.time,
             "left": lambda prefix: {
-                name: time.monotonic() - at for name, at in self._left.items() if name.startswith(prefix)
+                name: time.monotonic() - at
+                for name, at in self._left.items()
+                if name.startswith(prefix)
             },
         }
         self._server = AuthenticatedServer(listener, secret, PURPOSE, self._serve_until_it_ends)
@@ -199,12 +209,13 @@ class KeyValueServer:
                     self._left[name] = now
                 self._left = {n: at for n, at in self._left.items() if now - at < _LEFT_SECS}
 
-    # -- what is asked for, by one client after the other -------------------------------------------
+    # -- what is asked for, by one client after the other ------------------------------------------
 
     def _set(self, key: str, value: bytes) -> None:
         if not isinstance(key, str) or not isinstance(value, bytes):
             raise TypeError(
-                f"found {type(key).__name__} and {type(value).__name__}; expected a key of text and bytes"
+                f"found {type(key).__name__} and {type(value).__name__}; expected a key of text "
+                "and bytes"
             )
         self._table[key] = value
         if self._journal is not None:
@@ -229,7 +240,9 @@ class KeyValueServer:
         return [True, value]
 
 
-def relay_store(listener: socket.socket, secret: bytes, store: RendezvousStore) -> AuthenticatedServer:
+def relay_store(
+    listener: socket.socket, secret: bytes, store: RendezvousStore
+) -> AuthenticatedServer:
     """Another store, for those on this host who speak to a :class:`KeyValueServer`."""
     operations: dict[str, Callable[..., Any]] = {
         "get": store.peek,
@@ -243,7 +256,9 @@ def relay_store(listener: socket.socket, secret: bytes, store: RendezvousStore) 
 
 
 def _serve(
-    channel: Channel, operations: Mapping[str, Callable[..., Any]], lock: AbstractContextManager[object]
+    channel: Channel,
+    operations: Mapping[str, Callable[..., Any]],
+    lock: AbstractContextManager[object],
 ) -> None:
     while True:
         request = channel.receive()
@@ -257,10 +272,13 @@ def _serve(
 
 
 class KeyValueStore(RendezvousStore):
-    """A client of :class:`KeyValueServer`. Connects at the first request and again at the next one after the
-    connection broke. ``timeout_secs``: for every request, and for the keys that :meth:`get` waits for."""
+    """A client of :class:`KeyValueServer`. Connects at the first request and again at the next one
+    after the connection broke. ``timeout_secs``: for every request, and for the keys that
+    :meth:`get` waits for."""
 
-    def __init__(self, endpoint: str, secret: bytes, *, timeout_secs: float = 30.0, prefix: str = "") -> None:
+    def __init__(
+        self, endpoint: str, secret: bytes, *, timeout_secs: float = 30.0, prefix: str = ""
+    ) -> None:
         self.prefix = prefix
         self._endpoint = endpoint
         self._line = _Line(endpoint, secret, timeout_secs)
@@ -271,7 +289,9 @@ class KeyValueStore(RendezvousStore):
         return self._endpoint
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._line.ask("set", self.prefix + key, value.encode() if isinstance(value, str) else value)
+        self._line.ask(
+            "set", self.prefix + key, value.encode() if isinstance(value, str) else value
+        )
 
     def peek(self, key: str) -> bytes | None:
         value: bytes | None = self._line.ask("get", self.prefix + key)
@@ -287,7 +307,9 @@ class KeyValueStore(RendezvousStore):
     def delete(self, key: str) -> bool:
         return bool(self._line.ask("delete", self.prefix + key))
 
-    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> tuple[bool, bytes | None]:
+    def compare_set(
+        self, key: str, expected: bytes | None, value: bytes
+    ) -> tuple[bool, bytes | None]:
         done, held = self._line.ask("compare_set", self.prefix + key, expected, value)
         return bool(done), held
 
@@ -296,7 +318,8 @@ class KeyValueStore(RendezvousStore):
         self._line.hold(self.prefix + name)
 
     def left(self, prefix: str) -> dict[str, float]:
-        """The kernel ends the connection of a process that dies; that of a host which dies stays."""
+        """The kernel ends the connection of a process that dies; that of a host which dies
+        stays."""
         found: dict[str, float] = self._line.ask("left", self.prefix + prefix)
         return {name.removeprefix(self.prefix): secs for name, secs in found.items()}
 
@@ -328,7 +351,9 @@ class _Line:
         with self._lock:
             was_connected = self._channel is not None
             if not was_connected and time.monotonic() < self._refused_until:
-                raise StoreError(f"the rendezvous store at {self._endpoint} did not answer its last request")
+                raise StoreError(
+                    f"the rendezvous store at {self._endpoint} did not answer its last request"
+                )
             try:
                 try:
                     done, result = self._ask_once(operation, *arguments)
@@ -349,7 +374,8 @@ class _Line:
                     f"the rendezvous store at {self._endpoint} does not answer: {error}"
                 ) from error
             except BaseException:
-                # A signal's exception, too: an answer left unread would be taken for the next one's.
+                # A signal's exception, too: an answer left unread would be taken for the next
+                # one's.
                 self._drop()
                 raise
         if not done:
@@ -382,8 +408,8 @@ class _Line:
 
 
 class _HeldName:
-    """Keeps a name at the rendezvous store for as long as this process lives. A connection that breaks is
-    made again at once, by a thread of its own."""
+    """Keeps a name at the rendezvous store for as long as this process lives. A connection that
+    breaks is made again at once, by a thread of its own."""
 
     def __init__(self, dial: Callable[[], Channel], name: str) -> None:
         self._dial = dial
@@ -430,14 +456,16 @@ class _HeldName:
 
 
 class Journal:
-    """Of one server at a time. ``directory``: where it is kept; made if it is missing, for its user alone.
-    Raises ConfigError: the directory cannot be used, or another server uses it. Raises
+    """Of one server at a time. ``directory``: where it is kept; made if it is missing, for its user
+    alone. Raises ConfigError: the directory cannot be used, or another server uses it. Raises
     AuthenticationError: somebody else has written there."""
 
     def __init__(self, directory: Path, secret: bytes) -> None:
         self._path = directory / _FILE
         self._secret = secret
-        unusable = f"--state-dir {directory} cannot be used: {{}}; give a directory that you may write to"
+        unusable = (
+            f"--state-dir {directory} cannot be used: {{}}; give a directory that you may write to"
+        )
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -446,8 +474,13 @@ class Journal:
         base = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
         self._base: sqlite3.Connection | None = base
         try:
-            # Locked for as long as it is open. A host that goes down may take the newest entries along.
-            for setting in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL"):
+            # Locked for as long as it is open. A host that goes down may take the newest entries
+            # along.
+            for setting in (
+                "locking_mode = EXCLUSIVE",
+                "journal_mode = WAL",
+                "synchronous = NORMAL",
+            ):
                 base.execute(f"PRAGMA {setting}")
             base.execute("CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB)")
             found = base.execute("SELECT key, value FROM entries")
@@ -458,17 +491,19 @@ class Journal:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
                     raise ConfigError(unusable.format(error)) from error
                 raise ConfigError(
-                    f"another `reft rendezvous` keeps its state in {directory}: end it, or give this one its "
+                    f"another `reft rendezvous` keeps its state in {directory}: end it, or give "
+                    "this one its "
                     f"own --state-dir"
                 ) from error
             raise AuthenticationError(
-                f"{self._path} was not written with this user's secret, or was changed: give back the secret "
+                f"{self._path} was not written with this user's secret, or was changed: give back "
+                "the secret "
                 f"that it was written with, or remove it and the job's state with it"
             ) from error
 
     def note(self, table: Mapping[str, bytes], key: str) -> None:
-        """``key`` of ``table`` was changed, or deleted. A disk that fails is told once, and ends the journal:
-        nothing that is out of date is read later."""
+        """``key`` of ``table`` was changed, or deleted. A disk that fails is told once, and ends
+        the journal: nothing that is out of date is read later."""
         if self._base is None:
             return
         try:

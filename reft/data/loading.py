@@ -5,14 +5,15 @@
         for batch in loader:
             ...
 
-torch's ``DataLoader`` reads: workers, prefetch, pinning and collation are its own. What it reads follows
-from :mod:`reft.data.order`. The position counts what was handed out, not what was read ahead; to come back
-sets two numbers.
+torch's ``DataLoader`` reads: workers, prefetch, pinning and collation are its own. What it reads
+follows from :mod:`reft.data.order`. The position counts what was handed out, not what was read
+ahead; to come back sets two numbers.
 
-Random numbers of a sample follow from (seed, epoch, sample), never from a worker's state: before it is read,
-the generators of Python, NumPy and torch (on the CPU) are seeded for it; so they are for the collation of a
-batch, by its first sample. A sample is therefore the same to the bit in every worker, in the process that
-trains, whose generators are put back behind it, and when it is read again after a failure.
+Random numbers of a sample follow from (seed, epoch, sample), never from a worker's state: before it
+is read, the generators of Python, NumPy and torch (on the CPU) are seeded for it; so they are for
+the collation of a batch, by its first sample. A sample is therefore the same to the bit in every
+worker, in the process that trains, whose generators are put back behind it, and when it is read
+again after a failure.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ _DECIDED = {
 
 
 class Progress(PassReader):
-    """Where one pass over a :class:`Loader` is; it outlives the iterator, and does not keep the loader
-    alive."""
+    """Where one pass over a :class:`Loader` is; it outlives the iterator, and does not keep the
+    loader alive."""
 
     def __init__(self, loader: Any, follow: Callable[[Any], None], began: JobPosition) -> None:
         super().__init__(loader)
@@ -71,8 +72,8 @@ class Progress(PassReader):
         self.began = self.at = at
         self.taken = 0
         self.ends_step: bool | None = None
-        """Whether the batch that was handed out last is the replica's last of its step; None: all replicas
-        have equally many."""
+        """Whether the batch that was handed out last is the replica's last of its step; None: all
+        replicas have equally many."""
         self.counts = self.unwatched = self.evaluates = self.is_trained = False
         self.era = WATCH.resuming
         self.moves += 1
@@ -129,13 +130,15 @@ class Loader(TrackedLoader[Progress]):
         """Batches of a whole pass; a TypeError where replicas take as many as they come to."""
         if self._batches.step_samples is not None:
             raise TypeError(
-                f"the loader {self.name!r} has no length: each replica takes micro-batches at its own speed"
+                f"the loader {self.name!r} has no length: each replica takes micro-batches at its "
+                "own speed"
             )
         return len(self.deal)
 
     @property
     def epoch(self) -> int:
-        """Number of the running pass, counted from 0; of the one to go on in, after a resumption."""
+        """Number of the running pass, counted from 0; of the one to go on in, after a
+        resumption."""
         restored, one = self._to_go_on_at(), self._pass
         return restored.epoch if restored is not None else 0 if one is None else one.at.epoch
 
@@ -149,7 +152,8 @@ class Loader(TrackedLoader[Progress]):
         followed = self._followed
         if self._left_within_step and followed not in (None, progress) and self.replica[1] > 1:
             raise ConfigError(
-                f'the loop over the loader {self.name!r} was left within a step: with order="dynamic" '
+                f"the loop over the loader {self.name!r} was left within a step: with "
+                'order="dynamic" '
                 "replicas have different numbers of micro-batches and would start the next pass at "
                 "different steps. Leave the loop where loader.ends_step is true: count steps, not "
                 "micro-batches"
@@ -157,8 +161,10 @@ class Loader(TrackedLoader[Progress]):
         mine, engines = self._batches.step_samples, WATCH.step_samples()
         if mine is not None and engines is not None and mine != engines:
             raise ConfigError(
-                f"the loader {self.name!r} has steps of {mine} samples (step_samples), but the engine has "
-                f"steps of {engines} (train_batch_size), by which its gradients would be weighted. Write "
+                f"the loader {self.name!r} has steps of {mine} samples (step_samples), but the "
+                "engine has "
+                f"steps of {engines} (train_batch_size), by which its gradients would be "
+                "weighted. Write "
                 f"reft.data.loader(..., step_samples=engine.train_batch_size())"
             )
         self._followed, self._left_within_step = progress, progress.ends_step is False
@@ -171,8 +177,8 @@ class Loader(TrackedLoader[Progress]):
 
     @property
     def ends_step(self) -> bool | None:
-        """Of ``order="dynamic"``, whether the batch that training takes next, or has just taken, is the
-        replica's last one of its step; else None. A look changes nothing."""
+        """Of ``order="dynamic"``, whether the batch that training takes next, or has just taken, is
+        the replica's last one of its step; else None. A look changes nothing."""
         one = self._followed
         if one is not None and one.is_held and not (one.is_trained and one.ends_step):
             return one.ends_step
@@ -196,29 +202,35 @@ class Loader(TrackedLoader[Progress]):
         if replicas > 1 and not self._has_left_out:
             self._has_left_out = True
             logger.warning(
-                "the data set of the loader %r raised an error: if the script continues, replica %d skips "
-                "that micro-batch and the others do not, so their positions differ from now on and this "
-                "replica's pass ends sooner. Catch errors within the data set, and give another sample",
+                "the data set of the loader %r raised an error: if the script continues, replica "
+                "%d skips "
+                "that micro-batch and the others do not, so their positions differ from now on "
+                "and this "
+                "replica's pass ends sooner. Catch errors within the data set, and give another "
+                "sample",
                 self.name,
                 rank,
             )
 
     def _to_go_on_at(self) -> JobPosition | None:
-        """The restored position, until a step is trained from it, or its pass read to the end: passes begun
-        before begin there."""
+        """The restored position, until a step is trained from it, or its pass read to the end:
+        passes begun before begin there."""
         one = self._pass
         if one is not None and (one.counts or one.era is None or one.era is not WATCH.resuming):
             self._restored = None
         return self._restored
 
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
-        """None where the script deals out to others than the replicas, which :meth:`wrong` names."""
+        """None where the script deals out to others than the replicas, which :meth:`wrong`
+        names."""
         if self.replica[1] != replicas:
             return None
         batches = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         return {**self._order.facts(), **batches, "step_samples": self._batches.step_samples}
 
-    def position(self, upcoming: PassReader | None = None, *, begins: bool = False) -> dict[str, Any] | None:
+    def position(
+        self, upcoming: PassReader | None = None, *, begins: bool = False
+    ) -> dict[str, Any] | None:
         at, one = self._to_go_on_at(), self._pass
         if isinstance(upcoming, Progress) and upcoming in self._passes():
             one = upcoming
@@ -253,16 +265,18 @@ class Loader(TrackedLoader[Progress]):
         if self._given is None or self._given == known:
             return None
         return (
-            f"the loader {self.name!r} reads samples for replica {self._given[0]} of {self._given[1]}, "
-            f"but this rank trains replica {known[0]} of {known[1]}: some samples would be used twice and "
+            f"the loader {self.name!r} reads samples for replica {self._given[0]} of "
+            f"{self._given[1]}, "
+            f"but this rank trains replica {known[0]} of {known[1]}: some samples would be used "
+            "twice and "
             "others never. Remove dp_rank and dp_size: reft takes them from the engine"
         )
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """A micro-batch that was read, or the data set's ``error`` in its place. ``at`` and ``step_end``: see
-    :class:`~reft.data.order.ConsumedSamples`."""
+    """A micro-batch that was read, or the data set's ``error`` in its place. ``at`` and
+    ``step_end``: see :class:`~reft.data.order.ConsumedSamples`."""
 
     batch: Any
     error: Exception | None
@@ -279,7 +293,8 @@ class ReadAhead:
         self._taken = ConsumedSamples()
         self._moves = 0
         self._ahead: deque[_Batch] = deque()
-        """Where replicas take unequally many: read to know which is the last of a step, not handed out."""
+        """Where replicas take unequally many: read to know which is the last of a step, not handed
+        out."""
         self._ended_at: JobPosition | None = None  # behind the last step whose end was handed out
 
     def __iter__(self) -> ReadAhead:
@@ -307,7 +322,8 @@ class ReadAhead:
         step_end = self._ahead[0].step_end
         ends = None if step_end is None else not self._is_followed(step_end)
         read = self._ahead.popleft()
-        # Of a step that ends here the whole is consumed: a version goes on behind what was left out.
+        # Of a step that ends here the whole is consumed: a version goes on behind what was left
+        # out.
         progress.at = step_end if ends and step_end is not None else read.at
         if read.error is not None:
             self._leave_out(progress.at, read.error, no_other=bool(ends) and replicas > 1)
@@ -323,8 +339,9 @@ class ReadAhead:
         return read.batch
 
     def _is_followed(self, step_end: JobPosition) -> bool:
-        """Whether another one of the same step that can be read comes next. Else the next one is the last of
-        its step: the replica would not see the step's end, and the others would wait for it."""
+        """Whether another one of the same step that can be read comes next. Else the next one is
+        the last of its step: the replica would not see the step's end, and the others would wait
+        for it."""
         number = 1
         while True:
             if len(self._ahead) == number:
@@ -338,8 +355,8 @@ class ReadAhead:
             number += 1
 
     def _read(self) -> _Batch:
-        """Raises what does not leave a micro-batch out: the end, workers that died or are late, or a failure
-        to take one."""
+        """Raises what does not leave a micro-batch out: the end, workers that died or are late, or
+        a failure to take one."""
         if self._taken.failed is not None:
             raise self._taken.failed
         received = count_received(self._inner)
@@ -358,8 +375,10 @@ class ReadAhead:
         self._owner.left_out()
         if no_other and self._ended_at != at:
             raise ConfigError(
-                f"this replica has no micro-batch of the step that can be read, and the others wait for it "
-                f"({type(error).__name__}: {error}); expected one or more: catch errors within the data set, "
+                "this replica has no micro-batch of the step that can be read, and the others "
+                "wait for it "
+                f"({type(error).__name__}: {error}); expected one or more: catch errors within "
+                "the data set, "
                 f"and give another sample"
             ) from error
         raise error
@@ -380,36 +399,39 @@ def loader(
     name: str = "data",
     **options: Any,
 ) -> Loader:
-    """A loader in the place of torch's ``DataLoader``, which deals samples out to data-parallel replicas. Its
-    position is part of the version: after a failure, and at another data-parallel degree, every sample of an
-    epoch is trained on exactly once.
+    """A loader in the place of torch's ``DataLoader``, which deals samples out to data-parallel
+    replicas. Its position is part of the version: after a failure, and at another data-parallel
+    degree, every sample of an epoch is trained on exactly once.
 
     Args:
         dataset: has a length, and gives a sample for an index.
         batch_size: samples of a replica in a micro-batch.
         shuffle: read in an order that follows from (seed, epoch).
         seed: of the order, and of the samples' random numbers.
-        drop_last: leave out what does not fill a micro-batch; else the last one of a pass is smaller, its
-            samples spread evenly over the replicas.
+        drop_last: leave out what does not fill a micro-batch; else the last one of a pass is
+            smaller, its samples spread evenly over the replicas.
         order: ``"static"``, in which every replica has equally many micro-batches of a step; or
-            ``"dynamic"``, in which replicas take them as they come to them, and a slow one takes fewer: see
-            docs/data.md for the loop that this needs. A resumed run is equal to the bit with the static
-            order only.
-        step_samples: of ``"dynamic"``, samples of a step of all replicas: DeepSpeed's ``train_batch_size``.
+            ``"dynamic"``, in which replicas take them as they come to them, and a slow one takes
+            fewer: see docs/data.md for the loop that this needs. A resumed run is equal to the bit
+            with the static order only.
+        step_samples: of ``"dynamic"``, samples of a step of all replicas: DeepSpeed's
+            ``train_batch_size``.
         collate_fn: makes a batch of a list of samples; None: torch's.
-        dp_rank: this rank's replica; None: the engine's, before there is one that of torch.distributed.
+        dp_rank: this rank's replica; None: the engine's, before there is one that of
+            torch.distributed.
         dp_size: number of replicas; None: likewise.
         name: where a script has several, one for each; the same after a restart.
         options: of ``DataLoader``: ``num_workers``, ``prefetch_factor``, ``pin_memory``,
-            ``persistent_workers``, ``worker_init_fn``, ``timeout``, ``multiprocessing_context``. With
-            ``order="dynamic"`` the prefetch factor is 1 where none is given.
+            ``persistent_workers``, ``worker_init_fn``, ``timeout``, ``multiprocessing_context``.
+            With ``order="dynamic"`` the prefetch factor is 1 where none is given.
 
     Raises:
         ConfigError: the data set has no indices, or an option would decide the order.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
-            f"found {class_path(dataset)}; expected a data set with a length and indices. Streams are read "
+            f"found {class_path(dataset)}; expected a data set with a length and indices. Streams "
+            "are read "
             f"by a loader that knows its position, such as torchdata's StatefulDataLoader or "
             f"mosaicml-streaming's StreamingDataLoader (docs/data.md)"
         )
@@ -417,12 +439,14 @@ def loader(
         raise ConfigError(f"found batch_size {batch_size}; expected 1 or more samples")
     if order not in ("static", "dynamic") or (order == "dynamic") != (step_samples is not None):
         raise ConfigError(
-            f"found order {order!r} with step_samples {step_samples}; expected 'static' without, or "
+            f"found order {order!r} with step_samples {step_samples}; expected 'static' without, "
+            "or "
             f"'dynamic' with the samples of a step of all replicas: DeepSpeed's train_batch_size"
         )
     if not options.get("in_order", True):
         raise ConfigError(
-            "reft.data.loader takes no in_order=False: a position counts batches in their order, and "
+            "reft.data.loader takes no in_order=False: a position counts batches in their order, "
+            "and "
             "those that were overtaken would be trained on twice, or not at all. Leave it out"
         )
     for option, instead in _DECIDED.items():
@@ -454,7 +478,8 @@ def _replica(dp_rank: int | None, dp_size: int | None) -> tuple[int, int] | None
         return None
     if dp_rank is None or dp_size is None or not 0 <= dp_rank < dp_size:
         raise ConfigError(
-            f"found dp_rank {dp_rank} and dp_size {dp_size}; expected 0 <= dp_rank < dp_size, or none"
+            f"found dp_rank {dp_rank} and dp_size {dp_size}; expected 0 <= dp_rank < dp_size, or "
+            "none"
         )
     return dp_rank, dp_size
 
@@ -464,9 +489,9 @@ _current: list[int] = []
 
 
 def sample_seed() -> int:
-    """The seed of the sample that is being read, or of the batch that is being collated: 64 bits that follow
-    from (seed, epoch, sample) alone. For generators of one's own, such as a device's; those of Python, NumPy
-    and torch are seeded already.
+    """The seed of the sample that is being read, or of the batch that is being collated: 64 bits
+    that follow from (seed, epoch, sample) alone. For generators of one's own, such as a device's;
+    those of Python, NumPy and torch are seeded already.
 
     Raises:
         RuntimeError: no loader of ``reft.data`` is reading.
@@ -481,8 +506,8 @@ def sample_seed() -> int:
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Whatever is drawn within leaves no trace in the process that trains. Workers' generators are seeded
-    before they are used."""
+    """Whatever is drawn within leaves no trace in the process that trains. Workers' generators are
+    seeded before they are used."""
     here = capture_host_rng() if get_worker_info() is None else None
     try:
         yield

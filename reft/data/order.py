@@ -1,10 +1,11 @@
-"""Which samples a step trains on, a pure function of the position, equal on every rank; and which a replica
-reads.
+"""Which samples a step trains on, a pure function of the position, equal on every rank; and which a
+replica reads.
 
-A position counts the samples that the whole job has consumed, not the batches of a replica. The order of an
-epoch follows from (seed, epoch) alone. So a position means the same at every data-parallel degree, with any
-number of workers, and the rest of an epoch can be dealt out anew at any sample (CheckFreq's resumable
-iterator, completed for elastic data parallelism: keep the global sample index, re-shard the tail).
+A position counts the samples that the whole job has consumed, not the batches of a replica. The
+order of an epoch follows from (seed, epoch) alone. So a position means the same at every
+data-parallel degree, with any number of workers, and the rest of an epoch can be dealt out anew at
+any sample (CheckFreq's resumable iterator, completed for elastic data parallelism: keep the global
+sample index, re-shard the tail).
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def mix(*keys: int) -> int:
 
 
 class Permutation:
-    """A bijection of ``0..n-1`` chosen by ``keys``, which needs no memory and never changes with a library's
-    version: a Feistel network over the smallest even number of bits that holds ``n`` values, walked until the
-    value falls below ``n``."""
+    """A bijection of ``0..n-1`` chosen by ``keys``, which needs no memory and never changes with a
+    library's
+    version: a Feistel network over the smallest even number of bits that holds ``n`` values, walked
+    until the value falls below ``n``."""
 
     def __init__(self, n: int, *keys: int) -> None:
         if not 0 < n < 1 << 62:
@@ -79,8 +81,8 @@ class Permutation:
 
 @dataclass(frozen=True)
 class JobPosition:
-    """Where the job is in its data: in the pass ``epoch``, counted from 0, after ``consumed`` samples that
-    the whole job has consumed, or dropped, since the first pass began."""
+    """Where the job is in its data: in the pass ``epoch``, counted from 0, after ``consumed``
+    samples that the whole job has consumed, or dropped, since the first pass began."""
 
     epoch: int = 0
     consumed: int = 0
@@ -88,16 +90,16 @@ class JobPosition:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The samples of a data set of ``size``, in their order or, if ``shuffle``, in one chosen by (``seed``,
-    epoch)."""
+    """The samples of a data set of ``size``, in their order or, if ``shuffle``, in one chosen by
+    (``seed``, epoch)."""
 
     size: int
     seed: int
     shuffle: bool
 
     def part(self, first: int, count: int, part: slice) -> list[tuple[int, int]]:
-        """(epoch, sample) of each of one replica's ``part`` of the ``count`` samples of a micro-batch, the
-        first of which is at position ``first``, counted through all epochs."""
+        """(epoch, sample) of each of one replica's ``part`` of the ``count`` samples of a
+        micro-batch, the first of which is at position ``first``, counted through all epochs."""
         positions = np.arange(first, first + count, dtype=np.int64)[part]
         epochs = positions // self.size
         return list(zip(epochs.tolist(), self.samples(positions).tolist(), strict=True))
@@ -122,12 +124,12 @@ class SampleOrder:
 class EpochPartition:
     """How the ``size`` samples of an epoch are dealt out to ``dp_size`` replicas.
 
-    A micro-batch takes ``batch_size * dp_size`` samples that follow each other. The last one of a pass is
-    smaller, its samples spread as evenly as they can be, or left out if ``drop_last``. No replica is ever
-    without a sample in a micro-batch, so that all replicas make equally many: the last but one gives samples
-    to the last if needed. Where that cannot be (batches of one sample; a degree that has grown within the
-    last micro-batch), the rest, fewer samples than replicas, is read with the first micro-batch of the next
-    pass.
+    A micro-batch takes ``batch_size * dp_size`` samples that follow each other. The last one of a
+    pass is smaller, its samples spread as evenly as they can be, or left out if ``drop_last``. No
+    replica is ever without a sample in a micro-batch, so that all replicas make equally many: the
+    last but one gives samples to the last if needed. Where that cannot be (batches of one sample; a
+    degree that has grown within the last micro-batch), the rest, fewer samples than replicas, is
+    read with the first micro-batch of the next pass.
     """
 
     size: int
@@ -138,9 +140,14 @@ class EpochPartition:
     def __post_init__(self) -> None:
         least = self.full if self.drop_last else self.dp_size
         if self.size < least:
-            what = "batch_size samples for each replica" if self.drop_last else "a sample for each replica"
+            what = (
+                "batch_size samples for each replica"
+                if self.drop_last
+                else "a sample for each replica"
+            )
             raise ConfigError(
-                f"found {self.size} samples for {self.dp_size} replicas with batch_size {self.batch_size}; "
+                f"found {self.size} samples for {self.dp_size} replicas with batch_size "
+                f"{self.batch_size}; "
                 f"expected at least {least}, {what}: give more data, or start fewer replicas"
             )
 
@@ -168,13 +175,14 @@ class EpochPartition:
         return JobPosition(at.epoch, at.consumed + self.next(at))
 
     def next_pass(self, at: JobPosition) -> JobPosition:
-        """Where the pass behind that of ``at`` begins. Of a pass that was left before its end, the rest is
-        left out."""
+        """Where the pass behind that of ``at`` begins. Of a pass that was left before its end, the
+        rest is left out."""
         carried = not self.drop_last and self.next(at) == 0
         return JobPosition(at.epoch + 1, at.consumed if carried else (at.epoch + 1) * self.size)
 
     def part(self, count: int, dp_rank: int) -> slice:
-        """A replica's of the ``count`` samples of a micro-batch: as many as others have, or one more."""
+        """A replica's of the ``count`` samples of a micro-batch: as many as others have, or one
+        more."""
         return slice(count * dp_rank // self.dp_size, count * (dp_rank + 1) // self.dp_size)
 
     def __len__(self) -> int:
@@ -191,19 +199,22 @@ def encode(at: JobPosition, order: SampleOrder) -> dict[str, Any]:
 
 
 def decode(saved: Mapping[str, Any], order: SampleOrder, name: str) -> JobPosition:
-    """The inverse of :func:`encode`; a ConfigError where the position belongs to other data or another
-    order."""
+    """The inverse of :func:`encode`; a ConfigError where the position belongs to other data or
+    another order."""
     for key, have in {"version": _STATE_VERSION, **order.facts()}.items():
         if saved.get(key) != have:
             raise ConfigError(
-                f"the position of the loader {name!r} was taken with {key} {saved.get(key)!r}, but this "
-                f"job has {have!r}: the remaining samples would be wrong. Make the loader with the same "
+                f"the position of the loader {name!r} was taken with {key} {saved.get(key)!r}, "
+                "but this "
+                f"job has {have!r}: the remaining samples would be wrong. Make the loader with "
+                "the same "
                 "settings, or start a job with another job_id"
             )
     return JobPosition(int(saved["epoch"]), int(saved["consumed"]))
 
 
-# -- which samples a replica reads, micro-batch by micro-batch: batch samplers for torch's ``DataLoader``
+# -- which samples a replica reads, micro-batch by micro-batch: batch samplers for torch's
+# ``DataLoader``
 
 Keys = list[tuple[int, int]]
 """(epoch, sample) of each sample of a micro-batch."""
@@ -211,9 +222,12 @@ _alone = HashStore()
 
 
 def shares_store() -> bool:
-    """Whether torch.distributed's store is that of the starts before this one too: torchrun's is, that of
-    ``reft launch`` is not."""
-    return ENV_LAUNCHER_PID not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    """Whether torch.distributed's store is that of the starts before this one too: torchrun's is,
+    that of ``reft launch`` is not."""
+    return (
+        ENV_LAUNCHER_PID not in os.environ
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    )
 
 
 def job_store(replicas: int) -> Any:
@@ -222,15 +236,18 @@ def job_store(replicas: int) -> Any:
     if dist.is_available() and dist.is_initialized():
         if shares_store():
             raise ConfigError(
-                "found torchrun's store, which holds the samples that earlier starts took; expected a new "
+                "found torchrun's store, which holds the samples that earlier starts took; "
+                "expected a new "
                 "store for each start: start the script with `reft launch`, or set "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
             )
         return dist.distributed_c10d._get_default_store()
     if replicas > 1:
         raise ConfigError(
-            f"found {replicas} replicas and no torch.distributed; expected its store, through which they "
-            f'share out the data: call deepspeed.init_distributed() first, or leave order="dynamic" out'
+            f"found {replicas} replicas and no torch.distributed; expected its store, through "
+            "which they "
+            "share out the data: call deepspeed.init_distributed() first, or leave "
+            'order="dynamic" out'
         )
     return _alone
 
@@ -241,30 +258,35 @@ def readers(replicas: int) -> int:
 
 
 def explain_refusal(loader: str, why_equal: str | None) -> str | None:
-    """What is wrong with ``order="dynamic"`` where replicas have to train on equally many micro-batches."""
+    """What is wrong with ``order="dynamic"`` where replicas have to train on equally many
+    micro-batches."""
     return why_equal and (
-        f'{loader} has order="dynamic", in which replicas train on unequal numbers of micro-batches, but '
+        f'{loader} has order="dynamic", in which replicas train on unequal numbers of '
+        "micro-batches, but "
         f'{why_equal}. Leave order="dynamic" and step_samples out'
     )
 
 
 class SharedLedger:
-    """Which micro-batch of a step each replica has taken (DLRover's dynamic sharding, within a step).
+    """Which micro-batch of a step each replica has taken (DLRover's dynamic sharding, within a
+    step).
 
-    Every take is a line in ``store``, appended by compare-and-set behind the last one that its writer has
-    read. So every process reads the same takes in the same order, a micro-batch is handed out once, and no
-    coordinator can die. ``todo``: what there is to take, the lowest first; the same in every process."""
+    Every take is a line in ``store``, appended by compare-and-set behind the last one that its
+    writer has read. So every process reads the same takes in the same order, a micro-batch is
+    handed out once, and no coordinator can die. ``todo``: what there is to take, the lowest first;
+    the same in every process."""
 
     def __init__(self, store: Any, prefix: str, todo: Iterable[int]) -> None:
         self._store = store
         self._prefix = prefix
         self._todo = sorted(todo)
         self._takers: list[tuple[int, int]] = []
-        """By line: the replica, and the number of its takes. The n-th line takes the n-th of ``todo``."""
+        """By line: the replica, and the number of its takes. The n-th line takes the n-th of
+        ``todo``."""
 
     def take(self, replica: int, number: int) -> int | None:
-        """What a replica's ``number``-th take gives, counted from 0; None: nothing is left. Ranks of one
-        replica that take with the same number are given the same."""
+        """What a replica's ``number``-th take gives, counted from 0; None: nothing is left. Ranks
+        of one replica that take with the same number are given the same."""
         taker = (replica, number)
         while self._store.check([self._next_key]):
             self._read(self._store.get(self._next_key))
@@ -274,8 +296,8 @@ class SharedLedger:
         return self._todo[self._takers.index(taker)] if taker in self._takers else None
 
     def leave(self, readers: int) -> None:
-        """This process was told that nothing is left, and reads no line any more. The last of all readers
-        takes the lines out of the store, so that none is missing to one that is late."""
+        """This process was told that nothing is left, and reads no line any more. The last of all
+        readers takes the lines out of the store, so that none is missing to one that is late."""
         if self._store.add(f"{self._prefix}/left", 1) == readers:
             for name in (*range(len(self._takers)), "left"):
                 self._store.delete_key(f"{self._prefix}/{name}")
@@ -293,8 +315,10 @@ class SharedLedger:
 class ConsumedSamples:
     """What a pass's batch sampler has given out to be read, and was not yet handed out."""
 
-    # by micro-batch, the position behind it, and where its step ends, if replicas have unequally many of a
-    # step: then the position is where the step begins, since its last one alone brings the job to its end
+    # by micro-batch, the position behind it, and where its step ends, if replicas have unequally
+    # many of a
+    # step: then the position is where the step begins, since its last one alone brings the job to
+    # its end
     ahead: deque[tuple[JobPosition, JobPosition | None]] = field(default_factory=deque)
     # of steps of which none is left to take, with their ends
     ledgers: deque[tuple[JobPosition, SharedLedger]] = field(default_factory=deque)
@@ -309,7 +333,8 @@ class ConsumedSamples:
 
 
 class StaticBatches:
-    """A batch sampler in the static order: every replica has its part of every micro-batch of the job."""
+    """A batch sampler in the static order: every replica has its part of every micro-batch of the
+    job."""
 
     step_samples: int | None = None
     """Samples of a step of all replicas; None: it is not bound to one."""
@@ -324,8 +349,8 @@ class StaticBatches:
         return EpochPartition(self.order.size, self.batch_size, replicas, self.drop_last)
 
     def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> ConsumedSamples:
-        """The next iteration reads on from ``at``, within a pass. ``loads``: how often this process has
-        loaded a version; the same on every rank."""
+        """The next iteration reads on from ``at``, within a pass. ``loads``: how often this process
+        has loaded a version; the same on every rank."""
         taken = ConsumedSamples()
         self._pass = self._noted(self._rest(at, replica, loads, taken), taken)
         return taken
@@ -354,17 +379,20 @@ class StaticBatches:
 
 
 BEGUN: Counter[tuple[str, int, int]] = Counter()
-"""How many loaders of a name this process has begun to read, for each replica and number of replicas."""
+"""How many loaders of a name this process has begun to read, for each replica and number of
+replicas."""
 
 
 class SharedBatches(StaticBatches):
-    """The micro-batches of a step are taken by the replicas as they come to them: a slow one takes fewer.
+    """The micro-batches of a step are taken by the replicas as they come to them: a slow one takes
+    fewer.
 
-    A step trains on the samples that follow the position, as in the static order; which replica trains on
-    which of its micro-batches is written in a ledger in the job's store. So a position is what it is in the
-    static order, and a version that is loaded gives back all that was taken behind it. Every replica has its
-    first micro-batch of a step by its number, so that none is without; the rest is taken when it is to be
-    read. Who begins a pass again before training on it is given what he had taken.
+    A step trains on the samples that follow the position, as in the static order; which replica
+    trains on which of its micro-batches is written in a ledger in the job's store. So a position is
+    what it is in the static order, and a version that is loaded gives back all that was taken
+    behind it. Every replica has its first micro-batch of a step by its number, so that none is
+    without; the rest is taken when it is to be read. Who begins a pass again before training on it
+    is given what he had taken.
     """
 
     step_samples: int
@@ -398,7 +426,8 @@ class SharedBatches(StaticBatches):
         if (micro_batches := self.step_samples // self.batch_size) < replica[1]:
             raise ConfigError(
                 f"found {micro_batches} micro-batches in a step of {self.step_samples} samples for "
-                f"{replica[1]} replicas; expected one or more for each: give a larger step_samples, or a "
+                f"{replica[1]} replicas; expected one or more for each: give a larger "
+                "step_samples, or a "
                 f"smaller batch_size"
             )
         if self._number is None:
@@ -414,7 +443,9 @@ class SharedBatches(StaticBatches):
         while deal.next(at):
             behind = deal.behind(at)
             # Of the pass too: a position comes again in the next one.
-            key = f"reft.data/{self._name}/{replicas}/{self._number}/{loads}/{at.epoch}/{at.consumed}"
+            key = (
+                f"reft.data/{self._name}/{replicas}/{self._number}/{loads}/{at.epoch}/{at.consumed}"
+            )
             ledger = SharedLedger(job_store(replicas), key, rest)
             piece: int | None = rank
             number = 0

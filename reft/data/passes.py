@@ -1,8 +1,9 @@
 """One pass over a ``DataLoader``, and how to come back into the middle of it (P8).
 
-The order of a pass follows from the random states at its beginning. To come back, the pass is begun again
-under these states, and the samples that were taken are skipped by their indices: no data is loaded for them,
-and nothing of an earlier pass is repeated. The script's own random states are as before.
+The order of a pass follows from the random states at its beginning. To come back, the pass is begun
+again under these states, and the samples that were taken are skipped by their indices: no data is
+loaded for them, and nothing of an earlier pass is repeated. The script's own random states are as
+before.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from reft.state.codec import class_path
 
 @dataclass(frozen=True)
 class DistributedPass:
-    """A pass that torch's ``DistributedSampler`` deals out to the replicas. Its order is the same at every
-    degree, so that a position in it is one of the whole job: sample ``n`` is replica ``n % replicas``'s.
-    ``cuts``: whether the sampler leaves out what the replicas cannot share evenly; else it repeats
-    samples."""
+    """A pass that torch's ``DistributedSampler`` deals out to the replicas. Its order is the same
+    at every degree, so that a position in it is one of the whole job: sample ``n`` is replica ``n %
+    replicas``'s. ``cuts``: whether the sampler leaves out what the replicas cannot share evenly;
+    else it repeats samples."""
 
     samples: int
     replicas: int
@@ -45,8 +46,8 @@ class DistributedPass:
         return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
 
     def taken_at(self, taken: int, replicas: int) -> int | None:
-        """Batches that a replica has taken where the job has consumed what it has after ``taken`` batches of
-        this degree; None where a batch of the other degree does not begin there."""
+        """Batches that a replica has taken where the job has consumed what it has after ``taken``
+        batches of this degree; None where a batch of the other degree does not begin there."""
         other = replace(self, replicas=replicas)
         if taken >= self.batches:
             return other.batches
@@ -65,8 +66,8 @@ def find_distribution(loader: Any) -> DistributedPass | None:
 
 
 def find_order(loader: Any, replicas: int) -> dict[str, Any] | None:
-    """What has to be equal on all ranks of the order that a ``DistributedSampler`` deals out to all replicas;
-    None where it is another one, which may be meant to differ."""
+    """What has to be equal on all ranks of the order that a ``DistributedSampler`` deals out to all
+    replicas; None where it is another one, which may be meant to differ."""
     dealt = find_distribution(loader)
     if dealt is None or dealt.replicas != replicas:
         return None
@@ -77,20 +78,22 @@ def find_order(loader: Any, replicas: int) -> dict[str, Any] | None:
 class Position:
     """Where training is in a pass."""
 
-    start: dict[str, Any]  # random states when the pass was begun, with those of the loader's own generators
+    # random states when the pass was begun, with those of the loader's own generators
+    start: dict[str, Any]
     # random states when the first batch was asked for, where something was drawn in between
     first: dict[str, Any] | None
     taken: int  # batches that were taken, of ``length``
     length: int | None  # None: the loader cannot tell
     source: str
     number: int = 0  # of the pass, for loaders that count them
-    # whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had read an
-    # earlier pass, or it was begun before anybody watched
+    # whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had
+    # read an earlier pass, or it was begun before anybody watched
     renewed: bool = False
     ahead: dict[str, Any] | None = (
         None  # random states when the batch was read that was read ahead of training
     )
-    # whether the next pass begins anew: it was about to begin, or this one was read while no engine trained
+    # whether the next pass begins anew: it was about to begin, or this one was read while no engine
+    # trained
     evaluates: bool = False
     dealt: dict[str, Any] | None = (
         None  # how the replicas share the pass, as of ``DistributedPass``; None: not known
@@ -112,14 +115,16 @@ class Position:
         )
 
     def at_degree(self, old: int, new: int) -> Position | None:
-        """The position of a replica where ``new`` of them go on with what ``old`` have left; None where no
-        batch of theirs begins there, or the order is not known to be the job's."""
+        """The position of a replica where ``new`` of them go on with what ``old`` have left; None
+        where no batch of theirs begins there, or the order is not known to be the job's."""
         dealt = None if self.dealt is None else DistributedPass(**self.dealt)
         taken = None if dealt is None or dealt.replicas != old else dealt.taken_at(self.taken, new)
         if dealt is None or taken is None:
             return None
         now = replace(dealt, replicas=new)
-        return replace(self, taken=taken, length=now.batches, first=None, ahead=None, dealt=asdict(now))
+        return replace(
+            self, taken=taken, length=now.batches, first=None, ahead=None, dealt=asdict(now)
+        )
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:
@@ -165,7 +170,8 @@ def described(loader: Any) -> str:
 
 
 def reads_lazily(loader: Any) -> bool:
-    """Whether samples are chosen when batches are asked for; worker processes are given theirs at once."""
+    """Whether samples are chosen when batches are asked for; worker processes are given theirs at
+    once."""
     return int(getattr(loader, "num_workers", 0)) == 0
 
 
@@ -175,7 +181,8 @@ class PassReader:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.taken = 0  # batches that were handed out
-        self.counts = False  # whether it was trained on or read to its end; a look at a batch makes no epoch
+        # whether it was trained on or read to its end; a look at a batch makes no epoch
+        self.counts = False
         self.unwatched = False
         """Whether it counts only as long as there is no engine, which would train on another."""
         self.evaluates = False
@@ -183,7 +190,8 @@ class PassReader:
         self.era: object = None  # the resumption that it was begun or moved in
         self.handle: weakref.ref[Any] | None = None  # to the script's iterator
         self.follow: weakref.WeakMethod[Any] | None = None
-        """Called when a batch is trained on, by a loader that reft brings back by itself. The reference is
+        """Called when a batch is trained on, by a loader that reft brings back by itself. The
+        reference is
         weak: a loader that the script does not keep goes with its iterator."""
 
     @property
@@ -199,8 +207,8 @@ class PassReader:
 
 
 class LoaderIterator(PassReader):
-    """The iterator of one pass: the loader's own, counted. ``inner``, of which nothing was taken, was begun
-    under the random states ``start``; ``adopted``: before anybody watched."""
+    """The iterator of one pass: the loader's own, counted. ``inner``, of which nothing was taken,
+    was begun under the random states ``start``; ``adopted``: before anybody watched."""
 
     def __init__(
         self,
@@ -221,10 +229,12 @@ class LoaderIterator(PassReader):
         self._inner = inner
         self._watch = watch
         self._renewed = renewed or adopted
-        self._read = 0  # batches that were read: as many as were taken, or those that are read ahead as well
+        # batches that were read: as many as were taken, or those that are read ahead as well
+        self._read = 0
         self._before_read: dict[str, Any] | None = None
         self._read_under: dict[str, Any] | None = None
-        """The random states of the next batch, where it is not to be read under those that training uses."""
+        """The random states of the next batch, where it is not to be read under those that training
+        uses."""
         self._first: dict[str, Any] | None = None
         self._notes_first = reads_lazily(loader)
         self._begun: dict[str, Any] | None = None if adopted else capture_start(loader)
@@ -300,12 +310,21 @@ class LoaderIterator(PassReader):
 
     def adopt(self, other: LoaderIterator) -> None:
         """Become another pass over the same loader, of which nothing was taken."""
-        for name in ("start", "natural", "era", "_inner", "_first", "_notes_first", "_begun", "_renewed"):
+        for name in (
+            "start",
+            "natural",
+            "era",
+            "_inner",
+            "_first",
+            "_notes_first",
+            "_begun",
+            "_renewed",
+        ):
             setattr(self, name, getattr(other, name))
 
     def go_to(self, position: Position, *, skip: bool = True) -> None:
-        """Become the pass of ``position``: behind what was taken of it, or at its beginning. The random
-        states that training uses stay as they are."""
+        """Become the pass of ``position``: behind what was taken of it, or at its beginning. The
+        random states that training uses stay as they are."""
         taken = position.taken if skip else 0
         self._inner = positioned(self.loader, position, taken)
         self.start, self._first, self._notes_first = position.start, position.first, False
@@ -317,9 +336,12 @@ class LoaderIterator(PassReader):
 
 
 def _has_stateful_items(loader: Any) -> bool:
-    """Whether reading items changes a state of the data set that it can tell. Skipped items are not read."""
+    """Whether reading items changes a state of the data set that it can tell. Skipped items are not
+    read."""
     data = loader.dataset
-    return objects.is_stateful(data) and not isinstance(data, IterableDataset) and reads_here(loader)
+    return (
+        objects.is_stateful(data) and not isinstance(data, IterableDataset) and reads_here(loader)
+    )
 
 
 def restore_items(loader: Any, position: Position) -> None:
@@ -362,11 +384,15 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
 
 
 def leave_behind(loader: Any, position: Position) -> None:
-    """Put what the loader itself keeps, its own generators and persistent workers, where the pass of
-    ``position`` leaves them: at its end, or where an evaluation was broken off. At most one batch is
-    loaded."""
+    """Put what the loader itself keeps, its own generators and persistent workers, where the pass
+    of ``position`` leaves them: at its end, or where an evaluation was broken off. At most one
+    batch is loaded."""
     waits = getattr(loader, "persistent_workers", False) and not has_workers(loader)
-    own = own_generators(loader) or any(capture_samplers(loader)) or any(position.start.get("samplers", ()))
+    own = (
+        own_generators(loader)
+        or any(capture_samplers(loader))
+        or any(position.start.get("samplers", ()))
+    )
     if position.length is None or not (waits or own):
         return
     before = capture_samplers(loader)
@@ -385,19 +411,23 @@ def has_workers(loader: Any) -> bool:
 
 
 def is_within(loader: Any) -> bool | None:
-    """Whether the pass that is about to begin was begun before and broken off: Megatron's random sampler
-    goes on behind the samples that the job has consumed. None: that is not known."""
+    """Whether the pass that is about to begin was begun before and broken off: Megatron's random
+    sampler goes on behind the samples that the job has consumed. None: that is not known."""
     sampler: Any = getattr(loader, "batch_sampler", None)
     left_out = getattr(sampler, "last_batch_size", None)
-    return None if left_out is None else sampler.consumed_samples % (sampler.total_samples - left_out) != 0
+    return (
+        None
+        if left_out is None
+        else sampler.consumed_samples % (sampler.total_samples - left_out) != 0
+    )
 
 
 ORIGINAL = "_reft_original"  # of ``__iter__`` of a class that is watched: the class's own
 
 
 def raw_iterator(loader: Any) -> Iterator[Any]:
-    """What ``DataLoader.__iter__`` gives where nobody watches. Not iter(): a subclass with an __iter__ of its
-    own asks for this one, and is not to be asked again."""
+    """What ``DataLoader.__iter__`` gives where nobody watches. Not iter(): a subclass with an
+    __iter__ of its own asks for this one, and is not to be asked again."""
     iterate = DataLoader.__iter__
     while (original := getattr(iterate, ORIGINAL, None)) is not None:
         iterate = original
@@ -410,14 +440,14 @@ def count_received(iterator: Iterator[Any]) -> int | None:
 
 
 def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
-    """Whether torch's iterator goes on behind the batch in whose place it has raised an error: one of the
-    data set, and not that workers have died or are late."""
+    """Whether torch's iterator goes on behind the batch in whose place it has raised an error: one
+    of the data set, and not that workers have died or are late."""
     return received is None or count_received(iterator) != received
 
 
 class SkippingSampler:
-    """A sampler without its first draws. ``before``: sets the random states for the draws that are made at
-    once, in which most samplers choose the whole order; None: those that are there."""
+    """A sampler without its first draws. ``before``: sets the random states for the draws that are
+    made at once, in which most samplers choose the whole order; None: those that are there."""
 
     def __init__(self, sampler: Any, skip: int) -> None:
         self._sampler = sampler
@@ -443,13 +473,14 @@ class SkippingSampler:
 
 
 def of_inner(outer: Any, inner: str, name: str) -> Any:
-    """An attribute that ``outer`` lacks, of what it wraps. A copy that is being made wraps nothing yet."""
+    """An attribute that ``outer`` lacks, of what it wraps. A copy that is being made wraps nothing
+    yet."""
     if inner not in vars(outer):
         raise AttributeError(f"{type(outer).__name__!r} object has no attribute {name!r}")
     return getattr(vars(outer)[inner], name)
 
 
 def iterates_itself(loader: Any) -> bool:
-    """Whether it is of a subclass with an ``__iter__`` of its own: what that does with batches, nobody can
-    tell."""
+    """Whether it is of a subclass with an ``__iter__`` of its own: what that does with batches,
+    nobody can tell."""
     return type(loader).__iter__ is not DataLoader.__iter__

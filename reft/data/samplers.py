@@ -1,9 +1,10 @@
-"""State that a loader's samplers keep from pass to pass, and that of a data set which says that it has one.
+"""State that a loader's samplers keep from pass to pass, and that of a data set which says that it
+has one.
 
-A pass is begun again from the state at its beginning. Of torch's own samplers that is their generator, of
-others what their ``state_dict`` returns, or else their attributes: random generators of three kinds, and
-numbers, texts and collections of them that have changed since the sampler was first seen. What has not
-changed is a setting, which the script makes the same or means to change.
+A pass is begun again from the state at its beginning. Of torch's own samplers that is their
+generator, of others what their ``state_dict`` returns, or else their attributes: random generators
+of three kinds, and numbers, texts and collections of them that have changed since the sampler was
+first seen. What has not changed is a setting, which the script makes the same or means to change.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ def holders(loader: Any) -> list[Any]:
     found = [loader]
     for holder in found:  # which grows: samplers hold samplers
         inner = (getattr(holder, name, None) for name in ("sampler", "batch_sampler"))
-        new = [held for held in inner if held is not None and all(held is not known for known in found)]
+        new = [
+            held for held in inner if held is not None and all(held is not known for known in found)
+        ]
         found += new if len(found) < MOST_SAMPLERS else ()
     return found
 
 
 def capture_samplers(loader: Any) -> list[dict[str, Any]]:
-    """Of every sampler that is not torch's own, and of a data set that is read in order: its state, encoded
-    by attribute."""
+    """Of every sampler that is not torch's own, and of a data set that is read in order: its state,
+    encoded by attribute."""
     return [capture(owner) for owner in _owners(loader)]
 
 
@@ -42,8 +45,8 @@ def restore_samplers(loader: Any, saved: list[dict[str, Any]]) -> None:
 
 
 def find_changes(before: list[dict[str, Any]], loader: Any, start: list[dict[str, Any]]) -> None:
-    """A pass was replayed from ``start``. What that left as it was at its beginning is again as ``before``
-    the replay: the script may have set it for the next pass."""
+    """A pass was replayed from ``start``. What that left as it was at its beginning is again as
+    ``before`` the replay: the script may have set it for the next pass."""
     for owner, was, begun in zip(_owners(loader), before, start, strict=False):
         now = capture(owner)
         kept = {name: value for name, value in now.items() if value != begun.get(name)}

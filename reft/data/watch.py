@@ -1,10 +1,10 @@
 """What scripts do with their ``DataLoader``\\ s, while an engine is under reft's care.
 
-``DataLoader.__iter__`` returns a :class:`~reft.data.passes.LoaderIterator` then, which behaves alike and
-counts. What a script draws in order to get back to where it was, before its first step after a resumption,
-leaves no trace: passes are begun in the order of the one that the version was in, and every batch is read
-under the random states of the version, so that the first batch that is trained on, and all behind it, are the
-undisturbed run's (P8).
+``DataLoader.__iter__`` returns a :class:`~reft.data.passes.LoaderIterator` then, which behaves
+alike and counts. What a script draws in order to get back to where it was, before its first step
+after a resumption, leaves no trace: passes are begun in the order of the one that the version was
+in, and every batch is read under the random states of the version, so that the first batch that is
+trained on, and all behind it, are the undisturbed run's (P8).
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ from reft.state.codec import class_path
 if TYPE_CHECKING:
     from reft.engine.data import DataPosition
 
-# -- Accelerate's loaders read a batch ahead, to know the last one: what counts is what they handed out
+# -- Accelerate's loaders read a batch ahead, to know the last one: what counts is what they handed
+# out
 
 ITERATION = "iteration"
 """Of a ``DataLoaderShard``: the number of its pass, which decides the order of some samplers."""
 DISPATCHED = (
-    "Accelerate's DataLoaderDispatcher, which reads on rank 0 for all ranks, so that its position is not "
+    "Accelerate's DataLoaderDispatcher, which reads on rank 0 for all ranks, so that its position "
+    "is not "
     "restored. Have every rank read its own part: write"
     """
     config = accelerate.utils.DataLoaderConfiguration(dispatch_batches=False)
@@ -87,8 +89,8 @@ def is_dispatched() -> bool:
 
 
 class StatefulReader(PassReader):
-    """An iterator of torchdata's ``StatefulDataLoader``, whose position the script keeps. The state of a step
-    is taken aside before each of its batches is read."""
+    """An iterator of torchdata's ``StatefulDataLoader``, whose position the script keeps. The state
+    of a step is taken aside before each of its batches is read."""
 
     def __init__(self, loader: Any, inner: Iterator[Any], watch: LoaderHook) -> None:
         super().__init__(loader)
@@ -151,7 +153,8 @@ class ResumePhase:
             one = watch.begin(loader, draws=False)
             one.natural = False
         elif position is None or self._at_end:
-            # The version was at the end of its pass: this one may be the next, with draws that count.
+            # The version was at the end of its pass: this one may be the next, with draws that
+            # count.
             if position is not None:
                 leave_behind(loader, position)
             restore_rng(self._rng)
@@ -165,7 +168,8 @@ class ResumePhase:
         if self.begins is not None and self._is_training():
             self.begins()
         if not isinstance(one, LoaderIterator):
-            # Of reft.data.loader, or of a loader whose state the script has loaded: both are in position.
+            # Of reft.data.loader, or of a loader whose state the script has loaded: both are in
+            # position.
             if self._is_training():
                 restore_rng(self._rng)
             return
@@ -176,15 +180,16 @@ class ResumePhase:
             one.adopt(self.begin(one.loader, watch))
         if self._position is not None:
             restore_items(one.loader, self._position)
-        # Of a placed pass the first batch is trained on; of another pass the script may skip batches.
+        # Of a placed pass the first batch is trained on; of another pass the script may skip
+        # batches.
         placed = one.follow is not None and not one.reads_ahead and one in self._placed
         self._placed.append(one)
         if not (one.natural or placed):
             restore_rng(self._rng)
 
     def after_last(self, one: LoaderIterator) -> bool:
-        """Whether the script is known to be where the version was: at the end of the pass that reft went back
-        to. At the end of another as long as that it may be there."""
+        """Whether the script is known to be where the version was: at the end of the pass that reft
+        went back to. At the end of another as long as that it may be there."""
         position = self._position
         if position is None or one.taken != position.taken or not self._concerns(one.loader):
             return False
@@ -197,13 +202,15 @@ class LoaderHook:
     def __init__(self) -> None:
         self._listeners: list[DataPosition] = []
         """Of the engines that train on what is read."""
-        self._patched: list[tuple[Any, Any]] = []  # classes whose ``__iter__`` is watched, each with its own
+        # classes whose ``__iter__`` is watched, each with its own
+        self._patched: list[tuple[Any, Any]] = []
         self.resuming: ResumePhase | None = None
         self.reopens = False
-        """Whether the program begins its loaders behind what was taken of them: the random states that are
-        loaded, its own or a version's, are behind the draws by which they were begun."""
+        """Whether the program begins its loaders behind what was taken of them: the random states
+        that are loaded, its own or a version's, are behind the draws by which they were begun."""
         self.openings: dict[int, Callable[[Any], LoaderIterator]] = {}
-        """By the identity of loaders that others are about to iterate over: what makes their pass."""
+        """By the identity of loaders that others are about to iterate over: what makes their
+        pass."""
 
     def join(self, listener: DataPosition) -> None:
         self._listeners.append(listener)
@@ -211,7 +218,9 @@ class LoaderHook:
             return
         self._patch(
             DataLoader,
-            lambda original, loader: self.open(loader) if get_worker_info() is None else original(loader),
+            lambda original, loader: (
+                self.open(loader) if get_worker_info() is None else original(loader)
+            ),
         )
         if (kind := shard_class()) is not None:
 
@@ -222,7 +231,9 @@ class LoaderHook:
 
             self._patch(kind, iterate)
 
-        stateful = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
+        stateful = getattr(
+            sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None
+        )
         if stateful is not None:
             self._patch(stateful, self._open_stateful)
 
@@ -261,8 +272,8 @@ class LoaderHook:
         return one
 
     def hand_out(self, shard: Any, begin: Callable[[Any], LoaderIterator]) -> Iterator[Any]:
-        """One pass of a shard, counted batch by batch as it is handed out. ``begin``: makes the pass of the
-        shard's own ``DataLoader``."""
+        """One pass of a shard, counted batch by batch as it is handed out. ``begin``: makes the
+        pass of the shard's own ``DataLoader``."""
         iterate = dict(self._patched).get(shard_class(), type(shard).__iter__)
         begun: list[LoaderIterator] = []
 
@@ -285,7 +296,8 @@ class LoaderHook:
             self.openings.pop(id(shard.base_dataloader), None)
 
     def begin(self, loader: Any, *, draws: bool = True) -> LoaderIterator:
-        """A pass under the random states that are there, which stay as they are if it ``draws`` nothing."""
+        """A pass under the random states that are there, which stay as they are if it ``draws``
+        nothing."""
         start, renewed = capture_start(loader), has_workers(loader)
         inner = raw_iterator(loader)
         if not draws:
@@ -328,8 +340,8 @@ class LoaderHook:
             self.resuming = None
 
     def replica(self) -> tuple[int, int]:
-        """This rank's replica and the number of replicas: the engine's; before there is one, the rank and
-        world of torch.distributed."""
+        """This rank's replica and the number of replicas: the engine's; before there is one, the
+        rank and world of torch.distributed."""
         known = (listener.replica() for listener in reversed(self._listeners))
         return next((one for one in known if one is not None), process())
 
@@ -349,7 +361,8 @@ def process() -> tuple[int, int]:
 WATCH = LoaderHook()
 
 
-# -- loaders by name, and their positions in a version that was loaded before or after the script made them
+# -- loaders by name, and their positions in a version that was loaded before or after the script
+# made them
 
 KINDS = ("resumable", "samples")
 """Where positions stand in a version: those of :func:`resumable`, and of ``reft.data.loader``."""
@@ -393,7 +406,9 @@ class TrackedLoader(ABC, Generic[R]):
         """What has to be equal on all ranks, where it deals out to so many replicas; else None."""
 
     @abstractmethod
-    def position(self, upcoming: PassReader | None = None, *, begins: bool = False) -> dict[str, Any] | None:
+    def position(
+        self, upcoming: PassReader | None = None, *, begins: bool = False
+    ) -> dict[str, Any] | None:
         """Where the next step reads; None where nothing was begun.
 
         Args:
@@ -417,7 +432,8 @@ class Registry:
         self._waiting = dict[tuple[str, str], dict[str, Any]]()
 
     def add(self, loader: TrackedLoader[Any]) -> dict[str, Any] | None:
-        """Returns the position of a version that was loaded before the script has made its loader."""
+        """Returns the position of a version that was loaded before the script has made its
+        loader."""
         self._named[loader.kind, loader.name] = loader
         return self._waiting.pop((loader.kind, loader.name), None)
 
@@ -425,7 +441,8 @@ class Registry:
         """A ConfigError where another loader has the name."""
         if self._named.get((loader.kind, loader.name)) is not loader:
             raise ConfigError(
-                f"found two loaders that are resumable under the name {loader.name!r}; expected one name "
+                f"found two loaders that are resumable under the name {loader.name!r}; expected "
+                "one name "
                 f"each: write {loader.call}, name='...')"
             )
 
@@ -435,12 +452,14 @@ class Registry:
 
     def orders(self, replicas: int) -> dict[str, dict[str, Any]]:
         """What they read, by name, where all ranks have to read the same."""
-        found = {name: loader.order_facts(replicas) for (_, name), loader in sorted(self._named.items())}
+        found = {
+            name: loader.order_facts(replicas) for (_, name), loader in sorted(self._named.items())
+        }
         return {f"the loader {name!r}": facts for name, facts in found.items() if facts is not None}
 
     def positions(self, upcoming: PassReader | None = None, begins: Any = None) -> dict[str, Any]:
-        """By kind and name. ``upcoming``: the pass that is about to be read; ``begins``: the torch loader of
-        which a pass is about to begin."""
+        """By kind and name. ``upcoming``: the pass that is about to be read; ``begins``: the torch
+        loader of which a pass is about to begin."""
         found = dict[str, Any]()
         for (kind, name), loader in sorted(self._named.items()):
             position = loader.position(upcoming, begins=begins is not None and loader.reads(begins))
@@ -465,8 +484,8 @@ LOADERS = Registry()
 
 class ResumableLoader(TrackedLoader[LoaderIterator]):
     """Made by :func:`resumable`, for a script that iterates over it itself, before or after
-    ``engine.load_checkpoint``. Attributes that it does not have are the loader's; without reft attached it is
-    the loader."""
+    ``engine.load_checkpoint``. Attributes that it does not have are the loader's; without reft
+    attached it is the loader."""
 
     kind, call = "resumable", "reft.resumable(loader"
 
@@ -475,7 +494,8 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
         self._loader = loader
         saved = LOADERS.add(self)
         self._restored = None if saved is None else Position(**saved)
-        self._moved = False  # whether a version was loaded while a pass is being read that cannot move
+        # whether a version was loaded while a pass is being read that cannot move
+        self._moved = False
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -485,14 +505,17 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
 
     @property
     def epoch(self) -> int:
-        """Number of the running pass, counted from 0; of the one to go on in, after a resumption."""
+        """Number of the running pass, counted from 0; of the one to go on in, after a
+        resumption."""
         at = self._to_go_on_at() or self._pass
         return 0 if at is None else at.number
 
     def __iter__(self) -> Iterator[Any]:
         LOADERS.require_named(self)
         return (
-            self._of_shard() if is_shard(self._loader) else _RetainedIterator(self, self._begin(self._loader))
+            self._of_shard()
+            if is_shard(self._loader)
+            else _RetainedIterator(self, self._begin(self._loader))
         )
 
     def _of_shard(self) -> Iterator[Any]:
@@ -501,7 +524,9 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
             again = self._moved = False
             restored = self._to_go_on_at()
             if restored is not None:
-                shard.iteration = restored.start[ITERATION] + (restored.evaluates and restored.complete)
+                shard.iteration = restored.start[ITERATION] + (
+                    restored.evaluates and restored.complete
+                )
             taken = 0
             for batch in WATCH.hand_out(shard, self._begin):
                 taken += 1
@@ -533,9 +558,15 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
     def reads(self, loader: Any) -> bool:
         return loader in (self._loader, getattr(self._loader, "base_dataloader", None))
 
-    def position(self, upcoming: PassReader | None = None, *, begins: bool = False) -> dict[str, Any] | None:
+    def position(
+        self, upcoming: PassReader | None = None, *, begins: bool = False
+    ) -> dict[str, Any] | None:
         found = self._to_go_on_at()
-        one = upcoming if isinstance(upcoming, LoaderIterator) and upcoming in self._passes() else self._pass
+        one = (
+            upcoming
+            if isinstance(upcoming, LoaderIterator) and upcoming in self._passes()
+            else self._pass
+        )
         if found is None and one is not None:
             found = one.position()
             if begins or found.evaluates:
@@ -546,8 +577,11 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
         return 0 if self._pass is None else self._pass.number + self._pass.counts
 
     def _to_go_on_at(self) -> Position | None:
-        """The restored position, until a step is trained from it: passes begun before begin there."""
-        if self._pass is not None and (self._pass.era is None or self._pass.era is not WATCH.resuming):
+        """The restored position, until a step is trained from it: passes begun before begin
+        there."""
+        if self._pass is not None and (
+            self._pass.era is None or self._pass.era is not WATCH.resuming
+        ):
             self._restored = None
         return self._restored
 
@@ -564,8 +598,8 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
 
 
 class _RetainedIterator:
-    """The iterator of a pass. It keeps the resumable loader, which :data:`LOADERS` does not: a script may
-    iterate over one that it has no name for."""
+    """The iterator of a pass. It keeps the resumable loader, which :data:`LOADERS` does not: a
+    script may iterate over one that it has no name for."""
 
     def __init__(self, owner: ResumableLoader, one: LoaderIterator) -> None:
         self._owner = owner
@@ -586,7 +620,8 @@ class _RetainedIterator:
 
 
 def resumable(loader: Any, name: str = "data") -> Any:
-    """Have the position of a ``DataLoader`` restored with the training state, to the batch and the bit.
+    """Have the position of a ``DataLoader`` restored with the training state, to the batch and the
+    bit.
 
     The loader's own order is kept. What ``reft.data.loader`` makes goes on at another data-parallel
     degree too, and is resumable already: it is returned as it is.
@@ -605,7 +640,8 @@ def resumable(loader: Any, name: str = "data") -> Any:
     if not isinstance(loader, DataLoader) or (iterates_itself(loader) and not is_shard(loader)):
         own = ", which has an __iter__ of its own" if isinstance(loader, DataLoader) else ""
         raise ConfigError(
-            f"found {class_path(loader)}{own}; expected a torch.utils.data.DataLoader, whose order can be "
+            f"found {class_path(loader)}{own}; expected a torch.utils.data.DataLoader, whose "
+            "order can be "
             f"resumed. Keep the position of other data in reft.attach(engine, client_state=...)"
         )
     return ResumableLoader(loader, name)

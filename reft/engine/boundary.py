@@ -1,19 +1,21 @@
 """Which host state a step begins with (P2).
 
-A version is the state with which the next step begins. For tensors that is the moment at which the training
-forward pass (or ``train_batch``) begins. For host state (generators, position in the data, schedulers, client
-state) that is too late: the script has read its batch by then, and a resumed script reads it once more. So
-the host state is taken aside before the script reads from a loader. That is only a candidate:
+A version is the state with which the next step begins. For tensors that is the moment at which the
+training forward pass (or ``train_batch``) begins. For host state (generators, position in the data,
+schedulers, client state) that is too late: the script has read its batch by then, and a resumed
+script reads it once more. So the host state is taken aside before the script reads from a loader.
+That is only a candidate:
 
 - a training forward pass makes the candidate of the pass that it trains on final;
 - an evaluation's forward pass discards the candidate of the pass that it reads;
-- further reads of the same pass change nothing: a script may read all micro-batches of a step at once.
+- further reads of the same pass change nothing: a script may read all micro-batches of a step at
+  once.
 
 Where the script itself says that a step begins (``reft.begin_step``), the state there is final.
 
-A script that reads from no loader has no candidate. Its host state is the one at the forward pass, but for
-the random generators: what was drawn since the optimizer step, or since the last evaluation, most likely made
-the batch, and is drawn again.
+A script that reads from no loader has no candidate. Its host state is the one at the forward pass,
+but for the random generators: what was drawn since the optimizer step, or since the last
+evaluation, most likely made the batch, and is drawn again.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from reft.state.blob import capture_rng
 logger = logging.getLogger(__name__)
 
 Encoded = Callable[[], bytes | bytearray]
-"""Returns the encoded host state. Whatever may change is encoded before; called on the worker thread."""
+"""Returns the encoded host state. Whatever may change is encoded before; called on the worker
+thread."""
 Capture = Callable[[dict[str, Any] | None], Encoded]
 """Captures the host state as it is now, with the given random states (as ``random_states`` of
 :class:`StepBoundary` returned them), or with the present ones if none are given."""
@@ -37,7 +40,8 @@ Capture = Callable[[dict[str, Any] | None], Encoded]
 
 @dataclass
 class _Candidate:
-    """Host state before a loader was asked for a batch. ``read``: the pass; None while it is being begun."""
+    """Host state before a loader was asked for a batch. ``read``: the pass; None while it is being
+    begun."""
 
     read: PassReader | None
     encoded: Encoded | None  # None: it could not be captured
@@ -48,7 +52,8 @@ class StepBoundary:
 
     Args:
         capture: captures the host state of the engine.
-        repeats_draws: whether what the script draws without a loader, before a step begins, makes its batch.
+        repeats_draws: whether what the script draws without a loader, before a step begins, makes
+            its batch.
         random_states: returns the states of all generators that are part of the host state.
     """
 
@@ -59,16 +64,21 @@ class StepBoundary:
         repeats_draws: bool,
         random_states: Callable[[], dict[str, Any]] = capture_rng,
     ) -> None:
-        self._capture, self._random_states, self._repeats_draws = capture, random_states, repeats_draws
-        self._open = False  # whether a step was made whose version is due, and the next one has not begun
+        self._capture, self._random_states, self._repeats_draws = (
+            capture,
+            random_states,
+            repeats_draws,
+        )
+        # whether a step was made whose version is due, and the next one has not begun
+        self._open = False
         self._is_marked = False  # whether the script has said where the next step begins
         self._candidates: list[_Candidate] = []
         self._evaluated: list[PassReader] = []  # passes whose batches were evaluated since the step
         self._rng: dict[str, Any] | None = None
 
     def step_ended(self, *, is_due: bool = True) -> None:
-        """The optimizer step was made. ``is_due``: whether its version is taken where the next one begins; if
-        not, nothing is captured in between."""
+        """The optimizer step was made. ``is_due``: whether its version is taken where the next one
+        begins; if not, nothing is captured in between."""
         self._open, self._is_marked = is_due, False
         self._candidates.clear()
         self._evaluated.clear()
@@ -98,7 +108,8 @@ class StepBoundary:
             self._candidates.append(_Candidate(read, self._encoded()))
 
     def evaluated(self, read: PassReader | None) -> None:
-        """A forward pass that does not train has used a batch, of ``read`` if it came from a loader."""
+        """A forward pass that does not train has used a batch, of ``read`` if it came from a
+        loader."""
         if not self._open or self._is_marked:
             return
         if read is not None:
@@ -131,6 +142,7 @@ class StepBoundary:
         try:
             return self._capture(None)
         except Exception as error:
-            # Reading data must not fail for it (P6). It is tried again, and said, where the step begins.
+            # Reading data must not fail for it (P6). It is tried again, and said, where the step
+            # begins.
             logger.debug("the host state cannot be taken aside: %s", error)
             return None

@@ -2,15 +2,16 @@
 
 What is followed, and restored:
 
-- an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful protocol);
+- an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful
+  protocol);
 - an endless ``RepeatingLoader`` over a ``DataLoader`` for ``train_batch``, DeepSpeed's own from
   ``training_data`` too;
 - loaders that the script has made :func:`reft.resumable`;
 - loaders of :func:`reft.data.loader`, whose position is one of the whole job.
 
-A ``DataLoader`` that the script iterates over in a loop of its own is watched: the script has to go to where
-it was, and whether it did is checked. Everything else belongs into the client state. What is not followed is
-said at the first step (P12).
+A ``DataLoader`` that the script iterates over in a loop of its own is watched: the script has to go
+to where it was, and whether it did is checked. Everything else belongs into the client state. What
+is not followed is said at the first step (P12).
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ if TYPE_CHECKING:
     from reft.engine.boundary import StepBoundary
 
 Orders = dict[str, dict[str, Any]]
-"""What one rank reads: of each loader that it names, plain values that must be equal on all ranks."""
+"""What one rank reads: of each loader that it names, plain values that must be equal on all
+ranks."""
 LEFT = "left"  # Beside the positions: what has to be said of those that were left out
-ITERATOR_OF = "iterator_of"  # Beside the state of an iterator that counts what a replica has read: its class
+# Beside the state of an iterator that counts what a replica has read: its class
+ITERATOR_OF = "iterator_of"
 
 READ_BY_SCRIPT = "read_by_script"
-"""Next to the positions: the random states are those before the script makes its next batch, which it does
-before ``train_batch`` or the forward pass."""
+"""Next to the positions: the random states are those before the script makes its next batch, which
+it does before ``train_batch`` or the forward pass."""
 BEGINS = "begins"  # next to the positions: the script was about to begin a pass
 
 _LINES_PLAIN = """
@@ -71,25 +74,30 @@ _LINES_STATE = """
     _, client_state = engine.load_checkpoint(save_dir)    # and go there"""
 
 _SAYS_SO = "position_of_job"
-"""Of a stateful iterator: whether its state is the same on all replicas and right at every degree."""
+"""Of a stateful iterator: whether its state is the same on all replicas and right at every
+degree."""
 _OF_JOB = """
     iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
 _AHEAD = (
-    "the script reads the resumable loader ahead of training: after a failure the batches in between would "
-    "be skipped. Take a batch from the loader only when it is trained on; DataLoader's worker processes "
-    "prefetch by themselves. Skip no batches either: the loader continues after those that were trained on"
+    "the script reads the resumable loader ahead of training: after a failure the batches in "
+    "between would "
+    "be skipped. Take a batch from the loader only when it is trained on; DataLoader's worker "
+    "processes "
+    "prefetch by themselves. Skip no batches either: the loader continues after those that were "
+    "trained on"
 )
 
 
 class DataPosition:
-    """Follows the data that feeds an engine: loaders are watched from now on. ``replica``: says which replica
-    it trains; None: nobody is told."""
+    """Follows the data that feeds an engine: loaders are watched from now on. ``replica``: says
+    which replica it trains; None: nobody is told."""
 
     def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
         self._engine = engine
         self._replica = replica
         self.why_equal = _explain_equal(engine)
-        """Why all replicas have to train on equally many micro-batches of a step; None: they need not."""
+        """Why all replicas have to train on equally many micro-batches of a step; None: they need
+        not."""
         self.is_pipeline = hasattr(engine, "grid")
         self._thread = threading.get_ident()
         self._stateful: Any = None
@@ -109,11 +117,14 @@ class DataPosition:
         self._micro_batches = 0
         self._datasets: set[int] = set()
         self._trained_loaders: dict[str, Any] = {}
-        """Resumable loaders by name: the last version is taken when the script's own variables are gone."""
+        """Resumable loaders by name: the last version is taken when the script's own variables are
+        gone."""
         self._elsewhere = self._ahead = False
         """Whether batches were read ahead by the script, or since the last version."""
-        self._unread = False  # whether a step trained on no batch that was read for it, as earlier steps did
-        self._cut_off: str | None = ""  # how much of a pass was trained on when it was left; None: reported
+        # whether a step trained on no batch that was read for it, as earlier steps did
+        self._unread = False
+        # how much of a pass was trained on when it was left; None: reported
+        self._cut_off: str | None = ""
         self._said_unread = False
         self._goes_there = True  # whether batches that were read may be those that the script skips
         self._pass: PassReader | None = None
@@ -124,7 +135,8 @@ class DataPosition:
         self._unmoved: dict[str, Any] | None = None
         """The captured position that was restored, until training reads on."""
         self.left_to_program = False  # whether a program keeps the position itself
-        self._left: str | None = None  # of what was restored: what has to be said before training goes on
+        # of what was restored: what has to be said before training goes on
+        self._left: str | None = None
         WATCH.join(self)
         if self.is_pipeline:
             _watch_begun(getattr(engine, "data_iterator", None))
@@ -153,7 +165,12 @@ class DataPosition:
     # -- what training reads -----------------------------------------------------------------------
 
     def before_batch(self, one: PassReader) -> None:
-        if isinstance(one, LoaderIterator) and self._inside and self._repeating and self._saved is not None:
+        if (
+            isinstance(one, LoaderIterator)
+            and self._inside
+            and self._repeating
+            and self._saved is not None
+        ):
             one.go_to(self._saved)
             self._saved = None
 
@@ -185,8 +202,8 @@ class DataPosition:
             self.boundary.began_pass(one)
 
     def _may_train(self, loader: Any) -> bool:
-        """Whether the script reads ``loader`` itself, on the training thread, and may train on its batch: not
-        ``train_batch``, nor a thread that reads ahead, nor an evaluation."""
+        """Whether the script reads ``loader`` itself, on the training thread, and may train on its
+        batch: not ``train_batch``, nor a thread that reads ahead, nor an evaluation."""
         if self._inside or self._read_inside or threading.get_ident() != self._thread:
             return False
         # A script may read the next batch before it ends an evaluation by engine.train().
@@ -220,8 +237,8 @@ class DataPosition:
                 self.boundary.evaluated(None)
 
     def mode_set(self) -> None:
-        """The script has called ``engine.train()`` or ``engine.eval()``: an evaluation by ``engine.module``
-        may have ended."""
+        """The script has called ``engine.train()`` or ``engine.eval()``: an evaluation by
+        ``engine.module`` may have ended."""
         if self.boundary is not None and self._engine.training:
             self.boundary.evaluated(None)
 
@@ -249,8 +266,9 @@ class DataPosition:
             one.train()
 
     def orders(self, iterator: Any) -> Orders:
-        """What this rank reads, to be compared with the others; nothing on stages that read nothing.
-        ``iterator``: what ``train_batch`` is given in its first step; None for a plain engine."""
+        """What this rank reads, to be compared with the others; nothing on stages that read
+        nothing. ``iterator``: what ``train_batch`` is given in its first step; None for a plain
+        engine."""
         engine, replicas = self._engine, (self.replica() or (0, 1))[1]
         if self.is_pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
             return {}
@@ -258,7 +276,8 @@ class DataPosition:
         source = self._source_of(iterator)
         loader = self._maybe[-1].loader if self._maybe else None
         if loader is None and _is_repeating(source):
-            loader = getattr(source.loader, "dataloader", source.loader)  # DeepSpeed's own repeats it too
+            # DeepSpeed's own repeats it too
+            loader = getattr(source.loader, "dataloader", source.loader)
         facts = find_order(loader, replicas)
         return found if facts is None else {**found, "the DataLoader of the training": facts}
 
@@ -266,8 +285,11 @@ class DataPosition:
         return iterator if iterator is not None else getattr(self._engine, "data_iterator", None)
 
     def begin_batch(self, iterator: Any) -> None:
-        """``train_batch`` was called with this iterator; a restored position is applied to it now."""
-        if all(callable(getattr(iterator, name, None)) for name in ("state_dict", "load_state_dict")):
+        """``train_batch`` was called with this iterator; a restored position is applied to it
+        now."""
+        if all(
+            callable(getattr(iterator, name, None)) for name in ("state_dict", "load_state_dict")
+        ):
             self._stateful = iterator
             self._apply_stateful()
         self._read_inside = self._stateful is not None
@@ -281,17 +303,24 @@ class DataPosition:
         self._inside = False
 
     def forward(self, *, training: bool) -> str | None:
-        """A plain engine computes. Returns what has to be said about data that is not where it was."""
+        """A plain engine computes. Returns what has to be said about data that is not where it
+        was."""
         passes, self._maybe = self._maybe, []
         if not training:
-            # What was evaluated is the last; a batch that training has read before is yet to be trained on.
+            # What was evaluated is the last; a batch that training has read before is yet to be
+            # trained on.
             evaluated = passes[-1] if passes and passes[-1] is not self._pass else None
             self._maybe = list(dict.fromkeys(one for one in passes if one is not evaluated))
             if self.boundary is not None:
                 self.boundary.evaluated(evaluated)
             return None
         passes = _without_looks(passes)
-        if self._goes_there and passes and passes[-1].follow is not None and passes.count(passes[-1]) > 1:
+        if (
+            self._goes_there
+            and passes
+            and passes[-1].follow is not None
+            and passes.count(passes[-1]) > 1
+        ):
             self._elsewhere = True  # nothing has to be skipped there
         self._take(passes[-1:] if self._goes_there else passes)
         self._goes_there = False
@@ -300,8 +329,10 @@ class DataPosition:
         if expected is None or not passes or _is_behind(passes[-1], expected):
             return None
         return (
-            f"the version was taken after batch {expected.taken} of a pass over the data, but the script "
-            f"continues after batch {passes[-1].taken - 1}: from here on its losses differ from those of "
+            f"the version was taken after batch {expected.taken} of a pass over the data, but the "
+            "script "
+            f"continues after batch {passes[-1].taken - 1}: from here on its losses differ from "
+            "those of "
             f"the undisturbed run. Write{_LINES_PLAIN}"
         )
 
@@ -310,10 +341,11 @@ class DataPosition:
         WATCH.resuming = self._unmoved = None
 
     def leave_to_script(self) -> None:
-        """The script goes to where the version was, random states included: nothing is changed or checked."""
+        """The script goes to where the version was, random states included: nothing is changed or
+        checked."""
         WATCH.resuming = self._unmoved = self._saved = self._check = None
 
-    # -- versions ------------------------------------------------------------------------------------
+    # -- versions ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         if self.left_to_program:
@@ -336,7 +368,8 @@ class DataPosition:
         return found | LOADERS.positions(self._upcoming, self._begins)
 
     def _position_of(self, trained: LoaderIterator) -> Position:
-        """Where the pass that is trained on goes on, with the batch that the script is about to read."""
+        """Where the pass that is trained on goes on, with the batch that the script is about to
+        read."""
         if isinstance(self._upcoming, LoaderIterator) and self._upcoming.loader is trained.loader:
             return self._upcoming.position()
         if self._begins is trained.loader:
@@ -378,30 +411,35 @@ class DataPosition:
             self._stateful.load_state_dict(self._stateful_saved)
             self._stateful_saved = None
 
-    # -- what is said (P12) ----------------------------------------------------------------------------
+    # -- what is said (P12) ------------------------------------------------------------------------
 
     def left_behind(self) -> str | None:
-        """What of the version's position was not taken up, and what to write. Asked before the first step."""
+        """What of the version's position was not taken up, and what to write. Asked before the
+        first step."""
         left, self._left = self._left, None
         return left
 
     def found_on_the_way(self) -> str | None:
-        """What shows only after the first step, and would make a recovery different; each once. Called after
-        every step."""
+        """What shows only after the first step, and would make a recovery different; each once.
+        Called after every step."""
         self._count_up()
         if self._cut_off:
             taken, self._cut_off = self._cut_off, None
             return (
-                f"the script left a pass after {taken}, by a count of its own that no version holds: after a "
-                "failure within a pass it counts from 0 again and stays longer in it. Let the loop end by "
+                f"the script left a pass after {taken}, by a count of its own that no version "
+                "holds: after a "
+                "failure within a pass it counts from 0 again and stays longer in it. Let the "
+                "loop end by "
                 "engine.global_steps, or give the loader a sampler of as many samples"
             )
         if not self._unread or self._said_unread:
             return None
         self._said_unread = True
         return (
-            "the script trains on, but no longer reads from the loader that it has read from: it keeps the "
-            "batches of an earlier pass, as itertools.cycle does. After a failure it would keep those of "
+            "the script trains on, but no longer reads from the loader that it has read from: it "
+            "keeps the "
+            "batches of an earlier pass, as itertools.cycle does. After a failure it would keep "
+            "those of "
             "another part of a pass, and train on others from then on. Write"
             """
     while engine.global_steps < steps:
@@ -409,15 +447,17 @@ class DataPosition:
         )
 
     def advice(self) -> str | None:
-        """What is not restored by itself, and the lines that change it; None: all of it is. Asked behind a
-        step."""
+        """What is not restored by itself, and the lines that change it; None: all of it is. Asked
+        behind a step."""
         self._count_up()
         lost, self._lost = self._lost or self._saved, None
         if lost is not None:
             self._saved = None
             return (
-                f"the version was taken after batch {lost.taken} of a pass over the data, but train_batch "
-                "was given other data: from here on the losses differ from those of the undisturbed run. "
+                f"the version was taken after batch {lost.taken} of a pass over the data, but "
+                "train_batch "
+                "was given other data: from here on the losses differ from those of the "
+                "undisturbed run. "
                 f"Write{_LINES_PIPELINE}"
             )
         if self.left_to_program:
@@ -431,8 +471,8 @@ class DataPosition:
         return self._advice_for_loop()
 
     def comes_back(self) -> bool:
-        """Whether a loader that training reads keeps its position itself. Stages that read nothing have one
-        all the same."""
+        """Whether a loader that training reads keeps its position itself. Stages that read nothing
+        have one all the same."""
         if isinstance(self._pass, LoaderIterator) or self._pass is None:
             reads = LOADERS.positions()
             return "resumable" in reads or (self._pass is None and "samples" in reads)
@@ -451,15 +491,19 @@ class DataPosition:
                 return self._advice_on_degrees()
             lines = _LINES_PIPELINE if self.is_pipeline else _LINES_PLAIN
             return (
-                f"the script iterates over its DataLoader ({described(self._pass.loader)}) in its own "
-                "loop. After a failure the script has to find its position itself, or it trains on other "
+                f"the script iterates over its DataLoader ({described(self._pass.loader)}) in its "
+                "own "
+                "loop. After a failure the script has to find its position itself, or it trains "
+                "on other "
                 f"samples; to let reft do that, write{lines}"
             )
         loader = _LINES_PIPELINE if self.is_pipeline else _LINES_PLAIN
         return (
             "the position in the data is not known: the data does not come from one "
-            f"DataLoader{_named(self._source)}. After a failure the job continues with other data, unless "
-            f"batches follow from engine.global_steps. Write{_LINES_OWN}{loader}\nor keep the position "
+            f"DataLoader{_named(self._source)}. After a failure the job continues with other "
+            "data, unless "
+            f"batches follow from engine.global_steps. Write{_LINES_OWN}{loader}\nor keep the "
+            "position "
             f"yourself:{_LINES_STATE}"
         )
 
@@ -482,9 +526,9 @@ def _named(source: Any) -> str:
 
 
 def _without_looks(passes: list[PassReader]) -> list[PassReader]:
-    """What was read since the last step, without looks at the loader that is trained on. Of several passes
-    over it, one is trained on: that whose iterator the script has kept. Where it has kept several, the one
-    that was trained on before; where none, the last."""
+    """What was read since the last step, without looks at the loader that is trained on. Of several
+    passes over it, one is trained on: that whose iterator the script has kept. Where it has kept
+    several, the one that was trained on before; where none, the last."""
     last = passes[-1:]
     of_loader = [one for one in reversed(passes) if one.loader is last[0].loader]
     held = [one for one in of_loader if one.is_held] or of_loader[:1]
@@ -506,7 +550,8 @@ def _is_repeating(source: Any) -> bool:
 
 
 def _watch_begun(source: Any) -> None:
-    """Watch a pass of a RepeatingLoader that was begun before anybody watched, if nothing was taken of it."""
+    """Watch a pass of a RepeatingLoader that was begun before anybody watched, if nothing was taken
+    of it."""
     if not _is_repeating(source):
         return
     loader, begun = source.loader, source.data_iter
@@ -516,22 +561,32 @@ def _watch_begun(source: Any) -> None:
     frame = getattr(getattr(loader, "data", None), "gi_frame", None)
     # DeepSpeedDataLoader: ``data`` is a generator over its DataLoader's iterator.
     raw = frame.f_locals.get(".0") if frame is not None else None
-    if begun is loader and isinstance(inner, DataLoader) and (one := _adopted(inner, raw)) is not None:
+    if (
+        begun is loader
+        and isinstance(inner, DataLoader)
+        and (one := _adopted(inner, raw)) is not None
+    ):
         loader.data = one
 
 
 def _adopted(loader: Any, begun: Any) -> LoaderIterator | None:
-    """A pass that was begun unseen, if nothing was taken of it and its order can be told all the same:
-    workers are given samples at once."""
-    is_told = reads_lazily(loader) or isinstance(loader.sampler, SequentialSampler | DistributedSampler)
-    if isinstance(begun, LoaderIterator) or getattr(begun, "_num_yielded", None) != 0 or not is_told:
+    """A pass that was begun unseen, if nothing was taken of it and its order can be told all the
+    same: workers are given samples at once."""
+    is_told = reads_lazily(loader) or isinstance(
+        loader.sampler, SequentialSampler | DistributedSampler
+    )
+    if (
+        isinstance(begun, LoaderIterator)
+        or getattr(begun, "_num_yielded", None) != 0
+        or not is_told
+    ):
         return None
     return LoaderIterator(loader, begun, capture_start(loader), WATCH, adopted=True)
 
 
 def difference(ranks: Sequence[Orders]) -> str | None:
-    """Which ranks read another order than others under the same name, and what to change; None: none does.
-    Ranks that read none say nothing. Pure."""
+    """Which ranks read another order than others under the same name, and what to change; None:
+    none does. Ranks that read none say nothing. Pure."""
     for name in dict.fromkeys(name for orders in ranks for name in orders):
         readers = {rank: orders[name] for rank, orders in enumerate(ranks) if name in orders}
         keys = [
@@ -542,17 +597,22 @@ def difference(ranks: Sequence[Orders]) -> str | None:
         if keys:
             mends = " and ".join("data set" if key == "samples" else key for key in keys)
             return (
-                f"the ranks read {name} in different orders, and would use some samples twice and others "
+                f"the ranks read {name} in different orders, and would use some samples twice and "
+                "others "
                 "never, or train on inputs and labels of different samples. Found "
-                f"{_found(readers, keys)}; expected the same on all. Where the loader is made, give every "
+                f"{_found(readers, keys)}; expected the same on all. Where the loader is made, "
+                "give every "
                 f"rank the same {mends}"
             )
     return None
 
 
 def dynamic_refused(ranks: Sequence[Orders], why_equal: str | None) -> str | None:
-    """The same on all ranks, also on stages that read nothing and would wait for the others. Pure."""
-    dynamic = (name for orders in ranks for name, facts in orders.items() if facts.get("step_samples"))
+    """The same on all ranks, also on stages that read nothing and would wait for the others.
+    Pure."""
+    dynamic = (
+        name for orders in ranks for name, facts in orders.items() if facts.get("step_samples")
+    )
     return next((explain_refusal(name, why_equal) for name in dynamic), None)
 
 
@@ -563,26 +623,29 @@ def _found(readers: Mapping[int, dict[str, Any]], keys: Sequence[str], most: int
     found = []
     for said, those in ranks.items():
         more = f" and {len(those) - most} more" if len(those) > most else ""
-        found.append(f"{said} on rank{'s'[: len(those) - 1]} {', '.join(map(str, those[:most]))}{more}")
+        found.append(
+            f"{said} on rank{'s'[: len(those) - 1]} {', '.join(map(str, those[:most]))}{more}"
+        )
     return "; ".join(found)
 
 
-# -- at another data-parallel degree ---------------------------------------------------------------------
+# -- at another data-parallel degree ---------------------------------------------------------------
 #
-# reft's own loaders count samples of the job. A ``DataLoader`` over torch's ``DistributedSampler``, as
-# DeepSpeed's own is, counts batches of a replica; its order is that of the job, so that the position is taken
-# to another degree wherever a batch of that degree begins there.
+# reft's own loaders count samples of the job. A ``DataLoader`` over torch's ``DistributedSampler``,
+# as DeepSpeed's own is, counts batches of a replica; its order is that of the job, so that the
+# position is taken to another degree wherever a batch of that degree begins there.
 
 
 def nodes_may_change() -> str:
-    """MIN:MAX of the launcher's ``--nnodes``; "" where their number is fixed, or no launcher says it."""
+    """MIN:MAX of the launcher's ``--nnodes``; "" where their number is fixed, or no launcher says
+    it."""
     least, _, most = os.environ.get(ENV_NODES, "").partition(":")
     return "" if most in {"", least} else f"--nnodes {least}:{most}"
 
 
 def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
-    """The positions of a replica of another degree, from those of a replica of the old one, without those
-    that do not go there, which :data:`LEFT` names."""
+    """The positions of a replica of another degree, from those of a replica of the old one, without
+    those that do not go there, which :data:`LEFT` names."""
     moved, lost, said = dict(data), [], []
     if "pass" in data:
         if (one := _moved(data["pass"], resize)) is None:
@@ -592,17 +655,23 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
             moved["pass"] = one
     if "resumable" in data:
         found = {name: _moved(position, resize) for name, position in data["resumable"].items()}
-        lost += [str(data["resumable"][name]["source"]) for name, one in found.items() if one is None]
+        lost += [
+            str(data["resumable"][name]["source"]) for name, one in found.items() if one is None
+        ]
         moved["resumable"] = {name: one for name, one in found.items() if one is not None}
     if (kind := moved.pop(ITERATOR_OF, None)) is not None:
         said.append(
-            f"the iterator ({kind}) was given the state of one replica, which does not cover the change "
-            f"from {resize}: some samples are used twice and others never. Write{_LINES_OWN}\nor{_OF_JOB}"
+            f"the iterator ({kind}) was given the state of one replica, which does not cover the "
+            "change "
+            f"from {resize}: some samples are used twice and others never. "
+            f"Write{_LINES_OWN}\nor{_OF_JOB}"
         )
     if lost:
         said.append(
-            f"the position in the data ({', '.join(dict.fromkeys(lost))}) was counted in batches of one "
-            f"replica and cannot be taken from {resize}: its pass starts again and repeats samples, unless "
+            f"the position in the data ({', '.join(dict.fromkeys(lost))}) was counted in batches "
+            "of one "
+            f"replica and cannot be taken from {resize}: its pass starts again and repeats "
+            "samples, unless "
             "the script skips to the right position by engine.global_samples or its client state. "
             f"Write{_LINES_OWN}"
         )
@@ -612,13 +681,15 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
 
 
 def explain_bound_iterator(iterator: Any) -> str | None:
-    """Why the state of a stateful iterator may not go to another degree, and what to write; None: it does, or
-    the number of nodes is fixed."""
+    """Why the state of a stateful iterator may not go to another degree, and what to write; None:
+    it does, or the number of nodes is fixed."""
     if getattr(iterator, _SAYS_SO, False) or not nodes_may_change():
         return None
     return (
-        f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel degree the "
-        f"iterator ({class_path(iterator)}) would get the state of one replica: some samples would be used "
+        f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel "
+        "degree the "
+        f"iterator ({class_path(iterator)}) would get the state of one replica: some samples "
+        "would be used "
         f"twice and others never. Write{_LINES_OWN}\nor{_OF_JOB}"
     )
 
@@ -629,8 +700,8 @@ def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
 
 
 def explain_bound_data(loader: Any, batch: int) -> str | None:
-    """Why the position in torch's ``loader`` may not go to another degree, and what to write; None: it does.
-    ``batch``: samples of a step."""
+    """Why the position in torch's ``loader`` may not go to another degree, and what to write; None:
+    it does. ``batch``: samples of a step."""
     dealt = find_distribution(loader)
     if dealt is not None and dealt.samples % batch == 0:
         return None
@@ -638,11 +709,14 @@ def explain_bound_data(loader: Any, batch: int) -> str | None:
         "reft does not know how its order is distributed over the replicas, as it does for torch's "
         "DistributedSampler"
         if dealt is None
-        else f"its {dealt.samples} samples are no multiple of the {batch} of a step: a pass ends within a "
+        else f"its {dealt.samples} samples are no multiple of the {batch} of a step: a pass ends "
+        "within a "
         f"step, and batches of another degree do not begin there"
     )
     return (
-        f"the number of nodes may change ({nodes_may_change()}), and with another data-parallel degree the "
-        f"position in the data ({described(loader)}) may be lost: {why}. The pass would start again and "
+        f"the number of nodes may change ({nodes_may_change()}), and with another data-parallel "
+        "degree the "
+        f"position in the data ({described(loader)}) may be lost: {why}. The pass would start "
+        "again and "
         f"repeat samples. Write{_LINES_OWN}"
     )

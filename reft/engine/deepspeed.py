@@ -6,8 +6,8 @@ Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forwa
 - ``_take_model_step``: the fence, or its approach. Both engines pass here before weights change;
   ``step()`` would not do, a pipeline engine never calls it (trap 8). Once a step has shown that the
   innermost optimizer's hooks come first, the fence is there, behind the norm of the gradients.
-- ``train_batch`` / ``forward`` of a plain engine: where a step begins, its version is taken. ``step``: where
-  it ends.
+- ``train_batch`` / ``forward`` of a plain engine: where a step begins, its version is taken.
+  ``step``: where it ends.
 - ``_exec_schedule``, ``_aggregate_total_loss``: a pipeline engine's windows.
 - ``load_checkpoint`` / ``save_checkpoint``.
 """
@@ -53,8 +53,11 @@ from reft.state.supported import explain_not_loadable
 logger = logging.getLogger(__name__)
 
 
-def save_with_host_state(session: Session, original: Callable[..., Any], call: Mapping[str, Any]) -> Any:
-    """``engine.save_checkpoint``, with the client state that was attached and the one that is given."""
+def save_with_host_state(
+    session: Session, original: Callable[..., Any], call: Mapping[str, Any]
+) -> Any:
+    """``engine.save_checkpoint``, with the client state that was attached and the one that is
+    given."""
     attached = dict(session.state.client_state()) if session.state.client_state else {}
     client_state = {**attached, **(call.get("client_state") or {})}
     result = original(**{**call, "client_state": client_state})
@@ -90,13 +93,14 @@ def save_with_host_state(session: Session, original: Callable[..., Any], call: M
 
 TRAINED_FLOPS, FROZEN_FLOPS = 6, 4
 EXPERTS = -1
-"""In the place of a number: a token passes some of the experts, and the engine does not say how many."""
+"""In the place of a number: a token passes some of the experts, and the engine does not say how
+many."""
 
 
 def own_flops_per_token(engine: Any, at: Coordinate) -> int:
-    """Of the parameters that this rank answers for: those of the first replica, of a tied parameter the first
-    of its stages, and of one that tensor-parallel ranks have alike the first of them. :data:`EXPERTS` where
-    there are experts."""
+    """Of the parameters that this rank answers for: those of the first replica, of a tied parameter
+    the first of its stages, and of one that tensor-parallel ranks have alike the first of them.
+    :data:`EXPERTS` where there are experts."""
     module = engine.module
     parameters = dict.fromkeys(module.parameters())
     if any(getattr(p, "allreduce", True) is False for p in parameters):
@@ -129,8 +133,8 @@ def flops_per_token(gathered: Iterable[int]) -> int:
 
 
 def tokens_per_sample(micro_batch: int, inputs: Any) -> int:
-    """By the first micro-batch of token ids among the inputs of a forward pass, tensors in lists, tuples and
-    mappings; 0 where there is none."""
+    """By the first micro-batch of token ids among the inputs of a forward pass, tensors in lists,
+    tuples and mappings; 0 where there is none."""
     for tensor in _tensors(inputs):
         is_integer = tensor.dtype in (torch.int64, torch.int32)
         if is_integer and tensor.ndim == 2 and len(tensor) == micro_batch:
@@ -186,22 +190,24 @@ def attach(
 
     Args:
         engine: what ``deepspeed.initialize`` returned first; Megatron's list of it too.
-        client_state: called at every snapshot; returns a mapping that ``load_checkpoint`` gives back.
-            Megatron-DeepSpeed's is captured without it.
+        client_state: called at every snapshot; returns a mapping that ``load_checkpoint`` gives
+            back. Megatron-DeepSpeed's is captured without it.
             Values may be anything ``reft.state.codec`` encodes (numbers, strings, containers,
             tensors, arrays).
         config: the ``reft`` block; by default it is read from the engine's DeepSpeed configuration.
-        state: objects of the script by name, such as ``{"ema": ema, "rng": generator}``, whose state is part
-            of
-            every version and put back in place by a load, also by one that was made before. They have
-            ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers), or are generators
-            (``torch.Generator``, NumPy's ``Generator`` and ``RandomState``, ``random.Random``).
+        state: objects of the script by name, such as ``{"ema": ema, "rng": generator}``, whose
+            state is part of
+            every version and put back in place by a load, also by one that was made before. They
+            have ``state_dict`` and ``load_state_dict`` (modules, optimizers, schedulers), or are
+            generators (``torch.Generator``, NumPy's ``Generator`` and ``RandomState``,
+            ``random.Random``).
 
     Returns:
         The session; calling again only sets ``client_state`` and adds ``state``.
 
     Raises:
-        ConfigError: the block is wrong, or says ``"enabled": false``; an object of ``state`` is of another
+        ConfigError: the block is wrong, or says ``"enabled": false``; an object of ``state`` is of
+        another
             kind,
             or the version that was loaded does not hold it.
         UnsupportedStateError: the engine holds state reft does not know.
@@ -217,7 +223,8 @@ def attach(
         if config is not None:
             warn(
                 session,
-                "reft.attach was given a config, but the reft block of its DeepSpeed configuration already "
+                "reft.attach was given a config, but the reft block of its DeepSpeed "
+                "configuration already "
                 "protects the engine, and that block stays in force; write the settings into it",
             )
         if client_state is not None:
@@ -226,10 +233,15 @@ def attach(
         return session
     log.install()
     end_in_words()
-    parsed = load_config(find_ds_config(engine)) if config is None else parse_block(dict(config), os.environ)
+    parsed = (
+        load_config(find_ds_config(engine))
+        if config is None
+        else parse_block(dict(config), os.environ)
+    )
     if not parsed.enabled:
         raise ConfigError(
-            'reft.attach was called, but reft is not enabled; write "reft": {"enabled": true} into the '
+            'reft.attach was called, but reft is not enabled; write "reft": {"enabled": true} '
+            "into the "
             'DeepSpeed configuration or pass config={"enabled": True}'
         )
     program = running_program(engine) if client_state is None else None
@@ -241,7 +253,9 @@ def attach(
         warn(session, unloadable)
     session.progress.set_samples(int(engine.train_batch_size()))
     own = own_flops_per_token(engine, session.coordinate)
-    session.progress.set_flops(flops_per_token(row[0] for row in session.control.gather_ints([own])))
+    session.progress.set_flops(
+        flops_per_token(row[0] for row in session.control.gather_ints([own]))
+    )
     setattr(engine, _SESSION, session)
     innermost = seen.adapter.state.optimizer
     if isinstance(innermost, torch.optim.Optimizer):
@@ -258,8 +272,9 @@ def attach(
 
 
 def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """Go on where the job was: at the newest version in memory or in the persist directory. For scripts that
-    have no directory to load from, or look for a file first. Collective, after ``deepspeed.initialize``:
+    """Go on where the job was: at the newest version in memory or in the persist directory. For
+    scripts that have no directory to load from, or look for a file first. Collective, after
+    ``deepspeed.initialize``:
 
         reft.resume(engine)
         for step in range(engine.global_steps, steps): ...
@@ -268,8 +283,8 @@ def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, An
         state: objects of the script that are restored, too: see :func:`attach`.
 
     Returns:
-        ``(path, client_state)``, as ``engine.load_checkpoint`` does; ``(None, None)`` where the job begins,
-        and where the engine is not protected.
+        ``(path, client_state)``, as ``engine.load_checkpoint`` does; ``(None, None)`` where the job
+        begins, and where the engine is not protected.
 
     Raises:
         UnrecoverableError: the job made progress, but no whole version of it is left.
@@ -283,11 +298,11 @@ def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, An
 
 
 def begin_step(engine: Any) -> None:
-    """Say that the next step begins here. A version is then the state at this call, except for tensors, which
-    are as they are when the forward pass or ``train_batch`` begins.
+    """Say that the next step begins here. A version is then the state at this call, except for
+    tensors, which are as they are when the forward pass or ``train_batch`` begins.
 
-    Only a script needs it that makes its batches itself, without a ``DataLoader``, and changes its own state
-    (a position, a counter) between this point and the forward pass:
+    Only a script needs it that makes its batches itself, without a ``DataLoader``, and changes its
+    own state (a position, a counter) between this point and the forward pass:
 
         while engine.global_steps < steps:
             reft.begin_step(engine)
@@ -311,7 +326,9 @@ def close_sessions() -> None:
         session.close()
 
 
-def _during(page: ProgressPage, phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _during(
+    page: ProgressPage, phase: Phase, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     with page.during(phase):
         return original(*args, **kwargs)
 
@@ -337,7 +354,9 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- 
         session.after_step()
         restorer.after_step()
 
-    def train_batch(original: Callable[..., Any], data_iter: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train_batch(
+        original: Callable[..., Any], data_iter: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         session.begin_step()
         restorer.before_batch(data_iter)
         progress.begin_step()
@@ -411,10 +430,19 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- 
         wrap(engine, name, partial(_during, progress, phase))
 
 
-# -- a DeepSpeed engine as a session sees it ---------------------------------------------------------------
+# -- a DeepSpeed engine as a session sees it -------------------------------------------------------
 
 _CONFIG = (
-    *("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "amp", "data_types", "communication_data_type"),
+    *(
+        "optimizer",
+        "scheduler",
+        "fp16",
+        "bf16",
+        "bfloat16",
+        "amp",
+        "data_types",
+        "communication_data_type",
+    ),
     *("gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients"),
     *("progressive_layer_drop", "curriculum_learning", "data_efficiency", "compression_training"),
 )
@@ -424,8 +452,8 @@ _ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_
 
 
 class DeepSpeedEngine:
-    """A :class:`~reft.engine.engine.TrainingEngine`; an UnsupportedStateError where it holds state reft does
-    not know."""
+    """A :class:`~reft.engine.engine.TrainingEngine`; an UnsupportedStateError where it holds state
+    reft does not know."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -451,7 +479,9 @@ class DeepSpeedEngine:
         return coordinate.dp, degrees.dp
 
     def shapes(self) -> str:
-        return read_shapes(type(self.engine.module).__qualname__, self.engine.module.named_parameters())
+        return read_shapes(
+            type(self.engine.module).__qualname__, self.engine.module.named_parameters()
+        )
 
     def settings(self) -> dict[str, Fact]:
         engine = self.engine
@@ -469,7 +499,11 @@ class DeepSpeedEngine:
                 facts |= {f"config.{key}": fact for key, fact in flat_facts(name, config[name])}
         zero = dict(flat_facts("zero_optimization", config.get("zero_optimization") or {}))
         facts["config.zero_optimization.stage"] = 0
-        facts |= {f"config.{k}": v for k, v in zero.items() if k.removeprefix("zero_optimization.") in _ZERO}
+        facts |= {
+            f"config.{k}": v
+            for k, v in zero.items()
+            if k.removeprefix("zero_optimization.") in _ZERO
+        }
         if "optimizer" not in config:
             facts |= dict(_hyperparameters(engine.optimizer))
         if "scheduler" not in config and engine.lr_scheduler is not None:

@@ -1,5 +1,5 @@
-"""The program that trains as a session sees it: the seam between reft and DeepSpeed or Megatron-core, what is
-captured of it after a step, and by what and when that is copied."""
+"""The program that trains as a session sees it: the seam between reft and DeepSpeed or
+Megatron-core, what is captured of it after a step, and by what and when that is copied."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class TrainingEngine(Protocol):
     """One rank's part of a training: DeepSpeed's or Megatron-core's.
 
     Whoever implements it also calls the session: ``begin_step`` where a step begins,
-    ``before_optimizer_step`` and its fence around every optimizer step, ``after_step`` after it; and restores
-    through :class:`~reft.engine.load.memory.MemoryRestorer`."""
+    ``before_optimizer_step`` and its fence around every optimizer step, ``after_step`` after it;
+    and restores through :class:`~reft.engine.load.memory.MemoryRestorer`."""
 
     name: str
     device: torch.device
@@ -91,8 +91,8 @@ class TrainingEngine(Protocol):
         """The images have been written."""
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
-        """By which a checkpoint can be written from memory (:mod:`reft.state.deepspeed_format`); empty: none.
-        A ReftError where it cannot be described."""
+        """By which a checkpoint can be written from memory (:mod:`reft.state.deepspeed_format`);
+        empty: none. A ReftError where it cannot be described."""
 
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,8 @@ class EngineState:
         """State of the script that versions hold besides the engine's own."""
         self.listener: Callable[[VersionId, LiveImages, Encoded], None] | None = None
         """Called with every state that is captured; for `reft rehearse`."""
-        # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its batch.
+        # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its
+        # batch.
         repeats_draws = engine.data is not None and not engine.data.is_pipeline
         self.boundary = StepBoundary(
             self._encode_host_state, repeats_draws=repeats_draws, random_states=self._random_states
@@ -125,17 +126,19 @@ class EngineState:
             engine.data.boundary = self.boundary
         self._images: LiveImages | None = None
         self._copied_at_boundary: frozenset[str] = frozenset()
-        """Names of tensors that the script writes while they are copied: the images have copies of them."""
+        """Names of tensors that the script writes while they are copied: the images have copies of
+        them."""
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Strict: a version of which no checkpoint could be written is not taken.
         self._blob = HostBlob(strict=session.config.strict)
         self._failures: set[type[Exception]] = set()
 
     def capture(self, label: VersionId, *, required: bool, variant: Variant) -> SnapshotRequest:
-        """What the snapshot worker needs of the version; a cause where it cannot be had. Never raises.
+        """What the snapshot worker needs of the version; a cause where it cannot be had. Never
+        raises.
 
-        The first version of a layout is taken whatever it takes: memory is reserved at the start (P9), not at
-        the expense of the versions that follow."""
+        The first version of a layout is taken whatever it takes: memory is reserved at the start
+        (P9), not at the expense of the versions that follow."""
         try:
             known = self._images
             images = self._current_images()
@@ -162,8 +165,12 @@ class EngineState:
             level = logging.WARNING if isinstance(error, ReftError) else logging.ERROR
             if type(error) not in self._failures:
                 self._failures.add(type(error))
-                logger.log(level, "the state of step %d cannot be captured", label.step, exc_info=error)
-            return SnapshotRequest(label, self._images, cause=SkipCause("the state could not be captured"))
+                logger.log(
+                    level, "the state of step %d cannot be captured", label.step, exc_info=error
+                )
+            return SnapshotRequest(
+                label, self._images, cause=SkipCause("the state could not be captured")
+            )
 
     def host_state(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
         """What a version holds besides tensors of the engine."""
@@ -193,8 +200,14 @@ class EngineState:
             self._images = None
         worker = self._session.worker
         written = frozenset() if worker is None else frozenset(worker.written_tensors)
-        if self._images is None or self._images.signature != signature or written != self._copied_at_boundary:
-            captured = ({}, 0) if gradients is None else (gradients.images, gradients.partition_bytes)
+        if (
+            self._images is None
+            or self._images.signature != signature
+            or written != self._copied_at_boundary
+        ):
+            captured = (
+                ({}, 0) if gradients is None else (gradients.images, gradients.partition_bytes)
+            )
             self._images = LiveImages(*self._sections(written), signature, *captured)
         return self._images
 
@@ -203,13 +216,18 @@ class EngineState:
         sections = self.adapter.images()
         self._copies = []
         if written:
-            (replicated, first), (owned, second) = (section.with_copies(written) for section in sections)
+            (replicated, first), (owned, second) = (
+                section.with_copies(written) for section in sections
+            )
             sections, self._copies = (replicated, owned), [*first, *second]
         if new := written - self._copied_at_boundary:
             logger.warning(
-                "the script writes %s after the forward pass of a step has begun. From now on reft copies %s "
-                "(%.1f MiB) within the device's or the host's own memory where each step begins, and training"
-                " waits for it. Write the tensors after engine.step() instead, before the next forward pass",
+                "the script writes %s after the forward pass of a step has begun. From now on "
+                "reft copies %s "
+                "(%.1f MiB) within the device's or the host's own memory where each step begins, "
+                "and training"
+                " waits for it. Write the tensors after engine.step() instead, before the next "
+                "forward pass",
                 *(shortened(sorted(new)), "them" if len(new) > 1 else "it"),
                 sum(copy.numel() for copy, _ in self._copies) / 2**20,
             )
@@ -221,8 +239,8 @@ class EngineState:
         taken = self.gradients.take(step) if self.gradients is not None else None
         if self.gradients is None or taken is None:
             return None
-        # The thread that recomputes must do as this one, whose processor may take denormals for zero. Torch's
-        # kernels for devices keep them.
+        # The thread that recomputes must do as this one, whose processor may take denormals for
+        # zero. Torch's kernels for devices keep them.
         flush = not self.gradients.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
         return OptimizerStep(*taken, flush_denormal=flush)
 
@@ -231,7 +249,8 @@ class EngineState:
         self._images = None
 
     def close(self) -> None:
-        """Leave nothing in the optimizer and in the loaders. No version is being copied any more."""
+        """Leave nothing in the optimizer and in the loaders. No version is being copied any
+        more."""
         if self.gradients is not None:
             self.gradients.close()
         if self.data is not None:
@@ -248,8 +267,10 @@ def gradient_capture(session: Session) -> GradientCapture | None:
         return None
     if not isinstance(adapter, StateAdapter):
         raise UnsupportedStateError(
-            f"found {type(adapter).__name__}, whose optimizers reft cannot repeat on a host; expected a "
-            f'DeepSpeed engine for "+aor": write "protection": "{config.scheme}" into the reft block'
+            f"found {type(adapter).__name__}, whose optimizers reft cannot repeat on a host; "
+            "expected a "
+            f'DeepSpeed engine for "+aor": write "protection": "{config.scheme}" into the reft '
+            "block"
         )
     if adapter.owned:
         return GradientCapture(adapter, kept_members(session), session.fence.hold)
@@ -263,9 +284,12 @@ def gradient_capture(session: Session) -> GradientCapture | None:
 
 
 def kept_members(session: Session) -> tuple[int, ...]:
-    """Members of the group whose own bytes this rank keeps beside its own, under the scheme in force."""
+    """Members of the group whose own bytes this rank keeps beside its own, under the scheme in
+    force."""
     at, scheme = session.coordinate, Scheme.parse(session.protection.record.in_force)
-    placement = place_group(session.topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities)
+    placement = place_group(
+        session.topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities
+    )
     return placement.kept_by(at.dp)[1:]
 
 
@@ -275,19 +299,23 @@ def margin_bytes(config: ReftConfig, job_dir: Path) -> int:
 
 
 class Protection:
-    """The protection that is in force, the same on all ranks. Made collectively; a ConfigError where the
-    groups are too small for the scheme. ``chosen``: whether the scheme was chosen (``auto``), not named by
-    the block."""
+    """The protection that is in force, the same on all ranks. Made collectively; a ConfigError
+    where the groups are too small for the scheme. ``chosen``: whether the scheme was chosen
+    (``auto``), not named by the block."""
 
     def __init__(self, session: Session, *, chosen: bool) -> None:
         config = session.config
         self._session = session
         self.is_chosen = chosen
-        # The last switch, if any node's memory tells of one and the block has not been edited since; else
-        # what the block says.
+        # The last switch, if any node's memory tells of one and the block has not been edited
+        # since; else what the block says.
         scheme, mine = str(config.scheme), read_record(session.memory.job_dir.path)
         told = b"" if mine is None else json.dumps(mine.to_json()).encode()
-        records = [ProtectionRecord.from_json(json.loads(d)) for d in session.control.gather_bytes(told) if d]
+        records = [
+            ProtectionRecord.from_json(json.loads(d))
+            for d in session.control.gather_bytes(told)
+            if d
+        ]
         found = resume(records, f"{AUTO}:{config.tolerance}" if chosen else scheme, scheme)
         self.record = replace(
             found,
@@ -297,7 +325,8 @@ class Protection:
         )
 
     def switch(self, control: WorkerControl, arenas: ArenaSet) -> SchemeSwitch:
-        """For the snapshot worker, which agrees by ``control``; from here on orders are followed."""
+        """For the snapshot worker, which agrees by ``control``; from here on orders are
+        followed."""
         self.note()
         config, job_dir = self._session.config, self._session.memory.job_dir.path
         return SchemeSwitch(
@@ -309,7 +338,8 @@ class Protection:
 
     @property
     def lost(self) -> bool:
-        """Whether memory has become too short to survive the loss of a node, which it did before."""
+        """Whether memory has become too short to survive the loss of a node, which it did
+        before."""
         return self.record.degraded is not None and self.record.tolerance == 0
 
     def why_unprotected(self) -> str:
@@ -320,7 +350,8 @@ class Protection:
             return "with a data-parallel degree of 1 nothing is redundant"
         if len(set(topology.failure_domains)) == 1:
             return (
-                "all ranks share a node with their copies: killed trainers are survived, the loss of the "
+                "all ranks share a node with their copies: killed trainers are survived, the loss "
+                "of the "
                 "node is not"
             )
         nodes = [topology.group_nodes(*group) for group in topology.groups()]
@@ -332,17 +363,21 @@ class Protection:
         others = " or ".join(f'"{scheme}"' for scheme in surviving_schemes(topology))
         if others:
             return (
-                f"a node holds several data-parallel members of a stage, more than {self.record.in_force} "
-                f"restores (found nodes {nodes}); write {others}, which survive the loss of a node here, or "
+                "a node holds several data-parallel members of a stage, more than "
+                f"{self.record.in_force} "
+                f"restores (found nodes {nodes}); write {others}, which survive the loss of a "
+                "node here, or "
                 f"put the members on different nodes: {to_write}"
             )
         return (
-            f"data-parallel members of a stage share a node with their copies (found nodes {nodes}); put "
+            "data-parallel members of a stage share a node with their copies (found nodes "
+            f"{nodes}); put "
             f"them on different nodes: {to_write}"
         )
 
     def _changed(self, record: ProtectionRecord) -> None:
-        """An order was carried out, or refused; or memory ran short, or came back. Called by the worker."""
+        """An order was carried out, or refused; or memory ran short, or came back. Called by the
+        worker."""
         before, self.record = self.record, record
         self.note()
         self._session.events.write("protection", **record.to_json())
@@ -353,7 +388,8 @@ class Protection:
         if now.refused is not None and now.number != before.number:
             refused = now.refused
             return (
-                f"protection stays {before.in_force}; {refused.scheme} was refused at step {refused.step}: "
+                f"protection stays {before.in_force}; {refused.scheme} was refused at step "
+                f"{refused.step}: "
                 f"{refused.cause}"
             )
         survives = f"it survives the loss of {now.tolerance} node(s) per sharding group"
@@ -364,11 +400,19 @@ class Protection:
             survives += (
                 f"; this version is written to {config.persist.dir} at once"
                 if config.persist.dir is not None
-                else '; nothing is on disk to fall back to: write "persist": {"dir": ...} into "reft"'
+                else '; nothing is on disk to fall back to: write "persist": {"dir": ...} into '
+                '"reft"'
             )
-        changed = f"protection {before.in_force} -> {now.in_force} from the version after step {now.step} on"
+        changed = (
+            f"protection {before.in_force} -> {now.in_force} from the version after step "
+            f"{now.step} on"
+        )
         if now.degraded is None:
-            back = "; there is enough memory for the wanted protection again" if before.degraded else ""
+            back = (
+                "; there is enough memory for the wanted protection again"
+                if before.degraded
+                else ""
+            )
             return f"{changed}{back}; {survives}"
         return (
             f"{changed}, {now.degraded.versions} versions a rank instead of {now.scheme} with "
@@ -382,15 +426,18 @@ class Protection:
         try:
             write_record(self._session.memory.job_dir.path, self.record)
         except OSError as error:
-            logger.warning("the current protection cannot be recorded for the next start: %s", error)
+            logger.warning(
+                "the current protection cannot be recorded for the next start: %s", error
+            )
 
 
 class Tracer:
-    """Collects the traces of one rank; what executes the instructions of a pipeline notes them here. Used by
-    the training thread."""
+    """Collects the traces of one rank; what executes the instructions of a pipeline notes them
+    here. Used by the training thread."""
 
     def __init__(self) -> None:
-        self.traces: deque[StepTrace] | None = None  # set to a bounded deque to have every step traced
+        # set to a bounded deque to have every step traced
+        self.traces: deque[StepTrace] | None = None
         self.profiler: Profiler | None = None
         self.woven = False  # whether the instructions of a pipeline are noted
         self.mark: Callable[[], Any] | None = None
@@ -414,7 +461,8 @@ class Tracer:
             return
         from reft.profile.profiler import DeviceClock, Profiler
 
-        # On a device calls return before their work is done; its own clock is read, without waiting.
+        # On a device calls return before their work is done; its own clock is read, without
+        # waiting.
         vendor = find_vendor(session.engine.device)
         clock = None if vendor is None else DeviceClock(vendor)
         self.mark = None if clock is None else clock.mark
@@ -428,9 +476,11 @@ class Tracer:
             snapshot_bytes=lambda: session.stats.device_bytes,
         )
 
-    def add(self, session: Session, step: int, chunks: deque[ChunkRecord], fence_secs: float) -> None:
-        """A step has ended. ``chunks``: what was copied since the step before; emptied. ``fence_secs``: what
-        training waited for copies."""
+    def add(
+        self, session: Session, step: int, chunks: deque[ChunkRecord], fence_secs: float
+    ) -> None:
+        """A step has ended. ``chunks``: what was copied since the step before; emptied.
+        ``fence_secs``: what training waited for copies."""
         records, self.records = self.records, []
         marks, self.marks = self.marks, []
         copied = []
@@ -454,17 +504,19 @@ class Tracer:
                 self.mark = None
 
 
-# -- facts of an engine ------------------------------------------------------------------------------------
+# -- facts of an engine ----------------------------------------------------------------------------
 
 
 def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
-    """Read the parallel coordinate of this rank from a DeepSpeed engine; a LayoutError where it splits ranks
-    in a way reft does not know (experts, sequences)."""
+    """Read the parallel coordinate of this rank from a DeepSpeed engine; a LayoutError where it
+    splits ranks in a way reft does not know (experts, sequences)."""
     import torch.distributed as dist
 
     grid = getattr(engine, "grid", None)
     if grid is not None:
-        at = Coordinate(grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_slice_parallel_rank())
+        at = Coordinate(
+            grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_slice_parallel_rank()
+        )
         degrees = Degrees(
             grid.pipe_parallel_size, grid.data_parallel_size, grid.get_slice_parallel_world_size()
         )
@@ -486,7 +538,8 @@ def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
 
 
 def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
-    """Every number, text and truth value in ``value``, by dotted name; other objects are left out."""
+    """Every number, text and truth value in ``value``, by dotted name; other objects are left
+    out."""
     if isinstance(value, Mapping):
         for key in value:
             yield from flat_facts(f"{name}.{key}", value[key])
@@ -500,15 +553,19 @@ def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
 
 
 def read_shapes(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """What this rank's part of a model consists of, for people, with a digest of every name and shape."""
+    """What this rank's part of a model consists of, for people, with a digest of every name and
+    shape."""
     digest = hashlib.blake2b(digest_size=6)
     tensors = numbers = 0
     for name, parameter in parameters:
         tensors, numbers = tensors + 1, numbers + parameter.numel()
         digest.update(
-            f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode()
+            f"{name} {tuple(parameter.shape)} {parameter.dtype} "
+            f"{parameter.requires_grad}\n".encode()
         )
-    return f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"
+    return (
+        f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"
+    )
 
 
 class CopySetup:
@@ -518,7 +575,9 @@ class CopySetup:
         config = session.config
         self.variant = config.variant
         self.engine = copy_engine_for(session.engine.device)
-        stages_bytes = self.engine.asynchronous and Overflow(config.has.overflow) is Overflow.STAGING
+        stages_bytes = (
+            self.engine.asynchronous and Overflow(config.has.overflow) is Overflow.STAGING
+        )
         self._staging = StagingArea(self.engine) if stages_bytes else None
         self._chunk_bytes = config.has.chunk_bytes
         self._hashers = hashing_threads(session.ranks_here)
@@ -545,9 +604,11 @@ class CopySetup:
 
 
 class OptimizerFence:
-    """Stands before the optimizer step or, where it was seen to come within it, before the first write.
+    """Stands before the optimizer step or, where it was seen to come within it, before the first
+    write.
 
-    A step with clipping or overflow checks meets the other ranks before it writes; copies may go on so long.
+    A step with clipping or overflow checks meets the other ranks before it writes; copies may go on
+    so long.
     """
 
     def __init__(self, session: Session) -> None:
@@ -573,7 +634,8 @@ class OptimizerFence:
         self.hold()
 
     def after_optimizer_step(self) -> None:
-        """Nothing may have been written, on overflow: the fence comes here, and next time before the step."""
+        """Nothing may have been written, on overflow: the fence comes here, and next time before
+        the step."""
         if not self._writes_seen:
             self.hold()
         self.is_within = self._writes_seen

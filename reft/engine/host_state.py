@@ -1,12 +1,12 @@
 """State of the script that a version holds, besides the engine's own.
 
-A *follower* captures one kind of it and puts it back: learning-rate schedulers, flags of the engine, objects
-that ``reft.attach(engine, state={...})`` was given. Features bring followers; a session has one registry of
-them.
+A *follower* captures one kind of it and puts it back: learning-rate schedulers, flags of the
+engine, objects that ``reft.attach(engine, state={...})`` was given. Features bring followers; a
+session has one registry of them.
 
-A version is the state with which a step begins. So it is restored twice: at the load, where the script may
-read it, and again where the first step begins, which undoes what the script has changed in between, as with
-random states.
+A version is the state with which a step begins. So it is restored twice: at the load, where the
+script may read it, and again where the first step begins, which undoes what the script has changed
+in between, as with random states.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 DRAWN = "drawn"
-"""Key of the states that given generators had where the last step ended, in versions whose step began without
-a loader: what was drawn between the two most likely made its batch, and is drawn again. Where the step begins
-they have the states of the version itself, so that other draws between the two are not lost."""
+"""Key of the states that given generators had where the last step ended, in versions whose step
+began without a loader: what was drawn between the two most likely made its batch, and is drawn
+again. Where the step begins they have the states of the version itself, so that other draws between
+the two are not lost."""
 
 
 class HostState(Protocol):
@@ -43,15 +44,16 @@ class HostState(Protocol):
         return True
 
     def capture(self) -> Any:
-        """The state as it is now, in encodable values. They are encoded before training continues, so they
-        may alias live objects."""
+        """The state as it is now, in encodable values. They are encoded before training continues,
+        so they may alias live objects."""
 
     def restore(self, saved: Any) -> None:
-        """Put back what :meth:`capture` returned, in place. What does not exist yet is restored when it
-        appears."""
+        """Put back what :meth:`capture` returned, in place. What does not exist yet is restored
+        when it appears."""
 
     def findings(self) -> Iterable[str]:
-        """What of its kind is not restored, and the line to write. Read once, after the first step."""
+        """What of its kind is not restored, and the line to write. Read once, after the first
+        step."""
         return ()
 
     def end_step(self) -> str | None:
@@ -69,7 +71,8 @@ class GivenState(HostState):
     def __init__(self, name: str, given: Any) -> None:
         if not objects.is_known(given):
             raise ConfigError(
-                f"state[{name!r}] is of class {class_path(given)}; expected one of: {objects.KINDS}. Give "
+                f"state[{name!r}] is of class {class_path(given)}; expected one of: "
+                f"{objects.KINDS}. Give "
                 f"the "
                 "object whose state changes, or keep plain values in client_state=lambda: {...}"
             )
@@ -79,7 +82,8 @@ class GivenState(HostState):
             encode(self.capture())
         except ReftError as error:
             raise ConfigError(
-                f"state[{name!r}] ({class_path(given)}) cannot be stored: {error}. Give an object whose "
+                f"state[{name!r}] ({class_path(given)}) cannot be stored: {error}. Give an object "
+                "whose "
                 f"state_dict "
                 "holds such values alone"
             ) from error
@@ -98,7 +102,8 @@ class GivenState(HostState):
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self.name} of the version does not fit the object that the script gives "
-                f"({class_path(self.given)}): {error}. Give the object that was given when the version was "
+                f"({class_path(self.given)}): {error}. Give the object that was given when the "
+                "version was "
                 f"taken"
             ) from error
 
@@ -112,16 +117,16 @@ class HostStates:
     """The followers of one session, by name.
 
     Args:
-        accepted: names of given objects that a version may lack, or have beside those that are given
-            (``accept_changes`` of the ``reft`` block).
+        accepted: names of given objects that a version may lack, or have beside those that are
+            given (``accept_changes`` of the ``reft`` block).
     """
 
     def __init__(self, followers: Iterable[HostState] = (), accepted: Collection[str] = ()) -> None:
         self._followers = {follower.name: follower for follower in followers}
         self._accepted = frozenset(accepted)
         self._saved: dict[str, Any] | None = None
-        """What was restored last, until training continues. Captured again as it is: nothing was trained
-        since."""
+        """What was restored last, until training continues. Captured again as it is: nothing was
+        trained since."""
         self._is_due = False
         """Whether it has yet to be restored a second time."""
 
@@ -133,8 +138,8 @@ class HostStates:
         return [f.given for f in self._followers.values() if isinstance(f, GivenState)]
 
     def give(self, state: Mapping[str, Any]) -> None:
-        """Follow the objects of the script's ``state={...}``. Raises ConfigError: an object is of an unknown
-        kind, or the version that was loaded does not hold it."""
+        """Follow the objects of the script's ``state={...}``. Raises ConfigError: an object is of
+        an unknown kind, or the version that was loaded does not hold it."""
         for name, given in state.items():
             self.add(GivenState(name, given))
 
@@ -160,7 +165,9 @@ class HostStates:
         if saved is None:
             given = [name for name in self._followers if name.startswith(given_name(""))]
             if given:
-                logger.warning("the version is of an older reft and does not hold %s", ", ".join(given))
+                logger.warning(
+                    "the version is of an older reft and does not hold %s", ", ".join(given)
+                )
             self._saved = None
             return
         self._saved, self._is_due = dict(saved), True
@@ -176,14 +183,15 @@ class HostStates:
             raise ConfigError(
                 f"the version that was loaded does not hold {name}; it holds "
                 f"{', '.join(held) or 'no such object'}. "
-                f"Give reft.attach the objects that were given when it was taken, or, to continue with "
+                "Give reft.attach the objects that were given when it was taken, or, to continue "
+                "with "
                 f"{name} as the "
                 f'script makes it, write "accept_changes": ["{name}"] into the reft block'
             )
 
     def reapply(self) -> None:
-        """The first step after a load is about to begin, before anything is drawn for it. Does its work
-        once."""
+        """The first step after a load is about to begin, before anything is drawn for it. Does its
+        work once."""
         if self._is_due and self._saved is not None:
             self._is_due = False
             for name, follower in self._followers.items():
@@ -191,17 +199,20 @@ class HostStates:
                     follower.restore(self._saved[name])
 
     def begin_step(self, *, is_first: bool) -> None:
-        """A step begins. ``is_first``: of this process. A job that goes back to a checkpoint while it trains
-        may change what was restored. Raises ConfigError: the version holds an object that the script has not
-        given."""
+        """A step begins. ``is_first``: of this process. A job that goes back to a checkpoint while
+        it trains may change what was restored. Raises ConfigError: the version holds an object that
+        the script has not given."""
         if self._saved is None:
             return
-        missing = sorted(n for n in self._saved if n not in self._followers and n.startswith(given_name("")))
+        missing = sorted(
+            n for n in self._saved if n not in self._followers and n.startswith(given_name(""))
+        )
         if missing := [name for name in missing if not self._accepts(name)]:
             names = ", ".join(f'"{name.removeprefix(given_name(""))}": ...' for name in missing)
             accepted = ", ".join(f'"{name}"' for name in missing)
             raise ConfigError(
-                f"the version that was loaded holds {', '.join(missing)}, which the script has not given. "
+                f"the version that was loaded holds {', '.join(missing)}, which the script has "
+                "not given. "
                 f"Write "
                 f"reft.attach(engine, state={{{names}}}) before training, or, to leave it out, "
                 f'"accept_changes": '
@@ -220,7 +231,11 @@ class HostStates:
 
     def end_step(self) -> list[str]:
         """A step has returned. What to report now."""
-        return [said for follower in self._followers.values() if (said := follower.end_step()) is not None]
+        return [
+            said
+            for follower in self._followers.values()
+            if (said := follower.end_step()) is not None
+        ]
 
     def close(self) -> None:
         for follower in self._followers.values():

@@ -1,7 +1,8 @@
-"""Which job this is, and what it has on a node (P7): its name, the fingerprint of what it trains, its
-directory, held while the job runs, and the number of this start.
+"""Which job this is, and what it has on a node (P7): its name, the fingerprint of what it trains,
+its directory, held while the job runs, and the number of this start.
 
-Collective, where nothing else is said: every rank comes to the same result or raises the same error.
+Collective, where nothing else is said: every rank comes to the same result or raises the same
+error.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# -- what makes a job the one that it is: facts that must be equal before its state is taken up again; pure
+# -- what makes a job the one that it is: facts that must be equal before its state is taken up
+# again; pure
 
 
 Fact = str | int | float | bool | None
@@ -79,30 +81,35 @@ _FORMAT = 1
 _BATCH = ("config.train_batch_size", "config.train_micro_batch_size_per_gpu")
 ACCEPT_KEY = "accept_changes"  # key of the ``reft`` block that lists facts which may differ
 AT_LAUNCH = ("script", "seed", "arguments")
-"""Compared when a person starts the job. Not when it restarts by itself: another node may see the script
-under another path, and a seed that is taken from the clock must not keep a job from its own memory."""
+"""Compared when a person starts the job. Not when it restarts by itself: another node may see the
+script under another path, and a seed that is taken from the clock must not keep a job from its own
+memory."""
 BY_REPLICAS = ("layout.dp", "config.gradient_accumulation_steps")
-"""What follows from the number of replicas where the global batch is kept. Not compared where a version of
-another data-parallel degree is taken up."""
+"""What follows from the number of replicas where the global batch is kept. Not compared where a
+version of another data-parallel degree is taken up."""
 BY_LAYOUT = (*BY_REPLICAS, "layout", "model")
-"""Likewise where a version of another layout is taken up; the model is then compared name by name."""
+"""Likewise where a version of another layout is taken up; the model is then compared name by
+name."""
 _AROUND = re.compile(
     r"accept|cache|checkpoint(s|ed|ing)?|ckpt|debug|deepspeed|disable|eval|exit|host(file)?|hub|job|kill|load|log"
     r"|logdir|logging|logs|nodes?|out|output|pin|port|predict|print|prof|profile|project|push|quiet|reft|report"
     r"|restore|resume|run|saves?|tensorboard|test|threads|timeout|timing|tmp|tqdm|val|valid|validation|verbose"
     r"|wandb|workers"
 )
-"""Words of an option for what goes on around training, whatever its other words are: ``eval_steps``."""
+"""Words of an option for what goes on around training, whatever its other words are:
+``eval_steps``."""
 _DECIDES = re.compile(
     r"accumulation|anneal|annealing|batch|corpora|corpus|data|datasets?|decay|drop|files?|lr|merges?|model|rampup"
     r"|rate|scheduler|seed|split|tokenizer|vocab|vocabulary|warmup"
 )
-"""Words that make an option one for the numbers, whatever else is in its name: ``lr-decay-iters``."""
+"""Words that make an option one for the numbers, whatever else is in its name:
+``lr-decay-iters``."""
 _HOW_LONG_AND_WHERE = re.compile(
     r"config|dir|directory|epochs?|every|folder|interval|iter|iterations?|iters|keep|memory|path|rank|steps?|stop"
     r"|until|wait"
 )
-"""Words for how long a job trains, how often it does something, and where things are: ``max_steps``."""
+"""Words for how long a job trains, how often it does something, and where things are:
+``max_steps``."""
 _LENGTHS = frozenset({("skip", "train"), ("train", "samples"), ("train", "tokens")})
 
 
@@ -114,10 +121,14 @@ class Fingerprint:
 
     def without(self, names: Collection[str]) -> Fingerprint:
         """The same without some facts and what lies under them."""
-        return Fingerprint({name: fact for name, fact in self.facts.items() if not _is_under(name, names)})
+        return Fingerprint(
+            {name: fact for name, fact in self.facts.items() if not _is_under(name, names)}
+        )
 
     def only(self, names: Collection[str]) -> Fingerprint:
-        return Fingerprint({name: fact for name, fact in self.facts.items() if _is_under(name, names)})
+        return Fingerprint(
+            {name: fact for name, fact in self.facts.items() if _is_under(name, names)}
+        )
 
     def encode(self) -> bytes:
         """JSON, equal for equal facts."""
@@ -130,9 +141,12 @@ class Fingerprint:
             facts = content["facts"] if content["format"] == _FORMAT else None
         except (ValueError, KeyError, TypeError):
             facts = None
-        if not isinstance(facts, dict) or not all(isinstance(fact, Fact) for fact in facts.values()):
+        if not isinstance(facts, dict) or not all(
+            isinstance(fact, Fact) for fact in facts.values()
+        ):
             raise FingerprintError(
-                "the fingerprint of the stored state cannot be read: expected a JSON object of format "
+                "the fingerprint of the stored state cannot be read: expected a JSON object of "
+                "format "
                 f"{_FORMAT} with facts; it was damaged, or written by another release of reft"
             )
         return cls(facts)
@@ -141,11 +155,12 @@ class Fingerprint:
 def read_argument_facts(arguments: Sequence[str]) -> dict[str, Fact]:
     """A script's arguments that may change what it trains, as facts ``arguments.NAME``.
 
-    The rule goes by the words of an option's name. What goes on around training (``save``, ``eval``, ``log``)
-    never counts; what names the learning rate, its schedule, batches, data or model always does; of
-    the rest, what says how long, how often and where does not, and everything else does. A job that is
-    started again for more steps, or from another directory, is the same one. Of a path the last part counts
-    where it names data or a model; other paths, and JSON texts, do not."""
+    The rule goes by the words of an option's name. What goes on around training (``save``,
+    ``eval``, ``log``) never counts; what names the learning rate, its schedule, batches, data or
+    model always does; of the rest, what says how long, how often and where does not, and everything
+    else does. A job that is started again for more steps, or from another directory, is the same
+    one. Of a path the last part counts where it names data or a model; other paths, and JSON texts,
+    do not."""
     given: dict[str, list[str]] = {"": []}
     name = ""
     for word in arguments:
@@ -197,7 +212,11 @@ def changed(was: Fingerprint, now: Fingerprint) -> list[str]:
     """Names of the facts that differ, in order; one that only one side has differs."""
     missing = object()
     names = sorted(was.facts.keys() | now.facts.keys())
-    return [name for name in names if not _same(was.facts.get(name, missing), now.facts.get(name, missing))]
+    return [
+        name
+        for name in names
+        if not _same(was.facts.get(name, missing), now.facts.get(name, missing))
+    ]
 
 
 def differences(was: Fingerprint, now: Fingerprint) -> list[str]:
@@ -205,10 +224,12 @@ def differences(was: Fingerprint, now: Fingerprint) -> list[str]:
     return [f"{name}: was {_show(was, name)}, is {_show(now, name)}" for name in changed(was, now)]
 
 
-def require_same(was: Fingerprint, now: Fingerprint, *, of: str, accepted: Collection[str] = ()) -> None:
-    """Refuse stored state that belongs to another job, or to this one with other settings. ``of``: what holds
-    the state, for the message: ``the memory of job train``. ``accepted``: names of facts that may differ,
-    with all under them (``reft.accept_changes``)."""
+def require_same(
+    was: Fingerprint, now: Fingerprint, *, of: str, accepted: Collection[str] = ()
+) -> None:
+    """Refuse stored state that belongs to another job, or to this one with other settings. ``of``:
+    what holds the state, for the message: ``the memory of job train``. ``accepted``: names of facts
+    that may differ, with all under them (``reft.accept_changes``)."""
     was, now = was.without(accepted), now.without(accepted)
     names = changed(was, now)
     if not names:
@@ -217,8 +238,10 @@ def require_same(was: Fingerprint, now: Fingerprint, *, of: str, accepted: Colle
         f"{of} was written by a job that differs from this one:\n"
         + "".join(f"  {line}\n" for line in differences(was, now))
         + (
-            "Restore these settings to continue it; give this job a name of its own (--job-id NAME, or "
-            '"job_id" in the reft block), or remove the old memory (`reft clean --job NAME`), to start '
+            "Restore these settings to continue it; give this job a name of its own (--job-id "
+            "NAME, or "
+            '"job_id" in the reft block), or remove the old memory (`reft clean --job NAME`), to '
+            "start "
             f'from the beginning; or, to resume in spite of the differences, write "{ACCEPT_KEY}": '
             f"{json.dumps(names)} into the reft block{_describe_arguments(names)}"
             f"{_describe_batch(was, names)}"
@@ -239,12 +262,18 @@ def _describe_batch(was: Fingerprint, names: Sequence[str]) -> str:
     """Which keys keep the batch of the stored state, whatever the number of replicas."""
     if not any(name in names for name in _BATCH):
         return ""
-    keys = [f'"{name.removeprefix("config.")}": {was.facts[name]}' for name in _BATCH if name in was.facts]
+    keys = [
+        f'"{name.removeprefix("config.")}": {was.facts[name]}'
+        for name in _BATCH
+        if name in was.facts
+    ]
     if len(keys) < len(_BATCH):
         return ""
     return (
-        f". To go on with fewer or more replicas, write {' and '.join(keys)} into DeepSpeed's JSON, and no "
-        f'"gradient_accumulation_steps", which DeepSpeed then derives: the global batch stays what it was'
+        f". To go on with fewer or more replicas, write {' and '.join(keys)} into DeepSpeed's "
+        "JSON, and no "
+        '"gradient_accumulation_steps", which DeepSpeed then derives: the global batch stays '
+        "what it was"
     )
 
 
@@ -261,7 +290,7 @@ def _show(fingerprint: Fingerprint, name: str) -> str:
     return json.dumps(fingerprint.facts[name]) if name in fingerprint.facts else "not set"
 
 
-# -- where this process is, what the job is called, and who holds its memory ---------------------------------
+# -- where this process is, what the job is called, and who holds its memory -----------------------
 
 
 @dataclass(frozen=True)
@@ -276,21 +305,29 @@ class NodeIdentity:
     def here(cls) -> NodeIdentity:
         host = socket.gethostname()
         given = os.environ.get(ENV_NODE_ID)
-        return cls(given or host, bool(given) and os.environ.get(ENV_NODE_DECLARED) != "0", host, kernel_id())
+        return cls(
+            given or host,
+            bool(given) and os.environ.get(ENV_NODE_DECLARED) != "0",
+            host,
+            kernel_id(),
+        )
 
 
 def read_hosts(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
-    """What fails as one (P4), for each place: the declared node, else the host, by the name that its first
-    rank gives it. Pure."""
+    """What fails as one (P4), for each place: the declared node, else the host, by the name that
+    its first rank gives it. Pure."""
     names: dict[str, str] = {}
     for place in places:
         taken = place.host_name in names.values()
-        names.setdefault(place.kernel, f"{place.host_name}-{place.kernel[:8]}" if taken else place.host_name)
+        names.setdefault(
+            place.kernel, f"{place.host_name}-{place.kernel[:8]}" if taken else place.host_name
+        )
     return tuple(place.node if place.declared else names[place.kernel] for place in places)
 
 
 def declared_on_one_host(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
-    """Declared nodes that share a host with another one: what the tolerance counts is then a claim. Pure."""
+    """Declared nodes that share a host with another one: what the tolerance counts is then a claim.
+    Pure."""
     nodes = {place.node: place.kernel for place in places if place.declared}
     kernels = list(nodes.values())
     return tuple(sorted(node for node, kernel in nodes.items() if kernels.count(kernel) > 1))
@@ -300,12 +337,15 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-held: WeakValueDictionary[str, JobMemory] = WeakValueDictionary()  # by engines of this process; by its place
-_LOCK_SECS = 10.0  # Trainers that were just killed hold the lock until the kernel has taken their memory down
+# by engines of this process; by its place
+held: WeakValueDictionary[str, JobMemory] = WeakValueDictionary()
+# Trainers that were just killed hold the lock until the kernel has taken their memory down
+_LOCK_SECS = 10.0
 
 
 def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
-    """The block with the name of the job in it: the one given, the same on all ranks, else rank 0's own."""
+    """The block with the name of the job in it: the one given, the same on all ranks, else rank 0's
+    own."""
     given = [g.decode() for g in control.gather_bytes((config.job_id or "").encode())]
     own = find_process_name() if control.rank == 0 and not given[0] else ""
     derived = control.gather_bytes(own.encode())[0].decode()
@@ -323,22 +363,25 @@ def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
 
 
 def log_sibling_jobs(memory_dir: Path, name: str) -> None:
-    """Say how to resume what the same program left under other arguments, where ``name`` has nothing."""
+    """Say how to resume what the same program left under other arguments, where ``name`` has
+    nothing."""
     program, others = name.rpartition("-")[0], [path.name for path in find_jobs(memory_dir)]
     if name not in others and (others := [n for n in others if n.rpartition("-")[0] == program]):
         logger.warning(
-            "there is no memory of job %s, but there is memory of the same program with other arguments: "
-            "%s. To continue one of these jobs, give its name: --job-id NAME, or REFT_JOB_ID=NAME under "
+            "there is no memory of job %s, but there is memory of the same program with other "
+            "arguments: "
+            "%s. To continue one of these jobs, give its name: --job-id NAME, or REFT_JOB_ID=NAME "
+            "under "
             "plain torchrun",
             *(name, ", ".join(others)),
         )
 
 
 def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLock | None:
-    """Hold the job's memory on this node against every other start, before anything in it is touched. Returns
-    this rank's part, to be closed with the session; None where the launcher holds it for its trainers.
-    Raises ConfigError: another engine of this process has it. Raises JobInUseError: another job, or
-    another start of this one, has it on some node."""
+    """Hold the job's memory on this node against every other start, before anything in it is
+    touched. Returns this rank's part, to be closed with the session; None where the launcher holds
+    it for its trainers. Raises ConfigError: another engine of this process has it. Raises
+    JobInUseError: another job, or another start of this one, has it on some node."""
     path = config.memory_dir / job_id
     place = f"{kernel_id()}:{os.path.realpath(path)}".encode()
     first = control.gather_bytes(place).index(place) == control.rank
@@ -349,10 +392,14 @@ def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLo
         other = held.get(os.path.realpath(path))
         if other is not None and not other.closed:
             raise ConfigError(
-                f"a second engine asks for reft in job {job_id!r}, but a job's memory has room for the state "
-                f"of one engine, and another one of this process has it ({path}). Leave the block to one of "
-                f'them: write "reft": {{"enabled": false}} into the configuration of the other, or, where '
-                f"the first engine is done with, call reft.attach(engine).close() before the second is made"
+                f"a second engine asks for reft in job {job_id!r}, but a job's memory has room "
+                "for the state "
+                f"of one engine, and another one of this process has it ({path}). Leave the block "
+                "to one of "
+                f'them: write "reft": {{"enabled": false}} into the configuration of the other, '
+                "or, where "
+                "the first engine is done with, call reft.attach(engine).close() before the "
+                "second is made"
             )
         make_job_directory(config.memory_dir, job_id)
         if first and not _held_by_launcher(path):
@@ -424,11 +471,17 @@ class Identity:
         layout = {"layout.pp": degrees.pp, "layout.dp": degrees.dp, "layout.tp": degrees.tp}
         facts: dict[str, Fact] = {**engine.settings(), **layout}
         facts |= {
-            f"model.{where.replace('.dp0', '')}": shapes for where, shapes, _ in told if ".dp0." in where
+            f"model.{where.replace('.dp0', '')}": shapes
+            for where, shapes, _ in told
+            if ".dp0." in where
         }
         common = control.gather_bytes(Fingerprint(facts).encode() if control.rank == 0 else b"")[0]
         resizing = engine.resizing
-        why = "its training loop resumes at its own degree alone" if resizing is None else resizing.why_not
+        why = (
+            "its training loop resumes at its own degree alone"
+            if resizing is None
+            else resizing.why_not
+        )
         return cls(
             Fingerprint.decode(common),
             session.config,
@@ -440,8 +493,8 @@ class Identity:
         )
 
     def require_same(self, was: Fingerprint, of: str, but: Collection[str] = ()) -> None:
-        """Refuse stored state of another job, or of this one with other settings, by a FingerprintError that
-        says in what it differs; the same on all ranks if ``was`` is."""
+        """Refuse stored state of another job, or of this one with other settings, by a
+        FingerprintError that says in what it differs; the same on all ranks if ``was`` is."""
         was, now = was.without(but), self.fingerprint.without(but)
         if self.restarted:
             # Nobody is there to answer: the job goes on, and says so.
@@ -454,9 +507,9 @@ class Identity:
         self, job_dir: Path, label: VersionId, *, reads: bool, but: Collection[str] = ()
     ) -> None:
         """Before a version is restored from memory: was it written by this job as it is now? A
-        FingerprintError on all ranks where not. ``reads``: this rank is the one of its node that reads the
-        record. ``but``: facts that may differ: at another degree, or in another layout, it is no other job as
-        long as the global batch is the same. Collective."""
+        FingerprintError on all ranks where not. ``reads``: this rank is the one of its node that
+        reads the record. ``but``: facts that may differ: at another degree, or in another layout,
+        it is no other job as long as the global batch is the same. Collective."""
         record = newest_record(job_dir, label.incarnation) if reads else None
         told = self.control.gather_bytes(encode(record and list(record)))
         records = {(int(r[0]), str(r[1])) for data in told if (r := decode(data)) is not None}
@@ -471,17 +524,21 @@ class Identity:
         of = f"the memory of job {self.config.job_id}"
         if not found and self.control.rank == 0:
             logger.warning(
-                "%s has no record of the settings it was written with; whether they are those of this "
+                "%s has no record of the settings it was written with; whether they are those of "
+                "this "
                 "job cannot be checked",
                 of,
             )
         for fingerprint in found:
             self.require_same(fingerprint, of, but)
 
-    def check_checkpoint(self, was: str | None, of: str, *, own: bool, but: Collection[str] = ()) -> None:
-        """Before a checkpoint with the fingerprint ``was`` is loaded from disk: was it written by this job as
-        it is now, else a FingerprintError. Another job's is loaded only where the script names its directory:
-        that is its user's decision, and the differences are said."""
+    def check_checkpoint(
+        self, was: str | None, of: str, *, own: bool, but: Collection[str] = ()
+    ) -> None:
+        """Before a checkpoint with the fingerprint ``was`` is loaded from disk: was it written by
+        this job as it is now, else a FingerprintError. Another job's is loaded only where the
+        script names its
+        directory: that is its user's decision, and the differences are said."""
         if was is None:
             return
         stored = Fingerprint.decode(was)
@@ -497,7 +554,9 @@ class Identity:
             record_fingerprint(job_dir, incarnation, self.fingerprint.encode().decode())
             any_batch = not _ANOTHER_BATCH.isdisjoint(self.config.accept_changes)
             fixed = self.is_one_size and not any_batch
-            note_size(job_dir, self.fingerprint.facts, self.why_one_size, fixed=fixed, any_batch=any_batch)
+            note_size(
+                job_dir, self.fingerprint.facts, self.why_one_size, fixed=fixed, any_batch=any_batch
+            )
         except OSError as error:
             logger.warning("the job's settings cannot be recorded next to its memory: %s", error)
 
@@ -507,9 +566,9 @@ _SILENT_SECS = 30.0  # a store that did not answer is left alone for so long
 
 
 class JobRecord:
-    """Facts kept in the rendezvous store, which outlives every worker node. Best effort: without a store
-    (plain ``torchrun``) the arenas alone tell. Used by global rank 0 only; its methods wait for the store,
-    but for :meth:`committed` and :meth:`close`."""
+    """Facts kept in the rendezvous store, which outlives every worker node. Best effort: without a
+    store (plain ``torchrun``) the arenas alone tell. Used by global rank 0 only; its methods wait
+    for the store, but for :meth:`committed` and :meth:`close`."""
 
     def __init__(self, store: KeyValueStore | None, job_id: str) -> None:
         self._committed_key = committed_key(job_id)
@@ -522,8 +581,8 @@ class JobRecord:
 
     @classmethod
     def at(cls, endpoint: str | None, job_id: str, answer_secs: float = _ANSWER_SECS) -> JobRecord:
-        """The record in the store at ``host:port``, if there is one and it answers within ``answer_secs``, as
-        it has to whenever it is asked."""
+        """The record in the store at ``host:port``, if there is one and it answers within
+        ``answer_secs``, as it has to whenever it is asked."""
         store = None
         try:
             if endpoint:
@@ -535,7 +594,8 @@ class JobRecord:
         return cls(store, job_id)
 
     def note_commit(self, label: VersionId) -> None:
-        """Remember that ``label`` was committed, unless a newer start of the job has committed since."""
+        """Remember that ``label`` was committed, unless a newer start of the job has committed
+        since."""
         if self._store is None or time.monotonic() < self._lost_until:
             return
         note, done = f"{label.incarnation}:{label.step}".encode(), False
@@ -545,7 +605,8 @@ class JobRecord:
                 self._noted = note if done else held
                 if not done and held is not None and _label(held).incarnation > label.incarnation:
                     logger.error(
-                        "the commit of %s is not recorded: %s was committed by a newer start of the job. "
+                        "the commit of %s is not recorded: %s was committed by a newer start of "
+                        "the job. "
                         "This start was cut off and replaced",
                         *(label, _label(held)),
                     )
@@ -554,12 +615,14 @@ class JobRecord:
             self._lost_until = 0.0
         except (StoreError, AuthenticationError) as error:
             if not self._lost_until:
-                logger.warning("commits are not recorded until the rendezvous store answers again: %s", error)
+                logger.warning(
+                    "commits are not recorded until the rendezvous store answers again: %s", error
+                )
             self._lost_until = time.monotonic() + _SILENT_SECS
 
     def newest_commit(self) -> VersionId | None:
-        """The newest commit noted, or None if there was none (or no store); a TransferError where there is
-        one, but it does not say."""
+        """The newest commit noted, or None if there was none (or no store); a TransferError where
+        there is one, but it does not say."""
         key = self._committed_key
         try:
             if self._store is None or not self._store.check([key]):
@@ -572,13 +635,15 @@ class JobRecord:
             ) from error
 
     def committed(self, label: VersionId, peer_errors: PeerErrors) -> None:
-        """A version was committed by all ranks. It is noted by a thread of its own: no vote waits for the
-        store. Of commits that come while the store is asked, the newest is noted."""
+        """A version was committed by all ranks. It is noted by a thread of its own: no vote waits
+        for the store. Of commits that come while the store is asked, the newest is noted."""
         self._newest.append(label)
         self._wake.release()
         if self._thread is None:
             args = (peer_errors,)
-            self._thread = threading.Thread(target=self._run, args=args, name="reft-record", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=args, name="reft-record", daemon=True
+            )
             self._thread.start()
 
     def close(self, timeout_secs: float = 2.0) -> None:
@@ -588,7 +653,9 @@ class JobRecord:
         if self._thread is not None:
             self._thread.join(timeout_secs)
             if self._thread.is_alive():
-                logger.warning("the rendezvous store has not answered: it may not know of the last commit")
+                logger.warning(
+                    "the rendezvous store has not answered: it may not know of the last commit"
+                )
 
     def _run(self, peer_errors: PeerErrors) -> None:
         closing = False
@@ -609,8 +676,8 @@ def _label(note: bytes) -> VersionId:
 
 def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
     """The newest commit that the rendezvous store knows of, in words; empty if there was none; a
-    TransferError on all ranks if it does not say. Collective: asked where neither memory nor disk holds a
-    version."""
+    TransferError on all ranks if it does not say. Collective: asked where neither memory nor disk
+    holds a version."""
     note = error = ""
     if control.rank == 0:
         try:
@@ -620,8 +687,10 @@ def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
     note, error = decode(control.gather_bytes(encode([note, error]))[0])
     if error:
         raise TransferError(
-            f"no version of job {job_id} is in memory or on disk, and it is not known whether it had "
-            f"committed any: {error}. Start it again when the store answers; a new job takes another id"
+            f"no version of job {job_id} is in memory or on disk, and it is not known whether it "
+            "had "
+            f"committed any: {error}. Start it again when the store answers; a new job takes "
+            "another id"
         )
     return str(note)
 
@@ -629,7 +698,8 @@ def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
 def gather_topology(
     control: ControlGroup, coordinate: Coordinate, degrees: Degrees
 ) -> tuple[Topology, tuple[NodeIdentity, ...]]:
-    """Tell all ranks where this one is; the topology, and the place of every global rank. Collective."""
+    """Tell all ranks where this one is; the topology, and the place of every global rank.
+    Collective."""
     at = (coordinate.pp, coordinate.dp, coordinate.tp)
     mine = encode([list(at), list(astuple(NodeIdentity.here()))])
     facts = [decode(data) for data in control.gather_bytes(mine)]
@@ -644,8 +714,9 @@ def gather_topology(
 
 
 def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGroup) -> JobDir:
-    """Open the job's memory on this node under the secret that all nodes share: the launcher's (REFT_SECRET);
-    under plain ``torchrun`` that of a surviving node's memory, or of a new job rank 0's. Collective."""
+    """Open the job's memory on this node under the secret that all nodes share: the launcher's
+    (REFT_SECRET); under plain ``torchrun`` that of a surviving node's memory, or of a new job rank
+    0's. Collective."""
     secret = None
     if not os.environ.get(ENV_SECRET):
         path = config.job_memory_dir
@@ -657,22 +728,25 @@ def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGro
 
 
 def _require_own_files(path: Path, control: ControlGroup) -> None:
-    """Refuse ranks that would write each other's arenas in the job's memory: a ConfigError on all."""
+    """Refuse ranks that would write each other's arenas in the job's memory: a ConfigError on
+    all."""
     at = path.stat()
     places = control.gather_bytes(f"{kernel_id()} {at.st_dev} {at.st_ino} {local_rank()}".encode())
     for rank, place in enumerate(places):
         if (first := places.index(place)) < rank:
             raise ConfigError(
-                f"ranks {first} and {rank} have the same memory and the same LOCAL_RANK; expected a memory "
-                f"directory ({ENV_MEMORY_DIR}) for each node of a host, a LOCAL_RANK for each rank of a node"
+                f"ranks {first} and {rank} have the same memory and the same LOCAL_RANK; expected "
+                "a memory "
+                f"directory ({ENV_MEMORY_DIR}) for each node of a host, a LOCAL_RANK for each "
+                "rank of a node"
             )
 
 
 def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGroup) -> int:
-    """One more than every incarnation that any node or the disk has seen (P7): that on which the launchers
-    agreed when they started the trainers, unless the disk knows a later one. Older starts change nothing on
-    the disk any more. Collective; a FencedError on all ranks, if another start of the job has claimed the
-    disk with the same number."""
+    """One more than every incarnation that any node or the disk has seen (P7): that on which the
+    launchers agreed when they started the trainers, unless the disk knows a later one. Older starts
+    change nothing on the disk any more. Collective; a FencedError on all ranks, if another start of
+    the job has claimed the disk with the same number."""
     job_id, disk = job_dir.job_id, config.persist.dir if control.rank == 0 else None
     seen = max(job_dir.newest_incarnation(), int(os.environ.get(ENV_INCARNATION, "0")) - 1)
     if disk is not None:
@@ -694,7 +768,9 @@ def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGr
         except FencedError:
             raise
         except (ReftError, OSError) as error:
-            logger.warning("older starts of the job cannot be kept from writing to %s: %s", disk, error)
+            logger.warning(
+                "older starts of the job cannot be kept from writing to %s: %s", disk, error
+            )
 
     all_or_none(keep_older_starts_from_writing, control, FencedError)
     return incarnation
@@ -725,7 +801,8 @@ class JobMemory:
         held[os.path.realpath(self.job_dir.path)] = self
 
     def count_on(self, incarnation: int) -> None:
-        """The versions to come belong to this incarnation, unless a later one runs already. On all ranks."""
+        """The versions to come belong to this incarnation, unless a later one runs already. On all
+        ranks."""
         self.incarnation = max(self.incarnation, incarnation)
         self._note()
 
@@ -735,7 +812,9 @@ class JobMemory:
         try:
             self.job_dir.note_incarnation(self.incarnation)
         except OSError as error:
-            logger.warning("the number of this start cannot be recorded in %s: %s", self.job_dir.path, error)
+            logger.warning(
+                "the number of this start cannot be recorded in %s: %s", self.job_dir.path, error
+            )
 
     def record_identity(self) -> None:
         if self._writes:

@@ -1,6 +1,7 @@
-"""reft comes into ``deepspeed.initialize`` when DeepSpeed is imported, and into the programs of integrations.
-``import reft`` arranges it, under any launcher; nothing heavy is imported before the script does, and for a
-job without the block nothing happens, and nothing more is imported than this (P10)."""
+"""reft comes into ``deepspeed.initialize`` when DeepSpeed is imported, and into the programs of
+integrations. ``import reft`` arranges it, under any launcher; nothing heavy is imported before the
+script does, and for a job without the block nothing happens, and nothing more is imported than this
+(P10)."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ def mark(name: str) -> None:
 
 
 def times() -> dict[str, float]:
-    """Unix seconds of this host, by name: the script begins, process groups are made and are there, the
-    engine likewise, memory is looked at, and all ranks agree on what to restore. What did not happen is
-    missing."""
+    """Unix seconds of this host, by name: the script begins, process groups are made and are there,
+    the engine likewise, memory is looked at, and all ranks agree on what to restore. What did not
+    happen is missing."""
     return dict(_times)
 
 
@@ -54,8 +55,8 @@ class PostImportFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        # Not importlib.util.find_spec(): that asks this finder again. To be asked is not to be imported:
-        # transformers looks whether there is a DeepSpeed long before it imports it.
+        # Not importlib.util.find_spec(): that asks this finder again. To be asked is not to be
+        # imported: transformers looks whether there is a DeepSpeed long before it imports it.
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
@@ -76,8 +77,8 @@ class PostImportFinder(MetaPathFinder):
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collections: a full one reads all that torch and DeepSpeed have imported, for tenths of
-    a second, and what is made here is kept or freed by its references."""
+    """Without garbage collections: a full one reads all that torch and DeepSpeed have imported, for
+    tenths of a second, and what is made here is kept or freed by its references."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -88,8 +89,8 @@ def uncollected() -> Iterator[None]:
 
 
 def wrap(where: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put ``around``, which is given the original and its arguments, in the place of a method of an instance
-    or of a function of a module; others and the class stay as they are."""
+    """Put ``around``, which is given the original and its arguments, in the place of a method of an
+    instance or of a function of a module; others and the class stay as they are."""
     original = getattr(where, name)
     setattr(where, name, functools.wraps(original)(partial(around, original)))
 
@@ -103,8 +104,8 @@ def find_ds_config(engine: Any) -> Mapping[str, Any]:
 
 
 def hook_imports() -> None:
-    """Have :func:`install` do its work as soon as DeepSpeed is imported: now, if it is. Where ``REFT_CONFIG``
-    names a block, reft comes into the programs of integrations too."""
+    """Have :func:`install` do its work as soon as DeepSpeed is imported: now, if it is. Where
+    ``REFT_CONFIG`` names a block, reft comes into the programs of integrations too."""
     if hasattr(sys.modules.get("deepspeed"), "initialize"):
         _install()
     else:
@@ -137,7 +138,8 @@ def _install_into(name: str, function: str) -> None:
 
 
 def avoid_build_at_start() -> None:
-    """Tell DeepSpeed that the shared-memory operator cannot be built. No effect on an accelerator."""
+    """Tell DeepSpeed that the shared-memory operator cannot be built. No effect on an
+    accelerator."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -147,19 +149,20 @@ def avoid_build_at_start() -> None:
 
 # -- locks in torch's folder of compiled operators that nobody will take away (trap 20)
 #
-# Whoever compiles an operator makes the file ``lock`` in its folder, keeps it open, and removes it at the
-# end (``torch.utils.file_baton``). If it is killed the file stays, and every later process that needs the
-# operator waits for it without end and without a word.
+# Whoever compiles an operator makes the file ``lock`` in its folder, keeps it open, and removes it
+# at the end (``torch.utils.file_baton``). If it is killed the file stays, and every later process
+# that needs the operator waits for it without end and without a word.
 
 
 _LOCKS = ("*/lock", "*/*/lock")
-"""In the operator's folder, which is in one of the Python and device unless the variable names the root."""
+"""In the operator's folder, which is in one of the Python and device unless the variable names the
+root."""
 _told: set[tuple[Path, float]] = set()
 
 
 def warn_abandoned_builds() -> None:
-    """Name the locks that no process of this host holds, each once, with what to write. Trainers whose
-    launcher has done so are silent; under other launchers one trainer of a node is not."""
+    """Name the locks that no process of this host holds, each once, with what to write. Trainers
+    whose launcher has done so are silent; under other launchers one trainer of a node is not."""
     if os.environ.get(ENV_LAUNCHER_PID) not in (None, str(os.getpid())):
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -167,16 +170,18 @@ def warn_abandoned_builds() -> None:
     for lock, made_at in set(abandoned_locks()) - _told:
         _told.add((lock, made_at))
         logging.getLogger(__name__).warning(
-            "%s was left on %s by a build that has ended: no process on this host has it open. A script "
-            "that needs this operator of DeepSpeed or torch will wait for it forever. Unless another host "
+            "%s was left on %s by a build that has ended: no process on this host has it open. A "
+            "script "
+            "that needs this operator of DeepSpeed or torch will wait for it forever. Unless "
+            "another host "
             "is building there now, remove it: rm '%s'",
             *(lock, time.strftime("%F %T", time.localtime(made_at)), lock),
         )
 
 
 def abandoned_locks() -> list[tuple[Path, float]]:
-    """Locks that no process has open that may be looked at, and when each was made, in seconds since the
-    epoch."""
+    """Locks that no process has open that may be looked at, and when each was made, in seconds
+    since the epoch."""
     root = _root()
     found = {}
     for lock in (path for pattern in _LOCKS for path in root.glob(pattern)):
@@ -199,14 +204,15 @@ def _root() -> Path:
 
 
 def _open_files() -> Iterator[tuple[int, int]]:
-    """Device and inode of what the processes of this host have open: those of other users are not told."""
+    """Device and inode of what the processes of this host have open: those of other users are not
+    told."""
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             status = entry.stat()
             yield status.st_dev, status.st_ino
 
 
-# -- installing ---------------------------------------------------------------------------------------------
+# -- installing ------------------------------------------------------------------------------------
 
 
 _OF_THE_BATCH = ("Check batch related parameters", "Gradient accumulation steps: 0")
@@ -226,7 +232,9 @@ def find_refusal(error: AssertionError, config: Any) -> ConfigError | None:
     whole, rest = divmod(batch, micro * steps)
     # Where the accumulation is given too, the degree follows from it.
     fixed = "gradient_accumulation_steps" in config
-    degrees = [] if rest else [whole] if fixed else [d for d in range(1, whole + 1) if whole % d == 0]
+    degrees = (
+        [] if rest else [whole] if fixed else [d for d in range(1, whole + 1) if whole % d == 0]
+    )
     to_do = (
         f"Start as many nodes as make one of these degrees: {', '.join(map(str, degrees))}"
         if degrees
@@ -248,7 +256,11 @@ def install() -> None:
     import deepspeed
 
     if not getattr(deepspeed, _INSTALLED, False):
-        wrap(deepspeed, "initialize", lambda original, *args, **kwargs: _initialize(original, args, kwargs))
+        wrap(
+            deepspeed,
+            "initialize",
+            lambda original, *args, **kwargs: _initialize(original, args, kwargs),
+        )
         setattr(deepspeed, _INSTALLED, True)
         if _is_likely_wanted():
             _prepare()
@@ -256,7 +268,8 @@ def install() -> None:
 
 def initialize(*args: Any, client_state: ClientState | None = None, **kwargs: Any) -> Any:
     """``deepspeed.initialize``, with reft attached where the configuration has a ``reft`` block.
-    ``client_state``: see ``reft.attach``; the other arguments, and the four results, are DeepSpeed's."""
+    ``client_state``: see ``reft.attach``; the other arguments, and the four results, are
+    DeepSpeed's."""
     import deepspeed
 
     return _initialize(deepspeed.initialize, args, kwargs, client_state)
@@ -297,7 +310,9 @@ def _has_block(config: Any) -> bool:
     """Whether reft is asked for, by the block, or by ``reft profile``, which needs none."""
     from reft.naming import BLOCK_NAME
 
-    return bool(os.environ.get(ENV_PROFILE)) or (isinstance(config, Mapping) and BLOCK_NAME in config)
+    return bool(os.environ.get(ENV_PROFILE)) or (
+        isinstance(config, Mapping) and BLOCK_NAME in config
+    )
 
 
 def _prepare() -> None:
@@ -325,8 +340,11 @@ def _prepare() -> None:
         deepspeed.comm.init_distributed = deepspeed.init_distributed
 
 
-def _config_among(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """DeepSpeed's configuration among the arguments of ``deepspeed.initialize``; None if there is none."""
+def _config_among(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """DeepSpeed's configuration among the arguments of ``deepspeed.initialize``; None if there is
+    none."""
     import inspect
     import json
 
@@ -344,10 +362,13 @@ def _config_among(original: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def _is_likely_wanted() -> bool:
-    """Whether the job has a block, as far as can be told before its configuration is known: by its script
-    and the files on its command line."""
+    """Whether the job has a block, as far as can be told before its configuration is known: by its
+    script and the files on its command line."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    words = [main or "", *(part for word in sys.argv[1:] for part in (word, word.partition("=")[2]))]
+    words = [
+        main or "",
+        *(part for word in sys.argv[1:] for part in (word, word.partition("=")[2])),
+    ]
     return bool(os.environ.get(ENV_PROFILE)) or any(_mentions(word) for word in words)
 
 

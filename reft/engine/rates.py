@@ -1,12 +1,13 @@
-"""How often versions are taken, and how often they go to storage, where the block leaves that to the job
-(``"interval_steps": "auto"``): the controller of :mod:`reft.policy.rate`, once for each tier.
+"""How often versions are taken, and how often they go to storage, where the block leaves that to
+the job (``"interval_steps": "auto"``): the controller of :mod:`reft.policy.rate`, once for each
+tier.
 
-Versions are taken during the profile, which CheckFreq's has none of: their cost is what is measured here. Its
-other mode, a copy within the device, is ``has.overflow: staging`` and is never chosen here: it needs device
-memory that training may want later.
+Versions are taken during the profile, which CheckFreq's has none of: their cost is what is measured
+here. Its other mode, a copy within the device, is ``has.overflow: staging`` and is never chosen
+here: it needs device memory that training may want later.
 
-All ranks follow one decision: each proposes an interval in the vote on a version, and the longest interval
-wins (:class:`reft.snapshot.worker.Votes`). No wait is added (P6).
+All ranks follow one decision: each proposes an interval in the vote on a version, and the longest
+interval wins (:class:`reft.snapshot.worker.Votes`). No wait is added (P6).
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def learned_risk(
 
 
 def dividing(persist_steps: int) -> Callable[[int], int]:
-    """Intervals that a fixed one on storage is a multiple of, or that are multiples of it: a version that is
-    due there exists."""
+    """Intervals that a fixed one on storage is a multiple of, or that are multiples of it: a
+    version that is due there exists."""
 
     def fits(steps: int) -> int:
         if not persist_steps:
@@ -78,9 +79,10 @@ class _Measured(BaseModel):
 
 
 class RateCache:
-    """What an earlier start has found, so that the next one need not: one small file per rank in the memory
-    directory, next to the jobs. The same model in the same layout, as the JSON values of ``facts`` have it,
-    finds it, whatever the job is called. ``known``: intervals in steps; None where they are to be found."""
+    """What an earlier start has found, so that the next one need not: one small file per rank in
+    the memory directory, next to the jobs. The same model in the same layout, as the JSON values of
+    ``facts`` have it, finds it, whatever the job is called. ``known``: intervals in steps; None
+    where they are to be found."""
 
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -95,20 +97,23 @@ class RateCache:
             logger.warning("%s is ignored: %s", self.path, str(error).partition("\n")[0])
 
     def note(self, tier: Tier, interval_steps: int) -> None:
-        """Keep what was found. A directory that cannot be written is said once: training goes on (P6). Called
-        by the thread that votes."""
+        """Keep what was found. A directory that cannot be written is said once: training goes on
+        (P6). Called by the thread that votes."""
         setattr(self.known, tier, interval_steps)
         try:
             write_durably(self.path, self.known.model_dump_json(indent=1).encode())
         except OSError as error:
             if not self._told:
-                logger.warning("%s: the next start will have to measure again: %s", self.path, error)
+                logger.warning(
+                    "%s: the next start will have to measure again: %s", self.path, error
+                )
             self._told = True
 
 
 class IntervalRates:
     """Both tiers of one rank, ``memory`` and ``storage``: None where the block has a number. Made
-    collectively. ``from_memory``: this node's memory holds the version that the job goes on with."""
+    collectively. ``from_memory``: this node's memory holds the version that the job goes on
+    with."""
 
     def __init__(self, session: Session, *, from_memory: bool) -> None:
         self._session, self._config = session, session.config
@@ -160,12 +165,15 @@ class IntervalRates:
             "variant": config.variant.value,
             "has": config.has.model_dump(mode="json"),
             "persist": str(config.persist.dir),
-            "device": vendor.module.get_device_name(engine.device) if vendor else engine.device.type,
+            "device": vendor.module.get_device_name(engine.device)
+            if vendor
+            else engine.device.type,
         }
 
     def _stored_step(self, from_memory: bool) -> int:
-        """The newest step on storage on the way to where the job goes on, as rank 0 sees it: the step itself,
-        if it was loaded from there or nothing was trained yet; 0 where nothing is. Collective."""
+        """The newest step on storage on the way to where the job goes on, as rank 0 sees it: the
+        step itself, if it was loaded from there or nothing was trained yet; 0 where nothing is.
+        Collective."""
         session, step = self._session, self._session.engine.global_steps
         stored = newest_step(self._config, step) if session.is_rank_zero else 0
         told = session.control.gather_ints([from_memory, stored])
@@ -181,7 +189,7 @@ class IntervalRates:
         if self.memory is not None:
             self.memory.begun(request.label.step, request.done.is_set)
 
-    # -- asked in every vote -------------------------------------------------------------------------
+    # -- asked in every vote -----------------------------------------------------------------------
 
     def wanted_interval(self, windows: int) -> int:
         return windows if self.memory is None else self.memory.wanted_interval(windows)
@@ -223,19 +231,22 @@ class IntervalRates:
     def version_steps(self, step: int) -> int:
         """How often versions are taken around ``step``, as the ranks agreed."""
         worker = self._session.worker
-        return max(self._config.version_steps, 1 if worker is None else worker.votes.interval_steps(step))
+        return max(
+            self._config.version_steps, 1 if worker is None else worker.votes.interval_steps(step)
+        )
 
 
 def newest_step(config: ReftConfig, until_step: int) -> int:
-    """The newest step up to ``until_step`` that the job has on storage and did not go back behind; 0 if there
-    is none, or it cannot be found out."""
+    """The newest step up to ``until_step`` that the job has on storage and did not go back behind;
+    0 if there is none, or it cannot be found out."""
     assert config.persist.dir is not None
     assert config.job_id is not None
     try:
         found = list_persisted(job_directory(config.persist.dir, config.job_id), config.job_id)
     except (PersistError, OSError) as error:
         logger.warning(
-            "the checkpoints on storage cannot be listed, so the next version is written there: %s", error
+            "the checkpoints on storage cannot be listed, so the next version is written there: %s",
+            error,
         )
         return 0
     labels = [info.label for info in found if info.label.step <= until_step]

@@ -1,4 +1,5 @@
-"""One engine under reft's care: how its parts come together; what happens where a step begins and ends."""
+"""One engine under reft's care: how its parts come together; what happens where a step begins and
+ends."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallback
 logger = logging.getLogger(__name__)
 
 _STEPS = 10
-"""Between two writes where ``steps_per_print`` says nothing: monitors open files, or talk to servers."""
+"""Between two writes where ``steps_per_print`` says nothing: monitors open files, or talk to
+servers."""
 
 
 class MonitorWriter:
@@ -58,7 +60,9 @@ class MonitorWriter:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._engine: Any = getattr(session.engine, "engine", None) if session.is_rank_zero else None
+        self._engine: Any = (
+            getattr(session.engine, "engine", None) if session.is_rank_zero else None
+        )
         self._newest: int | None = None
         if not getattr(getattr(self._engine, "monitor", None), "enabled", False):
             self._engine = None
@@ -84,7 +88,8 @@ class MonitorWriter:
         except Exception as error:
             self._engine = None
             logger.warning(
-                "DeepSpeed's monitor does not accept reft's events (%s: %s); reft sends no more of them",
+                "DeepSpeed's monitor does not accept reft's events (%s: %s); reft sends no more "
+                "of them",
                 type(error).__name__,
                 error,
             )
@@ -101,7 +106,9 @@ class MonitorWriter:
 
 
 class DeviceMemory:
-    def __init__(self, page: ProgressPage, device: torch.device, *, every_secs: float = 1.0) -> None:
+    def __init__(
+        self, page: ProgressPage, device: torch.device, *, every_secs: float = 1.0
+    ) -> None:
         self._page = page
         self._device = device
         self._vendor = find_vendor(device)
@@ -117,24 +124,30 @@ class DeviceMemory:
         self._next = now + self._every_secs
         try:
             if stats := self._vendor.module.memory_stats_as_nested_dict(self._device):
-                allocated, reserved = (stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved"))
+                allocated, reserved = (
+                    stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved")
+                )
                 if not self._total:
                     free, _ = self._vendor.module.mem_get_info(self._device)
                     self._total = free + reserved["current"]
-                self._page.set_device(DeviceUse(self._total, allocated["current"], allocated["peak"]))
+                self._page.set_device(
+                    DeviceUse(self._total, allocated["current"], allocated["peak"])
+                )
         except (RuntimeError, KeyError, TypeError) as error:  # another allocator counts nothing
             logger.info("the memory of %s is not watched: %s", self._device, error)
             self._vendor = None
 
 
 def _fails() -> bool:
-    """Whether the script ends by an exception: its state after the last step may be half changed."""
+    """Whether the script ends by an exception: its state after the last step may be half
+    changed."""
     raised = sys.exc_info()[1] or getattr(sys, "last_value", None)
     return raised is not None and not isinstance(raised, SystemExit)
 
 
 class Session:
-    """Snapshots of one training engine. Made by :func:`reft.attach` and its like, collectively on all ranks.
+    """Snapshots of one training engine. Made by :func:`reft.attach` and its like, collectively on
+    all ranks.
 
     Raises:
         UnsupportedStateError: the engine holds state reft does not know.
@@ -152,7 +165,9 @@ class Session:
         rates: how often, and how often they go to storage; from :meth:`start` on.
     """
 
-    def __init__(self, engine: TrainingEngine, config: ReftConfig, client_state: ClientState | None) -> None:
+    def __init__(
+        self, engine: TrainingEngine, config: ReftConfig, client_state: ClientState | None
+    ) -> None:
         self.engine = engine
         self.coordinate, degrees = engine.place()
         self.control = ControlGroup(
@@ -196,7 +211,9 @@ class Session:
         )
         self.stats, self.peer_errors = SnapshotStats(), PeerErrors()
         self.events = EventLog(self.control.rank)
-        self.control.on_silence = lambda missing, secs: self.events.write("silent", ranks=missing, secs=secs)
+        self.control.on_silence = lambda missing, secs: self.events.write(
+            "silent", ranks=missing, secs=secs
+        )
         self.copying = CopySetup(self)
         self.device_memory = DeviceMemory(self.progress, self.engine.device)
         if not self.copying.engine.asynchronous:  # else calls return before their work is done
@@ -248,7 +265,8 @@ class Session:
 
     @property
     def stepped(self) -> bool:
-        """Whether a step was made and the next one has not begun: the script evaluates, saves or reads."""
+        """Whether a step was made and the next one has not begun: the script evaluates, saves or
+        reads."""
         return self._stepped
 
     @property
@@ -256,16 +274,17 @@ class Session:
         """Node losses that every sharding group survives, from the real placement (P4)."""
         return self.protection.record.tolerance
 
-    # -- what the script may change ------------------------------------------------------------------
+    # -- what the script may change ----------------------------------------------------------------
 
     def use(self, variant: Variant | str) -> None:
-        """Change when bytes are copied, from the next version on. Call it between steps, on all ranks."""
+        """Change when bytes are copied, from the next version on. Call it between steps, on all
+        ranks."""
         self.copying.variant = Variant(variant)
 
     def protect(self, scheme: str) -> None:
-        """Switch the protection of the versions to come, at one version boundary on all ranks. One rank that
-        asks is enough; ``reft protect`` does the same from outside. Raises ConfigError: there is no such
-        scheme."""
+        """Switch the protection of the versions to come, at one version boundary on all ranks. One
+        rank that asks is enough; ``reft protect`` does the same from outside. Raises ConfigError:
+        there is no such scheme."""
         write_order([self.memory.job_dir.path], scheme)
 
     # -- start and end -----------------------------------------------------------------------------
@@ -317,8 +336,9 @@ class Session:
         self.protection.note()
 
     def flush(self, timeout_secs: float) -> bool:
-        """Take a version of the last step now, instead of where the next one begins, and wait until every
-        version is committed or given up. Collective. Returns whether none is under way any more."""
+        """Take a version of the last step now, instead of where the next one begins, and wait until
+        every version is committed or given up. Collective. Returns whether none is under way any
+        more."""
         self._take_last_step()
         return self.worker is not None and self.worker.drain(timeout_secs)
 
@@ -328,8 +348,8 @@ class Session:
             self.submit(required=True)
 
     def close(self, timeout_secs: float | None = None) -> None:
-        """Take a version of the last step if the script ends well, finish what is under way, within the grace
-        unless another time is given, and release everything. The memory stays."""
+        """Take a version of the last step if the script ends well, finish what is under way, within
+        the grace unless another time is given, and release everything. The memory stays."""
         if self.closed:
             return
         if not _fails():
@@ -346,11 +366,12 @@ class Session:
         self.control.leave()
         self.events.write("closed", **self.stats.to_json())
 
-    # -- what is told of versions, by the worker thread ------------------------------------------------
+    # -- what is told of versions, by the worker thread --------------------------------------------
 
     def _committed(self, label: VersionId) -> None:
-        """All ranks have the version. Whatever cannot be told costs nobody else the news. Other threads wait
-        for the answers of the daemon and of the rendezvous store: the next vote must not."""
+        """All ranks have the version. Whatever cannot be told costs nobody else the news. Other
+        threads wait for the answers of the daemon and of the rendezvous store: the next vote must
+        not."""
         stats = self.stats.to_json()
         due, told_of_rates = False, dict[str, Any]()
         try:
@@ -360,11 +381,17 @@ class Session:
         self.peer_errors.run_guarded(
             "the daemon cannot be informed of a commit",
             lambda: self.daemon.notify_commit(
-                label, self.coordinate, stats | told_of_rates, unprotected=self.protection.lost, due=due
+                label,
+                self.coordinate,
+                stats | told_of_rates,
+                unprotected=self.protection.lost,
+                due=due,
             ),
         )
         # With the counters: a rank that is killed leaves no "closed" event.
-        told = {key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")}
+        told = {
+            key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")
+        }
         self.events.write("commit", step=label.step, copy_secs=self.stats.copy_secs.newest, **told)
         if self.is_rank_zero:
             self.memory.record.committed(label, self.peer_errors)
@@ -380,11 +407,12 @@ class Session:
         self.fence.before_optimizer_step()
 
     def begin_step(self) -> None:
-        """The next step begins: take a version of the state that it begins with, if one is due (P2).
+        """The next step begins: take a version of the state that it begins with, if one is due
+        (P2).
 
-        Called where a training forward pass or ``train_batch`` begins; later calls for the same step do
-        nothing. A state that cannot be captured is not raised here: its version is voted down (P6). Exits
-        where the job stops here, as it was told to."""
+        Called where a training forward pass or ``train_batch`` begins; later calls for the same
+        step do nothing. A state that cannot be captured is not raised here: its version is voted
+        down (P6). Exits where the job stops here, as it was told to."""
         if not self._stepped or self.worker is None or self.closed:
             return
         self._stepped = False
@@ -410,8 +438,8 @@ class Session:
             self.worker.check_between_passes()
 
     def after_step(self) -> None:
-        """A call that may have made an optimizer step has returned. What the script changes from here on,
-        until the next step begins, belongs to the version of this step."""
+        """A call that may have made an optimizer step has returned. What the script changes from
+        here on, until the next step begins, belongs to the version of this step."""
         step = self.engine.global_steps
         if step != self._last_step and not self.closed:
             self._last_step, self._stepped = step, True
@@ -436,12 +464,14 @@ class Session:
         self.worker.submit(request)
         self.first_request = self.first_request or request
         if request.variant is Variant.BLOCKING:
-            request.copied.wait(self.config.commit_timeout_secs)  # the fence says so if it has not ended
+            # the fence says so if it has not ended
+            request.copied.wait(self.config.commit_timeout_secs)
         self.stats.stalls_secs.append(time.perf_counter() - began)
         return request
 
     def restored(self) -> None:
-        """The engine's state was replaced: the images may be other tensors, the step another one."""
+        """The engine's state was replaced: the images may be other tensors, the step another
+        one."""
         self.state.replaced()
         if self.worker is not None and self._last_step != self.engine.global_steps:
             self.rates.went_to(self.engine.global_steps)
@@ -452,18 +482,21 @@ class Session:
 
 
 def record(session: Session) -> None:
-    """Have every step recorded where `reft rehearse` asks for it, by a feature that the core does not import
-    otherwise. Called when the engine's methods are wrapped: the recorder's wrappers go around them."""
+    """Have every step recorded where `reft rehearse` asks for it, by a feature that the core does
+    not import otherwise. Called when the engine's methods are wrapped: the recorder's wrappers go
+    around them."""
     if os.environ.get(ENV_REHEARSE):
         import_module("reft.rehearse.record").attach(session)
 
 
 _REPEAT_SECS = 2.0
 _STOP_NEXT_SECS = 1.0
-"""After a step at least this long the job stops after the next one; after shorter ones it does one more."""
+"""After a step at least this long the job stops after the next one; after shorter ones it does one
+more."""
 _LONG_STEP_SECS = 0.5
-"""From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks do not
-measure exactly the same, and all of them must have heard the vote before they decide whether to stop."""
+"""From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks
+do not measure exactly the same, and all of them must have heard the vote before they decide whether
+to stop."""
 _VOTE_SECS = 5.0
 _VOTE_SHARE = 0.1  # of a step: most that it waits for a vote that does not come
 _CLOSE_SECS = 1.0
@@ -474,15 +507,15 @@ _BOUNDARY_SECS = 1.0
 
 
 class StopController:
-    """Notes the request to stop, and decides after which step one rank does. The next votes carry the request
-    to all ranks, so that all stop after the same step.
+    """Notes the request to stop, and decides after which step one rank does. The next votes carry
+    the request to all ranks, so that all stop after the same step.
 
-    Batch systems signal every process of a job and the launcher passes its own on, so repeats within two
-    seconds mean the same; a later one acts at once, as if reft were not there.
+    Batch systems signal every process of a job and the launcher passes its own on, so repeats
+    within two seconds mean the same; a later one acts at once, as if reft were not there.
 
-    The job ends where the next step would begin: what the script does after its last step, such as saving, is
-    done. Where no step begins within half of the grace, as in a long evaluation, the newest committed version
-    is persisted instead and the process exits."""
+    The job ends where the next step would begin: what the script does after its last step, such as
+    saving, is done. Where no step begins within half of the grace, as in a long evaluation, the
+    newest committed version is persisted instead and the process exits."""
 
     def __init__(self, grace_secs: float) -> None:
         self._grace_secs = grace_secs
@@ -495,14 +528,16 @@ class StopController:
         self._at_boundary = False  # whether the job is being stopped where a step begins
         self.replayed_step = int(os.environ.get(ENV_REPLAY) or 0)
 
-    # -- the request ---------------------------------------------------------------------------------
+    # -- the request -------------------------------------------------------------------------------
 
     def install(self, session: Session) -> str | None:
-        """Take over SIGTERM and SIGINT; only the main thread can. Returns what to say where it cannot."""
+        """Take over SIGTERM and SIGINT; only the main thread can. Returns what to say where it
+        cannot."""
         self._session = session
         if threading.current_thread() is not threading.main_thread():
             return (
-                "reft was attached outside the main thread: SIGTERM will not flush a snapshot. Call "
+                "reft was attached outside the main thread: SIGTERM will not flush a snapshot. "
+                "Call "
                 "deepspeed.initialize in the main thread"
             )
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -536,11 +571,11 @@ class StopController:
         """Time since the request; 0 if there was none."""
         return time.monotonic() - self._since_secs if self.requested else 0.0
 
-    # -- the end -------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def stop_if_due(self, session: Session, step: int, step_secs: float) -> None:
-        """Stop the job after ``step``, which took ``step_secs``, if the ranks have agreed on it or this rank
-        can wait no longer. Exits then."""
+        """Stop the job after ``step``, which took ``step_secs``, if the ranks have agreed on it or
+        this rank can wait no longer. Exits then."""
         worker = session.worker
         assert worker is not None
         votes = worker.votes
@@ -569,8 +604,9 @@ class StopController:
             stop_alone(session, step)
 
     def _stop_between_steps(self) -> None:
-        """No step has begun in time since the request: persist the newest committed version and exit. What
-        was trained since is made again after the restart. Runs on a thread of its own."""
+        """No step has begun in time since the request: persist the newest committed version and
+        exit. What was trained since is made again after the restart. Runs on a thread of its
+        own."""
         session = self._session
         if session is None or session.closed or self._at_boundary or not session.stepped:
             return
@@ -582,7 +618,8 @@ class StopController:
                 VersionId(session.memory.incarnation, step), max(0.0, left)
             )
         logger.warning(
-            "stopping on request between two steps, %.0f s after it: no step has begun. Last committed: step "
+            "stopping on request between two steps, %.0f s after it: no step has begun. Last "
+            "committed: step "
             "%s%s",
             self.waited_secs,
             step,
@@ -624,20 +661,25 @@ def stop_for_corruption(session: Session, step: int) -> None:
     session.events.write("halted", step=step, why=halt.why, restarts=halt.restarts)
     session.close(_CLOSE_SECS)
     if halt.restarts:
-        raise CorruptionError(f"{halt.why}; the job goes back to step {session.stats.committed_step}")
+        raise CorruptionError(
+            f"{halt.why}; the job goes back to step {session.stats.committed_step}"
+        )
     raise CorruptJobError(
-        f"{halt.why}, and this start has committed nothing: another one would end alike. Look for the cause "
+        f"{halt.why}, and this start has committed nothing: another one would end alike. Look for "
+        "the cause "
         f"(data, learning rate, a device), then start from an earlier checkpoint"
     )
 
 
 def stop_alone(session: Session, step: int) -> None:
-    """Exit after the step that has just ended. It is taken in what is left of the grace: where steps are
-    longer than half of it, no vote could name one to stop after, but all ranks that were told get here
-    alike."""
+    """Exit after the step that has just ended. It is taken in what is left of the grace: where
+    steps are longer than half of it, no vote could name one to stop after, but all ranks that were
+    told get here alike."""
     left = session.config.grace_secs - session.stopping.waited_secs - _CLOSE_SECS
     committed, persisted = _take_last_version(session, step, max(0.0, left))
-    why = "grace_secs is too short for another step" if committed else "the other ranks do not answer"
+    why = (
+        "grace_secs is too short for another step" if committed else "the other ranks do not answer"
+    )
     outcome = f"Committed in memory{persisted}"
     if not committed:
         outcome = f"Last committed: step {session.stats.committed_step}"
@@ -646,8 +688,8 @@ def stop_alone(session: Session, step: int) -> None:
 
 
 def _take_last_version(session: Session, step: int, secs: float) -> tuple[bool, str]:
-    """Whether the state after the last step was committed within the time; where it was persisted, in
-    words."""
+    """Whether the state after the last step was committed within the time; where it was persisted,
+    in words."""
     deadline = time.monotonic() + secs
     request = session.submit(required=True)
     assert session.worker is not None
@@ -655,5 +697,7 @@ def _take_last_version(session: Session, step: int, secs: float) -> tuple[bool, 
     persisted = None
     if request.committed and session.config.persist.dir is not None:
         persisted = session.daemon.persist_now(request.label, max(0.0, deadline - time.monotonic()))
-    session.events.write("stopped", step=step, committed=request.committed, persisted=bool(persisted))
+    session.events.write(
+        "stopped", step=step, committed=request.committed, persisted=bool(persisted)
+    )
     return request.committed, "" if persisted is None else f", persisted: {persisted}"

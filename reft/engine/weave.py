@@ -1,15 +1,16 @@
 """Weaving: snapshot instructions in the schedule that a pipeline engine is about to execute.
 
-The engine's ``_exec_schedule`` is wrapped on the instance; it gets the same schedule, yielding the same
-training instructions in the same order, with instructions of ours around those in which the device may
-wait. They are DeepSpeed's own kind of instruction and are looked up in a
-copy of ``_INSTRUCTION_MAP`` that belongs to this engine. Any schedule class works: 1F1B, inference, data
-parallel, zero-bubble, a user's own. Nothing is known about it beforehand but the names of instructions.
+The engine's ``_exec_schedule`` is wrapped on the instance; it gets the same schedule, yielding the
+same training instructions in the same order, with instructions of ours around those in which the
+device may wait. They are DeepSpeed's own kind of instruction and are looked up in a
+copy of ``_INSTRUCTION_MAP`` that belongs to this engine. Any schedule class works: 1F1B, inference,
+data parallel, zero-bubble, a user's own. Nothing is known about it beforehand but the names of
+instructions.
 
-Bubble time is spent *inside* receives, so a window opens before one and closes after it; where a schedule
-queues its transfers (DualPipeV), that is the instruction which carries them out. The wait for the other
-stages at the end of a step, inside ``_aggregate_total_loss``, is no window: a version begins where the next
-step does, since the script may change the state until then.
+Bubble time is spent *inside* receives, so a window opens before one and closes after it; where a
+schedule queues its transfers (DualPipeV), that is the instruction which carries them out. The wait
+for the other stages at the end of a step, inside ``_aggregate_total_loss``, is no window: a version
+begins where the next step does, since the script may change the state until then.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ def _steps(names: list[str]) -> bool:
 
 
 class WovenSchedule:
-    """A schedule with snapshot instructions; everything else is the schedule's own. ``seen``: takes the names
-    of the training instructions, in order. ``queues``: its transfers are known to be queued, as in DualPipeV;
-    else that shows with the first."""
+    """A schedule with snapshot instructions; everything else is the schedule's own. ``seen``: takes
+    the names of the training instructions, in order. ``queues``: its transfers are known to be
+    queued, as in DualPipeV; else that shows with the first."""
 
     def __init__(self, schedule: Any, *, seen: list[str], queues: bool = False) -> None:
         self._schedule = schedule
@@ -76,8 +77,9 @@ class WovenSchedule:
 
 
 class Weaver:
-    """Weaves the schedules of a session's pipeline engine. Made once, at ``attach``. Whether anything is to
-    be woven, and whether every instruction is timed, is asked before every schedule."""
+    """Weaves the schedules of a session's pipeline engine. Made once, at ``attach``. Whether
+    anything is to be woven, and whether every instruction is timed, is asked before every
+    schedule."""
 
     def __init__(self, engine: Any, session: Session) -> None:
         self._session, self._tracer = session, session.tracer
@@ -100,7 +102,7 @@ class Weaver:
             if hasattr(engine, name):
                 wrap(engine, name, partial(around, engine))
 
-    # -- execution -----------------------------------------------------------------------------------
+    # -- execution ---------------------------------------------------------------------------------
 
     def _exec_schedule(self, engine: Any, original: Callable[..., Any], schedule: Any) -> Any:
         self._tracer.began = time.perf_counter()
@@ -130,7 +132,9 @@ class Weaver:
             self._end_step(key)
         return result
 
-    def _aggregate(self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _aggregate(
+        self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """The loss of the step: the first stages wait here for the last one, or all for all."""
         self._progress.instruction(self._progress.number_of("AggregateTotalLoss"))
         if (key := self._drains) is None:
@@ -141,16 +145,20 @@ class Weaver:
         result = original(*args, **kwargs)
         ended = time.perf_counter()
         if self._tracer.active:
-            self._tracer.records.append(InstructionRecord(position, "AggregateTotalLoss", None, began, ended))
+            self._tracer.records.append(
+                InstructionRecord(position, "AggregateTotalLoss", None, began, ended)
+            )
             self._mark_end(mark)
         self._end_step(key)
         return result
 
     def _end_step(self, key: Hashable) -> None:
-        forwards, backwards = (tuple(self._computing[name]) for name in ("ForwardPass", "BackwardPass"))
+        forwards, backwards = (
+            tuple(self._computing[name]) for name in ("ForwardPass", "BackwardPass")
+        )
         self._pacer.end_step(key, self._streams[key], forwards, backwards)
 
-    # -- timing --------------------------------------------------------------------------------------
+    # -- timing ------------------------------------------------------------------------------------
 
     def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
         """This engine's map: what its class has now, with clocks (around everything if traced, else
@@ -161,10 +169,14 @@ class Weaver:
             self._maps.clear()
         if traced not in self._maps:
             own: dict[type, Callable[..., Any]] = {
-                OpenSnapshotWindow: lambda engine, window_id, receives: self._pacer.open(window_id, receives),
+                OpenSnapshotWindow: lambda engine, window_id, receives: self._pacer.open(
+                    window_id, receives
+                ),
                 CloseSnapshotWindow: lambda engine, window_id: self._pacer.close(),
             }
-            told = {kind: self._told(kind.__name__, execute, traced) for kind, execute in source.items()}
+            told = {
+                kind: self._told(kind.__name__, execute, traced) for kind, execute in source.items()
+            }
             self._maps[traced] = {**told, **own}
         return self._maps[traced]
 
@@ -208,11 +220,15 @@ class Weaver:
     def _record(self, name: str, of_micro_batch: bool, began: float, ended: float) -> None:
         micro_batch = self._counts[name] if of_micro_batch else None
         self._counts[name] += 1
-        self._tracer.records.append(InstructionRecord(self._position, name, micro_batch, began, ended))
+        self._tracer.records.append(
+            InstructionRecord(self._position, name, micro_batch, began, ended)
+        )
         self._position += 1
 
 
 def _window_key(schedule: Any) -> Hashable:
     """Tells apart schedules whose streams differ."""
-    facts = (getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only"))
+    facts = (
+        getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only")
+    )
     return (type(schedule).__module__, type(schedule).__qualname__, *facts)

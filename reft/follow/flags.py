@@ -1,5 +1,5 @@
-"""Flags of a DeepSpeed engine that a script may change on the way: frozen parameters, the training mode of
-modules, batch sizes."""
+"""Flags of a DeepSpeed engine that a script may change on the way: frozen parameters, the training
+mode of modules, batch sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def followers(session: Session) -> Iterable[HostState]:
 
 
 class Flags(HostState):
-    """``requires_grad`` of every parameter, ``training`` of every module, and the sizes of a batch."""
+    """``requires_grad`` of every parameter, ``training`` of every module, and the sizes of a
+    batch."""
 
     name = "flags"
 
@@ -60,15 +61,16 @@ class Flags(HostState):
             frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
             for name, parameter in self._parameters.items():
                 parameter.requires_grad = name not in frozen
-            # A version taken between an evaluation and ``model.train()`` says that all evaluate. Where
-            # its first step begins, the script has called that.
+            # A version taken between an evaluation and ``model.train()`` says that all evaluate.
+            # Where its first step begins, the script has called that.
             if not (self._is_restored and "" in evaluating and self._modules[""].training):
                 for name, module in self._modules.items():
                     module.training = name not in evaluating
             self._is_restored = True
         elif saved["frozen"]:
             logger.warning(
-                "the version is of another layout: frozen parameters (%d) and the training mode of modules "
+                "the version is of another layout: frozen parameters (%d) and the training mode "
+                "of modules "
                 "are those that the script has set",
                 len(saved["frozen"]),
             )
@@ -91,12 +93,16 @@ class Flags(HostState):
         if made == self._accumulation:
             return None
         return (
-            f"step {engine.global_steps} was made of {made} micro-batches although the accumulation was "
+            f"step {engine.global_steps} was made of {made} micro-batches although the "
+            "accumulation was "
             f"set to "
-            f"{self._accumulation}: it was changed after {micro} micro-batches, which is no multiple. From "
+            f"{self._accumulation}: it was changed after {micro} micro-batches, which is no "
+            "multiple. From "
             f"here on "
-            "steps end within the script's loop over micro-batches, and a resumed script begins that loop at "
-            "another micro-batch. Write engine.micro_steps = 0 after engine.set_train_batch_size(...)"
+            "steps end within the script's loop over micro-batches, and a resumed script begins "
+            "that loop at "
+            "another micro-batch. Write engine.micro_steps = 0 after "
+            "engine.set_train_batch_size(...)"
         )
 
     def _restore_batch(self, saved: Mapping[str, int]) -> None:
@@ -106,7 +112,8 @@ class Flags(HostState):
             return
         engine = self._engine
         if now["replicas"] != saved["replicas"]:
-            # The global batch stays; how many micro-batches that makes follows from the number of replicas.
+            # The global batch stays; how many micro-batches that makes follows from the number of
+            # replicas.
             engine.set_train_micro_batch_size(saved["micro"])
             engine.set_train_batch_size(saved["train"])
             return

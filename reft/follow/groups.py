@@ -1,5 +1,6 @@
-"""Learning rates and the other numbers of the optimizer's parameter groups: restored where training begins,
-and compared from step to step. What changes them must be followed, or the next life computes other ones."""
+"""Learning rates and the other numbers of the optimizer's parameter groups: restored where training
+begins, and compared from step to step. What changes them must be followed, or the next life
+computes other ones."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class ParamGroups(HostState):
         self._ended: list[dict[str, Any]] | None = None
         """Numbers where the last step of the engine ended."""
         self._moved = False
-        """Whether they were changed between that and the next step, in the version that was restored."""
+        """Whether they were changed between that and the next step, in the version that was
+        restored."""
         self._found: str | None = None
         self._reported = self._lost_reported = False
         optimizer, self._hooks = self._state.optimizer, []
@@ -47,9 +49,10 @@ class ParamGroups(HostState):
 
     @property
     def is_reapplied(self) -> bool:
-        # Where nothing was changed between the two steps, what the script writes after a load is meant: a
-        # rate for another number of replicas, for one. Else it may be what it has written there, and writes
-        # once more. The constructor of a scheduler sets the learning rate of step 0.
+        # Where nothing was changed between the two steps, what the script writes after a load is
+        # meant: a rate for another number of replicas, for one. Else it may be what it has written
+        # there, and writes once more. The constructor of a scheduler sets the learning rate of step
+        # 0.
         return self._moved or self._schedulers.made_after_load
 
     def close(self) -> None:
@@ -84,22 +87,29 @@ class ParamGroups(HostState):
             for key in before:
                 changed = before[key] != after.get(key)
                 if changed and not (moved and self._is_scheduled(key, after.get(key))):
-                    self._found = self._found or self._describe(index, key, before[key], after.get(key))
+                    self._found = self._found or self._describe(
+                        index, key, before[key], after.get(key)
+                    )
 
     def _numbers(self) -> list[dict[str, Any]]:
         return [dict(_numbers_of(group)) for group in self._state.optimizer.param_groups]
 
     def _followed(self) -> list[Any]:
-        """Schedulers whose state is part of the version, by reft or because the script has given them."""
-        given = [g for g in self._session.state.followed.given() if callable(getattr(g, "step", None))]
-        return [s for s in (self._schedulers.own(), *self._schedulers.live(), *given) if s is not None]
+        """Schedulers whose state is part of the version, by reft or because the script has given
+        them."""
+        given = [
+            g for g in self._session.state.followed.given() if callable(getattr(g, "step", None))
+        ]
+        return [
+            s for s in (self._schedulers.own(), *self._schedulers.live(), *given) if s is not None
+        ]
 
     def _counts(self) -> list[tuple[Any, ...]]:
         return [tuple(getattr(s, name, None) for name in _COUNTS) for s in self._followed()]
 
     def _is_scheduled(self, key: str, value: Any) -> bool:
-        """Whether a scheduler has set this number. Of learning rates, schedulers keep which they have set;
-        one that does not may have set anything."""
+        """Whether a scheduler has set this number. Of learning rates, schedulers keep which they
+        have set; one that does not may have set anything."""
         rates = [getattr(s, "_last_lr", None) for s in self._followed()]
         if any(kept is None for kept in rates):
             return True
@@ -110,9 +120,11 @@ class ParamGroups(HostState):
             return None
         what = "the learning rate" if key == "lr" else f'"{key}"'
         return (
-            f"{lines}{what} of parameter group {index} was changed from {was} to {now} between two steps, "
+            f"{lines}{what} of parameter group {index} was changed from {was} to {now} between "
+            "two steps, "
             f"by nothing "
-            "that reft follows. After a failure the script computes it from values that it has to restore "
+            "that reft follows. After a failure the script computes it from values that it has to "
+            "restore "
             "itself. "
             "Compute it from engine.global_steps, or give the object that changes it: "
             'reft.attach(engine, state={"scheduler": ...})'

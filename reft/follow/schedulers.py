@@ -1,8 +1,8 @@
 """Torch's learning-rate schedulers over the engine's optimizer, wherever the script makes them.
 
-Those made before the session are found among all objects, once; later ones by their constructors, which are
-watched while there is a session. Their states are matched by class, in the order of construction: the script
-makes the same schedulers in every life.
+Those made before the session are found among all objects, once; later ones by their constructors,
+which are watched while there is a session. Their states are matched by class, in the order of
+construction: the script makes the same schedulers in every life.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Schedulers(HostState):
     """All of them but the one that ``deepspeed.initialize`` was given, which is the engine's own.
 
     Args:
-        given: returns the objects that the script has given in ``state={...}``, which are left out here.
+        given: returns the objects that the script has given in ``state={...}``, which are left out
+            here.
     """
 
     name = "schedulers"
@@ -71,7 +72,8 @@ class Schedulers(HostState):
         return vars(self._engine).get("lr_scheduler")
 
     def live(self) -> list[Any]:
-        """Schedulers over the engine's optimizer that are followed here, in the order of construction."""
+        """Schedulers over the engine's optimizer that are followed here, in the order of
+        construction."""
         mine = {id(optimizer) for optimizer in _wrapped(self._engine.optimizer)}
         found = [s for s in CONSTRUCTED.live() if mine & {id(o) for o in _wrapped(s.optimizer)}]
         left_out = {id(part) for s in (*found, self.own()) for part in _parts(s)}
@@ -97,10 +99,13 @@ class Schedulers(HostState):
         return True
 
     def constructed(self, scheduler: Any) -> None:
-        """The script has just made one. Its constructor has set the learning rate to that of step 0."""
+        """The script has just made one. Its constructor has set the learning rate to that of step
+        0."""
         if self._waiting and scheduler in self.live() and self._restore_one(scheduler):
             self.made_after_load = True
-            for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=False):
+            for group, rate in zip(
+                scheduler.optimizer.param_groups, scheduler._last_lr, strict=False
+            ):
                 group["lr"] = rate
 
     def end_step(self) -> str | None:
@@ -110,16 +115,20 @@ class Schedulers(HostState):
             return None
         kinds = ", ".join(state["class"] for state in self._waiting)
         return (
-            f"the version holds the state of learning-rate schedulers ({kinds}) that the script has not "
+            f"the version holds the state of learning-rate schedulers ({kinds}) that the script "
+            "has not "
             f"made in "
-            "this start: the learning rate stays what it was. Make them at every start, before training"
+            "this start: the learning rate stays what it was. Make them at every start, before "
+            "training"
         )
 
     def findings(self) -> Iterator[str]:
         given = {id(one) for one in self._given()}
         mine = {id(optimizer) for optimizer in _wrapped(self._engine.optimizer)}
         for scheduler in CONSTRUCTED.live():
-            if id(scheduler) not in given and not mine & {id(o) for o in _wrapped(scheduler.optimizer)}:
+            if id(scheduler) not in given and not mine & {
+                id(o) for o in _wrapped(scheduler.optimizer)
+            }:
                 kind = type(scheduler).__name__
                 yield (
                     f"a learning-rate scheduler ({kind}) steps an optimizer "
@@ -132,7 +141,9 @@ class Schedulers(HostState):
 def _may_have_schedulers(engine: Any) -> bool:
     """Whether a script can have made one before the session: over an optimizer of its own."""
     groups = getattr(engine.optimizer, "param_groups", ())
-    return vars(engine).get("client_optimizer") is not None or any("initial_lr" in group for group in groups)
+    return vars(engine).get("client_optimizer") is not None or any(
+        "initial_lr" in group for group in groups
+    )
 
 
 def _wrapped(optimizer: Any) -> list[Any]:
@@ -152,8 +163,8 @@ def _parts(scheduler: Any) -> Iterator[Any]:
 
 
 def _encodable(state: Any) -> Any:
-    """The state without what is no state, such as functions: of those the script makes the same at every
-    start."""
+    """The state without what is no state, such as functions: of those the script makes the same at
+    every start."""
     if isinstance(state, dict):
         entries = {key: _encodable(value) for key, value in state.items() if _is_kept(value)}
         return type(state)(entries) if type(state) is dict else dict(entries)
@@ -163,7 +174,9 @@ def _encodable(state: Any) -> Any:
 
 
 def _is_kept(value: Any) -> bool:
-    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value)):
+    if isinstance(value, dict) or (
+        isinstance(value, list) and any(isinstance(v, dict) for v in value)
+    ):
         return True
     try:
         encode(value)
@@ -173,7 +186,8 @@ def _is_kept(value: Any) -> bool:
 
 
 class Constructed:
-    """Schedulers of this process, in the order of construction, while a session watches for them."""
+    """Schedulers of this process, in the order of construction, while a session watches for
+    them."""
 
     def __init__(self) -> None:
         self._watchers: list[Schedulers] = []
@@ -208,8 +222,8 @@ class Constructed:
             watcher.constructed(scheduler)
 
     def add_existing(self) -> None:
-        """Those made before anything was watched. The collector has objects in their order of construction,
-        the oldest generation last."""
+        """Those made before anything was watched. The collector has objects in their order of
+        construction, the oldest generation last."""
         base = lr_scheduler.LRScheduler
         for generation in (2, 1, 0):
             for one in gc.get_objects(generation):

@@ -2,11 +2,12 @@
 
 What differs from ``torchrun``'s agent:
 
-- Trainers that end because a peer vanished use up none of ``--max-restarts`` (:mod:`reft.job.script`);
-  restarts are counted for the whole job (:mod:`reft.job.rendezvous.membership`).
+- Trainers that end because a peer vanished use up none of ``--max-restarts``
+  (:mod:`reft.job.script`); restarts are counted for the whole job
+  (:mod:`reft.job.rendezvous.membership`).
 - Every round gets a store of its own for the trainers (:mod:`reft.job.trainer_store`). TorchElastic
-  keeps the first one: a replacement waits for its address in vain when the old first node lives, and the
-  survivors call the dead when not.
+  keeps the first one: a replacement waits for its address in vain when the old first node lives,
+  and the survivors call the dead when not.
 - A node that dies while a round forms costs another round, not the job.
 - A lost rendezvous store stops no healthy trainers; the next round waits for it.
 - A failed group is ended quickly: what counts is in memory already.
@@ -57,13 +58,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FORM_ATTEMPTS = 10
-_PROGRESS_SECS = 600.0  # Trainers that ran so long have made progress, also where nothing is committed
+# Trainers that ran so long have made progress, also where nothing is committed
+_PROGRESS_SECS = 600.0
 _EXIT_BARRIER_SECS = 300.0
 _KILLED = 128
-"""From here on an exit code tells of a signal: another start may do better, as where memory was short."""
+"""From here on an exit code tells of a signal: another start may do better, as where memory was
+short."""
 _TELL_SECS = 1.0
 _ONE_AFTER_THE_OTHER_SECS = 1.0
-"""Trainers of a node fail one after the other; the first to be seen need not be the first to fail."""
+"""Trainers of a node fail one after the other; the first to be seen need not be the first to
+fail."""
 _OWN_CAUSES = (ExitCause.REFUSED, ExitCause.OWN)
 _CLOSE_SECS = 30
 _MOST_NAMED = 10
@@ -74,14 +78,15 @@ class DuplicateNodeError(ConfigError):
 
     def __init__(self, node: str) -> None:
         super().__init__(
-            f"node id {node!r} is used by several launchers of this job; every node needs its own: give "
+            f"node id {node!r} is used by several launchers of this job; every node needs its "
+            "own: give "
             f"--node-id, or a --memory-dir of its own to each launcher on one host"
         )
 
 
 class Agent:
-    """Starts, watches and restarts the trainers of one node; ``grace_secs`` is their time to commit and end
-    when the launcher was told to stop."""
+    """Starts, watches and restarts the trainers of one node; ``grace_secs`` is their time to commit
+    and end when the launcher was told to stop."""
 
     def __init__(
         self,
@@ -105,7 +110,8 @@ class Agent:
         self._store_lost = False
         self._without_progress = 0
         self._start_error = ""  # what ended the trainers last, before there was any version
-        self._early_end = ""  # which rank ended well before the others in the last round, if one did
+        # which rank ended well before the others in the last round, if one did
+        self._early_end = ""
         self.agreement: Agreement | None = None
         self._group_rank = 0
         self.failure: TrainerFailure | None = None
@@ -120,9 +126,10 @@ class Agent:
     # -- the loop ----------------------------------------------------------------------------------
 
     def run(self) -> dict[int, ProcessFailure] | None:
-        """Train until the job ends here; the trainers that have failed then, by global rank, and none where
-        all have ended well; None: this node was a spare that was not needed. Raises FencedError: it was
-        replaced, and has ended its trainers; SignalException: it was told to stop, or its peers were."""
+        """Train until the job ends here; the trainers that have failed then, by global rank, and
+        none where all have ended well; None: this node was a spare that was not needed. Raises
+        FencedError: it was replaced, and has ended its trainers; SignalException: it was told to
+        stop, or its peers were."""
         try:
             return self._run()
         except RendezvousGracefulExitError:
@@ -132,8 +139,8 @@ class Agent:
             raise
         except SignalException as stop:
             if self.told_to_stop and self.agreement is not None:
-                # Before its trainers, and with them those of its peers, end; a store that hangs costs a
-                # second.
+                # Before its trainers, and with them those of its peers, end; a store that hangs
+                # costs a second.
                 def tell_peers(number: int = int(stop.sigval)) -> None:
                     with suppress(RuntimeError, RendezvousError):
                         self._handler.tell(NodeFinished(self._handler.node, number))
@@ -164,7 +171,8 @@ class Agent:
                 size = "fewer nodes" if self._handler.is_scaled_down else "a node that joins"
                 logger.warning("the trainers restart with %s", size)
                 if self._handler.is_whole:
-                    # Trainers that nothing is wrong with commit the step that they are in: none is lost.
+                    # Trainers that nothing is wrong with commit the step that they are in: none is
+                    # lost.
                     self._trainers.end(signal.SIGTERM, self._grace_secs())
                 self._launcher.round_over()
             elif not failures:
@@ -184,7 +192,8 @@ class Agent:
             self._start_round()
 
     def _end_if_replaced(self, *, ask: bool = False) -> None:
-        """Raises FencedError where the job goes on without this node, by the last heartbeat, or the store."""
+        """Raises FencedError where the job goes on without this node, by the last heartbeat, or the
+        store."""
         if self._handler.is_leaving:
             return  # it is a spare until the others need it no more
         mine, newest = self._handler.incarnation, self._handler.newest_incarnation
@@ -199,7 +208,9 @@ class Agent:
     def _may_restart(self) -> bool:
         """Judge the failure of this round's trainers; whether another round is worth it."""
         self._end_if_peers_were_stopped()
-        failure = self.failure or TrainerFailure(ExitCause.OWN, 0, 1, "the trainers can no longer be watched")
+        failure = self.failure or TrainerFailure(
+            ExitCause.OWN, 0, 1, "the trainers can no longer be watched"
+        )
         alone = self.agreement is not None and len(self.agreement.members) == 1
         if failure.cause in (ExitCause.UNCLEAR, ExitCause.STOPPED) and alone:
             failure = replace(failure, cause=ExitCause.OWN)
@@ -207,7 +218,8 @@ class Agent:
             failure = replace(
                 failure,
                 cause=ExitCause.OWN,
-                reason=f"{failure.reason} (after {self._options.free_restarts} free restarts without "
+                reason=f"{failure.reason} (after {self._options.free_restarts} free restarts "
+                "without "
                 "progress)",
             )
         if failure.cause is ExitCause.SIZE:
@@ -229,7 +241,8 @@ class Agent:
         if starts and failure.cause is ExitCause.OWN and failure.exit_code < _KILLED:
             if failure.reason == self._start_error:
                 logger.error(
-                    "%s: the same error twice, and no version was committed: the job ends", failure.reason
+                    "%s: the same error twice, and no version was committed: the job ends",
+                    failure.reason,
                 )
                 return False
             self._start_error = failure.reason
@@ -251,8 +264,9 @@ class Agent:
         return True
 
     def _note_ended_early(self) -> None:
-        """Report this node's trainers that have ended well while their peers need another round; what the
-        peers report decides whether that is the fault. Raises JobEndedError: the same as in the round before.
+        """Report this node's trainers that have ended well while their peers need another round;
+        what the peers report decides whether that is the fault. Raises JobEndedError: the same as
+        in the round before.
         """
         # Where a node is lost, its peers need another round for that reason.
         ended = self._ended_well() if self._handler.is_whole else {}
@@ -261,11 +275,13 @@ class Agent:
             return
         if self._ends_early_again(failure):
             raise JobEndedError(_twice(failure))
-        self._handler.info = replace(self._handler.info, cause=ExitCause.ENDED, failure=failure.reason)
+        self._handler.info = replace(
+            self._handler.info, cause=ExitCause.ENDED, failure=failure.reason
+        )
 
     def _ends_early_again(self, failure: TrainerFailure) -> bool:
-        """Whether a rank has ended well before the others at the same step as in the round before, and no
-        version was committed in between: the next round would end in the same way."""
+        """Whether a rank has ended well before the others at the same step as in the round before,
+        and no version was committed in between: the next round would end in the same way."""
         before = self._early_end
         self._early_end = failure.reason if failure.ended_early else ""
         same = failure.ended_early and failure.reason == before
@@ -285,7 +301,8 @@ class Agent:
         except RendezvousConnectionError as error:
             if not self._store_lost:
                 logger.warning(
-                    "the rendezvous store no longer answers. Training goes on; without the store no node "
+                    "the rendezvous store no longer answers. Training goes on; without the store "
+                    "no node "
                     "can be replaced, and a restart waits until it answers (%s)",
                     error,
                 )
@@ -313,7 +330,12 @@ class Agent:
             try:
                 agreement = self._join()
                 break
-            except (RendezvousClosedError, RendezvousGracefulExitError, RendezvousTimeoutError, FencedError):
+            except (
+                RendezvousClosedError,
+                RendezvousGracefulExitError,
+                RendezvousTimeoutError,
+                FencedError,
+            ):
                 raise
             except DuplicateNodeError as error:
                 if self._handler.is_refused or attempt == _FORM_ATTEMPTS:
@@ -324,7 +346,8 @@ class Agent:
                     raise
                 self._store_lost = isinstance(error, (RendezvousConnectionError, StoreError))
                 logger.warning(
-                    "a node was lost while the round formed (%s); it is formed again", _first_line(error)
+                    "a node was lost while the round formed (%s); it is formed again",
+                    _first_line(error),
                 )
         self.agreement = agreement
         if agreement.restarts_used > self._config.max_restarts:
@@ -345,7 +368,9 @@ class Agent:
         """Bring what this node knows of the job into a round, and say where its trainers meet."""
         handler, launcher = self._handler, self._launcher
         known = handler.info.incarnation, launcher.newest_incarnation(), handler.incarnations.read()
-        handler.info = replace(handler.info, newest_step=launcher.newest_step(), incarnation=max(known))
+        handler.info = replace(
+            handler.info, newest_step=launcher.newest_step(), incarnation=max(known)
+        )
         agreement = handler.next_rendezvous()
         if agreement.refused:
             raise DuplicateNodeError(agreement.nodes[agreement.members.index(agreement.refused[0])])
@@ -365,8 +390,8 @@ class Agent:
     # -- trainers ----------------------------------------------------------------------------------
 
     def _poll(self) -> dict[int, ProcessFailure] | None:
-        """What has become of the trainers, as :meth:`run` tells it; None: they run. Where one has failed, or
-        hangs, the others are ended, and the failure is judged."""
+        """What has become of the trainers, as :meth:`run` tells it; None: they run. Where one has
+        failed, or hangs, the others are ended, and the failure is judged."""
         exits, hangs = self._trainers.failures(), self._launcher.hangs
         if exits:
             self._launcher.failure_seen()
@@ -390,7 +415,9 @@ class Agent:
         if not failures:
             return failures
         # Those that the agent ended itself did not fail.
-        kept = {local_rank: f for local_rank, f in failures.items() if local_rank in exits} or failures
+        kept = {
+            local_rank: f for local_rank, f in failures.items() if local_rank in exits
+        } or failures
         return {self._rank(local_rank): failure for local_rank, failure in kept.items()}
 
     def _judge(self, exits: dict[int, WorkerExit]) -> TrainerFailure:
@@ -401,7 +428,9 @@ class Agent:
 
     def _ended_well(self) -> dict[int, str]:
         """This node's trainers that have ended well, by global rank."""
-        return {self._rank(local_rank): said for local_rank, said in self._trainers.ended_well().items()}
+        return {
+            self._rank(local_rank): said for local_rank, said in self._trainers.ended_well().items()
+        }
 
     def _rank(self, local_rank: int) -> int:
         assert self.agreement is not None
@@ -410,7 +439,8 @@ class Agent:
     # -- the end -----------------------------------------------------------------------------------
 
     def _end_if_peers_were_stopped(self) -> None:
-        """Raises SignalException where other launchers were told to stop, without which it cannot go on."""
+        """Raises SignalException where other launchers were told to stop, without which it cannot
+        go on."""
         with suppress(RuntimeError, RendezvousError):
             self._handler.is_closed()  # looks at the store
         stopped = self._handler.stopped
@@ -418,7 +448,8 @@ class Agent:
             node, number = next(iter(stopped.items()))
             sent = signal.Signals(number)
             raise SignalException(
-                f"node {node} was stopped by {sent.name}, and no other node replaces it", sigval=sent
+                f"node {node} was stopped by {sent.name}, and no other node replaces it",
+                sigval=sent,
             )
 
     def _exit_barrier(self) -> None:
@@ -428,7 +459,8 @@ class Agent:
             while not self._handler.all_ended_well:
                 if time.monotonic() > deadline or self._nodes_waiting():
                     return
-                self._handler.tell(NodeFinished(self._handler.node))  # once more where the store has lost it
+                # once more where the store has lost it
+                self._handler.tell(NodeFinished(self._handler.node))
                 self._end_if_peers_were_stopped()
                 time.sleep(max(0.1, self._config.monitor_interval))
             self.all_ended_well = True
@@ -450,7 +482,8 @@ class Agent:
 
 def _twice(failure: TrainerFailure) -> str:
     return (
-        f"{failure.reason}, twice and without a new version in between. Give all ranks the same number of "
+        f"{failure.reason}, twice and without a new version in between. Give all ranks the same "
+        "number of "
         "steps: a DataLoader with drop_last=True and a DistributedSampler, or reft.data.loader"
     )
 
@@ -460,7 +493,8 @@ def _first_line(error: BaseException) -> str:
 
 
 class Trainers:
-    """The trainers of a node, in one round at a time; in ``exits_dir`` they may leave why they ended."""
+    """The trainers of a node, in one round at a time; in ``exits_dir`` they may leave why they
+    ended."""
 
     def __init__(self, options: LaunchOptions, exits_dir: Path) -> None:
         self._options = options
@@ -471,7 +505,8 @@ class Trainers:
         self.hurry = False  # They are waited for no more
 
     def start(self, agreement: Agreement, group_rank: int, port: int) -> list[int]:
-        """Start those of a round as torchrun does, whose options count; ``port``: of their store here."""
+        """Start those of a round as torchrun does, whose options count; ``port``: of their store
+        here."""
         self._note_exits_of(agreement.round)
         config: Any = self._options.config
         ranks = deal_ranks(agreement.workers, agreement.turn)[group_rank]
@@ -480,14 +515,16 @@ class Trainers:
             len(ranks),
             sum(agreement.workers),
         )
-        # The number of restarts is the same on all nodes: older versions of torch make it part of the keys
-        # under which trainers find each other.
+        # The number of restarts is the same on all nodes: older versions of torch make it part of
+        # the keys under which trainers find each other.
         restarts = agreement.round - 1, config.max_restarts
         shared = {
             "ROLE_NAME": config.role,
             "TORCHELASTIC_RUN_ID": config.run_id,
             ENV_EXIT_DIR: str(self._notes),
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
+            ),
         }
         envs = {
             i: shared | trainer_environ((rank, world_size), (i, local_size), node, port, restarts)
@@ -495,10 +532,15 @@ class Trainers:
         }
         if getattr(config, "virtual_local_rank", False):
             for i, env in envs.items():
-                devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local_size))))
+                devices = os.environ.get(
+                    "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local_size)))
+                )
                 env.update(LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=devices.split(",")[i].strip())
         prefix = config.log_line_prefix_template
-        names = [{"role_name": config.role, "rank": rank, "local_rank": i} for i, rank in enumerate(ranks)]
+        names = [
+            {"role_name": config.role, "rank": rank, "local_rank": i}
+            for i, rank in enumerate(ranks)
+        ]
         accepted = inspect.signature(start_processes).parameters
         wanted = ("numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters")
         self._context = start_processes(
@@ -508,7 +550,9 @@ class Trainers:
             envs=envs,
             logs_specs=config.logs_specs,
             log_line_prefixes=(
-                {n["local_rank"]: Template(prefix).safe_substitute(n) for n in names} if prefix else None
+                {n["local_rank"]: Template(prefix).safe_substitute(n) for n in names}
+                if prefix
+                else None
             ),
             **{n: getattr(config, n) for n in wanted if n in accepted and hasattr(config, n)},
         )
@@ -527,7 +571,8 @@ class Trainers:
         self._ended_groups.clear()
 
     def ended(self) -> dict[int, ProcessFailure] | None:
-        """Those that have failed, by local rank, and none where all have ended well; None: they run."""
+        """Those that have failed, by local rank, and none where all have ended well; None: they
+        run."""
         result = self._context.wait(0)
         failures: dict[int, ProcessFailure] = {} if result is None else result.failures
         return None if result is None else failures
@@ -555,7 +600,8 @@ class Trainers:
         return found
 
     def ended_well(self) -> dict[int, str]:
-        """Those that have ended well, or whose script has, by local rank: with which code, at which step."""
+        """Those that have ended well, or whose script has, by local rank: with which code, at which
+        step."""
         found = {}
         for local_rank, process in self._processes().items():
             code, note = process.poll(), self._note_of(local_rank)
@@ -573,8 +619,8 @@ class Trainers:
         return ExitNote.read(self._notes, local_rank)
 
     def once_clear(self, failures: dict[int, WorkerExit]) -> dict[int, WorkerExit]:
-        """The same a moment later, once it is clear whose fault it was: all have failed, or one by its
-        own cause."""
+        """The same a moment later, once it is clear whose fault it was: all have failed, or one by
+        its own cause."""
         deadline = time.monotonic() + _ONE_AFTER_THE_OTHER_SECS
         while failures and time.monotonic() < deadline:
             ended = [f for f in failures.values() if f.exit_code is not None]
@@ -589,8 +635,9 @@ class Trainers:
     def end(self, number: int, timeout_secs: float) -> None:
         """Signal them, wait, and kill what is left of their process groups, once.
 
-        A trainer that handles the signal is signalled alone: it finishes its step, for which it needs its
-        DataLoader's workers. Any other, as a shell that runs the trainer, is signalled with its group."""
+        A trainer that handles the signal is signalled alone: it finishes its step, for which it
+        needs its DataLoader's workers. Any other, as a shell that runs the trainer, is signalled
+        with its group."""
         processes = [p for p in self._processes().values() if p.pid not in self._ended_groups]
         for process in processes:
             if process.poll() is None:
@@ -611,8 +658,9 @@ class Trainers:
             self._end_descendants()
 
     def _end_descendants(self) -> None:
-        """Kill what failed trainers have started in sessions of their own: it may hold ports and devices that
-        the next trainers need. The environment tells whose it is, also after its parent has ended."""
+        """Kill what failed trainers have started in sessions of their own: it may hold ports and
+        devices that the next trainers need. The environment tells whose it is, also after its
+        parent has ended."""
         marker, found = f"{ENV_EXIT_DIR}={self._notes}\0".encode(), []
         for entry in Path("/proc").glob("[0-9]*/environ"):
             pid = int(entry.parent.name)
@@ -624,7 +672,11 @@ class Trainers:
         if found:
             logger.warning(
                 "ended %d %s that failed trainers had left in sessions of their own (%s)",
-                *(len(found), "process" if len(found) == 1 else "processes", ", ".join(found[:_MOST_NAMED])),
+                *(
+                    len(found),
+                    "process" if len(found) == 1 else "processes",
+                    ", ".join(found[:_MOST_NAMED]),
+                ),
             )
 
     def close(self) -> None:
@@ -633,7 +685,9 @@ class Trainers:
 
 def _handles(pid: int, number: int) -> bool:
     try:
-        fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        fields = dict(
+            line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
         return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
     except (OSError, ValueError, KeyError):
         return False

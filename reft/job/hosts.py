@@ -1,5 +1,5 @@
-"""Which hosts train, and with how many trainers each, in the place of torchrun's options: by DeepSpeed's
-hostfile (lines ``HOST slots=N``), or by what Slurm says of this step.
+"""Which hosts train, and with how many trainers each, in the place of torchrun's options: by
+DeepSpeed's hostfile (lines ``HOST slots=N``), or by what Slurm says of this step.
 
     srun --ntasks-per-node=1 --no-kill reft launch --slurm train.py
 
@@ -40,14 +40,16 @@ _PROGRAM = re.compile(r"--$|(?:.*/)?(?:reft|python|bash|sh)\b")
 
 
 def apply_hostfile(args: argparse.Namespace) -> None:
-    """Write what the hostfile says, with ``--include``, ``--exclude`` and ``--num-gpus``, where torchrun's
-    options say it, and the devices that are left of this node's into ``args.devices``. Raises ConfigError:
-    this host is not in it, or is left out, or it contradicts other options."""
+    """Write what the hostfile says, with ``--include``, ``--exclude`` and ``--num-gpus``, where
+    torchrun's options say it, and the devices that are left of this node's into ``args.devices``.
+    Raises ConfigError: this host is not in it, or is left out, or it contradicts other options."""
     filtered = bool(args.include or args.exclude)
     if args.num_gpus is not None and args.num_gpus < 1:
         raise ConfigError(f"--num-gpus is {args.num_gpus}; write 1 or more")
     if args.num_gpus is not None and filtered:
-        raise ConfigError("--num-gpus cannot be used with --include or --exclude; leave one of them out")
+        raise ConfigError(
+            "--num-gpus cannot be used with --include or --exclude; leave one of them out"
+        )
     if args.hostfile is None and not filtered:
         args.nproc_per_node = args.nproc_per_node if args.num_gpus is None else str(args.num_gpus)
         return
@@ -58,12 +60,15 @@ def apply_hostfile(args: argparse.Namespace) -> None:
     here = next((host for host in slots if is_this_host(host)), None)
     if here is None:
         raise ConfigError(
-            f"{named} names {', '.join(slots) or 'no host'}, and this host is {socket.gethostname()}; "
+            f"{named} names {', '.join(slots) or 'no host'}, and this host is "
+            f"{socket.gethostname()}; "
             f"start the command on the hosts that it names, or add this one"
         )
     given = args.num_gpus or len(slots[here])
     if given > len(slots[here]):
-        raise ConfigError(f"--num-gpus is {given}, but {here} has slots={len(slots[here])}; write fewer")
+        raise ConfigError(
+            f"--num-gpus is {given}, but {here} has slots={len(slots[here])}; write fewer"
+        )
     if len(slots[here]) < len(all_slots[here]):
         args.devices = tuple(slots[here])
     args.nproc_per_node = str(given)
@@ -81,23 +86,29 @@ def _read(hostfile: str | None, include: str, exclude: str) -> tuple[dict[str, l
         raise ConfigError(f"--hostfile {hostfile} cannot be read: no such file, or not readable")
     what = f"--hostfile {hostfile}"
     try:
-        counts = fetch_hostfile(hostfile) if hostfile else {"localhost": get_accelerator().device_count()}
+        counts = (
+            fetch_hostfile(hostfile)
+            if hostfile
+            else {"localhost": get_accelerator().device_count()}
+        )
         slots = {host: list(range(number)) for host, number in counts.items()}
         what = f"--include {include!r}" if include else f"--exclude {exclude!r}"
         return slots, dict(parse_resource_filter(slots, include_str=include, exclude_str=exclude))
     except ValueError as error:
         raise ConfigError(
-            f"{what}: {error}; write lines HOST slots=N into a hostfile, and HOST or HOST:SLOT,SLOT into a "
+            f"{what}: {error}; write lines HOST slots=N into a hostfile, and HOST or "
+            "HOST:SLOT,SLOT into a "
             f"filter, with @ between hosts: worker-1@worker-2:0,2"
         ) from error
 
 
 def left_to_train(there: int, spares: int, named_by: str) -> str:
-    """``--nnodes`` where so many nodes are there, and some of them are spares; raises ConfigError if none
-    would train."""
+    """``--nnodes`` where so many nodes are there, and some of them are spares; raises ConfigError
+    if none would train."""
     if not 0 <= spares < there:
         raise ConfigError(
-            f"--spares is {spares}, but {named_by} has {there} nodes, of which at least one has to train: "
+            f"--spares is {spares}, but {named_by} has {there} nodes, of which at least one has "
+            "to train: "
             f"write 0 to {there - 1}"
         )
     return str(there - spares)
@@ -121,30 +132,36 @@ def is_this_host(name: str) -> bool:
     except (OSError, UnicodeError):
         return False
     ours = {address.address for found in psutil.net_if_addrs().values() for address in found}
-    return bool(meant & ours) or any(ipaddress.ip_address(m.partition("%")[0]).is_loopback for m in meant)
+    return bool(meant & ours) or any(
+        ipaddress.ip_address(m.partition("%")[0]).is_loopback for m in meant
+    )
 
 
 def apply_slurm(args: argparse.Namespace) -> None:
-    """Write what Slurm says where torchrun's options say it; what was given stands. Raises ConfigError: this
-    is no step of Slurm's, it has several tasks on a node, or more nodes are asked for than it has."""
+    """Write what Slurm says where torchrun's options say it; what was given stands. Raises
+    ConfigError: this is no step of Slurm's, it has several tasks on a node, or more nodes are asked
+    for than it has."""
     environ = os.environ
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
     nodes = _number(environ, "SLURM_STEP_NUM_NODES")
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     if not job.isdecimal():
         raise ConfigError(
-            f"--slurm: Slurm did not start this process (SLURM_JOB_ID is {job or 'not set'}); write "
+            f"--slurm: Slurm did not start this process (SLURM_JOB_ID is {job or 'not set'}); "
+            "write "
             f"`{_COMMAND} ...` in a batch script or under salloc, or leave out --slurm"
         )
     if not step or not nodes or not listed:
         raise ConfigError(
-            f"--slurm: this is job {job}, but no step of it (SLURM_STEP_ID is {step or 'not set'}), so that "
+            f"--slurm: this is job {job}, but no step of it (SLURM_STEP_ID is "
+            f"{step or 'not set'}), so that "
             f"one node alone would train; write `{_COMMAND} ...`"
         )
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if any(int(count) > 1 for count in _TASKS.findall(tasks)):
         raise ConfigError(
-            f"--slurm: srun starts {tasks} tasks on its nodes, expected one on each: reft launch starts one "
+            f"--slurm: srun starts {tasks} tasks on its nodes, expected one on each: reft launch "
+            "starts one "
             f"trainer for every GPU by itself. Write `{_COMMAND} ...`"
         )
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
@@ -158,7 +175,8 @@ def apply_slurm(args: argparse.Namespace) -> None:
         least, most = 0, nodes  # torchrun's own words are better
     if least > nodes:
         raise ConfigError(
-            f"--nnodes is {args.nnodes}, but step {job}.{step} has {nodes} nodes: ask Slurm for more "
+            f"--nnodes is {args.nnodes}, but step {job}.{step} has {nodes} nodes: ask Slurm for "
+            "more "
             f"(#SBATCH --nodes={least}), or leave --nnodes out"
         )
     if nodes > most and is_first:
@@ -167,7 +185,8 @@ def apply_slurm(args: argparse.Namespace) -> None:
         # Jobs that share a node do not share a port, unless their numbers differ by 1,000.
         args.rdzv_endpoint = format_endpoint(first_host(listed), DEFAULT_PORT + int(job) % _PORTS)
     if args.rdzv_id in ("", "none"):
-        # Memory (P7): the same for all steps of a job, requeued or not, another for every task of an array.
+        # Memory (P7): the same for all steps of a job, requeued or not, another for every task of
+        # an array.
         args.job_id = args.job_id or safe_name(name)
         # Run: another for every step, since a rendezvous that has ended is not entered again.
         args.rdzv_id = f"{name}.{_number(environ, 'SLURM_RESTART_COUNT')}.{step}"
@@ -190,10 +209,11 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> list[str]:
-    """What would end the nodes that are left when one is lost, each with what to write instead (P12).
+    """What would end the nodes that are left when one is lost, each with what to write instead
+    (P12).
 
-    Slurm does not tell a task how its ``srun`` was called: its options are read where srun runs, if that is
-    this host, and the rest is asked of the controller.
+    Slurm does not tell a task how its ``srun`` was called: its options are read where srun runs, if
+    that is this host, and the rest is asked of the controller.
     """
     site, srun = _query("show", "config"), _find_srun(job, step)
     words, environ = (f" {srun[0]} ", srun[1]) if srun else ("", environ)
@@ -203,26 +223,30 @@ def deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> list[str
     if (bad is None and re.search(r"^KillOnBadExit\s*=\s*1", site, re.M)) or bad not in (None, "0"):
         whose = "the site's slurm.conf says so" if bad is None else "srun was told so"
         found.append(
-            f"Slurm ends all nodes of this step when one launcher fails (KillOnBadExit: {whose}), and none "
+            f"Slurm ends all nodes of this step when one launcher fails (KillOnBadExit: {whose}), "
+            "and none "
             "is left to continue: write srun --kill-on-bad-exit=0"
         )
     waits = [*_WAIT.findall(words)[-1:], environ.get("SLURM_WAIT", "")]
     waits += re.findall(r"^WaitTime\s*=\s*(\d+)", site, re.M)
     if wait := int(next((secs for secs in waits if secs.isdecimal()), 0)):
         found.append(
-            f"Slurm ends all nodes of this step {wait} s after the first launcher has ended (WaitTime): "
+            f"Slurm ends all nodes of this step {wait} s after the first launcher has ended "
+            "(WaitTime): "
             f"write srun --wait=0"
         )
     if srun and not ("SLURM_NO_KILL" in environ or _NO_KILL.search(words)):
         found.append(
-            "Slurm ends this step when one of its nodes fails, and none is left to continue: write srun "
+            "Slurm ends this step when one of its nodes fails, and none is left to continue: "
+            "write srun "
             "--no-kill"
         )
     script = _query("write", "batch_script", job, "-")
     own = " ".join(line.split("#")[1] for line in script.splitlines() if line.startswith("#SBATCH"))
     if script and "SBATCH_NO_KILL" not in environ and not _NO_KILL.search(f" {own} "):
         found.append(
-            "Slurm ends this job when one of its nodes fails, unless it was submitted with sbatch --no-kill, "
+            "Slurm ends this job when one of its nodes fails, unless it was submitted with sbatch "
+            "--no-kill, "
             "which its script does not say: write #SBATCH --no-kill"
         )
     return found
@@ -231,7 +255,11 @@ def deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> list[str
 def _find_srun(job: str, step: str) -> tuple[str, Mapping[str, str]] | None:
     """The options and the environment of this step's srun; None if it runs on another host."""
     where = re.search(r"SrunHost:Pid=([^\s:]+):(\d+)", _query("show", "step", f"{job}.{step}"))
-    names = (socket.gethostname(), socket.gethostname().partition(".")[0], os.environ.get("SLURMD_NODENAME"))
+    names = (
+        socket.gethostname(),
+        socket.gethostname().partition(".")[0],
+        os.environ.get("SLURMD_NODENAME"),
+    )
     if where is None or where[1] not in names:
         return None
     try:
@@ -248,7 +276,9 @@ def _query(*words: str) -> str:
     """What scontrol answers; nothing if it does not, which costs a warning, not the job."""
     command = ["scontrol", *words]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_SECS).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_ASK_SECS
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         logger.debug("%s: %s", " ".join(command), error)
         return ""

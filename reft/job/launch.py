@@ -38,13 +38,27 @@ from reft.job.rendezvous.client import JobEndedError, find_store
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Agreement
 from reft.job.rendezvous.scaling import Scaler
-from reft.job.script import EX_FENCED, EX_PEER_FAILED, STOP_SIGNALS, ExitCause, TrainerFailure, not_ignored
+from reft.job.script import (
+    EX_FENCED,
+    EX_PEER_FAILED,
+    STOP_SIGNALS,
+    ExitCause,
+    TrainerFailure,
+    not_ignored,
+)
 from reft.job.warm import ForkServer
 from reft.log import EventLog, set_place, to_stderr
 from reft.memory.jobdir import read_json, user_secret
 from reft.naming import kernel_id
 from reft.node.client import DaemonKeeper, NodeMemory
-from reft.node.hangs import STOPPED, WAITING, HangConfig, TrainerActivity, name_culprit, step_limit_secs
+from reft.node.hangs import (
+    STOPPED,
+    WAITING,
+    HangConfig,
+    TrainerActivity,
+    name_culprit,
+    step_limit_secs,
+)
 from reft.node.observe import CommitWatch, JobStatus
 from reft.node.progress import STACKS_SUFFIX, read_pages
 from reft.node.report import CONFIG_FILE, ENDED, ENDED_WELL, STARTED, NodeReport, note
@@ -60,9 +74,10 @@ _TORCHS_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # TorchElastic's default
 
 
 class StopSignals:
-    """Turns the first signal to stop into TorchElastic's exception; later ones do not disturb the end, but a
-    second Ctrl-C by a person cuts the grace short. ``received``: the signal to stop; None: there was none.
-    ``asked_to_leave``: SIGUSR1 asks for this node to leave the job; whoever has seen to it resets it."""
+    """Turns the first signal to stop into TorchElastic's exception; later ones do not disturb the
+    end, but a second Ctrl-C by a person cuts the grace short. ``received``: the signal to stop;
+    None: there was none. ``asked_to_leave``: SIGUSR1 asks for this node to leave the job; whoever
+    has seen to it resets it."""
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
@@ -71,7 +86,8 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self.asked_to_leave = False
         self._at = 0.0
-        self.quiet = False  # the launcher tidies up from here on, which is bounded and not interrupted
+        # the launcher tidies up from here on, which is bounded and not interrupted
+        self.quiet = False
 
     def install(self) -> None:
         for number in STOP_SIGNALS:
@@ -79,8 +95,8 @@ class StopSignals:
         signal.signal(LEAVE_SIGNAL, self._ask_to_leave)
 
     def handled_names(self, names: str) -> str:
-        """Remove ignored signals from ``names``, which are separated by commas: if TorchElastic handles one
-        while it starts trainers, they do not inherit that it is ignored."""
+        """Remove ignored signals from ``names``, which are separated by commas: if TorchElastic
+        handles one while it starts trainers, they do not inherit that it is ignored."""
         ignored = {number.name for number in STOP_SIGNALS if number not in self._handled}
         return ",".join(name for name in names.split(",") if name.strip() not in ignored)
 
@@ -95,7 +111,11 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received is not None or self.quiet:
-            if number == signal.SIGINT and now - self._at > _IMPATIENT_SECS and self.agent is not None:
+            if (
+                number == signal.SIGINT
+                and now - self._at > _IMPATIENT_SECS
+                and self.agent is not None
+            ):
                 self.agent.wait_no_more()
             return
         self.received, self._at = signal.Signals(number), now
@@ -130,7 +150,8 @@ class Launcher:
         self.hangs = HangDetector(options.node, self._memory.path)
         self._agent: Agent | None = None
         self._warm: ForkServer | None = None
-        # What fails as one with this node: itself if somebody declared it to be one, else its host (P4).
+        # What fails as one with this node: itself if somebody declared it to be one, else its host
+        # (P4).
         host = f"host {socket.gethostname()} {kernel_id()[:8]}"
         domain = options.node if options.node_declared else host
         self._board = JobStatus(
@@ -215,7 +236,8 @@ class Launcher:
 
     def round_over(self) -> None:
         self._over_at = time.time()
-        # So long the next round waits for others in the place of lost nodes, as the job's block says.
+        # So long the next round waits for others in the place of lost nodes, as the job's block
+        # says.
         told = (read_json(self._memory.path / CONFIG_FILE) or {}).get("elastic", {})
         self.rendezvous.wait_secs = told.get("wait_secs")
 
@@ -234,7 +256,9 @@ class Launcher:
     def state_changed(self, state: str, **facts: Any) -> None:
         failure = self._agent.failure if self._agent is not None else None
         own = failure is not None and failure.cause is not ExitCause.PEER
-        self._board.tell(state, round=facts.get("round"), failed=failure.reason if failure and own else "")
+        self._board.tell(
+            state, round=facts.get("round"), failed=failure.reason if failure and own else ""
+        )
         self._events.write("launcher", node=self._options.node, state=state, **facts)
 
     def newest_step(self) -> int:
@@ -307,7 +331,9 @@ class Launcher:
             shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
             self._warm = ForkServer(options.preload, shared)
         handler = self.rendezvous = self.place.join()
-        self._board.start(lambda: handler.is_spare, lambda: handler.nodes, lambda: self.hangs.waiting)
+        self._board.start(
+            lambda: handler.is_spare, lambda: handler.nodes, lambda: self.hangs.waiting
+        )
         names = getattr(options.config, "signals_to_handle", _TORCHS_SIGNALS)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self._signals.handled_names(names)
         agent = self._agent = Agent(
@@ -324,16 +350,23 @@ class Launcher:
         try:
             return self.judge(agent, agent.run())
         except RendezvousTimeoutError as error:
-            least, most, fitting = options.config.min_nodes, options.config.max_nodes, handler.fitting
+            least, most, fitting = (
+                options.config.min_nodes,
+                options.config.max_nodes,
+                handler.fitting,
+            )
             wanted = str(least)
             if fitting and not set(range(least, most + 1)) <= set(fitting):
                 said = ", ".join(map(str, fitting))
                 wanted = f"{said} (of --nnodes {least}:{most}, what the layout and the batch allow)"
             message = (
                 f"{wanted} nodes did not join in "
-                f"{options.join_timeout_secs:.0f} s: no node replaced a missing one. Start `reft launch` "
-                "on another node in time, or wait longer with --rdzv-conf join_timeout=SECS. Only nodes "
-                f"with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is made of "
+                f"{options.join_timeout_secs:.0f} s: no node replaced a missing one. Start `reft "
+                "launch` "
+                "on another node in time, or wait longer with --rdzv-conf join_timeout=SECS. Only "
+                "nodes "
+                f"with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is "
+                "made of "
                 "user, directory, program and arguments"
             )
             if disagree := handler.describe_other_nnodes():
@@ -348,8 +381,10 @@ class Launcher:
                 self._end = JobEnd.WELL
                 return 0
             raise JobEndedError(
-                f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start the job "
-                f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, or "
+                f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start "
+                "the job "
+                f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, "
+                "or "
                 f"{self.place.reopens}"
             ) from error
         except JobEndedError as error:
@@ -357,7 +392,8 @@ class Launcher:
             raise
 
     def judge(self, agent: Agent, failures: dict[int, ProcessFailure] | None) -> int:
-        """What the end of this node's trainers means for the job (:meth:`Agent.run`); the exit code."""
+        """What the end of this node's trainers means for the job (:meth:`Agent.run`); the exit
+        code."""
         if failures is None:
             if self.rendezvous.outcome() == ENDED_WELL:
                 self._end = JobEnd.WELL
@@ -386,7 +422,8 @@ class Launcher:
         return failure.exit_code if failure else 1
 
     def _grace_secs(self) -> float:
-        """What the command line says, else the job's own ``reft`` block, which the daemon was told."""
+        """What the command line says, else the job's own ``reft`` block, which the daemon was
+        told."""
         if self._options.grace_secs is not None:
             return self._options.grace_secs
         told = read_json(self._memory.path / CONFIG_FILE) or {}
@@ -414,14 +451,18 @@ class Launcher:
                 assert persist.dir is not None
                 stored = job_directory(persist.dir, self._options.job_id)
                 words = ["persist", "--from", stored, "--out", persist.export_at_end]
-                subprocess.run([sys.executable, "-P", "-m", "reft.cli", *map(str, words)], check=False)
+                subprocess.run(
+                    [sys.executable, "-P", "-m", "reft.cli", *map(str, words)], check=False
+                )
         if self._end in (JobEnd.WELL, JobEnd.LEFT) and not self._options.keep_memory:
             logs = self._options.config.logs_specs
             self._memory.remove(None if logs is None else Path(logs.root_log_dir))
         elif self._agent is None or self._agent.agreement is None:
             self._memory.discard_unused()
         elif self._memory.job_dir is not None and self._memory.holds_versions():
-            logger.warning("the memory of job %s stays in %s", self._options.job_id, self._memory.path)
+            logger.warning(
+                "the memory of job %s stays in %s", self._options.job_id, self._memory.path
+            )
         elif not (self._options.keep_memory or self._end is JobEnd.REPLACED):
             self._memory.discard_unused()
 
@@ -432,8 +473,9 @@ def _between(began: float | None, ended: float | None) -> float | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft launch``; returns the exit code: 0, the first failed trainer's or 1, 128 + n
-    only when told to stop by signal n, 2 for wrong use, 76 where another node has taken this one's place."""
+    """Command line of ``reft launch``; returns the exit code: 0, the first failed trainer's or 1,
+    128 + n only when told to stop by signal n, 2 for wrong use, 76 where another node has taken
+    this one's place."""
     _log_to_stderr("", "launcher")
     try:
         options = parse_options(argv)
@@ -447,7 +489,8 @@ def launch(options: LaunchOptions) -> int:
     _log_to_stderr(options.job_id, f"launcher {options.node}")
     if options.script is not None and not options.script.exists():
         logger.error(
-            "there is no script %s; write its path after the options, or -m for a module", options.script
+            "there is no script %s; write its path after the options, or -m for a module",
+            options.script,
         )
         return 2
     for warning in find_warnings(options):
@@ -469,11 +512,12 @@ def _log_to_stderr(job: str, who: str) -> None:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 
-# -- trainers that stand still: the other nodes are asked, the culprit is named ----------------------------
+# -- trainers that stand still: the other nodes are asked, the culprit is named --------------------
 
 _ASK_SECS = 0.5
 _COURTESY_SECS = 2.0  # the culprit's node ends its trainers first: it has their stacks written
-_SILENT_SECS = 2.0  # a node that was struck out and lives takes its place again with its next heartbeat
+# a node that was struck out and lives takes its place again with its next heartbeat
+_SILENT_SECS = 2.0
 _STACKS_SECS = 3.0
 _MOST_STACK_CHARS = 16_000
 
@@ -509,18 +553,25 @@ class HangDetector:
         return [w for w in self.waiting if w.seen.pid in pids]
 
     def judge(
-        self, mine: list[TrainerActivity], table: Any, index: int, size: int, *, silent: bool = False
+        self,
+        mine: list[TrainerActivity],
+        table: Any,
+        index: int,
+        size: int,
+        *,
+        silent: bool = False,
     ) -> TrainerFailure | None:
-        """Why the trainers have to be restarted; None: go on. Looks at the table of the round in the store
-        only while one of them is quiet. ``mine``: at what they are. ``silent``: a node of this round was
-        struck out for its silence, and the others may go on without it."""
+        """Why the trainers have to be restarted; None: go on. Looks at the table of the round in
+        the store only while one of them is quiet. ``mine``: at what they are. ``silent``: a node of
+        this round was struck out for its silence, and the others may go on without it."""
         now = time.monotonic()
         self._silent_since = (self._silent_since or now) if silent else None
         # It waits for another node: it is quiet, and not at what may take its time alone.
         waits = any(w.suspected or (w.quiet and w.communicates) for w in mine)
         if self._silent_since is not None and now - self._silent_since > _SILENT_SECS and waits:
             reason = (
-                "a node was removed because it is silent, and its peers wait for it; they continue without it"
+                "a node was removed because it is silent, and its peers wait for it; they "
+                "continue without it"
             )
             logger.error("the job hangs: %s (%s)", reason, "; ".join(map(str, mine)))
             return TrainerFailure(ExitCause.PEER, mine[0].seen.local_rank, EX_PEER_FAILED, reason)
@@ -576,7 +627,9 @@ def stacks(job_dir: Path, waiting: TrainerActivity) -> str:
     if seen.state == STOPPED:
         told = "a stopped process cannot write its stacks"
     elif seen.stack_signal:
-        told = _read_trainer_stack(job_dir / f"{seen.local_rank}{STACKS_SUFFIX}", seen.pid, seen.stack_signal)
+        told = _read_trainer_stack(
+            job_dir / f"{seen.local_rank}{STACKS_SUFFIX}", seen.pid, seen.stack_signal
+        )
     return "\n".join(filter(None, (_read_kernel_stack(seen.pid), told)))
 
 
@@ -602,7 +655,11 @@ def _read_kernel_stack(pid: int) -> str:
         with suppress(OSError):
             text = Path(f"/proc/{pid}/{name}").read_text().strip()
             if name == "status":
-                told += [" ".join(line.split()) for line in text.splitlines() if line.startswith("State:")]
+                told += [
+                    " ".join(line.split())
+                    for line in text.splitlines()
+                    if line.startswith("State:")
+                ]
             elif text not in ("", "0"):
                 told.append(f"{name}: {text}")
     return "\n".join(told)

@@ -1,4 +1,5 @@
-"""Launchers on this machine, each a node of its own that can be lost; for commands that try a job."""
+"""Launchers on this machine, each a node of its own that can be lost; for commands that try a
+job."""
 
 from __future__ import annotations
 
@@ -55,9 +56,10 @@ class LocalNodes:
     def start(
         self, name: str, memory_dir: Path, log: Path, options: Sequence[str], program: Sequence[str]
     ) -> LocalNode:
-        """Start ``reft launch OPTIONS PROGRAM`` with this memory directory, in a session of its own."""
-        # -P: the launcher does not import modules of the working directory. The memory directory comes after
-        # the options, which may name another one.
+        """Start ``reft launch OPTIONS PROGRAM`` with this memory directory, in a session of its
+        own."""
+        # -P: the launcher does not import modules of the working directory. The memory directory
+        # comes after the options, which may name another one.
         words = ["-P", "-m", "reft.job.launch", *options, "--memory-dir", str(memory_dir), *program]
         with log.open("ab") as output:
             process = type(self).popen(
@@ -77,8 +79,8 @@ class LocalNodes:
         shutil.rmtree(node.memory_dir, ignore_errors=True)
 
     def kill(self, *nodes: LocalNode) -> None:
-        """SIGKILL of every process of these nodes, until none is left: first all stand still, so that none
-        starts another."""
+        """SIGKILL of every process of these nodes, until none is left: first all stand still, so
+        that none starts another."""
         deadline, number = time.monotonic() + _KILL_SECS, signal.SIGSTOP
         marks = {f"{self._token}:{node.name}" for node in nodes}
         while (found := [*self._processes(marks)]) and time.monotonic() < deadline:
@@ -99,8 +101,8 @@ class LocalNodes:
 
 
 def handle_stop_signals() -> None:
-    """Let the first signal to stop raise KeyboardInterrupt; later ones do not disturb the end. A signal that
-    was ignored when this process started stays ignored."""
+    """Let the first signal to stop raise KeyboardInterrupt; later ones do not disturb the end. A
+    signal that was ignored when this process started stays ignored."""
     for number in not_ignored(_STOPS):
         signal.signal(number, _interrupt)
 

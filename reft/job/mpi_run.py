@@ -1,10 +1,12 @@
-"""``reft mpi-run``: a training process of an MPI job, as mpiexec, srun or jsrun starts one per rank.
+"""``reft mpi-run``: a training process of an MPI job, as mpiexec, srun or jsrun starts one per
+rank.
 
     mpiexec -n 16 reft mpi-run train.py ARGUMENTS
 
-There is no launcher and no rendezvous: ranks, nodes and torch's environment come from MPI. Where an MPI job
-dies with its first process, the batch script starts the next step on the nodes that are left and the spares;
-memory and daemons have stayed on the nodes, and the new step goes on from there.
+There is no launcher and no rendezvous: ranks, nodes and torch's environment come from MPI. Where an
+MPI job dies with its first process, the batch script starts the next step on the nodes that are
+left and the spares; memory and daemons have stayed on the nodes, and the new step goes on from
+there.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ logger = logging.getLogger("reft.job.mpi_run")
 
 DAEMON_LOG = "daemon.log"
 OMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
-"""DeepSpeed refuses to start where it is not LOCAL_RANK, as where one host has several nodes of a job."""
+"""DeepSpeed refuses to start where it is not LOCAL_RANK, as where one host has several nodes of a
+job."""
 _SAME_SECRET = b"reft-mpi-secret"
 _WRONG_USE = 2
 _PING_SECS = 5.0
@@ -67,8 +70,8 @@ class ProcessLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """Where one process is among the others; of its node the first rank leads, and the order of all nodes'
-    leaders numbers the nodes. Pure."""
+    """Where one process is among the others; of its node the first rank leads, and the order of all
+    nodes' leaders numbers the nodes. Pure."""
 
     rank: int
     size: int
@@ -88,33 +91,39 @@ class NodeRanks:
     def environ(self, port: int) -> dict[str, str]:
         local, group = self.local.index(self.rank), self.leaders.index(self.local[0])
         ours, node = (local, len(self.local)), (group, len(self.leaders))
-        return {**trainer_environ((self.rank, self.size), ours, node, port), "NODE_RANK": str(group)}
+        return {
+            **trainer_environ((self.rank, self.size), ours, node, port),
+            "NODE_RANK": str(group),
+        }
 
 
 def check_together(told: Sequence[ProcessLocation]) -> None:
-    """Raises AuthenticationError: the processes have different secrets; ConfigError: they name the job
-    differently, or two hosts alike. Pure."""
+    """Raises AuthenticationError: the processes have different secrets; ConfigError: they name the
+    job differently, or two hosts alike. Pure."""
     if len({each.secret for each in told}) > 1:
         raise AuthenticationError(
-            "the processes of this MPI job have different secrets: share ~/.reft/secret between the nodes, "
+            "the processes of this MPI job have different secrets: share ~/.reft/secret between "
+            "the nodes, "
             f"or set {ENV_SECRET} to the same on all"
         )
     if len(names := {each.job_id for each in told}) > 1:
         raise ConfigError(
-            f"the processes of this MPI job give it different names: {', '.join(sorted(names))}. Give all "
+            f"the processes of this MPI job give it different names: {', '.join(sorted(names))}. "
+            "Give all "
             f"the same --job-id NAME"
         )
     hosts: dict[str, str] = {}
     for each in told:
         if hosts.setdefault(each.node, each.kernel) != each.kernel:
             raise ConfigError(
-                f"two hosts call themselves node {each.node}; leave --node-id out, or give each its own"
+                f"two hosts call themselves node {each.node}; leave --node-id out, or give each "
+                "its own"
             )
 
 
 class StartStep:
-    """This process's part in a step. Raises ReftError, OSError: something does not fit, here or in another
-    process."""
+    """This process's part in a step. Raises ReftError, OSError: something does not fit, here or in
+    another process."""
 
     def __init__(self, options: argparse.Namespace, transport: Transport, rank: int) -> None:
         self._options = options
@@ -127,14 +136,16 @@ class StartStep:
         )
         if not is_name(self.job_id):
             raise ConfigError(
-                f"job id is {self.job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, "
+                f"job id is {self.job_id!r}; expected 1 to 128 letters, digits, dots, dashes or "
+                "underscores, "
                 f"no dot first: give --job-id"
             )
         mine = ProcessLocation(
             self._node, kernel_id(), os.getpid(), mac(b"", self._secret, _SAME_SECRET), self.job_id
         )
         told = [
-            ProcessLocation(*msgpack.unpackb(data)) for data in transport.gather(bytes(msgpack.packb(mine)))
+            ProcessLocation(*msgpack.unpackb(data))
+            for data in transport.gather(bytes(msgpack.packb(mine)))
         ]
         check_together(told)
         self.place = NodeRanks.among(rank, [each.node for each in told])
@@ -159,10 +170,13 @@ class StartStep:
             environ[OMPI_LOCAL_RANK] = environ["LOCAL_RANK"]
         # The leader holds the memory for this node's trainers.
         declared = bool(self._options.node_id)
-        os.environ.update(environ | self._memory.environ(self._secret, self._leader_pid, declared=declared))
+        os.environ.update(
+            environ | self._memory.environ(self._secret, self._leader_pid, declared=declared)
+        )
 
     def _all_or_none(self, act: Callable[[], bytes]) -> list[bytes]:
-        """Run ``act`` in all processes; what it returned in each. Where it fails in one, all raise."""
+        """Run ``act`` in all processes; what it returned in each. Where it fails in one, all
+        raise."""
         own: Exception | None = None
         result = b""
         try:
@@ -173,7 +187,9 @@ class StartStep:
         if own is not None:
             raise own
         told = [msgpack.unpackb(data) for data in said]
-        if failed := [f"rank {rank}: {why}" for rank, (well, why, _) in enumerate(told) if not well]:
+        if failed := [
+            f"rank {rank}: {why}" for rank, (well, why, _) in enumerate(told) if not well
+        ]:
             raise TransferError(f"the step cannot start: {failed[0]}")
         return [body for _, _, body in told]
 
@@ -195,8 +211,8 @@ class StartStep:
         return format_endpoint(host, self._store.let_relays_in(listener, self._secret)).encode()
 
     def end(self, code: int) -> int:
-        """Meet the others at the end; where all ended well, the memory goes. Returns the first exit code that
-        is not 0. Raises TransferError: not all came in the time that was allowed."""
+        """Meet the others at the end; where all ended well, the memory goes. Returns the first exit
+        code that is not 0. Raises TransferError: not all came in the time that was allowed."""
         self._transport.limits.timeout_secs = self._options.end_secs
         codes = [int(data) for data in self._transport.gather(str(code).encode())]
         worst = next((each for each in codes if each), 0)
@@ -216,8 +232,9 @@ class StartStep:
 def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
     """Have a daemon on this node that outlives the step: the one that is there, else a new one.
 
-    It has a session and streams of its own, and a parent that has ended, so that neither the end of the step
-    ends it (Slurm's ``proctrack/linuxproc`` kills descendants) nor mpiexec waits for it."""
+    It has a session and streams of its own, and a parent that has ended, so that neither the end of
+    the step ends it (Slurm's ``proctrack/linuxproc`` kills descendants) nor mpiexec waits for
+    it."""
     try:
         request(job_dir.path, job_dir.secret, "ping", timeout_secs=_PING_SECS)
         return
@@ -226,7 +243,9 @@ def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
     linger = ["--linger-secs", str(linger_secs)]
     command = [sys.executable, "-P", "-m", "reft.node.daemon", str(job_dir.path), *linger]
     # Without what names this rank to MPI: the daemon is none.
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_", "MPIR_"))}
+    environ = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_", "MPIR_"))
+    }
     with open(job_dir.path / DAEMON_LOG, "ab") as output:
         try:
             subprocess.run(
@@ -240,12 +259,14 @@ def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
                 check=True,
             )
         except (OSError, subprocess.SubprocessError) as error:
-            logger.warning("the node daemon cannot be started: %s; training goes on without it", error)
+            logger.warning(
+                "the node daemon cannot be started: %s; training goes on without it", error
+            )
 
 
 def end_daemon(job_dir: JobDir) -> None:
-    """End the node's daemon, and wait until it has: it would take a directory that is being removed for one
-    that somebody else has made again."""
+    """End the node's daemon, and wait until it has: it would take a directory that is being removed
+    for one that somebody else has made again."""
     with suppress(OSError, EOFError, ReftError, psutil.Error):
         pid = int(request(job_dir.path, job_dir.secret, "ping", timeout_secs=_PING_SECS))
         request(job_dir.path, job_dir.secret, "shutdown", timeout_secs=_PING_SECS)
@@ -253,9 +274,9 @@ def end_daemon(job_dir: JobDir) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft mpi-run``: the script as one process of this step; returns the exit code: 0, the
-    script's, 2 for wrong use. A process that fails ends the whole MPI job and does not return: the others
-    would wait for it."""
+    """Command line of ``reft mpi-run``: the script as one process of this step; returns the exit
+    code: 0, the script's, 2 for wrong use. A process that fails ends the whole MPI job and does not
+    return: the others would wait for it."""
     options = make_parser().parse_args(list(argv))
     set_place("", "mpi-run")
     to_stderr()
@@ -279,17 +300,21 @@ def main(argv: Sequence[str]) -> int:
         _abort(world, code)
     if mpi.Is_finalized():
         logger.warning(
-            "the script has called MPI.Finalize(), so the processes cannot synchronise at the end, and the "
+            "the script has called MPI.Finalize(), so the processes cannot synchronise at the "
+            "end, and the "
             "job's memory stays. Remove that call"
         )
         return code
-    # The version of the last step is taken while sessions close: later, it would make the memory again.
+    # The version of the last step is taken while sessions close: later, it would make the memory
+    # again.
     if (hook := sys.modules.get("reft.engine.deepspeed")) is not None:
         hook.close_sessions()
     try:
         return step.end(code)
     except TransferError as error:
-        logger.error("this process has ended with exit code %d, but not all others have: %s", code, error)
+        logger.error(
+            "this process has ended with exit code %d, but not all others have: %s", code, error
+        )
         _abort(world, code or 1)
 
 
@@ -323,7 +348,8 @@ def make_parser() -> Parser:
         prog="reft mpi-run",
         words="SCRIPT [ARGUMENTS]...",
         allow_abbrev=False,
-        description="Run a training script as one process of an MPI job: mpiexec -n 16 reft mpi-run "
+        description="Run a training script as one process of an MPI job: mpiexec -n 16 reft "
+        "mpi-run "
         "train.py. Ranks, nodes and torch's environment come from MPI. When a process dies, "
         "MPI ends the job; its memory and a daemon stay on every node, and the next mpiexec "
         "with the same script continues from there.",
@@ -336,13 +362,15 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--node-id",
         default=os.environ.get(ENV_NODE_ID),
-        help="name of this node, which declares it to be a failure domain (default: host name and memory "
+        help="name of this node, which declares it to be a failure domain (default: host name and "
+        "memory "
         "directory)",
     )
     parser.add_argument(
         "--job-id",
         default=os.environ.get(ENV_JOB_ID),
-        help=f"name of the job's memory ({ENV_JOB_ID}; default: made from user, directory, program and "
+        help=f"name of the job's memory ({ENV_JOB_ID}; default: made from user, directory, "
+        "program and "
         "arguments). The next step finds this step's memory by that name.",
     )
     parser.add_argument("--no-daemon", action="store_true", help="start no node daemon")
@@ -355,9 +383,13 @@ def make_parser() -> Parser:
         ("--linger-secs", _LINGER_SECS, "seconds that a node's daemon waits for the next step"),
     ):
         parser.add_argument(option, type=float, default=secs, help=f"{says} (default: %(default)s)")
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m"
+    )
     parser.add_argument("script", metavar="SCRIPT", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its arguments")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its arguments"
+    )
     return parser
 
 

@@ -1,8 +1,8 @@
 """Options of ``reft launch``: torchrun's own, and where reft keeps what.
 
-The parser is the one that torch makes for torchrun, with one group added: argparse, not typer, because what
-torchrun accepts has to be accepted here in every version of torch. That is imported when something is parsed:
-``reft launch --help`` does not wait for it.
+The parser is the one that torch makes for torchrun, with one group added: argparse, not typer,
+because what torchrun accepts has to be accepted here in every version of torch. That is imported
+when something is parsed: ``reft launch --help`` does not wait for it.
 """
 
 from __future__ import annotations
@@ -40,19 +40,27 @@ ETCD_BACKEND = "etcd-v3"
 RESTARTS = 3  # Failures of trainers that follow each other without a new version in between
 _BY_NODE, _ACROSS_NODES = "by-node", "across-nodes"
 DESCRIPTION = (
-    "Start this node's trainers like torchrun, with reft: the training state is kept in the memory of "
-    "peers, and any node may die and be replaced. Every option of torchrun works (--help-all; a job "
-    "usually needs --nnodes N or MIN:MAX, --nproc-per-node N or gpu, --rdzv-endpoint HOST:PORT, where "
-    "`reft rendezvous` runs, and --rdzv-id), but two defaults differ: the nodes meet by c10d, or by "
+    "Start this node's trainers like torchrun, with reft: the training state is kept in the "
+    "memory of "
+    "peers, and any node may die and be replaced. Every option of torchrun works (--help-all; a "
+    "job "
+    "usually needs --nnodes N or MIN:MAX, --nproc-per-node N or gpu, --rdzv-endpoint HOST:PORT, "
+    "where "
+    "`reft rendezvous` runs, and --rdzv-id), but two defaults differ: the nodes meet by c10d, or "
+    "by "
     f"--rdzv-backend {ETCD_BACKEND} at an etcd cluster, of whose hosts any minority may die (extra "
-    f"`etcd`); and without --max-restarts, failed trainers are restarted until {RESTARTS} restarts in a "
+    f"`etcd`); and without --max-restarts, failed trainers are restarted until {RESTARTS} "
+    "restarts in a "
     "row have brought no new version. A given --max-restarts counts over the job's whole life."
 )
 _ENVIRONMENT = (
-    f"Environment: {env.ENV_LOG_LEVEL}=DEBUG|INFO|WARNING|ERROR, what launchers, daemons and trainers log "
+    f"Environment: {env.ENV_LOG_LEVEL}=DEBUG|INFO|WARNING|ERROR, what launchers, daemons and "
+    "trainers log "
     "to stderr (default: INFO; in trainers, the level of the script's logging); "
-    f"{env.ENV_EVENTS}=DIRECTORY, where every reft process appends its events as JSON lines; for an etcd "
-    f"cluster {env.ENV_ETCD_USER} with {env.ENV_ETCD_PASSWORD} or {env.ENV_ETCD_PASSWORD_FILE}, and "
+    f"{env.ENV_EVENTS}=DIRECTORY, where every reft process appends its events as JSON lines; for "
+    "an etcd "
+    f"cluster {env.ENV_ETCD_USER} with {env.ENV_ETCD_PASSWORD} or {env.ENV_ETCD_PASSWORD_FILE}, "
+    "and "
     f"{env.ENV_ETCD_CACERT}, {env.ENV_ETCD_CERT}, {env.ENV_ETCD_KEY} (or --rdzv-conf "
     "user=NAME,cacert=FILE,cert=FILE,key=FILE)."
 )
@@ -70,33 +78,40 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     value = os.environ.get
     add(
         "memory-dir",
-        f"tmpfs directory for snapshots on this node ({env.ENV_MEMORY_DIR}; default: %(default)s). It "
+        f"tmpfs directory for snapshots on this node ({env.ENV_MEMORY_DIR}; default: "
+        "%(default)s). It "
         "overrides memory_dir in the reft block.",
         default=value(env.ENV_MEMORY_DIR) or str(parse_block({}).memory_dir),
     )
     add(
         "node-id",
-        "name of this node, which declares it to be a failure domain; without it, the host is the failure "
+        "name of this node, which declares it to be a failure domain; without it, the host is the "
+        "failure "
         "domain (default: host name and memory directory)",
         default=value(env.ENV_NODE_ID),
     )
     add(
         "job-id",
-        f"name of the job's memory ({env.ENV_JOB_ID}; default: --rdzv-id, or a name made from user, "
-        "directory, program and arguments). The same name finds the memory that an earlier launch left.",
+        f"name of the job's memory ({env.ENV_JOB_ID}; default: --rdzv-id, or a name made from "
+        "user, "
+        "directory, program and arguments). The same name finds the memory that an earlier launch "
+        "left.",
         default=value(env.ENV_JOB_ID),
     )
     add(
         "block",
-        'JSON file with the reft block, {"reft": {...}}, for a program that has no DeepSpeed JSON, such as '
+        'JSON file with the reft block, {"reft": {...}}, for a program that has no DeepSpeed '
+        "JSON, such as "
         f"NVIDIA's Megatron-LM ({env.ENV_CONFIG})",
         metavar="FILE",
         default=value(env.ENV_CONFIG),
     )
     add(
         "spares",
-        "spare nodes that wait and replace lost nodes: --nnodes 4 --spares 2 for six nodes, four of which "
-        "train. With --hostfile or --slurm, K of those nodes wait. The job never grows into its spares "
+        "spare nodes that wait and replace lost nodes: --nnodes 4 --spares 2 for six nodes, four "
+        "of which "
+        "train. With --hostfile or --slurm, K of those nodes wait. The job never grows into its "
+        "spares "
         "(with --nnodes 4:6 it trains on four to six nodes, as many as there are)",
         type=int,
         default=0,
@@ -106,8 +121,10 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     warm = value(env.ENV_WARM)
     add(
         "warm",
-        f"fork trainers from a process on the node that has imported torch and DeepSpeed ({env.ENV_WARM}=1 "
-        "or 0; default: yes where the node has no device). --no-warm is for scripts that cannot be forked.",
+        "fork trainers from a process on the node that has imported torch and DeepSpeed "
+        f"({env.ENV_WARM}=1 "
+        "or 0; default: yes where the node has no device). --no-warm is for scripts that cannot "
+        "be forked.",
         action=argparse.BooleanOptionalAction,
         default=None if warm is None else warm not in ("", "0"),
     )
@@ -131,53 +148,67 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "stop-secs",
-        "seconds between SIGTERM and SIGKILL for trainers when the job restarts (default: %(default)s)",
+        "seconds between SIGTERM and SIGKILL for trainers when the job restarts (default: "
+        "%(default)s)",
         type=float,
         default=1.0,
     )
     add(
         "max-peer-restarts",
-        "free restarts after the loss of peers without any progress in between; further ones count against "
+        "free restarts after the loss of peers without any progress in between; further ones "
+        "count against "
         "--max-restarts (default: %(default)s)",
         type=int,
         default=10,
     )
     add(
         "dry-run",
-        "start the trainers, build the engine, print what reft would keep, copy, survive or refuse, and "
+        "start the trainers, build the engine, print what reft would keep, copy, survive or "
+        "refuse, and "
         "end before the first step. The job's memory and checkpoints are not touched",
         action="store_true",
     )
     add(
         "hostfile",
-        "DeepSpeed's hostfile (lines HOST slots=N) instead of --nnodes and --nproc-per-node: start this "
-        "command on every host that it names (with pdsh, srun or mpirun; reft does not log in to any "
+        "DeepSpeed's hostfile (lines HOST slots=N) instead of --nnodes and --nproc-per-node: "
+        "start this "
+        "command on every host that it names (with pdsh, srun or mpirun; reft does not log in to "
+        "any "
         "host). The nodes meet on the first one unless --rdzv-endpoint is given",
         "-H",
         metavar="FILE",
     )
     add(
         "slurm",
-        "take missing options from Slurm: the nodes of this step, one trainer per GPU, the first node as "
-        "rendezvous, the names of run and memory. Write `srun --ntasks-per-node=1 --no-kill reft launch "
-        "--slurm`; reft warns about Slurm settings that would end the remaining nodes when one is lost",
+        "take missing options from Slurm: the nodes of this step, one trainer per GPU, the first "
+        "node as "
+        "rendezvous, the names of run and memory. Write `srun --ntasks-per-node=1 --no-kill reft "
+        "launch "
+        "--slurm`; reft warns about Slurm settings that would end the remaining nodes when one is "
+        "lost",
         action="store_true",
     )
     add("num-gpus", "trainers per node, as in DeepSpeed's launcher", type=int, metavar="N")
     add(
         "include",
-        "hosts and slots of the hostfile to use, as in DeepSpeed's launcher: worker-1@worker-2:0,2. Slots "
+        "hosts and slots of the hostfile to use, as in DeepSpeed's launcher: "
+        "worker-1@worker-2:0,2. Slots "
         "are devices of the node",
         "-i",
         metavar="HOSTS",
         default="",
     )
-    add("exclude", "hosts and slots not to use, in the same form", "-e", metavar="HOSTS", default="")
+    add(
+        "exclude", "hosts and slots not to use, in the same form", "-e", metavar="HOSTS", default=""
+    )
     add(
         "rank-order",
-        "by-node: consecutive ranks on each node, as in torchrun (default). across-nodes: ranks are dealt "
-        "to the nodes in turn, so that DeepSpeed's own order puts the data-parallel peers of a pipeline "
-        "stage on different nodes without a change to the script; with a tensor-parallel degree of N, "
+        "by-node: consecutive ranks on each node, as in torchrun (default). across-nodes: ranks "
+        "are dealt "
+        "to the nodes in turn, so that DeepSpeed's own order puts the data-parallel peers of a "
+        "pipeline "
+        "stage on different nodes without a change to the script; with a tensor-parallel degree "
+        "of N, "
         "across-nodes:N keeps tensor-parallel groups on one node. Give the same on every node",
         type=_rank_turn,
         default=0,
@@ -190,10 +221,15 @@ def _rank_turn(order: str) -> int:
     name, _, size = order.partition(":")
     if order == _BY_NODE:
         return 0
-    if name == _ACROSS_NODES and (not size or (size.isdecimal() and int(size) > 0)) and order[-1] != ":":
+    if (
+        name == _ACROSS_NODES
+        and (not size or (size.isdecimal() and int(size) > 0))
+        and order[-1] != ":"
+    ):
         return int(size or 1)
     raise argparse.ArgumentTypeError(
-        f"{order!r}; write {_BY_NODE}, {_ACROSS_NODES}, or {_ACROSS_NODES}:N for a tensor-parallel degree N"
+        f"{order!r}; write {_BY_NODE}, {_ACROSS_NODES}, or {_ACROSS_NODES}:N for a "
+        "tensor-parallel degree N"
     )
 
 
@@ -217,7 +253,8 @@ class LaunchOptions:
     arguments: tuple[str, ...]
     memory_dir: Path
     node: str
-    node_declared: bool  # somebody gave the node's id, and thereby says that the node fails by itself
+    # somebody gave the node's id, and thereby says that the node fails by itself
+    node_declared: bool
     job_id: str
     block_file: Path | None  # holds the ``reft`` block; None where the DeepSpeed JSON does
     dry_run: bool
@@ -227,7 +264,8 @@ class LaunchOptions:
     grace_secs: float | None
     stop_secs: float  # time for trainers to end when a round is over
     free_restarts: int  # restarts because of lost peers, without progress in between
-    restarts_renew: bool  # own failures are counted from the last new version on, not over the job's life
+    # own failures are counted from the last new version on, not over the job's life
+    restarts_renew: bool
     rank_turn: int  # ranks that a node gets in its turn; 0: all of its ranks in a row
     devices: tuple[int, ...] | None  # those of this node that the trainers see; None: all
     warm: bool
@@ -260,14 +298,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_options(argv: Sequence[str]) -> LaunchOptions:
-    """Parse and complete a command line. Raises ConfigError: something does not fit together; says what to
-    write. Raises SystemExit: argparse's own refusals, and ``--help``."""
+    """Parse and complete a command line. Raises ConfigError: something does not fit together; says
+    what to write. Raises SystemExit: argparse's own refusals, and ``--help``."""
     return collect_options(make_parser().parse_args(list(argv)))
 
 
 def collect_options(args: argparse.Namespace) -> LaunchOptions:
-    """Complete what :func:`make_parser`, or a parser made of it, has parsed. Raises ConfigError: something
-    does not fit together; says what to write."""
+    """Complete what :func:`make_parser`, or a parser made of it, has parsed. Raises ConfigError:
+    something does not fit together; says what to write."""
     import torch.distributed.run as torchrun
 
     from reft.job.hosts import apply_hostfile, apply_slurm
@@ -279,7 +317,9 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
         apply_slurm(args)
     args.nnodes, args.nproc_per_node = args.nnodes or "1:1", args.nproc_per_node or "1"
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", args.nnodes):
-        raise ConfigError(f"--nnodes is {args.nnodes!r}; write a number such as 4, or MIN:MAX such as 2:4")
+        raise ConfigError(
+            f"--nnodes is {args.nnodes!r}; write a number such as 4, or MIN:MAX such as 2:4"
+        )
     least, _, most = args.nnodes.partition(":")
     if most and int(least) > int(most):
         raise ConfigError(
@@ -309,7 +349,8 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
             raise
         if "nproc_per_node" in str(error):
             raise ConfigError(
-                f"--nproc-per-node is {args.nproc_per_node!r}; write a number such as 8, or gpu, cpu or auto "
+                f"--nproc-per-node is {args.nproc_per_node!r}; write a number such as 8, or gpu, "
+                "cpu or auto "
                 f"for as many trainers as the node has of them"
             ) from error
         raise ConfigError(f"these options cannot be used: {error}") from error
@@ -347,16 +388,22 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
 def _choose_rendezvous(args: argparse.Namespace) -> None:
     """Resolve the backend as torchrun does, but prefer one that can replace nodes."""
     most = int(args.nnodes.rpartition(":")[2])
-    old_style = args.master_port is not None or args.master_addr != "127.0.0.1" or args.node_rank != 0
+    old_style = (
+        args.master_port is not None or args.master_addr != "127.0.0.1" or args.node_rank != 0
+    )
     if args.standalone or (
-        args.rdzv_backend == _AUTO and not args.rdzv_endpoint and most + args.spares == 1 and not old_style
+        args.rdzv_backend == _AUTO
+        and not args.rdzv_endpoint
+        and most + args.spares == 1
+        and not old_style
     ):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
         args.rdzv_id = str(uuid.uuid4()) if args.standalone else args.rdzv_id
     elif args.rdzv_backend == _AUTO and args.rdzv_endpoint:
         args.rdzv_backend = "c10d"
     elif args.rdzv_backend == "static" or (args.rdzv_backend == _AUTO and old_style):
-        # torchrun numbers such nodes for good, and none can be replaced. Here node 0 serves the store.
+        # torchrun numbers such nodes for good, and none can be replaced. Here node 0 serves the
+        # store.
         args.rdzv_backend = "c10d"
         args.rdzv_endpoint = args.rdzv_endpoint or format_endpoint(
             args.master_addr, args.master_port or 29500
@@ -365,8 +412,10 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
     elif args.rdzv_backend == _AUTO:
         spares = f" with --spares {args.spares}" if args.spares else ""
         raise ConfigError(
-            f"--nnodes is {args.nnodes}{spares}, but nothing says where the nodes meet: start `reft "
-            f"rendezvous` on a host that does not train and give its address as --rdzv-endpoint HOST:PORT to "
+            f"--nnodes is {args.nnodes}{spares}, but nothing says where the nodes meet: start "
+            "`reft "
+            "rendezvous` on a host that does not train and give its address as --rdzv-endpoint "
+            "HOST:PORT to "
             f"every node"
         )
     if args.master_port is None:
@@ -379,15 +428,19 @@ def _check_rendezvous(config: LaunchConfig) -> None:
     if backend not in ("c10d", ETCD_BACKEND) or store != "tcp":
         found = f"--rdzv-backend {backend}" if store == "tcp" else f"--rdzv-conf store_type={store}"
         raise ConfigError(
-            f"{found} cannot be used: TorchElastic unpickles what it finds there, whoever wrote it. Leave it "
-            f"out, or give --rdzv-backend c10d: start `reft rendezvous` on a host that does not train and "
-            f"give its address as --rdzv-endpoint HOST:PORT. For an etcd cluster write --rdzv-backend "
+            f"{found} cannot be used: TorchElastic unpickles what it finds there, whoever wrote "
+            "it. Leave it "
+            "out, or give --rdzv-backend c10d: start `reft rendezvous` on a host that does not "
+            "train and "
+            "give its address as --rdzv-endpoint HOST:PORT. For an etcd cluster write "
+            "--rdzv-backend "
             f"{ETCD_BACKEND}"
         )
 
 
 def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
-    """Refuse what cannot be meant: torchrun takes numbers as they come and stumbles over them later."""
+    """Refuse what cannot be meant: torchrun takes numbers as they come and stumbles over them
+    later."""
     most_rank = config.max_nodes + args.spares - 1
     for option, found, least, most in (
         ("--nproc-per-node", config.nproc_per_node, 1, math.inf),
@@ -409,7 +462,9 @@ def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
         except (TypeError, ValueError):
             good = False
         if not good:
-            raise ConfigError(f"--rdzv-conf {key} is {config.rdzv_configs[key]!r}; write a number above 0")
+            raise ConfigError(
+                f"--rdzv-conf {key} is {config.rdzv_configs[key]!r}; write a number above 0"
+            )
 
 
 def _check_program(args: argparse.Namespace) -> None:
@@ -420,7 +475,8 @@ def _check_program(args: argparse.Namespace) -> None:
         if args.module:
             raise ConfigError("--no-python and --module exclude each other; leave one of them out")
         logger.warning(
-            "--no-python: %s is started as it is, reft is not installed into it. It is protected only if it "
+            "--no-python: %s is started as it is, reft is not installed into it. It is protected "
+            "only if it "
             "calls reft.attach() or reft.initialize() itself",
             args.training_script,
         )
@@ -447,8 +503,8 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
     conf: dict[str, Any] = config.rdzv_configs
     # How long survivors wait for a replacement.
     conf.setdefault("join_timeout", 1800)
-    # A dead node is struck out, and its place free, after interval x attempts (torch: 5 s x 3). Every
-    # heartbeat rewrites the whole state, so large jobs keep torch's pace.
+    # A dead node is struck out, and its place free, after interval x attempts (torch: 5 s x 3).
+    # Every heartbeat rewrites the whole state, so large jobs keep torch's pace.
     conf.setdefault("keep_alive_interval", 1 if config.max_nodes <= _SMALL_JOB_NODES else 5)
     conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
     if config.rdzv_backend in ("c10d", ETCD_BACKEND):
@@ -460,18 +516,22 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
 
 def _memory_dir(args: argparse.Namespace) -> Path:
     if not str(args.memory_dir):
-        raise ConfigError("--memory-dir is empty; write a directory on tmpfs, such as /dev/shm/reft")
+        raise ConfigError(
+            "--memory-dir is empty; write a directory on tmpfs, such as /dev/shm/reft"
+        )
     try:
         os.getcwd()
     except OSError as error:
         raise ConfigError(
-            f"the working directory was removed ({error.strerror}): cd to one that is there, and start again"
+            f"the working directory was removed ({error.strerror}): cd to one that is there, and "
+            "start again"
         ) from error
     try:
         Path(args.memory_dir).resolve()
     except (RuntimeError, OSError) as error:
         raise ConfigError(
-            f"--memory-dir is {args.memory_dir}, which cannot be followed ({error}); write a directory "
+            f"--memory-dir is {args.memory_dir}, which cannot be followed ({error}); write a "
+            "directory "
             f"that is no link to itself"
         ) from error
     return Path(args.memory_dir).absolute()
@@ -483,7 +543,8 @@ def find_warnings(options: LaunchOptions) -> list[str]:
     kind = _find_file_system(directory)
     if kind not in (*_IN_MEMORY, ""):
         found.append(
-            f"--memory-dir {directory} is on {kind}, which is not memory: every version is written there, at "
+            f"--memory-dir {directory} is on {kind}, which is not memory: every version is "
+            "written there, at "
             "its speed. Write a directory on tmpfs, such as /dev/shm/reft"
         )
     if not directory.parent.exists():
@@ -493,7 +554,8 @@ def find_warnings(options: LaunchOptions) -> list[str]:
     has_block = options.block_file is not None or any(BLOCK_NAME in config for _, config in configs)
     if configs and not has_block and not os.environ.get(env.ENV_PROFILE):
         found.append(
-            f'{configs[0][0]} has no "{BLOCK_NAME}" block: this job is not protected, unless its script adds '
+            f'{configs[0][0]} has no "{BLOCK_NAME}" block: this job is not protected, unless its '
+            "script adds "
             f'the block. Write "{BLOCK_NAME}": {{"enabled": true}} into it'
         )
     return found
@@ -527,7 +589,8 @@ def _job_id(args: argparse.Namespace) -> str:
     job_id: str = args.job_id or ""
     if job_id and not is_name(job_id):
         raise ConfigError(
-            f"job id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, no dot "
+            f"job id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or "
+            "underscores, no dot "
             f"first: give --job-id"
         )
     if job_id:

@@ -3,15 +3,17 @@
     python -P -m reft.job.script script.py ARGS...
     python -P -m reft.job.script -m package.module ARGS...
 
-``-P`` keeps the working directory out of ``sys.path`` while reft is imported: a ``logging.py`` there is the
-script's. The script gets the path that ``python`` itself would give it.
+``-P`` keeps the working directory out of ``sys.path`` while reft is imported: a ``logging.py``
+there is the script's. The script gets the path that ``python`` itself would give it.
 
-``reft launch`` starts trainers this way. Nothing heavy is imported before the script runs: scripts set
-environment variables first. The traceback and, but for a lost peer, the exit code are the script's own.
+``reft launch`` starts trainers this way. Nothing heavy is imported before the script runs: scripts
+set environment variables first. The traceback and, but for a lost peer, the exit code are the
+script's own.
 
-TorchElastic counts every failed worker group against ``--max-restarts``, so one lost node uses up a restart
-on each of its peers. Here the trainer notes whether it died of its own cause or because a peer vanished
-(:class:`ExitNote`), and the agent judges all trainers of the node together (:func:`judge`).
+TorchElastic counts every failed worker group against ``--max-restarts``, so one lost node uses up a
+restart on each of its peers. Here the trainer notes whether it died of its own cause or because a
+peer vanished (:class:`ExitNote`), and the agent judges all trainers of the node together
+(:func:`judge`).
 """
 
 from __future__ import annotations
@@ -44,15 +46,16 @@ from reft.refusal import EX_REFUSED, is_refusal, write_error_file, write_refusal
 EX_PEER_FAILED = 75  # Exit code of a trainer that lost a peer (``EX_TEMPFAIL``: try again)
 
 EX_FENCED = 76
-"""Exit code of a launcher that was cut off while another node took its place: the job goes on without it."""
+"""Exit code of a launcher that was cut off while another node took its place: the job goes on
+without it."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Those that tell a launcher to stop; its exit code is then 128 + n, whatever its trainers' are."""
 
 
 def not_ignored(numbers: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
-    """Signals that this process may handle. Whoever started it with a signal ignored (``nohup``; a shell, for
-    what it starts in the background) wants it to continue when that signal arrives."""
+    """Signals that this process may handle. Whoever started it with a signal ignored (``nohup``; a
+    shell, for what it starts in the background) wants it to continue when that signal arrives."""
     return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
 
 
@@ -65,44 +68,51 @@ STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 class ExitCause(StrEnum):
     REFUSED = "refused"
-    """reft refused what the script asks for or what is left of the job, or the script cannot run (exit code 2
-    of a command line): the same in every life, so that the job ends at once."""
+    """reft refused what the script asks for or what is left of the job, or the script cannot run
+    (exit code 2 of a command line): the same in every life, so that the job ends at once."""
     SIZE = "size"  # Refused for the number of nodes: free, another number may do
     OWN = "own"  # Its own error, exit code or signal: uses one of ``--max-restarts``
     PEER = "peer"  # Communication broke because another rank vanished: free
     STOPPED = "stopped"  # a peer was told to stop and took the whole job to a last commit: free
     ENDED = "ended"
-    """Ended well while other ranks trained on. It is to blame only if they lost it: decided by what the other
-    nodes report, as the next."""
+    """Ended well while other ranks trained on. It is to blame only if they lost it: decided by what
+    the other nodes report, as the next."""
     UNCLEAR = "unclear"
     """Aborted by a communication library's watchdog, or by its own code: decided by what the other
     nodes report (:func:`reft.job.rendezvous.membership.agree`)."""
 
 
-EXIT_CODES = {ExitCause.PEER: EX_PEER_FAILED, ExitCause.REFUSED: EX_REFUSED, ExitCause.SIZE: EX_REFUSED}
+EXIT_CODES = {
+    ExitCause.PEER: EX_PEER_FAILED,
+    ExitCause.REFUSED: EX_REFUSED,
+    ExitCause.SIZE: EX_REFUSED,
+}
 """Of a trainer that ended by an exception; any other: 1."""
 _OF_THE_SCRIPT = (SyntaxError, ModuleNotFoundError)  # Errors that every start of it ends with
 _ERROR_CHARS = 240
 _PEER_TYPES = frozenset({"DistNetworkError", "DistStoreError", "TransferError"})
 _OWN_BACKEND_ERRORS = re.compile(
-    r"ncclInvalid(Usage|Argument)|Duplicate GPU|unhandled (cuda|hip) error|(CUDA|HIP) error|out of memory",
+    r"ncclInvalid(Usage|Argument)|Duplicate GPU|unhandled (cuda|hip) error|(CUDA|HIP) error|out "
+    r"of memory",
     re.I,
 )
 _OF_DEEPSPEEDS_STAGES = re.compile(r"num_stages \(\d+\) must divide distributed world size")
 _PEER_MESSAGES = re.compile(
-    r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|socket (timeout|closed|error)"
+    r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|socket "
+    r"(timeout|closed|error)"
     r"|failed to recv, got 0 bytes|connectFullMesh failed|Application timeout caused pair closure"
     r"|gloo.*time[ds]? ?out|timed out waiting \d+ ?ms for (recv|send)|monitoredBarrier"
     r"|nccl(System|Remote|Internal|InProgress)Error|NCCL communicator was aborted"
-    r"|Watchdog caught collective operation timeout|remote process exited or there was a network error"
+    r"|Watchdog caught collective operation timeout|remote process exited or there was a network "
+    r"error"
     r"|collective operation timeout|MPI_ERR_PROC_FAILED",
     re.I | re.S,
 )
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether ``error``, or anything it was raised from or while handling, is lost communication. A wrong
-    "yes" costs a bounded number of free restarts, a wrong "no" may end the job."""
+    """Whether ``error``, or anything it was raised from or while handling, is lost communication. A
+    wrong "yes" costs a bounded number of free restarts, a wrong "no" may end the job."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -122,7 +132,9 @@ def is_peer_failure(error: BaseException) -> bool:
 
 def _is_communication_error(error: BaseException) -> bool:
     # Told by name, so that torch need not be imported.
-    names = {c.__name__ for c in type(error).__mro__ if c.__module__.split(".")[0] in ("torch", "reft")}
+    names = {
+        c.__name__ for c in type(error).__mro__ if c.__module__.split(".")[0] in ("torch", "reft")
+    }
     if names & _PEER_TYPES:
         return True
     if "DistBackendError" in names:
@@ -133,7 +145,8 @@ def _is_communication_error(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class ExitNote:
-    """What a trainer says about its end; ``error``: type and first line of the message, shortened."""
+    """What a trainer says about its end; ``error``: type and first line of the message,
+    shortened."""
 
     cause: ExitCause
     error: str
@@ -143,11 +156,14 @@ class ExitNote:
         cause = ExitCause.PEER if is_peer_failure(error) else ExitCause.OWN
         if is_refusal(error) or isinstance(error, _OF_THE_SCRIPT):
             cause = ExitCause.REFUSED
-        ours = any(c.__name__ == "SizeError" and c.__module__ == "reft.errors" for c in type(error).__mro__)
+        ours = any(
+            c.__name__ == "SizeError" and c.__module__ == "reft.errors" for c in type(error).__mro__
+        )
         if ours or _OF_DEEPSPEEDS_STAGES.match(str(error)):
             cause = ExitCause.SIZE
         lines = str(error).strip().splitlines()
-        # A first line that announces a list ends with a colon, and so does what is put in front of the rest.
+        # A first line that announces a list ends with a colon, and so does what is put in front of
+        # the rest.
         text = f"{type(error).__name__}: {lines[0].rstrip(': ')}" if lines else type(error).__name__
         return cls(cause, text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 1] + "…")
 
@@ -168,8 +184,8 @@ class ExitNote:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one local trainer ended: ``exit_code`` as ``Popen.returncode`` (negative: signal), None: it is
-    still ending; and what it said, if it could."""
+    """How one local trainer ended: ``exit_code`` as ``Popen.returncode`` (negative: signal), None:
+    it is still ending; and what it said, if it could."""
 
     exit_code: int | None
     note: ExitNote | None
@@ -201,8 +217,8 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class TrainerFailure:
-    """The judgement over the trainers of a node that ended before the agent stopped the rest; ``exit_code``
-    is what the launcher exits with if nothing restarts."""
+    """The judgement over the trainers of a node that ended before the agent stopped the rest;
+    ``exit_code`` is what the launcher exits with if nothing restarts."""
 
     cause: ExitCause
     local_rank: int
@@ -226,7 +242,8 @@ def judge(exits: Mapping[int, WorkerExit]) -> TrainerFailure:
 
 
 def name_ended_early(failure: TrainerFailure, ended: Mapping[int, str]) -> TrainerFailure:
-    """Name a rank that ended well where other ranks lost it and nothing else explains their failure.
+    """Name a rank that ended well where other ranks lost it and nothing else explains their
+    failure.
 
     Args:
         failure: of this node's trainers.
@@ -241,8 +258,9 @@ def name_ended_early(failure: TrainerFailure, ended: Mapping[int, str]) -> Train
 
 
 def shell_code(end: WorkerExit) -> int:
-    """What a launcher exits with that gives up because of a trainer: its code as a shell reports it, 128 + n
-    for signal n; 1 where that is 0, or says of a launcher that it was told to stop or cut off."""
+    """What a launcher exits with that gives up because of a trainer: its code as a shell reports
+    it, 128 + n for signal n; 1 where that is 0, or says of a launcher that it was told to stop or
+    cut off."""
     if end.exit_code is None or end.exit_code == 0:
         return EXIT_CODES.get(end.cause, 1)
     code = 128 - end.exit_code if end.exit_code < 0 else end.exit_code
@@ -265,7 +283,8 @@ def die_with_launcher() -> None:
 
 
 def run_script(path: str) -> None:
-    """Run a script, a directory or an archive as ``__main__``; ``sys.argv`` is already the script's."""
+    """Run a script, a directory or an archive as ``__main__``; ``sys.argv`` is already the
+    script's."""
     if not os.path.isfile(path):
         if os.path.exists(path):
             runpy.run_path(path, run_name="__main__")
@@ -306,7 +325,8 @@ def run_module(name: str) -> None:
 
 
 def _new_main(file: str) -> ModuleType:
-    """A fresh ``__main__`` that stays: exit handlers, threads and spawned children still find it."""
+    """A fresh ``__main__`` that stays: exit handlers, threads and spawned children still find
+    it."""
     main = ModuleType("__main__")
     main.__file__ = file
     main.__dict__["__builtins__"] = builtins
@@ -320,8 +340,9 @@ def _not_runnable(reason: str) -> SystemExit:
 
 
 def run_and_classify(run: Callable[[], None]) -> int:
-    """Run the script; report and note how it failed. Returns the exit code: 0, 1 for an exception, 2 for what
-    reft refuses, 75 for lost peers, 130 for Ctrl-C. Raises SystemExit: the script's own."""
+    """Run the script; report and note how it failed. Returns the exit code: 0, 1 for an exception,
+    2 for what reft refuses, 75 for lost peers, 130 for Ctrl-C. Raises SystemExit: the script's
+    own."""
     try:
         run()
     except SystemExit as stop:
@@ -337,13 +358,16 @@ def run_and_classify(run: Callable[[], None]) -> int:
         _show(error)
         write_error_file(error)
         cause = _note(error)
-        return 1 if cause is ExitCause.REFUSED and not is_refusal(error) else EXIT_CODES.get(cause, 1)
+        return (
+            1 if cause is ExitCause.REFUSED and not is_refusal(error) else EXIT_CODES.get(cause, 1)
+        )
     _note_good_end()
     return 0
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback as ``python`` itself would; what reft refuses says itself what to change."""
+    """Print the traceback as ``python`` itself would; what reft refuses says itself what to
+    change."""
     if is_refusal(error):
         write_refusal(error)
     else:
@@ -383,15 +407,18 @@ def _leave(note: ExitNote) -> None:
 
 def main(argv: list[str]) -> int:
     if not argv or (argv[0] == "-m" and len(argv) < 2):
-        print("usage: python -P -m reft.job.script (script.py | -m module) [ARGS...]", file=sys.stderr)
+        print(
+            "usage: python -P -m reft.job.script (script.py | -m module) [ARGS...]", file=sys.stderr
+        )
         return 2
     die_with_launcher()
     return run(argv)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process. After the loss of a peer the interpreter is not taken apart: with torch loaded that
-    takes a second, in which all nodes wait for the next round. Threads and exit handlers have their turn."""
+    """End this process. After the loss of a peer the interpreter is not taken apart: with torch
+    loaded that takes a second, in which all nodes wait for the next round. Threads and exit
+    handlers have their turn."""
     if code == EX_PEER_FAILED:
         of_python: Any = threading
         try:
@@ -406,8 +433,8 @@ def leave(code: int) -> NoReturn:
 
 
 def run(argv: list[str]) -> int:
-    """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify` does.
-    ``sys.path`` gets the first entry that ``python`` would give it."""
+    """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify`
+    does. ``sys.path`` gets the first entry that ``python`` would give it."""
     on_import.mark(on_import.BEGAN)
     hook_imports()
     if not os.environ.get("PYTHONSAFEPATH"):  # the flag is reft's own

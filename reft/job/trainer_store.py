@@ -1,8 +1,9 @@
 """Where the trainers of one round find each other: torch's TCPStore, on loopback only (P11).
 
-Torch's store serves whoever reaches its port, so the launcher of the first node serves it to its own
-host alone. The other launchers listen on their own loopback and relay their trainers' connections,
-through an authenticated server, to that launcher. Trainers on every node find it at ``127.0.0.1``.
+Torch's store serves whoever reaches its port, so the launcher of the first node serves it to its
+own host alone. The other launchers listen on their own loopback and relay their trainers'
+connections, through an authenticated server, to that launcher. Trainers on every node find it at
+``127.0.0.1``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _ENDPOINT_KEY = "trainers"
 
 
 class TrainerStore:
-    """The store of one round, in which the trainers of one start of the job meet, served or relayed."""
+    """The store of one round, in which the trainers of one start of the job meet, served or
+    relayed."""
 
     def __init__(self, port: int, incarnation: int = 0) -> None:
         self.port = port
@@ -58,10 +60,11 @@ class TrainerStore:
         *,
         incarnation: int = 0,
     ) -> TrainerStore:
-        """Serve the store on the first node, and relay to it on the others. ``store``: the agents' own, with
-        the round's prefix. ``nodes``: of this round; a single one serves itself alone. ``local_addr``:
-        ``--local-addr``; None: the address that the rendezvous sees. Raises ConfigError: the address
-        cannot be listened on. Raises TimeoutError, StoreError: the first node did not say where it serves."""
+        """Serve the store on the first node, and relay to it on the others. ``store``: the agents'
+        own, with the round's prefix. ``nodes``: of this round; a single one serves itself alone.
+        ``local_addr``: ``--local-addr``; None: the address that the rendezvous sees. Raises
+        ConfigError: the address cannot be listened on. Raises TimeoutError, StoreError: the first
+        node did not say where it serves."""
         if group_rank:
             return cls.relay(store.get(_ENDPOINT_KEY).decode(), secret, incarnation)
         served = cls.serve(incarnation)
@@ -70,7 +73,8 @@ class TrainerStore:
             host = local_addr or store.local_address()
             if not local_addr and is_loopback(host) and not is_loopback(rendezvous):
                 raise ConfigError(
-                    f"the rendezvous host {rendezvous} is {host} on this machine, which other nodes cannot "
+                    f"the rendezvous host {rendezvous} is {host} on this machine, which other "
+                    "nodes cannot "
                     f"reach: give this machine's address with --local-addr"
                 )
             port = served.let_relays_in(listen(host, 0, "--local-addr"), secret)
@@ -110,7 +114,10 @@ class TrainerStore:
 
         def let_in(trainer: socket.socket, _: Any) -> None:
             carry = threading.Thread(
-                target=_carry, args=(trainer, endpoint, secret, incarnation), name=PURPOSE, daemon=True
+                target=_carry,
+                args=(trainer, endpoint, secret, incarnation),
+                name=PURPOSE,
+                daemon=True,
             )
             try:
                 carry.start()
@@ -124,7 +131,9 @@ class TrainerStore:
     def _pass_on(self, channel: Channel) -> None:
         theirs = channel.receive()
         if theirs != self._incarnation:
-            channel.send(f"it belongs to start {self._incarnation} of the job, and refuses start {theirs}")
+            channel.send(
+                f"it belongs to start {self._incarnation} of the job, and refuses start {theirs}"
+            )
             return
         channel.send("")
         with socket.create_connection((LOOPBACK, self.port), timeout=_CONNECT_SECS) as trainer:
@@ -144,10 +153,11 @@ class TrainerStore:
 def deal_ranks(workers: Sequence[int], turn: int) -> tuple[tuple[int, ...], ...]:
     """Number the trainers of a job: the global ranks of each node, by local rank.
 
-    DeepSpeed, and Megatron by default, number the data-parallel peers of a pipeline stage one after the
-    other, with the slices of a tensor-parallel group side by side. torchrun gives a node all its ranks in a
-    row, so that peers share nodes. Dealt out in turns as large as the tensor-parallel degree, neighbouring
-    peers are on different nodes, and a tensor-parallel group stays on one.
+    DeepSpeed, and Megatron by default, number the data-parallel peers of a pipeline stage one after
+    the other, with the slices of a tensor-parallel group side by side. torchrun gives a node all
+    its ranks in a row, so that peers share nodes. Dealt out in turns as large as the
+    tensor-parallel degree, neighbouring peers are on different nodes, and a tensor-parallel group
+    stays on one.
 
     Args:
         workers: trainers of each node, by group rank.
@@ -170,9 +180,10 @@ def trainer_environ(
     port: int,
     restarts: tuple[int, int] = (0, 0),
 ) -> dict[str, str]:
-    """What torch's trainers are told, with torchrun's names. ``rank``: and trainers of the job; ``local``:
-    rank on the node, and trainers of the node; ``node``: its number, and nodes; ``port``: where the store of
-    this start is here; ``restarts``: so far, and as many as are allowed."""
+    """What torch's trainers are told, with torchrun's names. ``rank``: and trainers of the job;
+    ``local``: rank on the node, and trainers of the node; ``node``: its number, and nodes;
+    ``port``: where the store of this start is here; ``restarts``: so far, and as many as are
+    allowed."""
     return {
         "RANK": str(rank[0]),
         "WORLD_SIZE": str(rank[1]),
@@ -216,7 +227,9 @@ def _join(trainer: socket.socket, channel: Channel) -> None:
     trainer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     trainer.settimeout(None)
     channel.settimeout(None)
-    outgoing = threading.Thread(target=_send, args=(trainer, channel), name="trainer's store", daemon=True)
+    outgoing = threading.Thread(
+        target=_send, args=(trainer, channel), name="trainer's store", daemon=True
+    )
     outgoing.start()
     try:
         while True:

@@ -1,10 +1,12 @@
-"""Trainers that start warm: forked from a process of the node that has torch and DeepSpeed imported.
+"""Trainers that start warm: forked from a process of the node that has torch and DeepSpeed
+imported.
 
-``reft launch`` starts that process, the server, at once, so that it imports while nodes gather. What it forks
-becomes a child of the launcher, which is the subreaper of its descendants for that moment (prctl(2)): it is
-waited for, signalled and killed like any process that the launcher started itself. (A child of
-multiprocessing's ``forkserver`` is the server's: its exit code is lost with the server, exit handlers of its
-script do not run, and processes that the script makes by "forkserver" come from the launcher's server.)
+``reft launch`` starts that process, the server, at once, so that it imports while nodes gather.
+What it forks becomes a child of the launcher, which is the subreaper of its descendants for that
+moment (prctl(2)): it is waited for, signalled and killed like any process that the launcher started
+itself. (A child of multiprocessing's ``forkserver`` is the server's: its exit code is lost with the
+server, exit handlers of its script do not run, and processes that the script makes by "forkserver"
+come from the launcher's server.)
 
     python -P -m reft.job.warm FD MODULE...
 """
@@ -47,17 +49,40 @@ DEFAULT_MODULES = (
     *("reft", "reft.engine.deepspeed", "reft.engine.session"),
 )
 READ_AT_IMPORT = (
-    *("ATEN_", "BLIS_", "DNNL_", "DS_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_"),
+    *(
+        "ATEN_",
+        "BLIS_",
+        "DNNL_",
+        "DS_",
+        "GLIBC_",
+        "GOMP_",
+        "KMP_",
+        "LD_",
+        "MALLOC_",
+        "MKL_",
+        "OMP_",
+    ),
     *("ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_"),
 )
 """How variables begin that libraries read while they are loaded."""
 READ_LATER = frozenset({"TORCH_CUDA_ARCH_LIST", "TORCH_EXTENSIONS_DIR", "TORCH_HOME"})
-"""Exceptions: torch and DeepSpeed read these only when they compile an operator or download a model."""
+"""Exceptions: torch and DeepSpeed read these only when they compile an operator or download a
+model."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MOST_BYTES = 2**18
 _READY_SECS, _END_SECS, _THREAD_ENDS_SECS = 600.0, 5.0, 1.0
 _STARTS, _UNFIT = 5, 3
-_UNDERSTOOD = {"cwd", "env", "stdin", "stdout", "stderr", "text", "start_new_session", "encoding", "errors"}
+_UNDERSTOOD = {
+    "cwd",
+    "env",
+    "stdin",
+    "stdout",
+    "stderr",
+    "text",
+    "start_new_session",
+    "encoding",
+    "errors",
+}
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -67,7 +92,8 @@ def is_read_at_import(name: str) -> bool:
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """A Python program to run: a script and its arguments, or ``-m``, a module and its arguments."""
+    """A Python program to run: a script and its arguments, or ``-m``, a module and its
+    arguments."""
 
     argv: list[str]
     env: dict[str, str]
@@ -90,11 +116,14 @@ class ForkError(ReftError, RuntimeError):
 
 
 def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) -> int:
-    """Have a server fork a child of this process with these standard streams; returns its process id, or
-    raises ForkError. ``connection``: of type SOCK_SEQPACKET; the first answer waits for imports."""
+    """Have a server fork a child of this process with these standard streams; returns its process
+    id, or raises ForkError. ``connection``: of type SOCK_SEQPACKET; the first answer waits for
+    imports."""
     message = json.dumps(asdict(request)).encode()
     if len(message) > _MOST_BYTES:
-        raise ForkError(f"arguments and environment take {len(message)} bytes, room for {_MOST_BYTES}")
+        raise ForkError(
+            f"arguments and environment take {len(message)} bytes, room for {_MOST_BYTES}"
+        )
     read, write = os.pipe()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -114,7 +143,8 @@ def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) ->
 
 
 class ForkingPopen(subprocess.Popen[Any]):
-    """:class:`subprocess.Popen`, which forks Python programs where :meth:`server_for` has a connection."""
+    """:class:`subprocess.Popen`, which forks Python programs where :meth:`server_for` has a
+    connection."""
 
     def __init__(self, args: Any, *more: Any, **options: Any) -> None:
         words = [] if more or isinstance(args, str | bytes) else [os.fspath(word) for word in args]
@@ -127,7 +157,8 @@ class ForkingPopen(subprocess.Popen[Any]):
         super().__init__(args, *more, **options)
 
     def server_for(self, program: Sequence[str], env: Mapping[str, str]) -> socket.socket | None:
-        """The connection to what forks ``program`` with that environment; None starts it as usual."""
+        """The connection to what forks ``program`` with that environment; None starts it as
+        usual."""
         return None
 
     def failed(self, error: ForkError) -> None:
@@ -144,7 +175,9 @@ class ForkingPopen(subprocess.Popen[Any]):
             request = ForkRequest(self._program, env, cwd, os.getpid(), *how)
             ends = enumerate((pipes[0], pipes[3], pipes[5]))
             try:
-                self.pid = fork(server, request, [number if end == -1 else end for number, end in ends])
+                self.pid = fork(
+                    server, request, [number if end == -1 else end for number, end in ends]
+                )
             except ForkError as error:
                 self.failed(error)
             else:
@@ -155,8 +188,9 @@ class ForkingPopen(subprocess.Popen[Any]):
 
 
 class ForkServer:
-    """Starts the server, and trainers through it. One that has died is started again with the next trainers.
-    ``modules`` are imported ahead; ``environ``: of the trainers, as far as all of a node share it."""
+    """Starts the server, and trainers through it. One that has died is started again with the next
+    trainers. ``modules`` are imported ahead; ``environ``: of the trainers, as far as all of a node
+    share it."""
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -169,7 +203,9 @@ class ForkServer:
         outer: Any = self
 
         class TrainerPopen(ForkingPopen):
-            def server_for(self, program: Sequence[str], env: Mapping[str, str]) -> socket.socket | None:
+            def server_for(
+                self, program: Sequence[str], env: Mapping[str, str]
+            ) -> socket.socket | None:
                 found: socket.socket | None = outer._server_for(env)
                 return found
 
@@ -182,10 +218,17 @@ class ForkServer:
     def _start(self) -> None:
         self._starts += 1
         self._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Asking CUDA or HIP whether there are devices makes a state that no forked process can use: with
-        # this, torch asks NVML, or on AMD's devices amdsmi.
+        # Asking CUDA or HIP whether there are devices makes a state that no forked process can use:
+        # with this, torch asks NVML, or on AMD's devices amdsmi.
         environ = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **self._environ, ENV_ROOM: "x" * 2**14}
-        command = [sys.executable, "-P", "-m", "reft.job.warm", str(theirs.fileno()), *self._modules]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "reft.job.warm",
+            str(theirs.fileno()),
+            *self._modules,
+        ]
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -231,8 +274,9 @@ class ForkServer:
 
 
 class ProcTitle:
-    """What /proc shows of this process and its forks as command and environment: the memory into which the
-    kernel wrote both, made larger by ENV_ROOM. Make it before libraries keep pointers into them."""
+    """What /proc shows of this process and its forks as command and environment: the memory into
+    which the kernel wrote both, made larger by ENV_ROOM. Make it before libraries keep pointers
+    into them."""
 
     def __init__(self) -> None:
         kept = {name: value for name, value in os.environ.items() if name != ENV_ROOM}
@@ -243,7 +287,9 @@ class ProcTitle:
 
     def show(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
         """Show these from now on; what does not fit is left out."""
-        _write(self._environ, self._environ_end, [f"{name}={value}" for name, value in environ.items()])
+        _write(
+            self._environ, self._environ_end, [f"{name}={value}" for name, value in environ.items()]
+        )
         _write(self._command, self._command_end, argv)
 
 
@@ -256,9 +302,9 @@ def _write(begin: int, end: int, texts: Sequence[str]) -> None:
 
 
 def serve(connection: socket.socket, entry: ProcTitle, path: Sequence[str]) -> ForkRequest:
-    """Fork whenever it is asked for, until the other end is closed, which ends this process. ``path``:
-    ``sys.path`` without the program's own entry and without PYTHONPATH's. Returns in forked processes alone:
-    what to run. They are then as if they had been started for it."""
+    """Fork whenever it is asked for, until the other end is closed, which ends this process.
+    ``path``: ``sys.path`` without the program's own entry and without PYTHONPATH's. Returns in
+    forked processes alone: what to run. They are then as if they had been started for it."""
     gc.collect()
     gc.freeze()  # its pages stay shared
     inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -270,7 +316,8 @@ def serve(connection: socket.socket, entry: ProcTitle, path: Sequence[str]) -> F
         read, write = os.pipe()
         between = os.fork()
         if between == 0:
-            entry.show(request.command(), request.env)  # before the process exists, which is found by them
+            # before the process exists, which is found by them
+            entry.show(request.command(), request.env)
             between, pid = os.getpid(), os.fork()
             if pid:
                 os.write(write, str(pid).encode())
@@ -341,7 +388,8 @@ def _threads() -> int:
 
 
 def _heed_variables(request: ForkRequest) -> None:
-    """Start this trainer again, cold, where its script sets what a library has read already (P1)."""
+    """Start this trainer again, cold, where its script sets what a library has read already
+    (P1)."""
 
     def heed(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "os.putenv" or sys.modules["torch"].distributed.is_initialized():
@@ -351,7 +399,8 @@ def _heed_variables(request: ForkRequest) -> None:
             sys.stdout.flush()
             print(
                 f"reft: this trainer starts again without preloaded imports: the script sets "
-                f"{name}={shlex.quote(value)}, which libraries read at import. Set it where `reft launch` is "
+                f"{name}={shlex.quote(value)}, which libraries read at import. Set it where `reft "
+                "launch` is "
                 "started, or start with --no-warm",
                 file=sys.stderr,
                 flush=True,
@@ -363,10 +412,13 @@ def _heed_variables(request: ForkRequest) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """The server. Returns in trainers, after their script."""
-    script.die_with_launcher()  # also while it imports, when it does not see that the connection is closed
+    # also while it imports, when it does not see that the connection is closed
+    script.die_with_launcher()
     connection, entry = socket.socket(fileno=int(argv[0])), ProcTitle()
     connection.set_inheritable(False)
-    path = sys.path[len([part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]) :]
+    path = sys.path[
+        len([part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]) :
+    ]
     # Trainers hook DeepSpeed themselves.
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PostImportFinder)]
     for name in argv[1:]:

@@ -1,8 +1,8 @@
 """Arena: one version's bytes of one rank, in a file in host memory that outlives its processes.
 
 The file is mapped by the trainer that writes it and by whoever reads it (daemon, `reft inspect`,
-the next incarnation). Its header (:mod:`reft.memory.header`) says whose version it is and how far it
-got; every change of state is one record, readable as the older state if it is torn at any byte.
+the next incarnation). Its header (:mod:`reft.memory.header`) says whose version it is and how far
+it got; every change of state is one record, readable as the older state if it is torn at any byte.
 
 Promises kept here: WRITING is on record before any data byte is overwritten, and the record of
 the version that is overwritten is wiped (P3); no reader that pinned an arena sees it change; every
@@ -60,7 +60,15 @@ from reft.memory.header import (
     unpack_entries,
 )
 
-__all__ = ["Arena", "ArenaHeader", "ArenaState", "Entry", "checksum", "free_bytes", "reserved_bytes"]
+__all__ = [
+    "Arena",
+    "ArenaHeader",
+    "ArenaState",
+    "Entry",
+    "checksum",
+    "free_bytes",
+    "reserved_bytes",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +85,18 @@ def reserved_bytes(data_bytes: int, max_entries: int) -> int:
 class Arena:
     """An open arena file. Make one with :meth:`create` or :meth:`open`.
 
-    Its locks are `flock` on a file description of its own: a crash releases them, and processes forked from
-    the holder (data loader workers) do not keep them. A writable arena also holds the directory shared, which
-    is how others know that the job is alive.
+    Its locks are `flock` on a file description of its own: a crash releases them, and processes
+    forked from the holder (data loader workers) do not keep them. A writable arena also holds the
+    directory shared, which is how others know that the job is alive.
 
     One process writes an arena at a time, from one thread; any number may read. A version goes
     through ``begin`` → data → ``seal`` → ``commit``; ``clear`` forgets it."""
 
-    def __init__(self, path: Path, fd: int, geometry: Geometry, secret: bytes | None, writable: bool) -> None:
-        """Map an open file; takes over neither ``fd`` nor its closing. Use :meth:`create`/:meth:`open`."""
+    def __init__(
+        self, path: Path, fd: int, geometry: Geometry, secret: bytes | None, writable: bool
+    ) -> None:
+        """Map an open file; takes over neither ``fd`` nor its closing. Use
+        :meth:`create`/:meth:`open`."""
         self._held: int | None = None
         self._fd = self._directory_fd = -1
         _opened.add(self)
@@ -104,8 +115,8 @@ class Arena:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._map: mmap.mmap | None = mmap.mmap(fd, geometry.file_bytes, access=access)
         if not writable:
-            # It is read once. Else the system marks every page as used again when it is unmapped, which
-            # takes as long as to map it.
+            # It is read once. Else the system marks every page as used again when it is unmapped,
+            # which takes as long as to map it.
             self._map.madvise(mmap.MADV_SEQUENTIAL)
         self._view = memoryview(self._map)
         self._data = self._view[geometry.data_offset : geometry.file_bytes]
@@ -137,7 +148,8 @@ class Arena:
             arena = cls._new(path, geometry, secret, allocated=touch)
         try:
             if touch and arena._map is not None:
-                # One that was to be filled may have stayed without memory: touched, a hole is a SIGBUS.
+                # One that was to be filled may have stayed without memory: touched, a hole is a
+                # SIGBUS.
                 arena.allocate()
                 touch_pages(arena._map, path)
         except BaseException:
@@ -161,7 +173,8 @@ class Arena:
 
     @classmethod
     def _new(cls, path: Path, geometry: Geometry, secret: bytes, *, allocated: bool) -> Arena:
-        # The header's memory in any case: where there is none left, reading a mapped hole is a SIGBUS.
+        # The header's memory in any case: where there is none left, reading a mapped hole is a
+        # SIGBUS.
         fd = new_file(path, geometry.file_bytes, None if allocated else geometry.data_offset)
         try:
             os.pwrite(fd, encode_geometry(geometry, secret), 0)
@@ -178,11 +191,14 @@ class Arena:
     def open(
         cls, path: Path, secret: bytes | None, writable: bool = False, job_id: str | None = None
     ) -> Arena:
-        """Map an existing arena. ``path``: the file. ``secret``: the job's secret; None reads without
-        checking who wrote it (never for restoring). ``writable``: map for writing; needs the secret.
-        ``job_id``: refuse the versions of any other job. Raises FileNotFoundError: there is no such file."""
+        """Map an existing arena. ``path``: the file. ``secret``: the job's secret; None reads
+        without checking who wrote it (never for restoring). ``writable``: map for writing; needs
+        the secret. ``job_id``: refuse the versions of any other job. Raises FileNotFoundError:
+        there is no such file."""
         if writable and secret is None:
-            raise ArenaError(f"{path}: opened for writing without the job's secret; give the secret")
+            raise ArenaError(
+                f"{path}: opened for writing without the job's secret; give the secret"
+            )
         mode = os.O_RDWR if writable else os.O_RDONLY
         try:
             fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -198,7 +214,9 @@ class Arena:
         try:
             header = arena._newest().head
             if job_id is not None and header is not None and header.job_id != job_id:
-                raise ArenaError(f"holds a version of job {header.job_id!r}; expected job {job_id!r}")
+                raise ArenaError(
+                    f"holds a version of job {header.job_id!r}; expected job {job_id!r}"
+                )
         except ArenaError as error:
             arena.close()
             raise ArenaError(f"{path}: header: {error}") from error
@@ -207,9 +225,9 @@ class Arena:
     # ---- content ----
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Store bytes in the data region of an arena whose memory is not allocated yet. Through the mapping
-        its pages would be zeroed first, and entered there one by one: that takes twice as long. Raises
-        OutOfMemoryError: there is no memory left."""
+        """Store bytes in the data region of an arena whose memory is not allocated yet. Through the
+        mapping its pages would be zeroed first, and entered there one by one: that takes twice as
+        long. Raises OutOfMemoryError: there is no memory left."""
         if not 0 <= offset <= self.data_bytes - len(data):
             raise ArenaError(
                 f"{self.path}: {len(data)} bytes at {offset} are outside the data region of "
@@ -250,7 +268,8 @@ class Arena:
             return None
 
     def head(self) -> ArenaHeader | None:
-        """The header without its block table, which takes a while where it has thousands of blocks."""
+        """The header without its block table, which takes a while where it has thousands of
+        blocks."""
         try:
             return self._newest().head
         except ArenaError:
@@ -263,8 +282,8 @@ class Arena:
         return ArenaState.EMPTY if head is None else head.state
 
     def lost(self) -> str | None:
-        """What became of this file, if it is not any more what the next start of the job would find and trust
-        ("was removed"), for a message that names the path; None if all is well."""
+        """What became of this file, if it is not any more what the next start of the job would find
+        and trust ("was removed"), for a message that names the path; None if all is well."""
         try:
             mine, there = os.fstat(self._fd), os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -282,7 +301,8 @@ class Arena:
         return None
 
     def read_block(self, entry: Entry) -> memoryview:
-        """Bytes of a block, unchecked: a view into the mapping. Raises ArenaError outside the data region."""
+        """Bytes of a block, unchecked: a view into the mapping. Raises ArenaError outside the data
+        region."""
         self._check_bounds(entry)
         return self._data[entry.arena_offset : entry.arena_offset + entry.nbytes]
 
@@ -295,19 +315,21 @@ class Arena:
     def begin(self, header: ArenaHeader) -> None:
         """Record that a version is being written, *before* any byte of data is overwritten.
 
-        Takes the exclusive lock if the caller does not hold it, until :meth:`seal` or :meth:`clear`.
-        ``header.state`` and ``header.entries`` are ignored."""
+        Takes the exclusive lock if the caller does not hold it, until :meth:`seal` or
+        :meth:`clear`. ``header.state`` and ``header.entries`` are ignored."""
         if self._held != fcntl.LOCK_EX:
             if not self.try_lock_exclusive():
-                raise ArenaError(f"{self.path}: pinned by a reader; write another slot or try again later")
+                raise ArenaError(
+                    f"{self.path}: pinned by a reader; write another slot or try again later"
+                )
             self._unlock_after_write = True
         writing = replace(header, state=ArenaState.WRITING, entries=(), sealed_unix_secs=0.0)
         self._record(self._newest(), writing, b"", wipe=True)
 
     def seal(self, entries: Sequence[Entry] | Table, sealed_unix_secs: float | None = None) -> None:
-        """Record that the data region holds the whole version and its checksums. ``entries``: every stored
-        block; also packed, as an array of :data:`reft.memory.header.TABLE`. ``sealed_unix_secs``: time to
-        record; now by default."""
+        """Record that the data region holds the whole version and its checksums. ``entries``: every
+        stored block; also packed, as an array of :data:`reft.memory.header.TABLE`.
+        ``sealed_unix_secs``: time to record; now by default."""
         newest, header = self._in_state(ArenaState.WRITING, "sealed")
         if len(entries) > self.max_entries:
             raise ArenaError(
@@ -320,8 +342,8 @@ class Arena:
         self._release_own_lock()
 
     def commit(self) -> None:
-        """Record that every rank sealed this version (learned by the second vote). Raises ArenaError if it is
-        not SEALED."""
+        """Record that every rank sealed this version (learned by the second vote). Raises
+        ArenaError if it is not SEALED."""
         newest, header = self._in_state(ArenaState.SEALED, "committed")
         self._record(newest, replace(header, state=ArenaState.COMMITTED), newest.table)
 
@@ -332,7 +354,8 @@ class Arena:
     # ---- locks ----
 
     def try_lock_exclusive(self) -> bool:
-        """Keep readers and other writers out; False if there are some. A shared lock is given up."""
+        """Keep readers and other writers out; False if there are some. A shared lock is given
+        up."""
         if self._held == fcntl.LOCK_EX:
             return True
         self._unlock_after_write = False
@@ -354,7 +377,9 @@ class Arena:
             return True
         self.unlock()
         if self._fd < 0:
-            raise ArenaError(f"{self.path}: closed, or inherited by a forked process; open it again")
+            raise ArenaError(
+                f"{self.path}: closed, or inherited by a forked process; open it again"
+            )
         if not try_flock(self._fd, operation):
             return False
         self._held = operation
@@ -364,14 +389,15 @@ class Arena:
         """Release locks and this object's part in the mapping.
 
         The mapping itself ends when the last view of :attr:`data` dies. It must not be forced:
-        ``torch.frombuffer`` keeps the view alive but does not lock it, and would read unmapped memory."""
+        ``torch.frombuffer`` keeps the view alive but does not lock it, and would read unmapped
+        memory."""
         self._close_files()
         self._data = self._view = memoryview(b"")
         self._map = None
 
     def _close_files(self) -> None:
-        # Forgotten before they are closed: a process that is forked meanwhile would close them too, when the
-        # numbers may be those of other files.
+        # Forgotten before they are closed: a process that is forked meanwhile would close them too,
+        # when the numbers may be those of other files.
         fds = self._fd, self._directory_fd
         self._fd = self._directory_fd = -1
         self._held = None
@@ -412,26 +438,34 @@ class Arena:
             return pack_entries(entries)
         begin, nbytes = entries["arena_offset"], entries["nbytes"]
         # Not their sum, which may be more than 64 bits hold.
-        outside = (begin > self.data_bytes) | (nbytes > self.data_bytes - np.minimum(begin, self.data_bytes))
+        outside = (begin > self.data_bytes) | (
+            nbytes > self.data_bytes - np.minimum(begin, self.data_bytes)
+        )
         packed = entries.tobytes()
         for row in np.flatnonzero(outside):
             self._check_bounds(unpack_entries(packed)[row])
         return packed
 
-    def _record(self, newest: Record, header: ArenaHeader | None, table: bytes, wipe: bool = False) -> None:
-        """Store a new state over the older copy; the newer one stays as it is until this is whole. With
-        ``wipe`` it goes then: damage to the new one must not bring back a block table whose data is being
-        overwritten."""
+    def _record(
+        self, newest: Record, header: ArenaHeader | None, table: bytes, wipe: bool = False
+    ) -> None:
+        """Store a new state over the older copy; the newer one stays as it is until this is whole.
+        With ``wipe`` it goes then: damage to the new one must not bring back a block table whose
+        data is being overwritten."""
         if not self.writable or self._secret is None:
-            raise ArenaError(f"{self.path}: open for reading; open it with writable=True to change it")
+            raise ArenaError(
+                f"{self.path}: open for reading; open it with writable=True to change it"
+            )
         payload = encode_header(header, table)
         record = encode_record(RecordKind.HEADER, newest.sequence + 1, payload, self._secret)
         if len(record) > self._geometry.copy_bytes:
             raise ArenaError(
-                f"{self.path}: a header of {len(record)} bytes does not fit the {self._geometry.copy_bytes} "
+                f"{self.path}: a header of {len(record)} bytes does not fit the "
+                f"{self._geometry.copy_bytes} "
                 f"reserved; shorten job_id or node, or reserve more entries"
             )
-        # P3: a crash within this write leaves the newer copy whole: the arena is readable as before.
+        # P3: a crash within this write leaves the newer copy whole: the arena is readable as
+        # before.
         self._store(self._geometry.copy_offset(1 - newest.index), record)
         if wipe:
             self._store(self._geometry.copy_offset(newest.index), bytes(len(MAGIC)))
@@ -444,14 +478,17 @@ class Arena:
         newest = self._newest()
         found = ArenaState.EMPTY if newest.head is None else newest.head.state
         if newest.head is None or found is not expected:
-            raise ArenaError(f"{self.path}: is {found} and cannot be {verb}; expected it to be {expected}")
+            raise ArenaError(
+                f"{self.path}: is {found} and cannot be {verb}; expected it to be {expected}"
+            )
         return newest, newest.head
 
     def _check_bounds(self, entry: Entry) -> None:
         end = entry.arena_offset + entry.nbytes
         if entry.arena_offset < 0 or entry.nbytes < 0 or end > self.data_bytes:
             raise ArenaError(
-                f"{self.path}: block {entry.key} lies at [{entry.arena_offset}, {end}), outside the data "
+                f"{self.path}: block {entry.key} lies at [{entry.arena_offset}, {end}), outside "
+                "the data "
                 f"region of {self.data_bytes} bytes"
             )
 
@@ -483,13 +520,14 @@ def _read_geometry(fd: int, path: Path, secret: bytes | None) -> Geometry:
         raise ArenaError(f"{path}: {error}") from error
     if info.st_size != geometry.file_bytes:
         raise ArenaError(
-            f"{path}: has {info.st_size} bytes, expected {geometry.file_bytes}: truncated or extended "
+            f"{path}: has {info.st_size} bytes, expected {geometry.file_bytes}: truncated or "
+            "extended "
             f"after it was made; its content is lost"
         )
     return geometry
 
 
-# -- the arena files of a job's directory: how they are named, what they hold ------------------------------
+# -- the arena files of a job's directory: how they are named, what they hold ----------------------
 
 ARENA_SUFFIX = ".arena"
 _DECODED = "decoded-"
@@ -514,8 +552,8 @@ def scan(
     job_id: str | None = None,
     is_wanted: Callable[[Path], bool] = lambda path: True,
 ) -> list[tuple[Path, Arena | str]]:
-    """Open every arena of a job directory for reading: per arena file, in name order, the open arena or the
-    reason why it cannot be read. The caller closes the arenas."""
+    """Open every arena of a job directory for reading: per arena file, in name order, the open
+    arena or the reason why it cannot be read. The caller closes the arenas."""
     found: list[tuple[Path, Arena | str]] = []
     for path in filter(is_wanted, sorted(job_dir.glob(f"*{ARENA_SUFFIX}"))):
         try:
@@ -527,7 +565,9 @@ def scan(
     return found
 
 
-def headers(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> list[tuple[Path, ArenaHeader]]:
+def headers(
+    job_dir: Path, secret: bytes | None, job_id: str | None = None
+) -> list[tuple[Path, ArenaHeader]]:
     """Of the arenas of a job directory that can be read and are not EMPTY, with their files."""
     found = []
     for path, arena in scan(job_dir, secret, job_id):
@@ -539,7 +579,9 @@ def headers(job_dir: Path, secret: bytes | None, job_id: str | None = None) -> l
     return found
 
 
-def slots_with(job_dir: Path, secret: bytes, local_rank: int, label: VersionId) -> dict[int, ArenaHeader]:
+def slots_with(
+    job_dir: Path, secret: bytes, local_rank: int, label: VersionId
+) -> dict[int, ArenaHeader]:
     """The slots of a local rank that hold ``label`` whole, by the files found on this node."""
     prefix = _prefix(local_rank)
     return {
@@ -555,7 +597,8 @@ class SlotFiles:
     local_rank: int  # position among the node's ranks; names the files
     count: int  # slots, each for one arena
     secret: bytes  # the job's secret; keys the headers' MAC
-    local_world_size: int = 1  # ranks on this node; rank 0 frees what ranks that are no more left behind
+    # ranks on this node; rank 0 frees what ranks that are no more left behind
+    local_world_size: int = 1
 
     def path(self, slot: int) -> Path:
         return self.job_dir / arena_name(self.local_rank, slot)
@@ -573,8 +616,8 @@ class SlotFiles:
         return header.coordinate if header is not None and header.state.whole else None
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a file to a slot that the rank does not use: there a recovery finds it, and it goes after
-        the next commit, like those of an earlier start with more slots."""
+        """Rename a file to a slot that the rank does not use: there a recovery finds it, and it
+        goes after the next commit, like those of an earlier start with more slots."""
         aside = next(p for n in count(self.count) if not (p := self.path(n)).exists())
         path.rename(aside)
         return aside

@@ -1,4 +1,5 @@
-"""Files of a job's memory: allocation, replacement, locks, and how much may still be taken. Linux only."""
+"""Files of a job's memory: allocation, replacement, locks, and how much may still be taken. Linux
+only."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ import psutil
 from reft.errors import ArenaError, JobInUseError, OutOfMemoryError
 from reft.memory.header import PAGE_BYTES
 
-_STEP_BYTES = 256 * 2**20  # Allocate and touch in steps, so that signals and other threads get their turn
+# Allocate and touch in steps, so that signals and other threads get their turn
+_STEP_BYTES = 256 * 2**20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
@@ -41,8 +43,8 @@ def _memory_wanted(path: Path, nbytes: int) -> Iterator[None]:
 
 
 def allocate(fd: int, path: Path, nbytes: int) -> None:
-    """Allocate what is not yet of the first ``nbytes`` of the file, so that no later write there can fail for
-    want of memory (P9)."""
+    """Allocate what is not yet of the first ``nbytes`` of the file, so that no later write there
+    can fail for want of memory (P9)."""
     with _memory_wanted(path, nbytes):
         stop = 0
         while stop < nbytes and (start := os.lseek(fd, stop, os.SEEK_HOLE)) < nbytes:
@@ -68,8 +70,9 @@ def write_all(fd: int, path: Path, data: memoryview, offset: int) -> None:
 
 
 def new_file(path: Path, nbytes: int, allocated_bytes: int | None = None) -> int:
-    """Create ``path`` of this size, with the memory of its first ``allocated_bytes``, by default of all;
-    returns a descriptor. Raises OutOfMemoryError where it does not fit; no file is left behind."""
+    """Create ``path`` of this size, with the memory of its first ``allocated_bytes``, by default of
+    all; returns a descriptor. Raises OutOfMemoryError where it does not fit; no file is left
+    behind."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     if nbytes > free_bytes(path.parent):
         raise out_of_memory(path, nbytes)
@@ -88,8 +91,8 @@ def new_file(path: Path, nbytes: int, allocated_bytes: int | None = None) -> int
 
 
 def touch_pages(mapping: mmap.mmap, path: Path) -> None:
-    """Fault every page into a writable mapping, so that the first snapshot runs at full speed. Other threads
-    go on meanwhile: ``mmap.madvise`` would keep the interpreter."""
+    """Fault every page into a writable mapping, so that the first snapshot runs at full speed.
+    Other threads go on meanwhile: ``mmap.madvise`` would keep the interpreter."""
     total, madvise = len(mapping), ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     base = np.frombuffer(mapping, np.uint8).ctypes.data
@@ -109,8 +112,10 @@ def touch_by_hand(mapping: mmap.mmap, start: int, length: int) -> None:
 
 def out_of_memory(path: Path, wanted: int) -> OutOfMemoryError:
     return OutOfMemoryError(
-        f"{path}: {wanted} bytes ({wanted / 2**20:.1f} MiB) of memory needed, {free_bytes(path.parent)} "
-        f"free; make {path.parent} larger or choose another memory_dir, use fewer arenas or copies, or "
+        f"{path}: {wanted} bytes ({wanted / 2**20:.1f} MiB) of memory needed, "
+        f"{free_bytes(path.parent)} "
+        f"free; make {path.parent} larger or choose another memory_dir, use fewer arenas or "
+        "copies, or "
         "remove orphans with 'reft clean'"
     )
 
@@ -135,8 +140,8 @@ def remove_idle_file(path: Path) -> None:
 
 
 def reopen(path: Path, fd: int, writable: bool) -> int:
-    """A second file description of the same file, for locks: the mapping keeps a duplicate of ``fd``,
-    which forked processes would inherit together with its lock."""
+    """A second file description of the same file, for locks: the mapping keeps a duplicate of
+    ``fd``, which forked processes would inherit together with its lock."""
     mode = os.O_RDWR if writable else os.O_RDONLY
     try:
         lock_fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -161,7 +166,8 @@ def hold_directory(directory: Path) -> int:
 
 _PROCESS = Path("/proc/self")
 _CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 2**60  # the first version of control groups writes a number that is greater where there is none
+# the first version of control groups writes a number that is greater where there is none
+_NO_LIMIT = 2**60
 
 
 @dataclass(frozen=True)
@@ -174,16 +180,21 @@ class Bound:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that may still be allocated in ``directory``: the file system's limit, the machine's, and those
-    of the control groups that this process is in, such as a container's or a batch job's."""
+    """Bytes that may still be allocated in ``directory``: the file system's limit, the machine's,
+    and those of the control groups that this process is in, such as a container's or a batch
+    job's."""
     stats = os.statvfs(directory)
-    free = (stats.f_bavail * stats.f_frsize, psutil.virtual_memory().available, *cgroup_free_bytes())
+    free = (
+        stats.f_bavail * stats.f_frsize,
+        psutil.virtual_memory().available,
+        *cgroup_free_bytes(),
+    )
     return max(0, min(free))
 
 
 def bounds(directory: Path, process: Path = _PROCESS, root: Path = _CGROUPS) -> list[Bound]:
-    """Everything that limits the memory of a process: the machine, its control groups, and the file system of
-    ``directory``. Arguments as of :func:`cgroup_bounds`."""
+    """Everything that limits the memory of a process: the machine, its control groups, and the file
+    system of ``directory``. Arguments as of :func:`cgroup_bounds`."""
     memory = psutil.virtual_memory()
     found = [Bound("the host", memory.total - memory.available, memory.total)]
     found += (b for b in cgroup_bounds(process, root) if 0 < b.limit_bytes < _NO_LIMIT)
@@ -202,8 +213,8 @@ def default_margin_bytes(directory: Path) -> int:
 
 
 def cgroup_free_bytes(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[int]:
-    """What every limited control group above a process still allows; negative if it has more than that.
-    Arguments as of :func:`cgroup_bounds`."""
+    """What every limited control group above a process still allows; negative if it has more than
+    that. Arguments as of :func:`cgroup_bounds`."""
     return (bound.limit_bytes - bound.used_bytes for bound in cgroup_bounds(process, root))
 
 
@@ -227,7 +238,9 @@ def _free_in(mount: Path, path: str, names: tuple[str, str], prefix: str) -> Ite
     for directory in (group, *group.parents):
         with suppress(OSError, ValueError):  # "max" is no number: no limit
             limit, used = (int((directory / name).read_text()) for name in names)
-            stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+            stat = dict(
+                line.split() for line in (directory / "memory.stat").read_text().splitlines()
+            )
             cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
             name = "/" + str(directory.relative_to(mount)).lstrip(".")
             yield Bound(f"control group {name}", used - cache, limit)
@@ -244,10 +257,11 @@ _SHOWN_CHARACTERS = 200
 
 
 class JobLock:
-    """Held until it is closed, or the process ends. ``directory``: the job's memory on this node; it must
-    exist. ``job_id``: the job, for the message. ``wait_secs``: how long to wait for a holder that may be
-    about to end: one that was killed keeps the lock until the kernel has taken its memory down. Raises
-    JobInUseError: another job, or another start of the same one, holds it."""
+    """Held until it is closed, or the process ends. ``directory``: the job's memory on this node;
+    it must exist. ``job_id``: the job, for the message. ``wait_secs``: how long to wait for a
+    holder that may be about to end: one that was killed keeps the lock until the kernel has taken
+    its memory down. Raises JobInUseError: another job, or another start of the same one, holds
+    it."""
 
     def __init__(self, directory: Path, job_id: str, *, wait_secs: float = 0.0) -> None:
         self._fd = _acquire(directory, job_id, fcntl.LOCK_EX, wait_secs)
@@ -256,8 +270,8 @@ class JobLock:
 
     @classmethod
     def join(cls, directory: Path, job_id: str) -> JobLock:
-        """Hold it beside other processes of the same start, one of which has :meth:`share`-d it. Raises
-        JobInUseError where somebody else was faster."""
+        """Hold it beside other processes of the same start, one of which has :meth:`share`-d it.
+        Raises JobInUseError where somebody else was faster."""
         lock = cls.__new__(cls)
         lock._fd = _acquire(directory, job_id, fcntl.LOCK_SH, 0.0)
         _held.add(lock)
@@ -268,7 +282,8 @@ class JobLock:
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def lies_in(self, directory: Path) -> bool:
-        """Whether others find what is held here: not if the directory was removed, and perhaps made again."""
+        """Whether others find what is held here: not if the directory was removed, and perhaps made
+        again."""
         return _lies_in(self._fd, directory)
 
     def close(self) -> None:
@@ -292,7 +307,8 @@ _held: weakref.WeakSet[JobLock] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """A forked child, a worker process of a DataLoader, would hold the lock beyond its parent's end."""
+    """A forked child, a worker process of a DataLoader, would hold the lock beyond its parent's
+    end."""
     for lock in list(_held):
         lock.close()
 
@@ -301,8 +317,8 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def holder(directory: Path) -> dict[str, Any] | None:
-    """``pid``, ``host``, ``since`` and ``command`` of who holds a job's memory, as far as known; None if
-    nobody does."""
+    """``pid``, ``host``, ``since`` and ``command`` of who holds a job's memory, as far as known;
+    None if nobody does."""
     try:
         fd = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -317,7 +333,9 @@ def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
     deadline = time.monotonic() + wait_secs
     while True:
         try:
-            fd = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = os.open(
+                directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            )
         except FileNotFoundError:
             if time.monotonic() >= deadline:
                 raise
@@ -328,7 +346,8 @@ def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
             continue
         try:
             if try_flock(fd, kind):
-                # P7: the last holder may have removed the file after we opened it; that lock holds nothing.
+                # P7: the last holder may have removed the file after we opened it; that lock holds
+                # nothing.
                 if _lies_in(fd, directory):
                     return fd
             elif time.monotonic() >= deadline:
@@ -347,8 +366,10 @@ def _refusal(directory: Path, job_id: str, fd: int) -> str:
         holds = f"pid {who.get('pid')} on {who.get('host')} since {since} ({who.get('command')})"
     return (
         f"job {job_id!r} is running already: its memory {directory} is held by {holds}. Two jobs "
-        f'cannot share memory: end that one, or give this one its own name (--job-id NAME, or "job_id" in '
-        f"the reft block). A further node of the same job on this host needs a --memory-dir of its own"
+        "cannot share memory: end that one, or give this one its own name (--job-id NAME, or "
+        '"job_id" in '
+        "the reft block). A further node of the same job on this host needs a --memory-dir of "
+        "its own"
     )
 
 
@@ -362,7 +383,8 @@ def try_flock(fd: int, kind: int) -> bool:
 
 
 def _lies_in(fd: int, directory: Path) -> bool:
-    """Whether the open file is still the one that others find: a job that ends well removes its directory."""
+    """Whether the open file is still the one that others find: a job that ends well removes its
+    directory."""
     try:
         return os.path.samestat(os.fstat(fd), (directory / LOCK_FILE).lstat())
     except OSError:

@@ -46,11 +46,15 @@ TABLE = np.dtype(
         ("unused", "<u2"),
         ("member", "<u4"),
         ("index", "<u4"),
-        *((name, "<u8") for name in ("start_bytes", "nbytes", "image_bytes", "arena_offset", "checksum")),
+        *(
+            (name, "<u8")
+            for name in ("start_bytes", "nbytes", "image_bytes", "arena_offset", "checksum")
+        ),
     ]
 )
 """The packed blocks of an arena. There are no gaps: NumPy would not copy what is in them."""
-_HEAD_BYTES = 4096  # Room for everything in a header but its block table: names are at most 255 characters
+# Room for everything in a header but its block table: names are at most 255 characters
+_HEAD_BYTES = 4096
 
 _SECTIONS = tuple(Section)
 _SECTION_CODES = {section: code for code, section in enumerate(_SECTIONS)}
@@ -93,8 +97,8 @@ class ArenaHeader:
     entries: tuple[Entry, ...] = ()  # block table
     sealed_unix_secs: float = 0.0  # time of sealing; 0 before
     layout: str = ""  # hex hash of degrees and section sizes; versions of other layouts are refused
-    # the erasure code of the replicated section, as `reft.protect.codes.BlockCode.describe` writes it;
-    # empty without one
+    # the erasure code of the replicated section, as `reft.protect.codes.BlockCode.describe` writes
+    # it; empty without one
     coding: str = ""
     scheme: str = ""  # how the version is protected, ``arc:2+aec``; empty where nobody said
 
@@ -114,7 +118,8 @@ class Geometry:
     def of(cls, data_bytes: int, max_entries: int) -> Geometry:
         if data_bytes < 0 or max_entries < 0:
             raise ArenaError(
-                f"an arena of {data_bytes} data bytes and {max_entries} blocks was asked for; expected "
+                f"an arena of {data_bytes} data bytes and {max_entries} blocks was asked for; "
+                "expected "
                 f"two sizes that are not negative"
             )
         copy_bytes = PREFIX_BYTES + _HEAD_BYTES + max_entries * TABLE.itemsize
@@ -140,8 +145,8 @@ class Record:
     table: bytes  # the packed entries
 
     def header(self) -> ArenaHeader | None:
-        """The header with its entries, which takes a while for thousands of them. Raises ArenaError if the
-        table is none (its digests were right, so a program is wrong)."""
+        """The header with its entries, which takes a while for thousands of them. Raises ArenaError
+        if the table is none (its digests were right, so a program is wrong)."""
         if self.head is None:
             return None
         try:
@@ -166,14 +171,15 @@ def encode_record(kind: RecordKind, sequence: int, payload: bytes, secret: bytes
 
 
 def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tuple[int, bytes]:
-    """Sequence number and payload of the record at the start of ``raw``, which has to be of this kind.
-    Without the job's secret it is checked for tearing only, not for authenticity."""
+    """Sequence number and payload of the record at the start of ``raw``, which has to be of this
+    kind. Without the job's secret it is checked for tearing only, not for authenticity."""
     if len(raw) < PREFIX_BYTES or bytes(raw[: len(MAGIC)]) != MAGIC:
         raise TornRecordError("no record: the magic number is missing")
     version, found_kind, sequence, nbytes = _CORE.unpack_from(raw, len(MAGIC))
     if version > FORMAT_VERSION:
         raise ArenaError(
-            f"written in format {version}; this reft reads format {FORMAT_VERSION}: use the reft that "
+            f"written in format {version}; this reft reads format {FORMAT_VERSION}: use the reft "
+            "that "
             f"wrote it, or a later one"
         )
     digest, code = _DIGESTS.unpack_from(raw, len(MAGIC) + _CORE.size)
@@ -189,7 +195,9 @@ def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tu
             "forged; remove it, or give the secret file of the job that wrote it"
         )
     if found_kind != kind:
-        raise ArenaError(f"a record of kind {found_kind} stands where kind {int(kind)} was expected")
+        raise ArenaError(
+            f"a record of kind {found_kind} stands where kind {int(kind)} was expected"
+        )
     return sequence, payload
 
 
@@ -228,7 +236,15 @@ def pack_entries(entries: Sequence[Entry]) -> bytes:
 def unpack_entries(table: bytes) -> tuple[Entry, ...]:
     """Inverse of :func:`pack_entries`; raises ``IndexError`` or ``ValueError`` for nonsense."""
     return tuple(
-        Entry(BlockKey(_SECTIONS[code], member, index), start, nbytes, image, offset, digest, bool(owner))
+        Entry(
+            BlockKey(_SECTIONS[code], member, index),
+            start,
+            nbytes,
+            image,
+            offset,
+            digest,
+            bool(owner),
+        )
         for code, owner, _, member, index, start, nbytes, image, offset, digest in np.frombuffer(
             table, TABLE
         ).tolist()
@@ -236,7 +252,8 @@ def unpack_entries(table: bytes) -> tuple[Entry, ...]:
 
 
 def encode_header(header: ArenaHeader | None, table: bytes) -> bytes:
-    """Payload of a header copy; None for an EMPTY arena. ``table`` stands for ``header.entries``."""
+    """Payload of a header copy; None for an EMPTY arena. ``table`` stands for
+    ``header.entries``."""
     payload: bytes = msgpack.packb([_head(header), table])
     return payload
 
@@ -258,8 +275,8 @@ def _head(header: ArenaHeader | None) -> dict[str, Any] | None:
 
 
 def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
-    """Header, without its entries, and packed block table of a header copy's payload. Raises ArenaError for
-    anything else (its digests were right, so a program is wrong)."""
+    """Header, without its entries, and packed block table of a header copy's payload. Raises
+    ArenaError for anything else (its digests were right, so a program is wrong)."""
     try:
         head, table = msgpack.unpackb(payload)
         if head is None:
@@ -277,11 +294,12 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
 
 
 def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
-    """The valid header copy with the highest sequence number. Raises TornRecordError: if no copy is whole.
-    Raises ArenaError: if a whole copy is foreign or of a later format, and no other one is valid."""
+    """The valid header copy with the highest sequence number. Raises TornRecordError: if no copy is
+    whole. Raises ArenaError: if a whole copy is foreign or of a later format, and no other one is
+    valid."""
     found: list[tuple[int, int, bytes]] = []
-    # Not the errors themselves: their tracebacks lead back here, and the cycle would keep the views,
-    # and with them the mapping, alive.
+    # Not the errors themselves: their tracebacks lead back here, and the cycle would keep the
+    # views, and with them the mapping, alive.
     refusals: list[tuple[type[ArenaError], str]] = []
     for index, raw in enumerate(copies):
         try:

@@ -2,8 +2,9 @@
 
 ``<memory_dir>/<job_id>/`` (mode 0700) holds the arenas, the job's ``secret`` (0600), ``job.json``,
 and, where a daemon runs, ``daemon.json`` and ``status.json``. It outlives the job's processes. A
-directory is *alive* while its daemon runs or a process has an arena open for writing (such processes
-hold the directory with a shared `flock`); otherwise it is an orphan, which `reft clean` removes.
+directory is *alive* while its daemon runs or a process has an arena open for writing (such
+processes hold the directory with a shared `flock`); otherwise it is an orphan, which `reft clean`
+removes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _SHARED = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_way(path: Path) -> None:
-    """Refuse a path that is a symbolic link, or leads through somebody else's. Raises AuthenticationError."""
+    """Refuse a path that is a symbolic link, or leads through somebody else's. Raises
+    AuthenticationError."""
     absolute = Path(os.path.abspath(path))
     for place in (*reversed(absolute.parents), absolute):
         if not place.is_symlink():
@@ -46,31 +48,36 @@ def check_way(path: Path) -> None:
         uid = place.lstat().st_uid
         if place == absolute:
             raise AuthenticationError(
-                f"memory_dir {path} is a symbolic link to {place.readlink()}, made by uid {uid}; expected a "
+                f"memory_dir {path} is a symbolic link to {place.readlink()}, made by uid {uid}; "
+                "expected a "
                 f"directory: give the directory itself, or another one"
             )
         if uid not in (0, os.geteuid()):
             raise AuthenticationError(
-                f"memory_dir {path} leads through {place}, a symbolic link that belongs to uid {uid}; "
+                f"memory_dir {path} leads through {place}, a symbolic link that belongs to uid "
+                f"{uid}; "
                 f"choose a memory_dir without it"
             )
 
 
 def check_holder(path: Path) -> None:
-    """Refuse a directory in which somebody else could exchange a job's directory: it has to be ours or
-    root's, and sticky where others may write to it. Raises AuthenticationError."""
+    """Refuse a directory in which somebody else could exchange a job's directory: it has to be ours
+    or root's, and sticky where others may write to it. Raises AuthenticationError."""
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise AuthenticationError(f"memory_dir {path}: expected a directory, found something else")
     if info.st_uid not in (0, os.geteuid()):
         raise AuthenticationError(
-            f"memory_dir {path} belongs to uid {info.st_uid}, this process runs as uid {os.geteuid()}: its "
+            f"memory_dir {path} belongs to uid {info.st_uid}, this process runs as uid "
+            f"{os.geteuid()}: its "
             "owner could replace its contents; choose a memory_dir of your own"
         )
     if info.st_mode & _SHARED and not info.st_mode & stat.S_ISVTX:
         raise AuthenticationError(
-            f"memory_dir {path} (mode {stat.S_IMODE(info.st_mode):04o}) lets others replace its contents; "
-            f"expected one that only its owner can write to: chmod go-w {path}; for all users: chmod +t "
+            f"memory_dir {path} (mode {stat.S_IMODE(info.st_mode):04o}) lets others replace its "
+            "contents; "
+            f"expected one that only its owner can write to: chmod go-w {path}; for all users: "
+            "chmod +t "
             f"{path}"
         )
 
@@ -88,24 +95,28 @@ _START_TIME_SLACK_SECS = 2.0
 
 @dataclass(frozen=True)
 class JobDir:
-    """A job directory that belongs to this user, and the node id under which it was made or last opened."""
+    """A job directory that belongs to this user, and the node id under which it was made or last
+    opened."""
 
     path: Path
     job_id: str
     node: str
 
     @classmethod
-    def open_or_create(cls, memory_dir: Path, job_id: str, node: str, secret: bytes | None = None) -> JobDir:
+    def open_or_create(
+        cls, memory_dir: Path, job_id: str, node: str, secret: bytes | None = None
+    ) -> JobDir:
         """Make the job's directory on this node, or open the one that is there.
 
         Args:
             memory_dir: directory for the memory of all jobs on this node.
             job_id, node: the job, and this node's id.
-            secret: the job's secret; None takes REFT_SECRET, else the one that is there, else a new one.
-                Nodes that exchange data must have the same.
+            secret: the job's secret; None takes REFT_SECRET, else the one that is there, else a new
+                one. Nodes that exchange data must have the same.
 
         Raises:
-            AuthenticationError: the directory or its secret belongs to somebody else, can be read by others,
+            AuthenticationError: the directory or its secret belongs to somebody else, can be read
+            by others,
                 or was made with another secret.
             ConfigError: the job id is no name of a directory.
         """
@@ -114,7 +125,8 @@ class JobDir:
         found = read_json(path / JOB_FILE) or {}
         if found.get("job_id", job_id) != job_id:
             raise ArenaError(
-                f"{path} holds the memory of job {found['job_id']!r}, expected {job_id!r}; choose another "
+                f"{path} holds the memory of job {found['job_id']!r}, expected {job_id!r}; choose "
+                "another "
                 f"job_id or memory_dir"
             )
         if found.get("node") != node:
@@ -129,9 +141,12 @@ class JobDir:
 
     @classmethod
     def open(cls, path: Path) -> JobDir:
-        """Open an existing directory. Raises ArenaError where there is none, AuthenticationError as above."""
+        """Open an existing directory. Raises ArenaError where there is none, AuthenticationError as
+        above."""
         if not is_job_dir(path):
-            raise ArenaError(f"{path}: not a job's memory; expected a directory with {JOB_FILE} or arenas")
+            raise ArenaError(
+                f"{path}: not a job's memory; expected a directory with {JOB_FILE} or arenas"
+            )
         _check_private(path)
         job = read_json(path / JOB_FILE) or {}
         return cls(path, find_job_id(path), str(job.get("node", "unknown")))
@@ -142,24 +157,25 @@ class JobDir:
         return read_secret(self.path)
 
     def scan(self) -> list[tuple[Path, Arena | str]]:
-        """Every arena, open for reading, or the reason why it cannot be read. The caller closes them."""
+        """Every arena, open for reading, or the reason why it cannot be read. The caller closes
+        them."""
         return scan(self.path, self.secret, self.job_id)
 
     def note_incarnation(self, number: int) -> None:
-        """Note that a start of the job with this number runs here. One process per node does it. Raises
-        OSError."""
+        """Note that a start of the job with this number runs here. One process per node does it.
+        Raises OSError."""
         if number > self.noted_incarnation():
             write_json(self.path / INCARNATION_FILE, {"incarnation": number})
 
     def noted_incarnation(self) -> int:
-        """The newest start of the job that has run here, also where it has not written an arena yet; 0 if
-        none is known."""
+        """The newest start of the job that has run here, also where it has not written an arena
+        yet; 0 if none is known."""
         found = (read_json(self.path / INCARNATION_FILE) or {}).get("incarnation")
         return found if isinstance(found, int) else 0
 
     def newest_incarnation(self) -> int:
-        """Highest incarnation that any arena names, or that was noted; 0 if there is none. Unreadable arenas
-        do not count."""
+        """Highest incarnation that any arena names, or that was noted; 0 if there is none.
+        Unreadable arenas do not count."""
         found = headers(self.path, self.secret, self.job_id)
         return max([self.noted_incarnation(), *(header.label.incarnation for _, header in found)])
 
@@ -252,7 +268,8 @@ def list_jobs(memory_dir: Path) -> list[JobSummary]:
 
 
 def live_processes(path: Path) -> tuple[str, ...]:
-    """Who uses a job directory: its daemon, processes with an arena open for writing. Empty for an orphan."""
+    """Who uses a job directory: its daemon, processes with an arena open for writing. Empty for an
+    orphan."""
     with _exclusive(path) as free:
         return _live_processes(path, free)
 
@@ -271,7 +288,8 @@ def _live_processes(path: Path, free: bool) -> tuple[str, ...]:
 
 def remove_job(path: Path, force: bool = False) -> int:
     """Remove a job's memory on this node; returns the bytes freed. No process can attach meanwhile.
-    ``force``: also if the job is alive; its processes go on with memory that no one else can find."""
+    ``force``: also if the job is alive; its processes go on with memory that no one else can
+    find."""
     if not is_job_dir(path):
         raise ArenaError(f"{path}: not a job's memory; nothing was removed")
     if path.stat().st_uid != os.geteuid():
@@ -279,7 +297,9 @@ def remove_job(path: Path, force: bool = False) -> int:
     with _exclusive(path) as free:
         alive = _live_processes(path, free)
         if alive and not force:
-            raise ArenaError(f"{path}: the job is alive ({'; '.join(alive)}); end it first, or use --force")
+            raise ArenaError(
+                f"{path}: the job is alive ({'; '.join(alive)}); end it first, or use --force"
+            )
         nbytes = sum(p.stat().st_blocks * 512 for p in path.iterdir() if p.is_file())
         shutil.rmtree(path)
     return nbytes
@@ -297,21 +317,25 @@ def is_running(identity: dict[str, Any]) -> bool:
         process = psutil.Process(int(identity["pid"]))
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
-        return bool(abs(process.create_time() - float(identity["start_time"])) <= _START_TIME_SLACK_SECS)
+        return bool(
+            abs(process.create_time() - float(identity["start_time"])) <= _START_TIME_SLACK_SECS
+        )
     except (psutil.Error, KeyError, ValueError, TypeError):
         return False
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret of a job directory. Raises AuthenticationError where it is missing, malformed, somebody
-    else's or readable by others."""
+    """The secret of a job directory. Raises AuthenticationError where it is missing, malformed,
+    somebody else's or readable by others."""
     file = path / SECRET_FILE
     try:
         return _read_secret_file(file)
     except OSError as error:
         if isinstance(error, AuthenticationError):
             raise
-        raise AuthenticationError(f"{file}: the job's secret cannot be read: {error.strerror}") from error
+        raise AuthenticationError(
+            f"{file}: the job's secret cannot be read: {error.strerror}"
+        ) from error
 
 
 def _read_secret_file(file: Path, remedy: str = _OTHER_MEMORY) -> bytes:
@@ -331,7 +355,8 @@ def parse_secret(text: str, origin: str) -> bytes:
         if len(value) == SECRET_BYTES:
             return value
     raise AuthenticationError(
-        f"{origin}: not a secret; expected {SECRET_BYTES} bytes in hexadecimal ({2 * SECRET_BYTES} digits)"
+        f"{origin}: not a secret; expected {SECRET_BYTES} bytes in hexadecimal "
+        f"({2 * SECRET_BYTES} digits)"
     )
 
 
@@ -356,27 +381,29 @@ def read_environment_secret() -> bytes | None:
 
 
 def _ensure_secret(path: Path, wanted: bytes | None) -> None:
-    """Write the secret if there is none. Several processes may try at once: one wins, and no one ever
-    sees a secret half written."""
+    """Write the secret if there is none. Several processes may try at once: one wins, and no one
+    ever sees a secret half written."""
     file = path / SECRET_FILE
     if not os.path.lexists(file):
         with whole_file(file, mode=0o600, sync=False, replace=False) as draft:
             draft.write((wanted or secrets.token_bytes(SECRET_BYTES)).hex().encode())
     if wanted is not None and read_secret(path) != wanted:
         raise AuthenticationError(
-            f"{file}: the memory of this job on this node was made with another secret than yours now "
+            f"{file}: the memory of this job on this node was made with another secret than yours "
+            "now "
             f"({ENV_SECRET}, or ~/.reft/secret): another run with the same job_id. Give that run's "
             f"secret to resume it, or remove its memory with 'reft clean' or choose another job_id"
         )
 
 
 def make_job_directory(memory_dir: Path, job_id: str) -> Path:
-    """Make a job's directory, without anything in it, where there is none: for its user alone, in one that
-    nobody else can exchange it in (P11). Raises AuthenticationError: it is somebody else's, or others can
-    read it."""
+    """Make a job's directory, without anything in it, where there is none: for its user alone, in
+    one that nobody else can exchange it in (P11). Raises AuthenticationError: it is somebody
+    else's, or others can read it."""
     if not JOB_ID.fullmatch(job_id):
         raise ConfigError(
-            f"job_id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or underscores, "
+            f"job_id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or "
+            "underscores, "
             f"no dot first"
         )
     path = memory_dir / job_id
@@ -403,11 +430,13 @@ def _check_private_stat(path: Path, info: os.stat_result, remedy: str = _OTHER_M
     mode = stat.S_IMODE(info.st_mode)
     if info.st_uid != os.geteuid():
         raise AuthenticationError(
-            f"{path}: belongs to uid {info.st_uid}, this process runs as uid {os.geteuid()}; {remedy}"
+            f"{path}: belongs to uid {info.st_uid}, this process runs as uid {os.geteuid()}; "
+            f"{remedy}"
         )
     if mode & 0o077:
         raise AuthenticationError(
-            f"{path}: others may use it (mode {mode:04o}); expected {mode & 0o700:04o}. If no other user "
+            f"{path}: others may use it (mode {mode:04o}); expected {mode & 0o700:04o}. If no "
+            "other user "
             f"could have read or changed it: chmod go= {path}; otherwise {remedy}"
         )
 
@@ -426,8 +455,8 @@ _HINT = f"or set {ENV_SECRET} to {2 * SECRET_BYTES} hexadecimal digits on every 
 
 
 def user_secret() -> bytes:
-    """``REFT_SECRET``, else the user's file ``~/.reft/secret``, which is made at its first use. Raises
-    AuthenticationError: the value is no secret, or others can read or write the file."""
+    """``REFT_SECRET``, else the user's file ``~/.reft/secret``, which is made at its first use.
+    Raises AuthenticationError: the value is no secret, or others can read or write the file."""
     given = os.environ.get(ENV_SECRET)
     if given:
         return parse_secret(given, ENV_SECRET)
@@ -437,7 +466,8 @@ def user_secret() -> bytes:
     path = Path(home) / ".reft" / "secret"
     try:
         if not os.path.lexists(path):
-            # Whole or not at all: of several processes that try at once, on several hosts, one wins.
+            # Whole or not at all: of several processes that try at once, on several hosts, one
+            # wins.
             path.parent.mkdir(mode=0o700, exist_ok=True)
             with whole_file(path, mode=0o600, replace=False) as file:
                 file.write(f"{secrets.token_hex(SECRET_BYTES)}\n".encode())
@@ -446,7 +476,8 @@ def user_secret() -> bytes:
         if isinstance(error, AuthenticationError):
             raise
         raise ConfigError(
-            f"the secret of your jobs cannot be kept in {path}: {error.strerror or error}; make that "
+            f"the secret of your jobs cannot be kept in {path}: {error.strerror or error}; make "
+            "that "
             f"directory usable, {_HINT}"
         ) from error
 
@@ -456,8 +487,8 @@ _KEPT = 16  # Incarnations. Arenas hold versions of the last two or three; the o
 
 
 def record_fingerprint(directory: Path, incarnation: int, encoded: str) -> None:
-    """Note that ``incarnation`` and those after it work with this fingerprint. One process per node does it.
-    Raises OSError."""
+    """Note that ``incarnation`` and those after it work with this fingerprint. One process per node
+    does it. Raises OSError."""
     known = {**_known(directory), incarnation: encoded}
     kept = sorted(known)[-_KEPT:]
     write_json(directory / FINGERPRINT_FILE, {str(number): known[number] for number in kept})
@@ -470,9 +501,11 @@ def recorded_fingerprint(directory: Path, incarnation: int) -> str | None:
 
 
 def newest_record(directory: Path, incarnation: int) -> tuple[int, str] | None:
-    """:func:`recorded_fingerprint` with the incarnation that recorded it: among nodes the highest counts, as
-    one that was away does not know of the later ones."""
-    return max(((n, text) for n, text in _known(directory).items() if n <= incarnation), default=None)
+    """:func:`recorded_fingerprint` with the incarnation that recorded it: among nodes the highest
+    counts, as one that was away does not know of the later ones."""
+    return max(
+        ((n, text) for n, text in _known(directory).items() if n <= incarnation), default=None
+    )
 
 
 def _known(directory: Path) -> dict[int, str]:
@@ -480,7 +513,7 @@ def _known(directory: Path) -> dict[int, str]:
     return {int(n): text for n, text in found.items() if n.isdecimal() and isinstance(text, str)}
 
 
-# -- orders of ``reft scale``: what was asked for on a node, and what its launcher answered --------------
+# -- orders of ``reft scale``: what was asked for on a node, and what its launcher answered --------
 
 ORDER_FILE = "scale-request.json"
 ANSWER_FILE = "scale.json"
@@ -496,8 +529,11 @@ class Size:
     fixed: bool = False
 
 
-def note_size(job_dir: Path, facts: Mapping[str, Any], why_not: str, *, fixed: bool, any_batch: bool) -> None:
-    """By one trainer of the node. ``any_batch``: the global batch may be another one. Raises OSError."""
+def note_size(
+    job_dir: Path, facts: Mapping[str, Any], why_not: str, *, fixed: bool, any_batch: bool
+) -> None:
+    """By one trainer of the node. ``any_batch``: the global batch may be another one. Raises
+    OSError."""
     batch, micro = (
         facts.get(f"config.{n}", 1) for n in ("train_batch_size", "train_micro_batch_size_per_gpu")
     )
@@ -526,7 +562,8 @@ class ScaleAnswer:
     running: int  # nodes that it has
     refused: str = ""  # why it is not followed; "" where it is
     done: bool = False  # the job runs on so many nodes, and has committed a version there
-    waits: str = ""  # what the order waits for, before it is followed or refused; "" where it does not wait
+    # what the order waits for, before it is followed or refused; "" where it does not wait
+    waits: str = ""
 
 
 def write_order(job_dir: Path, nodes: int, without: tuple[str, ...]) -> ScaleOrder:

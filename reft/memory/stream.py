@@ -1,5 +1,5 @@
-"""Copies within host memory past the caches, with or without their checksum, ``stream.cpp``, where the
-installation has built it."""
+"""Copies within host memory past the caches, with or without their checksum, ``stream.cpp``, where
+the installation has built it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Range = tuple[int, int, int] | tuple[int, int, int, int]
-"""``(target address, source address, bytes)``, and of floating-point numbers :data:`EXPONENTS`. Target 0: the
-bytes are only hashed. Whoever holds the addresses keeps the memory."""
+"""``(target address, source address, bytes)``, and of floating-point numbers :data:`EXPONENTS`.
+Target 0: the bytes are only hashed. Whoever holds the addresses keeps the memory."""
 Ranges = NDArray[np.uint64]  # Rows of them
 
 EXPONENTS = {
@@ -33,7 +33,8 @@ EXPONENTS = {
     "bfloat16": 0x7F80 * 0x0001_0001_0001_0001,
     "float16": 0x7C00 * 0x0001_0001_0001_0001,
 }
-"""Exponents' bits in eight bytes of numbers, by dtype. All of one are 1 in a NaN and in an infinity."""
+"""Exponents' bits in eight bytes of numbers, by dtype. All of one are 1 in a NaN and in an
+infinity."""
 
 _SHORT_BYTES = 240  # Inputs up to here have other formulas in XXH3; the package computes them
 _LINE_BYTES = 64
@@ -42,7 +43,8 @@ _CACHED_BYTES = 256 * 2**10  # what is still in the cache when it is hashed afte
 
 @lru_cache(maxsize=1)
 def choose_loop() -> int:
-    """Measure the ways to copy on this processor, once in a process, and have all copies use the fastest.
+    """Measure the ways to copy on this processor, once in a process, and have all copies use the
+    fastest.
 
     Returns:
         Bytes of a piece that is hashed, then copied from the cache; 0: four pages side by side.
@@ -56,9 +58,9 @@ def choose_loop() -> int:
 
 @lru_cache(maxsize=1)
 def copier() -> Callable[[int, int, int], object]:
-    """What copies ``(target address, source address, bytes)``, ranges that do not overlap, on the calling
-    thread; lets go of the interpreter meanwhile. Where the loop was not built, ``memmove`` does the same,
-    at two thirds of the speed."""
+    """What copies ``(target address, source address, bytes)``, ranges that do not overlap, on the
+    calling thread; lets go of the interpreter meanwhile. Where the loop was not built, ``memmove``
+    does the same, at two thirds of the speed."""
     try:
         function = compiled("reft.memory._stream", "reft_copy_past_caches")
     except OSError as error:
@@ -72,7 +74,8 @@ def copier() -> Callable[[int, int, int], object]:
 
 
 def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy 1-D uint8 tensors of equal size; between host memory in the way above, else as torch does."""
+    """Copy 1-D uint8 tensors of equal size; between host memory in the way above, else as torch
+    does."""
     if target.device.type == source.device.type == "cpu":
         copier()(target.data_ptr(), source.data_ptr(), source.numel())
     else:
@@ -120,11 +123,12 @@ class _State(ctypes.Structure):
 
 
 class HashingCopier:
-    """Copies ranges that do not overlap and takes xxh3_64 of their bytes in order, in one pass over them, as
-    they are read: the checksum is that of what was written, whatever the sources become. Ranges of numbers
-    begin at a multiple of 8 of what is hashed.
+    """Copies ranges that do not overlap and takes xxh3_64 of their bytes in order, in one pass over
+    them, as they are read: the checksum is that of what was written, whatever the sources become.
+    Ranges of numbers begin at a multiple of 8 of what is hashed.
 
-    For one thread at a time, which is without the interpreter meanwhile. Made by :func:`hashing_copier`.
+    For one thread at a time, which is without the interpreter meanwhile. Made by
+    :func:`hashing_copier`.
     """
 
     not_finite = False  # whether what was taken last held a NaN or an infinity
@@ -139,10 +143,12 @@ class HashingCopier:
         """Copy and hash them behind what was hashed so far."""
         self._copy(self._at, ranges.__array_interface__["data"][0], len(ranges))
 
-    def copy_chunks(self, cut: CutRanges, first: int, stop: int, until: ctypes.c_int | None = None) -> int:
-        """Copy and hash chunks behind what was hashed so far. ``cut``: what they are chunks of. ``first,
-        stop``: which, at least one. ``until``: once another thread has made it anything but 0, no other
-        chunk begins. Returns how many were copied, at least one."""
+    def copy_chunks(
+        self, cut: CutRanges, first: int, stop: int, until: ctypes.c_int | None = None
+    ) -> int:
+        """Copy and hash chunks behind what was hashed so far. ``cut``: what they are chunks of.
+        ``first, stop``: which, at least one. ``until``: once another thread has made it anything
+        but 0, no other chunk begins. Returns how many were copied, at least one."""
         ranges, ends = (a.__array_interface__["data"][0] for a in (cut.ranges, cut.ends))
         flag = 0 if until is None else ctypes.addressof(until)
         copied: int = self._copy_chunks(self._at, ranges, ends, first, stop, flag)
@@ -154,13 +160,16 @@ class HashingCopier:
         if total > _SHORT_BYTES:
             value: int = self._digest(self._at)
         else:
-            value = xxhash.xxh3_64_intdigest(bytes(self._state.held[_LINE_BYTES : _LINE_BYTES + total]))
+            value = xxhash.xxh3_64_intdigest(
+                bytes(self._state.held[_LINE_BYTES : _LINE_BYTES + total])
+            )
         self._reset(self._at)
         return value
 
 
 class PlainHashingCopier(HashingCopier):
-    """The same without the compiled loop: one pass copies, the other hashes what is in the cache by then."""
+    """The same without the compiled loop: one pass copies, the other hashes what is in the cache by
+    then."""
 
     def __init__(self) -> None:
         self._hash, self._not_finite = xxhash.xxh3_64(), False
@@ -176,7 +185,9 @@ class PlainHashingCopier(HashingCopier):
                 self._hash.update(data)
                 self._not_finite |= bool(exponents) and _not_finite(bytes(data), exponents)
 
-    def copy_chunks(self, cut: CutRanges, first: int, stop: int, until: ctypes.c_int | None = None) -> int:
+    def copy_chunks(
+        self, cut: CutRanges, first: int, stop: int, until: ctypes.c_int | None = None
+    ) -> int:
         for chunk in range(first, stop):
             self.copy(cut.ranges[int(cut.ends[chunk - 1]) if chunk else 0 : int(cut.ends[chunk])])
             if until is not None and until.value:
@@ -192,7 +203,9 @@ class PlainHashingCopier(HashingCopier):
 def _not_finite(data: bytes, exponents: int) -> bool:
     words = np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), np.uint64)
     lowest = exponents & ~(exponents << 1)
-    return bool(((words & np.uint64(exponents)) + np.uint64(lowest) & np.uint64(exponents + lowest)).any())
+    return bool(
+        ((words & np.uint64(exponents)) + np.uint64(lowest) & np.uint64(exponents + lowest)).any()
+    )
 
 
 @lru_cache(maxsize=1)

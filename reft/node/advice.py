@@ -1,8 +1,8 @@
 """What to change about a job's nodes, from speeds and failures.
 
-Rules and thresholds are DLRover's where REFERENCE, section 3, gives them; the others say what they are by.
-:func:`situation` reads what is known from the board that the job's launchers keep and from its history;
-:func:`advise` and :func:`scale_plan`, DLRover's words for it, are pure.
+Rules and thresholds are DLRover's where REFERENCE, section 3, gives them; the others say what they
+are by. :func:`situation` reads what is known from the board that the job's launchers keep and from
+its history; :func:`advise` and :func:`scale_plan`, DLRover's words for it, are pure.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class SpeedSample:
 
 
 class Memory(NamedTuple):
-    """Of a node's host, what is fullest; ``runs_out``: how it is running out, for people; "": it is not."""
+    """Of a node's host, what is fullest; ``runs_out``: how it is running out, for people; "": it is
+    not."""
 
     node: str
     use: MemoryUse
@@ -57,9 +58,10 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class JobSituation:
-    """What is known of a job: the nodes that train, the spares that wait for a place, named stragglers, how
-    often a node was lost, speeds that were measured, the present one last, and of nodes whose memory is
-    known, that. ``most_nodes``: that the job may have; None: not known, and none more is advised."""
+    """What is known of a job: the nodes that train, the spares that wait for a place, named
+    stragglers, how often a node was lost, speeds that were measured, the present one last, and of
+    nodes whose memory is known, that. ``most_nodes``: that the job may have; None: not known, and
+    none more is advised."""
 
     nodes: tuple[str, ...]
     spares: tuple[str, ...] = ()
@@ -72,8 +74,9 @@ class JobSituation:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to change, with which nodes (none where it is a number of them), and why. ``workers``: nodes
-    of the job afterwards; ``memory_bytes``: that a node should have, where that is advised."""
+    """One thing to change, with which nodes (none where it is a number of them), and why.
+    ``workers``: nodes of the job afterwards; ``memory_bytes``: that a node should have, where that
+    is advised."""
 
     action: AdvisedAction
     nodes: tuple[str, ...]
@@ -86,13 +89,20 @@ class Advice:
         return f"{self.action} {what}: {self.why}"
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "action": str(self.action), "nodes": list(self.nodes), "said": str(self)}
+        return {
+            **vars(self),
+            "action": str(self.action),
+            "nodes": list(self.nodes),
+            "said": str(self),
+        }
 
 
-# -- what is known ---------------------------------------------------------------------------------------
+# -- what is known ---------------------------------------------------------------------------------
 
 
-def situation(paths: Sequence[Path], board: ReportBoard | None, most_nodes: int | None) -> JobSituation:
+def situation(
+    paths: Sequence[Path], board: ReportBoard | None, most_nodes: int | None
+) -> JobSituation:
     rounds = max((read_history(path) for path in paths), key=len, default=[])
     nodes = () if board is None else board.nodes
     present = [node for node in nodes if node.seen is not HealthSignal.OFFLINE]
@@ -113,19 +123,28 @@ def situation(paths: Sequence[Path], board: ReportBoard | None, most_nodes: int 
 
 def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterable[Memory]:
     """Of every node that tells of its memory; of this one where none does."""
-    told = [(r.node, r.memory, str(r.runs_out[0]) if r.runs_out else "") for r in reports if r.memory]
+    told = [
+        (r.node, r.memory, str(r.runs_out[0]) if r.runs_out else "") for r in reports if r.memory
+    ]
     if not told:
-        here = tuple(MemoryUse(b.name, b.used_bytes, b.used_bytes, b.limit_bytes) for b in bounds(path))
+        here = tuple(
+            MemoryUse(b.name, b.used_bytes, b.used_bytes, b.limit_bytes) for b in bounds(path)
+        )
         told = [(JobDir.open(path).node, here, "")]
-    return [Memory(node, use, said) for node, uses, said in told if (use := fullest(uses)) is not None]
+    return [
+        Memory(node, use, said) for node, uses, said in told if (use := fullest(uses)) is not None
+    ]
 
 
 def _speeds(rounds: Sequence[RoundReport]) -> list[SpeedSample]:
-    """Of the rounds before the present one: committed steps over the time from the first step on."""
+    """Of the rounds before the present one: committed steps over the time from the first step
+    on."""
     found = []
     for this, after in pairwise(rounds):
         before_it = ("ending", "gathering", "first_step")  # the former lie before the round's start
-        began = this.unix_secs + sum(secs for part, secs in this.secs.items() if part not in before_it)
+        began = this.unix_secs + sum(
+            secs for part, secs in this.secs.items() if part not in before_it
+        )
         ended = min(after.failed_unix_secs or after.unix_secs, after.unix_secs)
         steps = after.newest_step - (this.resumed_step or 0)
         if steps >= _LEAST_STEPS and ended > began and this.nodes:
@@ -133,7 +152,7 @@ def _speeds(rounds: Sequence[RoundReport]) -> list[SpeedSample]:
     return found
 
 
-# -- what is advised -------------------------------------------------------------------------------------
+# -- what is advised -------------------------------------------------------------------------------
 
 
 def advise(seen: JobSituation) -> tuple[Advice, ...]:
@@ -149,8 +168,9 @@ def advise(seen: JobSituation) -> tuple[Advice, ...]:
 
 
 def dropping_pays(nodes: int, factor: float) -> bool:
-    """Whether a synchronous job of the same global batch is faster without a node that takes ``factor`` times
-    as long: the others then have n / (n - 1) of their work, where they wait for it now."""
+    """Whether a synchronous job of the same global batch is faster without a node that takes
+    ``factor`` times as long: the others then have n / (n - 1) of their work, where they wait for it
+    now."""
     return nodes > 1 and factor > nodes / (nodes - 1)
 
 
@@ -159,12 +179,15 @@ def _about_stragglers(seen: JobSituation) -> Iterable[Advice]:
     told: set[tuple[str, ...]] = set()
     for slow in sorted(seen.slow, key=lambda s: -s.factor):
         if len(slow.nodes) != 1 or slow.nodes in told:
-            continue  # a link: no node is to blame; or another rank of a node whose place is given away
+            # a link: no node is to blame; or another rank of a node whose place is given away
+            continue
         told.add(slow.nodes)
         why = f" ({slow.why})" if slow.why else ""
         said = f"{slow.name} takes {slow.factor:.2f} times as long as its peers{why}"
         if spares:
-            yield Advice(AdvisedAction.REPLACE, slow.nodes, n, f"{said}; spare {spares.pop(0)} is waiting")
+            yield Advice(
+                AdvisedAction.REPLACE, slow.nodes, n, f"{said}; spare {spares.pop(0)} is waiting"
+            )
         elif dropping_pays(n, slow.factor):
             said += f", and no spare waits; without it {slow.factor * (n - 1) / n - 1:.0%} faster"
             yield Advice(AdvisedAction.DROP, slow.nodes, n - 1, said)
@@ -188,7 +211,8 @@ def _about_memory(seen: JobSituation) -> Iterable[Advice]:
         if not said and (part := use.peak_bytes / use.limit_bytes) >= _MEMORY_RISK:
             wanted = ceil(_MEMORY_ROOM * use.peak_bytes / 2**20) * 2**20
             said = (
-                f"{part:.0%} of the memory of {use.name} was in use; give it {wanted / 2**30:.1f} GiB "
+                f"{part:.0%} of the memory of {use.name} was in use; give it {wanted / 2**30:.1f} "
+                "GiB "
                 f"before it runs out"
             )
         if said:
@@ -196,8 +220,8 @@ def _about_memory(seen: JobSituation) -> Iterable[Advice]:
 
 
 def estimate_gain(before: SpeedSample, after: SpeedSample) -> float:
-    """(change of speed / change of workers) / (speed / workers), the latter of the smaller job, between
-    different numbers of workers: 1 scales perfectly, 0 gains nothing."""
+    """(change of speed / change of workers) / (speed / workers), the latter of the smaller job,
+    between different numbers of workers: 1 scales perfectly, 0 gains nothing."""
     less, more = sorted((before, after), key=lambda speed: speed.workers)
     change = (more.per_sec - less.per_sec) / (more.workers - less.workers)
     return change / (less.per_sec / less.workers)
@@ -214,7 +238,8 @@ def _about_workers(seen: JobSituation) -> Iterable[Advice]:
         return
     gain = estimate_gain(newest[fewer], now)
     said = (
-        f"from {fewer} to {now.workers} nodes, each additional node added {gain:.0%} of the speed of one "
+        f"from {fewer} to {now.workers} nodes, each additional node added {gain:.0%} of the speed "
+        "of one "
         f"of {fewer} ({newest[fewer].per_sec:.3g} to {now.per_sec:.3g} a second)"
     )
     if gain < WORTH - _ROUNDING:
@@ -225,15 +250,23 @@ def _about_workers(seen: JobSituation) -> Iterable[Advice]:
         yield Advice(AdvisedAction.ADD, (), wanted, f"{said}, at least {WORTH:.0%}")
 
 
-# -- in the words of DLRover's operator ------------------------------------------------------------------
+# -- in the words of DLRover's operator ------------------------------------------------------------
 
 
 def scale_plan(
-    job: str, number: int, advice: Sequence[Advice], *, workers: int, spares: int, cpu: int, memory_bytes: int
+    job: str,
+    number: int,
+    advice: Sequence[Advice],
+    *,
+    workers: int,
+    spares: int,
+    cpu: int,
+    memory_bytes: int,
 ) -> dict[str, Any]:
-    """A ScalePlan of the schema in REFERENCE, section 3. The operator makes what ``replicas`` lacks, so that
-    ``createPods`` has none, or it would make them twice. A node is removed where one of the ``spares`` takes
-    its place; a migration is a replacement whose new pod comes before the old one goes."""
+    """A ScalePlan of the schema in REFERENCE, section 3. The operator makes what ``replicas``
+    lacks, so that ``createPods`` has none, or it would make them twice. A node is removed where one
+    of the ``spares`` takes its place; a migration is a replacement whose new pod comes before the
+    old one goes."""
 
     def resource(nbytes: int) -> dict[str, str]:
         return {"cpu": str(cpu), "memory": f"{nbytes // 2**20}Mi"}
@@ -250,7 +283,9 @@ def scale_plan(
         "metadata": {"name": f"{job}-scaleplan-{number}", "labels": {"scale-type": "auto"}},
         "spec": {
             "ownerJob": job,
-            "replicaResourceSpecs": {_ROLE: {"replicas": replicas, "resource": resource(memory_bytes)}},
+            "replicaResourceSpecs": {
+                _ROLE: {"replicas": replicas, "resource": resource(memory_bytes)}
+            },
             "createPods": [],
             "removePods": [{"name": node, "type": _ROLE} for node in replaced[:spares] + dropped],
             "migratePods": [{"name": node, "resource": resource(nbytes)} for node, nbytes in moved],

@@ -1,9 +1,9 @@
-"""How trainers and tools talk to the node daemon; and what ``reft launch`` keeps on its node: the job's
-memory directory, and that daemon.
+"""How trainers and tools talk to the node daemon; and what ``reft launch`` keeps on its node: the
+job's memory directory, and that daemon.
 
-The trainer's side never raises and never waits: notes go to a bounded queue that a thread sends, each over a
-connection of its own (a third of a millisecond). A dead daemon costs a log line, not a step (P6); the next
-one is told the configuration and the newest notes again.
+The trainer's side never raises and never waits: notes go to a bounded queue that a thread sends,
+each over a connection of its own (a third of a millisecond). A dead daemon costs a log line, not a
+step (P6); the next one is told the configuration and the newest notes again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from pydantic import TypeAdapter
 
 from reft.config import AOR, ReftConfig
 from reft.control.wire import Backoff, Channel, purpose_key
-from reft.env import ENV_JOB_ID, ENV_LAUNCHER_PID, ENV_MEMORY_DIR, ENV_NODE_DECLARED, ENV_NODE_ID, ENV_SECRET
+from reft.env import (
+    ENV_JOB_ID,
+    ENV_LAUNCHER_PID,
+    ENV_MEMORY_DIR,
+    ENV_NODE_DECLARED,
+    ENV_NODE_ID,
+    ENV_SECRET,
+)
 from reft.errors import AuthenticationError, ConfigError, JobInUseError, ReftError
 from reft.grid import Coordinate, VersionId
 from reft.memory.arena import ARENA_SUFFIX, Arena, scan
@@ -52,18 +59,20 @@ logger = logging.getLogger(__name__)
 SOCKET_NAME = "daemon.sock"
 PURPOSE = "node daemon"
 END_SIGNAL = signal.SIGUSR1  # by which its launcher ends the daemon
-EXITS_PREFIX = "exits-"  # of the directories in the job's in which trainers may leave why they ended
+# of the directories in the job's in which trainers may leave why they ended
+EXITS_PREFIX = "exits-"
 _QUEUE_NOTES = 64
 _ANSWER_SECS = 5.0
 _RECONNECT_SECS = 1.0
 _CHECK_SECS = 0.2
 _BACKOFF_SECS = (0.1, 30.0)
-_LOCK_SECS = 5.0  # a launcher that was just killed holds its lock until the kernel has taken it down
+# a launcher that was just killed holds its lock until the kernel has taken it down
+_LOCK_SECS = 5.0
 _KILLED_SECS = 5.0
 _ASK_SECS = 1.0
 _MOST_STOPPED, _MOST_UNANSWERED, _MOST_AT_START = 2, 15, 100
-"""Questions, of 1 to 3 s, that a daemon may leave unanswered: one that is stopped, that runs, that has just
-started."""
+"""Questions, of 1 to 3 s, that a daemon may leave unanswered: one that is stopped, that runs, that
+has just started."""
 _STABLE_SECS = 60.0  # a daemon that lived so long was well; the next start is not delayed
 
 _UNREACHABLE = (OSError, EOFError, ReftError)
@@ -72,7 +81,8 @@ _UNREACHABLE = (OSError, EOFError, ReftError)
 
 @contextmanager
 def short_path(job_dir: Path) -> Iterator[str]:
-    """A name for the daemon's socket that fits ``sun_path`` (108 bytes), however deep the directory is."""
+    """A name for the daemon's socket that fits ``sun_path`` (108 bytes), however deep the directory
+    is."""
     fd = os.open(job_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{SOCKET_NAME}"
@@ -81,8 +91,8 @@ def short_path(job_dir: Path) -> Iterator[str]:
 
 
 def connect(job_dir: Path, secret: bytes, timeout_secs: float) -> Channel:
-    """Connect to the daemon of ``job_dir``. Raises OSError: none answers; AuthenticationError: it is not this
-    job's."""
+    """Connect to the daemon of ``job_dir``. Raises OSError: none answers; AuthenticationError: it
+    is not this job's."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_secs)
     try:
@@ -100,11 +110,16 @@ class DaemonError(ReftError):
 
 
 def request(
-    job_dir: Path, secret: bytes, operation: str, *, timeout_secs: float = _ANSWER_SECS, **fields: Any
+    job_dir: Path,
+    secret: bytes,
+    operation: str,
+    *,
+    timeout_secs: float = _ANSWER_SECS,
+    **fields: Any,
 ) -> Any:
-    """Ask the daemon of ``job_dir`` once; what ``reft status`` and the launcher use. Raises DaemonError: it
-    refused, and why. Raises AuthenticationError: the secret is another job's. Raises OSError, EOFError:
-    there is no daemon, or it did not answer in time."""
+    """Ask the daemon of ``job_dir`` once; what ``reft status`` and the launcher use. Raises
+    DaemonError: it refused, and why. Raises AuthenticationError: the secret is another job's.
+    Raises OSError, EOFError: there is no daemon, or it did not answer in time."""
     channel = connect(job_dir, secret, timeout_secs)
     try:
         channel.send({"op": operation, **fields})
@@ -117,8 +132,8 @@ def request(
 
 
 class DaemonClient:
-    """The trainer's line to its node's daemon. ``incarnation``: number of this start of the job; the daemon
-    refuses older ones than its launcher's."""
+    """The trainer's line to its node's daemon. ``incarnation``: number of this start of the job;
+    the daemon refuses older ones than its launcher's."""
 
     def __init__(self, job_dir: Path, secret: bytes, incarnation: int = 0) -> None:
         self._job_dir = job_dir
@@ -148,19 +163,27 @@ class DaemonClient:
         unprotected: bool = False,
         due: bool = False,
     ) -> None:
-        """A version was committed by all ranks. ``coordinate``: of this rank. ``unprotected``: memory has
-        become too short to survive the loss of a node. ``due``: it goes to storage, as the ranks agreed."""
-        said = {"unprotected": unprotected, "due": due, "local_rank": self._local_rank, "stats": dict(stats)}
+        """A version was committed by all ranks. ``coordinate``: of this rank. ``unprotected``:
+        memory has become too short to survive the loss of a node. ``due``: it goes to storage, as
+        the ranks agreed."""
+        said = {
+            "unprotected": unprotected,
+            "due": due,
+            "local_rank": self._local_rank,
+            "stats": dict(stats),
+        }
         where = {"label": [label.incarnation, label.step], "coordinate": str(coordinate)}
         self._enqueue("committed", **where, **said)
 
     def notify_skip(self, step: int, cause: str, stats: Mapping[str, Any]) -> None:
         """The version of ``step`` was not taken, or not committed."""
-        self._enqueue("skipped", step=step, cause=cause, local_rank=self._local_rank, stats=dict(stats))
+        self._enqueue(
+            "skipped", step=step, cause=cause, local_rank=self._local_rank, stats=dict(stats)
+        )
 
     def persist_now(self, label: VersionId, timeout_secs: float) -> str | None:
-        """Have ``label`` written to storage and wait for it. Returns the checkpoint's path, or None if it was
-        not written in time; the log says why."""
+        """Have ``label`` written to storage and wait for it. Returns the checkpoint's path, or None
+        if it was not written in time; the log says why."""
         deadline = time.monotonic() + timeout_secs
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -175,7 +198,9 @@ class DaemonClient:
                 # The launcher starts a new daemon; it may still be in time.
                 self._note_cause(error)
                 time.sleep(min(0.2, left))
-        logger.warning("%s was not persisted: the daemon did not finish in %.1f s", label, timeout_secs)
+        logger.warning(
+            "%s was not persisted: the daemon did not finish in %.1f s", label, timeout_secs
+        )
         return None
 
     def _request(self, op: str, **fields: Any) -> Any:
@@ -194,7 +219,9 @@ class DaemonClient:
                 return
             self._notes.append({"op": op, **fields})
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._send_notes, name="reft-notes", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._send_notes, name="reft-notes", daemon=True
+                )
                 self._thread.start()
             self._changed.notify()
 
@@ -223,7 +250,9 @@ class DaemonClient:
                         return
             except Exception:
                 # A note must never end a trainer, whatever it holds.
-                logger.exception("the daemon missed the report of a version; the next report reaches it")
+                logger.exception(
+                    "the daemon missed the report of a version; the next report reaches it"
+                )
 
     def _note_cause(self, error: BaseException) -> None:
         cause = f"{type(error).__name__}: {error}"
@@ -232,7 +261,7 @@ class DaemonClient:
             logger.warning("the node daemon cannot be reached (%s); training goes on", cause)
 
 
-# -- the launcher's part ----------------------------------------------------------------------------------
+# -- the launcher's part ---------------------------------------------------------------------------
 
 
 class NodeMemory:
@@ -259,8 +288,8 @@ class NodeMemory:
         }
 
     def prepare(self, secret: bytes) -> JobDir:
-        """Make the directory and hold it against other launchers, before any other node is met. Raises
-        JobInUseError: another launcher, or a job under plain torchrun, has the directory."""
+        """Make the directory and hold it against other launchers, before any other node is met.
+        Raises JobInUseError: another launcher, or a job under plain torchrun, has the directory."""
         check_place(self.path)
         self._made = not os.path.lexists(self.path)
         try:
@@ -269,7 +298,8 @@ class NodeMemory:
             if isinstance(error, ReftError):
                 raise
             raise ConfigError(
-                f"--memory-dir {self.memory_dir} cannot be used: {error.strerror}; write a directory on "
+                f"--memory-dir {self.memory_dir} cannot be used: {error.strerror}; write a "
+                "directory on "
                 f"tmpfs that can be written, such as /dev/shm/reft"
             ) from error
         self._lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
@@ -285,7 +315,9 @@ class NodeMemory:
                 if isinstance(arena, Arena):
                     arena.close()
                     continue
-                logger.warning("%s: its secret is lost, so this memory cannot be read; it is removed", path)
+                logger.warning(
+                    "%s: its secret is lost, so this memory cannot be read; it is removed", path
+                )
                 path.unlink(missing_ok=True)
         try:
             self.job_dir = JobDir.open_or_create(self.memory_dir, self.job_id, self.node, secret)
@@ -293,15 +325,17 @@ class NodeMemory:
             if not self.holds_versions():
                 raise
             raise AuthenticationError(
-                f"{error}. The memory that an earlier run left in {self.path} is kept: repair its secret "
-                f"or give it as {ENV_SECRET}, or remove both with 'reft clean', or start under another "
+                f"{error}. The memory that an earlier run left in {self.path} is kept: repair its "
+                "secret "
+                f"or give it as {ENV_SECRET}, or remove both with 'reft clean', or start under "
+                "another "
                 "--job-id"
             ) from error
         return self.job_dir
 
     def make_again(self, secret: bytes) -> None:
-        """Somebody may have removed the directory under the running job: make it anew, and hold it. Raises
-        JobInUseError: another job has made it, and holds it; ReftError: that cannot be."""
+        """Somebody may have removed the directory under the running job: make it anew, and hold it.
+        Raises JobInUseError: another job has made it, and holds it; ReftError: that cannot be."""
         if self._lock is None or self._lock.lies_in(self.path):
             return
         logger.error("%s was removed, with all versions on this node; it is made again", self.path)
@@ -314,7 +348,8 @@ class NodeMemory:
             self.job_dir = JobDir.open_or_create(self.memory_dir, self.job_id, self.node, secret)
         except OSError as error:
             raise ReftError(
-                f"{self.path}, the job's memory on this node, was removed and cannot be made again: {error}. "
+                f"{self.path}, the job's memory on this node, was removed and cannot be made "
+                f"again: {error}. "
                 f"Make {self.memory_dir} writable, or start the node with another --memory-dir"
             ) from error
 
@@ -326,8 +361,8 @@ class NodeMemory:
             self._lock.close()
 
     def _is_ours(self) -> bool:
-        """Whether the directory is this launcher's still: somebody may have removed it, and another job
-        made it again (P7). One that nobody has locked was made again by our trainers."""
+        """Whether the directory is this launcher's still: somebody may have removed it, and another
+        job made it again (P7). One that nobody has locked was made again by our trainers."""
         if self._lock is None or self._lock.lies_in(self.path):
             return True
         if not os.path.lexists(self.path / LOCK_FILE):
@@ -336,7 +371,8 @@ class NodeMemory:
                 return True
         if os.path.lexists(self.path):
             logger.warning(
-                "%s was removed under this job and made again by another; it is left as it is", self.path
+                "%s was removed under this job and made again by another; it is left as it is",
+                self.path,
             )
         return False
 
@@ -344,8 +380,8 @@ class NodeMemory:
         return any(self.path.glob(f"*{ARENA_SUFFIX}"))
 
     def remove(self, log_dir: Path | None = None) -> None:
-        """Remove the memory of a job that ended well. Its history is kept in the persist directory, or else
-        in ``log_dir``, if that is there."""
+        """Remove the memory of a job that ended well. Its history is kept in the persist directory,
+        or else in ``log_dir``, if that is there."""
         if self.job_dir is None:
             return
         try:
@@ -395,7 +431,11 @@ class DaemonKeeper:
         """Ask the daemon; None if it does not answer, which costs nothing else."""
         try:
             return request(
-                self._job_dir.path, self._job_dir.secret, operation, timeout_secs=timeout_secs, **fields
+                self._job_dir.path,
+                self._job_dir.secret,
+                operation,
+                timeout_secs=timeout_secs,
+                **fields,
             )
         except _UNREACHABLE as error:
             logger.debug("daemon, %s: %s", operation, error)
@@ -426,7 +466,8 @@ class DaemonKeeper:
         while not self._ending.is_set():
             began = time.monotonic()
             try:
-                # Its own session: Ctrl-C is for the launcher, which flushes before it ends the daemon.
+                # Its own session: Ctrl-C is for the launcher, which flushes before it ends the
+                # daemon.
                 command = [sys.executable, "-P", "-m", "reft.node.daemon", str(self._job_dir.path)]
                 self._process = subprocess.Popen(
                     [*command, "--launcher-pid", str(os.getpid())], start_new_session=True
@@ -445,7 +486,9 @@ class DaemonKeeper:
                 backoff.reset()
             delay = backoff.failed()
             logger.warning(
-                "the node daemon ended (%s); training goes on, the next one starts in %.1f s", code, delay
+                "the node daemon ended (%s); training goes on, the next one starts in %.1f s",
+                code,
+                delay,
             )
             self._ending.wait(delay)
 
@@ -483,9 +526,10 @@ class DaemonKeeper:
 
 # -- which protection is wanted and which is in force: two small files beside a node's arenas
 #
-# The newest *order*, written by `reft protect` (or a trainer that was asked), and what the trainers made of
-# it, written by the first trainer of the node. An order on any node reaches all ranks in their votes; the
-# record lies on every node, so that a restart finds the last switch on whichever nodes are left.
+# The newest *order*, written by `reft protect` (or a trainer that was asked), and what the trainers
+# made of it, written by the first trainer of the node. An order on any node reaches all ranks in
+# their votes; the record lies on every node, so that a restart finds the last switch on whichever
+# nodes are left.
 
 REQUEST_FILE = "protect-request.json"
 RECORD_FILE = "protection.json"
@@ -494,7 +538,8 @@ RECORD_FILE = "protection.json"
 @dataclass(frozen=True)
 class ProtectionRequest:
     """A request to switch to a scheme as in the block, ``arc:2+aec``. Of several the one with the
-    highest number counts: milliseconds since the epoch, and more than that of any order dealt with before."""
+    highest number counts: milliseconds since the epoch, and more than that of any order dealt with
+    before."""
 
     number: int
     scheme: str
@@ -509,8 +554,9 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Degradation:
-    """The redundancy and the versions per rank that are kept instead of what is wanted, while memory is
-    short, since the version of ``step``; ``cause``: which node has too little, and what would be needed."""
+    """The redundancy and the versions per rank that are kept instead of what is wanted, while
+    memory is short, since the version of ``step``; ``cause``: which node has too little, and what
+    would be needed."""
 
     scheme: str
     versions: int
@@ -523,13 +569,15 @@ class ProtectionRecord:
     """What the ranks agreed on, the same on every node."""
 
     scheme: str  # wanted, and in force unless ``degraded``
-    configured: str  # what the block said when that was decided. A block that says something else is newer.
+    # what the block said when that was decided. A block that says something else is newer.
+    configured: str
     number: int = 0  # newest order that was dealt with; 0: none
     step: int = 0  # since which version
     incarnation: int = 0  # of that version
     tolerance: int = 0  # node losses that every sharding group survives under what is in force
     refused: Refusal | None = None  # the newest order, if it could not be carried out
-    degraded: Degradation | None = None  # what is in force, if memory is too short for what is wanted
+    # what is in force, if memory is too short for what is wanted
+    degraded: Degradation | None = None
     ordered: bool = False  # the scheme came by order, not from the block
     # the job was started with partitions recomputed by their owners' peers; no order changes that
     aor: bool = False
@@ -552,9 +600,9 @@ class ProtectionRecord:
 
 
 def parse_order(text: str, *, aor: bool | None = None) -> Scheme:
-    """The scheme that an order names as the block does, also with ``+aor``. ``aor``: whether the job
-    recomputes partitions; None: not known. Raises ConfigError: there is no such scheme, it must not be used,
-    or it asks for recomputing in a job that was started without."""
+    """The scheme that an order names as the block does, also with ``+aor``. ``aor``: whether the
+    job recomputes partitions; None: not known. Raises ConfigError: there is no such scheme, it must
+    not be used, or it asks for recomputing in a job that was started without."""
     plain = text.removesuffix(AOR)
     scheme = Scheme.parse(plain)
     if plain != text and not scheme.certain_losses:
@@ -563,7 +611,8 @@ def parse_order(text: str, *, aor: bool | None = None) -> Scheme:
         )
     if plain != text and aor is False:
         raise ConfigError(
-            f"protection {text!r} cannot be ordered: recomputing is fixed at the start, and this job was "
+            f"protection {text!r} cannot be ordered: recomputing is fixed at the start, and this "
+            "job was "
             f"started without; order {plain!r}, or write {text!r} into the block for its next start"
         )
     if not scheme.designed:
@@ -575,8 +624,8 @@ def parse_order(text: str, *, aor: bool | None = None) -> Scheme:
 
 
 def write_order(job_dirs: Sequence[Path], scheme: str) -> ProtectionRequest:
-    """Order a switch, on every node given; one of them is enough. Raises ConfigError: there is no such
-    scheme, or the job, as far as these nodes know, cannot follow; OSError."""
+    """Order a switch, on every node given; one of them is enough. Raises ConfigError: there is no
+    such scheme, or the job, as far as these nodes know, cannot follow; OSError."""
     records = [r for d in job_dirs if (r := read_record(d))]
     parse_order(scheme, aor=any(r.aor for r in records) if records else None)
     known = [o.number for d in job_dirs if (o := read_order(d))]
@@ -610,9 +659,10 @@ def read_record(job_dir: Path) -> ProtectionRecord | None:
 def resume(
     records: Iterable[ProtectionRecord], configured: str, scheme: str | None = None
 ) -> ProtectionRecord:
-    """What a start of the job begins with: the last switch that any node's record tells of, unless the block
-    was edited since, which then is the newer request. Orders dealt with stay so in both cases; what memory
-    there is, is found out anew. ``scheme``: what ``configured``, the block's words, mean."""
+    """What a start of the job begins with: the last switch that any node's record tells of, unless
+    the block was edited since, which then is the newer request. Orders dealt with stay so in both
+    cases; what memory there is, is found out anew. ``scheme``: what ``configured``, the block's
+    words, mean."""
     newest = max(records, key=lambda r: (r.incarnation, r.number, r.step), default=None)
     if newest is not None and newest.ordered and newest.configured == configured:
         return replace(newest, degraded=None)

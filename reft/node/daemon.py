@@ -1,12 +1,13 @@
 """The node daemon: one process per node, started by ``reft launch`` before the trainers.
 
-It outlives trainers, watches their arenas, writes committed versions to storage in the background and says
-how the node is. Commits do not depend on it: killed, it costs a warning (P6), and the launcher starts the
-next. It ends when its launcher is gone and leaves the memory where it is: the launcher alone knows whether
-the job ended well.
+It outlives trainers, watches their arenas, writes committed versions to storage in the background
+and says how the node is. Commits do not depend on it: killed, it costs a warning (P6), and the
+launcher starts the next. It ends when its launcher is gone and leaves the memory where it is: the
+launcher alone knows whether the job ended well.
 
-Under MPI, where a job dies with its first process, it stays for the next step, writes the newest version to
-storage when a step has ended, and ends when none has come for long or the memory was removed.
+Under MPI, where a job dies with its first process, it stays for the next step, writes the newest
+version to storage when a step has ended, and ends when none has come for long or the memory was
+removed.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ _STATUS_SECS = 0.2  # between two looks at what stands still, and two versions o
 _IDLE_CONNECTION_SECS = 3600.0
 _LAUNCHER_STOPPED_SECS = 5.0
 _WRITE_PAUSE_SECS = 60.0  # between two signs of progress of what is being written to storage
-_SAME_START_SECS = 2.0  # Start times are computed from the boot time, which the clock's corrections move
+# Start times are computed from the boot time, which the clock's corrections move
+_SAME_START_SECS = 2.0
 
 
 class NodeStatus:
-    """What the daemon knows of its node, changed by its threads; kept up to date as ``status.json``.
-    ``facts``: what the daemon says of itself (pid, node, job id). ``persist``: state of the checkpoints on
-    storage."""
+    """What the daemon knows of its node, changed by its threads; kept up to date as
+    ``status.json``. ``facts``: what the daemon says of itself (pid, node, job id). ``persist``:
+    state of the checkpoints on storage."""
 
     def __init__(self, job_dir: Path, facts: Mapping[str, Any], persist: PersistStatus) -> None:
         self._path = job_dir / STATUS_FILE
@@ -85,7 +87,8 @@ class NodeStatus:
                 self.update(stale_since_step=None, stale_cause=None)
 
     def skip(self, step: int, cause: str) -> None:
-        """The version of ``step`` was not taken: stale from the first such step to the next commit."""
+        """The version of ``step`` was not taken: stale from the first such step to the next
+        commit."""
         with self._lock:
             self._skipped[cause] += 1
             since = self._known["stale_since_step"]
@@ -121,9 +124,9 @@ class NodeStatus:
 
 
 class Daemon:
-    """The daemon of one node. ``launcher_pid``: process whose end ends the daemon; 0: none. ``linger_secs``:
-    how long it stays while nobody holds the job's memory; 0: for ever. ``persist``: writes one version to
-    storage; see :mod:`reft.storage.persister`."""
+    """The daemon of one node. ``launcher_pid``: process whose end ends the daemon; 0: none.
+    ``linger_secs``: how long it stays while nobody holds the job's memory; 0: for ever.
+    ``persist``: writes one version to storage; see :mod:`reft.storage.persister`."""
 
     def __init__(
         self,
@@ -168,7 +171,8 @@ class Daemon:
         }
 
     def run(self) -> int:
-        """Serve until told to end, by a signal, a message, or the launcher's end; returns the exit code."""
+        """Serve until told to end, by a signal, a message, or the launcher's end; returns the exit
+        code."""
         self._listen()
         # In the place of a killed one, it knows what to persist before a trainer says so.
         with contextlib.suppress(OSError, ValueError):
@@ -180,11 +184,13 @@ class Daemon:
         while not self._ended.wait(_STATUS_SECS):
             # First: another launcher, and its daemon, may have the memory by now.
             if self._launcher_pid and os.getppid() != self._launcher_pid:
-                logger.warning("the launcher is gone; ending, the memory stays in %s", self._job_dir.path)
+                logger.warning(
+                    "the launcher is gone; ending, the memory stays in %s", self._job_dir.path
+                )
                 for pid, create_time in self._workers.items():
                     now = _create_time(pid)
-                    # Its children may live on in its group; the number of an ended one is not given away
-                    # while they do.
+                    # Its children may live on in its group; the number of an ended one is not given
+                    # away while they do.
                     if now == 0.0 or abs(now - create_time) < _SAME_START_SECS:
                         with contextlib.suppress(OSError):
                             os.killpg(pid, signal.SIGKILL)
@@ -211,8 +217,8 @@ class Daemon:
         return 0
 
     def _is_forsaken(self) -> bool:
-        """Whether no further step of the job is to be expected. Of one that has ended the newest version goes
-        to storage."""
+        """Whether no further step of the job is to be expected. Of one that has ended the newest
+        version goes to storage."""
         path = self._job_dir.path
         if not path.is_dir():
             logger.warning("%s was removed; ending", path)
@@ -226,7 +232,9 @@ class Daemon:
         if time.monotonic() - self._left_at <= self._linger_secs:
             return False
         logger.warning(
-            "no step of the job has come for %.0f s; ending, the memory stays in %s", self._linger_secs, path
+            "no step of the job has come for %.0f s; ending, the memory stays in %s",
+            self._linger_secs,
+            path,
         )
         return True
 
@@ -236,7 +244,9 @@ class Daemon:
             if written := self._flush({"wait_secs": config.persist.timeout_secs}):
                 logger.info("the step has ended; the newest version is in %s", written)
         except (OSError, ReftError) as error:
-            logger.warning("the step has ended, and its newest version is not on storage: %s", error)
+            logger.warning(
+                "the step has ended, and its newest version is not on storage: %s", error
+            )
 
     def _listen_again(self) -> None:
         """The job's directory may have been removed, and made again by a trainer."""
@@ -283,19 +293,24 @@ class Daemon:
                 continue
             if newest is not None:
                 self.status.committed(newest)
-                # What an earlier start of the job left is not this one's to persist: its other parts
-                # may be gone, and waiting for them would hold up the versions that follow.
+                # What an earlier start of the job left is not this one's to persist: its other
+                # parts may be gone, and waiting for them would hold up the versions that follow.
                 if newest.incarnation == self._incarnation:
                     self.persister.offer(newest)
 
     # -- what stands still -------------------------------------------------------------------------
 
     def rouse_launcher(self, elapsed_secs: float) -> None:
-        """A launcher that somebody has stopped cannot restart trainers, and loses its place in the job."""
+        """A launcher that somebody has stopped cannot restart trainers, and loses its place in the
+        job."""
         stopped = bool(self._launcher_pid) and process_state(self._launcher_pid) == STOPPED
-        if self._launcher_still.look(stopped, elapsed_secs) <= _LAUNCHER_STOPPED_SECS or not stopped:
+        if (
+            self._launcher_still.look(stopped, elapsed_secs) <= _LAUNCHER_STOPPED_SECS
+            or not stopped
+        ):
             return
-        # One that stops again, as a terminal has those in the background do, is left so for as long again.
+        # One that stops again, as a terminal has those in the background do, is left so for as long
+        # again.
         self._launcher_still = ChangeTimer()
         logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
         with contextlib.suppress(OSError):
@@ -305,15 +320,25 @@ class Daemon:
         """A file system that hangs raises no error."""
         persist, config = self.status.persist, self.persister.config
         secs = self._writes.look((persist.writing, self.persister.progress), elapsed_secs)
-        if persist.writing is None or config is None or not config.hang_factor or secs <= _WRITE_PAUSE_SECS:
+        if (
+            persist.writing is None
+            or config is None
+            or not config.hang_factor
+            or secs <= _WRITE_PAUSE_SECS
+        ):
             return
         error = (
-            f"nothing has been written for {_WRITE_PAUSE_SECS:g} s: the file system hangs, or another node "
+            f"nothing has been written for {_WRITE_PAUSE_SECS:g} s: the file system hangs, or "
+            "another node "
             f"does not write its part"
         )
         if persist.error != error:
             logger.warning("%s is not on storage, in %s: %s", persist.writing, persist.dir, error)
-            stale = persist.stale_since_step if persist.stale_since_step is not None else persist.writing.step
+            stale = (
+                persist.stale_since_step
+                if persist.stale_since_step is not None
+                else persist.writing.step
+            )
             persist.update(stale_since_step=stale, error=error)
 
     # -- messages ----------------------------------------------------------------------------------
@@ -327,12 +352,16 @@ class Daemon:
         name = message.get("op") if isinstance(message, dict) else None
         operation = self._operations.get(str(name))
         if operation is None:
-            return {"ok": False, "error": f"unknown operation {name!r}; known: {sorted(self._operations)}"}
+            return {
+                "ok": False,
+                "error": f"unknown operation {name!r}; known: {sorted(self._operations)}",
+            }
         try:
             theirs = int(message.get("incarnation", 0))
             if 0 < theirs < self._ordered:
                 raise FencedError(
-                    f"this node's trainers are of start {self._ordered} of the job; messages of start "
+                    f"this node's trainers are of start {self._ordered} of the job; messages of "
+                    "start "
                     f"{theirs} are refused, as it was replaced"
                 )
             return {"ok": True, "result": operation(message)}
@@ -409,7 +438,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("job_dir", type=Path, help="the job's memory on this node")
     parser.add_argument("--launcher-pid", type=int, default=0, help="end when this process is gone")
     parser.add_argument(
-        "--linger-secs", type=float, default=0.0, help="end after nobody has held the memory for this long"
+        "--linger-secs",
+        type=float,
+        default=0.0,
+        help="end after nobody has held the memory for this long",
     )
     options = parser.parse_args(list(argv))
     set_place(options.job_dir.name, "daemon")

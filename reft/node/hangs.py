@@ -1,10 +1,10 @@
 """Which trainers stand still, and whose fault it is. Pure: told of what was seen, and when.
 
-A trainer is quiet while its page does not change. The limit within a step is ``hang_factor`` times the
-longest of its last 64 steps. Elsewhere (before a step was measured, in an evaluation, a save, the script's
-own code between two steps) it is ``hang_timeout_secs``, or ``hang_factor`` times the longest that this took.
-Time is counted from look to look, so that a watcher that stood still itself, or a clock that jumps, accuses
-nobody.
+A trainer is quiet while its page does not change. The limit within a step is ``hang_factor`` times
+the longest of its last 64 steps. Elsewhere (before a step was measured, in an evaluation, a save,
+the script's own code between two steps) it is ``hang_timeout_secs``, or ``hang_factor`` times the
+longest that this took. Time is counted from look to look, so that a watcher that stood still
+itself, or a clock that jumps, accuses nobody.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LOADING = ("LoadMicroBatch",)  # the script's data: as slow as it may be at tim
 
 @dataclass(frozen=True)
 class TrainerActivity:
-    """A trainer at the last look, and for how long its page had not changed; ``node``: "" until its launcher
-    has told."""
+    """A trainer at the last look, and for how long its page had not changed; ``node``: "" until its
+    launcher has told."""
 
     seen: TrainerView
     quiet_secs: float
@@ -84,7 +84,9 @@ class ChangeTimer:
 
     def look(self, mark: Hashable, elapsed_secs: float) -> float:
         """The seconds. ``elapsed_secs``: since the last look."""
-        self.secs = self.secs + min(elapsed_secs, _MOST_BETWEEN_LOOKS_SECS) if mark == self._mark else 0.0
+        self.secs = (
+            self.secs + min(elapsed_secs, _MOST_BETWEEN_LOOKS_SECS) if mark == self._mark else 0.0
+        )
         self._mark = mark
         return self.secs
 
@@ -97,7 +99,8 @@ class HangConfig:
         seen = list(trainers)
         self._still = {s.local_rank: self._still.get(s.local_rank, ChangeTimer()) for s in seen}
         return [
-            TrainerActivity(s, self._still[s.local_rank].look((s.pid, s.nanos), elapsed_secs)) for s in seen
+            TrainerActivity(s, self._still[s.local_rank].look((s.pid, s.nanos), elapsed_secs))
+            for s in seen
         ]
 
     def clear(self) -> None:
@@ -114,8 +117,8 @@ class HangDiagnosis:
 
 
 def name_culprit(waiting: Sequence[TrainerActivity]) -> HangDiagnosis | None:
-    """Compare what each rank waits for; None: the job does not stand still, or waits for one that may still
-    take its time."""
+    """Compare what each rank waits for; None: the job does not stand still, or waits for one that
+    may still take its time."""
     if not any(w.suspected for w in waiting):
         return None
     outside = [w for w in waiting if not w.communicates]
@@ -125,7 +128,11 @@ def name_culprit(waiting: Sequence[TrainerActivity]) -> HangDiagnosis | None:
         ([w for w in waiting if w.suspected and w.seen.state in ("", "Z")], "gone"),
         # What the script does between two steps, on all ranks, may last while nobody waits for it.
         (
-            [w for w in outside if w.suspected and (waited_for or w.seen.phase is not Phase.BETWEEN)],
+            [
+                w
+                for w in outside
+                if w.suspected and (waited_for or w.seen.phase is not Phase.BETWEEN)
+            ],
             "in no communication",
         ),
     ):
@@ -144,7 +151,9 @@ def name_culprit(waiting: Sequence[TrainerActivity]) -> HangDiagnosis | None:
 
 def _accuse(found: Sequence[TrainerActivity], why: str) -> HangDiagnosis:
     ranks = tuple(sorted(w.seen.rank for w in found))
-    who = f"rank {ranks[0]} hangs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hang"
+    who = (
+        f"rank {ranks[0]} hangs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hang"
+    )
     return HangDiagnosis(ranks, f"{who}: {why} ({_all(found)})")
 
 

@@ -1,10 +1,10 @@
 """Whether memory is running out: of a host, a control group, a file system in memory, a device.
 
-What is in use is looked at again and again, and kept for the whole life of the trainers, ever more coarsely.
-A growth is named where, over some stretch up to now, eight parts of it rise one after the other, none by less
-than a quarter of what they rise on average, to more than was ever in use before: neither a jump nor what goes
-up and down does so. What levels off is followed as it bends, and nothing further ahead than six times that
-stretch.
+What is in use is looked at again and again, and kept for the whole life of the trainers, ever more
+coarsely. A growth is named where, over some stretch up to now, eight parts of it rise one after the
+other, none by less than a quarter of what they rise on average, to more than was ever in use
+before: neither a jump nor what goes up and down does so. What levels off is followed as it bends,
+and nothing further ahead than six times that stretch.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ _LEAST_SECS, _LEAST_STEPS = 10.0, 5
 _LEAST_SHARE = 0.01  # of the limit: what grows by less is not named
 _EVEN = 0.25
 _AHEAD, _MOST_AHEAD_SECS = 6.0, 86400.0
-_STAYS_SECS = 60.0  # It stays named for so long after it was last seen to grow, unless memory becomes free
+# It stays named for so long after it was last seen to grow, unless memory becomes free
+_STAYS_SECS = 60.0
 
 _used = attrgetter("used_bytes")
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Of one memory; ``name``: ``the host``, ``control group /job``, ``the device of rank 3``; what is used
-    of a device is in tensors, ``peak_bytes`` since the trainers were started."""
+    """Of one memory; ``name``: ``the host``, ``control group /job``, ``the device of rank 3``; what
+    is used of a device is in tensors, ``peak_bytes`` since the trainers were started."""
 
     name: str
     used_bytes: int
@@ -56,7 +57,8 @@ class MemoryUse:
 @dataclass(frozen=True)
 class MemoryForecast:
     name: str
-    who: str  # what grows most, and by which part of all growth; "" where nothing that is known grows
+    # what grows most, and by which part of all growth; "" where nothing that is known grows
+    who: str
     used_bytes: int
     limit_bytes: int
     bytes_per_sec: float
@@ -70,7 +72,8 @@ class MemoryForecast:
         unit, secs = next((name, secs or 1.0) for name, secs in units if self.in_secs >= 2 * secs)
         return (
             f"the memory of {self.name} is running out: {self.used_bytes / _GIB:.2f} of "
-            f"{self.limit_bytes / _GIB:.2f} GiB are in use, {self.bytes_per_sec / 2**20:.3g} MiB more each "
+            f"{self.limit_bytes / _GIB:.2f} GiB are in use, {self.bytes_per_sec / 2**20:.3g} MiB "
+            "more each "
             f"second since step {self.since_step}; it is full in about {self.in_secs / secs:.0f} "
             f"{unit}{near}. {self.who or 'No process of the job is known to grow'}"
         )
@@ -78,7 +81,8 @@ class MemoryForecast:
 
 @dataclass(frozen=True)
 class MemorySample:
-    """One look, by a clock that does not jump; ``parts``: bytes of whoever is known to use it, by name."""
+    """One look, by a clock that does not jump; ``parts``: bytes of whoever is known to use it, by
+    name."""
 
     secs: float
     step: int
@@ -123,7 +127,9 @@ class MemoryTrend:
             self._every *= 2
             self._looks = self._every * (len(self._all) - 1) + 1
 
-    def runs_out(self, name: str, limit_bytes: int, *, steps_per_sec: float | None) -> MemoryForecast | None:
+    def runs_out(
+        self, name: str, limit_bytes: int, *, steps_per_sec: float | None
+    ) -> MemoryForecast | None:
         """What to say; None: nothing. ``steps_per_sec``: of the job; None: not known."""
         if self._growth is None:
             return None
@@ -153,9 +159,9 @@ class MemoryTrend:
 def _growth(
     points: Sequence[MemorySample], earlier: Sequence[MemorySample], limit: int
 ) -> tuple[MemorySample, float] | None:
-    """Since when, and by how many bytes a second, memory grows at the end of ``points`` such that it is full
-    in a time that can be foreseen: the longest stretch up to the last point that shows it. ``earlier``: what
-    it is to exceed."""
+    """Since when, and by how many bytes a second, memory grows at the end of ``points`` such that
+    it is full in a time that can be foreseen: the longest stretch up to the last point that shows
+    it. ``earlier``: what it is to exceed."""
     size = len(points)
     while size >= _LEAST_POINTS:
         stretch = points[-size:]
@@ -180,8 +186,9 @@ def _growth(
 
 
 def _level_to_come(points: Sequence[MemorySample]) -> float:
-    """Bytes at which it levels off if it goes on to bend as it did from the first third over the second to
-    the last: a geometric series. What noise may have hidden of the bend counts as bent."""
+    """Bytes at which it levels off if it goes on to bend as it did from the first third over the
+    second to the last: a geometric series. What noise may have hidden of the bend counts as
+    bent."""
     thirds = list(_cut(points, 3))
     early, middle, late = (fmean(map(_used, third)) for third in thirds)
     began, half, ended = (fmean(p.secs for p in third) for third in thirds)
@@ -190,7 +197,9 @@ def _level_to_come(points: Sequence[MemorySample]) -> float:
         return float("inf")
     triples = zip(points, points[1:], points[2:], strict=False)
     # A straight line and noise of one deviation leave one and a half of its squares.
-    squares = fmean((b.used_bytes - (a.used_bytes + c.used_bytes) / 2) ** 2 for a, b, c in triples) / 1.5
+    squares = (
+        fmean((b.used_bytes - (a.used_bytes + c.used_bytes) / 2) ** 2 for a, b, c in triples) / 1.5
+    )
     per_third = (ended - began) / 2
     # Two standard deviations on either side.
     bend = now / was - 4 * sqrt(3 * squares / len(points)) / (was * per_third)
@@ -202,7 +211,7 @@ def _cut(points: Sequence[MemorySample], parts: int) -> Iterator[Sequence[Memory
         yield points[part * len(points) // parts : (part + 1) * len(points) // parts]
 
 
-# -- looking --------------------------------------------------------------------------------------------
+# -- looking ---------------------------------------------------------------------------------------
 
 
 class MemoryWatch:
@@ -213,11 +222,13 @@ class MemoryWatch:
         self._trends: dict[str, MemoryTrend] = {}
         self._last = float("-inf")
         self._pids: tuple[int, ...] = ()
-        self.uses: tuple[MemoryUse, ...] = ()  # what is in use, of every memory that limits the trainers
+        # what is in use, of every memory that limits the trainers
+        self.uses: tuple[MemoryUse, ...] = ()
         self.runs_out: tuple[MemoryForecast, ...] = ()  # what is running out, the soonest first
 
     def look(self, pages: list[TrainerView], steps_per_sec: float | None) -> None:
-        """Take another look. ``pages``: of the trainers; ``steps_per_sec``: of the job, None: not known."""
+        """Take another look. ``pages``: of the trainers; ``steps_per_sec``: of the job, None: not
+        known."""
         now = time.monotonic()
         if now - self._last < _LOOK_SECS:
             return
@@ -235,7 +246,8 @@ class MemoryWatch:
         uses, running_out = [], []
         proc = Path("/proc") / str(living[0].pid)
         found = [
-            MemoryUse(b.name, b.used_bytes, b.used_bytes, b.limit_bytes) for b in bounds(self._path, proc)
+            MemoryUse(b.name, b.used_bytes, b.used_bytes, b.limit_bytes)
+            for b in bounds(self._path, proc)
         ]
         for page in living:
             if (d := page.device) is not None:
@@ -253,11 +265,12 @@ class MemoryWatch:
         self.runs_out = tuple(sorted(running_out, key=lambda r: r.in_secs))
 
     def _parts(self, pages: Iterable[TrainerView]) -> Iterator[tuple[str, int]]:
-        """Who takes memory of the host: bytes by name. Pages of tmpfs are counted with the job's memory, not
-        with the processes that map them."""
+        """Who takes memory of the host: bytes by name. Pages of tmpfs are counted with the job's
+        memory, not with the processes that map them."""
         for page in pages:
             yield f"rank {page.rank} (pid {page.pid})", private_bytes(page.pid)
-            children = Path(f"/proc/{page.pid}/task/{page.pid}/children")  # such as a loader's workers
+            # such as a loader's workers
+            children = Path(f"/proc/{page.pid}/task/{page.pid}/children")
             pids: list[int] = []
             with suppress(OSError, ValueError):
                 pids = [int(child) for child in children.read_text().split()]

@@ -1,14 +1,14 @@
 """What a node's files tell of it, and how every node of a job comes to know of it.
 
-Nobody is asked, so that nobody can fail to answer: trainers, daemon and launcher write their pages, the heads
-of the arenas and notes as they go.
+Nobody is asked, so that nobody can fail to answer: trainers, daemon and launcher write their pages,
+the heads of the arenas and notes as they go.
 
-Each launcher tells the others of its node: it writes a report into the rendezvous store and reads the board,
-on which the first of those that are there, the keeper, puts all reports together. A node whose report does
-not change is OFFLINE. A copy lies in the job's memory on every node, where ``reft status`` and the daemon's
-metrics read it. It all happens in a thread of the launcher, over a connection of its own: no trainer and no
-rendezvous waits for it, and nothing depends on it (P6). Its traffic is bounded: a period is longer where
-there are more nodes.
+Each launcher tells the others of its node: it writes a report into the rendezvous store and reads
+the board, on which the first of those that are there, the keeper, puts all reports together. A node
+whose report does not change is OFFLINE. A copy lies in the job's memory on every node, where ``reft
+status`` and the daemon's metrics read it. It all happens in a thread of the launcher, over a
+connection of its own: no trainer and no rendezvous waits for it, and nothing depends on it (P6).
+Its traffic is bounded: a period is longer where there are more nodes.
 """
 
 from __future__ import annotations
@@ -62,14 +62,16 @@ _SPEED_STEPS = 64
 _MOST_STEPS = 32  # of a rank, in a report
 _MOST_MEMORIES, _MOST_RUNNING_OUT = 24, 3
 _STALE_STEPS = 10
-"""A busy machine skips a version now and then; a node that has taken none for so many steps is not well."""
+"""A busy machine skips a version now and then; a node that has taken none for so many steps is not
+well."""
 _PER_SEC = 10**9
 _MOST_SECS = 60.0
 """Between two looks at the accounts: what is longer was spent asleep, and nobody knows on what."""
 
 
 class _ArenaView(NamedTuple):
-    """An arena at the last look: which file, what the two copies of its header began with, and it."""
+    """An arena at the last look: which file, what the two copies of its header began with, and
+    it."""
 
     mark: tuple[object, ...]
     offsets: tuple[int, int]
@@ -77,9 +79,10 @@ class _ArenaView(NamedTuple):
 
 
 class CommitWatch:
-    """Which versions are in a node's arenas, asked again after every commit; by several threads, if need be.
-    An arena is read anew only if its header changed: block table and MAC may be hundreds of kilobytes.
-    Nothing stays mapped between two looks, so that memory that is given up is free at once (P9)."""
+    """Which versions are in a node's arenas, asked again after every commit; by several threads, if
+    need be. An arena is read anew only if its header changed: block table and MAC may be hundreds
+    of kilobytes. Nothing stays mapped between two looks, so that memory that is given up is free at
+    once (P9)."""
 
     def __init__(self, job_dir: JobDir) -> None:
         self._job_dir = job_dir
@@ -112,7 +115,12 @@ class CommitWatch:
 def _mark(fd: int, offsets: tuple[int, int]) -> tuple[object, ...]:
     """The file, and what every record of a header begins with: sequence number, hash and MAC."""
     info = os.fstat(fd)
-    return info.st_dev, info.st_ino, info.st_size, *(os.pread(fd, PREFIX_BYTES, at) for at in offsets)
+    return (
+        info.st_dev,
+        info.st_ino,
+        info.st_size,
+        *(os.pread(fd, PREFIX_BYTES, at) for at in offsets),
+    )
 
 
 class StepRate:
@@ -138,9 +146,9 @@ class StepRate:
 
 
 class GoodputCounters:
-    """Keeps the :class:`GoodputTimes`. Each launcher does, and has them in its node's report, whose copy in
-    the memory of the job outlives it: ``known`` are those of a launcher before this one. Used by one
-    thread."""
+    """Keeps the :class:`GoodputTimes`. Each launcher does, and has them in its node's report, whose
+    copy in the memory of the job outlives it: ``known`` are those of a launcher before this one.
+    Used by one thread."""
 
     def __init__(self, path: Path, known: GoodputTimes | None = None) -> None:
         self._path = path
@@ -170,7 +178,8 @@ class GoodputCounters:
             counts.waited(elapsed)
         else:
             per_sample = max(max(0, p.flops_per_token) * p.tokens_per_sample for p in pages)
-            # Of each version that was taken since the last look the median that training waited for it.
+            # Of each version that was taken since the last look the median that training waited for
+            # it.
             status = read_json(self._path / STATUS_FILE) or {}
             stats = ((status.get("trainers") or {}).get("0") or {}).get("stats") or {}
             before, self._stalls = self._stalls, int(stats.get("taken") or 0)
@@ -201,8 +210,8 @@ class NodeObserver:
         self._snapped = self._completed = (0, 0)
 
     def look(self, mine: NodeReport) -> NodeReport:
-        """What can be told of the node now. ``mine``: what its launcher says of itself: what it does, the
-        round of its trainers and since when they run, why they ended by themselves."""
+        """What can be told of the node now. ``mine``: what its launcher says of itself: what it
+        does, the round of its trainers and since when they run, why they ended by themselves."""
         pages = read_pages(self._path)
         heads: list[ArenaHeader] = []
         with suppress(OSError, ReftError):
@@ -222,7 +231,9 @@ class NodeObserver:
         if not why and stale is not None and step is not None and step - stale >= _STALE_STEPS:
             why = _stale(status)
         since = mine.times.get(HealthSignal.HEALTHY, 0.0)
-        self._times[HealthSignal.HEALTHY] = since or self._times.get(HealthSignal.HEALTHY) or time.time()
+        self._times[HealthSignal.HEALTHY] = (
+            since or self._times.get(HealthSignal.HEALTHY) or time.time()
+        )
         self._signal = self._signal_now(since, bool(pages), why)
         found: dict[str, Any] = {
             "signal": self._signal,
@@ -238,12 +249,15 @@ class NodeObserver:
             "warnings": tuple(self._warnings(mine, status, record)),
             "memory": memory.uses[:_MOST_MEMORIES] if memory else (),
             "runs_out": memory.runs_out[:_MOST_RUNNING_OUT] if memory else (),
-            "ranks": tuple(replace(t, steps=t.steps[-_MOST_STEPS:]) for t in read_times(self._path)),
+            "ranks": tuple(
+                replace(t, steps=t.steps[-_MOST_STEPS:]) for t in read_times(self._path)
+            ),
         }
         return NodeReport(**{**dict(mine), **found})
 
     def _note_versions(self, heads: list[ArenaHeader]) -> None:
-        """When the newest version was begun, and when the newest one of all ranks here was whole."""
+        """When the newest version was begun, and when the newest one of all ranks here was
+        whole."""
         began, whole = max(map(_key, heads), default=(0, 0)), _completed(heads)
         if began > self._snapped:
             if self._signal is not None:  # else it may have been begun, and torn, long ago
@@ -254,7 +268,9 @@ class NodeObserver:
             sealed = max(h.sealed_unix_secs for h in heads if _key(h) == whole)
             self._times[HealthSignal.COMPLETED] = sealed
             if began == whole:  # begun and ended between two looks
-                self._times[HealthSignal.SNAP] = min(self._times.get(HealthSignal.SNAP, sealed), sealed)
+                self._times[HealthSignal.SNAP] = min(
+                    self._times.get(HealthSignal.SNAP, sealed), sealed
+                )
 
     def _signal_now(self, since: float, has_trainers: bool, why: str) -> HealthSignal:
         if why:
@@ -331,29 +347,35 @@ def _worth(header: ArenaHeader) -> tuple[bool, VersionId]:
 
 def _recovery(row: RoundReport) -> RoundReport:
     """Not the names of all nodes, from each of them; and no text or list that has no bound (P9)."""
-    failures, lost = ([cut(said) for said in texts[:MOST_WARNINGS]] for texts in (row.failures, row.lost))
+    failures, lost = (
+        [cut(said) for said in texts[:MOST_WARNINGS]] for texts in (row.failures, row.lost)
+    )
     source = cut(row.resumed_from)
-    return replace(row, nodes=[], joined=[], left=[], failures=failures, lost=lost, resumed_from=source)
+    return replace(
+        row, nodes=[], joined=[], left=[], failures=failures, lost=lost, resumed_from=source
+    )
 
 
 def _stale(status: dict[str, Any]) -> str:
     return f"no version since step {status['stale_since_step']}: {status.get('stale_cause')}"
 
 
-# -- every node of the job -------------------------------------------------------------------------------
+# -- every node of the job -------------------------------------------------------------------------
 
 _PERIOD_SECS = 1.0
 _NODES_PER_SEC = 64
 _OFFLINE_PERIODS = 6
 _SHOWN_SECS = 600.0
-"""A node that is gone, and has been replaced, is shown for so long; and no more of them than so many:"""
+"""A node that is gone, and has been replaced, is shown for so long; and no more of them than so
+many:"""
 _MOST_GONE = 16
 _END_SECS = 3.0
 _CANNOT = (StoreError, ReftError, OSError, RuntimeError, ValueError)
 
 
 class JobStatus:
-    """One launcher's part; ``connect`` makes a connection to the job's store that nobody else uses."""
+    """One launcher's part; ``connect`` makes a connection to the job's store that nobody else
+    uses."""
 
     def __init__(
         self,
@@ -376,7 +398,8 @@ class JobStatus:
         self._ending = threading.Event()
         self._left = ""
         self._closed = False
-        self._number = time.time_ns()  # more than that of a launcher before it that had the same node
+        # more than that of a launcher before it that had the same node
+        self._number = time.time_ns()
         self.board = ReportBoard(job_id=job_id)  # as this launcher last saw it
         self._looked_at = time.monotonic()
         self._lost_since: float | None = None
@@ -394,14 +417,14 @@ class JobStatus:
         nodes: Callable[[], Sequence[str]],
         waiting: Callable[[], Sequence[TrainerActivity]],
     ) -> None:
-        """Begin; does not wait for the store. ``nodes``: that are there, in the same order on all; the first
-        keeps the board. ``waiting``: at what the trainers here are."""
+        """Begin; does not wait for the store. ``nodes``: that are there, in the same order on all;
+        the first keeps the board. ``waiting``: at what the trainers here are."""
         self._is_spare, self._nodes, self._waiting = is_spare, nodes, waiting
         self._thread.start()
 
     def tell(self, words: str, *, round: int | None = None, failed: str = "") -> None:
-        """The launcher does something else now, in ``words``. ``round``: of the trainers that it has started,
-        if it has; ``failed``: why its trainers have ended by themselves."""
+        """The launcher does something else now, in ``words``. ``round``: of the trainers that it
+        has started, if it has; ``failed``: why its trainers have ended by themselves."""
         said: dict[str, Any] = {"doing": words, "why": failed}
         if words != self._mine.doing:
             said["doing_since_unix_secs"] = time.time()
@@ -411,7 +434,8 @@ class JobStatus:
         self._wake.set()
 
     def warn(self, *warnings: str) -> None:
-        """What the status says of this node from now on, in place of what it said; none: nothing."""
+        """What the status says of this node from now on, in place of what it said; none:
+        nothing."""
         if warnings != self._mine.warnings:
             self._mine = self._mine.model_copy(update={"warnings": warnings})
             self._wake.set()
@@ -431,7 +455,8 @@ class JobStatus:
         return read_scheme(self.board.nodes)
 
     def tolerance_left(self, incarnation: int) -> int | None:
-        """As :func:`reft.node.report.tolerance_now`; None until every rank has a version of this start."""
+        """As :func:`reft.node.report.tolerance_now`; None until every rank has a version of this
+        start."""
         nodes = self.board.nodes
         _, holders = place(nodes)
         starts = [max(shard.label[0] for shard in node.shards) for node in holders.values()]
@@ -581,7 +606,8 @@ def _report(store: RendezvousStore, node: str) -> NodeReport | None:
 
 
 def sort_out(nodes: Sequence[NodeReport], now: float) -> tuple[list[NodeReport], set[str]]:
-    """Those that are shown, and those that are forgotten: gone, and nobody needs what they held. Pure."""
+    """Those that are shown, and those that are forgotten: gone, and nobody needs what they held.
+    Pure."""
     needed = {node.node for node in place(nodes)[1].values()}
     gone = [n for n in nodes if n.seen is HealthSignal.OFFLINE and n.node not in needed]
     newest = sorted(gone, key=lambda n: n.offline_unix_secs or 0.0)[-_MOST_GONE:]

@@ -1,8 +1,10 @@
-"""What a trainer does, on a page of shared memory: its node's daemon and launcher read it without its help.
+"""What a trainer does, on a page of shared memory: its node's daemon and launcher read it without
+its help.
 
-The page lies in the job's memory, one per trainer. A trainer writes numbers of eight bytes each, which are
-never seen half written: a few memory accesses per instruction, no system call. At its end is a ring of what
-the last steps consisted of: computing, waiting, the quickest transfer. Readers copy the page.
+The page lies in the job's memory, one per trainer. A trainer writes numbers of eight bytes each,
+which are never seen half written: a few memory accesses per instruction, no system call. At its end
+is a ring of what the last steps consisted of: computing, waiting, the quickest transfer. Readers
+copy the page.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ class StepPhase(IntEnum):
     COLLECTIVE = 3
     """Reduces, or may."""
     OPTIMIZER = 4
-    """The optimizer's step, in which it may ask for the norm of all gradients, and gather weights."""
+    """The optimizer's step, in which it may ask for the norm of all gradients, and gather
+    weights."""
     OTHER = 5
     """The data's loader, the script's own, reft's."""
 
@@ -151,7 +154,8 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The last steps of one rank, by number; ``at``: its pipeline stage, replica and tensor slice."""
+    """The last steps of one rank, by number; ``at``: its pipeline stage, replica and tensor
+    slice."""
 
     rank: int
     pid: int
@@ -184,15 +188,16 @@ class _Page(Structure):
 class StepClock:
     """Adds up the parts of the step that runs. Used by the training thread.
 
-    A call that sends or receives returns when both sides were there and the bytes have passed. Which part of
-    it was waiting one rank cannot tell; its neighbour can: for each message one of the two came last and
-    waited for nothing, so that the smaller of both times is the transfer. Hence the quickest of a step is
-    noted, by link.
+    A call that sends or receives returns when both sides were there and the bytes have passed.
+    Which part of it was waiting one rank cannot tell; its neighbour can: for each message one of
+    the two came last and waited for nothing, so that the smaller of both times is the transfer.
+    Hence the quickest of a step is noted, by link.
     """
 
     def __init__(self, ring: Array[_Record]) -> None:
         self._ring = ring
-        self.at = 0  # since when the present part lasts, in nanoseconds; what is none of the step is added
+        # since when the present part lasts, in nanoseconds; what is none of the step is added
+        self.at = 0
         self._part = StepPhase.OTHER
         self._spent = [0] * len(StepPhase)
         self._least = [_NEVER, _NEVER]
@@ -206,14 +211,17 @@ class StepClock:
         if self._delays is None:
             self._delays, flags = 0, os.O_RDONLY | os.O_CLOEXEC
             with suppress(OSError):
-                self._delays = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", flags)
+                self._delays = os.open(
+                    f"/proc/self/task/{threading.get_native_id()}/schedstat", flags
+                )
         self.at, self._part = now, StepPhase.OTHER
         self._spent = [0] * len(StepPhase)
         self._least = [_NEVER, _NEVER]
         self._transfers = self._delayed = 0
 
     def enter(self, part: StepPhase) -> int:
-        """Another part begins, or another instruction of the same. Returns the time, in nanoseconds."""
+        """Another part begins, or another instruction of the same. Returns the time, in
+        nanoseconds."""
         before = self._part
         if before == StepPhase.COMPUTE and part != before:
             # Before the time is taken: no delay is counted that lies outside of what was timed.
@@ -238,15 +246,22 @@ class StepClock:
         self._count += 1
         record.step = step
         record.whole = whole
-        record.compute, record.busy = max(0, spent[StepPhase.COMPUTE] - self._delayed), self._delayed
+        record.compute, record.busy = (
+            max(0, spent[StepPhase.COMPUTE] - self._delayed),
+            self._delayed,
+        )
         record.linked = spent[StepPhase.PREVIOUS] + spent[StepPhase.NEXT]
-        record.collective, record.optimizer = spent[StepPhase.COLLECTIVE], spent[StepPhase.OPTIMIZER]
+        record.collective, record.optimizer = (
+            spent[StepPhase.COLLECTIVE],
+            spent[StepPhase.OPTIMIZER],
+        )
         record.previous, record.next = self._least
         record.transfers = self._transfers
         record.end = step
 
     def _delay(self) -> int:
-        """Nanoseconds that this thread has waited for a core in its life; 0 where the kernel does not say."""
+        """Nanoseconds that this thread has waited for a core in its life; 0 where the kernel does
+        not say."""
         if not self._delays:
             return 0
         try:
@@ -263,10 +278,16 @@ class StepClock:
 
 
 class ProgressPage:
-    """A trainer's page, for writing. Where it cannot be made, which is said, it is not watched (P6)."""
+    """A trainer's page, for writing. Where it cannot be made, which is said, it is not watched
+    (P6)."""
 
     def __init__(
-        self, job_dir: Path, local_rank: int, rank: int, hang_factor: float, hang_timeout_secs: float
+        self,
+        job_dir: Path,
+        local_rank: int,
+        rank: int,
+        hang_factor: float,
+        hang_timeout_secs: float,
     ) -> None:
         self._path = job_dir / f"{local_rank}{PROGRESS_SUFFIX}"
         self._page = page = _Page.from_buffer(_make(self._path))
@@ -321,7 +342,8 @@ class ProgressPage:
             self._began -= self._parts_nanos
 
     def end_step(self, step: int) -> None:
-        """The step, or one of its micro-batches, has returned. ``step``: the last one that was made."""
+        """The step, or one of its micro-batches, has returned. ``step``: the last one that was
+        made."""
         page = self._page
         if page.phase in (Phase.STEP, Phase.FIRST_STEP):
             if step == page.step:
@@ -397,11 +419,13 @@ def _make(path: Path) -> mmap.mmap:
         finally:
             os.close(fd)
     except OSError as error:
-        logger.warning("%s cannot be made (%s): this trainer trains without hang detection", path, error)
+        logger.warning(
+            "%s cannot be made (%s): this trainer trains without hang detection", path, error
+        )
         return mmap.mmap(-1, sizeof(_Page))
 
 
-# -- who reads -----------------------------------------------------------------------------------------
+# -- who reads -------------------------------------------------------------------------------------
 
 
 def read_pages(job_dir: Path) -> list[TrainerView]:
@@ -462,8 +486,8 @@ def _records(page: _Page) -> Iterator[StepTimes]:
 
 
 def process_state(pid: int) -> str:
-    """A letter as in ``/proc/PID/stat``: R runs, S sleeps, D waits in the kernel, T is stopped, t is traced,
-    Z has ended; "" if there is no such process."""
+    """A letter as in ``/proc/PID/stat``: R runs, S sleeps, D waits in the kernel, T is stopped, t
+    is traced, Z has ended; "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,12 +1,14 @@
-"""What each node of a job tells all others of itself, and what that makes of the job; and its restarts.
+"""What each node of a job tells all others of itself, and what that makes of the job; and its
+restarts.
 
-The signals are those of the paper (REFERENCE 1.9): HEALTHY at the start, SNAP when a version is begun,
-COMPLETED when all shards of the node are whole, UNHEALTHY for software that fails, OFFLINE for a node of
-which nothing is heard. A node says the first four of itself; OFFLINE is what the others say of it.
+The signals are those of the paper (REFERENCE 1.9): HEALTHY at the start, SNAP when a version is
+begun, COMPLETED when all shards of the node are whole, UNHEALTHY for software that fails, OFFLINE
+for a node of which nothing is heard. A node says the first four of itself; OFFLINE is what the
+others say of it.
 
-The restarts, as one node saw them, are lines of JSON in the job's memory, which outlasts them. The launcher
-notes when a round of trainers starts and why the one before ended, the first trainer of the node what it
-resumed from and when it had made a step.
+The restarts, as one node saw them, are lines of JSON in the job's memory, which outlasts them. The
+launcher notes when a round of trainers starts and why the one before ended, the first trainer of
+the node what it resumed from and when it had made a step.
 """
 
 from __future__ import annotations
@@ -54,11 +56,14 @@ _MOST_BYTES = 64 * 2**20  # of a report or board, once it is unpacked: 65,536 no
 PARTS = {
     "ending": "until the launcher, which had seen a trainer fail, had ended the others",
     "gathering": "until all nodes were there",
-    "starting": "until the script began: the trainer is forked, or started and imports what reft needs",
-    "script": "what the script does until it has an engine: imports, the model; without process groups",
+    "starting": "until the script began: the trainer is forked, or started and imports what reft "
+    "needs",
+    "script": "what the script does until it has an engine: imports, the model; without process "
+    "groups",
     "groups": "init_distributed: the process groups",
     "engine": "deepspeed.initialize, without process groups",
-    "joining": "until memory is looked at: reft's own start, and what the script does before it loads",
+    "joining": "until memory is looked at: reft's own start, and what the script does before it "
+    "loads",
     "agreeing": "until all ranks agree on what is restored",
     "transfer": "until the state is restored, and protected again",
     "first_step": "until the first step was made",
@@ -73,15 +78,17 @@ class RoundReport:
     nodes: list[str] = field(default_factory=list)
     # why trainers of the round before ended: node, rank, and signal, exit code or error
     failures: list[str] = field(default_factory=list)
-    # lost, joined, left: nodes that vanished since the round before, are new, or have left as they were told
+    # lost, joined, left: nodes that vanished since the round before, are new, or have left as they
+    # were told
     lost: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     newest_step: int = -1  # newest committed step that a node knew of; -1: none
-    resumed_from: str | None = None  # ``memory, ...`` or ``disk, ...``; None: from the beginning, or not yet
+    # ``memory, ...`` or ``disk, ...``; None: from the beginning, or not yet
+    resumed_from: str | None = None
     resumed_step: int | None = None  # step that it went on from
-    # parts of the interruption, one after the other, by the wall clock of this node; see `PARTS`. What nobody
-    # has seen is missing.
+    # parts of the interruption, one after the other, by the wall clock of this node; see `PARTS`.
+    # What nobody has seen is missing.
     secs: dict[str, float] = field(default_factory=dict)
     # when the launcher saw that a trainer of the round before had failed; None: none had
     failed_unix_secs: float | None = None
@@ -89,7 +96,8 @@ class RoundReport:
 
 
 class HealthSignal(StrEnum):
-    HEALTHY = "HEALTHY"  # Its trainers run, or wait for other nodes; it has no version of this start yet
+    # Its trainers run, or wait for other nodes; it has no version of this start yet
+    HEALTHY = "HEALTHY"
     SNAP = "SNAP"  # a version is being copied
     COMPLETED = "COMPLETED"  # All its shards of the newest version are whole
     UNHEALTHY = "UNHEALTHY"  # a trainer has failed or stands still, or versions are not taken
@@ -125,18 +133,20 @@ _Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda texts: tuple(texts)
 
 @dataclass
 class GoodputTimes:
-    """How much of a job's time was training that counts, since it began and over all its restarts, and what
-    the rest was lost to: the effective training time ratio is 1 - lost / elapsed. Steps are counted once,
-    however often they were made."""
+    """How much of a job's time was training that counts, since it began and over all its restarts,
+    and what the rest was lost to: the effective training time ratio is 1 - lost / elapsed. Steps
+    are counted once, however often they were made."""
 
     began_unix_secs: float
     elapsed_secs: float = 0.0  # that it was looked at
-    first_step: int | None = None  # first_step, newest_step: that it began with, and that it has reached
+    # first_step, newest_step: that it began with, and that it has reached
+    first_step: int | None = None
     newest_step: int | None = None
     last_step: int | None = None  # made last; below ``newest_step`` while steps are made again
     repeated_steps: int = 0  # made again after a rollback; ``repeated_secs``: their time
     repeated_secs: float = 0.0
-    samples: int = 0  # of a step that was made twice once; ``flops``: of the model for these, as far as known
+    # of a step that was made twice once; ``flops``: of the model for these, as far as known
+    samples: int = 0
     flops: float = 0.0
     starting_secs: float = 0.0  # until its first step
     recovering_secs: float = 0.0  # in which no step was made later: trainers were gone, or loaded
@@ -227,14 +237,16 @@ class NodeReport(_Message):
     doing: _Text = ""
     doing_since_unix_secs: float | None = None
     why: _Text = ""
-    step: int | None = None  # last one that its trainers have made; ``steps_per_sec``: over the last steps
+    # last one that its trainers have made; ``steps_per_sec``: over the last steps
+    step: int | None = None
     steps_per_sec: float | None = None
     shards: tuple[Shard, ...] = ()  # newest whole version of each rank with memory on this node
     trainers: int = 0  # that run
     # node losses that the job's protection survives where all nodes are there; None: not known
     tolerance: int | None = None
     restarts: int = 0  # after failures
-    recovery: RoundReport | None = None  # the last of them, without the names of those that were there
+    # the last of them, without the names of those that were there
+    recovery: RoundReport | None = None
     warnings: _Texts = ()
     # that limits its trainers; ``runs_out``: what of it will be full, the soonest first
     memory: tuple[MemoryUse, ...] = ()
@@ -243,8 +255,8 @@ class NodeReport(_Message):
     # the last steps of its trainers; for who keeps the board, on which they are not
     ranks: tuple[RankSteps, ...] = ()
     left: bool = False  # it has ended, and says so
-    # What the keeper of the board adds: how long the number has not changed, by its clock, and since when
-    # nothing is heard of the node; None: it is heard of
+    # What the keeper of the board adds: how long the number has not changed, by its clock, and
+    # since when nothing is heard of the node; None: it is heard of
     silent_secs: float = 0.0
     quiet: bool = False  # silent for longer than usual, and not OFFLINE yet
     offline_unix_secs: float | None = None
@@ -299,8 +311,9 @@ def heard(
     offline_after_secs: float,
     now: float,
 ) -> NodeReport:
-    """A node's report after another look at it. ``elapsed_secs``: since the last look, as far as the keeper
-    itself did not stand still; who is not heard for longer than ``offline_after_secs`` is OFFLINE."""
+    """A node's report after another look at it. ``elapsed_secs``: since the last look, as far as
+    the keeper itself did not stand still; who is not heard for longer than ``offline_after_secs``
+    is OFFLINE."""
     same = before is not None and report.number == before.number
     silent = before.silent_secs + elapsed_secs if before is not None and same else 0.0
     offline = None
@@ -308,13 +321,16 @@ def heard(
         known = before.offline_unix_secs if before is not None and same else None
         offline = now - silent if known is None else known
     quiet = offline is None and silent > _QUIET_SHARE * offline_after_secs
-    return report.model_copy(update={"silent_secs": silent, "quiet": quiet, "offline_unix_secs": offline})
+    return report.model_copy(
+        update={"silent_secs": silent, "quiet": quiet, "offline_unix_secs": offline}
+    )
 
 
 def note_keeper(
     before: ReportBoard, board: ReportBoard, *, elapsed_secs: float, offline_after_secs: float
 ) -> ReportBoard:
-    """The board as nodes other than its keeper see it: a keeper that writes nothing new is silent itself."""
+    """The board as nodes other than its keeper see it: a keeper that writes nothing new is silent
+    itself."""
     known = before.node(board.keeper)
     keeper = board.node(board.keeper)
     if known is None or keeper is None or before.keeper != board.keeper:
@@ -325,7 +341,7 @@ def note_keeper(
     return board.model_copy(update={"nodes": tuple(nodes)})
 
 
-# -- the placement ---------------------------------------------------------------------------------------
+# -- the placement ---------------------------------------------------------------------------------
 
 
 def place(nodes: Iterable[NodeReport]) -> tuple[Degrees | None, dict[Coordinate, NodeReport]]:
@@ -350,9 +366,9 @@ def read_scheme(nodes: Iterable[NodeReport]) -> str:
 
 
 def tolerance_now(nodes: Sequence[NodeReport], *, without_quiet: bool = False) -> int | None:
-    """Further node losses that every sharding group survives, from the real placement without the nodes that
-    are gone, or also without those that are quiet (P4). -1: what is gone is more than that; None: no version,
-    or its protection is not known."""
+    """Further node losses that every sharding group survives, from the real placement without the
+    nodes that are gone, or also without those that are quiet (P4). -1: what is gone is more than
+    that; None: no version, or its protection is not known."""
     degrees, holders = place(nodes)
     scheme = read_scheme(nodes)
     if degrees is None or not scheme:
@@ -377,13 +393,13 @@ def tolerance_now(nodes: Sequence[NodeReport], *, without_quiet: bool = False) -
 
 @lru_cache(maxsize=1024)
 def losses_left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> int:
-    """Further node losses that a sharding group survives, whose members at ``lost`` are gone; below 0: it
-    is lost. Raises ReftError: there is no such scheme."""
+    """Further node losses that a sharding group survives, whose members at ``lost`` are gone; below
+    0: it is lost. Raises ReftError: there is no such scheme."""
     parsed = Scheme.parse(scheme)
     return tolerance_left(nodes, place_group(nodes, parsed.copies, parsed.parities), lost)
 
 
-# -- the whole job -------------------------------------------------------------------------------------
+# -- the whole job ---------------------------------------------------------------------------------
 
 
 def summary(board: ReportBoard, now: float) -> dict[str, Any]:
@@ -398,9 +414,19 @@ def summary(board: ReportBoard, now: float) -> dict[str, Any]:
     last = max(recoveries, key=lambda r: (r.round, r.unix_secs), default=None)
     needed = {node.node for node in place(nodes)[1].values()}
     left = tolerance_now(nodes, without_quiet=True)
-    runs_out = [{"node": n.node, **asdict(r), "said": f"{n.node}: {r}"} for n in present for r in n.runs_out]
-    warnings = [*_warnings(nodes, needed, left), *map(str, board.slow), *(r["said"] for r in runs_out)]
-    told: dict[str, Any] = {"newest_commit": None, "commit_age_secs": None, "commit_lag_steps": None}
+    runs_out = [
+        {"node": n.node, **asdict(r), "said": f"{n.node}: {r}"} for n in present for r in n.runs_out
+    ]
+    warnings = [
+        *_warnings(nodes, needed, left),
+        *map(str, board.slow),
+        *(r["said"] for r in runs_out),
+    ]
+    told: dict[str, Any] = {
+        "newest_commit": None,
+        "commit_age_secs": None,
+        "commit_lag_steps": None,
+    }
     if newest is not None:
         incarnation, committed_step = newest.label
         told = {
@@ -435,8 +461,9 @@ def summary(board: ReportBoard, now: float) -> dict[str, Any]:
 
 
 def _since_start(nodes: Sequence[NodeReport]) -> dict[str, Any] | None:
-    """What the node that has counted for longest has counted; operations of the model per second of the job,
-    losses included, and of a trainer, where some node knows its parameters and saw its tokens."""
+    """What the node that has counted for longest has counted; operations of the model per second of
+    the job, losses included, and of a trainer, where some node knows its parameters and saw its
+    tokens."""
     told = [n.counts for n in nodes if n.counts is not None]
     counts = max(told, key=lambda c: c.elapsed_secs, default=None)
     if counts is None:
@@ -445,7 +472,9 @@ def _since_start(nodes: Sequence[NodeReport]) -> dict[str, Any] | None:
     trainers = sum(n.trainers for n in nodes if not n.spare)
     tflops = per_sample * (counts.samples_per_sec or 0.0) / 1e12
     known = tflops > 0 and trainers > 0
-    derived = {key: getattr(counts, key) for key in ("effective_ratio", "samples_per_sec", "lost_secs")}
+    derived = {
+        key: getattr(counts, key) for key in ("effective_ratio", "samples_per_sec", "lost_secs")
+    }
     speeds = {"tflops": tflops, "tflops_per_trainer": tflops / max(1, trainers)}
     return asdict(counts) | derived | (speeds if known else dict.fromkeys(speeds))
 
@@ -467,12 +496,15 @@ def _node(node: NodeReport, needed: bool) -> dict[str, Any]:
         "doing": "" if offline else node.doing,
         "why": node.why_offline() if offline else node.why,
         "shards": [
-            {"at": str(Coordinate(*s.at)), "incarnation": s.label[0], "step": s.label[1]} for s in node.shards
+            {"at": str(Coordinate(*s.at)), "incarnation": s.label[0], "step": s.label[1]}
+            for s in node.shards
         ],
     }
 
 
-def _warnings(nodes: Iterable[NodeReport], needed: Iterable[str], left: int | None) -> Iterable[str]:
+def _warnings(
+    nodes: Iterable[NodeReport], needed: Iterable[str], left: int | None
+) -> Iterable[str]:
     told: dict[str, list[str]] = {}
     for node in nodes:
         if node.quiet:
@@ -484,7 +516,10 @@ def _warnings(nodes: Iterable[NodeReport], needed: Iterable[str], left: int | No
         elif node.node in needed:
             yield f"{node.node} is gone: {node.why_offline()}"
     if left is not None and left < 0:
-        yield "the versions in memory are lost with the nodes that are gone, unless one of them comes back"
+        yield (
+            "the versions in memory are lost with the nodes that are gone, unless one of them "
+            "comes back"
+        )
     elif left == 0:
         yield "the loss of one more node would lose the versions in memory"
     for said, names in told.items():
@@ -494,10 +529,12 @@ def _warnings(nodes: Iterable[NodeReport], needed: Iterable[str], left: int | No
 def is_well(told: Mapping[str, Any]) -> bool:
     needed = [n for n in told["nodes"] if n["holds_shards"] or n["signal"] != HealthSignal.OFFLINE]
     bad = (HealthSignal.UNHEALTHY, HealthSignal.OFFLINE)
-    return told["newest_commit"] is not None and not any(n["signal"] in bad or n["quiet"] for n in needed)
+    return told["newest_commit"] is not None and not any(
+        n["signal"] in bad or n["quiet"] for n in needed
+    )
 
 
-# -- the restarts ----------------------------------------------------------------------------------------
+# -- the restarts ----------------------------------------------------------------------------------
 
 
 def note(job_dir: Path, event: str, **facts: Any) -> None:
@@ -572,15 +609,18 @@ def read_history(job_dir: Path) -> list[RoundReport]:
 
 
 def keep_history(job_dir: Path, job_id: str, node: str, directory: Path) -> None:
-    """Append the history of a node, a line for each start, to a file that outlives the job's memory. Raises
-    OSError: it cannot be written."""
-    lines = (json.dumps({"job_id": job_id, "node": node, **asdict(row)}) for row in read_history(job_dir))
+    """Append the history of a node, a line for each start, to a file that outlives the job's
+    memory. Raises OSError: it cannot be written."""
+    lines = (
+        json.dumps({"job_id": job_id, "node": node, **asdict(row)}) for row in read_history(job_dir)
+    )
     with (directory / f"{_KEPT}{job_id}-{safe_name(node)}.jsonl").open("a") as file:
         file.writelines(f"{line}\n" for line in lines)
 
 
 def read_kept_histories(directory: Path) -> dict[tuple[str, str], list[RoundReport]]:
-    """The starts that :func:`keep_history` has kept there, by job and node; other lines are left out."""
+    """The starts that :func:`keep_history` has kept there, by job and node; other lines are left
+    out."""
     found: dict[tuple[str, str], list[RoundReport]] = {}
     for path in sorted(directory.glob(f"{_KEPT}*.jsonl")):
         for line in path.read_text(errors="replace").splitlines():
@@ -605,7 +645,8 @@ def _text(value: Any) -> str:
 
 
 def _parts(formed: float, resumed: float, times: Mapping[str, float]) -> dict[str, float]:
-    """What lies between the moment in which all nodes were there and that in which the state was restored."""
+    """What lies between the moment in which all nodes were there and that in which the state was
+    restored."""
     ends = {"starting": "began", "script": "engine", "engine": "built", "joining": "survey"}
     secs, since = {}, formed
     for part, end in (*ends.items(), ("agreeing", "agreed")):

@@ -1,8 +1,8 @@
-"""What a node tells of the whole job: what ``reft status --json`` prints, and its daemon serves as a web
-page, and metrics for Prometheus.
+"""What a node tells of the whole job: what ``reft status --json`` prints, and its daemon serves as
+a web page, and metrics for Prometheus.
 
-Names and meanings of metrics are stable; docs/monitoring.md has them as a table. A port that is taken, or a
-package that is missing, costs a line of the log and the metrics, nothing else (P6).
+Names and meanings of metrics are stable; docs/monitoring.md has them as a table. A port that is
+taken, or a package that is missing, costs a line of the log and the metrics, nothing else (P6).
 """
 
 from __future__ import annotations
@@ -89,30 +89,41 @@ class StatusReader:
         }
 
     def _board(self, now: float, running: bool) -> tuple[ReportBoard, list[str]]:
-        """The newest board on any of the nodes; of a job without one what these nodes tell themselves."""
+        """The newest board on any of the nodes; of a job without one what these nodes tell
+        themselves."""
         if (board := newest_board(self.paths)) is not None:
             said = []
             if running and (old := now - board.written_unix_secs) > _OLD_SECS:
-                said.append(f"the launcher of this node has reported nothing for {old:.0f} s: is it stopped?")
+                said.append(
+                    f"the launcher of this node has reported nothing for {old:.0f} s: is "
+                    "it stopped?"
+                )
             if (lost := board.store_lost_unix_secs) is not None:
                 said.append(
-                    f"the launcher has not reached the rendezvous store since {clock(lost)}: the other "
+                    f"the launcher has not reached the rendezvous store since {clock(lost)}: the "
+                    "other "
                     f"nodes are shown as they were then"
                 )
             return board, said
-        told = [(NodeReport(node=node, domain=node), seen) for node, seen in self._observers.items()]
+        told = [
+            (NodeReport(node=node, domain=node), seen) for node, seen in self._observers.items()
+        ]
         nodes = tuple(observer.look(mine) for mine, observer in told)
-        alone = "no reft launcher reports on other nodes: only nodes whose memory was read are shown"
+        alone = (
+            "no reft launcher reports on other nodes: only nodes whose memory was read are shown"
+        )
         board = ReportBoard(job_id=JobDir.open(self.paths[0]).job_id, unix_secs=now, nodes=nodes)
         return board, [alone] if running else []
 
 
 def _state(board: ReportBoard, paths: Sequence[Path]) -> tuple[NodeState, dict[str, Any] | None]:
-    """What a running job does; while it waits for nodes: for which, since when, and until when. The limit is
-    None if the launchers' join timeout is the only one."""
+    """What a running job does; while it waits for nodes: for which, since when, and until when. The
+    limit is None if the launchers' join timeout is the only one."""
     rounds = [row for path in paths for row in read_history(path)[-1:]]
     last = max(rounds, key=lambda row: row.unix_secs, default=None)
-    present = [n for n in board.nodes if n.seen is not HealthSignal.OFFLINE and not n.quiet and not n.spare]
+    present = [
+        n for n in board.nodes if n.seen is not HealthSignal.OFFLINE and not n.quiet and not n.spare
+    ]
     waits = [n for n in present if n.doing == WAITING]
     missing = [] if last is None else sorted(set(last.nodes) - {n.node for n in waits})
     since = min((n.doing_since_unix_secs for n in waits if n.doing_since_unix_secs), default=None)
@@ -121,7 +132,11 @@ def _state(board: ReportBoard, paths: Sequence[Path]) -> tuple[NodeState, dict[s
         block = next(filter(None, (read_json(path / CONFIG_FILE) for path in paths)), {})
         wait_secs = (block.get("elastic") or {}).get("wait_secs")
         until = since + wait_secs if since and wait_secs else None
-        return NodeState.WAITING, {"for": missing, "since_unix_secs": since, "until_unix_secs": until}
+        return NodeState.WAITING, {
+            "for": missing,
+            "since_unix_secs": since,
+            "until_unix_secs": until,
+        }
     if waits or any(n.doing == FAILED for n in present):
         return NodeState.RECOVERING, None
     pages = [page for path in paths for page in read_pages(path) if page.state not in ("", "Z")]
@@ -132,7 +147,8 @@ def _state(board: ReportBoard, paths: Sequence[Path]) -> tuple[NodeState, dict[s
 
 
 def _node(path: Path) -> dict[str, Any]:
-    """What the node's own files tell, next to what the whole job knows: storage, traffic, protection."""
+    """What the node's own files tell, next to what the whole job knows: storage, traffic,
+    protection."""
     directory = JobDir.open(path)
     rounds = read_history(path)
     restarts = restarts_among(rounds)
@@ -153,7 +169,9 @@ def _node(path: Path) -> dict[str, Any]:
 def _node_is_well(node: dict[str, Any]) -> bool:
     status = node["status"] or {}
     persist = status.get("persist") or {}
-    stale = status.get("stale_since_step") is not None or persist.get("stale_since_step") is not None
+    stale = (
+        status.get("stale_since_step") is not None or persist.get("stale_since_step") is not None
+    )
     return bool(node["daemon_runs"]) and status.get("last_committed") is not None and not stale
 
 
@@ -163,7 +181,8 @@ def _daemon_runs(path: Path) -> bool:
 
 
 def _launcher_ended(path: Path) -> str:
-    """Why the node's launcher has ended, by its own last word; "" while it runs, or where it was killed."""
+    """Why the node's launcher has ended, by its own last word; "" while it runs, or where it was
+    killed."""
     board = read_board(path)
     node = None if board is None else board.node(JobDir.open(path).node)
     return node.why if node is not None and node.left else ""
@@ -194,7 +213,7 @@ def clock(unix_secs: float) -> str:
     return f"{datetime.fromtimestamp(unix_secs):%H:%M:%S}"
 
 
-# -- Prometheus and the web page -------------------------------------------------------------------------
+# -- Prometheus and the web page -------------------------------------------------------------------
 
 _RETRY_SECS = 30.0
 _MOST_CAUSES = 32
@@ -224,7 +243,8 @@ METRICS = {
     "reft_commit_age_seconds": "seconds since the newest committed version was complete",
     "reft_commit_lag_steps": "optimizer steps made since the newest committed version",
     "reft_tolerance_nodes": "node losses that the job survives when all nodes are present",
-    "reft_tolerance_left_nodes": "node losses that the job survives now; -1: the versions in memory are lost",
+    "reft_tolerance_left_nodes": "node losses that the job survives now; -1: the versions in "
+    "memory are lost",
     "reft_recoveries_total": "restarts that followed a failure",
     "reft_last_recovery_seconds": "parts of the last recovery, in seconds",
     "reft_snapshot_seconds": "median seconds that the copy of a version took, by local rank",
@@ -242,9 +262,11 @@ METRICS = {
 Value = tuple[str, Mapping[str, str], float]  # Name, labels next to job and node, value
 
 
-def values(board: ReportBoard | None, node: str, status: Mapping[str, Any], now: float) -> Iterator[Value]:
-    """What is exposed now. ``board``: of the job; None where no launcher writes one. ``node``: this node.
-    ``status``: what its daemon knows."""
+def values(
+    board: ReportBoard | None, node: str, status: Mapping[str, Any], now: float
+) -> Iterator[Value]:
+    """What is exposed now. ``board``: of the job; None where no launcher writes one. ``node``: this
+    node. ``status``: what its daemon knows."""
     if board is not None:
         yield from _describe_job(summary(board, now), node)
     yield from _describe_node(status)
@@ -323,7 +345,8 @@ def _describe_node(status: Mapping[str, Any]) -> Iterator[Value]:
 
 _PAGE = Path(__file__).with_name("status.html")
 _HEADERS = [
-    ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    ("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; script-src "
+                                "'unsafe-inline'; "
      "connect-src 'self'"),
     ("Cache-Control", "no-store"),
     ("X-Content-Type-Options", "nosniff"),
@@ -331,8 +354,8 @@ _HEADERS = [
 
 
 class MetricsServer:
-    """Serves the metrics of one node, if the block asks for it: the status page at ``/``, what ``reft status
-    --json`` prints at ``/status.json``, and the metrics at every other path."""
+    """Serves the metrics of one node, if the block asks for it: the status page at ``/``, what
+    ``reft status --json`` prints at ``/status.json``, and the metrics at every other path."""
 
     def __init__(self, job_dir: JobDir, status: Callable[[], Mapping[str, Any]]) -> None:
         self._job_dir = job_dir
@@ -351,7 +374,8 @@ class MetricsServer:
         return None if self._server is None else f"http://{host}:{self._server.server_port}/"
 
     def configure(self, config: MetricsConfig) -> None:
-        """Serve as the block says, from now on; does not wait. Another block later changes nothing."""
+        """Serve as the block says, from now on; does not wait. Another block later changes
+        nothing."""
         if config.port and not self._config.port and not self._ended.is_set():
             self._config = config
             threading.Thread(target=self._serve, name="metrics", daemon=True).start()
@@ -389,7 +413,10 @@ class MetricsServer:
                     self._reader = self._reader or StatusReader([self._job_dir.path])
                     status = json.dumps(self._reader.read(), default=str)
             except (ReftError, OSError) as error:
-                start("503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8"), *_HEADERS])
+                start(
+                    "503 Service Unavailable",
+                    [("Content-Type", "text/plain; charset=utf-8"), *_HEADERS],
+                )
                 return [str(error).encode()]
             start("200 OK", [("Content-Type", "application/json"), *_HEADERS])
             return [status.encode()]
@@ -404,23 +431,29 @@ class MetricsServer:
 
                 registry = CollectorRegistry()
                 registry.register(self)
-                # P11: a thread for each request, so that a stranger who says nothing holds up nobody.
+                # P11: a thread for each request, so that a stranger who says nothing holds up
+                # nobody.
                 server, _ = start_http_server(self._config.port, self._config.host, registry)
                 metrics = server.get_app()
                 assert metrics is not None
                 server.set_app(partial(self._answer, metrics))
                 self._server, self.problem = server, None
-                logger.info("metrics for Prometheus, and the status page, are served at %s", self.url)
+                logger.info(
+                    "metrics for Prometheus, and the status page, are served at %s", self.url
+                )
                 return
             except ImportError:
-                self.problem = "the package prometheus-client is missing; pip install 'reft-ckpt[metrics]'"
+                self.problem = (
+                    "the package prometheus-client is missing; pip install 'reft-ckpt[metrics]'"
+                )
                 logger.warning("no metrics: %s", self.problem)
                 return
             except (OSError, OverflowError, UnicodeError) as error:
                 self.problem = f"{place}: {error}"
                 if not told:
                     logger.warning(
-                        "no metrics at %s: %s; reft tries again, training does not wait for it. Set "
+                        "no metrics at %s: %s; reft tries again, training does not wait for it. "
+                        "Set "
                         "another metrics.port, or a metrics.host of this machine",
                         place,
                         error,

@@ -1,18 +1,21 @@
 """Who is slower than its peers, and of what a step consists: from the reports of all nodes. Pure.
 
-Only equals are compared: the data-parallel replicas of one pipeline stage and tensor slice, which compute the
-same on other data; a stage that has more to do than the others is never named for that. Likewise a link
-between two stages is compared with the same link of the other replicas. With one replica nobody is named.
+Only equals are compared: the data-parallel replicas of one pipeline stage and tensor slice, which
+compute the same on other data; a stage that has more to do than the others is never named for that.
+Likewise a link between two stages is compared with the same link of the other replicas. With one
+replica nobody is named.
 
-Whether one rank is slower is a sequential test, step by step. What is compared is the logarithm of a rank's
-time over the median of its peers' times in the same step: what slows all of them says nothing. Its noise is
-taken for Laplace's distribution, whose scale is learned from the spread about its own median over the last
-steps. The evidence for "slower by ``factor``" against "as quick as its peers" is Page's cumulative sum of
-log-likelihood ratios (Biometrika 41, 1954), which begins anew whenever it falls to zero. The mean number of
-steps to a false alarm is at least exp(threshold) (Lorden, Annals of Mathematical Statistics 42, 1971) where
-steps are independent. On a busy machine they are not: it is busy for a second, and with one rank rather than
-another. So one step is evidence of no more than ``_MOST_EVIDENCE``, and the rank has to be slower over a
-stretch, in two thirds of its steps, and for as long in time as such a burst may take.
+Whether one rank is slower is a sequential test, step by step. What is compared is the logarithm of
+a rank's time over the median of its peers' times in the same step: what slows all of them says
+nothing. Its noise is taken for Laplace's distribution, whose scale is learned from the spread about
+its own median over the last steps. The evidence for "slower by ``factor``" against "as quick as its
+peers" is Page's cumulative sum of log-likelihood ratios (Biometrika 41, 1954), which begins anew
+whenever it falls to zero. The mean number of steps to a false alarm is at least exp(threshold)
+(Lorden, Annals of Mathematical Statistics 42, 1971) where steps are independent. On a busy machine
+they are
+not: it is busy for a second, and with one rank rather than another. So one step is evidence of no
+more than ``_MOST_EVIDENCE``, and the rank has to be slower over a stretch, in two thirds of its
+steps, and for as long in time as such a burst may take.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class RankSpeed:
     at: At
     step_secs: float
     compute_secs: float
-    busy_secs: float  # in which it could compute and has no core: its machine is busy with something else
+    # in which it could compute and has no core: its machine is busy with something else
+    busy_secs: float
     # sends, receives and reductions, from the moment at which all who take part are there
     transfer_secs: float
     wait_secs: float  # in which it waits for others to be there
@@ -64,7 +68,8 @@ class SlownessKind(StrEnum):
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank, a node whose ranks all are, or a link between two stages, that is slower than its peers."""
+    """A rank, a node whose ranks all are, or a link between two stages, that is slower than its
+    peers."""
 
     kind: SlownessKind
     name: str  # for people: ``rank 3``, ``node2``, ``rank 1 (node0) - rank 3 (node2)``
@@ -72,23 +77,25 @@ class Straggler:
     nodes: tuple[str, ...]
     since_step: int  # first step in which it was slow
     factor: float  # how many times as long as its peers it takes
-    # that it costs the job in every step, at most: its time beyond its peers'; ``cost_share``: the same, of
-    # the whole step
+    # that it costs the job in every step, at most: its time beyond its peers'; ``cost_share``: the
+    # same, of the whole step
     cost_secs: float
     cost_share: float
     why: str  # what is slow of it
 
     def __str__(self) -> str:
         return (
-            f"{self.name} is slow since step {self.since_step}: {self.why}, {self.factor:.2f} times its "
-            f"peers'; it costs the job up to {self.cost_secs:.3g} s in every step ({self.cost_share:.0%})"
+            f"{self.name} is slow since step {self.since_step}: {self.why}, {self.factor:.2f} "
+            "times its "
+            f"peers'; it costs the job up to {self.cost_secs:.3g} s in every step "
+            f"({self.cost_share:.0%})"
         )
 
 
 class SlowTest:
-    """One rank, or link, against its peers. ``ranks``: of the job. The evidence that is asked for grows with
-    them, so that of independent noise one of them is wrongly named in a million steps at most. ``factor``:
-    slowness that is looked for; less than its square root counts as none."""
+    """One rank, or link, against its peers. ``ranks``: of the job. The evidence that is asked for
+    grows with them, so that of independent noise one of them is wrongly named in a million steps at
+    most. ``factor``: slowness that is looked for; less than its square root counts as none."""
 
     def __init__(self, ranks: int, factor: float = _RANK_FACTOR) -> None:
         self._threshold = math.log(max(1, ranks) * _FALSE_ALARM_STEPS)
@@ -96,13 +103,15 @@ class SlowTest:
         self._spread: deque[float] = deque(maxlen=_WINDOW)
         self._evidence = 0.0
         self._began: int | None = None
-        self._stretch: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)  # slowness, excess, whole
+        # slowness, excess, whole
+        self._stretch: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
         self._secs = 0.0
         self.since_step: int | None = None
         """First step of the stretch in which it is slow; None while it is not named."""
 
     def see(self, step: int, secs: float, peers_secs: float, whole_secs: float) -> None:
-        """Another step. ``secs``: that it took; ``peers_secs``: its peers; ``whole_secs``: the whole step."""
+        """Another step. ``secs``: that it took; ``peers_secs``: its peers; ``whole_secs``: the
+        whole step."""
         slowness = math.log(max(secs, 1e-9) / max(peers_secs, 1e-9))
         self._spread.append(slowness)
         middle = median(self._spread)
@@ -110,7 +119,9 @@ class SlowTest:
         evidence = (abs(slowness) - abs(slowness - self._shift)) / scale
         # Named, it is so until the evidence against it is as strong.
         most = math.inf if self.since_step is None else self._threshold
-        self._evidence = min(most, self._evidence + min(_MOST_EVIDENCE, max(-_MOST_EVIDENCE, evidence)))
+        self._evidence = min(
+            most, self._evidence + min(_MOST_EVIDENCE, max(-_MOST_EVIDENCE, evidence))
+        )
         if self._evidence <= 0.0:
             self._stretch.clear()
             self._evidence, self._secs = 0.0, 0.0
@@ -154,7 +165,8 @@ class _Rank(NamedTuple):
 
 
 class SpeedWatch:
-    """Told of all nodes again and again; says who is slow. One of a job, at whoever keeps its board."""
+    """Told of all nodes again and again; says who is slow. One of a job, at whoever keeps its
+    board."""
 
     def __init__(self) -> None:
         self._ranks: dict[At, _Rank] = {}
@@ -172,7 +184,10 @@ class SpeedWatch:
         for group in self._groups():
             if len(group) > 1:
                 self._compare(
-                    SlownessKind.RANK, group, lambda rank, step: rank.steps[step].compute, _RANK_FACTOR
+                    SlownessKind.RANK,
+                    group,
+                    lambda rank, step: rank.steps[step].compute,
+                    _RANK_FACTOR,
                 )
                 self._compare(SlownessKind.LINK, group, self._link_secs, _LINK_FACTOR)
 
@@ -183,7 +198,11 @@ class SpeedWatch:
         return list(found.values())
 
     def _compare(
-        self, kind: SlownessKind, group: list[_Rank], secs: Callable[[_Rank, int], float], factor: float
+        self,
+        kind: SlownessKind,
+        group: list[_Rank],
+        secs: Callable[[_Rank, int], float],
+        factor: float,
     ) -> None:
         """Take in the steps that all of a group have made and that are new."""
         (pp, _, tp) = group[0].told.at
@@ -211,8 +230,11 @@ class SpeedWatch:
         if following is None or step not in following.steps:
             return 0.0
         mine, theirs = rank.steps[step], following.steps[step]
-        both = mine.next > 0 and mine.previous > 0  # in the middle half of them are with either side
-        return _quickest(mine.next, theirs.previous) * (mine.transfers / 2 if both else mine.transfers)
+        # in the middle half of them are with either side
+        both = mine.next > 0 and mine.previous > 0
+        return _quickest(mine.next, theirs.previous) * (
+            mine.transfers / 2 if both else mine.transfers
+        )
 
     # -- what is said ------------------------------------------------------------------------------
 
@@ -221,9 +243,11 @@ class SpeedWatch:
         return tuple(sorted((*self._slow_ranks(), *self._slow_links()), key=lambda s: -s.cost_secs))
 
     def _slow_ranks(self) -> Iterator[Straggler]:
-        """Nodes of which all trainers are slow, two or more; of what is left tensor-parallel peers together,
-        since they wait for each other; else ranks one by one."""
-        slow = {at for (kind, at), t in self._tests.items() if kind is SlownessKind.RANK and t.is_slow}
+        """Nodes of which all trainers are slow, two or more; of what is left tensor-parallel peers
+        together, since they wait for each other; else ranks one by one."""
+        slow = {
+            at for (kind, at), t in self._tests.items() if kind is SlownessKind.RANK and t.is_slow
+        }
         slow &= self._ranks.keys()
         nodes: dict[str, list[At]] = {}
         for at, rank in sorted(self._ranks.items()):
@@ -239,7 +263,9 @@ class SpeedWatch:
             ranks = ", ".join(str(self._ranks[a].told.rank) for a in places)
             one = len(places) == 1
             name = f"rank {ranks} ({self._ranks[at].node})" if one else f"one of ranks {ranks}"
-            yield self._of(SlownessKind.RANK, name, places, "it computes" if one else "they compute together")
+            yield self._of(
+                SlownessKind.RANK, name, places, "it computes" if one else "they compute together"
+            )
             slow -= set(places)
 
     def _slow_links(self) -> Iterator[Straggler]:
@@ -247,11 +273,18 @@ class SpeedWatch:
             pp, dp, tp = at
             ends = [a for a in (at, (pp + 1, dp, tp)) if a in self._ranks]
             if kind is SlownessKind.LINK and test.is_slow and len(ends) == 2:
-                name = " - ".join(f"rank {self._ranks[a].told.rank} ({self._ranks[a].node})" for a in ends)
+                name = " - ".join(
+                    f"rank {self._ranks[a].told.rank} ({self._ranks[a].node})" for a in ends
+                )
                 yield self._of(SlownessKind.LINK, name, ends, "its transfers take", test)
 
     def _of(
-        self, kind: SlownessKind, name: str, places: list[At], why: str, test: SlowTest | None = None
+        self,
+        kind: SlownessKind,
+        name: str,
+        places: list[At],
+        why: str,
+        test: SlowTest | None = None,
     ) -> Straggler:
         tests = [self._tests[SlownessKind.RANK, at] for at in places] if test is None else [test]
         secs, share = max(t.cost for t in tests)
@@ -268,8 +301,9 @@ class SpeedWatch:
         )
 
     def speeds(self) -> tuple[RankSpeed, ...]:
-        """Of what the last steps consisted: of all ranks, or of those that compute longest, by rank. What all
-        peers took of a collective is its transfer; what one took beyond that it has waited."""
+        """Of what the last steps consisted: of all ranks, or of those that compute longest, by
+        rank. What all peers took of a collective is its transfer; what one took beyond that it has
+        waited."""
         found = []
         for group in self._groups():
             if not (common := _common_steps(group)):
@@ -279,9 +313,12 @@ class SpeedWatch:
             for rank in group:
                 mine = [rank.steps[s] for s in common]
                 whole, compute, busy, linked = (
-                    fmean(getattr(s, name) for s in mine) for name in ("whole", "compute", "busy", "linked")
+                    fmean(getattr(s, name) for s in mine)
+                    for name in ("whole", "compute", "busy", "linked")
                 )
-                transfer = collective + min(linked, fmean(self._transfer_secs(rank, s) for s in common))
+                transfer = collective + min(
+                    linked, fmean(self._transfer_secs(rank, s) for s in common)
+                )
                 waited = linked + fmean(s.collective for s in mine) - transfer
                 waited += max(0.0, fmean(s.optimizer for s in mine) - optimizer)
                 other = max(0.0, whole - compute - busy - transfer - waited)
@@ -299,7 +336,9 @@ class SpeedWatch:
             if own > 0:
                 peer = self._ranks.get((other, dp, tp))
                 known = peer is not None and step in peer.steps
-                sides.append(_quickest(own, getattr(peer.steps[step], of) if known and peer else 0.0))
+                sides.append(
+                    _quickest(own, getattr(peer.steps[step], of) if known and peer else 0.0)
+                )
         return sum(sides) * mine.transfers / max(1, len(sides))
 
 

@@ -1,1 +1,2 @@
-"""Decisions: how state is protected, and what a job will cost and survive before it is started. Pure."""
+"""Decisions: how state is protected, and what a job will cost and survive before it is started.
+Pure."""

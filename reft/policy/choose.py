@@ -1,11 +1,13 @@
-"""Which protection a job should have: every alternative with its cost, and one of them chosen. Pure.
+"""Which protection a job should have: every alternative with its cost, and one of them chosen.
+Pure.
 
-From what every rank knows alike (placement, sizes, memory, the wanted tolerance) comes the same choice
-on every rank. An alternative is a scheme for the replicated section (:class:`reft.protect.codes.Scheme`)
-and, where ranks own ZeRO partitions, what protects those (:class:`reft.policy.loads.PartitionSurvival`):
-recomputing them is chosen where it was asked for, or where it is exact to the bit and was measured to cost a
-step less. Chosen is the one that moves least among those that fit the memory and survive the wanted number of
-lost nodes; if none does, the one that survives most, and :attr:`Choice.needed` says what is missing.
+From what every rank knows alike (placement, sizes, memory, the wanted tolerance) comes the same
+choice on every rank. An alternative is a scheme for the replicated section
+(:class:`reft.protect.codes.Scheme`) and, where ranks own ZeRO partitions, what protects those
+(:class:`reft.policy.loads.PartitionSurvival`): recomputing them is chosen where it was asked for,
+or where it is exact to the bit and was measured to cost a step less. Chosen is the one that moves
+least among those that fit the memory and survive the wanted number of lost nodes; if none does, the
+one that survives most, and :attr:`Choice.needed` says what is missing.
 """
 
 from __future__ import annotations
@@ -32,21 +34,23 @@ from reft.protect.placement import fatal
 
 GIB = 2**30
 _MOST_TESTS = 30_000
-"""Sets of lost nodes times members: a scheme with more to test by rank is left to be set by hand."""
+"""Sets of lost nodes times members: a scheme with more to test by rank is left to be set by
+hand."""
 TOO_MANY_TESTS = (
     "members of a group share nodes, and too many losses would have to be tested; the one that is "
     '"protection" in the configuration (or --protection of a plan) is still tested'
 )
 _MOST_COMBINED = 16
-"""Losses above which copies and parities are not combined. Parities alone never move more: in place of a
-copy, a D-th of the section, a parity takes a D-th of a stripe of several blocks."""
+"""Losses above which copies and parities are not combined. Parities alone never move more: in place
+of a copy, a D-th of the section, a parity takes a D-th of a stripe of several blocks."""
 
 
 @dataclass(frozen=True)
 class ChoiceInputs:
-    """All that the choice depends on. ``arenas``: versions kept in memory; ``memory_bytes``: what may be
-    reserved on each node; ``exact``: what a host recomputes is the owner's partition to the bit, so that it
-    need not be sent; ``rates``: None where recomputing is not possible, or not to be chosen unasked."""
+    """All that the choice depends on. ``arenas``: versions kept in memory; ``memory_bytes``: what
+    may be reserved on each node; ``exact``: what a host recomputes is the owner's partition to the
+    bit, so that it need not be sent; ``rates``: None where recomputing is not possible, or not to
+    be chosen unasked."""
 
     topology: Topology
     sections: tuple[RankSections, ...]
@@ -74,7 +78,8 @@ class Alternative:
     memory_bytes: int
     limit_bytes: int | None
     fatal: tuple[str, ...]  # a smallest set of nodes whose loss is not survived
-    # False where it recomputes partitions unasked and dearly, or does not although that was asked for
+    # False where it recomputes partitions unasked and dearly, or does not although that was asked
+    # for
     available: bool = True
     # what a step pays where its partitions are sent, and recomputed exactly; None: not known
     partition_secs: tuple[float, float] | None = None
@@ -104,12 +109,19 @@ class Alternative:
     def cost(self) -> tuple[int, int, int, int, str]:
         """What is compared: bytes moved, memory, then decoding avoided."""
         load = self.busiest
-        return load.moved_bytes, self.memory_bytes, self.scheme.parities, self.scheme.copies, self.name
+        return (
+            load.moved_bytes,
+            self.memory_bytes,
+            self.scheme.parities,
+            self.scheme.copies,
+            self.name,
+        )
 
     def why_not(self, wanted: int) -> str | None:
         if not self.available:
             return (
-                f'recomputing is chosen only where "{AOR}" asks for it, or where it is exact and cheaper'
+                f'recomputing is chosen only where "{AOR}" asks for it, or where it is exact and '
+                "cheaper"
                 if self.owned_by is PartitionSurvival.AOR
                 else f'"{AOR}" asks for recomputing'
             )
@@ -128,9 +140,9 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Choice:
-    """The verdict: ``alternatives`` are all that have room in the groups, the cheapest first, ``excluded``
-    those that have none, and why; ``reason`` why this one; ``needed`` what would have to change to reach the
-    request."""
+    """The verdict: ``alternatives`` are all that have room in the groups, the cheapest first,
+    ``excluded`` those that have none, and why; ``reason`` why this one; ``needed`` what would have
+    to change to reach the request."""
 
     wanted: int
     chosen: Alternative
@@ -170,10 +182,10 @@ def choose(
     also: Sequence[Scheme] = (),
     beyond: int = 0,
 ) -> Choice:
-    """Evaluate every alternative and choose one. Deterministic. ``wanted``: node losses that every sharding
-    group should survive. ``recompute``: partitions are to be recomputed by ring peers (AOR), as
-    ``auto+aor`` asks; the other way is evaluated too. ``also``: schemes to evaluate in any case.
-    ``beyond``: evaluate schemes that survive so many more losses than needed."""
+    """Evaluate every alternative and choose one. Deterministic. ``wanted``: node losses that every
+    sharding group should survive. ``recompute``: partitions are to be recomputed by ring peers
+    (AOR), as ``auto+aor`` asks; the other way is evaluated too. ``also``: schemes to evaluate in
+    any case. ``beyond``: evaluate schemes that survive so many more losses than needed."""
     candidates, excluded = _candidates(situation, wanted, also, beyond)
     alternatives = sorted(
         _evaluate(situation, candidates, recompute), key=lambda alternative: alternative.cost
@@ -183,7 +195,9 @@ def choose(
     good = [a for a in usable if a.tolerance >= min(wanted, best)]
     smallest = min((a for a in alternatives if a.available), key=lambda a: (a.memory_bytes, a.cost))
     chosen = good[0] if good else smallest
-    needed = () if chosen.why_not(wanted) is None else tuple(_needed(situation, wanted, alternatives))
+    needed = (
+        () if chosen.why_not(wanted) is None else tuple(_needed(situation, wanted, alternatives))
+    )
     reason = _reason(chosen, wanted, usable, situation)
     return Choice(wanted, chosen, tuple(alternatives), tuple(excluded), reason, needed)
 
@@ -211,7 +225,8 @@ def _candidates(
             continue
         if why := scheme.why_no_room(size):
             excluded.append((str(scheme), why))
-        # Copies alone and parities alone need no test of :func:`reft.protect.placement.fatal_nodes`.
+        # Copies alone and parities alone need no test of
+        # :func:`reft.protect.placement.fatal_nodes`.
         elif (
             together > 1
             and scheme.copies
@@ -225,18 +240,26 @@ def _candidates(
     return found, excluded
 
 
-def _evaluate(situation: ChoiceInputs, schemes: Sequence[Scheme], recompute: bool) -> Iterator[Alternative]:
+def _evaluate(
+    situation: ChoiceInputs, schemes: Sequence[Scheme], recompute: bool
+) -> Iterator[Alternative]:
     topology, limits = situation.topology, situation.memory_bytes
     dp, most = topology.degrees.dp, max(s.owned_bytes for s in situation.sections)
     for scheme in schemes:
         lost = fatal(topology, scheme.copies, scheme.parities)
         protected = scheme.copies + scheme.parities > 0
         peers, rates = min(scheme.copies + scheme.parities, dp - 1), situation.rates
-        secs = rates.partition_secs(peers * most / OPTIMIZER_BYTES) if rates and peers and most else None
+        secs = (
+            rates.partition_secs(peers * most / OPTIMIZER_BYTES)
+            if rates and peers and most
+            else None
+        )
         cheaper = situation.exact and secs is not None and secs[1] < secs[0]
         # Either way partitions lie at as many peers as the scheme survives losses.
         for way in (
-            (PartitionSurvival.PEER, PartitionSurvival.AOR) if situation.owns and protected else (None,)
+            (PartitionSurvival.PEER, PartitionSurvival.AOR)
+            if situation.owns and protected
+            else (None,)
         ):
             of_ranks, busiest = (
                 rank_loads(situation, scheme, way or PartitionSurvival.PEER),
@@ -291,12 +314,15 @@ def node_bytes(topology: Topology, loads: Mapping[int, TrafficEstimate]) -> dict
 # ---- words ----
 
 SENT_AFTER_ALL = (
-    "a host cannot repeat a GPU's optimizer bit for bit, unless it is reft.ExactAdam, so every partition "
+    "a host cannot repeat a GPU's optimizer bit for bit, unless it is reft.ExactAdam, so every "
+    "partition "
     "is sent as well"
 )
 
 
-def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], situation: ChoiceInputs) -> str:
+def _reason(
+    chosen: Alternative, wanted: int, usable: Sequence[Alternative], situation: ChoiceInputs
+) -> str:
     load, limit = chosen.busiest, chosen.limit_bytes
     parts = [
         f"survives the loss of {_nodes(chosen.tolerance)}, {wanted} wanted",
@@ -307,9 +333,14 @@ def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], sit
     ]
     if chosen.owned_by is not None:
         sent, secs = chosen.owned_by is PartitionSurvival.PEER, chosen.partition_secs
-        why = f'recomputing them takes "{AOR}" in the protection' if sent else f'"{AOR}" asks for it'
+        why = (
+            f'recomputing them takes "{AOR}" in the protection' if sent else f'"{AOR}" asks for it'
+        )
         if secs is not None:
-            why = f"sending costs a step {secs[0]:.2g} s, recomputing {secs[1]:.2g} s where it is exact"
+            why = (
+                f"sending costs a step {secs[0]:.2g} s, recomputing {secs[1]:.2g} s where it is "
+                "exact"
+            )
         parts.append(f"ZeRO partitions are {'sent to' if sent else 'recomputed by'} peers: {why}")
         parts += [] if sent or situation.exact else [SENT_AFTER_ALL]
     others = [a for a in usable if a is not chosen and a.tolerance >= chosen.tolerance]
@@ -318,7 +349,9 @@ def _reason(chosen: Alternative, wanted: int, usable: Sequence[Alternative], sit
     return "; ".join(parts)
 
 
-def _needed(situation: ChoiceInputs, wanted: int, alternatives: Sequence[Alternative]) -> Iterator[str]:
+def _needed(
+    situation: ChoiceInputs, wanted: int, alternatives: Sequence[Alternative]
+) -> Iterator[str]:
     """What would have to change; the most specific first."""
     topology = situation.topology
     reaching = [a for a in alternatives if a.tolerance >= wanted]
@@ -327,9 +360,12 @@ def _needed(situation: ChoiceInputs, wanted: int, alternatives: Sequence[Alterna
         tight = [a for a in alternatives if not a.tolerance]
     for a in sorted(tight, key=lambda a: a.lacking_bytes)[:1]:
         yield (
-            f"{a.name} would survive {_nodes(a.tolerance)}, with {_memory(a.lacking_bytes)} more of host "
-            f"memory on {a.node} than the {_memory(a.limit_bytes or 0)} that reft may use there: raise "
-            f"memory_limit_bytes, enlarge the memory directory, keep fewer versions (arenas), or use more "
+            f"{a.name} would survive {_nodes(a.tolerance)}, with {_memory(a.lacking_bytes)} more "
+            "of host "
+            f"memory on {a.node} than the {_memory(a.limit_bytes or 0)} that reft may use there: "
+            "raise "
+            "memory_limit_bytes, enlarge the memory directory, keep fewer versions (arenas), or "
+            "use more "
             f"nodes"
         )
     for a in [a for a in reaching if not a.available and a.fits_memory][:1]:
@@ -337,7 +373,8 @@ def _needed(situation: ChoiceInputs, wanted: int, alternatives: Sequence[Alterna
     size = topology.degrees.dp
     if not reaching and size <= wanted:
         yield (
-            f"a data-parallel degree of {size} cannot survive {_nodes(wanted)}: at least {wanted + 1} are "
+            f"a data-parallel degree of {size} cannot survive {_nodes(wanted)}: at least "
+            f"{wanted + 1} are "
             "needed, each on its own node"
         )
     elif not reaching:
@@ -347,8 +384,10 @@ def _needed(situation: ChoiceInputs, wanted: int, alternatives: Sequence[Alterna
         if spread[pp, tp] > wanted:
             apart = "every member on its own node"
         yield (
-            f"the {size} members of the sharding group pp{pp}.tp{tp} sit on {spread[pp, tp]} node(s); put "
-            f"{apart} (for example with a rank order that separates data-parallel peers: data-pipe-model)"
+            f"the {size} members of the sharding group pp{pp}.tp{tp} sit on {spread[pp, tp]} "
+            "node(s); put "
+            f"{apart} (for example with a rank order that separates data-parallel peers: "
+            "data-pipe-model)"
         )
 
 

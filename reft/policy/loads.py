@@ -12,19 +12,22 @@ from reft.protect.codes import Scheme
 from reft.protect.rs import GRAIN_BYTES as CODED_ALIGNMENT_BYTES
 
 MODEL_BYTES = 2
-OPTIMIZER_BYTES = 12  # of a parameter under mixed precision with Adam: master, momentum and variance
+# of a parameter under mixed precision with Adam: master, momentum and variance
+OPTIMIZER_BYTES = 12
 GRADIENT_BYTES = 4  # of a gradient in single precision, which recomputed optimizers (AOR) read
 CHECKSUM_BYTES = 8
 LONGEST_SECS = 1.0  # of a host's optimizer step: a longer one may not end before the next version
 _BESIDE_GRADIENTS_BYTES = 4096
-"""Every parameter group begins at a multiple of 64 bytes, and an unscaled gradient brings its factor."""
+"""Every parameter group begins at a multiple of 64 bytes, and an unscaled gradient brings its
+factor."""
 
 
 class PartitionSurvival(StrEnum):
     """How a ZeRO partition, which its owner alone holds, survives the owner.
 
-    PEER: sent to ring peers with every version. AOR: the same peers make the optimizer's step anew on the
-    host, from the newest version and the gradients of the step (asynchronous optimizer recomputing).
+    PEER: sent to ring peers with every version. AOR: the same peers make the optimizer's step anew
+    on the host, from the newest version and the gradients of the step (asynchronous optimizer
+    recomputing).
     """
 
     PEER = "peer"
@@ -33,8 +36,8 @@ class PartitionSurvival(StrEnum):
 
 @dataclass(frozen=True)
 class RankSections:
-    """What one rank's state consists of: equal on all data-parallel peers, its ZeRO partition, and reserved
-    for encoded host state."""
+    """What one rank's state consists of: equal on all data-parallel peers, its ZeRO partition, and
+    reserved for encoded host state."""
 
     replicated_bytes: int
     owned_bytes: int = 0
@@ -43,7 +46,8 @@ class RankSections:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """By which ZeRO partitions are sent or recomputed: measured at attach on the slowest rank, or planned."""
+    """By which ZeRO partitions are sent or recomputed: measured at attach on the slowest rank, or
+    planned."""
 
     copy_bytes_per_sec: float  # from the device to its host
     peer_bytes_per_sec: float  # from a host to those of its ring peers
@@ -51,8 +55,10 @@ class LinkRates:
     free_cores: int  # of a rank, which does not train on them
 
     def partition_secs(self, parameters: float) -> tuple[float, float]:
-        """What a step pays where so many parameters of a rank are sent, and where so many of its peers' are
-        recomputed: copies of gradients, and the optimizer unless a free core makes its step in time."""
+        """What a step pays where so many parameters of a rank are sent, and where so many of its
+        peers' are
+        recomputed: copies of gradients, and the optimizer unless a free core makes its step in
+        time."""
         sent_secs = parameters * OPTIMIZER_BYTES / self.peer_bytes_per_sec
         copied_secs = parameters * GRADIENT_BYTES / self.copy_bytes_per_sec
         host_secs = parameters / self.adam_parameters_per_sec
@@ -62,9 +68,10 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class TrafficEstimate:
-    """Bytes of one rank, of one version, copied from the device: its part of the replicated section, copies
-    and parities of that, its partition, and gradients of the partitions that it keeps for others (AOR); sent:
-    owned and host state that goes to ring peers; memory: of the host, with all versions that are kept."""
+    """Bytes of one rank, of one version, copied from the device: its part of the replicated
+    section, copies and parities of that, its partition, and gradients of the partitions that it
+    keeps for others (AOR); sent: owned and host state that goes to ring peers; memory: of the host,
+    with all versions that are kept."""
 
     shard_bytes: int
     redundant_bytes: int
@@ -95,9 +102,9 @@ def group_loads(
 ) -> tuple[TrafficEstimate, ...]:
     """Loads of the members of one sharding group, by dp index; ``ring``: members in ring order.
 
-    The replicated section counts as if every shard and every sub-block were as long as the longest, so no
-    rank takes more than this. ``exact``: what a host recomputes is the owner's partition to the bit. Where it
-    is not, as on GPUs, the owner sends every partition after all."""
+    The replicated section counts as if every shard and every sub-block were as long as the longest,
+    so no rank takes more than this. ``exact``: what a host recomputes is the owner's partition to
+    the bit. Where it is not, as on GPUs, the owner sends every partition after all."""
     size = len(ring)
     most = max(s.replicated_bytes for s in sections)
     shard, redundant, checksums, pieces = _replicated(most, scheme, size, block_bytes)
@@ -108,8 +115,11 @@ def group_loads(
         at = ring.index(d)
         next_ones = [ring[(at + i) % size] for i in range(1, peers + 1)]
         # Under AOR a version holds the peers' partitions too, and room for what they are made from.
-        # A recomputed partition reads its gradients in every step (REFERENCE 1.6), in single precision.
-        parameters = [-(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed]
+        # A recomputed partition reads its gradients in every step (REFERENCE 1.6), in single
+        # precision.
+        parameters = [
+            -(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed
+        ]
         gradients = sum(aligned(n * GRADIENT_BYTES) + _BESIDE_GRADIENTS_BYTES for n in parameters)
         kept = sum(_own(sections[m], checksums, owned=True) for m in (d, *next_ones))
         blocks = pieces + (1 + len(next_ones)) * (4 + 2 * own.owned_bytes // block_bytes)
@@ -133,9 +143,11 @@ def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
     return sum(map(aligned, (partition, sections.host_bytes, checksum_bytes)))
 
 
-def _replicated(nbytes: int, scheme: Scheme, size: int, block_bytes: int) -> tuple[int, int, int, int]:
-    """A member's part of the replicated section: bytes of its shard, redundant bytes, bytes of checksums, and
-    blocks."""
+def _replicated(
+    nbytes: int, scheme: Scheme, size: int, block_bytes: int
+) -> tuple[int, int, int, int]:
+    """A member's part of the replicated section: bytes of its shard, redundant bytes, bytes of
+    checksums, and blocks."""
     splits = size - scheme.gap if scheme.parities else 1
     alignment = CODED_ALIGNMENT_BYTES if scheme.parities else ALIGNMENT_BYTES
     sub_block = -(-nbytes // (size * splits * alignment)) * alignment

@@ -1,14 +1,15 @@
-"""How often a version is worth its cost, in memory and on storage: one controller for both. Pure, but for the
-clock that it is given.
+"""How often a version is worth its cost, in memory and on storage: one controller for both. Pure,
+but for the clock that it is given.
 
 What a version costs is seen by comparing steps with one on its way to those around them
-(:class:`OverheadEstimator`). :func:`best_interval` follows from that cost, the allowed overhead (CheckFreq's
-Algorithm 1), how often memory fails, the bound on lost steps, and how long a version takes to be there.
-:class:`IntervalController` follows all of these while the job runs; :class:`DueSteps` says which steps are
-due by the interval that the ranks agreed on.
+(:class:`OverheadEstimator`). :func:`best_interval` follows from that cost, the allowed overhead
+(CheckFreq's Algorithm 1), how often memory fails, the bound on lost steps, and how long a version
+takes to be there. :class:`IntervalController` follows all of these while the job runs;
+:class:`DueSteps` says which steps are due by the interval that the ranks agreed on.
 
-Symbols as in REFERENCE, section 2, and in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tc copy to the
-host, Ts write to storage, To overhead of a checkpoint, p allowed overhead, k steps between two checkpoints.
+Symbols as in REFERENCE, section 2, and in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tc
+copy to the host, Ts write to storage, To overhead of a checkpoint, p allowed overhead, k steps
+between two checkpoints.
 """
 
 from __future__ import annotations
@@ -30,32 +31,36 @@ from reft.protect.placement import Weibull, losses_within, persist_interval_secs
 
 DAY_SECS = 86400.0
 REPAIR_SECS = 600.0
-"""From the loss of a node to the version that is protected again: twice the five minutes that are published
-for a hot recovery with a replacement (Paddle)."""
+"""From the loss of a node to the version that is protected again: twice the five minutes that are
+published for a hot recovery with a replacement (Paddle)."""
 _PRECISION = 1e-12  # of a quotient: 0.3 / 0.1 is three steps, not four
 _SHORT = 1e-9
 _MOST_EXPONENT = 700.0
 _MOST_STEPS = 10**9
 
 
-# -- how often memory fails -----------------------------------------------------------------------------
+# -- how often memory fails ------------------------------------------------------------------------
 
 
-def learned_losses_per_sec(rounds: Iterable[RoundReport], now_unix_secs: float, mtbf_days: float) -> float:
-    """How often a node of this job is lost: what is configured counts as one loss that was seen, so that a
-    job without any keeps to it, and one with many to its own."""
+def learned_losses_per_sec(
+    rounds: Iterable[RoundReport], now_unix_secs: float, mtbf_days: float
+) -> float:
+    """How often a node of this job is lost: what is configured counts as one loss that was seen, so
+    that a job without any keeps to it, and one with many to its own."""
     starts = list(rounds)
     ends = [r.unix_secs for r in starts[1:]] + [now_unix_secs]
     seen = sum(len(r.lost) for r in starts)
-    node_secs = sum(len(r.nodes) * max(0.0, end - r.unix_secs) for r, end in zip(starts, ends, strict=False))
+    node_secs = sum(
+        len(r.nodes) * max(0.0, end - r.unix_secs) for r, end in zip(starts, ends, strict=False)
+    )
     return (1 + seen) / (mtbf_days * DAY_SECS + node_secs)
 
 
 def memory_losses_per_sec(
     node_losses_per_sec: float, nodes: int, survived: Sequence[int], repair_secs: float
 ) -> float:
-    """How often a job loses more nodes than its memory survives: one is lost, and before it is replaced and
-    protected again so many others of its group that the placement does not survive it.
+    """How often a job loses more nodes than its memory survives: one is lost, and before it is
+    replaced and protected again so many others of its group that the placement does not survive it.
 
     Args:
         nodes: of the job; a multiple of the group's size, else a ConfigError.
@@ -84,9 +89,10 @@ def memory_risk(
     survival: float | None,
     causes: Sequence[Weibull],
 ) -> tuple[float, float]:
-    """Mean seconds between two losses of more than memory survives; infinite if none can be. And for how long
-    memory alone carries the job with the probability ``survival``, without any repair. ``tolerance``: losses
-    that memory survives. ``losses_per_sec``: how often a node is lost, for one of the ``causes``."""
+    """Mean seconds between two losses of more than memory survives; infinite if none can be. And
+    for how long memory alone carries the job with the probability ``survival``, without any repair.
+    ``tolerance``: losses that memory survives. ``losses_per_sec``: how often a node is lost, for
+    one of the ``causes``."""
     size = max(len(set(topology.group_nodes(pp, tp))) for pp, tp in topology.groups())
     # Groups that do not fill the nodes count as if there were one more.
     nodes = whole_interval(len(set(topology.failure_domains)), size)
@@ -96,7 +102,7 @@ def memory_risk(
     return 1 / rate if rate else inf, carried
 
 
-# -- the interval, from cost, budget and risk -----------------------------------------------------------
+# -- the interval, from cost, budget and risk ------------------------------------------------------
 
 
 class RateReason(StrEnum):
@@ -120,16 +126,20 @@ class RateReason(StrEnum):
 def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
     """The interval, in seconds of training, with the largest :func:`effective_part`.
 
-    For a constant rate r of losses, a checkpoint that costs c seconds and an interval of t seconds of
-    training, the part of all time that is training that lasts is
+    For a constant rate r of losses, a checkpoint that costs c seconds and an interval of t seconds
+    of training, the part of all time that is training that lasts is
 
         t exp(-r L) / ((exp(r (t + c)) - 1) (1/r + R))
 
-    with L seconds until a checkpoint is on storage and R seconds to come back. The best t depends on neither
-    L nor R: 1 - r t = exp(-r (t + c)). Young (CACM 1974) and Daly (FGCS 2006) approximate it."""
+    with L seconds until a checkpoint is on storage and R seconds to come back. The best t depends
+    on neither L nor R: 1 - r t = exp(-r (t + c)). Young (CACM 1974) and Daly (FGCS 2006)
+    approximate it."""
     if not cost_secs > 0 or not mtbf_secs > 0:
-        raise ConfigError(f"found a cost of {cost_secs} s and an MTBF of {mtbf_secs} s; expected more than 0")
-    if cost_secs < _SHORT * mtbf_secs:  # where 1 - t/M has no digits left: Young's, whose error is less
+        raise ConfigError(
+            f"found a cost of {cost_secs} s and an MTBF of {mtbf_secs} s; expected more than 0"
+        )
+    # where 1 - t/M has no digits left: Young's, whose error is less
+    if cost_secs < _SHORT * mtbf_secs:
         return sqrt(2 * cost_secs * mtbf_secs)
     cost, low, high = cost_secs / mtbf_secs, 0.0, 1.0
     while high - low > _PRECISION * high:
@@ -155,28 +165,31 @@ def best_interval(
     survival_secs: float = inf,
     most_steps: int | None = None,
 ) -> tuple[int, RateReason]:
-    """Steps between two checkpoints, and what decided: the best for the failures, but no longer than survival
-    and the bound on lost steps allow, no shorter than the overhead, and never shorter than a checkpoint takes
-    to be there. Where two exclude each other the bound wins over the overhead, and what writing takes over
-    both.
+    """Steps between two checkpoints, and what decided: the best for the failures, but no longer
+    than survival and the bound on lost steps allow, no shorter than the overhead, and never shorter
+    than a checkpoint takes to be there. Where two exclude each other the bound wins over the
+    overhead, and what writing takes over both.
 
-    With the overhead alone it is Algorithm 1, completed: k = max((Tc + Ts - To) / Ti, To / (p Ti)), at least
-    1. Then To <= p k Ti, and k Ti + To >= Tc + Ts: a failure rolls back 2 k steps at most, since the newest
-    checkpoint may not be there yet. The algorithm's copy within the device is left out.
+    With the overhead alone it is Algorithm 1, completed: k = max((Tc + Ts - To) / Ti, To / (p Ti)),
+    at least
+    1. Then To <= p k Ti, and k Ti + To >= Tc + Ts: a failure rolls back 2 k steps at most, since
+    the newest checkpoint may not be there yet. The algorithm's copy within the device is left out.
 
     Args:
         step_secs: Ti, of a step without a checkpoint on its way.
         cost_secs: To, by what a checkpoint makes training longer.
         arrival_secs: Tc + Ts, until it is there.
         max_overhead: p; None: whatever it costs.
-        mtbf_secs: mean time between failures; 0: as often as the costs allow; infinite: never for their sake.
+        mtbf_secs: mean time between failures; 0: as often as the costs allow; infinite: never for
+            their sake.
         survival_secs: for how long memory alone carries the job with the wanted probability
             (:func:`reft.protect.placement.persist_interval_secs`).
         most_steps: half of the steps that may be lost; None: no bound.
     """
     if max_overhead is not None and not 0 < max_overhead <= 1:
         raise ConfigError(
-            f"found an allowed overhead of {max_overhead}; expected a part above 0 and up to 1, such as 0.035"
+            f"found an allowed overhead of {max_overhead}; expected a part above 0 and up to 1, "
+            "such as 0.035"
         )
     steps, why = (inf, RateReason.FAILURES) if mtbf_secs else (1.0, RateReason.START)
     if 0 < mtbf_secs < inf:
@@ -185,13 +198,18 @@ def best_interval(
         around = sorted({max(1, int(exact)), max(1, ceil(exact))})
         steps = max(around, key=lambda k: effective_part(k * step_secs, cost_secs, mtbf_secs))
     bound = inf if most_steps is None else most_steps
-    for limit, reason in ((survival_secs / step_secs, RateReason.SURVIVAL), (bound, RateReason.BOUND)):
+    for limit, reason in (
+        (survival_secs / step_secs, RateReason.SURVIVAL),
+        (bound, RateReason.BOUND),
+    ):
         if limit < steps:
             steps, why = max(1, int(limit)), reason
     if max_overhead is not None and why is not RateReason.BOUND:
         least = _ceil(cost_secs / (max_overhead * step_secs))
         if least > steps:
-            steps, why = (bound, RateReason.BOUND) if least > bound else (least, RateReason.OVERHEAD)
+            steps, why = (
+                (bound, RateReason.BOUND) if least > bound else (least, RateReason.OVERHEAD)
+            )
     writing = _ceil((arrival_secs - cost_secs) / step_secs)
     if writing > steps:
         steps, why = writing, RateReason.WRITING
@@ -199,7 +217,8 @@ def best_interval(
 
 
 def whole_interval(steps: int, version_steps: int) -> int:
-    """At least ``steps``, and a multiple of the steps between two versions: what is not taken is not due."""
+    """At least ``steps``, and a multiple of the steps between two versions: what is not taken is
+    not due."""
     return -(-steps // version_steps) * version_steps
 
 
@@ -207,7 +226,7 @@ def _ceil(value: float) -> int:
     return max(1, ceil(value - _PRECISION * max(1.0, abs(value))))
 
 
-# -- an interval that follows what is observed ----------------------------------------------------------
+# -- an interval that follows what is observed -----------------------------------------------------
 
 
 _CALM_WINDOWS = 3  # in a row below p / 2, after which the interval becomes shorter again
@@ -215,8 +234,8 @@ _CALM_WINDOWS = 3  # in a row below p / 2, after which the interval becomes shor
 
 @dataclass(frozen=True)
 class Rate:
-    """The present interval, and why it is so; the overhead as observed last, None: not yet; ``calm``: windows
-    in a row with less than half of the allowed overhead."""
+    """The present interval, and why it is so; the overhead as observed last, None: not yet;
+    ``calm``: windows in a row with less than half of the allowed overhead."""
 
     interval_steps: int
     why: RateReason = RateReason.START
@@ -236,9 +255,9 @@ def adapt(
 ) -> Rate:
     """The rate after one more window.
 
-    Above p, k is computed anew from what the checkpoints have cost; below p / 2 for several windows likewise,
-    but at most halved. In between it stays. It is always within the limits, and at least as long as a
-    checkpoint takes to be on storage, where the bound on lost steps allows that.
+    Above p, k is computed anew from what the checkpoints have cost; below p / 2 for several windows
+    likewise, but at most halved. In between it stays. It is always within the limits, and at least
+    as long as a checkpoint takes to be on storage, where the bound on lost steps allows that.
 
     Args:
         cost_secs: To, as a checkpoint of the window cost it; at least 0.
@@ -270,22 +289,24 @@ def adapt(
     return Rate(now, why, overhead, calm)
 
 
-# -- what a checkpoint costs: steps beside it against steps around it, as machines are noisy -----------------
+# -- what a checkpoint costs: steps beside it against steps around it, as machines are noisy -------
 
 _AROUND = 4
-"""Plain steps on either side of a checkpoint that it is held against: near ones, as machines drift."""
+"""Plain steps on either side of a checkpoint that it is held against: near ones, as machines
+drift."""
 _MOST_PAIRS = 64
 _LEFT_OUT = 8
-"""One in so many differences at either end is left out of the mean: an evaluation, a hiccup of the host."""
+"""One in so many differences at either end is left out of the mean: an evaluation, a hiccup of the
+host."""
 _PAUSE, _MOST_PAUSES = 20, 4
-"""Times the median: so long is no step, but an evaluation or whatever the script does between two. More of
-them in a row are steps: training has become as slow."""
+"""Times the median: so long is no step, but an evaluation or whatever the script does between two.
+More of them in a row are steps: training has become as slow."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """By what a checkpoint makes training longer, as so many pairs tell, and the standard error of that;
-    below 0 where noise outweighs it."""
+    """By what a checkpoint makes training longer, as so many pairs tell, and the standard error of
+    that; below 0 where noise outweighs it."""
 
     secs: float
     error_secs: float
@@ -294,9 +315,9 @@ class Cost:
 
 
 class OverheadEstimator:
-    """Steps with and without a checkpoint beside them, in the order in which they were made. A checkpoint
-    whose steps touch those of another one, with none between, tells nothing, nor does one of more than
-    ``most_beside`` steps, which cannot be told from their drift."""
+    """Steps with and without a checkpoint beside them, in the order in which they were made. A
+    checkpoint whose steps touch those of another one, with none between, tells nothing, nor does
+    one of more than ``most_beside`` steps, which cannot be told from their drift."""
 
     def __init__(self, most_beside: int = 64) -> None:
         self._most_beside = most_beside
@@ -367,38 +388,43 @@ class OverheadEstimator:
         self._differences.clear()
 
 
-# -- the controller of one tier -------------------------------------------------------------------------
+# -- the controller of one tier --------------------------------------------------------------------
 
 _SETTLING_STEPS = 3  # what is made at first use takes long and never again
 _PROFILE_PAIRS, _PROFILE_STEPS = 8, 50  # CheckFreq's; the length of an epoch is not known here
 _FIRST_GAP, _WIDEST_GAP = 4, 8
 _PROBE_EVERY, _PROBE_STEPS = 512, 48
 _SURE = 4
-"""A window is judged when the standard error is below this part of what is allowed, or after 64 pairs."""
+"""A window is judged when the standard error is below this part of what is allowed, or after 64
+pairs."""
 _SLOWER = 1.1
 _RECENT = 32
 _FIRST_STORED_STEPS = 50
-"""Until the first version goes to storage: CheckFreq profiles for so many iterations, without checkpoints."""
+"""Until the first version goes to storage: CheckFreq profiles for so many iterations, without
+checkpoints."""
 _MOST_WRITING_STEPS = 1024
 
 
 class IntervalController:
-    """One rank's measure of the versions that go to a tier, here memory, and the interval that it wants.
+    """One rank's measure of the versions that go to a tier, here memory, and the interval that it
+    wants.
 
-    Where the interval leaves no steps without a version, versions are taken less often for a few steps now
-    and then, to have some.
+    Where the interval leaves no steps without a version, versions are taken less often for a few
+    steps now and then, to have some.
 
     Args:
         max_overhead: p.
         most_steps: longest interval, half of the steps that may be lost; None: no bound.
         fits: shortest interval, at least as long as the given one, that the other tier goes with.
-        risk: what :func:`memory_risk` says now; None: versions are taken as often as they are worth it.
+        risk: what :func:`memory_risk` says now; None: versions are taken as often as they are worth
+            it.
         known: interval of an earlier start; None has the first steps profiled.
         on_change: called with the interval whenever a window was judged, by the thread that votes.
     """
 
     _least_pairs, _most_beside = 4, _MOST_PAIRS
-    _looks = True  # whether versions are taken less often now and then, so that there are steps without one
+    # whether versions are taken less often now and then, so that there are steps without one
+    _looks = True
 
     def __init__(
         self,
@@ -428,10 +454,11 @@ class IntervalController:
         self._lost_most = 0
         self._arrived_step: int | None = None
         self._is_new = False
-        self.costs: dict[str, float] | None = None  # Ti, To and Tc + Ts; None while they are measured
+        # Ti, To and Tc + Ts; None while they are measured
+        self.costs: dict[str, float] | None = None
         self.rate = None if known is None else Rate(self._bounded(known), RateReason.REMEMBERED)
 
-    # -- what happens ------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
     def step(self, step: int, secs: float) -> None:
         """A step has ended, ``secs`` after the one before. Called by the training thread."""
@@ -462,19 +489,22 @@ class IntervalController:
             if begun is not None and self._steps > _SETTLING_STEPS:
                 self._arrival_secs.append(self._clock() - begun)
 
-    # -- what follows from it ----------------------------------------------------------------------------
+    # -- what follows from it ----------------------------------------------------------------------
 
     def wanted_interval(self, windows: int = 1) -> int:
-        """Steps between two versions, as this rank would have them now. Called by the thread that votes.
-        ``windows``: how often one fits into the idle time, as planned."""
+        """Steps between two versions, as this rank would have them now. Called by the thread that
+        votes. ``windows``: how often one fits into the idle time, as planned."""
         if self._risk is not None and self._pairs.count:
-            # P6: without the lock, for which the training thread waits: this may read the job's history.
+            # P6: without the lock, for which the training thread waits: this may read the job's
+            # history.
             self._known_risk = self._risk()
         with self._lock:
             seen = self._pairs.cost()
             if self.rate is not None:
                 self._observe(seen)
-            elif seen is not None and (self._pairs.count >= _PROFILE_PAIRS or self._steps >= _PROFILE_STEPS):
+            elif seen is not None and (
+                self._pairs.count >= _PROFILE_PAIRS or self._steps >= _PROFILE_STEPS
+            ):
                 # Algorithm 1, once there are enough pairs.
                 self.rate = Rate(self._bounded(1))
                 self._judge(seen)
@@ -495,7 +525,9 @@ class IntervalController:
         assert self.rate is not None
         if seen is not None and seen.pairs >= self._least_pairs:
             sure = self._max_overhead * self.rate.interval_steps * seen.plain_secs / _SURE
-            too_much = seen.pairs >= _PROFILE_PAIRS and seen.secs - 2 * seen.error_secs > _SURE * sure
+            too_much = (
+                seen.pairs >= _PROFILE_PAIRS and seen.secs - 2 * seen.error_secs > _SURE * sure
+            )
             enough = min(_MOST_PAIRS, self._least_pairs**3)
             if too_much or seen.error_secs <= sure or seen.pairs >= enough:
                 self._judge(seen)
@@ -563,7 +595,9 @@ class IntervalController:
     def to_json(self) -> dict[str, Any]:
         with self._lock:
             rate = self.rate
-            longest = max(self._gap() if self._looks else 1, 1 if rate is None else rate.interval_steps)
+            longest = max(
+                self._gap() if self._looks else 1, 1 if rate is None else rate.interval_steps
+            )
             return {
                 "interval_steps": self._gap() if rate is None else rate.interval_steps,
                 "why": str(RateReason.PROFILE if rate is None else rate.why),
@@ -577,14 +611,14 @@ class IntervalController:
 
 
 class StorageIntervalController(IntervalController):
-    """The same for storage: a version sets off when it is committed, and has arrived when the node's daemon
-    says that it is on storage. Without ``known`` the first 50 steps go without.
+    """The same for storage: a version sets off when it is committed, and has arrived when the
+    node's daemon says that it is on storage. Without ``known`` the first 50 steps go without.
 
     Args:
         most_lost_steps: bound on the steps that are made again; None: none.
         interval_steps: versions exist only every so many steps.
-        start_step: the newest on storage, the same on every rank; where nothing is, the one that the job
-            begins with.
+        start_step: the newest on storage, the same on every rank; where nothing is, the one that
+            the job begins with.
     """
 
     _least_pairs, _most_beside = 1, _MOST_WRITING_STEPS
@@ -614,8 +648,9 @@ class StorageIntervalController(IntervalController):
             self.rate = Rate(self._bounded(_FIRST_STORED_STEPS))
 
     def committed(self, label: VersionId, agreed_steps: int, version_steps: int = 1) -> bool:
-        """A version is committed; returns whether it goes to storage. ``agreed_steps``: the interval that the
-        vote on it has found, the same on every rank; ``version_steps``: until the next version, at most."""
+        """A version is committed; returns whether it goes to storage. ``agreed_steps``: the
+        interval that the vote on it has found, the same on every rank; ``version_steps``: until the
+        next version, at most."""
         with self._lock:
             self._newest_step = label.step
             due = self._due.is_due(label.step, agreed_steps, ahead_steps=version_steps)
@@ -639,13 +674,18 @@ class StorageIntervalController(IntervalController):
             if answer.get("failing"):
                 self._on_its_way = None  # what storage costs is not known while it fails
                 self._pairs.leave_out()
-            elif last is not None and self._on_its_way is not None and VersionId(*last) >= self._on_its_way:
+            elif (
+                last is not None
+                and self._on_its_way is not None
+                and VersionId(*last) >= self._on_its_way
+            ):
                 self.arrived(self._on_its_way.step)
                 self._on_its_way = None
                 self._leave_room()
 
     def _leave_room(self) -> None:
-        """Where one write ends when the next begins, there are no steps without one to tell its cost by."""
+        """Where one write ends when the next begins, there are no steps without one to tell its
+        cost by."""
         plain = self._pairs.plain_secs()
         if self.rate is not None and plain:
             least = self._bounded(ceil(self._usual_arrival_secs() / plain) + _FIRST_GAP)
@@ -653,7 +693,8 @@ class StorageIntervalController(IntervalController):
                 self.rate = Rate(least, RateReason.WRITING, self.rate.overhead)
 
     def _back_off(self) -> None:
-        """Memory went on to newer versions before storage began with this one: it was still busy."""
+        """Memory went on to newer versions before storage began with this one: it was still
+        busy."""
         assert self.rate is not None
         waited = 0 if self._on_its_way is None else self._newest_step - self._on_its_way.step
         steps = self._bounded(max(2 * self.rate.interval_steps, waited))
@@ -661,30 +702,33 @@ class StorageIntervalController(IntervalController):
         self._pairs.leave_out()
 
 
-# -- which steps are due -------------------------------------------------------------------------------------
+# -- which steps are due ---------------------------------------------------------------------------
 
 
 class DueSteps:
     """No more steps lie between two that are due than the interval was when the first of them was.
 
-    Multiples of the interval are always due: ranks that have heard of a change at different steps agree again
-    at the next one. After a change this costs one version more at most. ``start_step`` counts as due: the
-    step that the job begins or goes on with, the same on every rank."""
+    Multiples of the interval are always due: ranks that have heard of a change at different steps
+    agree again at the next one. After a change this costs one version more at most. ``start_step``
+    counts as
+    due: the step that the job begins or goes on with, the same on every rank."""
 
     def __init__(self, start_step: int) -> None:
         self._last = start_step
         self._latest: int | None = None
 
-    def is_due(self, step: int, interval_steps: int, *, ahead_steps: int = 1, given_up: int = -1) -> bool:
+    def is_due(
+        self, step: int, interval_steps: int, *, ahead_steps: int = 1, given_up: int = -1
+    ) -> bool:
         """Whether ``step`` is due. Ask about every step that may be, in order.
 
         Args:
             step: above the ones asked about before.
-            interval_steps: that holds now. A shorter one counts at once, a longer one from the next due
-                step on.
+            interval_steps: that holds now. A shorter one counts at once, a longer one from the next
+                due step on.
             ahead_steps: until the next step that may be due, at most.
-            given_up: the newest step that came to nothing, though it may have been due. If it is the last due
-                one, there is none since the one before: ``step`` takes its place.
+            given_up: the newest step that came to nothing, though it may have been due. If it is
+                the last due one, there is none since the one before: ``step`` takes its place.
         """
         latest = self._last + interval_steps
         self._latest = latest if self._latest is None else min(self._latest, latest)

@@ -1,26 +1,28 @@
 """From traces to a profile: where the devices of every stage truly wait. Pure.
 
-A receive waits until its peer sends, then data moves. One rank's clock sees the sum only. Two sources
-tell the parts apart:
+A receive waits until its peer sends, then data moves. One rank's clock sees the sum only. Two
+sources tell the parts apart:
 
-**The partner's record.** Sends and receives between two ranks match in order (first in, first out per
-direction; where both name a micro batch, it has to be the same). On aligned clocks the transfer begins
-when both sides are there, so of a call [b, e] whose partner began at r
+**The partner's record.** Sends and receives between two ranks match in order (first in, first out
+per direction; where both name a micro batch, it has to be the same). On aligned clocks the transfer
+begins when both sides are there, so of a call [b, e] whose partner began at r
 
     wait = min(max(r, b), e) - b,    transfer = e - b - wait.
 
-The same holds for a send whose partner is late (gloo and NCCL hold large sends until the receiver is
-there), unless one of its kind ended before its receiver came: such sends are buffered and wait for
-nobody. Reductions over data-parallel peers wait for the last of them. The error is that of the alignment of
-the clocks (:mod:`reft.profile.profiler`); shorter waits count as transfer.
+The same holds for a send whose partner is late (gloo and NCCL hold large sends until the receiver
+is there), unless one of its kind ended before its receiver came: such sends are buffered and wait
+for nobody. Reductions over data-parallel peers wait for the last of them. The error is that of the
+alignment of the clocks (:mod:`reft.profile.profiler`); shorter waits count as transfer.
 
-**The fastest observation**, where no partner is known, or the clocks are aligned worse than a transfer
-lasts: all calls of one kind on one rank move the same bytes, so none can have transferred for longer than
-the fastest of them took in all. This is an upper bound of the transfer: idle time is never overstated.
+**The fastest observation**, where no partner is known, or the clocks are aligned worse than a
+transfer
+lasts: all calls of one kind on one rank move the same bytes, so none can have transferred for
+longer than the fastest of them took in all. This is an upper bound of the transfer: idle time is
+never overstated.
 
-In an optimizer step ranks wait for each other with some optimizers only (the gradient norm spans the
-pipeline). That is read from the times: where they wait, a rank that comes earlier by x seconds takes x
-longer.
+In an optimizer step ranks wait for each other with some optimizers only (the gradient norm spans
+the pipeline). That is read from the times: where they wait, a rank that comes earlier by x seconds
+takes x longer.
 """
 
 from __future__ import annotations
@@ -55,15 +57,16 @@ _DIGITS = 9
 _COMPUTING = {Activity.FORWARD: "ForwardPass", Activity.BACKWARD: "BackwardPass"}
 LEAST_WINDOW_SECS = 100e-6
 LEAST_WINDOW_SHARE = 0.002
-"""Shorter waits than this (of a step) are jitter: they count as idle time, but no copy is planned there."""
+"""Shorter waits than this (of a step) are jitter: they count as idle time, but no copy is planned
+there."""
 
 CallAt = tuple[int, int, int]  # (rank, index of the step, index of the instruction in the trace)
 
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """What turns a rank's clock into rank 0's: seconds to be added, and a bound of the error of the sum.
-    Ranks of equal ``clock`` read the same one; between them there is no error."""
+    """What turns a rank's clock into rank 0's: seconds to be added, and a bound of the error of the
+    sum. Ranks of equal ``clock`` read the same one; between them there is no error."""
 
     secs: float = 0.0
     error_secs: float = 0.0
@@ -81,8 +84,9 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True)
 class RankTraces:
-    """All profiled steps of one rank, its coordinate, the alignment of its clock, and the bytes that it
-    copies per snapshot (0 if unknown). ``complete`` is False if :func:`only_group_calls` were kept."""
+    """All profiled steps of one rank, its coordinate, the alignment of its clock, and the bytes
+    that it copies per snapshot (0 if unknown). ``complete`` is False if :func:`only_group_calls`
+    were kept."""
 
     rank: int
     pp: int
@@ -103,12 +107,18 @@ class RankTraces:
         ahead = self.offset.secs - origin_secs
 
         def moved(record: Any, **parts: Any) -> Any:
-            begin, end = (round(secs + ahead, _DIGITS) for secs in (record.begin_secs, record.end_secs))
+            begin, end = (
+                round(secs + ahead, _DIGITS) for secs in (record.begin_secs, record.end_secs)
+            )
             return replace(record, begin_secs=begin, end_secs=end, **parts)
 
         by_step = {trace.step: trace for trace in self.traces}
         traces = tuple(
-            moved(t, instructions=tuple(map(moved, t.instructions)), chunks=tuple(map(moved, t.chunks)))
+            moved(
+                t,
+                instructions=tuple(map(moved, t.instructions)),
+                chunks=tuple(map(moved, t.chunks)),
+            )
             for t in (by_step[step] for step in steps)
         )
         return replace(self, traces=traces, offset=replace(self.offset, secs=0.0))
@@ -129,15 +139,16 @@ def analyse(
     clock: str = "host",
     bandwidth_bytes_per_sec: float | None = None,
 ) -> ProfileResult:
-    """Work out the profile of a job; a ProfileError where there is no step that all ranks have traced, or no
-    complete rank. ``degrees``: pp, dp, tp. ``clock``: "host" or "device". ``bandwidth_bytes_per_sec``: as
-    measured apart, for where the traces have no chunks."""
+    """Work out the profile of a job; a ProfileError where there is no step that all ranks have
+    traced, or no complete rank. ``degrees``: pp, dp, tp. ``clock``: "host" or "device".
+    ``bandwidth_bytes_per_sec``: as measured apart, for where the traces have no chunks."""
     traced = [{trace.step for trace in rank.traces} for rank in ranks]
     steps = tuple(sorted(set.intersection(*traced))) if traced else ()
     if not steps or not any(r.complete for r in ranks):
         raise ProfileError(
             f"found {len(steps)} steps that all of {len(ranks)} ranks traced, and "
-            f"{sum(r.complete for r in ranks)} complete ranks; expected at least one of each. Profile more "
+            f"{sum(r.complete for r in ranks)} complete ranks; expected at least one of each. "
+            "Profile more "
             f"steps"
         )
     origin = min(t.begin_secs + r.offset.secs for r in ranks for t in r.traces if t.step in steps)
@@ -147,7 +158,11 @@ def analyse(
     bandwidth = bandwidth_bytes_per_sec
     source = "unknown" if bandwidth is None else "a copy after the profiled steps"
     chunks = [
-        c for r in aligned for t in r.traces for c in t.chunks if c.end_secs > c.begin_secs and c.nbytes
+        c
+        for r in aligned
+        for t in r.traces
+        for c in t.chunks
+        if c.end_secs > c.begin_secs and c.nbytes
     ]
     if chunks:
         alone = [c for c in chunks if c.tier == 1]
@@ -163,7 +178,9 @@ def analyse(
         job_id=job_id,
         degrees=degrees,
         steps=steps,
-        step_secs=Percentiles.of(max(s.step_secs for s in step) for step in zip(*cut.values(), strict=True)),
+        step_secs=Percentiles.of(
+            max(s.step_secs for s in step) for step in zip(*cut.values(), strict=True)
+        ),
         bandwidth_bytes_per_sec=bandwidth,
         bandwidth_source=source,
         clock=clock,
@@ -177,16 +194,18 @@ def analyse(
     )
 
 
-# -- where the waits end ----------------------------------------------------------------------------------
+# -- where the waits end ---------------------------------------------------------------------------
 
 
 Ready = dict[CallAt, float]  # when the partners of a call were there too
 
 
 def _find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
-    """Where the waits end, and which share of the point-to-point time was split by a partner's record. All
-    ranks have the same steps in the same order."""
-    ready, matched_share = _split_transfers([r for r in ranks if r.complete], 1 + max(r.pp for r in ranks))
+    """Where the waits end, and which share of the point-to-point time was split by a partner's
+    record. All ranks have the same steps in the same order."""
+    ready, matched_share = _split_transfers(
+        [r for r in ranks if r.complete], 1 + max(r.pp for r in ranks)
+    )
     groups, pipelines = defaultdict(list), defaultdict(list)
     for rank in ranks:
         groups[rank.pp, rank.tp].append(rank)
@@ -213,17 +232,23 @@ def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, f
                 calls[place], moved[place] = record, sent
     secs = {place: record.end_secs - record.begin_secs for place, record in calls.items()}
     fastest: dict[tuple[int, tuple[str, ...]], float] = {}  # of each kind on a rank, over all steps
-    kinds = {place: (place[0], tuple(sorted(r.name for r in sent))) for place, sent in moved.items()}
+    kinds = {
+        place: (place[0], tuple(sorted(r.name for r in sent))) for place, sent in moved.items()
+    }
     for place, kind in kinds.items():
         fastest[kind] = min(secs[place], fastest.get(kind, secs[place]))
-    least = {r.rank: min((s for (of, _), s in fastest.items() if of == r.rank), default=0.0) for r in ranks}
+    least = {
+        r.rank: min((s for (of, _), s in fastest.items() if of == r.rank), default=0.0)
+        for r in ranks
+    }
     met = _meetings(ranks, stages, calls, moved, least)
     # Kinds of sends that wait for nobody: one of them was over before its receiver came.
     buffered = {
         (place[0], name)
         for place, record in calls.items()
         for name, partner, error in met.get(place, ())
-        if name.startswith("Send") and partner.begin_secs - record.end_secs > error + _RESOLUTION_SECS
+        if name.startswith("Send")
+        and partner.begin_secs - record.end_secs > error + _RESOLUTION_SECS
     }
     ready, matched_secs = Ready(), 0.0
     for place, record in calls.items():
@@ -247,8 +272,8 @@ def _meetings(
     moved: Mapping[CallAt, Sequence[InstructionRecord]],
     least: Mapping[int, float],
 ) -> Mapping[CallAt, Sequence[tuple[str, InstructionRecord, float]]]:
-    """Of every call the sends and receives that it carries out: name, the partner's call, and the error of
-    comparing the two. ``least``: seconds of the quickest call of each rank."""
+    """Of every call the sends and receives that it carries out: name, the partner's call, and the
+    error of comparing the two. ``least``: seconds of the quickest call of each rank."""
     at = {(r.pp, r.pipeline): r for r in ranks}
     named = defaultdict[tuple[int, int, str], list[tuple[CallAt, int | None]]](list)
     for place, sent in moved.items():
@@ -260,14 +285,20 @@ def _meetings(
     ):
         pairs: list[tuple[CallAt, CallAt, float]] = []
         for stage in range(stages):
-            sender, receiver = at.get((stage, pipeline)), at.get(((stage + towards) % stages, pipeline))
+            sender, receiver = (
+                at.get((stage, pipeline)),
+                at.get(((stage + towards) % stages, pipeline)),
+            )
             if sender is None or receiver is None or sender is receiver:
                 continue
             sends = named[sender.rank, number, f"Send{what}"]
             receives = named[receiver.rank, number, f"Recv{what}"]
-            same = all(len({s[1], r[1]} - {None}) < 2 for s, r in zip(sends, receives, strict=False))
+            same = all(
+                len({s[1], r[1]} - {None}) < 2 for s, r in zip(sends, receives, strict=False)
+            )
             if len(sends) != len(receives) or not same:
-                # The schedule sends both ways (DualPipeV): order does not tell who meets, on any stage.
+                # The schedule sends both ways (DualPipeV): order does not tell who meets, on any
+                # stage.
                 pairs = []
                 break
             error = sender.offset.error_to(receiver.offset)
@@ -282,8 +313,9 @@ def _meetings(
 def _transfers(
     instructions: Sequence[InstructionRecord],
 ) -> Iterator[tuple[int, InstructionRecord, list[InstructionRecord]]]:
-    """The calls that move data, each with what it sends and receives; all that move the same kinds move the
-    same bytes. Where transfers are only queued (DualPipeV), a commit moves what was queued since the last."""
+    """The calls that move data, each with what it sends and receives; all that move the same kinds
+    move the same bytes. Where transfers are only queued (DualPipeV), a commit moves what was queued
+    since the last."""
     commits = any(i.name.startswith("CommitP2P") for i in instructions)
     queued: list[InstructionRecord] = []
     for index, record in enumerate(instructions):
@@ -304,7 +336,10 @@ def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None
         last = max((record.begin_secs for record in calls.values()), default=0.0)
         for place, record in calls.items():
             # Who ended before the last came did not wait for it.
-            if error < last - record.begin_secs and last <= record.end_secs + error + _RESOLUTION_SECS:
+            if (
+                error < last - record.begin_secs
+                and last <= record.end_secs + error + _RESOLUTION_SECS
+            ):
                 there = min(last, record.end_secs)
                 ready[place] = max(there, ready.get(place, there))
 
@@ -327,8 +362,9 @@ def _calls(group: Sequence[RankTraces], name: str) -> Iterator[dict[CallAt, Inst
 
 
 def _meets(group: Sequence[RankTraces], name: str) -> bool:
-    """Whether the ranks wait for each other in this call, as far as their times can tell: nobody ends before
-    the last has begun; and over the steps, a rank that is there x seconds earlier takes about x longer."""
+    """Whether the ranks wait for each other in this call, as far as their times can tell: nobody
+    ends before the last has begun; and over the steps, a rank that is there x seconds earlier takes
+    about x longer."""
     steps = [list(calls.values()) for calls in _calls(group, name) if len(calls) == len(group)]
     if len(group) < 2 or len(steps) < _LEAST_STEPS:
         return False
@@ -344,13 +380,17 @@ def _meets(group: Sequence[RankTraces], name: str) -> bool:
     return varies and float((x * y).sum() / (x**2).sum()) > _LEAST_SLOPE
 
 
-# -- segments -----------------------------------------------------------------------------------------
+# -- segments --------------------------------------------------------------------------------------
 
 
 def _cut(rank: RankTraces, ready: Ready) -> Iterator[RankStep]:
     following = [*rank.traces[1:], None]
     for number, (trace, after) in enumerate(zip(rank.traces, following, strict=True)):
-        end = after.begin_secs if after is not None and after.step == trace.step + 1 else trace.end_secs
+        end = (
+            after.begin_secs
+            if after is not None and after.step == trace.step + 1
+            else trace.end_secs
+        )
         waits = [ready.get((rank.rank, number, i)) for i in range(len(trace.instructions))]
         yield RankStep(
             step=trace.step,
@@ -380,17 +420,24 @@ def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segme
         ):
             if min(until, record.end_secs) > at:
                 yield Segment(
-                    at, min(until, record.end_secs), kind, record.position, record.name, record.micro_batch
+                    at,
+                    min(until, record.end_secs),
+                    kind,
+                    record.position,
+                    record.name,
+                    record.micro_batch,
                 )
                 at = min(until, record.end_secs)
         if optimizer and following and following[0].begin_secs > record.end_secs:
             begun = following[0].begin_secs
-            yield Segment(record.end_secs, begun, Activity.CAPTURE, record.position, record.name, None)
+            yield Segment(
+                record.end_secs, begun, Activity.CAPTURE, record.position, record.name, None
+            )
 
 
 def _is_usable(name: str) -> bool:
-    """Whether snapshots may be copied while the device waits in an instruction: not within the optimizer
-    step, where the old state has to be out and the new one is not there yet (P2)."""
+    """Whether snapshots may be copied while the device waits in an instruction: not within the
+    optimizer step, where the old state has to be out and the new one is not there yet (P2)."""
     return activity_of(name) is not Activity.OPTIMIZER
 
 
@@ -400,8 +447,12 @@ def _windows(
     """Idle intervals that recur in every step, in the order of the stage's instructions."""
     # Schedules may bring instructions of their own: what computes is told by what it does.
     names = [_COMPUTING.get(activity_of(record.name), record.name) for record in stream]
-    least = max(LEAST_WINDOW_SECS, LEAST_WINDOW_SHARE * float(np.median([s.step_secs for s in steps])))
-    waits = [{s.position: s.secs for s in step.segments if s.activity is Activity.WAIT} for step in steps]
+    least = max(
+        LEAST_WINDOW_SECS, LEAST_WINDOW_SHARE * float(np.median([s.step_secs for s in steps]))
+    )
+    waits = [
+        {s.position: s.secs for s in step.segments if s.activity is Activity.WAIT} for step in steps
+    ]
     first = [
         {s.position: s.begin_secs - step.segments[0].begin_secs for s in step.segments[::-1]}
         for step in steps
@@ -439,7 +490,9 @@ def _stage(
         ranks=tuple(sorted(rank.rank for rank in ranks)),
         step_secs=Percentiles.of(step.step_secs for step in steps),
         secs={activity: Percentiles.of(secs) for activity, secs in sums.items() if any(secs)},
-        usable_secs=Percentiles.of(sum(s.secs for s in of_step if _is_usable(s.name)) for of_step in waits),
+        usable_secs=Percentiles.of(
+            sum(s.secs for s in of_step if _is_usable(s.name)) for of_step in waits
+        ),
         snapshot_bytes=max(rank.snapshot_bytes for rank in ranks),
         windows=tuple(_windows(ranks[0].traces[0].instructions, steps, bandwidth)),
         copied=copied,
@@ -465,7 +518,9 @@ def _copying(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Overlap,
             nbytes[chunk.tier] += chunk.nbytes
             left = chunk.end_secs - chunk.begin_secs
             for segment in step.segments:
-                both = min(chunk.end_secs, segment.end_secs) - max(chunk.begin_secs, segment.begin_secs)
+                both = min(chunk.end_secs, segment.end_secs) - max(
+                    chunk.begin_secs, segment.begin_secs
+                )
                 if both > 0:
                     beside[_PLACES.get(segment.activity, Overlap.OTHER)] += both
                     left -= both

@@ -1,9 +1,11 @@
-"""Profiles a running job: collects the traces of some warm steps, then gathers and writes the result.
+"""Profiles a running job: collects the traces of some warm steps, then gathers and writes the
+result.
 
-Nothing is sent, waited for or written within a measured step. All ranks end at the same step, one after
-the last that is measured: a device may report the copies of a step a step later.
+Nothing is sent, waited for or written within a measured step. All ranks end at the same step, one
+after the last that is measured: a device may report the copies of a step a step later.
 
-Only some pipelines are sent in full: of the others rank 0 needs to know when they met in reductions.
+Only some pipelines are sent in full: of the others rank 0 needs to know when they met in
+reductions.
 """
 
 from __future__ import annotations
@@ -48,12 +50,13 @@ Mark = Any  # what `DeviceClock.mark` returned: opaque until it is resolved
 
 Span = tuple[float, float]  # begin and end by ``time.perf_counter``
 Marks = Sequence[tuple[Mark, Mark]]
-"""Begin and end of each instruction of a step by the device's clock; empty: traces hold host times."""
+"""Begin and end of each instruction of a step by the device's clock; empty: traces hold host
+times."""
 
 
 class Profiler:
-    """A trace sink that makes a profile of the steps after a warm-up, once. Made collectively. ``clock``:
-    where the times of instructions come from when they are given as marks."""
+    """A trace sink that makes a profile of the steps after a warm-up, once. Made collectively.
+    ``clock``: where the times of instructions come from when they are given as marks."""
 
     def __init__(
         self,
@@ -75,8 +78,8 @@ class Profiler:
         self.measuring = True  # whether traces are still wanted
 
     def add(self, trace: StepTrace, marks: Marks = ()) -> None:
-        """Take the trace of the step that has just ended; the last one ends the profile, which is collective,
-        and the job that was started for it only."""
+        """Take the trace of the step that has just ended; the last one ends the profile, which is
+        collective, and the job that was started for it only."""
         if not self.measuring:
             return
         if self._first_step is None:
@@ -106,7 +109,9 @@ class Profiler:
             if self._control.rank == 0:
                 ranks = [
                     replace(rank, offset=before.until(now))
-                    for rank, before, now in zip(map(decode, gathered), self._offsets, after, strict=True)
+                    for rank, before, now in zip(
+                        map(decode, gathered), self._offsets, after, strict=True
+                    )
                 ]
                 degrees = self._degrees
                 result = analyse(
@@ -125,7 +130,9 @@ class Profiler:
     def _mine(self) -> RankTraces:
         at, clock = self._at, self.clock
         complete = at.dp * self._degrees.tp + at.tp < self._config.pipelines
-        traces = assign_chunks([t if clock is None else with_times(t, clock, m) for t, m in self._steps])
+        traces = assign_chunks(
+            [t if clock is None else with_times(t, clock, m) for t, m in self._steps]
+        )
         return RankTraces(
             *(self._control.rank, at.pp, at.dp, at.tp),
             offset=ClockOffset(),
@@ -136,7 +143,8 @@ class Profiler:
 
 
 def with_times(trace: StepTrace, clock: DeviceClock, marks: Marks) -> StepTrace:
-    """The trace with the times of its instructions by another clock, of which there are as many marks."""
+    """The trace with the times of its instructions by another clock, of which there are as many
+    marks."""
     if not marks:
         return trace
     flat = clock.resolve([mark for pair in marks for mark in pair])
@@ -155,7 +163,9 @@ def probe_bandwidth() -> float | None:
     took = []
     with suppress(RuntimeError, MemoryError):
         vendor = find_local_vendor()
-        source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=vendor.type if vendor else "cpu")
+        source = torch.ones(
+            _PROBE_BYTES, dtype=torch.uint8, device=vendor.type if vendor else "cpu"
+        )
         target = torch.ones(_PROBE_BYTES, dtype=torch.uint8, pin_memory=vendor is not None)
         for _ in range(3):
             began = time.perf_counter()
@@ -165,7 +175,8 @@ def probe_bandwidth() -> float | None:
 
 
 def note_taken(folder: Path, rank: int) -> None:
-    """Tell this node's ``reft profile`` that a rank of it has been measured; only rank 0 writes more."""
+    """Tell this node's ``reft profile`` that a rank of it has been measured; only rank 0 writes
+    more."""
     if ENV_PROFILE in os.environ:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{_TAKEN}{rank}").touch()
@@ -180,7 +191,8 @@ def forget_taken(folder: Path) -> set[int]:
 
 
 def write(result: ProfileResult, folder: Path) -> None:
-    """Write the profile, its trace and, where matplotlib is installed, its figure into ``folder``."""
+    """Write the profile, its trace and, where matplotlib is installed, its figure into
+    ``folder``."""
     path = (folder / PROFILE_FILE).absolute()
     result.save(path)
     # Another process draws: no training process imports what draws.
@@ -189,7 +201,9 @@ def write(result: ProfileResult, folder: Path) -> None:
     if find_spec("matplotlib") is not None:
         command += ["--figure", str(folder / "profile.png")]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DRAW_SECS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_DRAW_SECS, check=False
+        )
         failed = done.stderr.strip()[-_MOST_CHARACTERS:] if done.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
         failed = str(error)
@@ -201,7 +215,7 @@ def write(result: ProfileResult, folder: Path) -> None:
     )
 
 
-# -- traces -----------------------------------------------------------------------------------------------
+# -- traces ----------------------------------------------------------------------------------------
 
 
 def encode(rank: RankTraces) -> bytes:
@@ -235,16 +249,16 @@ def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
     )
 
 
-# -- clocks -----------------------------------------------------------------------------------------------
+# -- clocks ----------------------------------------------------------------------------------------
 #
-# ``perf_counter`` has another zero on every host. Rank 0 swaps bytes with one process of each host. What
-# either has received when its call ends was sent after the other's call began: with calls from t0 to t1 by
-# rank 0's clock and from s0 to s1 by the peer's,
+# ``perf_counter`` has another zero on every host. Rank 0 swaps bytes with one process of each host.
+# What either has received when its call ends was sent after the other's call began: with calls from
+# t0 to t1 by rank 0's clock and from s0 to s1 by the peer's,
 #
 #     t0 - s1 <= offset <= t1 - s0.
 #
-# Of many calls the narrowest bounds count. Clocks drift (parts per million), so this is done before and after
-# the profiled steps.
+# Of many calls the narrowest bounds count. Clocks drift (parts per million), so this is done before
+# and after the profiled steps.
 
 
 def clock_id() -> str:
@@ -256,8 +270,8 @@ def clock_id() -> str:
 
 
 def measure_offsets(control: ControlGroup, my_clock: str) -> list[ClockOffset]:
-    """What turns the clock of each rank into that of rank 0, in rank order. Collective; ``my_clock`` is
-    :func:`clock_id` of this rank."""
+    """What turns the clock of each rank into that of rank 0, in rank order. Collective;
+    ``my_clock`` is :func:`clock_id` of this rank."""
     clocks = [text.decode() for text in control.gather_bytes(my_clock.encode())]
     known = [*dict.fromkeys(clocks)]
     peers = [clocks.index(clock) for clock in known[1:]]
@@ -270,7 +284,8 @@ def measure_offsets(control: ControlGroup, my_clock: str) -> list[ClockOffset]:
             control.exchange({other: [sent]}, {other: [received]})
             mine.append((began, time.perf_counter()))
     told = [
-        msgpack.unpackb(data, strict_map_key=False) for data in control.gather_bytes(msgpack.packb(calls))
+        msgpack.unpackb(data, strict_map_key=False)
+        for data in control.gather_bytes(msgpack.packb(calls))
     ]
     found = [ClockOffset()]
     found += [estimate(told[0][peer], told[peer][peer], n) for n, peer in enumerate(peers, 1)]
@@ -278,7 +293,8 @@ def measure_offsets(control: ControlGroup, my_clock: str) -> list[ClockOffset]:
 
 
 def estimate(ours: Sequence[Span], theirs: Sequence[Span], clock: int = 0) -> ClockOffset:
-    """The offset of a peer's clock from the begins and ends of calls in which both have swapped bytes."""
+    """The offset of a peer's clock from the begins and ends of calls in which both have swapped
+    bytes."""
     low = max(t0 - s1 for (t0, _), (_, s1) in zip(ours, theirs, strict=True))
     high = min(t1 - s0 for (_, t1), (s0, _) in zip(ours, theirs, strict=True))
     return ClockOffset((low + high) / 2, max(0.0, high - low) / 2, clock)
@@ -290,15 +306,16 @@ _Anchor = tuple[float, float, Any]  # error of its time, its time in seconds, an
 class DeviceClock:
     """The device's clock for the instructions of a step, without synchronisation.
 
-    On a CPU an instruction is over when its call returns. On CUDA and ROCm the call only queues work; what
-    counts is when the device gets there. An event is recorded on the current stream at each mark, and turned
-    into host seconds after the profiled steps, when they have all completed:
+    On a CPU an instruction is over when its call returns. On CUDA and ROCm the call only queues
+    work; what counts is when the device gets there. An event is recorded on the current stream at
+    each mark, and turned into host seconds after the profiled steps, when they have all completed:
 
         t = anchor_secs - elapsed(event, anchor event)
 
-    The anchor is an event whose host time is known, because the host waited for it; that wait happens outside
-    of the steps that are measured. Two anchors, before and after, bound the drift between the two clocks.
-    Adding events costs about a microsecond of host time each and nothing on the device; the host never waits.
+    The anchor is an event whose host time is known, because the host waited for it; that wait
+    happens outside of the steps that are measured. Two anchors, before and after, bound the drift
+    between the two clocks. Adding events costs about a microsecond of host time each and nothing on
+    the device; the host never waits.
     """
 
     def __init__(self, vendor: Vendor) -> None:
@@ -306,7 +323,8 @@ class DeviceClock:
         self._free: list[Any] = []
         self._anchor: _Anchor | None = None
         self.error_secs = 0.0
-        """Of the last resolution: half the wait for its anchor, and the drift since the first one."""
+        """Of the last resolution: half the wait for its anchor, and the drift since the first
+        one."""
 
     def begin(self) -> None:
         """Before the first mark of a profile; waits for the device."""
@@ -326,8 +344,8 @@ class DeviceClock:
         if first is not None:
             passed = float(first[2].elapsed_time(last)) / 1e3
             self.error_secs += abs(last_secs - first[1] - passed)
-        # Elapsed times are 32-bit milliseconds: exact to a microsecond over some ten seconds only, so
-        # that one long stretch to the anchor is followed by short ones within the step.
+        # Elapsed times are 32-bit milliseconds: exact to a microsecond over some ten seconds only,
+        # so that one long stretch to the anchor is followed by short ones within the step.
         origin = last_secs - float(marks[0].elapsed_time(last)) / 1e3
         times = [origin + float(marks[0].elapsed_time(mark)) / 1e3 for mark in marks]
         self._free.extend(marks)

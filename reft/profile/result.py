@@ -1,7 +1,7 @@
 """What the profiler found: frozen dataclasses that survive JSON.
 
-Times are seconds. Those of windows count from the begin of the stage's first instruction of the step; those
-of timelines are on the clock of rank 0, from the begin of the first profiled step.
+Times are seconds. Those of windows count from the begin of the stage's first instruction of the
+step; those of timelines are on the clock of rank 0, from the begin of the first profiled step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ProfileError(ReftError):
 class Activity(StrEnum):
     """What a piece of a device's time was spent on.
 
-    FENCE is waiting for a snapshot to end before the optimizer step; CAPTURE is what lies between the
-    optimizer step and the next instruction, where the host begins a snapshot.
+    FENCE is waiting for a snapshot to end before the optimizer step; CAPTURE is what lies between
+    the optimizer step and the next instruction, where the host begins a snapshot.
     """
 
     FORWARD = "forward"
@@ -64,11 +64,12 @@ _BY_PREFIX = {
 def activity_of(name: str) -> Activity:
     """Activity of an instruction, its waiting not counted.
 
-    Schedules may bring instructions of their own (zero-bubble splits the backward pass, DualPipeV queues its
-    transfers), so names are read by their first word.
+    Schedules may bring instructions of their own (zero-bubble splits the backward pass, DualPipeV
+    queues its transfers), so names are read by their first word.
     """
     return next(
-        (activity for prefix, activity in _BY_PREFIX.items() if name.startswith(prefix)), Activity.OTHER
+        (activity for prefix, activity in _BY_PREFIX.items() if name.startswith(prefix)),
+        Activity.OTHER,
     )
 
 
@@ -93,8 +94,8 @@ class Percentiles(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """One stretch of a rank's time that was spent on one thing, within the instruction ``position`` of the
-    stage's stream."""
+    """One stretch of a rank's time that was spent on one thing, within the instruction ``position``
+    of the stage's stream."""
 
     begin_secs: float
     end_secs: float
@@ -112,7 +113,8 @@ class Segment(NamedTuple):
 class RankStep(StepTrace):
     """A trace cut into segments, in the place of its instructions."""
 
-    step_secs: float  # to the begin of the next step; where that was not traced, to the end of this one
+    # to the begin of the next step; where that was not traced, to the end of this one
+    step_secs: float
     segments: tuple[Segment, ...]
 
     def secs_of(self, activity: Activity) -> float:
@@ -129,9 +131,9 @@ class RankStep(StepTrace):
 class MeasuredWindow:
     """One idle interval that recurs in every step, in the call of the instruction ``position``.
 
-    It begins at the median begin and has the median length. ``usable`` is False within the optimizer step:
-    after the fence, where the old state has to be out. ``bytes_fit`` are copied in that time; None without a
-    bandwidth."""
+    It begins at the median begin and has the median length. ``usable`` is False within the
+    optimizer step: after the fence, where the old state has to be out. ``bytes_fit`` are copied in
+    that time; None without a bandwidth."""
 
     kind: WindowKind
     start_secs: float
@@ -148,14 +150,16 @@ class StageProfile:
     stage_id: int
     ranks: tuple[int, ...]
     step_secs: Percentiles
-    # seconds per step by activity; ``wait`` is the true idle time. What is missing to the step is time
-    # between instructions (Python, data, the launch of kernels).
+    # seconds per step by activity; ``wait`` is the true idle time. What is missing to the step is
+    # time between instructions (Python, data, the launch of kernels).
     secs: dict[Activity, Percentiles]
-    usable_secs: Percentiles  # of them, those in which snapshots may be copied: not within the optimizer step
+    # of them, those in which snapshots may be copied: not within the optimizer step
+    usable_secs: Percentiles
     snapshot_bytes: int  # bytes one rank copies from its device per snapshot; 0 if unknown
-    windows: tuple[MeasuredWindow, ...]  # recurring idle intervals, in the order of the instructions
-    # What snapshots did, per rank and step: mean bytes by tier (0: at the fence), and mean seconds of copying
-    # by what the device did meanwhile.
+    # recurring idle intervals, in the order of the instructions
+    windows: tuple[MeasuredWindow, ...]
+    # What snapshots did, per rank and step: mean bytes by tier (0: at the fence), and mean seconds
+    # of copying by what the device did meanwhile.
     copied: dict[int, float]
     copying_secs: dict[Overlap, float]
 
@@ -184,8 +188,8 @@ class StageProfile:
 
 @dataclass(frozen=True, slots=True)
 class ProfileResult:
-    """A whole profile, by stage, and by step. ``degrees`` are pp, dp, tp; the bandwidth is that of one rank
-    into host memory, None if it is not known."""
+    """A whole profile, by stage, and by step. ``degrees`` are pp, dp, tp; the bandwidth is that of
+    one rank into host memory, None if it is not known."""
 
     job_id: str
     degrees: tuple[int, int, int]
@@ -193,9 +197,9 @@ class ProfileResult:
     step_secs: Percentiles
     bandwidth_bytes_per_sec: float | None
     bandwidth_source: str
-    # How transfers were told from waiting: by which clock ("host" or "device"), for which share of the
-    # point-to-point time with the partner's own record (the rest by the fastest observation of the same
-    # transfer), and with which worst error of the alignment of two processes' clocks.
+    # How transfers were told from waiting: by which clock ("host" or "device"), for which share of
+    # the point-to-point time with the partner's own record (the rest by the fastest observation of
+    # the same transfer), and with which worst error of the alignment of two processes' clocks.
     clock: str
     matched_share: float
     clock_error_secs: float
@@ -203,14 +207,17 @@ class ProfileResult:
     timelines: tuple[RankStep, ...]  # by step; of all ranks whose traces were gathered in full
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
-        """Usable windows of a stage, for the planner of snapshots; in order, not overlapping: of medians that
-        overlap the later one begins where the earlier one ends. A ProfileError where no such stage was
-        profiled."""
-        measured = next((stage.windows for stage in self.stages if stage.stage_id == stage_id), None)
+        """Usable windows of a stage, for the planner of snapshots; in order, not overlapping: of
+        medians that overlap the later one begins where the earlier one ends. A ProfileError where
+        no such stage was profiled."""
+        measured = next(
+            (stage.windows for stage in self.stages if stage.stage_id == stage_id), None
+        )
         if measured is None:
             raise ProfileError(
                 f"stage {stage_id} is not in this profile, which has stages "
-                f"{[s.stage_id for s in self.stages]}; profile the job again with the layout it runs with now"
+                f"{[s.stage_id for s in self.stages]}; profile the job again with the layout it "
+                "runs with now"
             )
         found, ended = [], 0.0
         for w in (w for w in measured if w.usable):
@@ -220,8 +227,8 @@ class ProfileResult:
         return tuple(found)
 
     def timeline(self, step: int | None = None) -> tuple[RankStep, ...]:
-        """A step on all ranks; without ``step`` the one to look at, whose length is nearest to the median.
-        Empty where it was not profiled."""
+        """A step on all ranks; without ``step`` the one to look at, whose length is nearest to the
+        median. Empty where it was not profiled."""
 
         def unlike(step: int) -> float:
             ranks = self.timeline(step)
@@ -236,10 +243,13 @@ class ProfileResult:
 
     @classmethod
     def from_json(cls, data: Any) -> ProfileResult:
-        """The inverse of :meth:`to_json`; a ProfileError where it is not a profile, or not of this format."""
+        """The inverse of :meth:`to_json`; a ProfileError where it is not a profile, or not of this
+        format."""
         found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT:
-            raise ProfileError(f"found format {found!r}, expected {FORMAT!r}: not a profile of this version")
+            raise ProfileError(
+                f"found format {found!r}, expected {FORMAT!r}: not a profile of this version"
+            )
         try:
             return _adapter().validate_python({key: data[key] for key in data if key != "format"})
         except ValidationError as error:
@@ -251,7 +261,8 @@ class ProfileResult:
 
     @classmethod
     def load(cls, path: Path) -> ProfileResult:
-        """Read what :meth:`save` wrote; a ProfileError where the file is not there, or holds no profile."""
+        """Read what :meth:`save` wrote; a ProfileError where the file is not there, or holds no
+        profile."""
         try:
             return cls.from_json(json.loads(path.read_text()))
         except (OSError, ValueError, RecursionError) as error:

@@ -1,9 +1,9 @@
 """The backends that encode and decode: one class, one choice, one rule for short sources.
 
-A backend computes linear combinations of byte buffers over GF(2^8); with coefficients 0 and 1 that is
-XOR. It works on the bits of whatever it is given, so NaN payloads, infinities and signed zeros of every
-dtype survive. Buffers are one-dimensional, contiguous and of unsigned bytes: ``numpy.ndarray`` or
-``torch.Tensor`` (any device).
+A backend computes linear combinations of byte buffers over GF(2^8); with coefficients 0 and 1 that
+is XOR. It works on the bits of whatever it is given, so NaN payloads, infinities and signed zeros
+of every dtype survive. Buffers are one-dimensional, contiguous and of unsigned bytes:
+``numpy.ndarray`` or ``torch.Tensor`` (any device).
 """
 
 from __future__ import annotations
@@ -48,16 +48,19 @@ class Backend(ABC):
 
     name: str  # For people and results
 
-    def combine(self, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]) -> None:
+    def combine(
+        self, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]
+    ) -> None:
         """``targets[r] = sum over j of rows[r][j] · sources[j]`` over GF(2^8), for every r.
 
         On a device the work is queued on the current stream and the host does not wait for it.
 
         Args:
-            rows: coefficients 0..255, one row per target and one column per source. With coefficients
-                above 1 the length is a multiple of 128 bytes (:mod:`reft.protect.rs`).
+            rows: coefficients 0..255, one row per target and one column per source. With
+                coefficients above 1 the length is a multiple of 128 bytes (:mod:`reft.protect.rs`).
             sources: buffers, uint8, all of one length.
-            targets: buffers of that length, apart from the sources and from each other; overwritten.
+            targets: buffers of that length, apart from the sources and from each other;
+                overwritten.
 
         Raises:
             ValueError: where lengths or counts do not fit.
@@ -68,11 +71,17 @@ class Backend(ABC):
                 target[:] = 0
         kept = [r for r, row in enumerate(rows) if any(row)]
         if kept and nbytes:
-            self._combine(tuple(tuple(rows[r]) for r in kept), sources, [targets[r] for r in kept], nbytes)
+            self._combine(
+                tuple(tuple(rows[r]) for r in kept), sources, [targets[r] for r in kept], nbytes
+            )
 
     @abstractmethod
     def _combine(
-        self, rows: tuple[Row, ...], sources: Sequence[Buffer], targets: Sequence[Buffer], nbytes: int
+        self,
+        rows: tuple[Row, ...],
+        sources: Sequence[Buffer],
+        targets: Sequence[Buffer],
+        nbytes: int,
     ) -> None:
         """The same with at least one coefficient in every row and at least one byte."""
 
@@ -84,8 +93,8 @@ class Backend(ABC):
 def backend_for(buffer: Buffer) -> Backend:
     """The fastest backend at hand for a buffer: by its class and device.
 
-    CUDA and ROCm tensors take CuPy where it is installed and its kernel was seen to make torch's bytes on the
-    device, else torch. The first call for a device compiles that kernel."""
+    CUDA and ROCm tensors take CuPy where it is installed and its kernel was seen to make torch's
+    bytes on the device, else torch. The first call for a device compiles that kernel."""
     kind = type(buffer).__module__.partition(".")[0]
     if kind == "numpy":
         return NumpyBackend()
@@ -97,16 +106,19 @@ def backend_for(buffer: Buffer) -> Backend:
             _tried[buffer.device] = _tried_cupy(buffer) or TorchBackend()
         return _tried[buffer.device]
     raise TypeError(
-        f"found a buffer of class {type(buffer).__name__}; expected a numpy.ndarray or torch.Tensor of bytes"
+        f"found a buffer of class {type(buffer).__name__}; expected a numpy.ndarray or "
+        "torch.Tensor of bytes"
     )
 
 
 _tried: dict[Any, Backend] = {}
-"""By device: CuPy's library may be there and not its compiler, or one that does not know the device."""
+"""By device: CuPy's library may be there and not its compiler, or one that does not know the
+device."""
 
 
 def _tried_cupy(like: Buffer) -> Backend | None:
-    """CuPy's backend if it works on the device of ``like``; else None, and a warning if it is installed."""
+    """CuPy's backend if it works on the device of ``like``; else None, and a warning if it is
+    installed."""
     plain, rows = TorchBackend(), [(1, 1), (1, 2)]
     try:
         fused = CupyBackend()
@@ -124,8 +136,10 @@ def _tried_cupy(like: Buffer) -> Backend | None:
             return None
         cause = f"{type(error).__name__}: {error}"
     logger.warning(
-        "torch encodes parities on %s, more slowly: CuPy is installed and does not work there (%s). Install "
-        "the extra that fits the driver and the device, with its runtime compiler (NVRTC or hipRTC): "
+        "torch encodes parities on %s, more slowly: CuPy is installed and does not work there "
+        "(%s). Install "
+        "the extra that fits the driver and the device, with its runtime compiler (NVRTC or "
+        "hipRTC): "
         "reft-ckpt[cuda12], reft-ckpt[cuda13] (no V100) or reft-ckpt[rocm7]",
         like.device,
         cause,
@@ -138,17 +152,21 @@ def _check(rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buf
     if not targets or len(rows) != len(targets) or any(len(row) != len(sources) for row in rows):
         raise ValueError(
             f"found {len(rows)} rows of {sorted({len(row) for row in rows})} coefficients for "
-            f"{len(sources)} sources and {len(targets)} targets; expected one row per target and one "
+            f"{len(sources)} sources and {len(targets)} targets; expected one row per target and "
+            "one "
             f"coefficient per source"
         )
     if any(not 0 <= c <= 255 for row in rows for c in row):
         raise ValueError(f"found coefficients {rows}; expected integers from 0 to 255")
     lengths = sorted({len(b) for b in (*sources, *targets)})
     if len(lengths) != 1:
-        raise ValueError(f"found buffers of {lengths} bytes; expected one length (see combine_ragged)")
+        raise ValueError(
+            f"found buffers of {lengths} bytes; expected one length (see combine_ragged)"
+        )
     if needs_packets(rows) and lengths[0] % GRAIN_BYTES:
         raise ValueError(
-            f"found buffers of {lengths[0]} bytes; coefficients above 1 need a multiple of {GRAIN_BYTES}: "
+            f"found buffers of {lengths[0]} bytes; coefficients above 1 need a multiple of "
+            f"{GRAIN_BYTES}: "
             f"pad the sub-blocks"
         )
     return lengths[0]
@@ -157,14 +175,17 @@ def _check(rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buf
 def combine_ragged(
     backend: Backend, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]
 ) -> None:
-    """:meth:`Backend.combine` where sources may be shorter than the targets, as if padded with zeros.
+    """:meth:`Backend.combine` where sources may be shorter than the targets, as if padded with
+    zeros.
 
-    Only the cell in which a source ends is copied, and only if coefficients above 1 need whole cells.
+    Only the cell in which a source ends is copied, and only if coefficients above 1 need whole
+    cells.
     """
     nbytes = len(targets[0])
     if any(len(s) > nbytes for s in sources):
         raise ValueError(
-            f"found sources of {[len(s) for s in sources]} bytes, targets of {nbytes}; expected none longer"
+            f"found sources of {[len(s) for s in sources]} bytes, targets of {nbytes}; expected "
+            "none longer"
         )
     step = CELL_BYTES if needs_packets(rows) else 1
     for place, columns, pieces in ragged_ranges(
@@ -175,14 +196,19 @@ def combine_ragged(
 
 
 class ChunkedBackend(Backend):
-    """What libraries of elementwise operations share: cut into chunks that stay in the cache, then XOR.
+    """What libraries of elementwise operations share: cut into chunks that stay in the cache, then
+    XOR.
 
-    D-1 sources and one target stream through the processor once: the target's chunk is written to the
-    cache by the first XOR and to memory after the last.
+    D-1 sources and one target stream through the processor once: the target's chunk is written to
+    the cache by the first XOR and to memory after the last.
     """
 
     def _combine(
-        self, rows: tuple[Row, ...], sources: Sequence[Buffer], targets: Sequence[Buffer], nbytes: int
+        self,
+        rows: tuple[Row, ...],
+        sources: Sequence[Buffer],
+        targets: Sequence[Buffer],
+        nbytes: int,
     ) -> None:
         if needs_packets(rows):
             self.run(packet_program(rows), sources, targets)
@@ -219,7 +245,9 @@ class ChunkedBackend(Backend):
         cells = nbytes // CELL_BYTES
         split = cells * CELL_BYTES // width
         step = max(1, self._chunk_bytes(targets[0]) // CELL_BYTES)
-        folded = [view[:split].reshape(cells, PACKETS, CELL_BYTES // PACKETS // width) for view in views]
+        folded = [
+            view[:split].reshape(cells, PACKETS, CELL_BYTES // PACKETS // width) for view in views
+        ]
         for start in range(0, cells, step):
             self._run(steps, [view[start : min(start + step, cells)] for view in folded])
         if split * width < nbytes:
@@ -241,7 +269,8 @@ class ChunkedBackend(Backend):
 
     @abstractmethod
     def _words(self, buffers: Sequence[Buffer], nbytes: int) -> tuple[int, list[Any]]:
-        """Views of the widest word that suits all buffers, cut to whole words; and its width in bytes."""
+        """Views of the widest word that suits all buffers, cut to whole words; and its width in
+        bytes."""
 
     @abstractmethod
     def _chunk_bytes(self, target: Buffer) -> int:
@@ -254,9 +283,9 @@ class ChunkedBackend(Backend):
     def _copy(self, source: Any, out: Any) -> None: ...
 
 
-# Threads of a block. With coefficients above 1, a block takes so many columns of a cell. The kernels say it
-# to the compiler. HIP's compilers otherwise keep room for blocks of 1,024 threads: 128 registers for a
-# thread, so that from three targets on accumulators are spilled to memory.
+# Threads of a block. With coefficients above 1, a block takes so many columns of a cell. The
+# kernels say it to the compiler. HIP's compilers otherwise keep room for blocks of 1,024 threads:
+# 128 registers for a thread, so that from three targets on accumulators are spilled to memory.
 THREADS = 256
 
 NAME = "reft_combine"
@@ -266,7 +295,8 @@ _WORDS = {
         "typedef uint4 Word;\n"
         "static __device__ __forceinline__ Word mix(Word a, Word b) "
         "{ a.x ^= b.x; a.y ^= b.y; a.z ^= b.z; a.w ^= b.w; return a; }\n"
-        "static __device__ __forceinline__ Word zero() { Word a; a.x = a.y = a.z = a.w = 0; return a; }\n"
+        "static __device__ __forceinline__ Word zero() { Word a; a.x = a.y = a.z = a.w = 0; "
+        "return a; }\n"
     ),
     **{
         width: (
@@ -285,8 +315,8 @@ _WORDS = {
 
 
 def find_launch_shape(rows: Sequence[Row], width: int, nbytes: int) -> tuple[int, tuple[int, int]]:
-    """For buffers of ``nbytes`` bytes and words of ``width`` bytes: how many blocks have work (of fewer, each
-    takes several), and the kernel's leading arguments, unsigned and of 64 bits."""
+    """For buffers of ``nbytes`` bytes and words of ``width`` bytes: how many blocks have work (of
+    fewer, each takes several), and the kernel's leading arguments, unsigned and of 64 bits."""
     words = nbytes // width
     if not needs_packets(rows):
         return max(1, -(-words // THREADS)), (words, nbytes)
@@ -303,9 +333,9 @@ def _tiles(width: int) -> int:
 def kernel_source(rows: tuple[Row, ...], width: int) -> str:
     """Source of ``reft_combine`` for a coefficient matrix.
 
-    Its arguments are two numbers (see :func:`find_launch_shape`), the sources and the targets as byte
-    pointers. ``rows``: coefficients, one row per target; every row has one that is not 0. ``width``: bytes of
-    a word: 16, 8, 4, 2 or 1; all pointers are multiples of it."""
+    Its arguments are two numbers (see :func:`find_launch_shape`), the sources and the targets as
+    byte pointers. ``rows``: coefficients, one row per target; every row has one that is not 0.
+    ``width``: bytes of a word: 16, 8, 4, 2 or 1; all pointers are multiples of it."""
     sources = range(len(rows[0]))
     pointers = [f"const unsigned char* __restrict__ s{j}" for j in sources]
     pointers += [f"unsigned char* __restrict__ t{r}" for r in range(len(rows))]
@@ -334,7 +364,10 @@ def _plain_body(rows: Sequence[Row]) -> str:
         "  const Count first = (Count)blockIdx.x * blockDim.x + threadIdx.x;",
         "  for (Count i = first; i < m; i += stride) {",
         *(f"    const Word x{j} = ((const Word*)s{j})[i];" for j in used),
-        *(f"    ((Word*)t{r})[i] = {xor(row, 'x{j}', 'mix({}, {})')};" for r, row in enumerate(rows)),
+        *(
+            f"    ((Word*)t{r})[i] = {xor(row, 'x{j}', 'mix({}, {})')};"
+            for r, row in enumerate(rows)
+        ),
         "  }",
         "  for (Count i = m * sizeof(Word) + first; i < n; i += stride) {",
         *(f"    t{r}[i] = {xor(row, 's{j}[i]', '{} ^ {}')};" for r, row in enumerate(rows)),
@@ -365,7 +398,9 @@ def _packet_body(rows: Sequence[Row], width: int) -> str:
         for r, row in enumerate(rows):
             lines += _accumulate(r, row[j])
         lines.append("      }")
-    lines += [f"      ((Word*)t{r})[at + {i} * words] = a{r}_{i};" for r in range(len(rows)) for i in bits]
+    lines += [
+        f"      ((Word*)t{r})[at + {i} * words] = a{r}_{i};" for r in range(len(rows)) for i in bits
+    ]
     return "\n".join([*lines, "    }", "  }"]) + "\n"
 
 
@@ -390,28 +425,32 @@ def _usable_cupy() -> Any:
         import cupy
     except ModuleNotFoundError as e:
         raise ConfigError(
-            f"found no CuPy ({e}); expected it for the fused device kernels. Install reft-ckpt[cuda12], "
-            "reft-ckpt[cuda13] or reft-ckpt[rocm7], whichever fits the driver, or use the torch backend: "
+            f"found no CuPy ({e}); expected it for the fused device kernels. Install "
+            "reft-ckpt[cuda12], "
+            "reft-ckpt[cuda13] or reft-ckpt[rocm7], whichever fits the driver, or use the torch "
+            "backend: "
             "it makes the same bytes (CuPy has no package for ROCm 6)"
         ) from e
     try:
         devices = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as e:
         raise ConfigError(
-            f"CuPy {cupy.__version__} finds no device ({e}); expected one. Check the driver and that the "
+            f"CuPy {cupy.__version__} finds no device ({e}); expected one. Check the driver and "
+            "that the "
             f"extra (cuda12, cuda13, rocm7) fits it, or use the torch backend"
         ) from e
     if not devices:
         raise ConfigError(
-            f"CuPy {cupy.__version__} finds no device; expected one. Check CUDA_VISIBLE_DEVICES (on AMD's "
+            f"CuPy {cupy.__version__} finds no device; expected one. Check CUDA_VISIBLE_DEVICES "
+            "(on AMD's "
             f"devices HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES), or use the torch backend"
         )
     return cupy
 
 
 class CupyBackend(Backend):
-    """See :class:`~reft.protect.backend.Backend`. Buffers are ``torch.Tensor`` of uint8, one device (CUDA or
-    ROCm). Raises ConfigError: if CuPy is not installed or sees no device."""
+    """See :class:`~reft.protect.backend.Backend`. Buffers are ``torch.Tensor`` of uint8, one device
+    (CUDA or ROCm). Raises ConfigError: if CuPy is not installed or sees no device."""
 
     name = "cupy"
 
@@ -422,11 +461,16 @@ class CupyBackend(Backend):
         return like.new_zeros(nbytes)
 
     def _combine(
-        self, rows: tuple[Row, ...], sources: Sequence[Buffer], targets: Sequence[Buffer], nbytes: int
+        self,
+        rows: tuple[Row, ...],
+        sources: Sequence[Buffer],
+        targets: Sequence[Buffer],
+        nbytes: int,
     ) -> None:
         if len(sources) + len(targets) > _MOST_SOURCES:
             raise ValueError(
-                f"found {len(sources)} sources and {len(targets)} targets; one kernel takes at most "
+                f"found {len(sources)} sources and {len(targets)} targets; one kernel takes at "
+                "most "
                 f"{_MOST_SOURCES} buffers: use smaller sharding groups"
             )
         with self._on_stream_of(targets[0]):
@@ -448,7 +492,8 @@ class CupyBackend(Backend):
             yield
 
     def _wrapped(self, stream: Any) -> Any:
-        """A torch stream as CuPy's: by the stream protocol where both know it (CuPy 14), else by address."""
+        """A torch stream as CuPy's: by the stream protocol where both know it (CuPy 14), else by
+        address."""
         if hasattr(self._cupy.cuda.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
             return self._cupy.cuda.Stream.from_external(stream)
         return self._cupy.cuda.ExternalStream(stream.cuda_stream)
@@ -456,8 +501,9 @@ class CupyBackend(Backend):
 
 @cache
 def _processors(device: int) -> int:
-    """Multiprocessors (AMD: compute units). Not from ``Device.attributes``, which has the numbers of
-    an old HIP, so that on AMD's devices this one is missing (CuPy's issue 7676, open in 2026)."""
+    """Multiprocessors (AMD: compute units). Not from ``Device.attributes``, which has the numbers
+    of an old HIP, so that on AMD's devices this one is missing (CuPy's issue 7676, open in
+    2026)."""
     return int(_usable_cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
 
@@ -468,7 +514,8 @@ def _compiled(rows: tuple[Row, ...], width: int, device: int) -> Any:
 
 Bytes = npt.NDArray[np.uint8]
 
-CHUNK_BYTES = 512 * 2**10  # the target's chunk stays in the second-level cache; the sources stream past it
+# the target's chunk stays in the second-level cache; the sources stream past it
+CHUNK_BYTES = 512 * 2**10
 
 
 class NumpyBackend(ChunkedBackend):
@@ -500,7 +547,8 @@ _DEVICE_CHUNK_BYTES = 4 * 2**20
 
 
 class TorchBackend(ChunkedBackend):
-    """See :class:`~reft.protect.backend.Backend`. Buffers are ``torch.Tensor`` of uint8, one device."""
+    """See :class:`~reft.protect.backend.Backend`. Buffers are ``torch.Tensor`` of uint8, one
+    device."""
 
     name = "torch"
 
@@ -526,7 +574,7 @@ class TorchBackend(ChunkedBackend):
         out.copy_(source)
 
 
-# --- several unknown blocks of one stripe at once, on the host ------------------------------------------
+# --- several unknown blocks of one stripe at once, on the host ------------------------------------
 
 
 Run = Callable[[tuple[PacketStep, ...], Sequence[Bytes], Sequence[Bytes]], None]
@@ -534,8 +582,9 @@ Run = Callable[[tuple[PacketStep, ...], Sequence[Bytes], Sequence[Bytes]], None]
 
 @lru_cache(maxsize=1)
 def compiled_run() -> Run | None:
-    """What carries out steps on sources and targets, contiguous and of one length; lets go of the interpreter
-    meanwhile. None where it was not built: NumPy does the same, at some two thirds of the speed."""
+    """What carries out steps on sources and targets, contiguous and of one length; lets go of the
+    interpreter meanwhile. None where it was not built: NumPy does the same, at some two thirds of
+    the speed."""
     try:
         run_steps = compiled("reft.protect._packets", "reft_run_steps")
     except OSError as error:
@@ -544,7 +593,9 @@ def compiled_run() -> Run | None:
     size, pointer = ctypes.c_size_t, ctypes.c_void_p
     run_steps.argtypes = [pointer, size, pointer, size, size, size, size]
 
-    def run(steps: tuple[PacketStep, ...], sources: Sequence[Bytes], targets: Sequence[Bytes]) -> None:
+    def run(
+        steps: tuple[PacketStep, ...], sources: Sequence[Bytes], targets: Sequence[Bytes]
+    ) -> None:
         table = _table(steps)
         buffers = np.array([b.ctypes.data for b in (*sources, *targets)], np.uintp)
         counts = len(sources), len(targets), len(targets[0])
@@ -561,17 +612,22 @@ def _table(steps: tuple[PacketStep, ...]) -> npt.NDArray[np.int64]:
 
 
 def solve_ragged(
-    rows: tuple[Row, ...], matrix: tuple[Row, ...], sources: Sequence[Bytes], targets: Sequence[Bytes]
+    rows: tuple[Row, ...],
+    matrix: tuple[Row, ...],
+    sources: Sequence[Bytes],
+    targets: Sequence[Bytes],
 ) -> None:
-    """Compute the targets X with ``matrix · X = rows · sources`` over GF(2^8). ``rows``: coefficients of the
-    sources, one row per equation. ``matrix``: coefficients of the targets, square and regular.
-    ``sources``: at most as long as the targets; shorter ones count as padded with zeros. ``targets``: of
-    one length, a multiple of 128 bytes; overwritten, whatever they hold."""
+    """Compute the targets X with ``matrix · X = rows · sources`` over GF(2^8). ``rows``:
+    coefficients of the sources, one row per equation. ``matrix``: coefficients of the targets,
+    square and regular. ``sources``: at most as long as the targets; shorter ones count as padded
+    with zeros. ``targets``: of one length, a multiple of 128 bytes; overwritten, whatever they
+    hold."""
     nbytes = len(targets[0])
     lengths = {len(target) for target in targets}
     if lengths != {nbytes} or nbytes % GRAIN_BYTES or any(len(s) > nbytes for s in sources):
         raise ValueError(
-            f"found sources of {[len(s) for s in sources]} bytes, targets of {sorted(lengths)}; expected "
+            f"found sources of {[len(s) for s in sources]} bytes, targets of {sorted(lengths)}; "
+            "expected "
             f"targets of one length, a multiple of {GRAIN_BYTES}, and no source longer than they"
         )
     numpy = NumpyBackend()

@@ -1,9 +1,11 @@
-"""Every protection scheme of the replicated section as one kind of data: which combination lies where.
+"""Every protection scheme of the replicated section as one kind of data: which combination lies
+where.
 
-A sharding group of D members cuts its image into D shards and every shard into equal *sub-blocks*. A
-member stores *pieces*: linear combinations over GF(2^8) of sub-blocks. A data block and a copy are
-combinations of one; a parity is one of several. What a placement costs, what it survives and how lost
-bytes come back all follow from that list, and nothing is assumed from a scheme's name (P4).
+A sharding group of D members cuts its image into D shards and every shard into equal *sub-blocks*.
+A member stores *pieces*: linear combinations over GF(2^8) of sub-blocks. A data block and a copy
+are combinations of one; a parity is one of several. What a placement costs, what it survives and
+how lost bytes come back all follow from that list, and nothing is assumed from a scheme's name
+(P4).
 
 All schemes are one family with a copies and k parities per stripe (:class:`Scheme`), on a ring:
 
@@ -11,11 +13,12 @@ All schemes are one family with a copies and k parities per stripe (:class:`Sche
 - stripe s takes one sub-block of every shard that has no copy at the places of its parities, and
   its parity r lies at position s+r.
 
-ARC is (a, 0), AEC is (0, 1), Reed-Solomon is (0, k), co-designed ARC+AEC is (1, 1) (REFERENCE 1.4, 1.5, 1.7).
-Every loss of a+k members recovers: a shard is lost only with a+1 neighbours, none of which holds a
-parity of its stripes, so u unknown blocks of a stripe and p lost parities take at least u+a+p losses,
-and any u of a stripe's parities determine u of its blocks (:mod:`reft.protect.rs`).
-Putting ARC beside plain AEC lacks that and survives one loss only: ``naive``.
+ARC is (a, 0), AEC is (0, 1), Reed-Solomon is (0, k), co-designed ARC+AEC is (1, 1) (REFERENCE 1.4,
+1.5, 1.7). Every loss of a+k members recovers: a shard is lost only with a+1 neighbours, none of
+which holds a parity of its stripes, so u unknown blocks of a stripe and p lost parities take at
+least u+a+p losses, and any u of a stripe's parities determine u of its blocks
+(:mod:`reft.protect.rs`). Putting ARC beside plain AEC lacks that and survives one loss only:
+``naive``.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ class Scheme:
 
     copies: int = 0  # further copies of every shard (ARC offsets 1..a)
     parities: int = 0  # parities of every stripe (1: AEC; more: Reed-Solomon)
-    # stripes avoid the copies' places, so that the tolerance is the sum of both. False: both schemes are laid
-    # side by side, as one would without thinking.
+    # stripes avoid the copies' places, so that the tolerance is the sum of both. False: both
+    # schemes are laid side by side, as one would without thinking.
     designed: bool = True
 
     @classmethod
@@ -61,8 +64,10 @@ class Scheme:
             found = _PART.fullmatch(part)
             if not found or (found[1] and copies) or (found[1] is None and parities):
                 raise ConfigError(
-                    f"found protection {text!r}; expected none, arc, arc:K (K copies), aec (one parity), "
-                    f"rs:K (K parities) or arc and a parity scheme joined with +, such as arc:2+rs:2"
+                    f"found protection {text!r}; expected none, arc, arc:K (K copies), aec (one "
+                    "parity), "
+                    "rs:K (K parities) or arc and a parity scheme joined with +, such as "
+                    "arc:2+rs:2"
                 )
             if found[1]:
                 copies = int(found[2] or 1)
@@ -95,13 +100,15 @@ class Scheme:
 
     @property
     def certain_losses(self) -> int:
-        """Any loss of so many members is survived, in every group that has room: by the proof above."""
+        """Any loss of so many members is survived, in every group that has room: by the proof
+        above."""
         return self.copies + self.parities if self.designed else max(self.copies, self.parities)
 
     def share(self, size: int) -> Fraction:
         """What a member stores, as a part of the image: a shard, its copies, its parities.
 
-        (a+1)/D + k/(D(D-k)), and k/(D(D-a-k)) for the second term where the schemes are co-designed.
+        (a+1)/D + k/(D(D-k)), and k/(D(D-a-k)) for the second term where the schemes are
+        co-designed.
         """
         stored = Fraction(self.copies + 1, size)
         return stored + (Fraction(self.parities, size * (size - self.gap)) if self.parities else 0)
@@ -135,7 +142,8 @@ class Code:
 
     scheme: Scheme
     ring: tuple[int, ...]  # members in ring order
-    splits: int  # sub-blocks of a shard. Sub-block ``d * splits + j`` is the j-th of member d's shard.
+    # sub-blocks of a shard. Sub-block ``d * splits + j`` is the j-th of member d's shard.
+    splits: int
     pieces: tuple[CodeTerm, ...]  # everything stored, by member; a member's own data first
 
     @property
@@ -184,8 +192,9 @@ class Code:
 
 
 def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
-    """Lay a scheme over a sharding group, its members 0..D-1 in ring order (:func:`reft.grid.ring_order`).
-    Pure and deterministic. Raises ConfigError where the group has no room for the scheme."""
+    """Lay a scheme over a sharding group, its members 0..D-1 in ring order
+    (:func:`reft.grid.ring_order`). Pure and deterministic. Raises ConfigError where the group has
+    no room for the scheme."""
     order, size = tuple(ring), len(ring)
     if sorted(order) != list(range(size)) or not order:
         raise ValueError(f"found ring {order}; expected every member 0..D-1 once")
@@ -197,13 +206,18 @@ def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
         stored += [(member, ((m * splits + j, 1),)) for m in kept for j in range(splits)]
         stored += [(member, terms) for terms in _parities(scheme, order, position)]
     stored.sort(key=lambda item: item[0])
-    return Code(scheme, order, splits, tuple(CodeTerm(i, m, terms) for i, (m, terms) in enumerate(stored)))
+    return Code(
+        scheme, order, splits, tuple(CodeTerm(i, m, terms) for i, (m, terms) in enumerate(stored))
+    )
 
 
-def _parities(scheme: Scheme, ring: Sequence[int], position: int) -> Iterator[tuple[tuple[int, int], ...]]:
+def _parities(
+    scheme: Scheme, ring: Sequence[int], position: int
+) -> Iterator[tuple[tuple[int, int], ...]]:
     """The parities at a position: number r of the stripe that begins r places before.
 
-    A stripe's column j is the shard ``gap + j`` places after the stripe, and that shard's sub-block j.
+    A stripe's column j is the shard ``gap + j`` places after the stripe, and that shard's sub-block
+    j.
     """
     size, splits = len(ring), len(ring) - scheme.gap
     for r, row in enumerate(parity_rows(scheme.parities, splits) if scheme.parities else ()):
@@ -218,9 +232,10 @@ _MOST = 99  # Copies or parities that the short form has digits for
 
 
 def short_form(protection: Any) -> Any:
-    """The short form of a protection that is a mapping; anything else as it is. ``protection``: ``scheme`` is
-    one of :data:`SCHEMES`; ``copies`` of every shard (default 1) go with ``arc``, ``parities`` of every
-    stripe with ``rs``; ``recompute``: whether ring peers recompute ZeRO partitions (``+aor``)."""
+    """The short form of a protection that is a mapping; anything else as it is. ``protection``:
+    ``scheme`` is one of :data:`SCHEMES`; ``copies`` of every shard (default 1) go with ``arc``,
+    ``parities`` of every stripe with ``rs``; ``recompute``: whether ring peers recompute ZeRO
+    partitions (``+aor``)."""
     if not isinstance(protection, Mapping):
         return protection
     mapping: Mapping[str, Any] = protection
@@ -242,7 +257,8 @@ def short_form(protection: Any) -> Any:
         if part not in parts:
             if key in mapping:
                 raise ValueError(
-                    f'"{key}" belongs to a scheme with "{part}", found "{scheme}"; {_instead(key, scheme)}'
+                    f'"{key}" belongs to a scheme with "{part}", found "{scheme}"; '
+                    f"{_instead(key, scheme)}"
                 )
         elif key in mapping:
             count = mapping[key]
@@ -251,14 +267,20 @@ def short_form(protection: Any) -> Any:
             # Number and all, so that "copies" beside it is seen to contradict.
             parts[parts.index(part)] = f"{part}:{count}"
         elif part == "rs":
-            raise ValueError(f'"scheme": "{scheme}" needs "{key}": how many, for example "{key}": 2')
+            raise ValueError(
+                f'"scheme": "{scheme}" needs "{key}": how many, for example "{key}": 2'
+            )
     return "+".join(parts) + ("+aor" if recompute else "")
 
 
 def _instead(key: str, scheme: Any) -> str:
     if scheme == "auto":
         return 'remove it, and write "tolerance" next to "protection": the node losses to survive'
-    others = {("parities", "aec"): "rs", ("parities", "arc+aec"): "arc+rs", ("copies", "aec"): "arc+aec"}
+    others = {
+        ("parities", "aec"): "rs",
+        ("parities", "arc+aec"): "arc+rs",
+        ("copies", "aec"): "arc+aec",
+    }
     other = others.get((key, scheme), {"copies": "arc", "parities": "rs"}[key])
     return f'remove it, or write "scheme": "{other}"'
 
@@ -280,7 +302,9 @@ class LinearSystem:
     def solve(self) -> dict[int, dict[int, int]]:
         """For every unknown that is determined, the parities' coefficients in it."""
         rows, columns = self.matrix.shape
-        reduced, pivots = reduce_rows(np.hstack([self.matrix, np.eye(rows, dtype=np.uint8)]), columns)
+        reduced, pivots = reduce_rows(
+            np.hstack([self.matrix, np.eye(rows, dtype=np.uint8)]), columns
+        )
         return {
             self.unknown[column]: {
                 self.parities[i]: int(c) for i, c in enumerate(reduced[row, columns:]) if c
@@ -290,10 +314,12 @@ class LinearSystem:
         }
 
 
-def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], bool]) -> Iterator[LinearSystem]:
-    """The independent systems of equations for ``unknown`` sub-blocks. ``code``: the layout. ``unknown``:
-    sub-blocks of which no usable piece is a copy; every other sub-block has one. ``usable``: whether a
-    piece (index) is at hand."""
+def take_apart(
+    code: Code, unknown: Collection[int], usable: Callable[[int], bool]
+) -> Iterator[LinearSystem]:
+    """The independent systems of equations for ``unknown`` sub-blocks. ``code``: the layout.
+    ``unknown``: sub-blocks of which no usable piece is a copy; every other sub-block has one.
+    ``usable``: whether a piece (index) is at hand."""
     leader = {block: block for block in unknown}
 
     def find(block: int) -> int:
@@ -315,7 +341,9 @@ def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], boo
         rows[find(next(iter(linked[p])))].append(p)
     for root, blocks in columns.items():
         # Plain XOR first: what can be decoded by it, is.
-        ordered = sorted(rows[root], key=lambda p: (any(c != 1 for _, c in code.pieces[p].terms), p))
+        ordered = sorted(
+            rows[root], key=lambda p: (any(c != 1 for _, c in code.pieces[p].terms), p)
+        )
         matrix = np.array([[linked[p].get(b, 0) for b in blocks] for p in ordered], dtype=np.uint8)
         yield LinearSystem(tuple(blocks), tuple(ordered), matrix.reshape(len(ordered), len(blocks)))
 
@@ -323,10 +351,10 @@ def take_apart(code: Code, unknown: Collection[int], usable: Callable[[int], boo
 def plan_decode(
     code: Code, *, bad: Collection[int], wanted: Collection[int]
 ) -> dict[int, tuple[tuple[int, int], ...]]:
-    """How to have sub-blocks again. Copies come before parity, XOR before other combinations. ``code``: the
-    layout. ``bad``: pieces (indices) that must not be used: lost with their members, or corrupt.
-    ``wanted``: sub-blocks to bring back. Returns for every wanted sub-block the (piece, coefficient) pairs
-    whose sum it is."""
+    """How to have sub-blocks again. Copies come before parity, XOR before other combinations.
+    ``code``: the layout. ``bad``: pieces (indices) that must not be used: lost with their members,
+    or corrupt. ``wanted``: sub-blocks to bring back. Returns for every wanted sub-block the (piece,
+    coefficient) pairs whose sum it is."""
     avoided = set(bad)
     source: dict[int, int] = {}  # for every sub-block at hand the piece to read it from
     for block, holders in enumerate(code.holders):
@@ -341,8 +369,10 @@ def plan_decode(
         named = ", ".join(f"B{b} of member {code.owner_of(b)}" for b in missing[:_MOST_NAMED])
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise UnrecoverableError(
-            f"{code.scheme} over {code.size} members cannot recover {named}{more}: {len(avoided)} pieces are "
-            f"lost or unusable, more than this placement survives. Restore an older version or a persisted "
+            f"{code.scheme} over {code.size} members cannot recover {named}{more}: {len(avoided)} "
+            "pieces are "
+            "lost or unusable, more than this placement survives. Restore an older version or a "
+            "persisted "
             f"checkpoint"
         )
     found: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -377,16 +407,22 @@ def survives(code: Code, lost: Collection[int]) -> bool:
 
 
 def fatal_loss(
-    code: Code, nodes: Sequence[str] | None = None, gone: Collection[int] = (), most: int | None = None
+    code: Code,
+    nodes: Sequence[str] | None = None,
+    gone: Collection[int] = (),
+    most: int | None = None,
 ) -> tuple[str, ...]:
-    """The first of the smallest sets of nodes whose loss cannot be recovered, where the members ``gone`` are
-    lost already; all nodes where none of fewer than ``most`` is fatal. Members of one node are lost together;
-    by default there is a node for each."""
+    """The first of the smallest sets of nodes whose loss cannot be recovered, where the members
+    ``gone`` are lost already; all nodes where none of fewer than ``most`` is fatal. Members of one
+    node are lost together; by default there is a node for each."""
     where = tuple(nodes) if nodes is not None else tuple(f"member{m}" for m in range(code.size))
     if len(where) != code.size:
-        raise ValueError(f"found {len(where)} nodes for a group of {code.size}; expected one per member")
+        raise ValueError(
+            f"found {len(where)} nodes for a group of {code.size}; expected one per member"
+        )
     distinct = sorted({where[m] for m in range(code.size) if m not in gone}, key=where.index)
-    # A code is equal under rotation of its ring. With a node each, only losses of ring[0] need a look.
+    # A code is equal under rotation of its ring. With a node each, only losses of ring[0] need a
+    # look.
     pinned = where[code.ring[0]] if len(distinct) == code.size else None
     for count in range(len(distinct) if most is None else min(most, len(distinct))):
         for dead in combinations(distinct, count):
@@ -399,7 +435,8 @@ def fatal_loss(
 
 
 def tolerance(code: Code, nodes: Sequence[str] | None = None) -> int:
-    """Largest t such that *every* loss of t nodes recovers; never the loss of all of a group's nodes."""
+    """Largest t such that *every* loss of t nodes recovers; never the loss of all of a group's
+    nodes."""
     return len(fatal_loss(code, nodes)) - 1
 
 
@@ -413,8 +450,8 @@ class CodedBlock:
     key: BlockKey  # identity; parity blocks belong to the member that computes and stores them
     start_bytes: int  # offset in the replicated image, or in the member's parity image
     nbytes: int  # length; of a parity the padded one, a multiple of 128
-    # for a parity the replicated blocks that it is made of, with their coefficients. They may be shorter than
-    # the parity: what is missing counts as zeros.
+    # for a parity the replicated blocks that it is made of, with their coefficients. They may be
+    # shorter than the parity: what is missing counts as zeros.
     terms: tuple[tuple[BlockKey, int], ...] = ()
 
 
@@ -428,7 +465,8 @@ class BlockCode:
 
     @cached_property
     def sub_block_bytes(self) -> int:
-        """Length of a sub-block, padded to eight packets of 16-byte words (:mod:`reft.protect.rs`)."""
+        """Length of a sub-block, padded to eight packets of 16-byte words
+        (:mod:`reft.protect.rs`)."""
         return aligned(-(-self.nbytes // self.code.sub_blocks), GRAIN_BYTES)
 
     def range_of(self, sub_block: int) -> tuple[int, int]:
@@ -456,13 +494,16 @@ class BlockCode:
         )
 
     def stores_copy(self, member: int, key: BlockKey) -> bool:
-        """Whether a member stores a copy of another's replicated block (a parity of one block is one)."""
+        """Whether a member stores a copy of another's replicated block (a parity of one block is
+        one)."""
         terms = ((self.place_of(key)[0], 1),)
         return any(piece.terms == terms for piece in self.code.pieces_of(member))
 
     def parities(self, member: int) -> tuple[CodedBlock, ...]:
         """The parity blocks that a member computes and stores."""
-        return tuple(block for piece in self._parity_pieces(member) for block in self._parity_blocks(piece))
+        return tuple(
+            block for piece in self._parity_pieces(member) for block in self._parity_blocks(piece)
+        )
 
     def data_key(self, sub_block: int, row: int) -> BlockKey:
         member, j = divmod(sub_block, self.code.splits)
@@ -493,7 +534,9 @@ class BlockCode:
         for row, start, nbytes in self._cut(0, self.piece_bytes(piece)):
             key = self.key_of(piece, row)
             assert key is not None
-            lengths = {b: stop - first for b, _ in piece.terms for first, stop in [self.range_of(b)]}
+            lengths = {
+                b: stop - first for b, _ in piece.terms for first, stop in [self.range_of(b)]
+            }
             terms = tuple(
                 (self.data_key(b, row), coefficient)
                 for b, coefficient in piece.terms
@@ -513,17 +556,21 @@ class BlockCode:
 
 
 def parse_block_code(text: str, nbytes: int) -> BlockCode:
-    """The code that :meth:`BlockCode.describe` described, over a section of ``nbytes``. Raises ArenaError."""
+    """The code that :meth:`BlockCode.describe` described, over a section of ``nbytes``. Raises
+    ArenaError."""
     try:
         scheme, ring, block_bytes = text.split(";")
         code = make_code(Scheme.parse(scheme), [int(m) for m in ring.split(",")])
         return BlockCode(code, nbytes, int(block_bytes))
     except ValueError as error:
-        raise ArenaError(f"found the erasure code {text!r}; expected 'SCHEME;RING;BLOCK_BYTES'") from error
+        raise ArenaError(
+            f"found the erasure code {text!r}; expected 'SCHEME;RING;BLOCK_BYTES'"
+        ) from error
 
 
 def pack_checksums(checksums: Iterable[int]) -> bytes:
-    """Content of a CHECKSUMS block: one unsigned 64-bit little-endian number per replicated block."""
+    """Content of a CHECKSUMS block: one unsigned 64-bit little-endian number per replicated
+    block."""
     return np.array([*checksums], "<u8").tobytes()
 
 

@@ -1,14 +1,14 @@
 """Recomputing a ring peer's Adam on the host: the numerical core of AOR (REFERENCE 1.6).
 
-Under ZeRO-1 a partition's master weights and moments live on one rank only. Instead of copying 12 bytes a
-parameter every step, its ring peer receives the averaged, unscaled, clipped gradient of the partition
-and makes the same step here. The arithmetic is not written anew: the replica is an optimizer of the
-owner's own class over host memory, stepped with the owner's hyper-parameters of that step. Where owner and
-replica run the same kernel, as on CPUs, they agree to the last bit; :class:`reft.optim.ExactAdam` agrees
-wherever the owner runs.
+Under ZeRO-1 a partition's master weights and moments live on one rank only. Instead of copying 12
+bytes a parameter every step, its ring peer receives the averaged, unscaled, clipped gradient of the
+partition and makes the same step here. The arithmetic is not written anew: the replica is an
+optimizer of the owner's own class over host memory, stepped with the owner's hyper-parameters of
+that step. Where owner and replica run the same kernel, as on CPUs, they agree to the last bit;
+:class:`reft.optim.ExactAdam` agrees wherever the owner runs.
 
-Every applied step must arrive exactly once and in order. Anything else makes the replica *stale*: from
-then on it refuses to step and to be read, until it is copied anew from the owner (P5).
+Every applied step must arrive exactly once and in order. Anything else makes the replica *stale*:
+from then on it refuses to step and to be read, until it is copied anew from the owner (P5).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from reft.errors import StaleReplicaError, UnsupportedStateError
 from reft.optim import ExactAdam
 
 _FAR = 1 << 20
-"""Steps ahead at which one call makes DeepSpeed's C++ Adam forget its powers and compute them anew."""
+"""Steps ahead at which one call makes DeepSpeed's C++ Adam forget its powers and compute them
+anew."""
 
 
 class AdamKind(StrEnum):
@@ -78,14 +79,14 @@ class OwnerStep:
     number: int  # counts every step of the engine, skipped ones too, without a gap
     groups: tuple[GroupStep, ...]  # hyper-parameters by group, as they were when the owner stepped
     skipped: bool = False  # an overflow: neither weights nor moments nor their step count moved
-    # what the owner multiplied the fp32 gradient by (1 / (loss scale · clip divisor)); 1 if the gradients
-    # that are sent are final
+    # what the owner multiplied the fp32 gradient by (1 / (loss scale · clip divisor)); 1 if the
+    # gradients that are sent are final
     multiplier: float = 1.0
 
 
 def read_recipe(optimizer: Any) -> AdamRecipe:
-    """Read the recipe from the owner's innermost optimizer. Raises UnsupportedStateError for classes and
-    variants without a replica; says what to change."""
+    """Read the recipe from the owner's innermost optimizer. Raises UnsupportedStateError for
+    classes and variants without a replica; says what to change."""
     names = {f"{c.__module__}.{c.__qualname__}" for c in type(optimizer).__mro__}
     found = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     # AdamW derives from Adam: the more special one first.
@@ -96,15 +97,18 @@ def read_recipe(optimizer: Any) -> AdamRecipe:
     kind = next((k for k in kinds if k.value in names), None)
     if kind is None:
         raise UnsupportedStateError(
-            f"found optimizer {found}; recomputing it on the host is possible for torch's Adam and AdamW, "
-            f"DeepSpeed's FusedAdam and CPUAdam, and reft.ExactAdam. Use one of them, or protect the "
+            f"found optimizer {found}; recomputing it on the host is possible for torch's Adam "
+            "and AdamW, "
+            "DeepSpeed's FusedAdam and CPUAdam, and reft.ExactAdam. Use one of them, or protect "
+            "the "
             f"partition by copies (peer)"
         )
     groups = optimizer.param_groups
     unusual = sorted({k for k in ("amsgrad", "differentiable") for g in groups if g.get(k)})
     if unusual:
         raise UnsupportedStateError(
-            f"found {found} with {', '.join(unusual)}, which is not recomputed on the host; expected plain "
+            f"found {found} with {', '.join(unusual)}, which is not recomputed on the host; "
+            "expected plain "
             f"Adam. Turn it off, or protect the partition by copies (peer)"
         )
     first: Mapping[str, Any] = groups[0]
@@ -124,7 +128,8 @@ def read_recipe(optimizer: Any) -> AdamRecipe:
 
 
 def read_step(optimizer: Any, number: int, *, skipped: bool = False) -> OwnerStep:
-    """The record of a step, read from the owner's groups right before (or after) ``optimizer.step``."""
+    """The record of a step, read from the owner's groups right before (or after)
+    ``optimizer.step``."""
     groups = tuple(
         GroupStep(
             float(g["lr"]),
@@ -140,7 +145,8 @@ def read_step(optimizer: Any, number: int, *, skipped: bool = False) -> OwnerSte
 
 @dataclass
 class ReplicaTensors:
-    """One group's partition in host memory: fp32, one-dimensional, of one length; updated in place."""
+    """One group's partition in host memory: fp32, one-dimensional, of one length; updated in
+    place."""
 
     master: torch.Tensor
     exp_avg: torch.Tensor
@@ -151,7 +157,8 @@ class ReplicaTensors:
         expected = (torch.float32, "cpu", (self.master.numel(),))
         if any(f != expected for f in found):
             raise ValueError(
-                f"found replica tensors {found}; expected three one-dimensional fp32 tensors of one "
+                f"found replica tensors {found}; expected three one-dimensional fp32 tensors of "
+                "one "
                 f"length on the host"
             )
 
@@ -162,10 +169,10 @@ class ReplicaTensors:
 
 @dataclass
 class AdamReplica:
-    """The ring peer's optimizer, replayed on the host. ``recipe``: of the owner's optimizer. ``groups``:
-    hyper-parameters to begin with, one per tensor group. ``tensors``: the partition, one entry per
-    parameter group. ``number``: last step of the engine that the tensors contain, skipped ones counted.
-    ``applied``: steps that were not skipped: the t of Adam."""
+    """The ring peer's optimizer, replayed on the host. ``recipe``: of the owner's optimizer.
+    ``groups``: hyper-parameters to begin with, one per tensor group. ``tensors``: the partition,
+    one entry per parameter group. ``number``: last step of the engine that the tensors contain,
+    skipped ones counted. ``applied``: steps that were not skipped: the t of Adam."""
 
     recipe: AdamRecipe
     groups: Sequence[GroupStep]
@@ -178,7 +185,8 @@ class AdamReplica:
     def __post_init__(self) -> None:
         if len(self.groups) != len(self.tensors):
             raise ValueError(
-                f"found {len(self.tensors)} partitions for {len(self.groups)} groups; expected one for each"
+                f"found {len(self.tensors)} partitions for {len(self.groups)} groups; expected "
+                "one for each"
             )
         self.params = [torch.nn.Parameter(t.master, requires_grad=True) for t in self.tensors]
         self.optimizer = _make_optimizer(self.recipe, self.params)
@@ -188,7 +196,9 @@ class AdamReplica:
 
     def _link(self) -> None:
         for param, tensors in zip(self.params, self.tensors, strict=True):
-            step: Any = self.applied if self.recipe.kind.compiled else torch.tensor(float(self.applied))
+            step: Any = (
+                self.applied if self.recipe.kind.compiled else torch.tensor(float(self.applied))
+            )
             self.optimizer.state[param] = {
                 "step": step,
                 "exp_avg": tensors.exp_avg,
@@ -203,8 +213,8 @@ class AdamReplica:
         self._link()
 
     def restart(self, tensors: Sequence[ReplicaTensors], number: int, applied: int) -> None:
-        """Follow again from a verified copy of the owner's partition, as it had it after step ``number`` of
-        the engine, with ``applied`` the t of Adam; not stale any more."""
+        """Follow again from a verified copy of the owner's partition, as it had it after step
+        ``number`` of the engine, with ``applied`` the t of Adam; not stale any more."""
         kernel_was_at, was_stale = self.applied, bool(self.stale)
         self.stale, self.number, self.applied = "", number, applied
         self.bind(tensors)
@@ -213,26 +223,31 @@ class AdamReplica:
 
     @torch.no_grad()
     def apply(self, record: OwnerStep, gradients: Sequence[torch.Tensor]) -> None:
-        """Make one step of the owner. ``record``: the step. ``gradients``: one per group, of the partition's
-        length, fp32 or the 16-bit type in which they were reduced; ignored where the step was skipped.
-        Only read. Raises StaleReplicaError: if a step or a gradient is missing or the record does not fit.
-        The tensors have not been touched, and the replica stays stale."""
+        """Make one step of the owner. ``record``: the step. ``gradients``: one per group, of the
+        partition's length, fp32 or the 16-bit type in which they were reduced; ignored where the
+        step was skipped. Only read. Raises StaleReplicaError: if a step or a gradient is missing or
+        the record does not fit. The tensors have not been touched, and the replica stays stale."""
         self.check()
         if record.number != self.number + 1:
             self._refuse(
-                f"step {record.number} arrived after step {self.number}: every step must arrive once"
+                f"step {record.number} arrived after step {self.number}: every step must arrive "
+                "once"
             )
         if len(record.groups) != len(self.groups):
             self._refuse(
-                f"step {record.number} has {len(record.groups)} groups instead of {len(self.groups)}"
+                f"step {record.number} has {len(record.groups)} groups instead of "
+                f"{len(self.groups)}"
             )
         if not record.skipped:
             found, expected = ([t.numel() for t in of] for of in (gradients, self.params))
             if found != expected:
-                self._refuse(f"step {record.number} has gradients of {found} elements instead of {expected}")
+                self._refuse(
+                    f"step {record.number} has gradients of {found} elements instead of {expected}"
+                )
             self._set_groups(record.groups)
             for param, gradient in zip(self.params, gradients, strict=True):
-                # In fp32 and by multiplication, as DeepSpeed unscales and clips; in memory of its own.
+                # In fp32 and by multiplication, as DeepSpeed unscales and clips; in memory of its
+                # own.
                 final = gradient.detach().reshape(-1).to("cpu", torch.float32)
                 param.grad = final if record.multiplier == 1.0 else final * record.multiplier
             self.optimizer.step()
@@ -242,10 +257,12 @@ class AdamReplica:
         self.number = record.number
 
     def check(self) -> None:
-        """Raise StaleReplicaError, which says since when and why, if the replica must not be used."""
+        """Raise StaleReplicaError, which says since when and why, if the replica must not be
+        used."""
         if self.stale:
             raise StaleReplicaError(
-                f"the replica of the peer's optimizer is stale since step {self.number}: {self.stale}. It "
+                f"the replica of the peer's optimizer is stale since step {self.number}: "
+                f"{self.stale}. It "
                 "must be copied from its owner again"
             )
 
@@ -282,19 +299,20 @@ def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) ->
     return made(groups, foreach=recipe.foreach, fused=recipe.fused, maximize=recipe.maximize)
 
 
-# -- the part of DeepSpeed's CPU Adam that no state dict holds ---------------------------------------
+# -- the part of DeepSpeed's CPU Adam that no state dict holds -------------------------------------
 #
-# The C++ optimizer behind ``FusedAdam`` (on CPU) and ``DeepSpeedCPUAdam`` keeps the powers ``beta ** step``
-# and brings them forward by one multiplication per step. A fresh process computes them by ``pow``, whose last
-# bits differ, so a resumed run would leave the uninterrupted one (P8). The powers are a pure function of the
-# sequence of calls; the same calls are made on one-element tensors.
+# The C++ optimizer behind ``FusedAdam`` (on CPU) and ``DeepSpeedCPUAdam`` keeps the powers ``beta
+# ** step`` and brings them forward by one multiplication per step. A fresh process computes them by
+# ``pow``, whose last bits differ, so a resumed run would leave the uninterrupted one (P8). The
+# powers are a pure function of the sequence of calls; the same calls are made on one-element
+# tensors.
 
 
 def replay_powers(
     kind: AdamKind, optimizer: Any, groups: Sequence[tuple[Mapping[str, Any], int, int]]
 ) -> None:
-    """Bring the C++ optimizer to where steps 1, 2, 3, ... left it. ``groups``: parameter groups, with their
-    present betas, tensors that each updates on the CPU, and steps it has made."""
+    """Bring the C++ optimizer to where steps 1, 2, 3, ... left it. ``groups``: parameter groups,
+    with their present betas, tensors that each updates on the CPU, and steps it has made."""
     call = _fused_call if kind is AdamKind.DEEPSPEED_FUSED else _cpu_call
     stepped = [g for g in groups if g[1] and g[2]]
     last = max((steps for _, _, steps in stepped), default=0)
@@ -313,6 +331,14 @@ def _fused_call(optimizer: Any, group: Mapping[str, Any], tensors: int, step: in
 
 
 def _cpu_call(optimizer: Any, group: Mapping[str, Any], tensors: int, step: int) -> None:
-    rates = group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"]
+    rates = (
+        group["lr"],
+        *group["betas"],
+        group["eps"],
+        group["weight_decay"],
+        group["bias_correction"],
+    )
     for _ in range(tensors):
-        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *rates, *(torch.zeros(1) for _ in range(4)))
+        optimizer.ds_opt_adam.adam_update(
+            optimizer.opt_id, step, *rates, *(torch.zeros(1) for _ in range(4))
+        )

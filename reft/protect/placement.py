@@ -1,11 +1,11 @@
 """Redundant placement on the ring of a sharding group, and the tolerance that follows from it.
 
 ARC (paper section on asynchronous redundant copying, REFERENCE 1.4): member d keeps its own shard
-and the shards of its k ring successors, all cut from its own replica, so no bytes cross the network.
-``peer`` (Gemini): what a member alone owns (its ZeRO partition, its host state) is sent to its k
-ring predecessors. Both therefore have the same holders, and one map serves for both. Under an erasure
-code parities stand in for copies of replicated state; what a member alone owns is still copied to as many
-peers as the code survives losses.
+and the shards of its k ring successors, all cut from its own replica, so no bytes cross the
+network. ``peer`` (Gemini): what a member alone owns (its ZeRO partition, its host state) is sent to
+its k ring predecessors. Both therefore have the same holders, and one map serves for both. Under an
+erasure code parities stand in for copies of replicated state; what a member alone owns is still
+copied to as many peers as the code survives losses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class GroupPlacement:
         return Scheme(self.copies, self.parities)
 
     def code(self) -> Code:
-        """How the replicated section is protected. Raises ConfigError where the group is too small."""
+        """How the replicated section is protected. Raises ConfigError where the group is too
+        small."""
         return make_code(self.scheme, self.ring)
 
     def kept_by(self, member: int) -> tuple[int, ...]:
@@ -45,7 +46,8 @@ class GroupPlacement:
         return tuple(self.ring[(at + i) % self.size] for i in range(self._span))
 
     def holders_of(self, member: int) -> tuple[int, ...]:
-        """Members that keep the own bytes of ``member``: itself first, then its ring predecessors."""
+        """Members that keep the own bytes of ``member``: itself first, then its ring
+        predecessors."""
         at = self.ring.index(member)
         return tuple(self.ring[(at - i) % self.size] for i in range(self._span))
 
@@ -62,21 +64,25 @@ def place_group(nodes: Sequence[str], copies: int, parities: int = 0) -> GroupPl
 def fatal_nodes(
     nodes: Sequence[str], placement: GroupPlacement, gone: Collection[int] = ()
 ) -> tuple[str, ...]:
-    """One of the smallest sets of nodes whose loss takes some member's bytes for good (P4), where the members
-    ``gone`` are lost already; empty: these have taken them.
+    """One of the smallest sets of nodes whose loss takes some member's bytes for good (P4), where
+    the members ``gone`` are lost already; empty: these have taken them.
 
-    Computed from the real nodes, not from the scheme's name. What a member alone owns is lost with all its
-    holders; replicated state under an erasure code by the rank of what is left, except where that is known:
+    Computed from the real nodes, not from the scheme's name. What a member alone owns is lost with
+    all its holders; replicated state under an erasure code by the rank of what is left, except
+    where that is known:
 
-    - With a node for each member nothing smaller is fatal than all holders of a member: those are one more
-      than the members that may be lost in any case (:attr:`reft.protect.codes.Scheme.certain_losses`).
-    - Under parities alone every member has a piece of every stripe, so that any loss of more members than
-      there are parities is fatal, and no other: the fewest nodes that hold so many.
+    - With a node for each member nothing smaller is fatal than all holders of a member: those are
+      one more than the members that may be lost in any case
+      (:attr:`reft.protect.codes.Scheme.certain_losses`).
+    - Under parities alone every member has a piece of every stripe, so that any loss of more
+      members than there are parities is fatal, and no other: the fewest nodes that hold so many.
 
     Raises:
         ConfigError: the group has no room for an erasure code.
     """
-    holders = ({nodes[h] for h in placement.holders_of(m) if h not in gone} for m in range(len(nodes)))
+    holders = (
+        {nodes[h] for h in placement.holders_of(m) if h not in gone} for m in range(len(nodes))
+    )
     fewest = min(holders, key=len)
     lost = tuple(sorted(fewest))
     if not placement.parities:
@@ -100,33 +106,39 @@ def _fullest(nodes: Sequence[str], members: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def tolerance_left(nodes: Sequence[str], placement: GroupPlacement, gone: Collection[int] = ()) -> int:
-    """Largest f such that *every* loss of f further nodes leaves the group recoverable, when the members
-    ``gone`` are lost already (P4); -1: it is not.
+def tolerance_left(
+    nodes: Sequence[str], placement: GroupPlacement, gone: Collection[int] = ()
+) -> int:
+    """Largest f such that *every* loss of f further nodes leaves the group recoverable, when the
+    members ``gone`` are lost already (P4); -1: it is not.
 
-    0 where members share a node with their copies. A group never "survives" the loss of all its nodes.
+    0 where members share a node with their copies. A group never "survives" the loss of all its
+    nodes.
     """
     return len(fatal_nodes(nodes, placement, gone)) - 1
 
 
 def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:
-    """Node losses that every sharding group of the job survives at once: the minimum over groups. Raises
-    ConfigError where the groups have no room for the scheme."""
+    """Node losses that every sharding group of the job survives at once: the minimum over groups.
+    Raises ConfigError where the groups have no room for the scheme."""
     return len(fatal(topology, copies, parities)) - 1
 
 
 def fatal(topology: Topology, copies: int, parities: int = 0) -> tuple[str, ...]:
-    """A smallest set of nodes whose loss some sharding group of the job does not survive. Raises ConfigError
-    as above."""
+    """A smallest set of nodes whose loss some sharding group of the job does not survive. Raises
+    ConfigError as above."""
     return min(
-        (fatal_nodes(nodes, place_group(nodes, copies, parities)) for nodes in group_patterns(topology)),
+        (
+            fatal_nodes(nodes, place_group(nodes, copies, parities))
+            for nodes in group_patterns(topology)
+        ),
         key=len,
     )
 
 
 def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
-    """The nodes of one sharding group for each way in which members sit together: what a placement survives
-    depends on nothing else, and most groups of a job are alike."""
+    """The nodes of one sharding group for each way in which members sit together: what a placement
+    survives depends on nothing else, and most groups of a job are alike."""
     found: dict[tuple[int, ...], tuple[str, ...]] = {}
     for group in topology.groups():
         nodes = topology.group_nodes(*group)
@@ -135,8 +147,9 @@ def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 
 def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
-    """Schemes under which every sharding group survives the loss of one of these nodes, where members of a
-    group share one: of copies, of copies and parities, and of parities alone the one that keeps least."""
+    """Schemes under which every sharding group survives the loss of one of these nodes, where
+    members of a group share one: of copies, of copies and parities, and of parities alone the one
+    that keeps least."""
     together = max(nodes.count(node) for nodes in group_patterns(topology) for node in set(nodes))
     tried = (Scheme(1), Scheme(1, 1), Scheme(0, together))
     fitting = (s for s in tried if s.why_no_room(topology.degrees.dp) is None)
@@ -165,8 +178,8 @@ def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[ProtectionLevel, 
 
 
 def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
-    """Schemes that keep less of the replicated section and no more copies of owned state, each less than the
-    one before: those that survive most first, of equal ones the smallest step."""
+    """Schemes that keep less of the replicated section and no more copies of owned state, each less
+    than the one before: those that survive most first, of equal ones the smallest step."""
     losses = scheme.copies + scheme.parities
     while True:
         known = [Scheme(a, t - a) for t in range(losses + 1) for a in range(t + 1)]
@@ -181,12 +194,14 @@ def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
 
 # -- how likely a job survives: formulas -----------------------------------------------------------
 #
-# A node survives t seconds with probability q(t) = exp(-(t/scale)^shape), the product over independent causes
-# (hardware, software). With groups of D nodes that survive any k losses (REFERENCE 1.8):
+# A node survives t seconds with probability q(t) = exp(-(t/scale)^shape), the product over
+# independent causes (hardware, software). With groups of D nodes that survive any k losses
+# (REFERENCE 1.8):
 #
 #     P_reft(k) = [ sum over j <= k of C(D,j) (1-q)^j q^(D-j) ]^(N/D)        P_ckpt = q^N
 #
-# This is exact for AEC and Reed-Solomon and a lower bound for ARC, which also survives many larger losses.
+# This is exact for AEC and Reed-Solomon and a lower bound for ARC, which also survives many larger
+# losses.
 
 
 _PRECISION = 1e-9
@@ -198,10 +213,11 @@ class Weibull:
 
     The λ of the published form exp(-λ t^c) is ``scale_secs ** -shape``."""
 
-    # time by which a node has failed with probability 1 - 1/e; for shape 1 the mean time between failures of
-    # one node
+    # time by which a node has failed with probability 1 - 1/e; for shape 1 the mean time between
+    # failures of one node
     scale_secs: float
-    shape: float = 1.0  # 1 for a constant rate; below 1 young nodes fail more often, above 1 old ones
+    # 1 for a constant rate; below 1 young nodes fail more often, above 1 old ones
+    shape: float = 1.0
 
     def __post_init__(self) -> None:
         if self.scale_secs <= 0 or self.shape <= 0:
@@ -218,7 +234,8 @@ def node_survival(secs: float, causes: Sequence[Weibull]) -> float:
 
 
 def losses_within(size: int, tolerance: int) -> tuple[int, ...]:
-    """Of every number of lost nodes, how many sets are survived if any ``tolerance`` are and no more."""
+    """Of every number of lost nodes, how many sets are survived if any ``tolerance`` are and no
+    more."""
     return tuple(comb(size, j) if j <= tolerance else 0 for j in range(size + 1))
 
 
@@ -234,11 +251,13 @@ def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
 def persist_interval_secs(
     target: float, causes: Sequence[Weibull], nodes: int, survived: Sequence[int]
 ) -> float:
-    """The advised interval between checkpoints on storage: the t at which P_reft(t) meets ``target``, between
-    0 and 1. Within it, memory alone carries the job with at least that probability."""
+    """The advised interval between checkpoints on storage: the t at which P_reft(t) meets
+    ``target``, between 0 and 1. Within it, memory alone carries the job with at least that
+    probability."""
     if not 0 < target < 1 or not causes:
         raise ConfigError(
-            f"found a target survival of {target} and {len(causes)} causes of failure; expected a target "
+            f"found a target survival of {target} and {len(causes)} causes of failure; expected a "
+            "target "
             f"above 0 and below 1, such as 0.999, and at least one cause"
         )
 
@@ -246,7 +265,9 @@ def persist_interval_secs(
         return protected_survival(node_survival(secs, causes), nodes, survived) >= target
 
     if not met(0.0):
-        raise ConfigError(f"found a group that survives nothing, not even without losses: {tuple(survived)}")
+        raise ConfigError(
+            f"found a group that survives nothing, not even without losses: {tuple(survived)}"
+        )
     low = high = min(cause.scale_secs for cause in causes)
     while not met(low):
         low /= 2

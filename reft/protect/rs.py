@@ -1,25 +1,27 @@
 """Reed-Solomon over GF(2^8): the coefficients, and products of whole buffers as XORs of packets.
 
-**Coefficients.** Parity r of a stripe is the sum over its data blocks j of c[r][j]·B[j]. Up to three
-parities take c[r][j] = 2^(r·j): the first parity is the plain XOR of AEC, the others cost about as much,
-and every square submatrix is regular for up to 255 blocks. More parities take a Cauchy matrix scaled so
-that its first row and column are 1.
+**Coefficients.** Parity r of a stripe is the sum over its data blocks j of c[r][j]·B[j]. Up to
+three parities take c[r][j] = 2^(r·j): the first parity is the plain XOR of AEC, the others cost
+about as much, and every square submatrix is regular for up to 255 blocks. More parities take a
+Cauchy matrix scaled so that its first row and column are 1.
 
-**Packets.** A field element is not a byte of the buffer: that would need a table look-up or a chain of
-shifts for every byte. Its bit i lies in packet i. A buffer is a sequence of *cells* of 512 KiB; a cell is
-8 packets of 64 KiB, and the elements of the cell are the columns through its 8 packets. Multiplication by
-2 is then a renaming of packets and three XORs of packets, and a whole encoding consists of XORs of long
-contiguous ranges, which every device does at memory speed. A last, shorter cell has packets of an eighth
-of its length, so the length of a buffer must be a multiple of 128 bytes (8 packets of 16-byte words).
-Cells are independent: a range that starts at a cell boundary can be decoded by itself.
+**Packets.** A field element is not a byte of the buffer: that would need a table look-up or a chain
+of shifts for every byte. Its bit i lies in packet i. A buffer is a sequence of *cells* of 512 KiB;
+a cell is 8 packets of 64 KiB, and the elements of the cell are the columns through its 8 packets.
+Multiplication by 2 is then a renaming of packets and three XORs of packets, and a whole encoding
+consists of XORs of long contiguous ranges, which every device does at memory speed. A last, shorter
+cell has packets of an eighth of its length, so the length of a buffer must be a multiple of 128
+bytes (8 packets of 16-byte words). Cells are independent: a range that starts at a cell boundary
+can be decoded by itself.
 
-**Programs.** A finished combination of stored blocks has arbitrary coefficients, which cost some 45 packet
-XORs a term. Those of the parities are ones and powers of two. So, where several blocks of a stripe are
-lost, every equation is first cleared of what is known, with the parities' own coefficients (what is left is
-its *syndrome*), and then the small system is solved over the syndromes, by Gauss and Jordan's method:
-adding a multiple of one to another, and scaling one. All of it happens in the packets of the unknown blocks
-themselves; there are no other buffers. Packets are never moved: what would move them renames them, and they
-start under the names that are right in the end.
+**Programs.** A finished combination of stored blocks has arbitrary coefficients, which cost some 45
+packet XORs a term. Those of the parities are ones and powers of two. So, where several blocks of a
+stripe are lost, every equation is first cleared of what is known, with the parities' own
+coefficients (what is left is its *syndrome*), and then the small system is solved over the
+syndromes, by Gauss and Jordan's
+method: adding a multiple of one to another, and scaling one. All of it happens in the packets of
+the unknown blocks themselves; there are no other buffers. Packets are never moved: what would move
+them renames them, and they start under the names that are right in the end.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ EXP = tuple(
     accumulate(range(ORDER - 1), lambda x, _: x << 1 ^ (POLYNOMIAL if x & 0x80 else 0), initial=1)
 )  # ``EXP[i]`` is 2 to the power i, for i = 0..254
 
-LOG = {value: i for i, value in enumerate(EXP)}  # Discrete logarithm to base 2 of every non-zero element
+# Discrete logarithm to base 2 of every non-zero element
+LOG = {value: i for i, value in enumerate(EXP)}
 
 
 def power(exponent: int) -> int:
@@ -76,10 +79,10 @@ TABLE.flags.writeable = False
 def reduce_rows(matrix: Matrix, columns: int | None = None) -> tuple[Matrix, tuple[int, ...]]:
     """Reduced row echelon form.
 
-    Rows are used as pivots in the order given where that is possible, so that a caller who prefers some
-    equations puts them first. ``matrix``: shape (rows, all columns), uint8; not modified. ``columns``: only
-    the first so many may hold pivots; the others go along. Default: all. Returns the reduced matrix of the
-    same shape, and its pivot columns in row order."""
+    Rows are used as pivots in the order given where that is possible, so that a caller who prefers
+    some equations puts them first. ``matrix``: shape (rows, all columns), uint8; not modified.
+    ``columns``: only the first so many may hold pivots; the others go along. Default: all. Returns
+    the reduced matrix of the same shape, and its pivot columns in row order."""
     work = matrix.copy()
     pivots: list[int] = []
     for column in range(work.shape[1] if columns is None else columns):
@@ -107,15 +110,16 @@ def rank(matrix: Matrix) -> int:
 
 
 def bit_matrix(coefficient: int) -> tuple[tuple[int, ...], ...]:
-    """Multiplication by ``coefficient`` as XORs of bits. Returns for every bit i of the product, the bits of
-    the factor whose XOR it is."""
+    """Multiplication by ``coefficient`` as XORs of bits. Returns for every bit i of the product,
+    the bits of the factor whose XOR it is."""
     products = [multiply(coefficient, 1 << bit) for bit in range(8)]
     return tuple(tuple(j for j in range(8) if products[j] >> i & 1) for i in range(8))
 
 
 PACKETS = 8
 PACKET_BYTES = 64 * 2**10
-"""Long enough for the host's prefetchers: with packets of a page the codes run at half the speed."""
+"""Long enough for the host's prefetchers: with packets of a page the codes run at half the
+speed."""
 CELL_BYTES = PACKETS * PACKET_BYTES
 GRAIN_BYTES = PACKETS * 16  # Length of buffers in codes with more than XOR: a multiple of this
 
@@ -123,12 +127,13 @@ _POWER_ROWS = 3
 
 
 def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
-    """Coefficients c[r][j] of ``parities`` parities over ``blocks`` data blocks, as rows. Any ``parities``
-    losses among the blocks and the parities can be decoded (MDS). Raises ConfigError beyond the size of the
-    field."""
+    """Coefficients c[r][j] of ``parities`` parities over ``blocks`` data blocks, as rows. Any
+    ``parities`` losses among the blocks and the parities can be decoded (MDS). Raises ConfigError
+    beyond the size of the field."""
     if parities > 1 and (blocks > 255 or parities + blocks > 256):  # one parity is plain XOR
         raise ConfigError(
-            f"a stripe of {blocks} blocks and {parities} parities exceeds GF(2^8): at most 255 blocks and "
+            f"a stripe of {blocks} blocks and {parities} parities exceeds GF(2^8): at most 255 "
+            "blocks and "
             f"256 in all; use smaller sharding groups"
         )
     if parities <= _POWER_ROWS:
@@ -147,8 +152,9 @@ def needs_packets(rows: Sequence[Row]) -> bool:
 def ragged_ranges(
     sources: Sequence[Any], nbytes: int, step: int, zeros: Callable[[int], Any]
 ) -> Iterator[tuple[slice, list[int], list[Any]]]:
-    """Ranges of targets of ``nbytes``, each with the sources that reach into it (their numbers and bytes), as
-    if all were padded with zeros. Only the range of one step in which a source ends is copied."""
+    """Ranges of targets of ``nbytes``, each with the sources that reach into it (their numbers and
+    bytes), as if all were padded with zeros. Only the range of one step in which a source ends is
+    copied."""
     cuts = {0, nbytes}
     for length in {len(s) for s in sources} - {nbytes}:
         cuts |= {length // step * step, min(nbytes, -(-length // step) * step)}
@@ -184,7 +190,8 @@ class PacketStep:
 
 @dataclass(frozen=True, slots=True)
 class _Elimination:
-    """The solution of a system in place: ``unknown[r]`` comes out where equation r was summed up."""
+    """The solution of a system in place: ``unknown[r]`` comes out where equation r was summed
+    up."""
 
     unknown: tuple[int, ...]
     operations: tuple[tuple[int, int, int], ...]  # (r, s, c): r += c·s; where r = s: r *= c
@@ -193,15 +200,19 @@ class _Elimination:
     def cost(self) -> int:
         """Packets that it XORs."""
         return sum(
-            len(_scaling(c)[1]) if r == s else sum(map(len, bit_matrix(c))) for r, s, c in self.operations
+            len(_scaling(c)[1]) if r == s else sum(map(len, bit_matrix(c)))
+            for r, s, c in self.operations
         )
 
 
 @lru_cache(maxsize=1024)
-def packet_program(rows: tuple[Row, ...], matrix: tuple[Row, ...] | None = None) -> tuple[PacketStep, ...]:
-    """The steps that compute the targets X with ``matrix · X = rows · sources`` over GF(2^8), cell by cell.
-    ``rows``: coefficients of the sources, one row per equation; no row is all zeros. ``matrix``:
-    coefficients of the targets, square and regular; None: each target is the sum of its row."""
+def packet_program(
+    rows: tuple[Row, ...], matrix: tuple[Row, ...] | None = None
+) -> tuple[PacketStep, ...]:
+    """The steps that compute the targets X with ``matrix · X = rows · sources`` over GF(2^8), cell
+    by cell. ``rows``: coefficients of the sources, one row per equation; no row is all zeros.
+    ``matrix``: coefficients of the targets, square and regular; None: each target is the sum of its
+    row."""
     if not all(map(any, rows)):
         raise ValueError("an equation without any source: every coefficient is 0")
     plan: _Elimination | None = _Elimination(tuple(range(len(rows))), ())
@@ -247,8 +258,8 @@ _Move = int | None  # Add a source, or double what was added so far
 
 
 def _moves(row: Row) -> list[_Move]:
-    """The sum of row[j]·source[j] by Horner's rule: over the exponents of the coefficients or over their
-    bits, whichever takes fewer XORs."""
+    """The sum of row[j]·source[j] by Horner's rule: over the exponents of the coefficients or over
+    their bits, whichever takes fewer XORs."""
     by_log = {LOG[c]: [j for j, d in enumerate(row) if d == c] for c in row if c}
     by_bit = {bit: [j for j, c in enumerate(row) if c >> bit & 1] for bit in range(PACKETS)}
     ways: list[list[_Move]] = []
@@ -262,7 +273,8 @@ def _moves(row: Row) -> list[_Move]:
 
 
 def _interleaved(programs: list[list[_Move]]) -> Iterator[tuple[int, _Move]]:
-    """All programs at once, so that a source that one of them reads is still in the cache for the next."""
+    """All programs at once, so that a source that one of them reads is still in the cache for the
+    next."""
     longest = max(programs, key=lambda moves: (None in moves, len(moves)))
     order = list(dict.fromkeys(m for m in longest if m is not None))
     order += sorted({m for moves in programs for m in moves if m is not None} - set(order))
@@ -278,20 +290,22 @@ def _interleaved(programs: list[list[_Move]]) -> Iterator[tuple[int, _Move]]:
 
 
 class _Packets:
-    """Writes down steps. A bit of a target is a packet of its own, in which order is settled in the end, or,
-    until something is added to it, a packet of a source."""
+    """Writes down steps. A bit of a target is a packet of its own, in which order is settled in the
+    end, or, until something is added to it, a packet of a source."""
 
     def __init__(self, sources: int, targets: int) -> None:
         self._sources = sources
         self._bits: list[list[Operand | None]] = [[None] * PACKETS for _ in range(targets)]
         self._made = [0] * targets
-        self._groups: list[list[PacketStep]] = []  # no step of a group reads what another of it writes
+        # no step of a group reads what another of it writes
+        self._groups: list[list[PacketStep]] = []
 
     def add_source(self, target: int, source: int) -> None:
         self._group([(target, i, (source, i)) for i in range(PACKETS)])
 
     def double(self, target: int) -> None:
-        """x^8 = x^4 + x^3 + x^2 + 1: the bit that leaves at the top comes in below, and is added to three."""
+        """x^8 = x^4 + x^3 + x^2 + 1: the bit that leaves at the top comes in below, and is added to
+        three."""
         bits = self._bits[target]
         bits.insert(0, bits.pop())
         self._group([(target, i, bits[0]) for i in (2, 3, 4)])
@@ -319,7 +333,11 @@ class _Packets:
         if present is not None and present[0] == self._sources + target:
             return PacketStep(present, 1, present, operand)
         own = self._new(target, bit)
-        return PacketStep(own, 1, operand, None) if present is None else PacketStep(own, 1, present, operand)
+        return (
+            PacketStep(own, 1, operand, None)
+            if present is None
+            else PacketStep(own, 1, present, operand)
+        )
 
     def _new(self, target: int, bit: int) -> Operand:
         own = self._sources + target, self._made[target]
@@ -374,15 +392,20 @@ def _follows(last: PacketStep, step: PacketStep) -> bool:
 
 @lru_cache(maxsize=256)
 def _scaling(coefficient: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Multiplication in place by additions of one bit to another, the cheapest way of some. Returns for every
-    bit the one that first takes its name, and then the additions (i, j): bit i += bit j."""
+    """Multiplication in place by additions of one bit to another, the cheapest way of some. Returns
+    for every bit the one that first takes its name, and then the additions (i, j): bit i += bit
+    j."""
     chance = random.Random(coefficient)
-    return min((_reduce(coefficient, chance) for _ in range(_MOST_TRIES)), key=lambda way: len(way[1]))
+    return min(
+        (_reduce(coefficient, chance) for _ in range(_MOST_TRIES)), key=lambda way: len(way[1])
+    )
 
 
-def _reduce(coefficient: int, chance: random.Random) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Adds rows of the bit matrix to each other until it is a permutation, by Gauss and Jordan's method, with
-    pivots of columns that have few ones."""
+def _reduce(
+    coefficient: int, chance: random.Random
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Adds rows of the bit matrix to each other until it is a permutation, by Gauss and Jordan's
+    method, with pivots of columns that have few ones."""
     matrix = [sum(1 << j for j in factors) for factors in bit_matrix(coefficient)]
     rows, columns = {*range(PACKETS)}, {*range(PACKETS)}
     additions = []

@@ -1,8 +1,8 @@
 """Which version to restore: every sharding group judges its own, all groups decide together. Pure.
 
-A version is used only if it is whole: for every (pp, tp) the sources of one label cover the replicated
-image, and for every member its owned and host images, exactly. Sources of different labels never mix
-(the write hole).
+A version is used only if it is whole: for every (pp, tp) the sources of one label cover the
+replicated image, and for every member its owned and host images, exactly. Sources of different
+labels never mix (the write hole).
 """
 
 from __future__ import annotations
@@ -56,16 +56,20 @@ def preferred_label(
     """Which of the recoverable versions to restore.
 
     Of those not older than the newest version known to be committed, the newest one that is held by
-    *every* place which holds an older one. A version v that was committed anywhere is whole at every
-    place that is left. A newer one that some place lacks was therefore never committed, and has fewer
-    copies: restoring it would let ranks overwrite v while a single loss can still break the newer one.
+    *every* place which holds an older one. A version v that was committed anywhere is whole at
+    every place that is left. A newer one that some place lacks was therefore never committed, and
+    has fewer
+    copies: restoring it would let ranks overwrite v while a single loss can still break the newer
+    one.
 
     Args:
         held_by: per *recoverable* version, the places that hold it SEALED or COMMITTED. A place is
             where arenas lie, whosever bytes they hold: (node, local rank).
         newest_committed: newest version that any arena found says is committed.
     """
-    current = sorted(label for label in held_by if newest_committed is None or newest_committed <= label)
+    current = sorted(
+        label for label in held_by if newest_committed is None or newest_committed <= label
+    )
     chosen: VersionId | None = None
     seen: set[Hashable] = set()
     for label in current or sorted(held_by):
@@ -116,8 +120,8 @@ def judge(
     written: Mapping[VersionId, Degrees],
     bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
 ) -> dict[VersionId, GroupSources]:
-    """What each version has in one sharding group of the job that wrote it. ``written``: versions that any
-    rank of the job holds whole, and in which layout."""
+    """What each version has in one sharding group of the job that wrote it. ``written``: versions
+    that any rank of the job holds whole, and in which layout."""
     by_label: dict[VersionId, list[ArenaRecord]] = {
         label: [] for label, d in written.items() if group[0] < d.pp and group[1] < d.tp
     }
@@ -132,7 +136,9 @@ def judge(
     }
 
 
-def decide(findings: InventorySummary, verdicts: Mapping[Group, Verdicts]) -> Decision | NotRecoverable:
+def decide(
+    findings: InventorySummary, verdicts: Mapping[Group, Verdicts]
+) -> Decision | NotRecoverable:
     """Choose the best version that every group can recover."""
     rejected: dict[VersionId, str] = {}
     whole: list[VersionId] = []
@@ -161,7 +167,9 @@ def decide(findings: InventorySummary, verdicts: Mapping[Group, Verdicts]) -> De
             f"{len(holders[best])} hold {best}",
         )
     newer = tuple(rejected[label] for label in sorted(rejected, reverse=True) if label > best)
-    decodes = any(verdicts[group][best].decodes for group in sharding_groups(findings.written[best]))
+    decodes = any(
+        verdicts[group][best].decodes for group in sharding_groups(findings.written[best])
+    )
     return Decision(best, newer, decodes)
 
 
@@ -174,11 +182,14 @@ def plan_decided(
     *,
     wanted: Wanted = MappingProxyType({}),
 ) -> RecoveryPlan:
-    """The plan of one sharding group for the version that was decided on. ``wanted``: of a version of
-    another layout, what each rank takes of the images, once that is known; the plan is without it before."""
+    """The plan of one sharding group for the version that was decided on. ``wanted``: of a version
+    of another layout, what each rank takes of the images, once that is known; the plan is without
+    it before."""
     topology, written = findings.topology, findings.written[decision.label]
     needs = find_needs(group, sources, written, topology, wanted)
-    layout = next((r.header.layout for r in records if r.usable and r.header.label == decision.label), "")
+    layout = next(
+        (r.header.layout for r in records if r.usable and r.header.label == decision.label), ""
+    )
     return RecoveryPlan(
         label=decision.label,
         committed=findings.committed(decision.label),
@@ -200,11 +211,12 @@ def plan_recovery(
     job_id: str,
     bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
 ) -> RecoveryPlan | NotRecoverable:
-    """The whole job's plan in one place, for tools that read the memory of all nodes. Pure, deterministic.
+    """The whole job's plan in one place, for tools that read the memory of all nodes. Pure,
+    deterministic.
 
     The ranks of a job decide the same from summaries, and each plans for its own group alone
-    (:mod:`reft.recover.recover`). ``topology``: placement of the *new* incarnation; nodes may be new and
-    empty, and coordinates may have moved to other nodes (P7)."""
+    (:mod:`reft.recover.recover`). ``topology``: placement of the *new* incarnation; nodes may be
+    new and empty, and coordinates may have moved to other nodes (P7)."""
     summaries = [summarize(i.node, i.arenas, i.problems) for i in inventories]
     findings = merge_summaries(summaries, topology, job_id=job_id)
     every = chain.from_iterable(i.arenas for i in inventories)
@@ -225,12 +237,13 @@ def plan_recovery(
 
 
 def offline_topology(inventories: Sequence[Inventory], job_id: str) -> Topology:
-    """A placement to plan with where no job runs: every coordinate on the node that holds its newest
-    arena."""
+    """A placement to plan with where no job runs: every coordinate on the node that holds its
+    newest arena."""
     records = [r for i in inventories for r in i.arenas if r.usable and r.header.job_id == job_id]
     if not records:
         raise LayoutError(
-            f"no sealed or committed arena of job {job_id!r} on {listing(i.node for i in inventories)}; name "
+            f"no sealed or committed arena of job {job_id!r} on "
+            f"{listing(i.node for i in inventories)}; name "
             f"the directories of the nodes that ran it"
         )
     records.sort(key=lambda r: (r.header.label, r.node, r.path))
@@ -249,8 +262,9 @@ def plan_verified(
     job_id: str,
     bad: frozenset[BlockSource] = frozenset(),
 ) -> tuple[RecoveryPlan | NotRecoverable, frozenset[BlockSource]]:
-    """Plan over arenas that can all be read here, and replan until every source checks out. Returns the plan,
-    every source of which was verified, and ``bad`` with the corrupt blocks met on the way."""
+    """Plan over arenas that can all be read here, and replan until every source checks out. Returns
+    the plan, every source of which was verified, and ``bad`` with the corrupt blocks met on the
+    way."""
     while True:
         plan = plan_recovery(inventories, topology, job_id=job_id, bad=bad)
         if isinstance(plan, NotRecoverable):
@@ -261,10 +275,11 @@ def plan_verified(
         bad |= found
 
 
-# -- which stored blocks of one sharding group can serve one version, and whether they cover its images
+# -- which stored blocks of one sharding group can serve one version, and whether they cover its
+# images
 #
-# The cover is checked to the byte: sorted by offset, the blocks of an image must tile [0, image_bytes)
-# without a gap or an overlap.
+# The cover is checked to the byte: sorted by offset, the blocks of an image must tile [0,
+# image_bytes) without a gap or an overlap.
 
 Variant = tuple[int, int, int]
 """What must be equal for two entries to be the same bytes: start, length, checksum."""
@@ -285,10 +300,14 @@ class _StoredVersion:
 
 
 def collect_group(
-    pp: int, tp: int, records: Sequence[ArenaRecord], size: int, bad: frozenset[tuple[str, str, BlockKey]]
+    pp: int,
+    tp: int,
+    records: Sequence[ArenaRecord],
+    size: int,
+    bad: frozenset[tuple[str, str, BlockKey]],
 ) -> GroupSources:
-    """Sources of the sharding group (pp, tp) among arenas of one version. ``records``: SEALED or COMMITTED
-    arenas of the group's members, all of one label."""
+    """Sources of the sharding group (pp, tp) among arenas of one version. ``records``: SEALED or
+    COMMITTED arenas of the group's members, all of one label."""
     layouts = sorted({record.header.layout for record in records}) or [""]
     found = [
         _collect_layout(pp, tp, [r for r in records if r.header.layout == layout], size, bad)
@@ -298,7 +317,11 @@ def collect_group(
 
 
 def _collect_layout(
-    pp: int, tp: int, records: Sequence[ArenaRecord], size: int, bad: frozenset[tuple[str, str, BlockKey]]
+    pp: int,
+    tp: int,
+    records: Sequence[ArenaRecord],
+    size: int,
+    bad: frozenset[tuple[str, str, BlockKey]],
 ) -> GroupSources:
     stored = _by_image(records, size)
     # Host state is never empty, and whoever holds a member's host state holds all its blocks. So a
@@ -335,8 +358,8 @@ def _decoding(
     replicated: Sequence[SourceBlock],
     bad: frozenset[tuple[str, str, BlockKey]],
 ) -> tuple[tuple[LostBlock, ...], Mapping[BlockKey, SourceBlock], str | None]:
-    """The replicated blocks that are stored nowhere, where the group has a code; what they are decoded from;
-    or why they cannot be."""
+    """The replicated blocks that are stored nowhere, where the group has a code; what they are
+    decoded from; or why they cannot be."""
     coding = next((r.header.coding for r in records if r.header.coding), "")
     sizes = [s.entry.image_bytes for keys in stored.get(REPLICATED, {}).values() for s in keys]
     if not coding or not sizes:
@@ -348,13 +371,17 @@ def _decoding(
             blocks, _, _ = _usable_blocks(stored.get((section, member), {}), bad)
             usable.update({block.key: block for block in blocks})
     lost, failure = find_lost(code, usable)
-    unknown = {b.key.member for b in lost if BlockKey(Section.CHECKSUMS, b.key.member, 0) not in usable}
+    unknown = {
+        b.key.member for b in lost if BlockKey(Section.CHECKSUMS, b.key.member, 0) not in usable
+    }
     if unknown:
         return (), {}, f"no rank holds the checksums of members {sorted(unknown)}"
     return lost, usable, failure
 
 
-def _by_image(records: Iterable[ArenaRecord], size: int) -> dict[Image, dict[BlockKey, list[_StoredVersion]]]:
+def _by_image(
+    records: Iterable[ArenaRecord], size: int
+) -> dict[Image, dict[BlockKey, list[_StoredVersion]]]:
     images: dict[Image, dict[BlockKey, list[_StoredVersion]]] = {}
     for record in sorted(records, key=lambda r: (r.node, r.path)):
         for entry in record.header.entries:
@@ -378,14 +405,20 @@ def _usable_blocks(
         good = [s for s in sources if (s.node, s.arena, key) not in bad] if bad else sources
         if not good:
             places = ", ".join(str(s) for s in sources)
-            unusable.append((key, f"{key.section} block {key.index}: every source is corrupt ({places})"))
+            unusable.append(
+                (key, f"{key.section} block {key.index}: every source is corrupt ({places})")
+            )
             continue
         variant = _prevailing(good)
         equal = [s for s in good if s.variant == variant]
         if len(equal) < len(good):
             diverged.append(_describe_divergence(key, equal, good))
         blocks.append(_source_block(key, equal))
-    return tuple(sorted((b for b in blocks if b.nbytes), key=lambda b: b.start_bytes)), unusable, diverged
+    return (
+        tuple(sorted((b for b in blocks if b.nbytes), key=lambda b: b.start_bytes)),
+        unusable,
+        diverged,
+    )
 
 
 def _prevailing(sources: Sequence[_StoredVersion]) -> Variant:
@@ -405,7 +438,8 @@ def _describe_divergence(
 ) -> str:
     others = ", ".join(str(s) for s in good if s not in equal)
     return (
-        f"{key.section} block {key.index} of member {key.member}: the bytes in {others} differ from those "
+        f"{key.section} block {key.index} of member {key.member}: the bytes in {others} differ "
+        "from those "
         f"in {equal[0]} although they carry the same version; the latter are restored everywhere"
     )
 
@@ -435,7 +469,10 @@ def _find_hole(
     at = 0
     for block in blocks:
         if block.start_bytes > at:
-            return f"bytes [{at}, {block.start_bytes}) of {image_bytes} are in no arena that is present"
+            return (
+                f"bytes [{at}, {block.start_bytes}) of {image_bytes} are in no arena that is "
+                "present"
+            )
         if block.start_bytes < at:
             return f"blocks overlap at byte {block.start_bytes} of {image_bytes}"
         at += block.nbytes
@@ -458,7 +495,8 @@ class ImageRange(NamedTuple):
     nbytes: int
 
 
-Wanted = Mapping[Coordinate, Sequence[ImageRange]]  # what ranks take of the images of another layout
+# what ranks take of the images of another layout
+Wanted = Mapping[Coordinate, Sequence[ImageRange]]
 
 
 def takers(group: Group, written: Degrees, topology: Topology) -> tuple[Coordinate, ...]:
@@ -472,9 +510,9 @@ def takers(group: Group, written: Degrees, topology: Topology) -> tuple[Coordina
 def find_needs(
     group: Group, sources: GroupSources, written: Degrees, topology: Topology, wanted: Wanted
 ) -> dict[Coordinate, Sequence[SourceBlock]]:
-    """Blocks of one old sharding group that each rank fetches. In the layout that wrote it that is the
-    replicated image, its owned and its host image; else the host images that it reads, and what holds the
-    bytes that it wants of the others, once that is known."""
+    """Blocks of one old sharding group that each rank fetches. In the layout that wrote it that is
+    the replicated image, its owned and its host image; else the host images that it reads, and what
+    holds the bytes that it wants of the others, once that is known."""
     images = sources.images
     needs: dict[Coordinate, Sequence[SourceBlock]] = {}
     for at in takers(group, written, topology):
@@ -482,9 +520,13 @@ def find_needs(
             hosts, others = [at], images[REPLICATED] + images[Section.OWNED, at.dp]
         else:
             hosts = sorted(
-                c for c in host_state_sources(written, topology.degrees, at) if (c.pp, c.tp) == group
+                c
+                for c in host_state_sources(written, topology.degrees, at)
+                if (c.pp, c.tp) == group
             )
-            others = _holding(sources, (p for p in wanted.get(at, ()) if (p.of.pp, p.of.tp) == group))
+            others = _holding(
+                sources, (p for p in wanted.get(at, ()) if (p.of.pp, p.of.tp) == group)
+            )
         needs[at] = (*others, *chain.from_iterable(images[Section.HOST, c.dp] for c in hosts))
     return needs
 
@@ -506,8 +548,12 @@ def _holding(sources: GroupSources, pieces: Iterable[ImageRange]) -> tuple[Sourc
             or held[-1].start_bytes + held[-1].nbytes < stop
         ):
             raise LayoutError(
-                f"bytes [{piece.start_bytes}, {stop}) of the {piece.section} image of {piece.of} are wanted, "
-                f"which the version does not have: the images of its ranks are not what they say they are"
+                f"bytes [{piece.start_bytes}, {stop}) of the {piece.section} image of {piece.of} "
+                "are wanted, "
+                "which the version does not have: the images of its ranks are not what they say "
+                "they are"
             )
         found.setdefault(image, set()).update(range(first, last))
-    return tuple(sources.images[image][number] for image in sorted(found) for number in sorted(found[image]))
+    return tuple(
+        sources.images[image][number] for image in sorted(found) for number in sorted(found[image])
+    )

@@ -1,7 +1,7 @@
 """What is in the memory of a job, live or dead, on one or several nodes, and what it is worth.
 
-Reads headers (and, to verify, every block), starts nothing and changes nothing. Whether a version can
-be recovered is asked of the same pure plan that a restart uses.
+Reads headers (and, to verify, every block), starts nothing and changes nothing. Whether a version
+can be recovered is asked of the same pure plan that a restart uses.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class ArenaReport:
             "sealed_unix_secs": header.sealed_unix_secs if header else None,
             "bad_blocks": None
             if self.bad_blocks is None
-            else [f"{key.section} block {key.index} of member {key.member}" for key in self.bad_blocks],
+            else [
+                f"{key.section} block {key.index} of member {key.member}" for key in self.bad_blocks
+            ],
         }
 
 
@@ -103,7 +105,8 @@ class VersionReport:
     @property
     def sealed_unix_secs(self) -> float | None:
         return max(
-            (a.header.sealed_unix_secs for a in self.arenas if a.header and a.state.whole), default=None
+            (a.header.sealed_unix_secs for a in self.arenas if a.header and a.state.whole),
+            default=None,
         )
 
     def age_secs(self) -> float | None:
@@ -132,7 +135,8 @@ class JobReport:
     directories: Mapping[str, Path]  # directory looked at, per node
     alive_because: Mapping[str, tuple[str, ...]]  # live processes, per node
     versions: tuple[VersionReport, ...]  # newest first
-    restores: VersionId | None  # version that a restart on these nodes would restore; None if none can be
+    # version that a restart on these nodes would restore; None if none can be
+    restores: VersionId | None
     why: tuple[str, ...]  # what the plan says about it
     empty: tuple[ArenaReport, ...]  # arenas that hold nothing
     problems: tuple[str, ...]  # arenas that could not be read, and why
@@ -172,7 +176,8 @@ class JobReport:
 
 
 def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
-    """Job directories per job id. A job directory itself may be given instead of the one above it."""
+    """Job directories per job id. A job directory itself may be given instead of the one above
+    it."""
     found: dict[str, list[Path]] = {}
     for memory_dir in memory_dirs:
         for path in [memory_dir] if is_job_dir(memory_dir) else find_jobs(memory_dir):
@@ -191,17 +196,20 @@ def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
 
 
 def inspect_stored(stored: Path, verify: bool = False) -> JobReport:
-    """The same of a job's directory in its persist directory. Raises PersistError: there is none of its
-    versions."""
+    """The same of a job's directory in its persist directory. Raises PersistError: there is none of
+    its versions."""
     infos, problems = find_markers(stored)
     infos = [info for info in infos if info.arenas]
     if not infos:
         raise PersistError(
-            f"{stored} holds no version that reft wrote ({'; '.join(problems) or 'no marker was found'}); "
+            f"{stored} holds no version that reft wrote "
+            f"({'; '.join(problems) or 'no marker was found'}); "
             f"give the job's directory in persist.dir"
         )
     found = {info.tag: scan(info.path, STORAGE_KEY) for info in infos}
-    return _report(infos[-1].job_id, {i.tag: i.path for i in infos}, dict.fromkeys(found, ()), found, verify)
+    return _report(
+        infos[-1].job_id, {i.tag: i.path for i in infos}, dict.fromkeys(found, ()), found, verify
+    )
 
 
 def _report(
@@ -221,7 +229,12 @@ def _report(
                 else:
                     arenas.append(_report_arena(node, path, stack.enter_context(found), verify))
     inventories = [
-        Inventory(n, tuple(ArenaRecord(n, a.path.name, a.header) for a in arenas if a.node == n and a.header))
+        Inventory(
+            n,
+            tuple(
+                ArenaRecord(n, a.path.name, a.header) for a in arenas if a.node == n and a.header
+            ),
+        )
         for n in scanned
     ]
     bad = [(a.node, a.path.name, key) for a in arenas for key in a.bad_blocks or ()]
@@ -240,8 +253,9 @@ def _report(
 
 
 def _report_arena(node: str, path: Path, arena: Arena, verify: bool) -> ArenaReport:
-    # A live trainer may be writing: what it overwrites meanwhile is not bad, it is gone. Pinned before the
-    # header is read: a version that began in between would be compared with the checksums of the one before.
+    # A live trainer may be writing: what it overwrites meanwhile is not bad, it is gone. Pinned
+    # before the header is read: a version that began in between would be compared with the
+    # checksums of the one before.
     pinned = verify and arena.lock_shared()
     header = arena.header()
     report = ArenaReport(node, path, header, arena.file_bytes)
@@ -254,11 +268,17 @@ def _report_arena(node: str, path: Path, arena: Arena, verify: bool) -> ArenaRep
 
 
 def _report_versions(
-    arenas: Sequence[ArenaReport], inventories: Sequence[Inventory], job_id: str, bad: Collection[BadBlock]
+    arenas: Sequence[ArenaReport],
+    inventories: Sequence[Inventory],
+    job_id: str,
+    bad: Collection[BadBlock],
 ) -> Iterator[VersionReport]:
     for label in sorted({a.header.label for a in arenas if a.header}, reverse=True):
         holders = tuple(a for a in arenas if a.header and a.header.label == label)
-        only = [replace(i, arenas=tuple(r for r in i.arenas if r.header.label == label)) for i in inventories]
+        only = [
+            replace(i, arenas=tuple(r for r in i.arenas if r.header.label == label))
+            for i in inventories
+        ]
         restores, reasons = _judge(only, job_id, bad)
         ranks = max(a.header.degrees.world_size for a in holders if a.header)
         yield VersionReport(label, holders, ranks, restores == label, reasons)

@@ -1,14 +1,15 @@
 """What a node holds in memory after a restart, and how it tells the others.
 
-An inventory carries headers and block tables, not data. It crosses hosts, so it is msgpack in a message under
-a MAC keyed with the job's secret, and never pickle (P11). Tables are stored byte column by byte column, in
-which offsets and lengths of neighbouring blocks hardly differ, and compressed: about ten bytes per
-block, most of them checksum.
+An inventory carries headers and block tables, not data. It crosses hosts, so it is msgpack in a
+message under a MAC keyed with the job's secret, and never pickle (P11). Tables are stored byte
+column by byte column, in which offsets and lengths of neighbouring blocks hardly differ, and
+compressed: about ten bytes per block, most of them checksum.
 
-Every rank sums up a part of its node without block tables (:func:`summarize`); the summaries of all together
-(:func:`merge_summaries`) say who holds which version. Everything that is left aside is named, so that a
-person who expected a recovery sees what is missing and what to change. A sharding group's members take part
-in its recovery, and on every node that holds arenas of the group but runs no member of it one rank that reads
+Every rank sums up a part of its node without block tables (:func:`summarize`); the summaries of all
+together (:func:`merge_summaries`) say who holds which version. Everything that is left aside is
+named, so that a person who expected a recovery sees what is missing and what to change. A sharding
+group's members take part in its recovery, and on every node that holds arenas of the group but runs
+no member of it one rank that reads
 there: after a restart coordinates may run anywhere (P7).
 """
 
@@ -85,7 +86,8 @@ class Inventory:
             return cls(node, records, tuple(problems))
         except (ValueError, TypeError, ArenaError, zlib.error) as error:
             raise TransferError(
-                f"an inventory of {len(body)} bytes carries the job's secret but cannot be read ({error!r}): "
+                f"an inventory of {len(body)} bytes carries the job's secret but cannot be read "
+                f"({error!r}): "
                 f"run the same version of reft on every node"
             ) from error
 
@@ -112,8 +114,9 @@ ArenaSet = Mapping[tuple[str, str], Arena]  # opened arenas by (node, file name)
 
 @dataclass(frozen=True)
 class ArenaStore:
-    """Where arenas lie: a node's memory of the job, or a version on storage. A peer's place is known by what
-    that node tells of it (:meth:`Inventory.pack`), and its blocks are sent (:mod:`reft.recover.transfer`)."""
+    """Where arenas lie: a node's memory of the job, or a version on storage. A peer's place is
+    known by what that node tells of it (:meth:`Inventory.pack`), and its blocks are sent
+    (:mod:`reft.recover.transfer`)."""
 
     directory: Path  # a missing one holds nothing
     node: str  # that reads here
@@ -132,15 +135,20 @@ class ArenaStore:
                 header = found.header()
             if header is not None:
                 arenas.append(ArenaRecord(self.node, path.name, header))
-        logger.info("inventory of node %s: %d arenas, %d unreadable", self.node, len(arenas), len(problems))
+        logger.info(
+            "inventory of node %s: %d arenas, %d unreadable", self.node, len(arenas), len(problems)
+        )
         return Inventory(self.node, tuple(arenas), tuple(problems))
 
     @contextmanager
-    def opened(self, inventory: Inventory, *, wait: bool = True) -> Iterator[dict[tuple[str, str], Arena]]:
+    def opened(
+        self, inventory: Inventory, *, wait: bool = True
+    ) -> Iterator[dict[tuple[str, str], Arena]]:
         """The usable arenas, to be read.
 
-        One that has vanished since the inventory is left out: its blocks then count as corrupt, and the plan
-        falls down the ladder. In the end they are closed; views that are still alive keep their mapping."""
+        One that has vanished since the inventory is left out: its blocks then count as corrupt, and
+        the plan falls down the ladder. In the end they are closed; views that are still alive keep
+        their mapping."""
         arenas: dict[tuple[str, str], Arena] = {}
         try:
             for record in inventory.arenas:
@@ -150,14 +158,18 @@ class ArenaStore:
                             self.directory / record.path, self.secret
                         )
                 except (ArenaError, OSError) as error:
-                    logger.warning("node %s: arena %s cannot be opened: %s", record.node, record.path, error)
+                    logger.warning(
+                        "node %s: arena %s cannot be opened: %s", record.node, record.path, error
+                    )
             yield arenas
         finally:
             if wait:
                 _close(arenas)
             else:
                 # To unmap what was read takes up to a fifth of the time that reading it took.
-                threading.Thread(target=_close, args=(arenas,), name="reft-unmap", daemon=True).start()
+                threading.Thread(
+                    target=_close, args=(arenas,), name="reft-unmap", daemon=True
+                ).start()
 
 
 def _close(arenas: ArenaSet) -> None:
@@ -166,22 +178,27 @@ def _close(arenas: ArenaSet) -> None:
 
 
 def open_job(job_dirs: Sequence[Path]) -> dict[str, JobDir]:
-    """The directories of one job by node id; of equal ids, as of directories brought together from elsewhere,
-    each is told by its path. Raises AuthenticationError: if a directory is somebody else's or its secret
-    is missing."""
+    """The directories of one job by node id; of equal ids, as of directories brought together from
+    elsewhere, each is told by its path. Raises AuthenticationError: if a directory is somebody
+    else's or its secret is missing."""
     jobs = [JobDir.open(path) for path in job_dirs]
     if len({(job.job_id, job.secret) for job in jobs}) != 1:
         found = ", ".join(f"{job.path} ({job.job_id})" for job in jobs) or "none"
         raise ArenaError(
-            f"found the directories {found}; expected one job, and its secret in all of them: say --job"
+            f"found the directories {found}; expected one job, and its secret in all of them: say "
+            "--job"
         )
     names = [job.node for job in jobs]
-    return {job.node if names.count(job.node) == 1 else f"{job.node}@{job.path}": job for job in jobs}
+    return {
+        job.node if names.count(job.node) == 1 else f"{job.node}@{job.path}": job for job in jobs
+    }
 
 
-def find_corrupt(label: VersionId, fetches: Iterable[Fetch], arenas: ArenaSet) -> frozenset[BlockSource]:
-    """Sources of ``fetches`` whose bytes do not match their checksum now, or that cannot be read (P5).
-    ``fetches``: blocks to check; one that several coordinates need is read once."""
+def find_corrupt(
+    label: VersionId, fetches: Iterable[Fetch], arenas: ArenaSet
+) -> frozenset[BlockSource]:
+    """Sources of ``fetches`` whose bytes do not match their checksum now, or that cannot be read
+    (P5). ``fetches``: blocks to check; one that several coordinates need is read once."""
     current: dict[tuple[str, str], bool] = {}
     bad: set[BlockSource] = set()
     for source, fetch in {fetch.source: fetch for fetch in fetches}.items():
@@ -192,13 +209,17 @@ def find_corrupt(label: VersionId, fetches: Iterable[Fetch], arenas: ArenaSet) -
         if not current[place] or not matches(fetch, arenas):
             bad.add(source)
     for (node, arena), count in Counter((source.node, source.arena) for source in bad).items():
-        logger.warning("node %s: %s: %d blocks of %s are corrupt or unreadable", node, arena, count, label)
+        logger.warning(
+            "node %s: %s: %d blocks of %s are corrupt or unreadable", node, arena, count, label
+        )
     return frozenset(bad)
 
 
 def stored_bytes(fetch: Fetch, arenas: ArenaSet) -> memoryview:
     """The source's bytes, unchecked: a view into the mapped arena, cut short by the arena's end."""
-    return arenas[fetch.node, fetch.arena].data[fetch.arena_offset : fetch.arena_offset + fetch.nbytes]
+    return arenas[fetch.node, fetch.arena].data[
+        fetch.arena_offset : fetch.arena_offset + fetch.nbytes
+    ]
 
 
 def matches(fetch: Fetch, arenas: ArenaSet) -> bool:
@@ -208,15 +229,21 @@ def matches(fetch: Fetch, arenas: ArenaSet) -> bool:
     return len(data) == fetch.nbytes and checksum(data) == fetch.checksum
 
 
-# -- what was found in memory, without its block tables: which arenas may serve, which do not, and why
+# -- what was found in memory, without its block tables: which arenas may serve, which do not, and
+# why
 
 
 def arenas_to_report(
-    records: Iterable[ArenaRecord], topology: Topology, rank: int, *, job_id: str, any_layout: bool = False
+    records: Iterable[ArenaRecord],
+    topology: Topology,
+    rank: int,
+    *,
+    job_id: str,
+    any_layout: bool = False,
 ) -> list[ArenaRecord]:
-    """The arenas of its node that a rank speaks for, so that each is told of once: those of sharding groups
-    that it reads for, as the first of the node to do so; the first rank of the node also speaks for
-    arenas that cannot serve."""
+    """The arenas of its node that a rank speaks for, so that each is told of once: those of
+    sharding groups that it reads for, as the first of the node to do so; the first rank of the node
+    also speaks for arenas that cannot serve."""
     node = topology.nodes[rank]
 
     def speaker(record: ArenaRecord) -> int:
@@ -241,7 +268,11 @@ def block_tables(
     tables: dict[Group, list[ArenaRecord]] = {group: [] for group in groups}
     for record in records:
         at = record.header.coordinate
-        if record.usable and (at.pp, at.tp) in tables and _fits(record.header, topology, job_id, any_layout):
+        if (
+            record.usable
+            and (at.pp, at.tp) in tables
+            and _fits(record.header, topology, job_id, any_layout)
+        ):
             tables[at.pp, at.tp].append(record)
     return tables
 
@@ -255,8 +286,8 @@ def sharding_groups(degrees: Degrees) -> tuple[Group, ...]:
 
 
 def participants(findings: InventorySummary, rank: int) -> dict[Group, tuple[int, ...]]:
-    """The sharding groups that a rank takes part in, its own first, and all ranks that take part in each.
-    Where a version has other stages or slices, which is rare, all take part in all."""
+    """The sharding groups that a rank takes part in, its own first, and all ranks that take part in
+    each. Where a version has other stages or slices, which is rare, all take part in all."""
     topology = findings.topology
     if others := {d for d in findings.written.values() if sharding_groups(d) != topology.groups()}:
         groups = set(topology.groups()).union(*map(sharding_groups, others))
@@ -292,11 +323,14 @@ class Head(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str]:
-        """Where arenas lie, whosever bytes they hold: (node, local rank). Slots of one rank are one place."""
+        """Where arenas lie, whosever bytes they hold: (node, local rank). Slots of one rank are one
+        place."""
         return self.node, self.path.partition("-slot")[0]
 
     def __str__(self) -> str:
-        return f"{self.label} of {self.coordinate}, {self.state}, in {self.path} on node {self.node}"
+        return (
+            f"{self.label} of {self.coordinate}, {self.state}, in {self.path} on node {self.node}"
+        )
 
 
 class Summary(NamedTuple):
@@ -306,18 +340,25 @@ class Summary(NamedTuple):
 
     def encode(self) -> bytes:
         """Bytes to send: about 40 per arena."""
-        jobs = list(dict.fromkeys((h.job_id, h.degrees.pp, h.degrees.dp, h.degrees.tp) for h in self.heads))
+        jobs = list(
+            dict.fromkeys((h.job_id, h.degrees.pp, h.degrees.dp, h.degrees.tp) for h in self.heads)
+        )
         rows = []
         for h in self.heads:
             job = jobs.index((h.job_id, h.degrees.pp, h.degrees.dp, h.degrees.tp))
             at = h.coordinate
-            rows.append([h.label.incarnation, h.label.step, str(h.state), at.pp, at.dp, at.tp, h.path, job])
+            rows.append(
+                [h.label.incarnation, h.label.step, str(h.state), at.pp, at.dp, at.tp, h.path, job]
+            )
         body: bytes = msgpack.packb([self.node, jobs, rows, self.problems])
         return body
 
     @classmethod
-    def decode(cls, body: bytes, topology: Topology, known: dict[tuple[int, int], VersionId]) -> Summary:
-        """Inverse of :meth:`encode`. ``known``: labels met so far, shared by all summaries of a job."""
+    def decode(
+        cls, body: bytes, topology: Topology, known: dict[tuple[int, int], VersionId]
+    ) -> Summary:
+        """Inverse of :meth:`encode`. ``known``: labels met so far, shared by all summaries of a
+        job."""
         node, jobs, rows, problems = msgpack.unpackb(body)
         written = [(Degrees(*degrees), job_id) for job_id, *degrees in jobs]
         heads = []
@@ -337,11 +378,12 @@ _STATES = {str(state): state for state in ArenaState}
 class InventorySummary:
     job_id: str
     topology: Topology
-    # SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label were written in
-    # one layout.
+    # SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label were
+    # written in one layout.
     by_label: Mapping[VersionId, tuple[Head, ...]]
     unfinished: tuple[Head, ...]  # arenas of the job that were being written when their rank died
-    misfits: tuple[str, ...]  # what other degrees or layouts were found, in words, with their newest label
+    # what other degrees or layouts were found, in words, with their newest label
+    misfits: tuple[str, ...]
     notes: tuple[str, ...]  # everything left aside, in words
     newest_committed: VersionId | None  # newest label marked committed in any arena of this job
     present: tuple[str, ...]  # nodes that sent a summary or have ranks
@@ -352,8 +394,8 @@ class InventorySummary:
         return not (self.by_label or self.unfinished or self.misfits)
 
     def holders(self, label: VersionId) -> frozenset[tuple[str, str]]:
-        """Places that hold ``label`` whole. What a recovery decoded is further redundancy of its version, not
-        a place that seals versions."""
+        """Places that hold ``label`` whole. What a recovery decoded is further redundancy of its
+        version, not a place that seals versions."""
         return frozenset(head.place for head in self.by_label[label] if not is_decoded(head.path))
 
     @cached_property
@@ -378,15 +420,20 @@ class InventorySummary:
         """Why there is no version to look at, and what to do."""
         if self.empty:
             return (
-                f"no arena of job {self.job_id!r} was found. {self._nodes()}. Either the job never took a "
+                f"no arena of job {self.job_id!r} was found. {self._nodes()}. Either the job "
+                "never took a "
                 f"snapshot, or every node that held one is gone"
             )
         if self.misfits:
             return (
-                f"found {listing(self.misfits)}, expected {self.topology.degrees} and the running model's "
-                "layout. Start with the degrees and the model that wrote the memory; or write a checkpoint "
-                f"from it with `reft persist --job {self.job_id} --out DIR`, convert that with `python -m "
-                "deepspeed.checkpoint.ds_to_universal` and load it into a new job; or remove the memory "
+                f"found {listing(self.misfits)}, expected {self.topology.degrees} and the running "
+                "model's "
+                "layout. Start with the degrees and the model that wrote the memory; or write a "
+                "checkpoint "
+                f"from it with `reft persist --job {self.job_id} --out DIR`, convert that with "
+                "`python -m "
+                "deepspeed.checkpoint.ds_to_universal` and load it into a new job; or remove the "
+                "memory "
                 "with `reft clean` to start from the beginning"
             )
         return (
@@ -431,7 +478,8 @@ def summarize(node: str, records: Iterable[ArenaRecord], problems: Sequence[str]
 def merge_summaries(
     summaries: Sequence[Summary], topology: Topology, *, job_id: str, any_layout: bool = False
 ) -> InventorySummary:
-    """Put the summaries of all nodes together; see :class:`InventorySummary` and :func:`_misfit`."""
+    """Put the summaries of all nodes together; see :class:`InventorySummary` and
+    :func:`_misfit`."""
     by_label: dict[VersionId, list[Head]] = {}
     unfinished: list[Head] = []
     misfits: dict[str, VersionId] = {}
@@ -458,7 +506,8 @@ def merge_summaries(
             unfinished.append(head)
             leave_aside(head, f"not finished ({head.label} {head.state})")
     for label, heads in by_label.items():
-        # Where two layouts gave versions one name: those of the running job's, else those of the largest.
+        # Where two layouts gave versions one name: those of the running job's, else those of the
+        # largest.
         found = {head.degrees for head in heads}
         largest = max(found, key=lambda d: (d == topology.degrees, d.world_size, d.pp, d.dp))
         for head in (head for head in heads if head.degrees != largest):
@@ -475,7 +524,10 @@ def merge_summaries(
         by_label={label: tuple(heads) for label, heads in by_label.items()},
         unfinished=tuple(sorted(unfinished, key=lambda head: (head.node, head.path))),
         misfits=tuple(f"{what} (newest {label})" for what, label in sorted(misfits.items())),
-        notes=(*notes, *sorted({f"node {s.node}: {problem}" for s in summaries for problem in s.problems})),
+        notes=(
+            *notes,
+            *sorted({f"node {s.node}: {problem}" for s in summaries for problem in s.problems}),
+        ),
         newest_committed=max(committed, default=None),
         present=present,
         bare=tuple(node for node in present if node not in with_memory),
@@ -483,8 +535,8 @@ def merge_summaries(
 
 
 def _misfit(arena: ArenaHeader | Head, topology: Topology, *, any_layout: bool) -> str | None:
-    """Why an arena of this job cannot serve the running one, in words. ``any_layout``: one of another layout
-    may (:mod:`reft.recover.relayout`)."""
+    """Why an arena of this job cannot serve the running one, in words. ``any_layout``: one of
+    another layout may (:mod:`reft.recover.relayout`)."""
     written, at = arena.degrees, arena.coordinate
     if written != topology.degrees and not any_layout:
         return f"{written} instead of {topology.degrees}"

@@ -50,8 +50,8 @@ def persist_offline(
     """Write the newest recoverable version as a DeepSpeed checkpoint, without the job's processes.
 
     The same plan as for a recovery decides which version that is and where each block is read, so
-    blocks of lost nodes come from their copies. If the job runs, the version is held in memory until it is
-    written; training continues, and skips versions that need its arenas.
+    blocks of lost nodes come from their copies. If the job runs, the version is held in memory
+    until it is written; training continues, and skips versions that need its arenas.
 
     Args:
         job_dirs: the job's memory directories of all nodes that are left, made reachable here.
@@ -75,7 +75,9 @@ def persist_offline(
         records = [newest_record(job.path, found.plan.label.incarnation) for job in jobs]
         _, fingerprint = max((r for r in records if r is not None), default=(0, None))
         noted = max(job.noted_incarnation() for job in jobs)
-        source = replace(found.source(found.plan, jobs[0].secret), fingerprint=fingerprint, writer=noted)
+        source = replace(
+            found.source(found.plan, jobs[0].secret), fingerprint=fingerprint, writer=noted
+        )
         return _export(source, found, directory, keep, progress)
 
 
@@ -103,23 +105,27 @@ def export_stored(
             source = replace(found.source(found.plan, STORAGE_KEY), fingerprint=info.fingerprint)
             return _export(source, found, directory, keep, progress)
     raise PersistError(
-        f"{stored} holds no whole version that reft wrote ({'; '.join(problems) or 'no marker was found'}); "
+        f"{stored} holds no whole version that reft wrote "
+        f"({'; '.join(problems) or 'no marker was found'}); "
         f"give the job's directory in persist.dir"
     )
 
 
 def _hold(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> dict[Path, Arena | None]:
-    """Pin the arenas that no trainer is writing, until they hold a whole version; the job may be running.
-    None stands for an arena that cannot be read, which the inventory names.
+    """Pin the arenas that no trainer is writing, until they hold a whole version; the job may be
+    running. None stands for an arena that cannot be read, which the inventory names.
 
-    Nodes are visited one after the other, so the first visit may pin different versions on different nodes.
-    What is pinned stays, which stops the ranks that are ahead; those behind then finish the same version."""
+    Nodes are visited one after the other, so the first visit may pin different versions on
+    different nodes. What is pinned stays, which stops the ranks that are ahead; those behind then
+    finish the same version."""
     held: dict[Path, Arena | None] = {}
     deadline = time.monotonic() + _HOLD_SECS
     while True:
         written = False
         for place in places:
-            for path, arena in scan(place.directory, place.secret, is_wanted=lambda path: path not in held):
+            for path, arena in scan(
+                place.directory, place.secret, is_wanted=lambda path: path not in held
+            ):
                 if isinstance(arena, str):
                     held[path] = None
                 elif stack.enter_context(arena).lock_shared():
@@ -143,7 +149,8 @@ def _is_whole(places: Sequence[ArenaStore], job_id: str, held: Collection[Path])
 
 
 def _release_others(held: Mapping[Path, Arena | None], label: VersionId) -> None:
-    """Return the arenas of other versions to the job: it can write one more while this one is exported."""
+    """Return the arenas of other versions to the job: it can write one more while this one is
+    exported."""
     for arena in filter(None, held.values()):
         header = arena.header()
         if header is None or header.label != label:
@@ -152,7 +159,8 @@ def _release_others(held: Mapping[Path, Arena | None], label: VersionId) -> None
 
 @dataclass(frozen=True)
 class _OpenedPlaces:
-    """What lies in some places, opened, and what of it can be restored: all of that was verified."""
+    """What lies in some places, opened, and what of it can be restored: all of that was
+    verified."""
 
     plan: RecoveryPlan | NotRecoverable
     inventories: list[Inventory]
@@ -209,7 +217,9 @@ def _export(
     target = job_directory(directory, source.job_id)
     # By a person's command: it stands for whatever start has claimed the directory.
     writer = max(fence.claimed(target, source.job_id), source.writer)
-    options = PersistOptions(directory=target, keep=keep, progress=progress, export=write_deepspeed_files)
+    options = PersistOptions(
+        directory=target, keep=keep, progress=progress, export=write_deepspeed_files
+    )
     written = write_version(replace(source, writer=writer), options)
     return OfflineResult(written, found.plan, found.corrupt_blocks)
 

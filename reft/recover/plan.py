@@ -35,8 +35,8 @@ class LostBlock:
 
 
 def find_stripes(blocks: Iterable[LostBlock]) -> tuple[tuple[LostBlock, ...], ...]:
-    """Blocks that are decoded from the same parities together, in order of their first ones: they share
-    nearly all of their terms."""
+    """Blocks that are decoded from the same parities together, in order of their first ones: they
+    share nearly all of their terms."""
     stripes: list[list[LostBlock]] = []
     stripe_of: dict[BlockKey, list[LostBlock]] = {}
     for lost in blocks:
@@ -48,9 +48,12 @@ def find_stripes(blocks: Iterable[LostBlock]) -> tuple[tuple[LostBlock, ...], ..
     return tuple(map(tuple, stripes))
 
 
-def find_lost(code: BlockCode, have: Collection[BlockKey]) -> tuple[tuple[LostBlock, ...], str | None]:
-    """The replicated blocks of a group that are not among ``have``, with a way to decode each. Returns the
-    lost blocks, and None or why some of them cannot be decoded (there are then no blocks)."""
+def find_lost(
+    code: BlockCode, have: Collection[BlockKey]
+) -> tuple[tuple[LostBlock, ...], str | None]:
+    """The replicated blocks of a group that are not among ``have``, with a way to decode each.
+    Returns the lost blocks, and None or why some of them cannot be decoded (there are then no
+    blocks)."""
     rows: dict[int, list[int]] = {}
     sizes = {}
     for member in range(code.code.size):
@@ -60,7 +63,9 @@ def find_lost(code: BlockCode, have: Collection[BlockKey]) -> tuple[tuple[LostBl
                 rows.setdefault(row, []).append(sub_block)
                 sizes[block.key] = (block.start_bytes, block.nbytes, position)
     lost: list[LostBlock] = []
-    known: dict[tuple[frozenset[int], tuple[int, ...]], Mapping[int, tuple[tuple[int, int], ...]]] = {}
+    known: dict[
+        tuple[frozenset[int], tuple[int, ...]], Mapping[int, tuple[tuple[int, int], ...]]
+    ] = {}
     for row, wanted in sorted(rows.items()):
         keys = {p.index: code.key_of(p, row) for p in code.code.pieces}
         bad = frozenset(index for index, key in keys.items() if key is not None and key not in have)
@@ -72,7 +77,9 @@ def find_lost(code: BlockCode, have: Collection[BlockKey]) -> tuple[tuple[LostBl
             return (), str(error)
         for sub_block in wanted:
             terms = known[case][sub_block]
-            stored = tuple((key, coefficient) for p, coefficient in terms if (key := keys[p]) is not None)
+            stored = tuple(
+                (key, coefficient) for p, coefficient in terms if (key := keys[p]) is not None
+            )
             # The parities are the longest of their stripe.
             padded = max(code.nbytes_of(code.code.pieces[p], row) for p, _ in terms)
             key = code.data_key(sub_block, row)
@@ -82,7 +89,8 @@ def find_lost(code: BlockCode, have: Collection[BlockKey]) -> tuple[tuple[LostBl
 
 
 class SourceKind(StrEnum):
-    """Where in the memory of the nodes the bytes of a block come from, in the order of the ladder."""
+    """Where in the memory of the nodes the bytes of a block come from, in the order of the
+    ladder."""
 
     LOCAL = "local"  # Read on the node that needs it
     PEER = "peer"  # Sent by another node from the owner's own bytes
@@ -124,7 +132,8 @@ class Fetch:
 
     def __str__(self) -> str:
         return (
-            f"{describe_block(self.pp, self.tp, self.key)} ({self.nbytes} bytes), {self.reported_kind} from "
+            f"{describe_block(self.pp, self.tp, self.key)} ({self.nbytes} bytes), "
+            f"{self.reported_kind} from "
             f"{self.arena} on node {self.node}"
         )
 
@@ -156,8 +165,8 @@ class Rebuild:
     blocks: tuple[LostBlock, ...]  # what is decoded
     image_bytes: int  # size of the replicated image
     layout: str  # the group's layout hash
-    # the stored blocks that are read, each once: replicated and parity ones, and the checksums that the
-    # results are compared with
+    # the stored blocks that are read, each once: replicated and parity ones, and the checksums that
+    # the results are compared with
     fetches: tuple[Fetch, ...]
 
     @property
@@ -170,30 +179,31 @@ class RecoveryPlan:
     """Which version is restored and from where, in one sharding group or in the whole job."""
 
     label: VersionId
-    # whether some arena had already marked it committed. A version that all ranks sealed is as good: every
-    # byte of it is there and checked.
+    # whether some arena had already marked it committed. A version that all ranks sealed is as
+    # good: every byte of it is there and checked.
     committed: bool
     degrees: Degrees  # parallel degrees of the job
     written: Degrees  # of the job that wrote the version
-    # for every coordinate that is planned for the blocks it needs: the replicated image of its (pp, tp) in
-    # image order, then its owned, then its host image. Of a version of another layout the host images that it
-    # reads, and the blocks from which its own images are made.
+    # for every coordinate that is planned for the blocks it needs: the replicated image of its (pp,
+    # tp) in image order, then its owned, then its host image. Of a version of another layout the
+    # host images that it reads, and the blocks from which its own images are made.
     fetches: Mapping[Coordinate, tuple[Fetch, ...]]
     newest_committed: VersionId | None = None  # newest label marked committed in any usable arena
     rejected: tuple[str, ...] = ()  # for every newer version why it is not used
     # what else was found and left aside (foreign, torn, other layout; diverged copies)
     notes: tuple[str, ...] = ()
     job_id: str = ""
-    # what is decoded from parity first, and by whom. ``fetches`` lack those blocks: they are complete in the
-    # plan that is made once the decoded blocks are stored.
+    # what is decoded from parity first, and by whom. ``fetches`` lack those blocks: they are
+    # complete in the plan that is made once the decoded blocks are stored.
     rebuilds: Mapping[Coordinate, Rebuild] = field(default_factory=dict)
-    # blocks that members which hold nothing of the version keep for their ring peers, to complete it
+    # blocks that members which hold nothing of the version keep for their ring peers, to complete
+    # it
     kept: Mapping[Coordinate, tuple[Fetch, ...]] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, plans: Sequence[RecoveryPlan], notes: Sequence[str]) -> RecoveryPlan:
-        """The plans of all sharding groups as one. ``plans``: at least one, of the same decision. ``notes``:
-        those that all of them have in common, which come last."""
+        """The plans of all sharding groups as one. ``plans``: at least one, of the same decision.
+        ``notes``: those that all of them have in common, which come last."""
         own = [note for plan in plans for note in plan.notes if note not in notes]
         fetches: dict[Coordinate, tuple[Fetch, ...]] = {}
         for plan in plans:
@@ -213,8 +223,8 @@ class RecoveryPlan:
 
     @cached_property
     def bytes_from(self) -> dict[str, int]:
-        """Bytes by kind of source over all coordinates planned for; what is still to be decoded goes to all
-        members."""
+        """Bytes by kind of source over all coordinates planned for; what is still to be decoded
+        goes to all members."""
         totals = count_bytes(fetch for fetches in self.fetches.values() for fetch in fetches)
         totals[SourceKind.PARITY] += self.degrees.dp * sum(r.nbytes for r in self.rebuilds.values())
         return totals
@@ -229,7 +239,9 @@ class RecoveryPlan:
         yield from chain.from_iterable(rebuild.fetches for rebuild in self.rebuilds.values())
 
     def only(self, *sections: Section) -> RecoveryPlan:
-        kept = {c: tuple(f for f in fs if f.key.section in sections) for c, fs in self.fetches.items()}
+        kept = {
+            c: tuple(f for f in fs if f.key.section in sections) for c, fs in self.fetches.items()
+        }
         return replace(self, fetches=kept)
 
     def to_decode(self) -> RecoveryPlan:
@@ -240,17 +252,22 @@ class RecoveryPlan:
         return replace(self, fetches={c: self.kept.get(c, ()) for c in self.fetches})
 
     def with_kept(self) -> RecoveryPlan:
-        return replace(self, fetches={c: (*fs, *self.kept.get(c, ())) for c, fs in self.fetches.items()})
+        return replace(
+            self, fetches={c: (*fs, *self.kept.get(c, ())) for c, fs in self.fetches.items()}
+        )
 
     def __str__(self) -> str:
         state = "committed" if self.committed else "sealed by all"
         lines = [f"recovery of {self.label}, {state}: {format_bytes_from(self.bytes_from)}"]
         if self.other_layout:
             lines.append(f"  written in {self.written}, resumed in {self.degrees}")
-        lines += [f"  {c}: {format_bytes_from(count_bytes(fs))}" for c, fs in sorted(self.fetches.items())]
+        lines += [
+            f"  {c}: {format_bytes_from(count_bytes(fs))}" for c, fs in sorted(self.fetches.items())
+        ]
         for c, rebuild in sorted(self.rebuilds.items()):
             lines.append(
-                f"  {c} first decodes {len(rebuild.blocks)} lost blocks, {rebuild.nbytes / 2**20:.2f} MiB, "
+                f"  {c} first decodes {len(rebuild.blocks)} lost blocks, "
+                f"{rebuild.nbytes / 2**20:.2f} MiB, "
                 f"from parity"
             )
         lines += [f"  not used: {reason}" for reason in self.rejected]
@@ -264,8 +281,10 @@ class NotRecoverable:
 
     reasons: tuple[str, ...]  # per candidate label what is missing and why, newest first
     notes: tuple[str, ...] = ()  # what was found and left aside
-    empty: bool = False  # nothing of this job was found in any state: a new job, or all of its memory is gone
-    layout_mismatch: bool = False  # versions of this job exist, but only of another layout or other degrees
+    # nothing of this job was found in any state: a new job, or all of its memory is gone
+    empty: bool = False
+    # versions of this job exist, but only of another layout or other degrees
+    layout_mismatch: bool = False
     newest_committed: VersionId | None = None  # newest label marked committed in any usable arena
 
     def __str__(self) -> str:
@@ -317,14 +336,20 @@ class GroupSources:
 
 
 def choose_decoders(
-    group: Group, members: Sequence[Coordinate], sources: GroupSources, topology: Topology, layout: str
+    group: Group,
+    members: Sequence[Coordinate],
+    sources: GroupSources,
+    topology: Topology,
+    layout: str,
 ) -> dict[Coordinate, Rebuild]:
-    """Give the lost blocks of every stripe, decoded from the same others, to a member whose node holds a
-    parity of it; of those to the one that decodes the fewest bytes so far."""
+    """Give the lost blocks of every stripe, decoded from the same others, to a member whose node
+    holds a parity of it; of those to the one that decodes the fewest bytes so far."""
     work: dict[Coordinate, list[LostBlock]] = {c: [] for c in members}
     choices = []
     for stripe in find_stripes(sources.lost):
-        parities = {node for b in stripe for key in b.parities for node in sources.stored[key].nodes}
+        parities = {
+            node for b in stripe for key in b.parities for node in sources.stored[key].nodes
+        }
         near = [c for c in members if topology.node_of(c) in parities] or list(members)
         choices.append((near, stripe))
     # Those with the fewest choices first, so that the others even out the load.
@@ -347,7 +372,8 @@ def choose_decoders(
 
 
 def _best_source(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, ...]]:
-    """The highest level that has the block for a coordinate on ``node``, and the nodes to choose from.
+    """The highest level that has the block for a coordinate on ``node``, and the nodes to choose
+    from.
 
     Later kinds go below COPY; only they need more than one node per block."""
     if node in block.nodes:
@@ -362,7 +388,8 @@ def plan_fetches(
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
     """Pick one source per needed block; of equal ones the node that serves the fewest bytes so far.
 
-    Blocks with the fewest choices are settled first, so that those with a choice even out the load."""
+    Blocks with the fewest choices are settled first, so that those with a choice even out the
+    load."""
     chosen: dict[Coordinate, list[Fetch | None]] = {}
     open_choices: list[tuple[int, Coordinate, int, SourceBlock, SourceKind, tuple[str, ...]]] = []
     load: Counter[str] = Counter()
@@ -387,7 +414,9 @@ def plan_fetches(
             slots[at] = fetch_of(block, kind, nodes[0])
             if kind is not SourceKind.LOCAL:
                 load[nodes[0]] += block.nbytes
-    for _, coordinate, at, block, kind, nodes in sorted(open_choices, key=lambda choice: choice[:3]):
+    for _, coordinate, at, block, kind, nodes in sorted(
+        open_choices, key=lambda choice: choice[:3]
+    ):
         best = min(nodes, key=lambda node: (load[node], node))
         load[best] += block.nbytes
         chosen[coordinate][at] = fetch_of(block, kind, best)

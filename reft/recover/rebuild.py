@@ -2,9 +2,9 @@
 
 Lost blocks are decoded and stored, so that the rest of a recovery finds every block somewhere.
 
-One member of the group decodes a lost block, from blocks that reach it verified, checks the result against
-its owner's checksum (P5) and seals what it decoded in an arena of its own. That arena is further
-redundancy of its version: a recovery that is killed and starts again uses it.
+One member of the group decodes a lost block, from blocks that reach it verified, checks the result
+against its owner's checksum (P5) and seals what it decoded in an arena of its own. That arena is
+further redundancy of its version: a recovery that is killed and starts again uses it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ Bytes = NDArray[np.uint8]
 class Pool:
     """Buffers for blocks; no more than ``most_bytes`` of them exist.
 
-    They are used again: the first touch of fresh memory costs several times as much as the block itself."""
+    They are used again: the first touch of fresh memory costs several times as much as the block
+    itself."""
 
     def __init__(self, most_bytes: int) -> None:
         self._room = most_bytes
@@ -79,9 +80,9 @@ class Pool:
 
 
 class Stripe:
-    """Lost blocks that are decoded from the same others. Several threads may bring terms at once. ``out``:
-    where, one after the other at their padded length, which is the same for all; uint8. ``pool``: for
-    terms that do not stay where they are."""
+    """Lost blocks that are decoded from the same others. Several threads may bring terms at once.
+    ``out``: where, one after the other at their padded length, which is the same for all; uint8.
+    ``pool``: for terms that do not stay where they are."""
 
     def __init__(self, blocks: Sequence[LostBlock], out: Bytes, pool: Pool) -> None:
         self.blocks = tuple(blocks)
@@ -111,9 +112,9 @@ class Stripe:
             return room
 
     def add(self, key: BlockKey, data: Bytes, *, stays: bool) -> None:
-        """Take one term's bytes. The last one decodes. ``data``: its bytes, shorter than the stripe's
-        where the section ends. ``stays``: whether ``data`` may be read until all terms are there. What is
-        in its room does."""
+        """Take one term's bytes. The last one decodes. ``data``: its bytes, shorter than the
+        stripe's where the section ends. ``stays``: whether ``data`` may be read until all terms are
+        there. What is in its room does."""
         with self._lock:
             self._missing.remove(key)
             if not (self._adds_up or stays or key in self._rooms) and self._missing:
@@ -163,21 +164,25 @@ class Stripe:
         return tuple(t[: lost.nbytes] for lost, t in zip(self.blocks, self._targets, strict=True))
 
 
-def equations(blocks: Sequence[LostBlock]) -> tuple[tuple[BlockKey, ...], tuple[Row, ...], tuple[Row, ...]]:
-    """The system behind the blocks of a stripe, as sparse and plain as the parities have it: ``matrix ·
-    blocks = rows · terms``. Returns the keys of the terms, ``rows`` and ``matrix``."""
+def equations(
+    blocks: Sequence[LostBlock],
+) -> tuple[tuple[BlockKey, ...], tuple[Row, ...], tuple[Row, ...]]:
+    """The system behind the blocks of a stripe, as sparse and plain as the parities have it:
+    ``matrix · blocks = rows · terms``. Returns the keys of the terms, ``rows`` and ``matrix``."""
     parities = sorted({key for lost in blocks for key in lost.parities})
     others = sorted({key for lost in blocks for key, _ in lost.terms} - set(parities))
     keys = (*parities, *others)
     coefficients = [dict(lost.terms) for lost in blocks]
-    rows, matrix = _clear(tuple(tuple(c.get(key, 0) for key in keys) for c in coefficients), len(parities))
+    rows, matrix = _clear(
+        tuple(tuple(c.get(key, 0) for key in keys) for c in coefficients), len(parities)
+    )
     return keys, rows, matrix
 
 
 @lru_cache(maxsize=256)
 def _clear(combinations: tuple[Row, ...], parities: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Every equation gets a parity, of the first columns, of its own: with that go the coefficients that
-    finished combinations have."""
+    """Every equation gets a parity, of the first columns, of its own: with that go the coefficients
+    that finished combinations have."""
     size = len(combinations)
     both = np.hstack([np.array(combinations, np.uint8), np.eye(size, dtype=np.uint8)])
     reduced, _ = reduce_rows(both, parities)
@@ -203,10 +208,10 @@ _NOTHING = Rebuild((), 0, "", ())
 
 
 class Decoder:
-    """Takes the blocks that one coordinate's rebuild reads, in any order, and decodes from them what was lost
-    where it is to stay: there is no second copy of it (P9). ``kept_bytes``: most memory for blocks from
-    other nodes that wait until all that are read together are there. With less than a few stripes' worth
-    decoding is slower."""
+    """Takes the blocks that one coordinate's rebuild reads, in any order, and decodes from them
+    what was lost where it is to stay: there is no second copy of it (P9). ``kept_bytes``: most
+    memory for blocks from other nodes that wait until all that are read together are there. With
+    less than a few stripes' worth decoding is slower."""
 
     def __init__(
         self,
@@ -235,7 +240,9 @@ class Decoder:
             return
         stripes = find_stripes(blocks)
         # Padded lengths are multiples of the alignment.
-        offsets = list(accumulate((sum(b.padded_bytes for b in stripe) for stripe in stripes), initial=0))
+        offsets = list(
+            accumulate((sum(b.padded_bytes for b in stripe) for stripe in stripes), initial=0)
+        )
         # A file that no earlier attempt has written: its blocks may be among the sources.
         paths = (self._place.directory / decoded_name(str(self._at), n) for n in count())
         path = next(path for path in paths if not path.exists())
@@ -245,7 +252,14 @@ class Decoder:
         at = Coordinate(of.pp, self._at.dp % written.dp, of.tp)
         self._arena.begin(
             ArenaHeader(
-                *(self._plan.job_id, self._place.node, written, at, self._plan.label, ArenaState.WRITING),
+                *(
+                    self._plan.job_id,
+                    self._place.node,
+                    written,
+                    at,
+                    self._plan.label,
+                    ArenaState.WRITING,
+                ),
                 layout=self._rebuild.layout,
             )
         )
@@ -261,9 +275,9 @@ class Decoder:
         return None if stripe is None else stripe.room_for(fetch.key, fetch.nbytes)
 
     def take(self, fetch: Fetch, data: Bytes, *, stays: bool) -> None:
-        """A verified block has arrived. Several threads may bring blocks at once. ``stays``: whether they may
-        be read until :meth:`close`, as those received in their room do anyway; if not, they are copied, or
-        used at once."""
+        """A verified block has arrived. Several threads may bring blocks at once. ``stays``:
+        whether they may be read until :meth:`close`, as those received in their room do anyway; if
+        not, they are copied, or used at once."""
         if fetch.key.section is Section.CHECKSUMS:
             with self._lock:
                 self._checksums[fetch.key.member] = unpack_checksums(data.data)
@@ -271,10 +285,11 @@ class Decoder:
             self._uses[fetch.key].add(fetch.key, data, stays=stays)
 
     def store(self) -> frozenset[BlockSource]:
-        """Seal what was decoded. Left out are blocks with terms that never arrived, and those whose owner's
-        checksums did not: nothing can be said about them before another holder was asked. Returns parities
-        that cannot be used: what was decoded from them, with other verified blocks, is not what its owner
-        copied. Planning again without them falls down the ladder (P5)."""
+        """Seal what was decoded. Left out are blocks with terms that never arrived, and those whose
+        owner's checksums did not: nothing can be said about them before another holder was asked.
+        Returns parities that cannot be used: what was decoded from them, with other verified
+        blocks, is not what its owner copied. Planning again without them falls down the ladder
+        (P5)."""
         done: list[Entry] = []
         wrong: list[LostBlock] = []
         for lost, offset, data in self._decoded():
@@ -292,7 +307,8 @@ class Decoder:
         refused = frozenset(f.source for f in self._rebuild.fetches if f.key in keys)
         if refused:
             logger.warning(
-                "%d blocks of step %d decoded from verified blocks are not what their owner copied: the "
+                "%d blocks of step %d decoded from verified blocks are not what their owner "
+                "copied: the "
                 "parity is of other data. It is not used; please report this",
                 *(len(wrong), self._plan.label.step),
             )
@@ -310,7 +326,9 @@ class Decoder:
         """Blocks of which all terms arrived, where they lie in the arena, and their bytes."""
         for start, stripe in self._stripes:
             if stripe.complete:
-                for at, (lost, data) in enumerate(zip(stripe.blocks, stripe.results(), strict=True)):
+                for at, (lost, data) in enumerate(
+                    zip(stripe.blocks, stripe.results(), strict=True)
+                ):
                     yield lost, start + at * lost.padded_bytes, data
 
     def close(self) -> None:
@@ -323,9 +341,11 @@ class Decoder:
                 self._arena.path.unlink(missing_ok=True)
 
 
-def rebuild_offline(plan: RecoveryPlan, arenas: ArenaSet, place: ArenaStore) -> frozenset[BlockSource]:
-    """Decode everything on this machine, where all arenas can be read. Returns the corrupt sources met: plan
-    again without them."""
+def rebuild_offline(
+    plan: RecoveryPlan, arenas: ArenaSet, place: ArenaStore
+) -> frozenset[BlockSource]:
+    """Decode everything on this machine, where all arenas can be read. Returns the corrupt sources
+    met: plan again without them."""
     bad: set[BlockSource] = set()
     for coordinate, rebuild in sorted(plan.rebuilds.items()):
         with closing(Decoder(plan, coordinate, place)) as decoder:
@@ -334,22 +354,25 @@ def rebuild_offline(plan: RecoveryPlan, arenas: ArenaSet, place: ArenaStore) -> 
                 if (fetch.node, fetch.arena) not in arenas or not matches(fetch, arenas):
                     bad.add(fetch.source)
                     continue
-                decoder.take(fetch, np.frombuffer(stored_bytes(fetch, arenas), np.uint8), stays=True)
+                decoder.take(
+                    fetch, np.frombuffer(stored_bytes(fetch, arenas), np.uint8), stays=True
+                )
             bad |= decoder.store()
     return frozenset(bad)
 
 
-# Completing a recovered version where a member has nothing of it: its node is new, or lost its memory.
+# Completing a recovered version where a member has nothing of it: its node is new, or lost its
+# memory.
 #
-# What the others hold stays where it lies. The newcomer gets, besides what it restores, the blocks that it
-# has to keep for its ring peers. Each block is verified in the buffer in which it came, and copied from there
-# into the tensors, if they need it, and into the newcomer's arena. Once every block is there the arena is
-# sealed under the version's own label: the version is then as protected as before the loss, and who holds
-# it has written nothing. Until then the arena says WRITING, and a recovery that starts over does not look
-# at it (P3).
+# What the others hold stays where it lies. The newcomer gets, besides what it restores, the blocks
+# that it has to keep for its ring peers. Each block is verified in the buffer in which it came, and
+# copied from there into the tensors, if they need it, and into the newcomer's arena. Once every
+# block is there the arena is sealed under the version's own label: the version is then as protected
+# as before the loss, and who holds it has written nothing. Until then the arena says WRITING, and a
+# recovery that starts over does not look at it (P3).
 #
-# Only for copies: where a code, recomputation, another scheme or another ring is in force, or anything is in
-# the way, the restored state is taken again as a version of its own.
+# Only for copies: where a code, recomputation, another scheme or another ring is in force, or
+# anything is in the way, the restored state is taken again as a version of its own.
 
 
 @dataclass(frozen=True)
@@ -378,16 +401,22 @@ class StoreConfig:
     """How this incarnation stores versions."""
 
     scheme: str  # the protection in force
-    path: Path | None  # the arena file to complete a version in; None if this rank has no slot without a file
-    # lays out this rank's arena, from the bytes of the replicated image and of every member's owned image
+    # the arena file to complete a version in; None if this rank has no slot without a file
+    path: Path | None
+    # lays out this rank's arena, from the bytes of the replicated image and of every member's owned
+    # image
     blueprint: Callable[[int, tuple[int, ...]], ArenaLayout]
 
 
 def plan_kept(
-    group: tuple[int, int], sources: GroupSources, records: Sequence[ArenaRecord], topology: Topology
+    group: tuple[int, int],
+    sources: GroupSources,
+    records: Sequence[ArenaRecord],
+    topology: Topology,
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
-    """What members that hold nothing of the version have to keep for their ring peers. Pure. Returns per
-    newcomer the blocks that it does not restore itself; empty where the version cannot be completed."""
+    """What members that hold nothing of the version have to keep for their ring peers. Pure.
+    Returns per newcomer the blocks that it does not restore itself; empty where the version cannot
+    be completed."""
     pp, tp = group
     at_home: dict[int, ArenaHeader] = {}
     for record in records:
@@ -419,8 +448,8 @@ def plan_kept(
 
 
 class ArenaRebuilder:
-    """One newcomer's arena, filled as blocks arrive. ``stored``: of any arena of the group that holds the
-    version."""
+    """One newcomer's arena, filled as blocks arrive. ``stored``: of any arena of the group that
+    holds the version."""
 
     def __init__(
         self,
@@ -442,8 +471,8 @@ class ArenaRebuilder:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Make the arena, whose memory is allocated as blocks arrive. Where there is no room the version is
-        not completed here, and the job goes on."""
+        """Make the arena, whose memory is allocated as blocks arrive. Where there is no room the
+        version is not completed here, and the job goes on."""
         plan, how = self._plan, self._how
         if how is None or how.path is None:
             return
@@ -471,7 +500,9 @@ class ArenaRebuilder:
         self._rooms = drawn.rooms
 
     def _give_up(self, error: Exception) -> None:
-        logger.warning("%s cannot be completed here; the version is taken again: %s", self._plan.label, error)
+        logger.warning(
+            "%s cannot be completed here; the version is taken again: %s", self._plan.label, error
+        )
         self._rooms = {}
 
     def take(self, fetch: Fetch, data: torch.Tensor) -> None:
@@ -494,7 +525,8 @@ class ArenaRebuilder:
             return
         if missing := [key for key in self._rooms if key not in self._arrived]:
             logger.warning(
-                "%s cannot be completed here; the version is taken again: %d of its blocks are stored in "
+                "%s cannot be completed here; the version is taken again: %d of its blocks are "
+                "stored in "
                 "another shape, %s among them",
                 *(self._plan.label, len(missing), missing[0]),
             )
@@ -505,7 +537,8 @@ class ArenaRebuilder:
             for at in self._plan.fetches
         }
         entries = [
-            self._entry(key, room, image_bytes[key.section, key.member]) for key, room in self._rooms.items()
+            self._entry(key, room, image_bytes[key.section, key.member])
+            for key, room in self._rooms.items()
         ]
         try:
             arena.allocate()

@@ -1,14 +1,16 @@
-"""Restoring the newest whole version: decide, plan, decode what is lost, transfer and verify, until nothing
-is corrupt.
+"""Restoring the newest whole version: decide, plan, decode what is lost, transfer and verify, until
+nothing is corrupt.
 
-Two things are said to the whole job: who holds which version (summaries without block tables), and what each
-sharding group can recover. From these all ranks decide on the same version. Everything else stays in the
-sharding group: its block tables, its plan, its refused sources, its bytes. Every rank goes through the same
-stages; each ends in an agreement of all, so that all fall down the ladder, or fail, together.
+Two things are said to the whole job: who holds which version (summaries without block tables), and
+what each sharding group can recover. From these all ranks decide on the same version. Everything
+else stays in the sharding group: its block tables, its plan, its refused sources, its bytes. Every
+rank goes through the same stages; each ends in an agreement of all, so that all fall down the
+ladder, or fail, together.
 
-A version of another layout is recovered in the same way. Its sharding groups are those of the job that wrote
-it: with other replicas alone, each is taken up by its successor; with other stages or slices all ranks take
-part in all of them.
+A version of another layout is recovered in the same way. Its sharding groups are those of the job
+that wrote
+it: with other replicas alone, each is taken up by its successor; with other stages or slices all
+ranks take part in all of them.
 """
 
 from __future__ import annotations
@@ -82,15 +84,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Participant:
-    """A rank that takes part in a recovery, and how it goes through stages with the others. Made on all ranks
-    with equal arguments, but for the directory."""
+    """A rank that takes part in a recovery, and how it goes through stages with the others. Made on
+    all ranks with equal arguments, but for the directory."""
 
     topology: Topology
     control: ControlGroup
     job_id: str
     place: ArenaStore  # the job's memory on this node, or this node's part of a version on storage
     faults: FaultPlan | None = None
-    window_bytes: int = DEFAULT_WINDOW_BYTES  # receive buffers; room for blocks that wait to be decoded
+    # receive buffers; room for blocks that wait to be decoded
+    window_bytes: int = DEFAULT_WINDOW_BYTES
 
     @property
     def at(self) -> Coordinate:
@@ -110,8 +113,8 @@ class Participant:
         return bodies
 
     def agree(self, stage: Callable[[], bool], doing: str) -> bool:
-        """Run ``stage`` on every rank; whether it said yes on any. Collective, and a few bytes where all
-        is well."""
+        """Run ``stage`` on every rank; whether it said yes on any. Collective, and a few bytes
+        where all is well."""
         said, failure = False, None
         try:
             said = stage()
@@ -129,7 +132,9 @@ class Participant:
     def _tell_all(self, mine: bytes, failure: Exception | None, doing: str) -> list[bytes]:
         errors: list[str] = []
         bodies: list[bytes] = []
-        told = self.control.gather_bytes(msgpack.packb([None if failure is None else repr(failure), mine]))
+        told = self.control.gather_bytes(
+            msgpack.packb([None if failure is None else repr(failure), mine])
+        )
         for rank, message in enumerate(told):
             error, body = msgpack.unpackb(message)
             bodies.append(body)
@@ -141,12 +146,13 @@ class Participant:
         return bodies
 
 
-Stage = Callable[[], frozenset[BlockSource] | None]  # does this rank's part; the sources that it refuses
+# does this rank's part; the sources that it refuses
+Stage = Callable[[], frozenset[BlockSource] | None]
 
 
 class CorruptionKind(StrEnum):
-    """What is wrong with a stored block: its bytes, those that arrived, or, of a parity whose bytes are in
-    order, the data it was computed from."""
+    """What is wrong with a stored block: its bytes, those that arrived, or, of a parity whose bytes
+    are in order, the data it was computed from."""
 
     STORED = "corrupt or unreadable in"
     IN_TRANSIT = "corrupt on the way from"
@@ -166,13 +172,15 @@ class Repair:
         fetch = self.fetch
         block = describe_block(fetch.pp, fetch.tp, fetch.key)
         return (
-            f"{block}, {self.label}: {fetch.nbytes} bytes {self.flaw} {fetch.arena} on node {fetch.node}; "
+            f"{block}, {self.label}: {fetch.nbytes} bytes {self.flaw} {fetch.arena} on node "
+            f"{fetch.node}; "
             f"restored from {self.replaced_by}"
         )
 
 
 class BadSources:
-    """The sources refused so far; of one sharding group the same on all ranks that take part in it."""
+    """The sources refused so far; of one sharding group the same on all ranks that take part in
+    it."""
 
     def __init__(self, me: Participant) -> None:
         self._me = me
@@ -185,7 +193,9 @@ class BadSources:
     def in_transit(self, node: str, label: VersionId) -> list[Fetch]:
         """What of a version arrived corrupt from this node: its bytes may be in order there."""
         found = [
-            f for f in self._findings.values() if f.flaw is CorruptionKind.IN_TRANSIT and f.label == label
+            f
+            for f in self._findings.values()
+            if f.flaw is CorruptionKind.IN_TRANSIT and f.label == label
         ]
         return [f.fetch for f in found if f.fetch.node == node]
 
@@ -196,8 +206,9 @@ class BadSources:
         stage: Stage,
         flaw: CorruptionKind,
     ) -> bool:
-        """Run ``stage`` on every rank and enter the sources it refused on any. Collective on all ranks: an
-        error of one reaches all, what one refused those that take part in its sharding group.
+        """Run ``stage`` on every rank and enter the sources it refused on any. Collective on all
+        ranks: an error of one reaches all, what one refused those that take part in its sharding
+        group.
 
         Args:
             parts: the ranks that take part in each of these groups.
@@ -221,7 +232,8 @@ class BadSources:
         if not self._me.agree(refuses, f"the recovery of {label}"):
             return False
         fetches = {
-            group: {f.source: f for at in plan.fetches.values() for f in at} for group, plan in plans.items()
+            group: {f.source: f for at in plan.fetches.values() for f in at}
+            for group, plan in plans.items()
         }
         bodies: dict[int, set[BlockSource]] = {}
         for group, of_group in fetches.items():
@@ -229,7 +241,9 @@ class BadSources:
                 bodies.setdefault(peer, set()).update(found & of_group.keys())
         told = self._me.control.swap({peer: pack_sources(sorted(s)) for peer, s in bodies.items()})
         sources = found.union(*map(unpack_sources, told.values()))
-        known = {source: fetch for of_group in fetches.values() for source, fetch in of_group.items()}
+        known = {
+            source: fetch for of_group in fetches.values() for source, fetch in of_group.items()
+        }
         for source in sorted(sources & known.keys()):
             fetch = known[source]
             here = flaw is CorruptionKind.IN_TRANSIT and fetch.kind is SourceKind.LOCAL
@@ -237,8 +251,8 @@ class BadSources:
         return True
 
     def repairs(self, plan: RecoveryPlan) -> tuple[Repair, ...]:
-        """Every source refused in the plan's sharding group, and what ``plan``, which was carried out, used
-        instead."""
+        """Every source refused in the plan's sharding group, and what ``plan``, which was carried
+        out, used instead."""
         groups: set[Group] = set()
         used: dict[tuple[int, int, BlockKey], set[str]] = {}
         for fetches in plan.fetches.values():
@@ -274,14 +288,16 @@ def unpack_sources(body: bytes) -> frozenset[BlockSource]:
 
 
 Prepare = Callable[[Mapping[Coordinate, bytes], Degrees], Sequence[ImageRange]]
-"""Takes the verified host images that :func:`~reft.recover.relayout.host_state_sources` names, and the layout
-that they are of, and gives the live state the shape they describe. Where that is another layout than this
-job's, what is returned says which bytes of the other images this coordinate needs."""
+"""Takes the verified host images that :func:`~reft.recover.relayout.host_state_sources` names, and
+the layout that they are of, and gives the live state the shape they describe. Where that is another
+layout than this job's, what is returned says which bytes of the other images this coordinate
+needs."""
 
 
 @dataclass(frozen=True)
 class RecoveryOutcome:
-    """A restored version: ``plan`` and ``repaired`` of the sharding group, ``stats`` of this rank."""
+    """A restored version: ``plan`` and ``repaired`` of the sharding group, ``stats`` of this
+    rank."""
 
     plan: RecoveryPlan
     stats: TransferStats
@@ -298,9 +314,10 @@ class RecoveryOutcome:
 
 
 class Recovery:
-    """One recovery, on one rank. ``completing``: how this incarnation stores versions, to complete the
-    version on nodes that hold nothing of it; None: it is not completed. Given on all ranks or on none.
-    ``any_layout``: whether a version that was written in another layout may be restored."""
+    """One recovery, on one rank. ``completing``: how this incarnation stores versions, to complete
+    the version on nodes that hold nothing of it; None: it is not completed. Given on all ranks or
+    on none. ``any_layout``: whether a version that was written in another layout may be
+    restored."""
 
     def __init__(
         self, me: Participant, *, completing: StoreConfig | None = None, any_layout: bool = False
@@ -316,8 +333,8 @@ class Recovery:
         self._found: _GroupFindings
 
     def survey(self) -> RecoveryPlan | NotRecoverable:
-        """See what there is and decide. Collective; nothing is touched. Returns the plan of this rank's
-        sharding group, for the version that all ranks decided on."""
+        """See what there is and decide. Collective; nothing is touched. Returns the plan of this
+        rank's sharding group, for the version that all ranks decided on."""
         self._poll()
         self._plan()
         return self._found.own if self._found.plans else self._found.refusal
@@ -327,21 +344,23 @@ class Recovery:
         return self._me.at.pp, self._me.at.tp
 
     def restore(self, prepare: Prepare, copy: Copy) -> RecoveryOutcome | NotRecoverable:
-        """Carry out the plan: verify, transfer, until nothing is corrupt. Collective; after a survey.
+        """Carry out the plan: verify, transfer, until nothing is corrupt. Collective; after a
+        survey.
 
-        ``prepare`` gets the verified host images and ``copy`` the blocks of the other sections, which are
-        verified by what it returns (of a version of another layout those with wanted bytes in them). Where a
-        block is corrupt, some of the state has been written by then: the plan is made again, and both are
-        called again. If the result is then :class:`NotRecoverable`, the live state has to be restored from
-        elsewhere.
+        ``prepare`` gets the verified host images and ``copy`` the blocks of the other sections,
+        which are verified by what it returns (of a version of another layout those with wanted
+        bytes in them). Where a block is corrupt, some of the state has been written by then: the
+        plan is made again, and both are called again. If the result is then
+        :class:`NotRecoverable`, the live state has to be restored from elsewhere.
 
         Raises:
-            TransferError: if a peer is gone, or could not restore its part (the message says which and why).
-            Exception: on the rank where it happened: whatever ``prepare`` or ``copy`` raised.
+            TransferError: if a peer is gone, or could not restore its part (the message says which
+            and why). Exception: on the rank where it happened: whatever ``prepare`` or ``copy``
+            raised.
         """
         for attempt in count(1):
-            # Ends: a plan never uses a source in the ledger, so every further round enters new ones, and
-            # what a round decodes is stored, so the next finds fewer lost blocks.
+            # Ends: a plan never uses a source in the ledger, so every further round enters new
+            # ones, and what a round decodes is stored, so the next finds fewer lost blocks.
             found = self._found
             if not found.plans:
                 return found.refusal
@@ -360,8 +379,8 @@ class Recovery:
         raise AssertionError("unreachable")
 
     def _rebuild(self) -> None:
-        """Collective: decode what no node holds, so that the next plan finds it. Corrupt sources go to
-        the ledger; what they are part of is decoded in a later round, in another way."""
+        """Collective: decode what no node holds, so that the next plan finds it. Corrupt sources go
+        to the ledger; what they are part of is decoded in a later round, in another way."""
         part = {group: plan.to_decode() for group, plan in self._found.plans.items()}
 
         def move() -> frozenset[BlockSource]:
@@ -372,16 +391,23 @@ class Recovery:
             return None if room is None else torch.from_numpy(room)
 
         def take(fetch: Fetch, data: torch.Tensor) -> None:
-            decoders[fetch.pp, fetch.tp].take(fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL)
+            decoders[fetch.pp, fetch.tp].take(
+                fetch, data.numpy(), stays=fetch.kind is SourceKind.LOCAL
+            )
 
         def reserve() -> None:
             for decoder in decoders.values():
                 decoder.reserve()
 
         def store() -> frozenset[BlockSource]:
-            return frozenset[BlockSource]().union(*(decoder.store() for decoder in decoders.values()))
+            return frozenset[BlockSource]().union(
+                *(decoder.store() for decoder in decoders.values())
+            )
 
-        me, mine = self._me, {g: p for g, p in self._found.plans.items() if self._me.at in p.rebuilds}
+        me, mine = (
+            self._me,
+            {g: p for g, p in self._found.plans.items() if self._me.at in p.rebuilds},
+        )
         with ExitStack() as stack:
             decoders = {
                 group: stack.enter_context(
@@ -397,7 +423,8 @@ class Recovery:
     def _carry_out(self, prepare: Prepare, copy: Copy) -> bool:
         """Collective. False if a source turned out corrupt anywhere; it is then in the ledger.
 
-        Every stage ends in an agreement: a rank that fails in one is known to all before the next."""
+        Every stage ends in an agreement: a rank that fails in one is known to all before the
+        next."""
         me, own, plans = self._me, self._found.own, self._found.plans
         sizes: Counter[Coordinate] = Counter()
         for fetch in own.fetches[me.at]:
@@ -419,7 +446,9 @@ class Recovery:
 
             def prepare_state() -> None:
                 nonlocal pieces
-                pieces = prepare({at: host.numpy().tobytes() for at, host in hosts.items()}, own.written)
+                pieces = prepare(
+                    {at: host.numpy().tobytes() for at, host in hosts.items()}, own.written
+                )
 
             def move_state() -> frozenset[BlockSource]:
                 only = [plan.only(Section.REPLICATED, Section.OWNED) for plan in plans.values()]
@@ -440,8 +469,11 @@ class Recovery:
         known = {group: plan.with_kept() for group, plan in self._found.plans.items()}
         return not any(self._share(known, stage, CorruptionKind.IN_TRANSIT) for stage in stages)
 
-    def _share(self, plans: Mapping[Group, RecoveryPlan], stage: Stage, flaw: CorruptionKind) -> bool:
-        """:meth:`BadSources.share`; what arrived corrupt is looked at where it is stored, to tell why."""
+    def _share(
+        self, plans: Mapping[Group, RecoveryPlan], stage: Stage, flaw: CorruptionKind
+    ) -> bool:
+        """:meth:`BadSources.share`; what arrived corrupt is looked at where it is stored, to tell
+        why."""
         parts, label = self._found.parts, self._found.own.label
         refused = self._ledger.share(plans, parts, stage, flaw)
         if refused and flaw is CorruptionKind.IN_TRANSIT:
@@ -475,8 +507,8 @@ class Recovery:
         )
 
     def _ask(self, pieces: Sequence[ImageRange]) -> None:
-        """Collective: who takes part in a sharding group hears what ranks want of its images, and plans for
-        that."""
+        """Collective: who takes part in a sharding group hears what ranks want of its images, and
+        plans for that."""
         found = self._found
         mine = msgpack.packb([[p.of.pp, p.of.dp, p.of.tp, str(p.section), *p[2:]] for p in pieces])
         bodies = {peer: b"" for peers in found.parts.values() for peer in peers}
@@ -497,11 +529,11 @@ class Recovery:
 
         self._me.agree(planned, f"planning for what is wanted of {found.decision.label}")
 
-    # -- what there is --------------------------------------------------------------------------------
+    # -- what there is -----------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        """Collective: say what this node holds, hear what the others do, and get the block tables of the
-        sharding groups that this rank takes part in."""
+        """Collective: say what this node holds, hear what the others do, and get the block tables
+        of the sharding groups that this rank takes part in."""
         mine: list[ArenaRecord] = []
 
         def summarized() -> bytes:
@@ -529,18 +561,22 @@ class Recovery:
     def _swap_tables(
         self, mine: Sequence[ArenaRecord], parts: Mapping[Group, tuple[int, ...]]
     ) -> dict[Group, list[ArenaRecord]]:
-        """Whole arenas of the groups this rank takes part in, on all nodes; in (node, name) order."""
+        """Whole arenas of the groups this rank takes part in, on all nodes; in (node, name)
+        order."""
         tables = block_tables(
             mine, parts, self._topology, job_id=self._me.job_id, any_layout=self._any_layout
         )
         packed = {
-            group: Inventory(self._me.place.node, tuple(records)).pack() for group, records in tables.items()
+            group: Inventory(self._me.place.node, tuple(records)).pack()
+            for group, records in tables.items()
         }
         bodies: dict[int, list[bytes]] = {}
         for group in sorted(parts):
             for peer in parts[group]:
                 bodies.setdefault(peer, []).append(packed[group])
-        told = self._me.control.swap({peer: msgpack.packb(messages) for peer, messages in bodies.items()})
+        told = self._me.control.swap(
+            {peer: msgpack.packb(messages) for peer, messages in bodies.items()}
+        )
         for body in told.values():
             for packed_table in msgpack.unpackb(body):
                 for record in Inventory.unpack(packed_table).arenas:
@@ -560,12 +596,15 @@ class Recovery:
                 sources[group] = judge(group, records, found.findings.written, self._ledger.bad)
             if self._me.at.dp:
                 return b""
-            return encode_verdicts({at: GroupStatus.of(s) for at, s in sources[self._group].items()})
+            return encode_verdicts(
+                {at: GroupStatus.of(s) for at, s in sources[self._group].items()}
+            )
 
         told = self._me.gather(judged, "judging the versions in memory")
         speakers = {(pp, tp): self._topology.group(pp, tp)[0] for pp, tp in self._topology.groups()}
         verdicts = {group: decode_verdicts(told[rank]) for group, rank in speakers.items()}
-        for group, of_group in sources.items():  # also those of other layouts, which all ranks have judged
+        # also those of other layouts, which all ranks have judged
+        for group, of_group in sources.items():
             verdicts.setdefault(group, {label: GroupStatus.of(s) for label, s in of_group.items()})
         decision = decide(found.findings, verdicts)
         found.plans = {}
@@ -573,9 +612,13 @@ class Recovery:
             found.refusal = decision
             return
         found.decision = decision
-        found.sources = {g: s for g, of in sources.items() if (s := of.get(decision.label)) is not None}
+        found.sources = {
+            g: s for g, of in sources.items() if (s := of.get(decision.label)) is not None
+        }
         self._plan_groups({})
-        here = [r for records in found.tables.values() for r in records if r.node == self._me.place.node]
+        here = [
+            r for records in found.tables.values() for r in records if r.node == self._me.place.node
+        ]
         used = tuple(r for r in here if r.header.label == decision.label)
         found.inventory = Inventory(self._me.place.node, used)
 
@@ -588,7 +631,9 @@ class Recovery:
                 held = [r for r in records if r.header.label == decision.label]
                 plan = replace(plan, kept=plan_kept(group, of_version, held, self._topology))
             found.plans[group] = plan
-        in_groups = sharding_groups(found.findings.written[decision.label]) == self._topology.groups()
+        in_groups = (
+            sharding_groups(found.findings.written[decision.label]) == self._topology.groups()
+        )
         own = [found.plans[self._group]] if in_groups else [*found.plans.values()]
         found.own = RecoveryPlan.joined(own, found.findings.notes)
 
@@ -601,12 +646,14 @@ class _GroupFindings:
     tables: Mapping[Group, list[ArenaRecord]]  # their whole arenas on all nodes
     # the version; there is none before it was decided, and where ``plans`` is empty
     decision: Decision = field(init=False)
-    sources: Mapping[Group, GroupSources] = field(default_factory=dict)  # what they have of the version
+    # what they have of the version
+    sources: Mapping[Group, GroupSources] = field(default_factory=dict)
     # their plans; empty if nothing can be recovered
     plans: dict[Group, RecoveryPlan] = field(default_factory=dict)
     # that of the own group; of a version with other stages or slices, of all groups
     own: RecoveryPlan = field(init=False)
-    refusal: NotRecoverable = field(init=False)  # why nothing can be; there is none where there are plans
+    # why nothing can be; there is none where there are plans
+    refusal: NotRecoverable = field(init=False)
     # arenas on this node that hold the version
     inventory: Inventory = field(default_factory=lambda: Inventory("", ()))
 

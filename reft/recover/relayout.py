@@ -1,14 +1,14 @@
-"""Taking up a version in another layout (PP x DP x TP): where every element of a rank's state comes from.
-Pure.
+"""Taking up a version in another layout (PP x DP x TP): where every element of a rank's state comes
+from. Pure.
 
-What is one and the same element is told by names: a parameter has one name in all layouts (DeepSpeed's
-``PipelineModule`` numbers layers over all stages), and with it its master and the optimizer's state for
-it. Of a parameter that tensor slices share, each holds an equal part of one dimension; where that has several
-matrices one behind the other (a gate and what is gated; queries, keys and values), of each of them. ZeRO's
-partitions are equal parts of a group's parameters laid end to end, padded with zeros. Where only the number
-of replicas is another one, the tensors of the images say enough (:class:`RankImages`), whatever the optimizer
-keeps in them: stages and slices keep theirs. Offsets and counts are in elements; tensors are called as in the
-images.
+What is one and the same element is told by names: a parameter has one name in all layouts
+(DeepSpeed's ``PipelineModule`` numbers layers over all stages), and with it its master and the
+optimizer's state for it. Of a parameter that tensor slices share, each holds an equal part of one
+dimension; where that has several matrices one behind the other (a gate and what is gated; queries,
+keys and values), of each of them. ZeRO's partitions are equal parts of a group's parameters laid
+end to end, padded with zeros. Where only the number of replicas is another one, the tensors of the
+images say enough (:class:`RankImages`), whatever the optimizer keeps in them: stages and slices
+keep theirs. Offsets and counts are in elements; tensors are called as in the images.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from reft.grid import Coordinate, Degrees
 from reft.recover.inventory import listing
 from reft.recover.plan import Group
 
-WEIGHT = "model"  # what a model computes with; the other parts of a parameter's state are the optimizer's
+# what a model computes with; the other parts of a parameter's state are the optimizer's
+WEIGHT = "model"
 MASTER = "master"
 WHOLE = -1  # of `Parameter.split`: every tensor slice has the same
 
@@ -36,7 +37,8 @@ WHOLE = -1  # of `Parameter.split`: every tensor slice has the same
 class Parameter(NamedTuple):
     name: str  # in the model
     shape: tuple[int, ...]  # of this rank's part
-    split: int | None  # dimension of which every tensor slice has an equal part, `WHOLE`, or None: not known
+    # dimension of which every tensor slice has an equal part, `WHOLE`, or None: not known
+    split: int | None
     # lengths in that dimension of the matrices that are shared each by itself; empty: there is one
     blocks: tuple[int, ...] = ()
 
@@ -50,16 +52,23 @@ class RankContents:
     """What the ranks of one (pp, tp) hold; the same on all its replicas."""
 
     parameters: tuple[Parameter, ...]  # of the model, each once
-    groups: tuple[tuple[str, ...], ...]  # names of the optimizer's parameters, by group and in its order
-    # what the optimizer has for the parameters, by group: ``master``, and names of its state. Each is a
-    # tensor ``KIND.GROUP.POSITION``; position 0 alone where it is flat.
+    # names of the optimizer's parameters, by group and in its order
+    groups: tuple[tuple[str, ...], ...]
+    # what the optimizer has for the parameters, by group: ``master``, and names of its state. Each
+    # is a tensor ``KIND.GROUP.POSITION``; position 0 alone where it is flat.
     kinds: tuple[tuple[str, ...], ...]
     flat: bool  # the parameters of a group lie end to end in one tensor
     # elements of a group's tensors that every replica has; empty where they are not dealt out
     parted: tuple[int, ...] = ()
 
     def encode(self) -> bytes:
-        fields = [list(map(tuple, self.parameters)), self.groups, self.kinds, self.flat, self.parted]
+        fields = [
+            list(map(tuple, self.parameters)),
+            self.groups,
+            self.kinds,
+            self.flat,
+            self.parted,
+        ]
         body: bytes = msgpack.packb(fields)
         return body
 
@@ -69,7 +78,8 @@ class RankContents:
         return cls(
             # An older reft did not tell of blocks.
             tuple(
-                Parameter(n, tuple(shape), split, *map(tuple, more)) for n, shape, split, *more in parameters
+                Parameter(n, tuple(shape), split, *map(tuple, more))
+                for n, shape, split, *more in parameters
             ),
             tuple(map(tuple, groups)),
             tuple(map(tuple, kinds)),
@@ -86,7 +96,9 @@ class RankContents:
             for kind in self.kinds[group]:
                 if not self.flat:
                     for position, name in enumerate(names):
-                        yield _Extent(kind, name, 0, sizes[name], tensor_name(kind, group, position), 0)
+                        yield _Extent(
+                            kind, name, 0, sizes[name], tensor_name(kind, group, position), 0
+                        )
                     continue
                 part = self.parted[group] if self.parted else sum(sizes[name] for name in names)
                 low = dp * part if self.parted else 0
@@ -114,7 +126,8 @@ class RankImages:
     """What the ranks of one (pp, tp) hold, by the tensors of their images."""
 
     whole: Mapping[str, int]  # elements of what is equal on all replicas
-    # of what they have equal parts of: elements of a part, and of all parts without the padding at their end
+    # of what they have equal parts of: elements of a part, and of all parts without the padding at
+    # their end
     parts: Mapping[str, tuple[int, int]]
 
     def extents(self, dp: int) -> Iterator[_Extent]:
@@ -159,8 +172,8 @@ class Resize:
     new: int
 
     def host_from(self, dp: int) -> int:
-        """The old member whose host state the new member ``dp`` takes up: its own where there was one, else
-        another one's, for what is equal on all."""
+        """The old member whose host state the new member ``dp`` takes up: its own where there was
+        one, else another one's, for what is equal on all."""
         return dp % self.old
 
     def is_new(self, dp: int) -> bool:
@@ -176,9 +189,9 @@ def only_replicas_differ(was: Degrees, now: Degrees) -> bool:
 
 
 def host_state_sources(was: Degrees, now: Degrees, at: Coordinate) -> set[Coordinate]:
-    """The old ranks whose host state the new rank ``at`` reads: its own, or that of another replica. In
-    another layout the first replica's, which say what is held, and those of its own replica, which have its
-    buffers."""
+    """The old ranks whose host state the new rank ``at`` reads: its own, or that of another
+    replica. In another layout the first replica's, which say what is held, and those of its own
+    replica, which have its buffers."""
     if (was.pp, was.tp) == (now.pp, now.tp):
         return {Coordinate(at.pp, at.dp % was.dp, at.tp)}
     groups = set(product(range(was.pp), range(was.tp)))
@@ -217,8 +230,8 @@ class _Extent(NamedTuple):
 def plan_layout(old: RankLayout, new: RankLayout, at: Coordinate) -> tuple[ElementMove, ...]:
     """Where all that the new rank ``at`` holds comes from, but for its paddings.
 
-    Every element is written once. Where several old ranks have it (replicas, tied parameters on two stages,
-    what slices hold whole), one of them is named, the nearest by its coordinate."""
+    Every element is written once. Where several old ranks have it (replicas, tied parameters on two
+    stages, what slices hold whole), one of them is named, the nearest by its coordinate."""
     splits = _splits(old, new)
     _check_same(old, new, splits)
     index, held = _Index(old.held, old.degrees.dp), new.held[at.pp, at.tp]
@@ -232,21 +245,27 @@ def plan_layout(old: RankLayout, new: RankLayout, at: Coordinate) -> tuple[Eleme
     return tuple(moves)
 
 
-def plan_replica(old: RankImages, new: RankImages, resize: Resize, at: Coordinate) -> tuple[ElementMove, ...]:
-    """The same where only the number of replicas is another one: of what one (pp, tp) held and holds."""
+def plan_replica(
+    old: RankImages, new: RankImages, resize: Resize, at: Coordinate
+) -> tuple[ElementMove, ...]:
+    """The same where only the number of replicas is another one: of what one (pp, tp) held and
+    holds."""
     for name in old.whole.keys() | new.whole.keys():
         was, now = old.whole.get(name), new.whole.get(name)
         if was != now:
             raise LayoutError(
-                f"{name} has {was} elements in the version and {now} in the running job; expected it equal "
+                f"{name} has {was} elements in the version and {now} in the running job; expected "
+                "it equal "
                 f"on all replicas: {_AS_IT_WAS}"
             )
     for name in old.parts.keys() | new.parts.keys():
         (part, length), (own, total) = old.parts.get(name, (0, 0)), new.parts.get(name, (0, 0))
         if not total == length <= min(resize.old * part, resize.new * own):
             raise LayoutError(
-                f"{name} has {part} elements on each of {resize.old} replicas in the version and {own} on "
-                f"each of {resize.new} in the running job; expected parts of {total} elements: {_AS_IT_WAS}"
+                f"{name} has {part} elements on each of {resize.old} replicas in the version and "
+                f"{own} on "
+                f"each of {resize.new} in the running job; expected parts of {total} elements: "
+                f"{_AS_IT_WAS}"
             )
     index = _Index({(at.pp, at.tp): old}, resize.old)
     return tuple(move for extent in new.extents(at.dp) for move in index.moves(extent, at, at.tp))
@@ -258,8 +277,8 @@ _AS_IT_WAS = "start the job with the model and the optimizer that wrote the vers
 def _slices(
     extent: _Extent, old: tuple[int, ...], new: tuple[int, ...], split: _Split, slice_at: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """``(old slice, first element in it, count, elements of the extent before)`` of what the new slice
-    ``slice_at`` holds in ``extent``; ``old`` and ``new`` are shapes of the slices."""
+    """``(old slice, first element in it, count, elements of the extent before)`` of what the new
+    slice ``slice_at`` holds in ``extent``; ``old`` and ``new`` are shapes of the slices."""
     dimension, whole = split
     if dimension == WHOLE or old == new:
         yield slice_at, extent.start, extent.numel, 0
@@ -278,8 +297,15 @@ def _slices(
         part, old_part = new_begins[n + 1] - new_begins[n], old_begins[n + 1] - old_begins[n]
         tp, there = divmod(slice_at * part + column - new_begins[n], old_part)
         # As far as this row of the new slice goes on in the matrix, and the old slice too.
-        count = min(end - position, min(new_begins[n + 1] - column, old_part - there) * inner - inside)
-        yield tp, (outer * was + old_begins[n] + there) * inner + inside, count, position - extent.start
+        count = min(
+            end - position, min(new_begins[n + 1] - column, old_part - there) * inner - inside
+        )
+        yield (
+            tp,
+            (outer * was + old_begins[n] + there) * inner + inside,
+            count,
+            position - extent.start,
+        )
         position += count
 
 
@@ -291,7 +317,9 @@ class _Index:
         self.parts: dict[str, Parameter] = {}
         self._found: dict[Group, dict[tuple[str, str], list[tuple[int, int, _Extent]]]] = {}
         for (pp, tp), of_group in sorted(held.items()):
-            for part in of_group.parameters if tp == 0 and isinstance(of_group, RankContents) else ():
+            for part in (
+                of_group.parameters if tp == 0 and isinstance(of_group, RankContents) else ()
+            ):
                 self._stages[part.name].append(pp)
                 self.parts.setdefault(part.name, part)
 
@@ -305,7 +333,8 @@ class _Index:
         return self._found[group]
 
     def moves(self, extent: _Extent, at: Coordinate, tp: int) -> Iterator[ElementMove]:
-        """Those that bring elements of the old slice ``tp``, as ``extent`` says, to the new rank ``at``."""
+        """Those that bring elements of the old slice ``tp``, as ``extent`` says, to the new rank
+        ``at``."""
         _, _, start, numel, _, target = extent
         stages = self._stages.get(extent.name, [at.pp])
         pp = at.pp if at.pp in stages else stages[0]
@@ -319,44 +348,55 @@ class _Index:
             here = min(end, begin + found.numel) - start
             if here <= 0:
                 raise LayoutError(
-                    f"elements [{start}, {end}) of {extent.name} ({extent.kind}) are not in the version: "
+                    f"elements [{start}, {end}) of {extent.name} ({extent.kind}) are not in the "
+                    "version: "
                     f"its partitions do not make up the whole; expected those of one job"
                 )
             source = Coordinate(pp, dp, tp)
-            yield ElementMove(source, found.tensor, found.at + start - begin, here, extent.tensor, target)
+            yield ElementMove(
+                source, found.tensor, found.at + start - begin, here, extent.tensor, target
+            )
             start, target = start + here, target + here
 
 
-# --- what is refused ---------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 _Split = tuple[int, tuple[int, ...]]
-"""The dimension that slices share, or :data:`WHOLE`, and the lengths with all slices of several matrices."""
+"""The dimension that slices share, or :data:`WHOLE`, and the lengths with all slices of several
+matrices."""
 
 
 def _splits(old: RankLayout, new: RankLayout) -> dict[str, _Split]:
-    """Of every parameter; :data:`WHOLE` where slices share nothing, or it is the same on both sides."""
+    """Of every parameter; :data:`WHOLE` where slices share nothing, or it is the same on both
+    sides."""
     said: dict[str, set[_Split]] = defaultdict(set)
     for layout in (old, new):
         for held in layout.held.values():
             for part in held.parameters:
                 if part.split is not None:
-                    said[part.name].add((part.split, tuple(n * layout.degrees.tp for n in part.blocks)))
+                    said[part.name].add(
+                        (part.split, tuple(n * layout.degrees.tp for n in part.blocks))
+                    )
                 else:
                     said.setdefault(part.name, set())
     if old.degrees.tp == new.degrees.tp:
         return dict.fromkeys(said, (WHOLE, ()))
     if several := [name for name, splits in said.items() if len(splits) > 1]:
         raise LayoutError(
-            f"slices share different dimensions, or parts of them, of {listing(several)} in {old.degrees} "
-            f"and {new.degrees}; give every parameter the same partition_dim and partition_blocks in both"
+            f"slices share different dimensions, or parts of them, of {listing(several)} in "
+            f"{old.degrees} "
+            f"and {new.degrees}; give every parameter the same partition_dim and partition_blocks "
+            "in both"
         )
     if unknown := [name for name, splits in said.items() if not splits]:
         raise LayoutError(
             f"{old.degrees} cannot become {new.degrees}: it is not known how tensor slices share "
             f"{listing(unknown)}. Declare it where the model is built, as Megatron does: "
-            "parameter.partition_dim = the dimension that the slices share equally, or -1 where each slice "
-            "has the whole; and parameter.partition_blocks = the lengths in it of the matrices that the "
+            "parameter.partition_dim = the dimension that the slices share equally, or -1 where "
+            "each slice "
+            "has the whole; and parameter.partition_blocks = the lengths in it of the matrices "
+            "that the "
             "slice has one behind the other, (its length,) where there is one"
         )
     return {name: splits.pop() for name, splits in said.items()}
@@ -367,8 +407,10 @@ def _check_same(old: RankLayout, new: RankLayout, splits: Mapping[str, _Split]) 
     for here, there, where in ((was, now, "the version"), (now, was, "the running job")):
         if alone := sorted(here.keys() - there.keys()):
             raise LayoutError(
-                f"{where} alone has {listing(alone)}: parameters are identified by their names in the model, "
-                f"which have to be the same in both layouts ({old.degrees} and {new.degrees}); number the "
+                f"{where} alone has {listing(alone)}: parameters are identified by their names in "
+                "the model, "
+                f"which have to be the same in both layouts ({old.degrees} and {new.degrees}); "
+                "number the "
                 "layers over all stages, as deepspeed.pipe.PipelineModule does"
             )
     for name in was:
@@ -376,13 +418,15 @@ def _check_same(old: RankLayout, new: RankLayout, splits: Mapping[str, _Split]) 
         if old_shape != new_shape:
             raise LayoutError(
                 f"{name} has the shape {list(old_shape)} in the version ({old.degrees}) and "
-                f"{list(new_shape)} in the running job ({new.degrees}), slices put together; start the "
+                f"{list(new_shape)} in the running job ({new.degrees}), slices put together; "
+                "start the "
                 f"job with the model that wrote the version"
             )
         if (old_group, old_kinds) != (new_group, new_kinds):
             raise LayoutError(
                 f"{name} is in the optimizer's group {old_group} with {listing(old_kinds)} in the "
-                f"version, and in group {new_group} with {listing(new_kinds)} in the running job; start "
+                f"version, and in group {new_group} with {listing(new_kinds)} in the running job; "
+                "start "
                 f"the job with the optimizer and the parameter groups that wrote the version"
             )
 
@@ -402,8 +446,10 @@ def _whole(layout: RankLayout, splits: Mapping[str, _Split]) -> dict[str, _Whole
             told = (shape, group, kinds)
             if found.setdefault(part.name, told) != told:
                 raise LayoutError(
-                    f"{part.name} of stage {pp}, slice {tp}, is {told} there and {found[part.name]} on "
-                    "another rank (shape, optimizer's group, state): all slices and stages have to hold it "
+                    f"{part.name} of stage {pp}, slice {tp}, is {told} there and "
+                    f"{found[part.name]} on "
+                    "another rank (shape, optimizer's group, state): all slices and stages have "
+                    "to hold it "
                     "in the same way"
                 )
     return found
@@ -413,5 +459,7 @@ def _whole_shape(shape: tuple[int, ...], split: int, slices: int) -> tuple[int, 
     if split == WHOLE:
         return shape
     if split >= len(shape):
-        raise LayoutError(f"found partition_dim {split} of a parameter with the shape {list(shape)}")
+        raise LayoutError(
+            f"found partition_dim {split} of a parameter with the shape {list(shape)}"
+        )
     return (*shape[:split], shape[split] * slices, *shape[split + 1 :])

@@ -1,10 +1,11 @@
 """Carrying out a recovery plan: blocks from the arenas of all hosts straight into live tensors.
 
-Host memory to host memory, over connections between the ranks that have something for each other. One thread
-reads and writes these connections, others check and hand over what has arrived, and what lies on this node.
-Every block is checked against the checksum taken when it was copied, before it counts as restored (P5). What
-fails is made known to all ranks, which plan again without it and so fall down the ladder together. Memory is
-bounded by the window: there is never a second copy of the state (P9).
+Host memory to host memory, over connections between the ranks that have something for each other.
+One thread reads and writes these connections, others check and hand over what has arrived, and what
+lies on this node. Every block is checked against the checksum taken when it was copied, before it
+counts as restored (P5). What fails is made known to all ranks, which plan again without it and so
+fall down the ladder together. Memory is bounded by the window: there is never a second copy of the
+state (P9).
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ logger = logging.getLogger(__name__)
 DEFAULT_WINDOW_BYTES = 64 * 2**20
 
 RoomFor = Callable[[Fetch], torch.Tensor | None]
-"""Gives a block from another node memory of its own to arrive in (1-D uint8, CPU, of its length), or None: a
-buffer that is used again will do."""
+"""Gives a block from another node memory of its own to arrive in (1-D uint8, CPU, of its length),
+or None: a buffer that is used again will do."""
 Arrived = Callable[[int, Fetch, torch.Tensor], None]
 """Takes a block that is here, first the number to call :meth:`Inbox.used` with."""
 
 
 class Inbox:
-    """One rank's blocks to come. One thread reads them; others use them and say when they have. ``room_for``:
-    where blocks arrive that are to stay there. ``window_bytes``: receive buffers. A block that is larger
-    still passes, alone."""
+    """One rank's blocks to come. One thread reads them; others use them and say when they have.
+    ``room_for``: where blocks arrive that are to stay there. ``window_bytes``: receive buffers. A
+    block that is larger still passes, alone."""
 
     def __init__(
         self, moves: Sequence[BlockMove], room_for: RoomFor, window_bytes: int, arrived: Arrived
@@ -157,8 +158,9 @@ class BlockMove:
 def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, int]:
     """Which rank reads and sends each stored block that another node needs.
 
-    Any rank of a node can read every arena there. Members of the block's sharding group do; of several the
-    one with the fewest bytes so far. Where none of them runs, one other rank of the node does."""
+    Any rank of a node can read every arena there. Members of the block's sharding group do; of
+    several the one with the fewest bytes so far. Where none of them runs, one other rank of the
+    node does."""
     demand: dict[BlockSource, int] = {}
     group_of: dict[BlockSource, tuple[int, int]] = {}
     for _, fetch in _network_fetches(plan):
@@ -171,7 +173,8 @@ def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, i
         local = topology.readers(source.node, *group_of[source])
         if not local:
             raise TransferError(
-                f"the plan takes {source.arena} from node {source.node}, where no rank runs; plan with the "
+                f"the plan takes {source.arena} from node {source.node}, where no rank runs; plan "
+                "with the "
                 f"inventories of nodes that have ranks: {', '.join(sorted(set(topology.nodes)))}"
             )
         ranks[source] = min(local, key=lambda rank: (load[rank], rank))
@@ -190,8 +193,8 @@ def _network_fetches(plan: RecoveryPlan) -> list[tuple[int, Fetch]]:
 
 
 def make_moves(plan: RecoveryPlan, topology: Topology) -> list[BlockMove]:
-    """Every fetch that is not local, once. Dealt out so that at any time every rank talks to a different
-    peer, and that what is decoded together arrives together."""
+    """Every fetch that is not local, once. Dealt out so that at any time every rank talks to a
+    different peer, and that what is decoded together arrives together."""
     servers = serving_ranks(plan, topology)
     receivers = [topology.rank_of(c) for c in sorted(plan.fetches)]
     stripes = [_stripe_numbers(plan.rebuilds.get(c)) for c in sorted(plan.fetches)]
@@ -207,24 +210,30 @@ def make_moves(plan: RecoveryPlan, topology: Topology) -> list[BlockMove]:
 
 
 def _stripe_numbers(rebuild: Rebuild | None) -> dict[BlockKey, int]:
-    """For every block that is read in order to decode, which stripe of the rebuild it belongs to. A peer has
-    hardly more than one block of a stripe, so that these are turns of its own."""
+    """For every block that is read in order to decode, which stripe of the rebuild it belongs to. A
+    peer has hardly more than one block of a stripe, so that these are turns of its own."""
     stripes = () if rebuild is None else find_stripes(rebuild.blocks)
-    return {key: number for number, stripe in enumerate(stripes) for lost in stripe for key, _ in lost.terms}
+    return {
+        key: number
+        for number, stripe in enumerate(stripes)
+        for lost in stripe
+        for key, _ in lost.terms
+    }
 
 
 _MAX_THREADS = 8
 
 Sink = Callable[[Fetch, torch.Tensor], None]
-"""Takes a verified block (1-D uint8, CPU) and copies it into place. The tensor is a buffer that is used again
-and must not be kept, unless it is the room given for the block, or of a local one the arena itself, which
-stays until it is closed. May be called again for the same block, and by several threads at once for
-different blocks."""
+"""Takes a verified block (1-D uint8, CPU) and copies it into place. The tensor is a buffer that is
+used again and must not be kept, unless it is the room given for the block, or of a local one the
+arena itself, which stays until it is closed. May be called again for the same block, and by several
+threads at once for different blocks."""
 
 Copy = Callable[[Fetch, torch.Tensor], int]
-"""Copies a block into place before anybody has looked at it, and returns the checksum of the bytes that it
-copied: one pass over them. If the checksum is not the block's, what was copied has to be written anew.
-Else as :data:`Sink`."""
+"""Copies a block into place before anybody has looked at it, and returns the checksum of the bytes
+that it
+copied: one pass over them. If the checksum is not the block's, what was copied has to be written
+anew. Else as :data:`Sink`."""
 
 
 class BrokenOffError(ReftError, RuntimeError):
@@ -240,7 +249,8 @@ class TransferStats:
 
     def __str__(self) -> str:
         return (
-            f"{format_bytes_from(self.bytes_from)} restored, {self.sent_bytes / 2**20:.2f} MiB sent, "
+            f"{format_bytes_from(self.bytes_from)} restored, {self.sent_bytes / 2**20:.2f} MiB "
+            "sent, "
             f"{self.secs:.3f} s"
         )
 
@@ -257,12 +267,12 @@ def execute(
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     faults: FaultPlan | None = None,
 ) -> tuple[TransferStats, frozenset[BlockSource]]:
-    """Move every block of the plans once. Called on all ranks at the same time. Returns also the sources that
-    did not arrive intact here.
+    """Move every block of the plans once. Called on all ranks at the same time. Returns also the
+    sources that did not arrive intact here.
 
     Args:
-        plans: of one version: of all sharding groups that this rank fetches from or sends for. Between two
-            ranks that have several in common, in the same order on both.
+        plans: of one version: of all sharding groups that this rank fetches from or sends for.
+            Between two ranks that have several in common, in the same order on both.
         sink: receives the blocks of this rank's coordinate, each verified.
         copy: gets them before that; by default they are only hashed.
         room_for: where blocks arrive that are to stay there, beside the window.
@@ -323,7 +333,9 @@ class _Transfer:
         work = _Work(local, len(incoming))
         with closing(Inbox(incoming, room_for, window_bytes, work.arrived)) as inbox:
             threads = [
-                threading.Thread(target=self._work, args=(work, inbox), name="reft-restore", daemon=True)
+                threading.Thread(
+                    target=self._work, args=(work, inbox), name="reft-restore", daemon=True
+                )
                 for _ in range(self._threads(len(self._fetches)))
             ]
             for thread in threads:
@@ -347,7 +359,8 @@ class _Transfer:
         return stats, frozenset(self._bad)
 
     def _threads(self, blocks: int) -> int:
-        """Hashing and copying release the interpreter, and one core alone does not reach the bandwidth of the
+        """Hashing and copying release the interpreter, and one core alone does not reach the
+        bandwidth of the
         memory: this rank's share of the cores it may run on."""
         neighbours = self.topology.nodes.count(self.topology.nodes[self.control.rank])
         return min(_MAX_THREADS, blocks, max(1, len(os.sched_getaffinity(0)) // neighbours))
@@ -360,10 +373,14 @@ class _Transfer:
                 inbox.used(number)
 
     def _read(self, fetch: Fetch) -> torch.Tensor:
-        """The stored bytes, in place. A source that has vanished is read as zeros, which are refused where
-        they are handed over: no receiver is left waiting."""
+        """The stored bytes, in place. A source that has vanished is read as zeros, which are
+        refused where they are handed over: no receiver is left waiting."""
         stored = self._stored.get((fetch.node, fetch.arena))
-        data = None if stored is None else stored[fetch.arena_offset : fetch.arena_offset + fetch.nbytes]
+        data = (
+            None
+            if stored is None
+            else stored[fetch.arena_offset : fetch.arena_offset + fetch.nbytes]
+        )
         if data is None or data.numel() != fetch.nbytes:
             if self._zeros.numel() < fetch.nbytes:
                 self._zeros = torch.zeros(fetch.nbytes, dtype=torch.uint8)
@@ -393,7 +410,8 @@ class _Transfer:
 
 
 class _Work:
-    """Blocks to hand over: first what has arrived, so that its buffers are soon free, then local ones."""
+    """Blocks to hand over: first what has arrived, so that its buffers are soon free, then local
+    ones."""
 
     def __init__(self, local: Sequence[Fetch], incoming: int) -> None:
         self._queue: PriorityQueue[tuple[int, int, _Block | None]] = PriorityQueue()
@@ -423,7 +441,8 @@ class _Work:
         self._end(0)
 
     def next(self) -> _Block | None:
-        """The next block, with its number and bytes if it has come over the network; None at the end."""
+        """The next block, with its number and bytes if it has come over the network; None at the
+        end."""
         return self._queue.get()[2]
 
 

@@ -1,4 +1,5 @@
-"""Compares the records of two runs of a job: what differed first, where, and what to write. Pure."""
+"""Compares the records of two runs of a job: what differed first, where, and what to write.
+Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +7,20 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-DATA, GENERATORS, RATES, CLIENT, HOST = "data", "generators", "learning rate", "client state", "host state"
+DATA, GENERATORS, RATES, CLIENT, HOST = (
+    "data",
+    "generators",
+    "learning rate",
+    "client state",
+    "host state",
+)
 LOSS, WEIGHTS, STEPS = "loss", "weights", "steps"
 CAUSES = (STEPS, DATA, GENERATORS, RATES, CLIENT, HOST, LOSS, WEIGHTS)
 """Of two differences in one step the first in this order is more likely the cause of the other."""
 TRAINED, STATE = "trained", "state"
 
-Values = Mapping[str, Mapping[str, str]]  # by cause and key: a short value, or the digest of a longer one
+# by cause and key: a short value, or the digest of a longer one
+Values = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -40,8 +48,13 @@ class Difference:
     def __str__(self) -> str:
         if self.cause == STEPS:
             return f"step {self.step}, rank {self.rank}: {self.key}"
-        found, expected = ("nothing" if value is None else value for value in (self.found, self.expected))
-        return f"step {self.step}, rank {self.rank}: {self.cause}: {self.key}: {found} instead of {expected}"
+        found, expected = (
+            "nothing" if value is None else value for value in (self.found, self.expected)
+        )
+        return (
+            f"step {self.step}, rank {self.rank}: {self.cause}: {self.key}: {found} instead of "
+            f"{expected}"
+        )
 
 
 def compare(
@@ -57,8 +70,8 @@ def compare(
 
     Args:
         but: causes and keys that are not compared.
-        partial: whether these are the records of one node of several: a rank may have moved to another one
-            between the runs, so that what only one run has is no difference.
+        partial: whether these are the records of one node of several: a rank may have moved to
+            another one between the runs, so that what only one run has is no difference.
     """
     reference = {(r.kind, r.rank, r.step): r for r in expected}
     missing = set(reference)
@@ -75,7 +88,9 @@ def compare(
         differences.append(Difference(step, rank, STEPS, f"not {kind}", "", None))
     # dict: a step that was made twice may differ both times in the same way.
     unique = dict.fromkeys(
-        one for one in differences if (one.cause, one.key) not in but and not (partial and one.cause == STEPS)
+        one
+        for one in differences
+        if (one.cause, one.key) not in but and not (partial and one.cause == STEPS)
     )
     return sorted(unique, key=_order)
 
@@ -85,18 +100,23 @@ def _read_record(expected: ComparedStep, found: ComparedStep) -> Iterator[Differ
         before, after = expected.values.get(cause, {}), found.values.get(cause, {})
         for key in dict.fromkeys([*before, *after]):
             if before.get(key) != after.get(key):
-                yield Difference(found.step, found.rank, cause, key, before.get(key), after.get(key))
+                yield Difference(
+                    found.step, found.rank, cause, key, before.get(key), after.get(key)
+                )
 
 
 def _order(difference: Difference) -> tuple[int, int, int, str]:
     return difference.step, CAUSES.index(difference.cause), difference.rank, difference.key
 
 
-def split_unsteady(differences: Sequence[Difference]) -> tuple[list[Difference], set[tuple[str, str]]]:
+def split_unsteady(
+    differences: Sequence[Difference],
+) -> tuple[list[Difference], set[tuple[str, str]]]:
     """What two undisturbed runs differ in, and what is not compared because of it.
 
-    Generators that the script neither seeds nor draws from, such as NumPy's, differ in every process and
-    change nothing: where nothing else differs, their states are left out, by cause and key.
+    Generators that the script neither seeds nor draws from, such as NumPy's, differ in every
+    process and change nothing: where nothing else differs, their states are left out, by cause and
+    key.
     """
     others = [one for one in differences if one.cause != GENERATORS]
     return others, {(one.cause, one.key) for one in differences if one.cause == GENERATORS}
@@ -106,11 +126,13 @@ _ADVICE = {
     DATA: (
         "after the failure other samples were trained on. Let reft keep the position: loader = "
         "reft.resumable(loader) after deepspeed.initialize, and before the first step "
-        "engine.load_checkpoint(save_dir) or reft.resume(engine). A data set with state of its own, or a "
+        "engine.load_checkpoint(save_dir) or reft.resume(engine). A data set with state of its "
+        "own, or a "
         "generator that draws samples, belongs into reft.attach(engine, state={...}) (docs/data.md)"
     ),
     GENERATORS: (
-        "a generator was not where it was. reft restores those of Python, NumPy, torch and the device; pass "
+        "a generator was not where it was. reft restores those of Python, NumPy, torch and the "
+        "device; pass "
         'another one with reft.attach(engine, state={"rng": generator}), and draw nothing between '
         "load_checkpoint and the first step that the undisturbed run does not draw there"
     ),
@@ -123,14 +145,18 @@ _ADVICE = {
         "load_checkpoint returns as client state, before the first step"
     ),
     HOST: (
-        "state that reft keeps of the engine was changed by the script, or made in another way at the "
+        "state that reft keeps of the engine was changed by the script, or made in another way at "
+        "the "
         "restart. Make it the same way at every start, or pass its owner with reft.attach(engine, "
         "state={...})"
     ),
     LOSS: (
-        "batch, generators and rates are equal, but the step computed something else: it depends on what "
-        "reft does not know, such as a global variable, an attribute of the model, a file, or a library with "
-        'a generator of its own. Pass its owner with reft.attach(engine, state={"name": owner}), or let '
+        "batch, generators and rates are equal, but the step computed something else: it depends "
+        "on what "
+        "reft does not know, such as a global variable, an attribute of the model, a file, or a "
+        "library with "
+        'a generator of its own. Pass its owner with reft.attach(engine, state={"name": owner}), '
+        "or let "
         "client_state return it and set it from what load_checkpoint returns"
     ),
     STEPS: "",
@@ -150,7 +176,8 @@ _UNSTEADY = {
     CLIENT: "client_state returns what differs in every run, such as the time: leave it out",
     HOST: "it is made of something that differs in every run",
     LOSS: (
-        "the step draws from what is not seeded (os.urandom, the time), or computes in an order that "
+        "the step draws from what is not seeded (os.urandom, the time), or computes in an order "
+        "that "
         "changes: try torch.use_deterministic_algorithms(True)"
     ),
     STEPS: "the runs end after different steps",

@@ -1,10 +1,10 @@
 """Keeps what a rehearsed script writes away from its own files.
 
-Checkpoints go below the rehearsal's directory, at their own absolute path: those of ``torch.save`` and
-``engine.save_checkpoint``, of Hugging Face's Trainer (``output_dir``), of Megatron (``--save``). What is
-loaded is looked for there first. Any other file that is there already and would be emptied or replaced is
-refused, by an audit hook, before it is touched. Files that the script makes are left where it makes them, and
-may be overwritten by the runs that follow.
+Checkpoints go below the rehearsal's directory, at their own absolute path: those of ``torch.save``
+and ``engine.save_checkpoint``, of Hugging Face's Trainer (``output_dir``), of Megatron
+(``--save``). What is loaded is looked for there first. Any other file that is there already and
+would be emptied or replaced is refused, by an audit hook, before it is touched. Files that the
+script makes are left where it makes them, and may be overwritten by the runs that follow.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from reft.engine.on_import import wrap
 from reft.errors import ConfigError
 
 SAVED = "saved"
-"""Directory of redirected checkpoints, next to those of the runs: the same in every run, since programs keep
-such paths in their state."""
+"""Directory of redirected checkpoints, next to those of the runs: the same in every run, since
+programs keep such paths in their state."""
 MADE = "made"
 """File of the paths that the script has made anew, one a line, next to it."""
 _WRITES = os.O_WRONLY | os.O_RDWR
@@ -35,8 +35,9 @@ Function = Callable[..., Any]
 
 
 def keep_files(directory: Path, engine: Any, *, overwrites: bool) -> None:
-    """Redirect what this process saves, and refuse to overwrite. ``directory``: of this run. ``engine``:
-    DeepSpeed's; None: another one. ``overwrites``: whether the script may overwrite files."""
+    """Redirect what this process saves, and refuse to overwrite. ``directory``: of this run.
+    ``engine``: DeepSpeed's; None: another one. ``overwrites``: whether the script may overwrite
+    files."""
     root = directory.parent / SAVED
     _redirect_functions(root)
     if engine is not None:
@@ -55,7 +56,8 @@ def to_save(root: Path, path: str | os.PathLike[str]) -> Path:
 
 
 def to_load(root: Path, path: str | os.PathLike[str]) -> Path:
-    """Where a path is read from: below ``root`` if the rehearsal has written it, else where it is."""
+    """Where a path is read from: below ``root`` if the rehearsal has written it, else where it
+    is."""
     absolute = to_save(root, path)
     return absolute if absolute.exists() else Path("/") / absolute.relative_to(root)
 
@@ -89,7 +91,11 @@ def _redirect_functions(root: Path) -> None:
 
 
 def _rename(root: Path, original: Function, src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(src, str | os.PathLike) and not os.path.exists(src) and to_save(root, src).exists():
+    if (
+        isinstance(src, str | os.PathLike)
+        and not os.path.exists(src)
+        and to_save(root, src).exists()
+    ):
         src, dst = to_save(root, src), to_save(root, dst)
         dst.parent.mkdir(parents=True, exist_ok=True)
     return original(src, dst, *args, **kwargs)
@@ -154,8 +160,10 @@ class Guard:
                 file.write(f"{found}\n")
         elif flags & os.O_TRUNC and not self._was_made(found):
             raise ConfigError(
-                f"{_script_line()} would overwrite {found}, which reft rehearse cannot redirect. Nothing was "
-                "written. Let the script write elsewhere for the rehearsal, or give --overwrite if the file "
+                f"{_script_line()} would overwrite {found}, which reft rehearse cannot redirect. "
+                "Nothing was "
+                "written. Let the script write elsewhere for the rehearsal, or give --overwrite "
+                "if the file "
                 "may be overwritten"
             )
 

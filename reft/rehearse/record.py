@@ -1,10 +1,12 @@
-"""What a trainer of ``reft rehearse`` writes down: a line of JSON for each step, in a file of its rank.
+"""What a trainer of ``reft rehearse`` writes down: a line of JSON for each step, in a file of its
+rank.
 
-:func:`attach` is called once a session has been made, where ``REFT_REHEARSE`` names a directory. It holds
-:data:`PLAN`, which says how many steps to make and where to die, and takes a file ``rank-N.jsonl`` of
-:class:`~reft.rehearse.compare.ComparedStep` in JSON and of other events:
+:func:`attach` is called once a session has been made, where ``REFT_REHEARSE`` names a directory. It
+holds :data:`PLAN`, which says how many steps to make and where to die, and takes a file
+``rank-N.jsonl`` of :class:`~reft.rehearse.compare.ComparedStep` in JSON and of other events:
 
-- ``trained``: digests of the batches by which a step was made, and the losses that the engine knows;
+- ``trained``: digests of the batches by which a step was made, and the losses that the engine
+  knows;
 - ``state``: digests of the state after it, tensor by tensor;
 - ``between``: an evaluation or a save after this step;
 - ``killed``: this rank dies now, or waits for its node to be killed;
@@ -33,7 +35,17 @@ from reft.engine.session import Session
 from reft.env import ENV_REHEARSE
 from reft.grid import VersionId
 from reft.memory.header import checksum
-from reft.rehearse.compare import CLIENT, DATA, GENERATORS, HOST, LOSS, RATES, STATE, TRAINED, WEIGHTS
+from reft.rehearse.compare import (
+    CLIENT,
+    DATA,
+    GENERATORS,
+    HOST,
+    LOSS,
+    RATES,
+    STATE,
+    TRAINED,
+    WEIGHTS,
+)
 from reft.rehearse.keep import keep_files
 from reft.snapshot.plan import LiveImages
 from reft.state import codec
@@ -57,11 +69,12 @@ _CAUSES = {
     "engine._global_grad_norm": LOSS,
     "adapter.scaler": LOSS,
 }
-"""What parts of the captured state belong to, by the beginning of the key; the others to :data:`HOST`."""
+"""What parts of the captured state belong to, by the beginning of the key; the others to
+:data:`HOST`."""
 _NOT_COMPARED = ("data.pass.", "client.args.load")
-"""The position in a loader of the script's own: after a restart it may read by another one, as Hugging Face's
-Trainer does to skip batches. The batches are compared. And the directory that reft gives Megatron-DeepSpeed
-after a restart, so that it asks for its counters."""
+"""The position in a loader of the script's own: after a restart it may read by another one, as
+Hugging Face's Trainer does to skip batches. The batches are compared. And the directory that reft
+gives Megatron-DeepSpeed after a restart, so that it asks for its counters."""
 _COMMIT_SECS = 3.0  # Well below the time after which a trainer is taken to hang.
 _POLL_SECS = 0.01
 _MOST_CHARS = 60
@@ -72,11 +85,13 @@ Where = Literal["step", "evaluation", "save", "boundary"]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the trainers of one run do. ``kill_after``: a trainer is killed after this step; 0: none is."""
+    """What the trainers of one run do. ``kill_after``: a trainer is killed after this step; 0: none
+    is."""
 
     steps: int
     kill_after: int = 0
-    kill_at: Where = "step"  # while the next step is made, in what follows the step, or where the next begins
+    # while the next step is made, in what follows the step, or where the next begins
+    kill_at: Where = "step"
     kills_node: bool = False  # the trainer waits until everything on its node is killed
     overwrites: bool = False  # files of the script's may be overwritten
 
@@ -94,7 +109,8 @@ def attach(session: Session) -> None:
 
 
 class Recorder:
-    """Records the steps of one rank, and kills it where the plan says so. Used by the training thread."""
+    """Records the steps of one rank, and kills it where the plan says so. Used by the training
+    thread."""
 
     def __init__(self, session: Session, directory: Path) -> None:
         self._session = session
@@ -119,7 +135,8 @@ class Recorder:
     # -- what is watched ---------------------------------------------------------------------------
 
     def _watch_engine(self) -> None:
-        """Batches, losses, evaluations and saves of DeepSpeed's engine, or of Megatron-core's chunks."""
+        """Batches, losses, evaluations and saves of DeepSpeed's engine, or of Megatron-core's
+        chunks."""
         engine: Any = getattr(self._session.engine, "engine", None)
         keep_files(Path(os.environ[ENV_REHEARSE]), engine, overwrites=self._plan.overwrites)
         if engine is None:
@@ -134,7 +151,8 @@ class Recorder:
             wrap(engine, "_aggregate_total_loss", self._aggregate_total_loss)
         else:
             wrap(engine, "forward", self._forward)
-            # Hugging Face's Trainer evaluates the module itself. A compiled module must not compile the hook.
+            # Hugging Face's Trainer evaluates the module itself. A compiled module must not compile
+            # the hook.
             hook = torch.compiler.disable(self._module_forward)  # type: ignore[no-untyped-call]
             engine.module.register_forward_pre_hook(hook)
             wrap(engine, "backward", self._backward)
@@ -222,7 +240,8 @@ class Recorder:
         self._batches, self._losses, self._began = [], [], 0.0
 
     def _captured(self, label: VersionId, images: LiveImages, encode: Encoded) -> None:
-        """The state with which the next step begins is final. Called by the session for every version."""
+        """The state with which the next step begins is final. Called by the session for every
+        version."""
         block = encode()
         if isinstance(block, LateBlob):
             block.settle()
@@ -261,7 +280,8 @@ class Recorder:
             self._die_at(what)
 
     def _hold(self, original: Callable[[], None]) -> None:
-        """The optimizer is about to write; the version with which the step began was copied by then."""
+        """The optimizer is about to write; the version with which the step began was copied by
+        then."""
         original()
         self._die_at("step")
 
@@ -276,7 +296,8 @@ class Recorder:
         assert self._base is not None
         if step != self._base + plan.kill_after:
             return
-        # Else the job might begin anew. Of a kill between steps the version before may be the newest.
+        # Else the job might begin anew. Of a kill between steps the version before may be the
+        # newest.
         self._await_commit(step if where == "step" else step - 1)
         memory_dir = str(session.memory.job_dir.path)
         self.write(KILLED, step=step, committed=session.stats.committed_step, memory_dir=memory_dir)
@@ -314,7 +335,8 @@ def find_cause(key: str) -> str:
 
 
 def digest_items(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Every item of nested mappings and short lists by dotted name: a short value as it is, else a digest."""
+    """Every item of nested mappings and short lists by dotted name: a short value as it is, else a
+    digest."""
     if isinstance(value, Namespace):
         value = vars(value)
     if isinstance(value, Mapping) and value:

@@ -1,4 +1,5 @@
-"""Runs a job undisturbed twice and again with a trainer or a node killed; compares; leaves nothing behind."""
+"""Runs a job undisturbed twice and again with a trainer or a node killed; compares; leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -72,13 +73,16 @@ class Rehearsal:
     def __post_init__(self) -> None:
         if not 0 < self.kill_after < self.steps:
             raise ConfigError(
-                f"--kill is {self.kill_after} and --steps {self.steps}; write a step to kill after from 1 to "
+                f"--kill is {self.kill_after} and --steps {self.steps}; write a step to kill "
+                "after from 1 to "
                 f"{self.steps - 1}, so that there are steps to compare after the failure"
             )
         if self.kills_node and self.nodes == 1:
             raise ConfigError(
-                "--node kills a node, but the job has one, and its memory would be lost with it; write "
-                "--nnodes 2 or more: the nodes are started on this machine unless --rdzv-endpoint is given"
+                "--node kills a node, but the job has one, and its memory would be lost with it; "
+                "write "
+                "--nnodes 2 or more: the nodes are started on this machine unless --rdzv-endpoint "
+                "is given"
             )
 
 
@@ -98,7 +102,9 @@ class RehearsalRun:
         kinds = (TRAINED, STATE)
         names = ("rank", "life", "step", "values")
         found = [event for event in self.events if event["event"] in kinds]
-        records = [ComparedStep(event["event"], *(event[name] for name in names)) for event in found]
+        records = [
+            ComparedStep(event["event"], *(event[name] for name in names)) for event in found
+        ]
         if not self.plan.kill_after or not records:
             return records
         # Ranks that outlive the killed one may capture a state where they end; it is no version.
@@ -132,7 +138,8 @@ def rehearse(what: Rehearsal, progress: Say, say: Say) -> dict[str, Any]:
         The report as JSON; ``exit_code`` is EQUAL, DIFFERENT or UNSTEADY.
 
     Raises:
-        ConfigError: the job cannot be rehearsed as it is: it fails undisturbed, or no step was recorded.
+        ConfigError: the job cannot be rehearsed as it is: it fails undisturbed, or no step was
+        recorded.
     """
     with ExitStack() as stack:
         scratch = Path(tempfile.mkdtemp(prefix="reft-rehearse-"))
@@ -187,7 +194,9 @@ class _Runs:
         code = UNSTEADY if unsteady else EQUAL if all(t["equal"] for t in tries) else DIFFERENT
         made = self._directory / MADE
         # Advice of the first steps; the rest of what is logged is about the run.
-        said = (_PREFIX.sub("", e["text"]) for e in first.of_kind(SAID) if _ADVICE.search(e["text"]))
+        said = (
+            _PREFIX.sub("", e["text"]) for e in first.of_kind(SAID) if _ADVICE.search(e["text"])
+        )
         return {
             "exit_code": code,
             "steps": len(steps),
@@ -209,11 +218,13 @@ class _Runs:
     def _kills(
         self, first: RehearsalRun, undisturbed: RunPlan, base: int, made: int
     ) -> Iterable[tuple[str, RunPlan]]:
-        """What the killed runs do: the first dies while a step is made, the second between two steps."""
+        """What the killed runs do: the first dies while a step is made, the second between two
+        steps."""
         what = self._what
         if made <= what.kill_after:
             raise ConfigError(
-                f"the job made {made} steps and ended; --kill {what.kill_after} is not one of them with a "
+                f"the job made {made} steps and ended; --kill {what.kill_after} is not one of "
+                "them with a "
                 "step after it. Give a smaller --kill, or let the script make more steps"
             )
         plan = replace(undisturbed, kill_after=what.kill_after, kills_node=what.kills_node)
@@ -246,7 +257,12 @@ class _Runs:
             nodes = LocalNodes({**self._environment, ENV_REHEARSE: str(records)})
             run_id = f"{self._what.job_id}-{self._number}"
             job = _Job(
-                self._what, nodes, run_id=run_id, records=records, memory=self._memory, restarts=restarts
+                self._what,
+                nodes,
+                run_id=run_id,
+                records=records,
+                memory=self._memory,
+                restarts=restarts,
             )
             stack.callback(job.end)
             job.start(stack)
@@ -265,18 +281,22 @@ class _Runs:
     def _check(self, run: RehearsalRun) -> None:
         if any(run.codes):
             raise ConfigError(
-                f"the job fails undisturbed, with exit code {', '.join(map(str, run.codes))}: nothing can be "
+                f"the job fails undisturbed, with exit code {', '.join(map(str, run.codes))}: "
+                "nothing can be "
                 f"compared. Mend this first:\n{_read_end(run.log)}"
             )
         if not run.of_kind(TRAINED):
             raise ConfigError(
                 "the job ended well, but reft has seen no step of it: it trains with no engine of "
-                "deepspeed.initialize, and calls neither reft.attach nor reft.attach_megatron. The end of "
+                "deepspeed.initialize, and calls neither reft.attach nor reft.attach_megatron. "
+                "The end of "
                 f"its output:\n{_read_end(run.log)}"
             )
 
 
-def _judge(undisturbed: RehearsalRun, run: RehearsalRun, differences: Sequence[Difference]) -> dict[str, Any]:
+def _judge(
+    undisturbed: RehearsalRun, run: RehearsalRun, differences: Sequence[Difference]
+) -> dict[str, Any]:
     """What one killed run shows."""
     killed = run.of_kind(KILLED)
     resumed = min((r.step for r in run.records if r.kind == TRAINED and r.life > 1), default=None)
@@ -347,7 +367,14 @@ class _Job:
         restarts: int,
     ) -> None:
         self._what, self._nodes, self._records, self._memory = what, nodes, records, memory
-        self._meeting = ["--job-id", what.job_id, "--rdzv-id", run_id, "--max-restarts", str(restarts)]
+        self._meeting = [
+            "--job-id",
+            what.job_id,
+            "--rdzv-id",
+            run_id,
+            "--max-restarts",
+            str(restarts),
+        ]
         self._current: dict[str, LocalNode] = {}
         self._failed_at: float | None = None
 
@@ -370,7 +397,8 @@ class _Job:
         self._current[name] = self._nodes.start(name, memory, log, words, what.program)
 
     def replace_lost(self, killed: Sequence[dict[str, Any]]) -> None:
-        """Kill the node of a trainer that waits for it, once, and start another one in its place."""
+        """Kill the node of a trainer that waits for it, once, and start another one in its
+        place."""
         if not self._what.kills_node or not killed or len(self._nodes.started) > len(self._current):
             return
         name = self._node_of(killed[0])
@@ -380,7 +408,9 @@ class _Job:
     def _node_of(self, killed: dict[str, Any]) -> str:
         """The node of a trainer: it tells its memory directory."""
         lost = Path(killed["memory_dir"])
-        return next(name for name, node in self._current.items() if lost.is_relative_to(node.memory_dir))
+        return next(
+            name for name, node in self._current.items() if lost.is_relative_to(node.memory_dir)
+        )
 
     def runs(self) -> bool:
         codes = [node.process.poll() for node in self._current.values()]

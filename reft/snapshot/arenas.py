@@ -1,5 +1,5 @@
-"""This rank's memory: a few arenas, of which one is free to be written, and what is known of the version that
-is being written there, by itself and from its ring peers."""
+"""This rank's memory: a few arenas, of which one is free to be written, and what is known of the
+version that is being written there, by itself and from its ring peers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class ArenaWriter:
         """What only ``member`` has: its owned blocks, then its host block, in plan order."""
         plan = self.layout.plan.members[self.layout.member]
         source = plan.own if member == self.layout.member else plan.redundant
-        return [b for b in source if b.key.member == member and b.key.section is not Section.REPLICATED]
+        return [
+            b for b in source if b.key.member == member and b.key.section is not Section.REPLICATED
+        ]
 
     def length(self, placed: PlacedBlock) -> int:
         return self._lengths.get(placed, placed.block.nbytes)
@@ -107,7 +109,9 @@ class ArenaWriter:
         own = self.layout.mine.own
         for placed in (b for b in own if b.key.section is Section.CHECKSUMS):
             # Of this member's own shard: what a peer that decodes it compares with (P5).
-            data = pack_checksums(self.checksums[b] for b in own if b.key.section is Section.REPLICATED)
+            data = pack_checksums(
+                self.checksums[b] for b in own if b.key.section is Section.REPLICATED
+            )
             self.traffic.to_host[ByteKind.CHECKSUMS] += len(data)
             self.arena.data[placed.arena_offset : placed.arena_offset + len(data)] = data
             self.hash(placed)
@@ -115,8 +119,8 @@ class ArenaWriter:
     # -- exchange with ring peers ------------------------------------------------------------------
 
     def own_facts(self) -> torch.Tensor:
-        """Length of the host blob and the checksums of what goes to ring peers, int64; 0 for what could not
-        be hashed, which is no version then."""
+        """Length of the host blob and the checksums of what goes to ring peers, int64; 0 for what
+        could not be hashed, which is no version then."""
         blocks = self.peer_blocks(self.layout.member)
         host = next(b for b in blocks if b.key.section is Section.HOST)
         values = [self.length(host), *(self.checksums.get(b, 0) for b in blocks)]
@@ -136,8 +140,8 @@ class ArenaWriter:
             self._expected[placed] = value & (2**64 - 1)
 
     def wanted(self, member: int) -> list[PlacedBlock]:
-        """Blocks that ``member`` has to send, in plan order: all but those of its partition that were
-        recomputed here and are what it has itself."""
+        """Blocks that ``member`` has to send, in plan order: all but those of its partition that
+        were recomputed here and are what it has itself."""
 
         def is_there(placed: PlacedBlock) -> bool:
             return self.checksums.get(placed) == self._expected[placed]
@@ -159,10 +163,13 @@ class ArenaWriter:
         return self._together([b for b in self.layout.mine.gradients if b.key.member == member])
 
     def _together(self, blocks: Sequence[PlacedBlock]) -> torch.Tensor:
-        """The memory of blocks that lie one behind the other: they are cut at multiples of the alignment."""
+        """The memory of blocks that lie one behind the other: they are cut at multiples of the
+        alignment."""
         if not blocks:
             return self._data[:0]
-        return self._data[blocks[0].arena_offset : blocks[-1].arena_offset + blocks[-1].block.nbytes]
+        return self._data[
+            blocks[0].arena_offset : blocks[-1].arena_offset + blocks[-1].block.nbytes
+        ]
 
     def hash_partition(self, member: int) -> None:
         """Checksum the blocks of a kept partition that was recomputed."""
@@ -171,12 +178,14 @@ class ArenaWriter:
                 self.hash(placed)
 
     def check_received(self, blocks: Sequence[PlacedBlock]) -> int:
-        """Compare what arrived with the owners' checksums (P5). Returns the bytes received; raises ArenaError
-        where a block arrived changed: the version must not be committed."""
+        """Compare what arrived with the owners' checksums (P5). Returns the bytes received; raises
+        ArenaError where a block arrived changed: the version must not be committed."""
         for placed in blocks:
             self.hash(placed)
             if self.checksums[placed] != self._expected[placed]:
-                raise ArenaError(f"block {placed.key} arrived with another checksum than its owner took")
+                raise ArenaError(
+                    f"block {placed.key} arrived with another checksum than its owner took"
+                )
         return sum(map(self.length, blocks))
 
     def seal(self) -> None:
@@ -193,8 +202,8 @@ class ArenaWriter:
 
 
 class RingExchange:
-    """The exchange of one rank with the members of its sharding group. ``block_bytes``: most of a mirrored
-    version that is handed to the network at once."""
+    """The exchange of one rank with the members of its sharding group. ``block_bytes``: most of a
+    mirrored version that is handed to the network at once."""
 
     def __init__(self, control: WorkerControl, topology: Topology, block_bytes: int) -> None:
         self._control = control
@@ -210,13 +219,16 @@ class RingExchange:
         return self._topology.group(at.pp, at.tp)
 
     def facts(self, filling: ArenaWriter) -> None:
-        """Tell ring predecessors lengths and checksums; learn the successors'. Collective in the group.
-        Raises TransferError where a peer vanished or announced what was not agreed."""
+        """Tell ring predecessors lengths and checksums; learn the successors'. Collective in the
+        group. Raises TransferError where a peer vanished or announced what was not agreed."""
         holders, kept = self._peers(filling)
         facts = filling.own_facts()
-        incoming = {m: torch.empty(1 + len(filling.peer_blocks(m)), dtype=torch.int64) for m in kept}
+        incoming = {
+            m: torch.empty(1 + len(filling.peer_blocks(m)), dtype=torch.int64) for m in kept
+        }
         self._control.exchange(
-            {rank: [facts] for rank in holders.values()}, {kept[m]: [t] for m, t in incoming.items()}
+            {rank: [facts] for rank in holders.values()},
+            {kept[m]: [t] for m, t in incoming.items()},
         )
         for rank in holders.values():
             self._count(filling, rank, Counter({ByteKind.CHECKSUMS: facts.nbytes}))
@@ -236,8 +248,8 @@ class RingExchange:
         return not torch.equal(mine, theirs)
 
     def blocks(self, filling: ArenaWriter) -> list[PlacedBlock]:
-        """Send the blocks that the predecessors lack, take those that this rank lacks. Collective. Returns
-        those that have arrived: see :meth:`ArenaWriter.check_received`."""
+        """Send the blocks that the predecessors lack, take those that this rank lacks. Collective.
+        Returns those that have arrived: see :meth:`ArenaWriter.check_received`."""
         holders, kept = self._peers(filling)
         me = filling.layout.member
         mine = filling.peer_blocks(me)
@@ -270,15 +282,17 @@ class RingExchange:
             filling.traffic.sent.update(sent)
 
     def _peers(self, filling: ArenaWriter) -> tuple[dict[int, int], dict[int, int]]:
-        """Ranks by member: of those that keep this rank's bytes, and of those whose bytes it keeps."""
+        """Ranks by member: of those that keep this rank's bytes, and of those whose bytes it
+        keeps."""
         ranks, placement, me = self._members, filling.layout.plan.placement, filling.layout.member
         return (
             {h: ranks[h] for h in placement.holders_of(me)[1:]},
             {m: ranks[m] for m in placement.kept_by(me)[1:]},
         )
 
-    # -- Gemini's traffic between nodes: all that a rank keeps, to another rank, over the network. It lands in
-    # memory that recovery knows nothing of; what that uses is the same in every variant.
+    # -- Gemini's traffic between nodes: all that a rank keeps, to another rank, over the network.
+    # It lands in memory that recovery knows nothing of; what that uses is the same in every
+    # variant.
 
     def agree(self, nbytes: int) -> None:
         """Tell all ranks how much this one keeps. Collective."""
@@ -337,7 +351,8 @@ class ArenaSet:
         self._remake = remake
         self.pin_secs = _PIN_SECS
         """Most that a version which must be taken waits for readers; others do not wait."""
-        self.limit_bytes = limit_bytes  # most bytes that this rank's arenas may take; None means what is free
+        # most bytes that this rank's arenas may take; None means what is free
+        self.limit_bytes = limit_bytes
         self._leftovers_removed = False
         self._arenas: dict[int, Arena] = {}
         self.slots = Slots.make(files.count, self._with_room(frozen))
@@ -346,13 +361,14 @@ class ArenaSet:
         self._unused: frozenset[int] = frozenset()
         self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
-        self.unsettled = False  # whether memory is reserved behind the next commit, which takes a while
+        # whether memory is reserved behind the next commit, which takes a while
+        self.unsettled = False
 
     def begin(
         self, label: VersionId, layout: GroupLayout, *, wait: bool, taken: Callable[[int], None]
     ) -> ArenaWriter:
-        """Choose a slot and bring it into state WRITING. ``taken`` is told which one before it is touched.
-        Raises ArenaError: every slot is in use."""
+        """Choose a slot and bring it into state WRITING. ``taken`` is told which one before it is
+        touched. Raises ArenaError: every slot is in use."""
         if self._skip_versions and not wait:
             self._skip_versions -= 1
             raise OutOfMemoryError("waiting before memory is asked for again")
@@ -385,8 +401,9 @@ class ArenaSet:
         return self._topology.coordinates[self._rank]
 
     def _with_room(self, frozen: Mapping[int, VersionId]) -> dict[int, VersionId]:
-        """Slots that hold the version being recovered. If these are all there are, as where files of two
-        ranks were exchanged, one is set aside, another rank's first: a version must find a place."""
+        """Slots that hold the version being recovered. If these are all there are, as where files
+        of two ranks were exchanged, one is set aside, another rank's first: a version must find a
+        place."""
         kept = dict(frozen)
         mine = [slot for slot in kept if slot < self._files.count]
         if len(mine) < self._files.count:
@@ -400,7 +417,8 @@ class ArenaSet:
             logger.warning("%s cannot be reserved: %s", paths[slot].name, error)
             return kept
         logger.warning(
-            "%s and all other slots of this rank hold the version that was recovered; it is kept as %s until "
+            "%s and all other slots of this rank hold the version that was recovered; it is kept "
+            "as %s until "
             "the next commit",
             *(paths[slot].name, aside.name),
         )
@@ -410,14 +428,20 @@ class ArenaSet:
     # -- what others may do to the files -----------------------------------------------------------
 
     def look_after(self) -> bool:
-        """Notice what has become of the files since the last version; what is lost is made anew (P3). Returns
-        whether something was lost: nobody may keep an arena mapped then."""
-        lost = {slot: cause for slot, arena in self._arenas.items() if (cause := arena.lost()) is not None}
+        """Notice what has become of the files since the last version; what is lost is made anew
+        (P3). Returns whether something was lost: nobody may keep an arena mapped then."""
+        lost = {
+            slot: cause
+            for slot, arena in self._arenas.items()
+            if (cause := arena.lost()) is not None
+        }
         for slot, cause in lost.items():
             self._lose(slot, cause)
         job_dir = self._files.job_dir
         if not job_dir.is_dir() and self._remake is not None:
-            logger.error("%s was removed, with all versions on this node; it is made again", job_dir)
+            logger.error(
+                "%s was removed, with all versions on this node; it is made again", job_dir
+            )
             self._remake()
         return bool(lost)
 
@@ -427,7 +451,8 @@ class ArenaSet:
         logger.error(
             "%s %s; it is made again. %s",
             *(arena.path, cause),
-            f"This rank's part of {self.slots.committed_label} was there: only its peers can restore that, "
+            f"This rank's part of {self.slots.committed_label} was there: only its peers can "
+            "restore that, "
             f"until the next version is committed"
             if protected
             else "It held no version that is needed",
@@ -443,9 +468,10 @@ class ArenaSet:
             self._leftovers_removed = False
 
     def reserve(self, layout: GroupLayout) -> str | None:
-        """Allocate and touch every slot that may be written now, so that no snapshot pays for it later (P9,
-        trap 17), and give back what another layout took there. What does not fit is refused when a version
-        needs it. Returns why a slot could not be reserved, if one could not."""
+        """Allocate and touch every slot that may be written now, so that no snapshot pays for it
+        later (P9, trap 17), and give back what another layout took there. What does not fit is
+        refused when a version needs it. Returns why a slot could not be reserved, if one could
+        not."""
         tried: list[int] = []
         pinned = False
         try:
@@ -455,7 +481,8 @@ class ArenaSet:
                     self._arena(slot, layout).unlock()
                 except OutOfMemoryError:
                     raise
-                except ArenaError as error:  # a reader has it; a version that needs it then asks again
+                # a reader has it; a version that needs it then asks again
+                except ArenaError as error:
                     logger.info("memory for snapshots: %s", error)
                     pinned = True
         except (ReftError, OSError, RuntimeError) as error:
@@ -468,8 +495,8 @@ class ArenaSet:
         return None
 
     def use(self, count: int) -> None:
-        """Hold so many versions from now on, at most those of the start: fewer free the memory of slots that
-        hold nothing that is needed (P3), of which there is always at least one."""
+        """Hold so many versions from now on, at most those of the start: fewer free the memory of
+        slots that hold nothing that is needed (P3), of which there is always at least one."""
         self._wanted = count
         self._unused = self.slots.given_up(count, self._unused)
         for slot in self._unused:
@@ -481,8 +508,8 @@ class ArenaSet:
                 self._files.path(slot).unlink(missing_ok=True)
 
     def settle(self, layout: GroupLayout) -> None:
-        """After a commit: reserve what could not be before, because it held the version of another layout
-        or incarnation that this one has replaced."""
+        """After a commit: reserve what could not be before, because it held the version of another
+        layout or incarnation that this one has replaced."""
         if self.unsettled:
             self.use(self._wanted)
             self.reserve(layout)
@@ -511,13 +538,15 @@ class ArenaSet:
         """All ranks have sealed the version: it counts, whether or not that can be noted here."""
         try:
             filling.arena.commit()
-            # What an earlier incarnation with more slots or more ranks left here. Only after a commit: until
-            # then one of them may hold the version that was recovered (P3).
+            # What an earlier incarnation with more slots or more ranks left here. Only after a
+            # commit: until then one of them may hold the version that was recovered (P3).
             if not self._leftovers_removed:
                 self._leftovers_removed = True
                 self._files.remove_leftovers(self._unused)
         except (ArenaError, OSError) as error:
-            logger.warning("the commit of step %d cannot be recorded: %s", filling.label.step, error)
+            logger.warning(
+                "the commit of step %d cannot be recorded: %s", filling.label.step, error
+            )
         finally:
             filling.arena.unlock()
 
@@ -564,8 +593,10 @@ class ArenaSet:
             return arena
         if self.limit_bytes is not None and wanted * self.count > self.limit_bytes:
             raise OutOfMemoryError(
-                f"{self.count} arenas of {wanted / 2**20:.1f} MiB need {wanted * self.count / 2**20:.1f} "
-                f"MiB, but reft.memory_limit_bytes leaves this rank {self.limit_bytes / 2**20:.1f} MiB; "
+                f"{self.count} arenas of {wanted / 2**20:.1f} MiB need "
+                f"{wanted * self.count / 2**20:.1f} "
+                "MiB, but reft.memory_limit_bytes leaves this rank "
+                f"{self.limit_bytes / 2**20:.1f} MiB; "
                 f"raise the limit, or lower reft.copies or reft.arenas (at least 2)"
             )
         if arena is not None:

@@ -8,10 +8,10 @@ plan without communication. A *stage image* is the logical bytes of one (pp, tp)
 - ``host``: what only this rank's host knows (RNG, schedulers, counters, client state), encoded,
   of variable length. It is owned like a partition.
 
-Under an erasure code (REFERENCE 1.5) a member also stores parity blocks of the replicated section, computed
-from its own replica, and the checksums of its replicated blocks go to its ring peers with its host block.
-Where the peers' optimizers are recomputed (AOR, REFERENCE 1.6) it also has room for the gradients of
-their partitions, behind everything that is part of the version.
+Under an erasure code (REFERENCE 1.5) a member also stores parity blocks of the replicated section,
+computed from its own replica, and the checksums of its replicated blocks go to its ring peers with
+its host block. Where the peers' optimizers are recomputed (AOR, REFERENCE 1.6) it also has room for
+the gradients of their partitions, behind everything that is part of the version.
 """
 
 from __future__ import annotations
@@ -77,12 +77,13 @@ class MemberPlan:
 
     member: int  # dp index
     own: tuple[PlacedBlock, ...]  # blocks of the member's own shard, partition and host state
-    # blocks kept for ring successors. Replicated ones are cut from the member's own replica; owned, host and
-    # checksum ones arrive from their owner.
+    # blocks kept for ring successors. Replicated ones are cut from the member's own replica; owned,
+    # host and checksum ones arrive from their owner.
     redundant: tuple[PlacedBlock, ...]
     data_bytes: int  # size of the arena's data region
     parity: tuple[PlacedBlock, ...] = ()  # parity blocks, encoded from the member's own replica
-    terms: Mapping[BlockKey, CodedBlock] = field(default_factory=dict)  # what each parity block is made of
+    # what each parity block is made of
+    terms: Mapping[BlockKey, CodedBlock] = field(default_factory=dict)
     # room for the gradients of the kept partitions; no part of the version
     gradients: tuple[PlacedBlock, ...] = ()
 
@@ -149,7 +150,9 @@ def shard_cuts(nbytes: int, parts: int) -> tuple[int, ...]:
     return tuple(min(nbytes, units * i // parts * ALIGNMENT_BYTES) for i in range(parts + 1))
 
 
-def cut_blocks(section: Section, member: int, start: int, stop: int, block_bytes: int) -> tuple[Block, ...]:
+def cut_blocks(
+    section: Section, member: int, start: int, stop: int, block_bytes: int
+) -> tuple[Block, ...]:
     """Cut the image range [start, stop) into blocks of at most ``block_bytes``."""
     return tuple(
         Block(BlockKey(section, member, i), offset, min(block_bytes, stop - offset))
@@ -160,17 +163,29 @@ def cut_blocks(section: Section, member: int, start: int, stop: int, block_bytes
 def make_shard_plan(
     sizes: SectionSizes, placement: GroupPlacement, block_bytes: int = 4 * 2**20
 ) -> ShardPlan:
-    """Build the plan of a sharding group: who keeps which bytes of every section. Raises ValueError if
-    ``block_bytes`` is not a positive multiple of 64."""
+    """Build the plan of a sharding group: who keeps which bytes of every section. Raises ValueError
+    if ``block_bytes`` is not a positive multiple of 64."""
     if block_bytes <= 0 or block_bytes % ALIGNMENT_BYTES:
-        raise ValueError(f"block_bytes is {block_bytes}; expected a positive multiple of {ALIGNMENT_BYTES}")
-    code = BlockCode(placement.code(), sizes.replicated_bytes, block_bytes) if placement.parities else None
-    own_blocks = [_own_blocks(sizes, placement.size, block_bytes, code, d) for d in range(placement.size)]
+        raise ValueError(
+            f"block_bytes is {block_bytes}; expected a positive multiple of {ALIGNMENT_BYTES}"
+        )
+    code = (
+        BlockCode(placement.code(), sizes.replicated_bytes, block_bytes)
+        if placement.parities
+        else None
+    )
+    own_blocks = [
+        _own_blocks(sizes, placement.size, block_bytes, code, d) for d in range(placement.size)
+    ]
     members = []
     for d in range(placement.size):
         kept = [b for m in placement.kept_by(d)[1:] for b in own_blocks[m]]
         if code is not None:
-            kept = [b for b in kept if b.key.section is not Section.REPLICATED or code.stores_copy(d, b.key)]
+            kept = [
+                b
+                for b in kept
+                if b.key.section is not Section.REPLICATED or code.stores_copy(d, b.key)
+            ]
         coded = code.parities(d) if code else ()
         own, offset = _lay_out(own_blocks[d], 0)
         redundant, offset = _lay_out(kept, offset)
@@ -180,7 +195,9 @@ def make_shard_plan(
             for m in (placement.kept_by(d)[1:] if sizes.recomputed else ())
         ]
         gradients, offset = _lay_out([b for blocks in arriving for b in blocks], offset)
-        members.append(MemberPlan(d, own, redundant, offset, parity, {c.key: c for c in coded}, gradients))
+        members.append(
+            MemberPlan(d, own, redundant, offset, parity, {c.key: c for c in coded}, gradients)
+        )
     return ShardPlan(sizes, placement, block_bytes, tuple(members), code)
 
 
@@ -189,12 +206,16 @@ def _own_blocks(
 ) -> tuple[Block, ...]:
     """What member ``d`` alone, or first, has to store."""
     owned = cut_blocks(Section.OWNED, d, 0, sizes.owned_bytes[d], block_bytes)
-    host = cut_blocks(Section.HOST, d, 0, sizes.host_bytes[d], max(block_bytes, sizes.host_bytes[d]))
+    host = cut_blocks(
+        Section.HOST, d, 0, sizes.host_bytes[d], max(block_bytes, sizes.host_bytes[d])
+    )
     if code is None:
         cuts = shard_cuts(sizes.replicated_bytes, count)
         return cut_blocks(Section.REPLICATED, d, cuts[d], cuts[d + 1], block_bytes) + owned + host
     shard = tuple(Block(c.key, c.start_bytes, c.nbytes) for c in code.data(d))
-    checksums = cut_blocks(Section.CHECKSUMS, d, 0, 8 * len(shard), max(block_bytes, 8 * len(shard)))
+    checksums = cut_blocks(
+        Section.CHECKSUMS, d, 0, 8 * len(shard), max(block_bytes, 8 * len(shard))
+    )
     return shard + owned + host + checksums
 
 
@@ -206,7 +227,7 @@ def _lay_out(blocks: Sequence[Block], offset: int) -> tuple[tuple[PlacedBlock, .
     return tuple(placed), offset
 
 
-# -- the plan that a group has agreed on ---------------------------------------------------------------
+# -- the plan that a group has agreed on -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -218,12 +239,13 @@ class LiveImages:
     signature: Hashable  # changes when the images would have other tensors
     # of the newest step, by member whose partition is recomputed here
     gradients: Mapping[int, SectionImage] = field(default_factory=dict)
-    # of one partition, if partitions are recomputed at all; the same on all members, and whether or not this
-    # rank keeps any under the scheme in force
+    # of one partition, if partitions are recomputed at all; the same on all members, and whether or
+    # not this rank keeps any under the scheme in force
     gradient_bytes: int = 0
 
     def write_counts(self) -> tuple[list[int], list[int]]:
-        """How often each tensor of both sections was written (:meth:`SectionImage.write_counts`)."""
+        """How often each tensor of both sections was written
+        (:meth:`SectionImage.write_counts`)."""
         return self.replicated.write_counts(), self.owned.write_counts()
 
     def written_since(self, counts: tuple[list[int], list[int]]) -> list[str]:
@@ -245,8 +267,9 @@ class GroupLayout:
 
     @cached_property
     def table(self) -> NDArray[np.void]:
-        """The packed entries of this member's blocks in arena order, :data:`reft.memory.header.TABLE`. Every
-        version fills in its checksums and the true lengths of the host blocks."""
+        """The packed entries of this member's blocks in arena order,
+        :data:`reft.memory.header.TABLE`. Every version fills in its checksums and the true lengths
+        of the host blocks."""
         sizes = self.plan.sizes
         entries = []
         for placed in self.mine.blocks:
@@ -284,8 +307,8 @@ def agree_on_layout(
     block_bytes: int,
     host_bytes: int,
 ) -> GroupLayout:
-    """Gather the section sizes of all ranks and plan this rank's group; equal on all its members. Collective
-    over all ranks."""
+    """Gather the section sizes of all ranks and plan this rank's group; equal on all its members.
+    Collective over all ranks."""
     gathered = control.gather_ints(
         [images.replicated.nbytes, images.owned.nbytes, host_bytes, images.gradient_bytes]
     )
@@ -308,7 +331,8 @@ def agree_on_layout(
 
 
 def layout_under(layout: GroupLayout, scheme: Scheme) -> GroupLayout:
-    """The same sections of the same group, protected in another way. Pure: every member plans the same."""
+    """The same sections of the same group, protected in another way. Pure: every member plans the
+    same."""
     old = layout.plan
     placement = replace(old.placement, copies=scheme.copies, parities=scheme.parities)
     return replace(layout, plan=make_shard_plan(old.sizes, placement, old.block_bytes))

@@ -1,13 +1,16 @@
-"""Asynchronous optimizer recomputing (AOR, REFERENCE 1.6): a ring peer's partition made anew on the host.
+"""Asynchronous optimizer recomputing (AOR, REFERENCE 1.6): a ring peer's partition made anew on the
+host.
 
-Version i of a kept partition is version i-1 of it, which lies in this rank's newest committed arena, and one
-step of its owner's optimizer with the gradients that were copied for version i. It is written straight into
-the arena of version i. Whether it became what the owner has is known before it is sealed: the owner's
-checksums come with every version, and blocks that differ, or could not be recomputed, are sent by the owner
-(:mod:`reft.snapshot.arenas`). A missed gradient or a spoilt replica so costs one transfer, and
-nothing else is ever restored (P5).
+Version i of a kept partition is version i-1 of it, which lies in this rank's newest committed
+arena, and one step of its owner's optimizer with the gradients that were copied for version i. It
+is written straight into the arena of version i. Whether it became what the owner has is known
+before it is
+sealed: the owner's checksums come with every version, and blocks that differ, or could not be
+recomputed, are sent by the owner (:mod:`reft.snapshot.arenas`). A missed gradient or a spoilt
+replica so costs one transfer, and nothing else is ever restored (P5).
 
-Device and host kernels must agree to the last bit: fused Adam on a GPU does not, :mod:`reft.optim` does.
+Device and host kernels must agree to the last bit: fused Adam on a GPU does not, :mod:`reft.optim`
+does.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from reft.state.catalogue import SectionImage, TensorSpec
 logger = logging.getLogger(__name__)
 
 _IN_VAIN = 20
-"""Versions in a row of which nothing that was recomputed could be kept, after which that is said."""
+"""Versions in a row of which nothing that was recomputed could be kept, after which that is
+said."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,11 @@ class PeerOptimizers:
         self._refused_steps: Counter[int] = Counter()
         self._in_vain = False
 
-    def recompute(self, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None) -> None:
-        """Write the kept partitions of a version whose gradients have been copied. What could not be made
-        stays as it is: it is asked for from its owner."""
+    def recompute(
+        self, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None
+    ) -> None:
+        """Write the kept partitions of a version whose gradients have been copied. What could not
+        be made stays as it is: it is asked for from its owner."""
         began, cpu = time.perf_counter(), time.thread_time()
         for member in _kept(filling, images):
             try:
@@ -70,10 +76,16 @@ class PeerOptimizers:
         self.stats.cpu_secs += time.thread_time() - cpu
 
     def compare(self, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None) -> None:
-        """The owners' checksums are known: count what became what its owner has, and what did not (P5)."""
+        """The owners' checksums are known: count what became what its owner has, and what did not
+        (P5)."""
         for member in _kept(filling, images):
             replica = self.replicas.get(member)
-            if replica is None or replica.stale or replica.number != filling.label.step or step is None:
+            if (
+                replica is None
+                or replica.stale
+                or replica.number != filling.label.step
+                or step is None
+            ):
                 continue
             try:
                 # The host block and the checksums always come from the owner.
@@ -100,8 +112,10 @@ class PeerOptimizers:
             return
         self._in_vain = True
         logger.warning(
-            "recomputing gains nothing at step %d: the partition of member %d was copied from its owner %d "
-            'times in a row. Leave "+aor" out of reft.protection; or, if the owner uses different kernels '
+            "recomputing gains nothing at step %d: the partition of member %d was copied from its "
+            "owner %d "
+            'times in a row. Leave "+aor" out of reft.protection; or, if the owner uses different '
+            "kernels "
             "from this host, train with reft.ExactAdam",
             filling.label.step,
             member,
@@ -154,8 +168,9 @@ class PeerOptimizers:
         return replica
 
     def _failed(self, member: int, filling: ArenaWriter, error: Exception) -> None:
-        """Whatever it was: peers wait for this rank in the exchange, so that nothing may leave here. What is
-        no error of ours, and so perhaps a mistake, is told with where it came from, once per class."""
+        """Whatever it was: peers wait for this rank in the exchange, so that nothing may leave
+        here. What is no error of ours, and so perhaps a mistake, is told with where it came from,
+        once per class."""
         if isinstance(error, StaleReplicaError):
             cause, detail = "its optimizer cannot follow", str(error)
         elif isinstance(error, ReftError):
@@ -185,13 +200,13 @@ class PeerOptimizers:
 
 
 def _kept(filling: ArenaWriter, images: LiveImages) -> dict[int, SectionImage]:
-    """Gradients by member: of those whose partitions the version keeps. A switch of the protection changes
-    the layout first and what is captured from the next step on."""
+    """Gradients by member: of those whose partitions the version keeps. A switch of the protection
+    changes the layout first and what is captured from the next step on."""
     kept = filling.layout.plan.placement.kept_by(filling.layout.member)
     return {m: image for m, image in images.gradients.items() if m in kept}
 
 
-# --- bytes of an image as tensors --------------------------------------------------------------------
+# --- bytes of an image as tensors -----------------------------------------------------------------
 
 
 def _views(memory: torch.Tensor, image: SectionImage) -> dict[str, torch.Tensor]:
@@ -207,7 +222,8 @@ def _view(memory: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 
 
 def _replica_tensors(memory: torch.Tensor, owned: SectionImage) -> list[ReplicaTensors]:
-    """Master and moments of every group. Partitions of a group are equal in size and order on all members."""
+    """Master and moments of every group. Partitions of a group are equal in size and order on all
+    members."""
     views = _views(memory, owned)
     groups = sum(name.startswith("master.") for name in views)
     if len(views) == groups:
@@ -219,7 +235,8 @@ def _replica_tensors(memory: torch.Tensor, owned: SectionImage) -> list[ReplicaT
     steps = {f"optimizer.{g}.0.step" for g in range(groups)}
     if set(views) - steps != expected:
         raise UnsupportedStateError(
-            f"the partition holds {sorted(views)}; expected one fp32 master and the moments exp_avg and "
+            f"the partition holds {sorted(views)}; expected one fp32 master and the moments "
+            "exp_avg and "
             f"exp_avg_sq for each of {groups} groups"
         )
     return [

@@ -1,14 +1,15 @@
-"""When, within a training step, the device of a pipeline stage waits, and which bytes are copied when:
-hierarchical asynchronous snapshotting (HAS, REFT). Pure.
+"""When, within a training step, the device of a pipeline stage waits, and which bytes are copied
+when: hierarchical asynchronous snapshotting (HAS, REFT). Pure.
 
 Copies that run inside a window cost nothing. Three ways to find windows:
 
 - ``paper``: the length that Algorithm 1 prints, laid over the places where the stage really waits;
-- ``analytic``: the true idle time of 1F1B with equal stages and free transfers, in DeepSpeed's order;
+- ``analytic``: the true idle time of 1F1B with equal stages and free transfers, in DeepSpeed's
+  order;
 - ``profiled``: what was measured (``reft profile``, or the hook while the job runs).
 
-``benchmarks/simulator`` is the judge: for equal stages and free transfers ``analytic`` equals what the
-discrete-event simulator finds, window by window.
+``benchmarks/simulator`` is the judge: for equal stages and free transfers ``analytic`` equals what
+the discrete-event simulator finds, window by window.
 
 The plan: windows, bytes and bandwidths in, a frozen plan out (Algorithm 1, with the repairs that
 ``docs/how-it-works.md`` lists). The tiers, in this order:
@@ -17,9 +18,9 @@ The plan: windows, bytes and bandwidths in, a frozen plan out (Algorithm 1, with
 2. beside computation, at a bounded share of its time;
 3. beside communication, only where training and snapshots use separate links.
 
-The deadline is the next optimizer step. What fits no tier cannot be spread over several iterations, as
-a version is the state after exactly one step: the optimizer step waits for it, or snapshots are taken
-less often, or the rest is staged on the device (:class:`Overflow`).
+The deadline is the next optimizer step. What fits no tier cannot be spread over several iterations,
+as a version is the state after exactly one step: the optimizer step waits for it, or snapshots are
+taken less often, or the rest is staged on the device (:class:`Overflow`).
 """
 
 from __future__ import annotations
@@ -55,15 +56,16 @@ class Window:
     kind: WindowKind  # why the stage waits
     start_secs: float  # begin, counted from the begin of the stage's first instruction of the step
     stop_secs: float  # end, on the same clock
-    # index, in the stage's flattened instruction stream of one step, of the instruction in whose call the
-    # device waits (a receive, a reduction); the window opens right before it. The drain opens before the
-    # first reduction after the last backward.
+    # index, in the stage's flattened instruction stream of one step, of the instruction in whose
+    # call the device waits (a receive, a reduction); the window opens right before it. The drain
+    # opens before the first reduction after the last backward.
     position: int
 
     def __post_init__(self) -> None:
         if self.stop_secs < self.start_secs:
             raise ConfigError(
-                f"a window must not end before it starts: {self.start_secs} to {self.stop_secs} seconds"
+                f"a window must not end before it starts: {self.start_secs} to {self.stop_secs} "
+                "seconds"
             )
         if self.position < 0:
             raise ConfigError(f"a window's position is an index from 0; got {self.position}")
@@ -119,7 +121,9 @@ class AnalyticEstimator:
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
         if not 0 <= stage_id < self.stages:
-            raise ConfigError(f"stage {stage_id} is not one of the pipeline's stages 0 to {self.stages - 1}")
+            raise ConfigError(
+                f"stage {stage_id} is not one of the pipeline's stages 0 to {self.stages - 1}"
+            )
         return tuple(w for w in self._all_windows(stage_id) if w.length_secs > 0)
 
     def _all_windows(self, p: int) -> Iterator[Window]:
@@ -136,7 +140,9 @@ class AnalyticEstimator:
             warm_up_ends = (p + min(m, stages - p)) * t_f
             yield Window(WindowKind.MID, warm_up_ends, backward_begins(0), receives[0])
         for j in range(m - min(stages - 1 - p, m - 1), m):
-            yield Window(WindowKind.COOL_DOWN, backward_begins(j) - t_f, backward_begins(j), receives[j])
+            yield Window(
+                WindowKind.COOL_DOWN, backward_begins(j) - t_f, backward_begins(j), receives[j]
+            )
         last_ends = backward_begins(m - 1) + t_b
         yield Window(WindowKind.DRAIN, last_ends, last_ends + p * t_b, tail)
 
@@ -145,9 +151,9 @@ def paper_windows(pipeline: AnalyticEstimator, stage_id: int) -> tuple[Window, .
     """The bubble of REFT's Algorithm 1: ``T_bubble = (2.8 P - p - 2) * T_fw,bw``.
 
     As printed the formula holds P and \\|P\\|, which are both the number of stages, and gives a
-    length only, no places. With T_fw,bw = t_f + t_b it is 1.85 to 3.6 times the true idle time (P = 2 to
-    16), so that copies run on into computation; with t_f alone, and t_b = 1.8 t_f, it would be the true idle
-    time without the leading fill, plus 0.8 t_f.
+    length only, no places. With T_fw,bw = t_f + t_b it is 1.85 to 3.6 times the true idle time (P =
+    2 to 16), so that copies run on into computation; with t_f alone, and t_b = 1.8 t_f, it would be
+    the true idle time without the leading fill, plus 0.8 t_f.
 
     The length is laid over the places where the stage really waits (those of
     :class:`AnalyticEstimator`, without the fill) in their order and in proportion to their true
@@ -155,7 +161,9 @@ def paper_windows(pipeline: AnalyticEstimator, stage_id: int) -> tuple[Window, .
     A pipeline of one stage waits nowhere and has no windows, whatever the formula says.
     """
     places = [w for w in pipeline.windows(stage_id) if w.kind is not WindowKind.FILL]
-    total_secs = (2.8 * pipeline.stages - stage_id - 2) * (pipeline.forward_secs + pipeline.backward_secs)
+    total_secs = (2.8 * pipeline.stages - stage_id - 2) * (
+        pipeline.forward_secs + pipeline.backward_secs
+    )
     true_secs = sum(w.length_secs for w in places)
     laid: list[Window] = []
     for place in places:
@@ -211,7 +219,8 @@ class InstructionRecord:
 class ChunkRecord:
     """One piece of state that was copied."""
 
-    tier: int  # 1 in a bubble, 2 beside computation, 3 beside communication; 0 at the fence or forced
+    # 1 in a bubble, 2 beside computation, 3 beside communication; 0 at the fence or forced
+    tier: int
     nbytes: int
     begin_secs: float
     end_secs: float
@@ -226,8 +235,8 @@ class StepTrace:
     step: int  # global step after it (``engine.global_steps``)
     rank: int
     stage_id: int
-    # begin_secs, end_secs: when the engine began to execute the schedule, and when the step boundary had been
-    # handled
+    # begin_secs, end_secs: when the engine began to execute the schedule, and when the step
+    # boundary had been handled
     begin_secs: float
     end_secs: float
     instructions: tuple[InstructionRecord, ...]  # in order of execution
@@ -247,10 +256,10 @@ _LONGEST_INTERVAL = 2**62
 class Overflow(StrEnum):
     """What happens with bytes that fit no tier.
 
-    STALL: the optimizer step waits until they are copied. INTERVAL: snapshots are taken less often, so
-    that the wait costs no more than the allowed overhead. STAGING: a copy on the device at the deadline,
-    drained in the following iterations (CheckFreq's GPU mode). For state that lies in host memory a
-    staging copy takes as long as the copy itself and gains nothing.
+    STALL: the optimizer step waits until they are copied. INTERVAL: snapshots are taken less often,
+    so that the wait costs no more than the allowed overhead. STAGING: a copy on the device at the
+    deadline, drained in the following iterations (CheckFreq's GPU mode). For state that lies in
+    host memory a staging copy takes as long as the copy itself and gains nothing.
     """
 
     STALL = "stall"
@@ -260,8 +269,8 @@ class Overflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A stretch of one step in which the device computes, or the network is busy; ``position``: of the
-    communication instruction, where a gate is to act on it."""
+    """A stretch of one step in which the device computes, or the network is busy; ``position``: of
+    the communication instruction, where a gate is to act on it."""
 
     start_secs: float
     stop_secs: float
@@ -293,10 +302,13 @@ class Bandwidth:
 class HasLimits:
     """What HAS may do."""
 
-    compute_share: float = 0.0  # most of the computing time that copies may run beside (tier 2), 0 to 1
-    separate_links: bool = False  # training and snapshots do not share a link, so that tier 3 is allowed
+    # most of the computing time that copies may run beside (tier 2), 0 to 1
+    compute_share: float = 0.0
+    # training and snapshots do not share a link, so that tier 3 is allowed
+    separate_links: bool = False
     overflow: Overflow = Overflow.STALL  # what to do with the rest
-    max_overhead: float = 0.03  # allowed overhead, as a part of the training time; sets the advised interval
+    # allowed overhead, as a part of the training time; sets the advised interval
+    max_overhead: float = 0.03
     staging_bytes: int = 0  # memory that a staging copy may take on the device
 
 
@@ -327,8 +339,8 @@ class HasSchedule:
     computing: tuple[PlannedBytes, ...]  # computing, communicating: tiers 2 and 3
     communicating: tuple[PlannedBytes, ...]
     step_secs: float  # length of an iteration without snapshots
-    # left_over_bytes, left_over_secs: what fits no tier before the optimizer step, and how long that would
-    # wait
+    # left_over_bytes, left_over_secs: what fits no tier before the optimizer step, and how long
+    # that would wait
     left_over_bytes: int
     left_over_secs: float
     advised_interval_steps: int  # the smallest interval that keeps within the allowed overhead
@@ -361,7 +373,9 @@ class HasSchedule:
 
     def beside_communication(self) -> dict[int, int]:
         """Bytes by position of the communication instruction; none where tiers 1 and 2 suffice."""
-        return {p.position: p.nbytes for p in self.communicating if p.position is not None and p.nbytes}
+        return {
+            p.position: p.nbytes for p in self.communicating if p.position is not None and p.nbytes
+        }
 
 
 def plan_schedule(
@@ -378,8 +392,8 @@ def plan_schedule(
     """Distribute one rank's bytes over the tiers of one iteration.
 
     Args:
-        sections: bytes to copy by section, replicated and owned ones alike: what this rank really copies
-            (shard and redundancy), not the whole stage.
+        sections: bytes to copy by section, replicated and owned ones alike: what this rank really
+            copies (shard and redundancy), not the whole stage.
         windows: of this stage, in order of time.
         bandwidth: bytes per second in each situation.
         step_secs: an iteration without snapshots; the optimizer step at its end is the deadline.
@@ -429,7 +443,9 @@ def advised_interval(stall_secs: float, step_secs: float, max_overhead: float) -
     if stall_secs <= 0 or step_secs <= 0:
         return 1
     if max_overhead <= 0:
-        raise ConfigError(f"the allowed overhead is {max_overhead}; write a part above 0, such as 0.03")
+        raise ConfigError(
+            f"the allowed overhead is {max_overhead}; write a part above 0, such as 0.03"
+        )
     return max(1, math.ceil(min(_LONGEST_INTERVAL, stall_secs / max_overhead / step_secs)))
 
 
@@ -447,7 +463,8 @@ def _room(tier: int, at: Window | Interval, bytes_per_sec: float, kind: str) -> 
 def _fill(
     rooms: Sequence[PlannedBytes], nbytes: int, *, evenly: bool = False
 ) -> tuple[tuple[PlannedBytes, ...], int]:
-    """Put ``nbytes`` into rooms, the earliest first or all to the same degree; also what is left."""
+    """Put ``nbytes`` into rooms, the earliest first or all to the same degree; also what is
+    left."""
     total, rest = sum(room.capacity_bytes for room in rooms), nbytes
     filled: list[PlannedBytes] = []
     for room in rooms:

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 class ByteKind(StrEnum):
     """What a byte is.
 
-    ``SHARD``: of this rank's own shard of the replicated section. ``COPIES``: of other members' shards, cut
-    from the own replica. ``PARITY``: encoded from it. ``OWNED``: of the ZeRO partition. ``HOST_STATE``: what
-    only the host knows. ``CHECKSUMS``: eight bytes a block, and the length of the host state, with which
-    peers verify. ``GRADIENTS``: of ring peers' partitions, from which these are recomputed. ``MIRROR``:
-    everything once more, under the baseline ``inter_node``.
+    ``SHARD``: of this rank's own shard of the replicated section. ``COPIES``: of other members'
+    shards, cut from the own replica. ``PARITY``: encoded from it. ``OWNED``: of the ZeRO partition.
+    ``HOST_STATE``: what only the host knows. ``CHECKSUMS``: eight bytes a block, and the length of
+    the host state, with which peers verify. ``GRADIENTS``: of ring peers' partitions, from which
+    these are recomputed. ``MIRROR``: everything once more, under the baseline ``inter_node``.
     """
 
     SHARD = "shard"
@@ -60,8 +60,8 @@ class Traffic:
 
     # copied from the device, or written by the host, to this rank's arena
     to_host: Counter[ByteKind] = field(default_factory=Counter)
-    # sent to ranks on other nodes, once for each of them. What goes to another rank of the same node is not
-    # counted, nor is the byte a block by which peers say what they lack (AOR).
+    # sent to ranks on other nodes, once for each of them. What goes to another rank of the same
+    # node is not counted, nor is the byte a block by which peers say what they lack (AOR).
     sent: Counter[ByteKind] = field(default_factory=Counter)
 
     def add(self, other: Traffic) -> None:
@@ -79,7 +79,8 @@ def _bytes(counted: Counter[ByteKind]) -> dict[str, int]:
 
 
 class Samples(deque[float]):
-    """The newest values, in order of arrival; the median is asked for with every commit, by any thread."""
+    """The newest values, in order of arrival; the median is asked for with every commit, by any
+    thread."""
 
     def __init__(self, most: int = 512) -> None:
         super().__init__(maxlen=most)
@@ -127,12 +128,13 @@ class SnapshotStats:
     total_traffic: Traffic = field(default_factory=Traffic)
     # what became of the partitions that are recomputed for ring peers
     recompute: RecomputeStats = field(default_factory=RecomputeStats)
-    # bytes copied in bubbles (1), beside computation (2), beside communication (3), and while training waited
-    # (0)
+    # bytes copied in bubbles (1), beside computation (2), beside communication (3), and while
+    # training waited (0)
     tier_bytes: Counter[int] = field(default_factory=Counter)
     staged: int = 0  # versions of which a part was staged on the device and drained later
     staged_bytes: int = 0  # bytes of these parts
-    drain_secs: Samples = field(default_factory=Samples)  # seconds each of them took to drain, the newest 512
+    # seconds each of them took to drain, the newest 512
+    drain_secs: Samples = field(default_factory=Samples)
     # seconds the training thread spent on each snapshot (capture and fence), the newest 512
     stalls_secs: Samples = field(default_factory=Samples)
     # seconds each copy took on the worker thread, the newest 512
@@ -204,7 +206,8 @@ class PeerErrors:
         self._pending = deque[str](maxlen=_PASSED_ON)
 
     def record(self, what: str, error: Exception) -> None:
-        """Log an error once per cause, with a traceback unless it is one that reft raises itself."""
+        """Log an error once per cause, with a traceback unless it is one that reft raises
+        itself."""
         cause = f"{what}: {type(error).__name__}: {error}"
         known = re.sub(r"\d+", "0", cause)  # the same cause names another step every time
         with self._lock:
@@ -213,10 +216,13 @@ class PeerErrors:
                 self._logged.append(known)
                 self._pending.append(cause[:_CHARACTERS])
         if is_new:
-            logger.warning("%s", cause, exc_info=None if isinstance(error, ReftError | OSError) else error)
+            logger.warning(
+                "%s", cause, exc_info=None if isinstance(error, ReftError | OSError) else error
+            )
 
     def run_guarded(self, what: str, act: Callable[[], object]) -> None:
-        """Run ``act``, on which the protocol of the versions does not depend, and record its error."""
+        """Run ``act``, on which the protocol of the versions does not depend, and record its
+        error."""
         try:
             act()
         except Exception as error:

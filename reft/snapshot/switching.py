@@ -1,19 +1,21 @@
-"""Changing the protection while the job runs, at one version boundary on all ranks: by order, or for want of
-memory.
+"""Changing the protection while the job runs, at one version boundary on all ranks: by order, or
+for want of memory.
 
-An order (:mod:`reft.node.client`) on any node travels in the votes of the versions, and so does how far
-each rank would go down the ladder (:mod:`reft.protect.placement`) for the memory its node has left; every
-rank hears the newest order and the lowest level from the same vote. Once that version is through the
-protocol the worker threads, and only they,
+An order (:mod:`reft.node.client`) on any node travels in the votes of the versions, and so does how
+far each rank would go down the ladder (:mod:`reft.protect.placement`) for the memory its node has
+left; every rank hears the newest order and the lowest level from the same vote. Once that version
+is through the protocol the worker threads, and only they,
 
-1. agree on the order's text and check that the scheme suits the group and that its arenas fit on every node;
-2. reserve arenas of the new size in every slot but that of the newest committed version, which stays as it
+1. agree on the order's text and check that the scheme suits the group and that its arenas fit on
+  every node;
+2. reserve arenas of the new size in every slot but that of the newest committed version, which
+  stays as it
    is and recoverable until a version under the new scheme is committed (P3);
 3. say on every node what is in force now, for ``reft status`` and for the next start.
 
-An order that does not fit is refused on all ranks before anything is given up (P9). Training waits for none
-of this: a version that would begin meanwhile is skipped and counted. A kill at any point leaves arenas that
-each say what they hold, and records of which the newest counts.
+An order that does not fit is refused on all ranks before anything is given up (P9). Training waits
+for none of this: a version that would begin meanwhile is skipped and counted. A kill at any point
+leaves arenas that each say what they hold, and records of which the newest counts.
 """
 
 from __future__ import annotations
@@ -50,15 +52,16 @@ _NEVER = 2**62
 
 CALM_SECS = 10.0
 _MOST_CALMS = 64
-_ROOM_AFTER_RISE = 1.5  # a level up must leave so many margins free, so that it is not given up at once
+# a level up must leave so many margins free, so that it is not given up at once
+_ROOM_AFTER_RISE = 1.5
 
 
 class MemoryGuard:
     """Which level one rank wants, from how much memory its node has left.
 
-    Down at once when less than the margin is free, a level at a time. Up when the next level would leave half
-    as much again as the margin, and has for ``calm_secs``; that while doubles whenever what came back had to
-    be given up again."""
+    Down at once when less than the margin is free, a level at a time. Up when the next level would
+    leave half as much again as the margin, and has for ``calm_secs``; that while doubles whenever
+    what came back had to be given up again."""
 
     def __init__(self, margin_bytes: int, calm_secs: float = CALM_SECS) -> None:
         self.margin_bytes = margin_bytes
@@ -69,9 +72,9 @@ class MemoryGuard:
     def wanted_level(
         self, level: int, levels: int, free_bytes: int, growth: Callable[[], int], now: float
     ) -> int:
-        """The level to be on. ``level``: the one in force; 0 is what is wanted. ``levels``: of the ladder.
-        ``free_bytes``: memory of the node that nobody has taken. ``growth``: bytes that the node would
-        take for the next level up. ``now``: seconds of a monotonic clock."""
+        """The level to be on. ``level``: the one in force; 0 is what is wanted. ``levels``: of the
+        ladder. ``free_bytes``: memory of the node that nobody has taken. ``growth``: bytes that the
+        node would take for the next level up. ``now``: seconds of a monotonic clock."""
         if free_bytes < self.margin_bytes:
             self._calm_since = None
             return min(level + 1, levels - 1)
@@ -107,7 +110,9 @@ class MemoryBudget:
     margin: int  # that must stay free on its node if more is taken
 
     @classmethod
-    def of(cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0) -> MemoryBudget:
+    def of(
+        cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0
+    ) -> MemoryBudget:
         """What ``count`` arenas of a layout would take."""
         limit = _NO_LIMIT if arenas.limit_bytes is None else arenas.limit_bytes
         needed = arenas.needed_bytes(layout, count)
@@ -129,13 +134,14 @@ class MemoryBudget:
 
 
 def agree_on_room(control: ControlGroup, topology: Topology, room: MemoryBudget) -> str | None:
-    """What is missing on the first rank or node that lacks memory, in words; None where all have enough.
-    Collective; the same on all ranks. Nodes may differ in what must stay free."""
+    """What is missing on the first rank or node that lacks memory, in words; None where all have
+    enough. Collective; the same on all ranks. Nodes may differ in what must stay free."""
     rooms = [MemoryBudget(*values) for values in control.gather_ints(astuple(room))]
     for rank, found in enumerate(rooms):
         if found.over_limit:
             return (
-                f"needs {_mib(found.needed)} for the arenas of rank {rank}, but reft.memory_limit_bytes "
+                f"needs {_mib(found.needed)} for the arenas of rank {rank}, but "
+                "reft.memory_limit_bytes "
                 f"leaves it {_mib(found.limit)}"
             )
     for node in dict.fromkeys(topology.nodes):
@@ -144,7 +150,8 @@ def agree_on_room(control: ControlGroup, topology: Topology, room: MemoryBudget)
         free, margin = min(r.free for r in there), max(r.margin for r in there)
         if more > 0 and more > free - margin:
             return (
-                f"needs {_mib(more)} more than now on node {node}, where {_mib(free)} are free, of which "
+                f"needs {_mib(more)} more than now on node {node}, where {_mib(free)} are free, "
+                "of which "
                 f"reft.memory_margin_bytes keeps {_mib(margin)}"
             )
     return None
@@ -182,11 +189,17 @@ class ActiveProtection:
         return self.heard_order > self.order
 
     def targets(self, levels: int) -> Sequence[int]:
-        """Levels to try, until all ranks move: up one alone, down past those that cannot be reserved."""
-        return (self.heard_level,) if self.heard_level < self.level else range(self.heard_level, levels)
+        """Levels to try, until all ranks move: up one alone, down past those that cannot be
+        reserved."""
+        return (
+            (self.heard_level,)
+            if self.heard_level < self.level
+            else range(self.heard_level, levels)
+        )
 
     def moves(self, failed: Sequence[bool]) -> bool:
-        """Whether the ranks use what they have tried, given of every rank whether it could not reserve its
+        """Whether the ranks use what they have tried, given of every rank whether it could not
+        reserve its
         arenas: all of them do, or none."""
         return not any(failed)
 
@@ -199,7 +212,8 @@ class ActiveProtection:
         return replace(self, level=level, heard_level=level)
 
     def resync(self, order: int, levels: int) -> ActiveProtection:
-        """The ranks have come together again. How far down the ladder is found out anew with the layout."""
+        """The ranks have come together again. How far down the ladder is found out anew with the
+        layout."""
         return self.followed(order).now_on(min(self.level, levels - 1))
 
 
@@ -289,9 +303,9 @@ class SchemeSwitch:
         return max(self.record.number, order.number if order is not None else 0)
 
     def wanted_level(self, layout: GroupLayout | None) -> int:
-        """The level that this rank would be on, by the memory its node has left: what it says in a vote.
-        Looked at now and then, and only once a version is committed under what is in force: what the last
-        change gave back is not free before."""
+        """The level that this rank would be on, by the memory its node has left: what it says in a
+        vote. Looked at now and then, and only once a version is committed under what is in force:
+        what the last change gave back is not free before."""
         now = time.monotonic()
         if layout is not None and self.settled and now - self._looked >= self._keeping.look_secs:
             self._looked = now
@@ -327,8 +341,9 @@ class SchemeSwitch:
     # -- changes, collective -----------------------------------------------------------------------
 
     def resync(self) -> None:
-        """The ranks have come together again: some may have carried out what others have not. The newest
-        record counts; how far down the ladder is found out anew with the layout (:meth:`fit`)."""
+        """The ranks have come together again: some may have carried out what others have not. The
+        newest record counts; how far down the ladder is found out anew with the layout
+        (:meth:`fit`)."""
         gathered = self._control.gather_bytes(json.dumps(self.record.to_json()).encode())
         records = [ProtectionRecord.from_json(json.loads(data)) for data in gathered]
         newest = max(records, key=lambda r: (r.number, r.step))
@@ -342,8 +357,8 @@ class SchemeSwitch:
         self._above = None
 
     def fit(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
-        """A new layout, planned for what is wanted: take the first level that every node has memory for, or
-        the last. Collective; nothing is reserved yet."""
+        """A new layout, planned for what is wanted: take the first level that every node has memory
+        for, or the last. Collective; nothing is reserved yet."""
         cause = None
         for level in self._ladder:
             found = self._under(layout, level)
@@ -365,8 +380,9 @@ class SchemeSwitch:
             return MemoryBudget(needed, 0, 0, _NO_LIMIT, self._keeping.margin_bytes)
 
     def carry_out(self, label: VersionId, layout: GroupLayout | None) -> GroupLayout | None:
-        """Do what is due, between two versions; returns the layout to go on with. ``label``: the version
-        after which the change takes place. ``layout``: in force; None before the first version."""
+        """Do what is due, between two versions; returns the layout to go on with. ``label``: the
+        version after which the change takes place. ``layout``: in force; None before the first
+        version."""
         if self.in_force.ordered:
             return self._follow_order(label, layout)
         if layout is None:
@@ -401,8 +417,8 @@ class SchemeSwitch:
         return new or layout
 
     def _change_level(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
-        """Go down, past levels that cannot be reserved; or up, since there is room again on every node, it
-        seems."""
+        """Go down, past levels that cannot be reserved; or up, since there is room again on every
+        node, it seems."""
         down = self.in_force.heard_level > self.in_force.level
         degraded = self.record.degraded
         why = self._why_short(layout) if down else degraded.cause if degraded is not None else None
@@ -429,13 +445,18 @@ class SchemeSwitch:
         before = arenas.count
         arenas.use(level.arenas)
         problem = arenas.reserve(new)
-        failed = [bool(values[0]) for values in self._control.gather_ints([int(problem is not None)])]
+        failed = [
+            bool(values[0]) for values in self._control.gather_ints([int(problem is not None)])
+        ]
         if self.in_force.moves(failed):
             return None, new
         arenas.use(before)
         arenas.reserve(layout)
         nodes = sorted({n for n, bad in zip(self._topology.nodes, failed, strict=True) if bad})
-        return f"memory could not be reserved on {', '.join(nodes)}: {problem or 'see their logs'}", None
+        return (
+            f"memory could not be reserved on {', '.join(nodes)}: {problem or 'see their logs'}",
+            None,
+        )
 
     def _why_short(self, layout: GroupLayout) -> str:
         room = self._room(layout, self._arenas.count)
@@ -457,7 +478,8 @@ class SchemeSwitch:
         return level != before
 
     def _publish(self, label: VersionId, cause: str | None) -> None:
-        """Note what is in force since the version after ``label``, and why it is not what is wanted."""
+        """Note what is in force since the version after ``label``, and why it is not what is
+        wanted."""
         level = self._ladder[self.in_force.level]
         degraded = None
         if self.in_force.level:
@@ -481,6 +503,8 @@ class SchemeSwitch:
 
     def _agree_on_order(self) -> ProtectionRequest:
         """The newest that any rank knows of."""
-        order = (self._orders.newest() if self._orders is not None else None) or ProtectionRequest(0, "")
+        order = (self._orders.newest() if self._orders is not None else None) or ProtectionRequest(
+            0, ""
+        )
         told = self._control.gather_bytes(json.dumps(astuple(order)).encode())
         return ProtectionRequest(*max(json.loads(data) for data in told))

@@ -3,13 +3,15 @@
     queued ─► copying ─► copied ─► (drained) ─► sealed ─► committed
        └─────────┴──────────┴───────────┴──────────┴────► abandoned (cause)
 
-``step(state, event)`` gives the next state and the effects to carry out. In production the training thread
-and the snapshot worker drive it (:mod:`reft.snapshot.worker`). The model in tests/snapshot/version_model.py
-drives the same function through every order of events, with an error at every task and every effect and a
-crash after every transition. Nothing here reads a clock, a file or the network. First come the words
-(versions, tasks, events, effects) and the slots, then the rules that connect them.
+``step(state, event)`` gives the next state and the effects to carry out. In production the training
+thread and the snapshot worker drive it (:mod:`reft.snapshot.worker`). The model in
+tests/snapshot/version_model.py drives the same function through every order of events, with an
+error at every task and every effect and a crash after every transition. Nothing here reads a clock,
+a file or the network. First come the words (versions, tasks, events, effects) and the slots, then
+the rules that connect them.
 
-All ranks take the same versions in the same order, one at a time, and are in lock step at two votes:
+All ranks take the same versions in the same order, one at a time, and are in lock step at two
+votes:
 
 1. a rank that may copies the version into a slot; vote "copied";
 2. if all did: exchange with the ring peers, hash, seal the slot; vote "sealed" (the prepare phase);
@@ -20,25 +22,25 @@ Who owns what:
 - **The live tensors** belong to training, except while :attr:`Version.holds_training`.
 - **A slot** belongs to the version that is WRITING or SEALED in it, then to the newest commit.
   :meth:`Slots.choose` alone says which one may be written, :meth:`Slots.given_up` which may go.
-- **The permit to copy** (the gate of the windows) is held from the hand-over of a paced version until
-  nothing of it is left to copy: effects :class:`EnterGate` and :class:`LeaveGate`.
+- **The permit to copy** (the gate of the windows) is held from the hand-over of a paced version
+  until nothing of it is left to copy: effects :class:`EnterGate` and :class:`LeaveGate`.
 - **The cause** why a version is not committed is set once, here, and told once (:class:`GiveUp`).
 
 How the promises are kept:
 
-- **P2** A version that is not wholly copied when the tensors change (:attr:`Signal.TENSORS_CHANGE`) gets a
-  cause, at the latest then, and no rank votes_yes a version that has a cause: what is committed was read from
-  one state. A script may write tensors between the boundary and that signal. So a slot is recorded SEALED,
-  which a recovery would trust, only after the training thread has compared write counts
-  (:class:`TensorsChecked`).
-- **P3** :meth:`Slots.choose` never gives the slot of the newest version known here to be committed, of one
-  whose fate is not known, or of what is being recovered. A rank retires a version only when it has
-  *learned* of a newer commit, at which point all ranks have sealed the newer one.
-- **P6** Every version that is handed over is voted on by every rank, whatever became of it. Whoever cannot go
-  on (:class:`ProtocolFailed`) leaves its peers' groups at once, so that they hear of it, and meets them in
-  new ones (:attr:`Task.REJOIN`); a version that all ranks gave up while they met needs no vote. Training
-  waits only for :attr:`Version.holds_training`, and its fence is bounded: :attr:`Signal.TENSORS_CHANGE` is
-  always allowed.
+- **P2** A version that is not wholly copied when the tensors change (:attr:`Signal.TENSORS_CHANGE`)
+  gets a cause, at the latest then, and no rank votes_yes a version that has a cause: what is
+  committed was read from one state. A script may write tensors between the boundary and that
+  signal. So a slot is recorded SEALED, which a recovery would trust, only after the training thread
+  has compared write counts (:class:`TensorsChecked`).
+- **P3** :meth:`Slots.choose` never gives the slot of the newest version known here to be committed,
+  of one whose fate is not known, or of what is being recovered. A rank retires a version only when
+  it has *learned* of a newer commit, at which point all ranks have sealed the newer one.
+- **P6** Every version that is handed over is voted on by every rank, whatever became of it. Whoever
+  cannot go on (:class:`ProtocolFailed`) leaves its peers' groups at once, so that they hear of it,
+  and meets them in new ones (:attr:`Task.REJOIN`); a version that all ranks gave up while they met
+  needs no vote. Training waits only for :attr:`Version.holds_training`, and its fence is bounded:
+  :attr:`Signal.TENSORS_CHANGE` is always allowed.
 """
 
 from __future__ import annotations
@@ -88,11 +90,12 @@ class Version:
     label: VersionId  # its name
     # copied whatever it takes: the fence waits until it is (restore, last version before an exit)
     required: bool = False
-    # nothing to take after this step; the ranks only vote, so that what travels in votes gets around
+    # nothing to take after this step; the ranks only vote, so that what travels in votes gets
+    # around
     vote_only: bool = False
     paced: bool = False  # its copy keeps to the windows
-    # the training thread has not yet compared what was copied with the state of the boundary (P2); False
-    # where training waits for the version and cannot write meanwhile
+    # the training thread has not yet compared what was copied with the state of the boundary (P2);
+    # False where training waits for the version and cannot write meanwhile
     unchecked: bool = False
     # why it is not committed; set at the hand-over where the state could not be captured
     cause: SkipCause | None = None
@@ -104,8 +107,13 @@ class Version:
 
     @property
     def holds_training(self) -> bool:
-        """Whether it still needs the live tensors as they are: they must not change meanwhile (P2)."""
-        return self.cause is None and not self.vote_only and self.stage in (Stage.QUEUED, Stage.COPYING)
+        """Whether it still needs the live tensors as they are: they must not change meanwhile
+        (P2)."""
+        return (
+            self.cause is None
+            and not self.vote_only
+            and self.stage in (Stage.QUEUED, Stage.COPYING)
+        )
 
     @property
     def is_over(self) -> bool:
@@ -129,13 +137,14 @@ class Task(Enum):
     END = auto()  # No version is taken any more
 
 
-# -- events ------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
 
 
 class Signal(Enum):
     """Those without content: of the training thread, then of the worker."""
 
-    TENSORS_CHANGE = auto()  # The optimizer writes from here on: the fence has waited, as long as it may (P2)
+    # The optimizer writes from here on: the fence has waited, as long as it may (P2)
+    TENSORS_CHANGE = auto()
     CLOSING = auto()  # The job ends
     TURN = auto()  # The worker is free
     UNFIT = auto()  # The layout is not made for this state
@@ -154,16 +163,17 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class FenceNear:
-    """The optimizer is about to write: what has not begun is not begun any more; ``ahead``: the host has come
-    there, its device may not have, and versions may begin until it has."""
+    """The optimizer is about to write: what has not begun is not begun any more; ``ahead``: the
+    host has come there, its device may not have, and versions may begin until it has."""
 
     ahead: bool = False
 
 
 @dataclass(frozen=True)
 class TensorsChecked:
-    """The training thread has looked which tensors were written since the hand-over. Whatever it wrote is
-    counted by now: torch counts a write when the operation returns, so a worker thread could not tell."""
+    """The training thread has looked which tensors were written since the hand-over. Whatever it
+    wrote is counted by now: torch counts a write when the operation returns, so a worker thread
+    could not tell."""
 
     cause: SkipCause | None  # names what was written; None if nothing was
 
@@ -223,9 +233,19 @@ class RejoinFailed:
 
 
 Event = (
-    Signal | HandedOver | FenceNear | TensorsChecked | SlotTaken | Released | CopyFailed | Voted | SealFailed
-    | ProtocolFailed | Rejoined | RejoinFailed
-)  # fmt: skip
+    Signal
+    | HandedOver
+    | FenceNear
+    | TensorsChecked
+    | SlotTaken
+    | Released
+    | CopyFailed
+    | Voted
+    | SealFailed
+    | ProtocolFailed
+    | Rejoined
+    | RejoinFailed
+)
 
 
 # -- effects ---------------------------------------------------------------------------------------
@@ -258,8 +278,8 @@ class Commit:
 
 @dataclass(frozen=True)
 class Abort:
-    """Free the slot. What was sealed in it stays readable until it is written again: it is the true state of
-    that step, and a recovery may use it if every member's bytes are there."""
+    """Free the slot. What was sealed in it stays readable until it is written again: it is the true
+    state of that step, and a recovery may use it if every member's bytes are there."""
 
     slot: int
     label: VersionId
@@ -276,16 +296,16 @@ class GiveUp:
 Effect = EnterGate | LeaveGate | DropStaged | Commit | Abort | GiveUp
 
 
-# -- where all ranks go on after a version broke off on one of them -----------------------------------------
+# -- where all ranks go on after a version broke off on one of them --------------------------------
 
 
 @dataclass(frozen=True)
 class RejoinState:
     """What one rank knows when the ranks have come together again; and where all of them go on."""
 
-    # last version that was handed over. Versions up to the last one of any rank are given up everywhere,
-    # without a vote; not by the step alone: a job that goes back to an older checkpoint takes its steps
-    # again, in a new incarnation
+    # last version that was handed over. Versions up to the last one of any rank are given up
+    # everywhere, without a vote; not by the step alone: a job that goes back to an older checkpoint
+    # takes its steps again, in a new incarnation
     newest: VersionId
     committed: VersionId | None  # newest version that it knows to be committed
     stop_step: int | None  # after which it heard that all stop; None: it has heard of none
@@ -296,12 +316,13 @@ def resume_from(standings: Sequence[RejoinState]) -> RejoinState:
     newest = max(s.newest for s in standings)
     committed = max((s.committed for s in standings if s.committed is not None), default=None)
     stop_step = min((s.stop_step for s in standings if s.stop_step is not None), default=None)
-    # A step that some rank may have passed is no longer one to stop at: the request is voted on again.
+    # A step that some rank may have passed is no longer one to stop at: the request is voted on
+    # again.
     late = stop_step is not None and stop_step <= newest.step + 1
     return RejoinState(newest, committed, None if late else stop_step)
 
 
-# -- what a rank knows about its arenas: which may be written, and which must stay (P3) ----------------------
+# -- what a rank knows about its arenas: which may be written, and which must stay (P3) ------------
 
 
 @dataclass(frozen=True)
@@ -319,11 +340,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Slots:
-    """Which of a rank's arenas may be written. Those written by earlier incarnations count as EMPTY."""
+    """Which of a rank's arenas may be written. Those written by earlier incarnations count as
+    EMPTY."""
 
-    held: tuple[Slot, ...]  # every slot. With one slot, nothing can be written once a version is committed.
-    # slots that hold the version being recovered, until a newer one is committed. May name slots beyond those
-    # held, left by an earlier incarnation that had more.
+    # every slot. With one slot, nothing can be written once a version is committed.
+    held: tuple[Slot, ...]
+    # slots that hold the version being recovered, until a newer one is committed. May name slots
+    # beyond those held, left by an earlier incarnation that had more.
     frozen: tuple[tuple[int, VersionId], ...] = ()
 
     @classmethod
@@ -360,28 +383,34 @@ class Slots:
         return frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})
 
     def choose(self, pinned: Collection[int] = ()) -> int | None:
-        """Slot to write next: an empty one, else the one with the oldest version; None: this version has to
-        be skipped. ``pinned``: slots that a reader holds, or that must not be used for another reason."""
+        """Slot to write next: an empty one, else the one with the oldest version; None: this
+        version has to be skipped. ``pinned``: slots that a reader holds, or that must not be used
+        for another reason."""
         free = [i for i in range(len(self.held)) if i not in self.kept and i not in pinned]
         return min(free, key=self._age, default=None)
 
     def given_up(self, count: int, unused: Collection[int] = ()) -> frozenset[int]:
-        """Slots whose memory is given back where ``count`` versions are to be held: none that is kept, and
-        one that may be written always stays; ``unused`` ones, given up before, rather than one that
-        exists."""
+        """Slots whose memory is given back where ``count`` versions are to be held: none that is
+        kept, and one that may be written always stays; ``unused`` ones, given up before, rather
+        than one that exists."""
         kept = self.kept & {*range(len(self.held))}
-        order = sorted(range(len(self.held)), key=lambda slot: (slot not in kept, slot in unused, slot))
+        order = sorted(
+            range(len(self.held)), key=lambda slot: (slot not in kept, slot in unused, slot)
+        )
         return frozenset(order[max(count, len(kept) + 1) :])
 
     def began(self, slot: int, label: VersionId) -> Slots:
-        """``slot`` is to be recorded WRITING. Raises ValueError if :meth:`choose` would not allow it."""
+        """``slot`` is to be recorded WRITING. Raises ValueError if :meth:`choose` would not allow
+        it."""
         if self.choose(set(range(len(self.held))) - {slot}) != slot:
-            raise ValueError(f"slot {slot} must not be written for {label}: it holds {self._describe(slot)}")
+            raise ValueError(
+                f"slot {slot} must not be written for {label}: it holds {self._describe(slot)}"
+            )
         return self._with(slot, Slot(ArenaState.WRITING, label))
 
     def sealed(self, slot: int) -> Slots:
-        """``slot`` is recorded SEALED. From here on others may commit it: it stays until the result of the
-        vote is known, also if it never is."""
+        """``slot`` is recorded SEALED. From here on others may commit it: it stays until the result
+        of the vote is known, also if it never is."""
         return self._move(slot, ArenaState.WRITING, ArenaState.SEALED)
 
     def committed(self, slot: int) -> Slots:
@@ -389,8 +418,8 @@ class Slots:
         return replace(self._move(slot, ArenaState.SEALED, ArenaState.COMMITTED), frozen=())
 
     def aborted(self, slot: int) -> Slots:
-        """A vote said no, or this rank gave the version up before it voted: the slot is free. Not for a vote
-        whose result was not learned: others may have committed the version."""
+        """A vote said no, or this rank gave the version up before it voted: the slot is free. Not
+        for a vote whose result was not learned: others may have committed the version."""
         if not self.held[slot].is_open:
             raise ValueError(f"slot {slot} cannot be aborted: it holds {self._describe(slot)}")
         return self._with(slot, Slot())
@@ -427,8 +456,8 @@ class RankState:
     task: Task = Task.WAIT  # what the worker does
     newest: VersionId = NONE_YET  # the last version that was handed over
     after: VersionId = NONE_YET  # versions up to this one were given up by all ranks when they met
-    # the optimizer is about to write. Where the device is there too, no version begins to be copied, unless
-    # it must.
+    # the optimizer is about to write. Where the device is there too, no version begins to be
+    # copied, unless it must.
     fence_near: bool = False
     closing: bool = False  # no version is taken any more once those handed over are through
     broken: str | None = None  # why no version is taken any more; None while they are
@@ -460,7 +489,8 @@ class RankState:
 
     @property
     def unchecked(self) -> bool:
-        """Whether some version is copied, and waits for the training thread to compare its tensors."""
+        """Whether some version is copied, and waits for the training thread to compare its
+        tensors."""
         return any(v.unchecked and v.cause is None and not v.holds_training for v in self.versions)
 
     @property
@@ -477,7 +507,9 @@ class RankState:
     @property
     def wants_layout(self) -> bool:
         """Whether this rank says in the vote that the layout has to be agreed anew."""
-        return self.task is Task.VOTE_COPIED and self.head.layout_mismatch and self.head.cause is None
+        return (
+            self.task is Task.VOTE_COPIED and self.head.layout_mismatch and self.head.cause is None
+        )
 
 
 NOT_STARTED = SkipCause("not started before the next optimizer step")
@@ -524,11 +556,14 @@ def _mark_failed(state: RankState, which: Callable[[Version], bool], cause: Skip
     def doomed(version: Version) -> bool:
         return version.cause is None and not version.vote_only and which(version)
 
-    return replace(state, versions=tuple(replace(v, cause=cause) if doomed(v) else v for v in state.versions))
+    return replace(
+        state, versions=tuple(replace(v, cause=cause) if doomed(v) else v for v in state.versions)
+    )
 
 
 def _take_back(state: RankState) -> Next:
-    """Nothing of the first version is kept; before any vote for it as sealed, or after one that said no."""
+    """Nothing of the first version is kept; before any vote for it as sealed, or after one that
+    said no."""
     effects: tuple[Effect, ...] = ()
     if state.head.staged:
         effects = (DropStaged(),)
@@ -536,7 +571,10 @@ def _take_back(state: RankState) -> Next:
     slot = state.slots.open_slot
     if slot is None:
         return state, effects
-    return replace(state, slots=state.slots.aborted(slot)), (*effects, Abort(slot, state.head.label))
+    return replace(state, slots=state.slots.aborted(slot)), (
+        *effects,
+        Abort(slot, state.head.label),
+    )
 
 
 def _given_up(version: Version, cause: SkipCause) -> tuple[Effect, ...]:
@@ -552,7 +590,8 @@ def _abandon(state: RankState, cause: SkipCause) -> Next:
 
 
 def _leave_gate(state: RankState) -> tuple[Effect, ...]:
-    """Nothing of the first version is to be copied any more; a later one may have been handed over."""
+    """Nothing of the first version is to be copied any more; a later one may have been handed
+    over."""
     later = any(v.paced and v.cause is None for v in state.versions[1:])
     return (LeaveGate(),) if state.head.paced and not later else ()
 
@@ -561,8 +600,8 @@ def _leave_gate(state: RankState) -> tuple[Effect, ...]:
 
 
 def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- all that may happen, one by one
-    """The next state and what is to be done, in this order. Raises ValueError: the event cannot happen while
-    the worker is at its task."""
+    """The next state and what is to be done, in this order. Raises ValueError: the event cannot
+    happen while the worker is at its task."""
     match state.task, event:
         # Of the training thread, whatever the worker does.
         case _, HandedOver(version):
@@ -592,11 +631,15 @@ def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- a
             _check(state.head, state.head.stage is Stage.COPYING)
             return replace(state, slots=state.slots.began(slot, state.head.label)), ()
         case Task.COPY, Released(staged):
-            _check(state.head, state.head.stage is Stage.COPYING and state.slots.open_slot is not None)
+            _check(
+                state.head, state.head.stage is Stage.COPYING and state.slots.open_slot is not None
+            )
             return _head(state, stage=Stage.COPIED, staged=staged), ()
         case Task.COPY, Signal.COPIED:
             _check(state.head, state.head.stage is Stage.COPIED)
-            return replace(state, task=Task.VOTE_COPIED), () if state.head.staged else _leave_gate(state)
+            return replace(state, task=Task.VOTE_COPIED), () if state.head.staged else _leave_gate(
+                state
+            )
         case Task.COPY, CopyFailed(cause):
             state, effects = _take_back(state)
             failed = _head(state, cause=state.head.cause or cause)
@@ -622,7 +665,9 @@ def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- a
             return _met(state, after, committed)
         case Task.REJOIN, RejoinFailed(detail):
             broken = SkipCause("broken", detail)
-            given_up = tuple(effect for version in state.versions for effect in _given_up(version, broken))
+            given_up = tuple(
+                effect for version in state.versions for effect in _given_up(version, broken)
+            )
             return replace(state, versions=(), task=Task.END, broken=detail), given_up
     raise ValueError(f"{event} while the worker is at {state.task}")
 
@@ -638,7 +683,8 @@ def _handed_over(state: RankState, version: Version) -> Next:
 
 
 def _turn(state: RankState) -> Next:
-    """The next version, which every rank votes on (P6); those that all have given up are told of."""
+    """The next version, which every rank votes on (P6); those that all have given up are told
+    of."""
     if not state.versions:
         return _freed(state), ()
     if state.head.label <= state.after:
@@ -662,13 +708,15 @@ def _voted(state: RankState, ok: bool, relayout: bool) -> Next:
     if not ok:
         state, effects = _abandon(state, head.cause or PEER_SKIPPED)
         return replace(state, task=Task.SWITCH), effects
-    # It may have got a cause since this rank voted; the peers take part in the exchange all the same.
+    # It may have got a cause since this rank voted; the peers take part in the exchange all the
+    # same.
     _check(head, head.stage is Stage.COPIED)
     return replace(state, task=Task.SEAL), ()
 
 
 def _checked(state: RankState, cause: SkipCause | None) -> Next:
-    """A version that is wholly copied was read from the state of its boundary, or ``cause`` says why not."""
+    """A version that is wholly copied was read from the state of its boundary, or ``cause`` says
+    why not."""
 
     def checked(version: Version) -> Version:
         if not version.unchecked or version.cause is not None:
@@ -682,7 +730,10 @@ def _checked(state: RankState, cause: SkipCause | None) -> Next:
 
 def _sealed(state: RankState) -> Next:
     head, slot = state.head, state.slots.open_slot
-    _check(head, head.stage is Stage.COPIED and head.cause is None and not (head.staged or head.unchecked))
+    _check(
+        head,
+        head.stage is Stage.COPIED and head.cause is None and not (head.staged or head.unchecked),
+    )
     assert slot is not None  # the version was copied into it
     sealed = replace(state, slots=state.slots.sealed(slot))
     return replace(_head(sealed, stage=Stage.SEALED), task=Task.VOTE_SEALED), ()
@@ -701,7 +752,8 @@ def _decided(state: RankState, ok: bool) -> Next:
 
 
 def _broke(state: RankState, detail: str) -> Next:
-    """Until the ranks have met, nothing is copied nor waited for. What this rank may have sealed stays as it
+    """Until the ranks have met, nothing is copied nor waited for. What this rank may have sealed
+    stays as it
     is: a peer may have learned that all had (P3)."""
     if state.task in (Task.REJOIN, Task.END):
         return state, ()

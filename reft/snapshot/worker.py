@@ -1,11 +1,11 @@
 """The snapshot worker: a thread that copies, exchanges, seals and commits while training goes on.
 
 Training thread and worker thread tell :func:`~reft.snapshot.version.step` what happened, under one
-lock, and do what follows; a reader who wants to know why a version is committed, and when a slot may be
-overwritten, reads that. Both votes are all-reduces of the control group. Training waits for nothing but its
-own copy, at the fence (P2): to host memory, or as far as it is staged, within the device; then the version
-is drained and committed later. Whatever fails here is counted, logged once per cause and never reaches the
-training thread (P6).
+lock, and do what follows; a reader who wants to know why a version is committed, and when a slot
+may be overwritten, reads that. Both votes are all-reduces of the control group. Training waits for
+nothing but its own copy, at the fence (P2): to host memory, or as far as it is staged, within the
+device; then the version is drained and committed later. Whatever fails here is counted, logged once
+per cause and never reaches the training thread (P6).
 """
 
 from __future__ import annotations
@@ -51,18 +51,25 @@ class SnapshotRequest:
     images: LiveImages | None
     host_blob: bytes | bytearray = b""  # encoded host state; or
     encode: Callable[[], bytes | bytearray] | None = None  # makes it, on the worker thread
-    step: OptimizerStep | None = None  # how the optimizer got here, if peers' partitions are recomputed
-    required: bool = False  # wait for a free slot and never cancel (restore, last snapshot before an exit)
+    # how the optimizer got here, if peers' partitions are recomputed
+    step: OptimizerStep | None = None
+    # wait for a free slot and never cancel (restore, last snapshot before an exit)
+    required: bool = False
     # nothing to take after this step; the ranks only vote, so that a request to stop gets around
     vote_only: bool = False
-    # names of the tensors that were written since the hand-over; None where training waits for the version
+    # names of the tensors that were written since the hand-over; None where training waits for the
+    # version
     written: Callable[[], list[str]] | None = None
-    variant: Variant = Variant.HOST  # when the bytes are copied; all variants are the same to recovery
-    cause: SkipCause | None = None  # why it cannot be taken, though the ranks vote on it; None if it can
+    # when the bytes are copied; all variants are the same to recovery
+    variant: Variant = Variant.HOST
+    # why it cannot be taken, though the ranks vote on it; None if it can
+    cause: SkipCause | None = None
     # set when it does not need the live tensors any more
     copied: threading.Event = field(default_factory=threading.Event)
-    done: threading.Event = field(default_factory=threading.Event)  # set when it is known what became of it
-    version: Version = field(init=False)  # what is known of it: before it is handed over, what is asked for
+    # set when it is known what became of it
+    done: threading.Event = field(default_factory=threading.Event)
+    # what is known of it: before it is handed over, what is asked for
+    version: Version = field(init=False)
 
     def __post_init__(self) -> None:
         self.version = Version(
@@ -118,7 +125,8 @@ class WorkerCallbacks:
     peer_errors: PeerErrors = field(default_factory=PeerErrors)  # of what nobody foresaw
     # the same of versions that go to storage; 0: as the block says
     wanted_persist_interval: Callable[[], int] = lambda: 0
-    # asked in every vote how often versions should be taken, given how often one fits into the idle time
+    # asked in every vote how often versions should be taken, given how often one fits into the idle
+    # time
     wanted_interval: Callable[[int], int] = lambda windows: windows
 
 
@@ -134,39 +142,43 @@ class Halt:
 
 
 def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int:
-    """The step to stop after that a rank names in the vote on the version of ``step``: one that no rank has
-    passed when it hears of it. ``proposal``: the step after which it would stop; 0: it would not.
-    ``step``: whose version is voted on. ``newest_step``: the last one whose version was handed over here.
-    ``late``: votes may lag behind training, as the ranks agreed in the last one."""
+    """The step to stop after that a rank names in the vote on the version of ``step``: one that no
+    rank has passed when it hears of it. ``proposal``: the step after which it would stop; 0: it
+    would not. ``step``: whose version is voted on. ``newest_step``: the last one whose version was
+    handed over here. ``late``: votes may lag behind training, as the ranks agreed in the last
+    one."""
     if proposal and (late or step < newest_step):
         return max(proposal, newest_step + 2)
     return proposal
 
 
 def may_lag(holds_up: bool, *, step: int, newest_step: int, late: bool) -> bool:
-    """Whether a rank says in the vote on the version of ``step`` that the next votes may lag behind training:
-    before the next one it has more to do than seal the version, or it is behind already."""
+    """Whether a rank says in the vote on the version of ``step`` that the next votes may lag behind
+    training: before the next one it has more to do than seal the version, or it is behind
+    already."""
     return holds_up or (late and step < newest_step)
 
 
 class Votes:
     """Casts the ballots of one rank and remembers what came of them.
 
-    A version of which some rank still drains a staged part, or behind which memory is reserved for another
-    protection, holds the next votes up. Training does not wait for those (:attr:`late`), so a request to stop
-    that is voted on then has to name a step that no rank has passed when it hears of it: the one after the
-    next. ``watchers``: say how often versions are wanted, which is advice: where they cannot, the last agreed
-    number stays; the peers hear of their peer_errors with the next vote (P6)."""
+    A version of which some rank still drains a staged part, or behind which memory is reserved for
+    another protection, holds the next votes up. Training does not wait for those (:attr:`late`), so
+    a request to stop that is voted on then has to name a step that no rank has passed when it hears
+    of it: the one after the next. ``watchers``: say how often versions are wanted, which is advice:
+    where they cannot, the last agreed number stays; the peers hear of their peer_errors with the
+    next vote (P6)."""
 
     def __init__(self, control: WorkerControl, watchers: WorkerCallbacks) -> None:
         self._control = control
         self._watchers = watchers
         self.persist_steps = 0
-        """How often versions go to storage, as the ranks agreed in the last vote: the one that commits a
-        version says whether it does."""
+        """How often versions go to storage, as the ranks agreed in the last vote: the one that
+        commits a version says whether it does."""
         self._interval = (0, 1, 1)
         self._given_up: tuple[int, ...] = ()
-        self.late = False  # whether votes may lag behind training, as the ranks agreed in the last one
+        # whether votes may lag behind training, as the ranks agreed in the last one
+        self.late = False
         self.newest_step = 0  # the last step whose version was handed over
         self._incarnation = -1
         self.voted_step = -1  # the last step that was voted on
@@ -177,30 +189,34 @@ class Votes:
         self.halt: Halt | None = None  # found by all ranks in the same vote
 
     def interval_steps(self, step: int) -> int:
-        """How often versions are taken around ``step``, as the ranks agreed; 1 unless they had to."""
+        """How often versions are taken around ``step``, as the ranks agreed; 1 unless they had
+        to."""
         since, now, before = self._interval
         return now if step >= since else before
 
     def given_up_step(self, step: int) -> int:
-        """The newest step whose version all ranks gave up, as far as that counts at ``step``: from the step
-        after the next on, as every vote; -1 if there is none."""
+        """The newest step whose version all ranks gave up, as far as that counts at ``step``: from
+        the step after the next on, as every vote; -1 if there is none."""
         return max((at for at in self._given_up if at + 2 <= step), default=-1)
 
     def gave_up(self, step: int) -> None:
         """A vote said no to a version that was to be taken."""
-        self._given_up = (*self._given_up[-3:], step)  # replaced as a whole: the training thread reads it
+        # replaced as a whole: the training thread reads it
+        self._given_up = (*self._given_up[-3:], step)
 
     def handed_over(self, version: VersionId) -> None:
-        """Training hands a version over. Where it goes back, no step is left that keeps to an older rate."""
+        """Training hands a version over. Where it goes back, no step is left that keeps to an older
+        rate."""
         if version.incarnation != self._incarnation or version.step < self.newest_step:
             self._interval = (0, self._interval[1], self._interval[1])
             self._given_up = ()
         self._incarnation, self.newest_step = version.incarnation, version.step
 
     def cast(self, version: VersionId, mine: Ballot, windows: int = 1) -> Ballot:
-        """Vote on a version. Collective. ``mine``: what this rank says of it; ``late``: before the next vote,
-        it has more to do than seal the version. The rest is filled in here. ``windows``: how often one fits
-        into the idle time. Raises TransferError: a peer is gone, or votes on another version."""
+        """Vote on a version. Collective. ``mine``: what this rank says of it; ``late``: before the
+        next vote, it has more to do than seal the version. The rest is filled in here. ``windows``:
+        how often one fits into the idle time. Raises TransferError: a peer is gone, or votes on
+        another version."""
         step, watchers = version.step, self._watchers
         interval_steps = self._wanted(lambda: watchers.wanted_interval(windows), self._interval[1])
         persist_steps = self._wanted(watchers.wanted_persist_interval, self.persist_steps)
@@ -219,7 +235,9 @@ class Votes:
         if verdict.stop_after_step and self.stop_step is None:
             self.stop_step = verdict.stop_after_step
         if verdict.interval_steps != self._interval[1]:
-            logger.info("a version every %d steps, from step %d on", verdict.interval_steps, step + 2)
+            logger.info(
+                "a version every %d steps, from step %d on", verdict.interval_steps, step + 2
+            )
             self._interval = (step + 2, verdict.interval_steps, self._interval[1])
         self.persist_steps = verdict.persist_steps
         self.late = verdict.late
@@ -233,11 +251,16 @@ class Votes:
         try:
             told = self._control.gather_bytes(msgpack.packb(pending))
         except TransferError as error:
-            # The vote was taken. Who is gone is missing from the next one too, which is given up for that.
+            # The vote was taken. Who is gone is missing from the next one too, which is given up
+            # for that.
             self._watchers.peer_errors.record("failures of other ranks cannot be received", error)
             return
         self._watchers.peer_errors.mark_sent(pending)
-        causes = {rank: msgpack.unpackb(body) for rank, body in enumerate(told) if rank != self._control.rank}
+        causes = {
+            rank: msgpack.unpackb(body)
+            for rank, body in enumerate(told)
+            if rank != self._control.rank
+        }
         log_peer_errors({rank: said for rank, said in causes.items() if said})
 
     def _wanted(self, wanted: Callable[[], int], agreed: int) -> int:
@@ -248,8 +271,8 @@ class Votes:
             return agreed
 
     def resync(self, stop_step: int | None) -> None:
-        """The ranks have come together again and do not know what each has heard: take what they agree on,
-        and every step's version until they have voted."""
+        """The ranks have come together again and do not know what each has heard: take what they
+        agree on, and every step's version until they have voted."""
         self._interval = (0, 1, 1)
         self.late = True
         self.stop_step = stop_step
@@ -264,8 +287,9 @@ FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
 _POLL_SECS = 0.0005  # how often a host that is ahead of its device asks where the device is
 LATE_PART = 0.25
-"""Part of a step that the device may be past a version's state while the worker is at an older one; then
-the version is given up. The host is held no longer; what is left of its lead keeps the device busy."""
+"""Part of a step that the device may be past a version's state while the worker is at an older one;
+then the version is given up. The host is held no longer; what is left of its lead keeps the device
+busy."""
 _REJOINS = 3
 
 
@@ -281,7 +305,8 @@ class SnapshotWorker:
         watchers: who counts, disturbs and is told of versions.
         block_bytes: most bytes of a block.
         host_bytes: reserved for the host state of a version; more once it has grown.
-        recompute: how partitions that ring peers alone have are recomputed; None: they are always sent.
+        recompute: how partitions that ring peers alone have are recomputed; None: they are always
+            sent.
     """
 
     def __init__(
@@ -328,7 +353,8 @@ class SnapshotWorker:
         self._filling: ArenaWriter | None = None
         """The slot that a version is written to, until it is known what becomes of that."""
         self._records: list[ChunkRecord] = []
-        self._handed_over_at = self._fenced_at = time.perf_counter()  # by the training thread, the last time
+        # by the training thread, the last time
+        self._handed_over_at = self._fenced_at = time.perf_counter()
         self._paced = False
         self._state = RankState(arenas.slots)
         self._requests: deque[SnapshotRequest] = deque()
@@ -337,11 +363,11 @@ class SnapshotWorker:
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
         self._thread.start()
 
-    # -- one rank's versions under one lock: both threads ----------------------------------------------
+    # -- one rank's versions under one lock: both threads ------------------------------------------
 
     def _notify(self, event: versions.Event) -> list[versions.Effect]:
-        """Tell what happened. Returns what the caller has to do, in this order; raises ValueError if the
-        event does not fit."""
+        """Tell what happened. Returns what the caller has to do, in this order; raises ValueError
+        if the event does not fit."""
         with self._changed:
             before = self._state
             self._state, effects = versions.step(before, event)
@@ -351,7 +377,8 @@ class SnapshotWorker:
                 self._changed.notify_all()  # what the waits below look at
             rest: list[versions.Effect] = []
             for effect in effects:
-                match effect:  # what concerns the gate under the lock: the other thread may do the contrary
+                # what concerns the gate under the lock: the other thread may do the contrary
+                match effect:
                     case versions.EnterGate(draining):
                         self._gate.enter(draining)
                     case versions.LeaveGate():
@@ -364,11 +391,15 @@ class SnapshotWorker:
         """Have the requests know what became of their versions."""
         known = self._state.versions
         over = [self._requests.popleft() for _ in range(before - len(known))]
-        causes = {effect.label: effect.cause for effect in effects if isinstance(effect, versions.GiveUp)}
+        causes = {
+            effect.label: effect.cause for effect in effects if isinstance(effect, versions.GiveUp)
+        }
         for request in over:
             last = request.version
             if not last.is_over:
-                last = replace(last, stage=Stage.ABANDONED, cause=causes.get(last.label, last.cause))
+                last = replace(
+                    last, stage=Stage.ABANDONED, cause=causes.get(last.label, last.cause)
+                )
             request.follow(last, done=True)
         for request, version in zip(self._requests, known, strict=True):
             request.follow(version)
@@ -379,7 +410,7 @@ class SnapshotWorker:
         state = self._state
         return state.fence_near and state.holds_training
 
-    # -- training thread -----------------------------------------------------------------------------
+    # -- training thread ---------------------------------------------------------------------------
 
     def submit(self, request: SnapshotRequest) -> None:
         """Hand a version over. Returns at once."""
@@ -394,26 +425,30 @@ class SnapshotWorker:
                 effects = self._notify(versions.HandedOver(version))
             else:
                 effects = self._notify(versions.HandedOver(version))
-                cause = next((e.cause for e in effects if isinstance(e, versions.GiveUp)), version.cause)
+                cause = next(
+                    (e.cause for e in effects if isinstance(e, versions.GiveUp)), version.cause
+                )
                 request.follow(replace(version, stage=Stage.ABANDONED, cause=cause), done=True)
         for effect in effects:
             self._carry_out(effect)
 
     def near_fence(self) -> None:
-        """The fence is near: copy what is left at once, beside what training still does before it writes.
+        """The fence is near: copy what is left at once, beside what training still does before it
+        writes.
 
         On a CPU no version begins to be copied any more. A device is not there yet.
         """
         self._notify(versions.FenceNear(ahead=self.copier.engine.asynchronous))
-        if self._state.holds_training and not self._state.staged:  # what is drained keeps to the windows
+        # what is drained keeps to the windows
+        if self._state.holds_training and not self._state.staged:
             self._gate.expedite()
 
     def fence(self) -> float:
         """Wait until no copy reads the live tensors; called before they change (P2).
 
-        A copy that has not started when the device is there is cancelled instead: a snapshot is the state
-        after exactly one step, or it is none. Returns seconds waited, but for those in which the device had
-        work."""
+        A copy that has not started when the device is there is cancelled instead: a snapshot is the
+        state after exactly one step, or it is none. Returns seconds waited, but for those in which
+        the device had work."""
         approached = self._state.fence_near
         self._notify(versions.FenceNear(ahead=True))
         self._await_device()
@@ -424,27 +459,33 @@ class SnapshotWorker:
                 if not self._changed.wait_for(lambda: not self._state.holds_training, FENCE_SECS):
                     logger.error(
                         "the copy of step %d has not ended after %.0f s; its version is given up",
-                        *(next(v.label.step for v in self._state.versions if v.holds_training), FENCE_SECS),
+                        *(
+                            next(v.label.step for v in self._state.versions if v.holds_training),
+                            FENCE_SECS,
+                        ),
                     )
-        # Before TENSORS_CHANGE: whatever the script wrote is counted by now, and the optimizer has not begun.
+        # Before TENSORS_CHANGE: whatever the script wrote is counted by now, and the optimizer has
+        # not begun.
         self.check_tensors()
-        # P2: from here on the tensors are another step's; what still reads them is given up, not committed.
+        # P2: from here on the tensors are another step's; what still reads them is given up, not
+        # committed.
         self._notify(Signal.TENSORS_CHANGE)
         self.copier.fence()
         return time.perf_counter() - began
 
     def check_between_passes(self) -> None:
-        """As :meth:`check_tensors`, before the fence. Not while a device may still have copies to make: a
-        write that the script launches after this call could overtake them."""
+        """As :meth:`check_tensors`, before the fence. Not while a device may still have copies to
+        make: a write that the script launches after this call could overtake them."""
         if not (self.copier.engine.asynchronous and self._state.task is Task.COPY):
             self.check_tensors()
 
     def check_tensors(self) -> None:
-        """Compare the write counts of what was copied with those of the boundary; then it may be committed.
+        """Compare the write counts of what was copied with those of the boundary; then it may be
+        committed.
 
-        Called by the training thread, so that none of its own writes is under way: at its fence, and between
-        passes before that, since until then a failure would cost the version. At the fence the device's next
-        writes wait for the copies."""
+        Called by the training thread, so that none of its own writes is under way: at its fence,
+        and between passes before that, since until then a failure would cost the version. At the
+        fence the device's next writes wait for the copies."""
         if not self._state.unchecked:
             return
         with self._changed:
@@ -457,17 +498,19 @@ class SnapshotWorker:
         if names:
             self.written_tensors.update(names)
             cause = SkipCause(
-                versions.WRITTEN, f"the script wrote {shortened(names)} after its forward pass began"
+                versions.WRITTEN,
+                f"the script wrote {shortened(names)} after its forward pass began",
             )
         self._notify(versions.TensorsChecked(cause))
 
     def _await_device(self) -> None:
         """Let versions begin while the host is ahead of its device, by up to a step or more.
 
-        A version whose turn it is begins within milliseconds: it may do so until the device is at the write.
-        One that waits for an older version may do so until the device is :data:`LATE_PART` of a step past the
-        state that it would copy. A host that waited longer would have no lead left when it goes on, in every
-        step, and the copy would not end before the write."""
+        A version whose turn it is begins within milliseconds: it may do so until the device is at
+        the write. One that waits for an older version may do so until the device is
+        :data:`LATE_PART` of a step past the state that it would copy. A host that waited longer
+        would have no lead left when it goes on, in every step, and the copy would not end before
+        the write."""
         now = time.perf_counter()
         # A step by the host's clock: the waits of this method keep the host at the device's pace.
         step_secs = now - self._fenced_at
@@ -477,13 +520,18 @@ class SnapshotWorker:
             return
         engine, until = self.copier.engine, now + FENCE_SECS
         at_write, at_state = engine.stamp(), self.copier.begun
-        # A device that is past the state already got there when the version was handed over at the earliest.
+        # A device that is past the state already got there when the version was handed over at the
+        # earliest.
         passed_at = self._handed_over_at if engine.reached(at_state) else None
         with self._changed:
             while self._state.may_begin and not engine.reached(at_write) and now < until:
                 if passed_at is None and engine.reached(at_state):
                     passed_at = now
-                if self._state.waits_in_line and passed_at is not None and now >= passed_at + late_secs:
+                if (
+                    self._state.waits_in_line
+                    and passed_at is not None
+                    and now >= passed_at + late_secs
+                ):
                     return
                 self._changed.wait(_POLL_SECS)
                 now = time.perf_counter()
@@ -501,9 +549,9 @@ class SnapshotWorker:
                     self._gate.enter()  # in the windows of the steps to come
 
     def await_vote(self, step: int, timeout_secs: float) -> None:
-        """Wait until the ranks have voted on the version of ``step``, so that what they said is known; not
-        while votes are late, with which the ranks reckon, nor again after it was waited in vain, until the
-        votes have caught up: a commit never blocks a step (P6)."""
+        """Wait until the ranks have voted on the version of ``step``, so that what they said is
+        known; not while votes are late, with which the ranks reckon, nor again after it was waited
+        in vain, until the votes have caught up: a commit never blocks a step (P6)."""
         votes = self.votes
         if not self._vote_missed:
             self._wait_for(lambda: votes.voted_step >= step or votes.late, timeout_secs)
@@ -548,7 +596,7 @@ class SnapshotWorker:
         if not self._thread.is_alive():  # else it may be inside a copy that does not return
             self.arenas.close()
 
-    # -- worker thread -------------------------------------------------------------------------------
+    # -- worker thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         tasks: dict[Task, Callable[[], versions.Event | None]] = {
@@ -573,13 +621,16 @@ class SnapshotWorker:
                     why = f"{type(error).__name__}: {error}"
                 self._broke_off = why
                 self._peer_errors.run_guarded(
-                    "a version cannot be given up", partial(self._apply, versions.ProtocolFailed(why))
+                    "a version cannot be given up",
+                    partial(self._apply, versions.ProtocolFailed(why)),
                 )
 
     def _next(self) -> Task:
         """What there is to do; waits for something."""
         with self._changed:
-            self._changed.wait_for(lambda: self._state.task is not Task.WAIT or self._state.versions)
+            self._changed.wait_for(
+                lambda: self._state.task is not Task.WAIT or self._state.versions
+            )
             return self._state.task
 
     def _apply(self, event: versions.Event) -> None:
@@ -608,8 +659,8 @@ class SnapshotWorker:
     # -- one version's bytes: from the live tensors into a slot, at once or through staging ------
 
     def _copy(self, request: SnapshotRequest) -> versions.Event | None:
-        """Copy own and redundant replicated blocks and the owned ones into a free slot. Returns how it ended;
-        None if the fence came before it began."""
+        """Copy own and redundant replicated blocks and the owned ones into a free slot. Returns how
+        it ended; None if the fence came before it began."""
         if request.images is None:
             return versions.CopyFailed(SkipCause("the state could not be captured"))
         if not self._fits(request):
@@ -635,8 +686,8 @@ class SnapshotWorker:
         layout = self.layout
         if layout is None:  # it went with the files
             return Signal.UNFIT
-        # Without a permit: to wait for a reader, or to make an arena that is not there, may take a minute,
-        # and training waits where a window closes for whoever has a permit.
+        # Without a permit: to wait for a reader, or to make an arena that is not there, may take a
+        # minute, and training waits where a window closes for whoever has a permit.
         self._filling = self.arenas.begin(
             request.label,
             layout,
@@ -677,7 +728,8 @@ class SnapshotWorker:
         if self.copier.written:
             self.written_tensors.update(self.copier.written)
             raise WrittenError(
-                f"{shortened(self.copier.written)} changed while they were copied, although torch counts no "
+                f"{shortened(self.copier.written)} changed while they were copied, although torch "
+                "counts no "
                 f"write to them: the script writes .data, or another library does"
             )
 
@@ -690,8 +742,8 @@ class SnapshotWorker:
         self._apply(versions.Released(staged=bool(staged)))
 
     def _drain(self, request: SnapshotRequest, filling: ArenaWriter) -> SkipCause | None:
-        """Bring what was staged to host memory, in the windows of the steps after the version's own. Returns
-        why that failed, if it did."""
+        """Bring what was staged to host memory, in the windows of the steps after the version's
+        own. Returns why that failed, if it did."""
         if not request.version.staged:
             return None
         began, stats = time.perf_counter(), self.watchers.stats
@@ -731,7 +783,8 @@ class SnapshotWorker:
         return plan.advised_interval_steps if plan and plan.overflow is not Overflow.STALL else 1
 
     def _learn(self, filling: ArenaWriter) -> None:
-        """Have the next versions planned by what this one took; without a new plan the old one stays."""
+        """Have the next versions planned by what this one took; without a new plan the old one
+        stays."""
         if self._pacer is None:
             return
         self._pacer.version_done(filling.layout.mine.device_bytes, self._records)
@@ -753,12 +806,15 @@ class SnapshotWorker:
         return versions.Voted(verdict.ok, verdict.relayout)
 
     def _ballot(self, state: RankState) -> Ballot:
-        """What this rank says of a version. If it cannot be found out, it says no: peers wait for it (P6)."""
+        """What this rank says of a version. If it cannot be found out, it says no: peers wait for
+        it (P6)."""
         switch = self.switch
         try:
             order, level = switch.newest_order(), switch.wanted_level(self.layout)
             # Memory may be reserved after this version, before the next vote.
-            late = state.staged or self.arenas.unsettled or switch.in_force.would_change(order, level)
+            late = (
+                state.staged or self.arenas.unsettled or switch.in_force.would_change(order, level)
+            )
             kind = state.head.cause.kind if state.head.cause else ""
             return Ballot(
                 state.votes_yes,
@@ -773,11 +829,11 @@ class SnapshotWorker:
             self._peer_errors.record("this rank cannot report its state", error)
             return Ballot(ok=False, order=switch.record.number, level=switch.in_force.level)
 
-    # -- from copied bytes to a sealed arena, with what only peers have ---------------------------------
+    # -- from copied bytes to a sealed arena, with what only peers have ----------------------------
 
     def _seal(self, request: SnapshotRequest) -> versions.Event:
-        """Collective in the group: also a rank that cannot seal takes part, since its peers wait for what it
-        sends. They are told in the vote."""
+        """Collective in the group: also a rank that cannot seal takes part, since its peers wait
+        for what it sends. They are told in the vote."""
         filling = self._filling
         assert filling is not None  # the version was copied into it
         failure = self._drain(request, filling)
@@ -789,15 +845,17 @@ class SnapshotWorker:
             raise
         except Exception as error:
             # Peers may wait for what this rank has not sent: only in new groups can it tell them.
-            raise TransferError(f"the exchange broke off: {type(error).__name__}: {error}") from error
+            raise TransferError(
+                f"the exchange broke off: {type(error).__name__}: {error}"
+            ) from error
         failure = failure or self._differs or self._await_check()
         failure = failure or _attempt(lambda: self._seal_arena(filling, arrived))
         return Signal.SEALED if failure is None else versions.SealFailed(failure)
 
     def _await_check(self) -> SkipCause | None:
-        """Wait until the training thread has compared the tensors: at its fence at the latest. A slot that is
-        recorded SEALED earlier could be recovered although the script was writing into the version. Returns
-        why the version must not be sealed."""
+        """Wait until the training thread has compared the tensors: at its fence at the latest. A
+        slot that is recorded SEALED earlier could be recovered although the script was writing into
+        the version. Returns why the version must not be sealed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._state.head.unchecked or self._state.head.cause is not None
@@ -805,8 +863,8 @@ class SnapshotWorker:
             return self._state.head.cause
 
     def _exchange(self, request: SnapshotRequest, filling: ArenaWriter) -> Sequence[PlacedBlock]:
-        """Recompute what peers alone have, or take it from them. Collective in the group. Returns what has
-        arrived, to be checked."""
+        """Recompute what peers alone have, or take it from them. Collective in the group. Returns
+        what has arrived, to be checked."""
         images, optimizers = request.images, self.peer_optimizers
         if optimizers is not None and images is not None:
             optimizers.recompute(filling, images, request.step)
@@ -835,13 +893,17 @@ class SnapshotWorker:
         return SkipCause(versions.NOT_FINITE, f"NaN or infinity in {shortened(names)}")
 
     def _judge(self, verdict: Ballot, label: VersionId) -> None:
-        """What the ranks have seen of a version that they could all copy. Collective if peers differ."""
+        """What the ranks have seen of a version that they could all copy. Collective if peers
+        differ."""
         verify, restarts, peers = self._verify, self.watchers.stats.committed > 0, self.copier.peers
         if peers is not None:
             peers.sealed(label.step)
         self._in_a_row = self._in_a_row + 1 if verdict.not_finite else 0
         if verdict.not_finite and self._in_a_row == verify.suspects:
-            what = f"weights or optimizer state held NaN or infinity in {self._in_a_row} versions in a row"
+            what = (
+                f"weights or optimizer state held NaN or infinity in {self._in_a_row} versions "
+                "in a row"
+            )
             self.votes.halt = Halt(what, restarts)
         if verdict.differs:
             found = self._whose()
@@ -854,18 +916,23 @@ class SnapshotWorker:
             peers.again = frozenset()
 
     def _whose(self) -> str:
-        """Which blocks differ in this rank's group, and where: in words; empty if none does. Collective."""
+        """Which blocks differ in this rank's group, and where: in words; empty if none does.
+        Collective."""
         peers, at = self.copier.peers, self._topology.coordinates[self.control.rank]
         assert peers is not None
         assert self._images is not None
         told = self.control.gather_bytes(msgpack.packb(peers.sums))
         ranks = self._topology.group(at.pp, at.tp)
-        blocks = differing({d: msgpack.unpackb(told[r], strict_map_key=False) for d, r in enumerate(ranks)})
+        blocks = differing(
+            {d: msgpack.unpackb(told[r], strict_map_key=False) for d, r in enumerate(ranks)}
+        )
         if not blocks:
             return ""
         peers.again = frozenset(blocks)
         members = sorted({m for found in blocks.values() for m in found})
-        where = " and ".join(f"rank {ranks[m]} on {self._topology.nodes[ranks[m]]}" for m in members)
+        where = " and ".join(
+            f"rank {ranks[m]} on {self._topology.nodes[ranks[m]]}" for m in members
+        )
         others = (
             "other ranks of its group"
             if len(members) < len(ranks)
@@ -884,7 +951,7 @@ class SnapshotWorker:
             raise ArenaError(f"{filling.arena.path} {lost}")
         faults.reach(FaultPoint.AFTER_SEAL, number)
 
-    # -- what became of it ----------------------------------------------------------------------------
+    # -- what became of it -------------------------------------------------------------------------
 
     def _commit(self, label: VersionId) -> None:
         """All ranks have sealed the version."""
@@ -892,13 +959,20 @@ class SnapshotWorker:
         assert filling is not None  # it was sealed here
         self.arenas.commit(filling)
         self.watchers.stats.commit(label.step, filling.traffic)
-        if self.peer_optimizers is not None:  # the next version's partitions are recomputed from this one
+        # the next version's partitions are recomputed from this one
+        if self.peer_optimizers is not None:
             self.peer_optimizers.base = filling
         self.watchers.faults.reach(FaultPoint.AFTER_COMMIT, label.step)
-        self._peer_errors.run_guarded("a commit cannot be reported", lambda: self.watchers.on_commit(label))
+        self._peer_errors.run_guarded(
+            "a commit cannot be reported", lambda: self.watchers.on_commit(label)
+        )
         if self._paced:
-            self._peer_errors.run_guarded("snapshots cannot be planned again", lambda: self._learn(filling))
-        self._peer_errors.run_guarded("memory cannot be reserved", lambda: self.arenas.settle(filling.layout))
+            self._peer_errors.run_guarded(
+                "snapshots cannot be planned again", lambda: self._learn(filling)
+            )
+        self._peer_errors.run_guarded(
+            "memory cannot be reserved", lambda: self.arenas.settle(filling.layout)
+        )
         self.switch.settled = True
 
     def _tell_given_up(self, label: VersionId, cause: SkipCause) -> None:
@@ -910,7 +984,8 @@ class SnapshotWorker:
                 *(label.step, cause, self.watchers.stats.stale_since_step),
             )
         self._peer_errors.run_guarded(
-            "a skipped version cannot be reported", lambda: self.watchers.on_skip(label.step, cause.kind)
+            "a skipped version cannot be reported",
+            lambda: self.watchers.on_skip(label.step, cause.kind),
         )
 
     # -- the layout that all ranks have agreed on --------------------------------------------------
@@ -954,8 +1029,8 @@ class SnapshotWorker:
         return Signal.LAID_OUT
 
     def _switch_layout(self, label: VersionId) -> versions.Event:
-        """Carry out an order that the votes have brought, between two versions. Collective. The newest
-        committed version stays where it is (P3)."""
+        """Carry out an order that the votes have brought, between two versions. Collective. The
+        newest committed version stays where it is (P3)."""
         if self.switch.in_force.due:
             self._unmap()
             layout = self.switch.carry_out(label, self.layout)
@@ -970,7 +1045,7 @@ class SnapshotWorker:
         self._ring.agree(layout.mine.data_bytes)
         logger.info("layout of the snapshots: %s", layout.plan)
 
-    # -- after a version broke off on one rank (P6) --------------------------------------------------
+    # -- after a version broke off on one rank (P6) ------------------------------------------------
 
     def _rejoin(self) -> versions.Event:
         """Meet all ranks in new groups and agree where to go on. If peers are gone, the job will be
@@ -986,7 +1061,9 @@ class SnapshotWorker:
             except Exception as error:
                 self._peer_errors.record("coming together again failed", error)
         self.control.leave()
-        logger.error("the snapshot worker stopped (%s); training goes on without snapshots", self._broke_off)
+        logger.error(
+            "the snapshot worker stopped (%s); training goes on without snapshots", self._broke_off
+        )
         return versions.RejoinFailed(self._broke_off)
 
     def _agree_where_to_go_on(self, state: RankState) -> versions.Rejoined:
@@ -1000,7 +1077,9 @@ class SnapshotWorker:
         self.switch.resync()
         self._unmap()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version
-        logger.warning("snapshots continue after %s; the versions up to there were given up", agreed.newest)
+        logger.warning(
+            "snapshots continue after %s; the versions up to there were given up", agreed.newest
+        )
         return versions.Rejoined(agreed.newest, agreed.committed)
 
 

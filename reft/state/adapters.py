@@ -1,27 +1,31 @@
 """One adapter per optimizer class that DeepSpeed gives under ZeRO stage 0 and 1.
 
-=============================  ==================================================  ==================
-class                          when (DeepSpeed 0.17 to 0.19)                       optimizer state is
-=============================  ==================================================  ==================
-torch / DeepSpeed / client     fp32, ZeRO-0                                        replicated
-``FP16_Optimizer``             fp16 or (0.17.6 on) bf16, ZeRO-0, FusedAdam         replicated
+=============================  ==================================================
+================== class                          when (DeepSpeed 0.17 to 0.19)
+ optimizer state is =============================
+ ==================================================
+================== torch / DeepSpeed / client     fp32, ZeRO-0
+ replicated ``FP16_Optimizer``             fp16 or (0.17.6 on) bf16, ZeRO-0, FusedAdam
+ replicated
 ``FP16_UnfusedOptimizer``      fp16 or (0.18.6 on) bf16, ZeRO-0, others            replicated
 ``BF16_Optimizer``             bf16: ZeRO-1 accumulating in fp32; ZeRO-0 with a    owned
                                pipeline; (to 0.17.5) ZeRO-0 accumulating in fp32
 ``DeepSpeedZeroOptimizer``     ZeRO-1: fp32, fp16, bf16 accumulating in bf16       owned
-=============================  ==================================================  ==================
+=============================  ==================================================
+==================
 
 From 0.17.6 to 0.18.4 two constants of DeepSpeed had one value, so that bf16 got the fp16 wrappers
 wherever the table says ``BF16_Optimizer``.
 
 All share one shape: the model's own parameters (frozen ones too) are replicated; below them sits a
-``torch.optim.Optimizer`` whose parameters are the model's own, fp32 masters, or this rank's partition of
-them. ``master`` tensors are what that optimizer updates. Tensors of its ``state`` belong to a section image;
-numbers, zero-dimensional CPU tensors (torch keeps ``step`` so) and everything else that can be encoded are
-host values. The exact class is looked up: a subclass may hold more, so it is refused.
+``torch.optim.Optimizer`` whose parameters are the model's own, fp32 masters, or this rank's
+partition of them. ``master`` tensors are what that optimizer updates. Tensors of its ``state``
+belong to a section image; numbers, zero-dimensional CPU tensors (torch keeps ``step`` so) and
+everything else that can be encoded are host values. The exact class is looked up: a subclass may
+hold more, so it is refused.
 
-Restoring never replaces a tensor that fits: DeepSpeed and learning-rate schedulers hold references to
-the tensors, to the group dicts and to fragments of the flat buffers.
+Restoring never replaces a tensor that fits: DeepSpeed and learning-rate schedulers hold references
+to the tensors, to the group dicts and to fragments of the flat buffers.
 """
 
 from __future__ import annotations
@@ -52,8 +56,8 @@ _LEAST_HUGE_BYTES = 2**20  # Smaller tensors come from memory that the allocator
 
 
 class OptimizerState:
-    """View of one innermost optimizer; ``group`` and ``position`` number its parameters. ``prefix``: of the
-    names of its tensors, where a rank has several optimizers."""
+    """View of one innermost optimizer; ``group`` and ``position`` number its parameters.
+    ``prefix``: of the names of its tensors, where a rank has several optimizers."""
 
     def __init__(self, optimizer: Any, prefix: str = "") -> None:
         self.optimizer = optimizer
@@ -81,7 +85,8 @@ class OptimizerState:
         ]
 
     def pointers(self) -> tuple[tuple[int, int], ...]:
-        """Address and size of every parameter and state tensor; changes when any appears or moves."""
+        """Address and size of every parameter and state tensor; changes when any appears or
+        moves."""
         found: list[tuple[int, int]] = []
         for _, _, p in self.params():
             tensors = (value for _, value in self._entries(p) if _kind(value, p) != _HOST)
@@ -93,7 +98,8 @@ class OptimizerState:
         return all(len(self._entries(p)) for _, _, p in self.params())
 
     def missing_bytes(self) -> int:
-        """What the first step will add for parameters without state yet: two moments of each, as Adam."""
+        """What the first step will add for parameters without state yet: two moments of each, as
+        Adam."""
         bare = (p for _, _, p in self.params() if p.requires_grad and not self._entries(p))
         return sum(_MOMENTS * p.numel() * p.element_size() for p in bare)
 
@@ -132,7 +138,9 @@ class OptimizerState:
     def extra(self) -> dict[str, Any]:
         """State that belongs to no parameter: the entries whose key is a string."""
         return {
-            k: _copied(v, f"optimizer.{k}") for k, v in self.optimizer.state.items() if isinstance(k, str)
+            k: _copied(v, f"optimizer.{k}")
+            for k, v in self.optimizer.state.items()
+            if isinstance(k, str)
         }
 
     def param_groups(self) -> list[dict[str, Any]]:
@@ -145,13 +153,14 @@ class OptimizerState:
     # -- restore ---------------------------------------------------------------------------------
 
     def materialise(self, layout: list[list[ParamLayout]], specs: Mapping[str, TensorSpec]) -> None:
-        """Give every parameter exactly the state entries of ``layout``, as the optimizer would have:
-        same keys, order, dtypes and devices. Tensors that fit stay; the bytes come later."""
+        """Give every parameter exactly the state entries of ``layout``, as the optimizer would
+        have: same keys, order, dtypes and devices. Tensors that fit stay; the bytes come later."""
         found = [len(group["params"]) for group in self.optimizer.param_groups]
         wanted = [len(group) for group in layout]
         if found != wanted:
             raise LayoutError(
-                f"the snapshot's optimizer has parameter groups of {wanted} parameters, the running one of "
+                f"the snapshot's optimizer has parameter groups of {wanted} parameters, the "
+                "running one of "
                 f"{found}; start the job with the same model, optimizer and parallel degrees"
             )
         for g, i, p in self.params():
@@ -162,7 +171,11 @@ class OptimizerState:
                 self._materialise(p, f"{self._prefix}optimizer.{g}.{i}", entries, specs)
 
     def _materialise(
-        self, param: torch.Tensor, name: str, entries: list[list[str]], specs: Mapping[str, TensorSpec]
+        self,
+        param: torch.Tensor,
+        name: str,
+        entries: list[list[str]],
+        specs: Mapping[str, TensorSpec],
     ) -> None:
         live = self.optimizer.state[param]
         made: dict[str, Any] = {}
@@ -172,8 +185,12 @@ class OptimizerState:
                 continue
             spec = specs.get(f"{name}.{key}")
             if spec is None:
-                raise LayoutError(f"the snapshot's manifest lacks {name}.{key}, which its host state lists")
-            made[key] = _fitting(live.get(key), spec, param.device if kind == _PARAM else torch.device(kind))
+                raise LayoutError(
+                    f"the snapshot's manifest lacks {name}.{key}, which its host state lists"
+                )
+            made[key] = _fitting(
+                live.get(key), spec, param.device if kind == _PARAM else torch.device(kind)
+            )
         live.clear()
         live.update(made)
 
@@ -188,7 +205,8 @@ class OptimizerState:
             self.optimizer.state[key] = _put(None, value)
 
     def restore_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Put hyper-parameters back into the live group dicts (schedulers hold references to them)."""
+        """Put hyper-parameters back into the live group dicts (schedulers hold references to
+        them)."""
         for live, saved in zip(self.optimizer.param_groups, groups, strict=True):
             for key, value in saved.items():
                 live[key] = _put(live.get(key), value)
@@ -221,14 +239,20 @@ def _copied_inside(value: Any, path: str) -> Any:
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         raise UnsupportedStateError(
             f"{path} is a tensor on {value.device} inside a list or dict of the optimizer's state; "
-            f"expected device tensors directly under their parameter: use an optimizer that keeps them so"
+            "expected device tensors directly under their parameter: use an optimizer that keeps "
+            "them so"
         )
     return _copied(value, path)
 
 
 def _fitting(live: Any, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """The live tensor if it fits ``spec``, else a new one (its bytes are written by the restore)."""
-    if isinstance(live, torch.Tensor) and live.device == device and (TensorSpec.of(spec.name, live) == spec):
+    """The live tensor if it fits ``spec``, else a new one (its bytes are written by the
+    restore)."""
+    if (
+        isinstance(live, torch.Tensor)
+        and live.device == device
+        and (TensorSpec.of(spec.name, live) == spec)
+    ):
         return live
     made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype, device=device)
     _advise_huge_pages(made)
@@ -238,14 +262,17 @@ def _fitting(live: Any, spec: TensorSpec, device: torch.device) -> torch.Tensor:
 def _put(live: Any, value: Any) -> Any:
     """What to store for a restored value: the live tensor overwritten in place where it fits."""
     if isinstance(value, torch.Tensor):
-        if isinstance(live, torch.Tensor) and (live.dtype, live.shape) == (value.dtype, value.shape):
+        if isinstance(live, torch.Tensor) and (live.dtype, live.shape) == (
+            value.dtype,
+            value.shape,
+        ):
             with torch.no_grad():
                 return live.copy_(value)
         return value.clone()
     return value
 
 
-# -- huge pages --------------------------------------------------------------------------------------
+# -- huge pages ------------------------------------------------------------------------------------
 
 
 @cache
@@ -259,8 +286,8 @@ def _madvise() -> Any:
 
 
 def _advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Hint that the pages of a large CPU tensor, not written yet, may be huge: at 4 KiB a page, the moments
-    of Adam are touched at a third of the speed of copying (trap 17). Never fails."""
+    """Hint that the pages of a large CPU tensor, not written yet, may be huge: at 4 KiB a page, the
+    moments of Adam are touched at a third of the speed of copying (trap 17). Never fails."""
     storage, madvise = tensor.untyped_storage(), _madvise()
     if tensor.device.type != "cpu" or storage.nbytes() < _LEAST_HUGE_BYTES or madvise is None:
         return
@@ -271,7 +298,8 @@ def _advise_huge_pages(tensor: torch.Tensor) -> None:
 
 
 def replay(state: OptimizerState, class_path: str) -> None:
-    """Bring DeepSpeed's C++ optimizer to where the steps of ``state`` left it. Does nothing for others."""
+    """Bring DeepSpeed's C++ optimizer to where the steps of ``state`` left it. Does nothing for
+    others."""
     if class_path not in (AdamKind.DEEPSPEED_FUSED, AdamKind.DEEPSPEED_CPU):
         return
     groups = []
@@ -284,16 +312,31 @@ def replay(state: OptimizerState, class_path: str) -> None:
 
 
 _LOSS_SCALE = (
-    *("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "min_loss_scale"),
-    *("min_scale", "delayed_shift", "cur_hysteresis", "consecutive_hysteresis", "dynamic_loss_scale"),
+    *(
+        "cur_scale",
+        "cur_iter",
+        "last_overflow_iter",
+        "scale_factor",
+        "scale_window",
+        "min_loss_scale",
+    ),
+    *(
+        "min_scale",
+        "delayed_shift",
+        "cur_hysteresis",
+        "consecutive_hysteresis",
+        "dynamic_loss_scale",
+    ),
 )
 
 
 class StateAdapter:
-    """A :class:`~reft.state.catalogue.Adapter` of everything of a DeepSpeed engine's model and optimizer."""
+    """A :class:`~reft.state.catalogue.Adapter` of everything of a DeepSpeed engine's model and
+    optimizer."""
 
     owned: ClassVar[bool]
-    """Whether masters and optimizer state are this rank's partition (else equal on all DP peers)."""
+    """Whether masters and optimizer state are this rank's partition (else equal on all DP
+    peers)."""
     flat: ClassVar[bool] = False
     """Whether the optimizer has the parameters of a group in one tensor, end to end."""
     attributes: ClassVar[tuple[str, ...]] = (
@@ -320,18 +363,22 @@ class StateAdapter:
         return [len(group["params"]) for group in self.state.optimizer.param_groups]
 
     def why_groups_are_lost(self) -> str | None:
-        """What the script has changed about the parameter groups since the start that cannot be restored, and
-        what to write; None where there is nothing."""
+        """What the script has changed about the parameter groups since the start that cannot be
+        restored, and what to write; None where there is nothing."""
         now = self._group_sizes()
         if now == self._sizes:
             return None
         return (
-            f"the optimizer's parameter groups have changed: {self._sizes} parameters at the start, {now} "
+            f"the optimizer's parameter groups have changed: {self._sizes} parameters at the "
+            f"start, {now} "
             f"now. "
-            f"{class_path(self.wrapper)} cannot be restored with groups that the script adds on the way: "
+            f"{class_path(self.wrapper)} cannot be restored with groups that the script adds on "
+            "the way: "
             f"versions "
-            "are taken from here on, but the job could not be resumed from them. Give all parameters to the "
-            'optimizer before deepspeed.initialize, with "lr": 0.0 and requires_grad_(False) until they '
+            "are taken from here on, but the job could not be resumed from them. Give all "
+            "parameters to the "
+            'optimizer before deepspeed.initialize, with "lr": 0.0 and requires_grad_(False) '
+            "until they "
             "are trained"
         )
 
@@ -386,27 +433,30 @@ class StateAdapter:
     # -- restore ---------------------------------------------------------------------------------
 
     def partitioned(self) -> tuple[int, ...]:
-        """Elements of every parameter group of which each DP peer has an equal part, one behind the other;
-        padding at the end is not counted. Equal at every data-parallel degree; empty where nothing is cut."""
+        """Elements of every parameter group of which each DP peer has an equal part, one behind the
+        other; padding at the end is not counted. Equal at every data-parallel degree; empty where
+        nothing is cut."""
         return ()
 
     def grouped(self) -> list[list[torch.Tensor]]:
         """The model's parameters by the optimizer's groups, in its order."""
         raise LayoutError(
-            f"{class_path(self.wrapper)} cannot be resumed in another layout; zero_optimization.stage 1, "
+            f"{class_path(self.wrapper)} cannot be resumed in another layout; "
+            "zero_optimization.stage 1, "
             "or fp32 without ZeRO, can"
         )
 
     def state_like_masters(self, host_state: dict[str, Any]) -> None:
-        """Give every parameter of the optimizer the state that :meth:`host_state` of another layout lists
-        for its group, each tensor shaped as the parameter. The bytes come later."""
+        """Give every parameter of the optimizer the state that :meth:`host_state` of another layout
+        lists for its group, each tensor shaped as the parameter. The bytes come later."""
         self._check_same(host_state)
         layout, values = [], []
         for number, group in enumerate(self.state.optimizer.param_groups):
             entries, counters = host_state["layout"][number], host_state["state"][number]
             if any(e != entries[0] for e in entries) or any(c != counters[0] for c in counters):
                 raise LayoutError(
-                    f"the parameters of the optimizer's group {number} do not all have the same state and "
+                    f"the parameters of the optimizer's group {number} do not all have the same "
+                    "state and "
                     "counters; expected an optimizer that steps all of them in every step"
                 )
             layout.append([entries[0]] * len(group["params"]))
@@ -419,7 +469,9 @@ class StateAdapter:
         self.state.materialise(layout, specs)
         host_state["layout"], host_state["state"] = layout, values
 
-    def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
+    def prepare(
+        self, manifest: Manifest, host_state: dict[str, Any]
+    ) -> tuple[SectionImage, SectionImage]:
         self._check_same(host_state)
         section = manifest.owned if self.owned else manifest.replicated
         self.state.materialise(host_state["layout"], {spec.name: spec for spec in section})
@@ -432,13 +484,14 @@ class StateAdapter:
         for what, live in (("wrapper", self.wrapper), ("optimizer", self.state.optimizer)):
             if host_state[what] != class_path(live):
                 raise LayoutError(
-                    f"the snapshot was taken with the {what} {host_state[what]}, the running job has "
+                    f"the snapshot was taken with the {what} {host_state[what]}, the running job "
+                    "has "
                     f"{class_path(live)}; use the DeepSpeed configuration that took the snapshot"
                 )
 
     def finish(self, host_state: dict[str, Any]) -> None:
-        """After the bytes are in place: hyper-parameters, counters, loss scale, links. May be called
-        again."""
+        """After the bytes are in place: hyper-parameters, counters, loss scale, links. May be
+        called again."""
         self.state.restore_groups(host_state["param_groups"])
         self.state.restore_values(host_state["state"], host_state["extra"])
         self.restore_caches(host_state)
@@ -490,7 +543,8 @@ class PlainAdapter(StateAdapter):
         return {**super().host_state(), ADDED_GROUPS: self._added_names()}
 
     def _added_names(self) -> dict[int, list[str | None]]:
-        """The model's parameters in the groups that were added since the start, by number of the group."""
+        """The model's parameters in the groups that were added since the start, by number of the
+        group."""
         added = list(enumerate(self.wrapper.param_groups))[len(self._sizes) :]
         if not added:
             return {}
@@ -503,20 +557,27 @@ class PlainAdapter(StateAdapter):
             return None
         return super().why_groups_are_lost()
 
-    def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
+    def prepare(
+        self, manifest: Manifest, host_state: dict[str, Any]
+    ) -> tuple[SectionImage, SectionImage]:
         self._check_same(host_state)
         self._add_groups(host_state)
         return super().prepare(manifest, host_state)
 
     def _add_groups(self, host_state: dict[str, Any]) -> None:
-        """Groups that the script had added when the version was taken. It may add them once more, where it
-        repeats the step in which it did so: that is then left out."""
+        """Groups that the script had added when the version was taken. It may add them once more,
+        where it repeats the step in which it did so: that is then left out."""
         optimizer, parameters = self.wrapper, dict(self.engine.module.named_parameters())
         restored = []
         for number, names in host_state.get(ADDED_GROUPS, {}).items():
-            if number != len(optimizer.param_groups) or not all(name in parameters for name in names):
+            if number != len(optimizer.param_groups) or not all(
+                name in parameters for name in names
+            ):
                 continue
-            group = {**host_state["param_groups"][number], "params": [parameters[name] for name in names]}
+            group = {
+                **host_state["param_groups"][number],
+                "params": [parameters[name] for name in names],
+            }
             optimizer.add_param_group(group)
             restored.append({id(p) for p in group["params"]})
         if restored:
@@ -535,12 +596,13 @@ class FP16UnfusedAdapter(StateAdapter):
     owned = False
 
     def check(self) -> None:
-        # Up to 0.18.5 neither the engine nor this wrapper clears bf16 gradients after a step without
-        # ZeRO: they add up over steps, and so would have to be part of a version.
+        # Up to 0.18.5 neither the engine nor this wrapper clears bf16 gradients after a step
+        # without ZeRO: they add up over steps, and so would have to be part of a version.
         old = "loss_scale_config" not in vars(self.wrapper)
         if old and self.engine.bfloat16_enabled() and not self.engine.zero_optimization():
             raise refuse(
-                f"{class_path(self.wrapper)} with bf16, in a DeepSpeed that keeps its gradients over steps",
+                f"{class_path(self.wrapper)} with bf16, in a DeepSpeed that keeps its gradients "
+                "over steps",
                 "use DeepSpeed 0.18.6 or later, or zero_optimization.stage 1",
             )
         super().check()
@@ -550,8 +612,8 @@ class FP16Adapter(StateAdapter):
     """``FP16_Optimizer``: one flat fp32 master per group, equal on all DP peers.
 
     Which parts of the flat gradient count towards the norm is found in the first step that does not
-    overflow, from the gradients there are in that step, and kept for good. A resumed run would find it
-    in another step, so it is part of the state."""
+    overflow, from the gradients there are in that step, and kept for good. A resumed run would find
+    it in another step, so it is part of the state."""
 
     owned = False
     attributes = (*StateAdapter.attributes, "has_executed_step")
@@ -591,7 +653,8 @@ class _PartitionedAdapter(StateAdapter):
         groups = [list(parameters) for parameters in vars(self.wrapper)[self.groups]]
         if [sum(p.numel() for p in group) for group in groups] != list(self.partitioned()):
             raise LayoutError(
-                "zero_optimization.parameter_alignment leaves gaps between parameters; state written with "
+                "zero_optimization.parameter_alignment leaves gaps between parameters; state "
+                "written with "
                 "it cannot be resumed in another layout: remove it"
             )
         return groups
@@ -599,9 +662,12 @@ class _PartitionedAdapter(StateAdapter):
     def partitioned(self) -> tuple[int, ...]:
         if vars(self.wrapper).get("round_robin_gradients"):
             raise LayoutError(
-                "zero_optimization.round_robin_gradients distributes the parameters by the data-parallel "
-                "degree: state written at one degree cannot be resumed at another. Start the job with the "
-                "degree that wrote the memory, or with round_robin_gradients false from its first step on"
+                "zero_optimization.round_robin_gradients distributes the parameters by the "
+                "data-parallel "
+                "degree: state written at one degree cannot be resumed at another. Start the job "
+                "with the "
+                "degree that wrote the memory, or with round_robin_gradients false from its first "
+                "step on"
             )
         found = []
         for group, parameters in enumerate(vars(self.wrapper)[self.groups]):
@@ -646,8 +712,12 @@ class ZeroAdapter(_PartitionedAdapter):
         if vars(self.wrapper).get("torch_autocast_gradscaler") is not None:
             raise refuse(f"{path} with torch.amp.GradScaler", "use bf16 autocast, or fp16.enabled")
         scaler = class_path(self.wrapper.loss_scaler)
-        if scaler not in [f"deepspeed.runtime.fp16.loss_scaler.{n}LossScaler" for n in ("", "Dynamic")]:
-            raise refuse(f"{path} with the loss scaler {scaler}", "use DeepSpeed's own loss scalers")
+        if scaler not in [
+            f"deepspeed.runtime.fp16.loss_scaler.{n}LossScaler" for n in ("", "Dynamic")
+        ]:
+            raise refuse(
+                f"{path} with the loss scaler {scaler}", "use DeepSpeed's own loss scalers"
+            )
         super().check()
 
 
@@ -670,7 +740,9 @@ def adapter_for(engine: Any) -> StateAdapter:
 
 
 def on_host(owner: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Attributes of these names that are not on a device: reading those would stall the training thread until
-    the device is idle."""
+    """Attributes of these names that are not on a device: reading those would stall the training
+    thread until the device is idle."""
     own = {name: vars(owner)[name] for name in names if name in vars(owner)}
-    return {n: v for n, v in own.items() if not isinstance(v, torch.Tensor) or v.device.type == "cpu"}
+    return {
+        n: v for n, v in own.items() if not isinstance(v, torch.Tensor) or v.device.type == "cpu"
+    }

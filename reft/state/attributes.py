@@ -1,8 +1,9 @@
-"""The state of objects of a script that have no ``state_dict``: those of their attributes that are state.
+"""The state of objects of a script that have no ``state_dict``: those of their attributes that are
+state.
 
-These are random generators of three kinds, and numbers, texts, tensors and collections of them that have
-changed since the object was first seen. What has not changed is a setting, which the script makes the same at
-every start, or means to change.
+These are random generators of three kinds, and numbers, texts, tensors and collections of them that
+have changed since the object was first seen. What has not changed is a setting, which the script
+makes the same at every start, or means to change.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from reft.state import objects
 from reft.state.codec import decode, encode
 
 _MOST_BYTES = 64 * 2**10
-"""Longer attributes are data that the object was given, such as the indices or weights of a sampler."""
+"""Longer attributes are data that the object was given, such as the indices or weights of a
+sampler."""
 _STATE = "state_dict"
 
 _GENERATOR = "generator"  # marks the state of a random generator among attributes
 _seen = dict[int, dict[str, bytes]]()
-"""Attributes of objects as they were when first seen, encoded. By ``id``: not every sampler has a hash."""
+"""Attributes of objects as they were when first seen, encoded. By ``id``: not every sampler has a
+hash."""
 
 
 def has_attributes(owner: Any) -> bool:
@@ -36,13 +39,15 @@ def capture(owner: Any) -> dict[str, bytes]:
     first = _first_seen(owner)
     now = _attributes(owner)
     return {
-        name: value for name, value in now.items() if value != first.get(name) or _is_generator(owner, name)
+        name: value
+        for name, value in now.items()
+        if value != first.get(name) or _is_generator(owner, name)
     }
 
 
 def restore(owner: Any, saved: dict[str, bytes]) -> None:
-    """Put back what :func:`capture` returned, in place. Other attributes are as they were when the object was
-    first seen."""
+    """Put back what :func:`capture` returned, in place. Other attributes are as they were when the
+    object was first seen."""
     if objects.is_stateful(owner):
         if _STATE in saved:
             owner.load_state_dict(decode(saved[_STATE]))

@@ -3,10 +3,11 @@
 It holds the manifest of the images, the template of the engine's checkpoint files (both change only
 with the layout and are encoded once) and the captured host state (new every step).
 
-Buffers that live on a device are late. Their values at a step boundary are known to the device only once it
-gets there; reading them at once would hold up the training thread until then, at every step. So their
-transfer is queued on the training stream, in the order of everything else, and the block keeps room for the
-bytes at its end. Whoever writes the block to memory, on another thread, lets them land first.
+Buffers that live on a device are late. Their values at a step boundary are known to the device only
+once it gets there; reading them at once would hold up the training thread until then, at every
+step. So their transfer is queued on the training stream, in the order of everything else, and the
+block keeps room for the bytes at its end. Whoever writes the block to memory, on another thread,
+lets them land first.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class LateBlob(bytearray):
 
 
 class HostBlob:
-    """Encodes host blocks, keeping what does not change between steps. ``strict``: a version of which no
-    checkpoint could be written is an error."""
+    """Encodes host blocks, keeping what does not change between steps. ``strict``: a version of
+    which no checkpoint could be written is an error."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
@@ -68,8 +69,8 @@ class HostBlob:
         signature: Hashable,
         state: dict[str, Any],
     ) -> Callable[[], bytes | LateBlob]:
-        """Encode what may alias live objects now, and the rest, most of it, when the result is called:
-        on any thread, at any time.
+        """Encode what may alias live objects now, and the rest, most of it, when the result is
+        called: on any thread, at any time.
 
         Args:
             template: describes the engine's checkpoint; asked when the layout changed.
@@ -83,7 +84,10 @@ class HostBlob:
         """
         if self._signature != signature or not self._fixed:
             manifest = Manifest.of(images)
-            self._fixed = {"manifest": manifest.encode(), "template": self._encoded(template, images, state)}
+            self._fixed = {
+                "manifest": manifest.encode(),
+                "template": self._encoded(template, images, state),
+            }
             self._signature = signature
         fixed, adapter = self._fixed, state["adapter"]
         late = {name: buffer for name, buffer in state["buffers"].items() if is_late(buffer)}
@@ -91,9 +95,13 @@ class HostBlob:
         copied = {"rng": state["rng"], "buffers": at_once}
         copied["adapter"] = {key: adapter[key] for key in _COPIED_OF_ADAPTER}
         live = {key: value for key, value in state.items() if key not in copied}
-        live["adapter"] = {key: value for key, value in adapter.items() if key not in _COPIED_OF_ADAPTER}
+        live["adapter"] = {
+            key: value for key, value in adapter.items() if key not in _COPIED_OF_ADAPTER
+        }
         encoded = codec.encode(live)
-        offsets, nbytes = end_to_end(buffer.numel() * buffer.element_size() for buffer in late.values())
+        offsets, nbytes = end_to_end(
+            buffer.numel() * buffer.element_size() for buffer in late.values()
+        )
         land = _queue(late, offsets, nbytes) if late else None
 
         def finish() -> bytes | LateBlob:
@@ -117,7 +125,10 @@ class HostBlob:
         try:
             return template(images, state)
         except ReftError as error:
-            said = f"checkpoints cannot be written from memory, and this is not resumed from it: {error}"
+            said = (
+                "checkpoints cannot be written from memory, and this is not resumed from it: "
+                f"{error}"
+            )
             if self._strict:
                 raise UnsupportedStateError(said) from error
             logger.warning("%s", said)
@@ -128,7 +139,9 @@ class DecodedBlob:
     def __init__(self, data: bytes | memoryview) -> None:
         content = codec.decode(data)
         if not isinstance(content, dict) or not {"manifest", "template", "state"} <= set(content):
-            raise LayoutError("the host block of the snapshot has an unknown form; was it written by reft?")
+            raise LayoutError(
+                "the host block of the snapshot has an unknown form; was it written by reft?"
+            )
         self.manifest = Manifest.decode(content["manifest"])
         self.template: bytes = content["template"]
         self.state: dict[str, Any] = codec.decode(content["state"])
@@ -148,8 +161,8 @@ def is_late(tensor: torch.Tensor) -> bool:
 def _queue(
     tensors: Mapping[str, torch.Tensor], offsets: tuple[int, ...], nbytes: int
 ) -> Callable[[], torch.Tensor]:
-    """Queue the transfer of dense device tensors to host memory on the current stream. The result waits for
-    it and returns that memory."""
+    """Queue the transfer of dense device tensors to host memory on the current stream. The result
+    waits for it and returns that memory."""
     devices = {t.device: vendor for t in tensors.values() if (vendor := find_vendor(t.device))}
     host = torch.zeros(nbytes, dtype=torch.uint8)
     if devices:
@@ -180,7 +193,9 @@ def _landed(specs: list[list[Any]], data: bytes) -> dict[str, torch.Tensor]:
     for name, dtype, shape, offset in specs:
         end = offset + prod(shape) * codec.torch_dtype(dtype).itemsize
         if end > len(data):
-            raise LayoutError(f"the buffer {name} lies beyond the {len(data)} bytes of the host block's end")
+            raise LayoutError(
+                f"the buffer {name} lies beyond the {len(data)} bytes of the host block's end"
+            )
         found[name] = codec.make_tensor((dtype, shape, data[offset:end]))
     return found
 
@@ -195,16 +210,16 @@ _COUNTERS = (
 
 
 # Captured on the training thread at a step boundary, after the engine's own counters have moved:
-# ``engine.step()`` counts the micro step last, so a hook inside it is too early. Layout of the captured dict
-# (paths into it are part of the stored checkpoint templates)::
+# ``engine.step()`` counts the micro step last, so a hook inside it is too early. Layout of the
+# captured dict (paths into it are part of the stored checkpoint templates)::
 #
 #     engine        counters: global_steps, global_samples, skipped_steps, micro_steps, ...
 #     lr_scheduler  its state_dict(), or None
 #     last_lr       ``_last_lr`` of DeepSpeed's schedulers, which their state_dict leaves out
 #     adapter       StateAdapter.host_state()
-#     buffers       every module buffer by name, non-persistent ones too; live ones where on a device
-#     schedules     progressive layer drop, curriculum, random-LTD, data sampler, where enabled
-#     rng           capture_rng()
+#     buffers       every module buffer by name, non-persistent ones too; live ones where on a
+# device     schedules     progressive layer drop, curriculum, random-LTD, data sampler, where
+# enabled     rng           capture_rng()
 #     client        what the user's client_state() returned
 #     data          data position
 
@@ -212,11 +227,11 @@ _COUNTERS = (
 def capture_host_state(
     engine: Any, adapter: StateAdapter, client_state: Mapping[str, Any] | None, data_state: Any
 ) -> dict[str, Any]:
-    """Capture the host state of an engine at a step boundary, with what the user and the data position want
-    to have restored.
+    """Capture the host state of an engine at a step boundary, with what the user and the data
+    position want to have restored.
 
-    Parts that belong to schedulers and to the user, and buffers on a device, may alias live objects:
-    encode the result before the next step."""
+    Parts that belong to schedulers and to the user, and buffers on a device, may alias live
+    objects: encode the result before the next step."""
     scheduler = engine.lr_scheduler
     return {
         "engine": on_host(engine, _COUNTERS),
@@ -241,9 +256,9 @@ def restore_host_state(engine: Any, adapter: StateAdapter, state: dict[str, Any]
 
 
 def restore_data_free_state(engine: Any, state: dict[str, Any], *, scheduler: bool = True) -> None:
-    """After DeepSpeed's own ``load_checkpoint``: restore what its files do not hold, no tensor of the
-    images among it. ``state`` must be of the step that was loaded; ``scheduler``: whether the learning-rate
-    scheduler is to be restored."""
+    """After DeepSpeed's own ``load_checkpoint``: restore what its files do not hold, no tensor of
+    the images among it. ``state`` must be of the step that was loaded; ``scheduler``: whether the
+    learning-rate scheduler is to be restored."""
     if state["engine"]["global_steps"] != engine.global_steps:
         raise LayoutError(
             f"the host state is of step {state['engine']['global_steps']}, the checkpoint of step "
@@ -257,8 +272,10 @@ def _restore_scheduler(engine: Any, state: dict[str, Any]) -> None:
     scheduler, saved = engine.lr_scheduler, state["lr_scheduler"]
     if (scheduler is None) != (saved is None):
         raise LayoutError(
-            f"the snapshot {'has no' if saved is None else 'has a'} learning-rate scheduler, the running job "
-            f"{'none' if scheduler is None else 'has one'}; use the configuration that took the snapshot"
+            f"the snapshot {'has no' if saved is None else 'has a'} learning-rate scheduler, the "
+            "running job "
+            f"{'none' if scheduler is None else 'has one'}; use the configuration that took the "
+            "snapshot"
         )
     if scheduler is None:
         return
@@ -280,7 +297,8 @@ def _restore_rest(engine: Any, state: dict[str, Any], *, scheduler: bool) -> Non
     for name, saved in state["schedules"].items():
         if name not in schedules:
             raise LayoutError(
-                f"the snapshot has the state of {name}, which the running job has not enabled; use the "
+                f"the snapshot has the state of {name}, which the running job has not enabled; "
+                "use the "
                 f"configuration that took the snapshot"
             )
         schedules[name][1](saved)
@@ -292,7 +310,8 @@ def _restore_rest(engine: Any, state: dict[str, Any], *, scheduler: bool) -> Non
 
 
 def capture_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies, or the live ones where a copy would wait for the device: the encoder sees to those."""
+    """Copies, or the live ones where a copy would wait for the device: the encoder sees to
+    those."""
     return {
         name: b.detach() if is_late(b) else b.detach().to("cpu", copy=True)
         for name, b in module.named_buffers()
@@ -312,14 +331,15 @@ def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) 
         owner = dict(module.named_modules()).get(path)
         if owner is None or leaf not in owner._buffers:
             raise LayoutError(
-                f"the snapshot has the buffer {name} of shape {tuple(value.shape)}, which the running model "
+                f"the snapshot has the buffer {name} of shape {tuple(value.shape)}, which the "
+                "running model "
                 f"does not have; start the job with the model that took the snapshot"
             )
         device = buffer.device if buffer is not None else next(module.parameters()).device
         owner._buffers[leaf] = value.to(device, copy=True)
 
 
-# --- schedules of data efficiency ------------------------------------------------------------------
+# --- schedules of data efficiency -----------------------------------------------------------------
 
 
 def _schedules(engine: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
@@ -339,22 +359,31 @@ def _schedules(engine: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any]
     if token_drop is not None:
         found["random_ltd"] = (token_drop.state_dict, token_drop.load_state_dict)
     sampler = getattr(own.get("training_dataloader"), "data_sampler", None)
-    if sampler is not None and hasattr(sampler, "load_state_dict") and engine.curriculum_learning_enabled():
+    if (
+        sampler is not None
+        and hasattr(sampler, "load_state_dict")
+        and engine.curriculum_learning_enabled()
+    ):
         found["data_sampler"] = (sampler.state_dict, sampler.load_state_dict)
     return found
 
 
-# --- random generators -----------------------------------------------------------------------------
-# Every one of a rank: Python, NumPy, torch CPU, the current device, and the trackers by which DeepSpeed's
-# activation checkpointing and Megatron keep tensor-parallel dropout apart (trap 7).
+# --- random generators ----------------------------------------------------------------------------
+# Every one of a rank: Python, NumPy, torch CPU, the current device, and the trackers by which
+# DeepSpeed's activation checkpointing and Megatron keep tensor-parallel dropout apart (trap 7).
 
 
-_MEGATRON = ("megatron.core.tensor_parallel.random", "megatron.core.mpu.random", "megatron.mpu.random")
+_MEGATRON = (
+    "megatron.core.tensor_parallel.random",
+    "megatron.core.mpu.random",
+    "megatron.mpu.random",
+)
 _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
 
 def capture_host_rng() -> dict[str, Any]:
-    """State of the generators in host memory, which data is drawn with; encodable, none is advanced."""
+    """State of the generators in host memory, which data is drawn with; encodable, none is
+    advanced."""
     version, words, gauss = random.getstate()
     return {
         "python": {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss},
@@ -396,7 +425,8 @@ def restore_rng(state: dict[str, Any]) -> None:
         device_name, device = _accelerator()
         if device_name != saved["name"]:
             raise LayoutError(
-                f"the snapshot has the random state of a {saved['name']} device, this process runs on "
+                f"the snapshot has the random state of a {saved['name']} device, this process "
+                "runs on "
                 f"{device_name}; resume on the kind of device that took the snapshot"
             )
         device.set_rng_state(saved["state"])
@@ -406,14 +436,15 @@ def restore_rng(state: dict[str, Any]) -> None:
             _restore_tracker(trackers[name], states)
         elif states:
             raise LayoutError(
-                f"the snapshot has the random states {sorted(states)} of {name}, which this process has not "
+                f"the snapshot has the random states {sorted(states)} of {name}, which this "
+                "process has not "
                 f"imported; start the job as it was started when the snapshot was taken"
             )
 
 
 def _accelerator() -> tuple[str, Any]:
-    """Name and random state of DeepSpeed's accelerator, without DeepSpeed of the device that torch has begun
-    to use; "cpu" has none but torch's own."""
+    """Name and random state of DeepSpeed's accelerator, without DeepSpeed of the device that torch
+    has begun to use; "cpu" has none but torch's own."""
     module = sys.modules.get("deepspeed.accelerator")
     if module is None:
         vendor = find_used_vendor()
@@ -440,7 +471,8 @@ def _capture_tracker(name: str, tracker: Any) -> dict[str, torch.Tensor]:
         value = state.get_state() if isinstance(state, torch.Generator) else state
         if not isinstance(value, torch.Tensor):
             raise UnsupportedStateError(
-                f"the tracker of {name} keeps {key!r} as {class_path(value)}; expected a state tensor or a "
+                f"the tracker of {name} keeps {key!r} as {class_path(value)}; expected a state "
+                "tensor or a "
                 f"torch.Generator"
             )
         captured[key] = value.detach().to("cpu", copy=True)

@@ -1,9 +1,9 @@
 """Live tensors seen as the bytes of a section of the stage image.
 
 A :class:`SectionImage` lays the memory of a list of tensors end to end, each at a multiple of 64
-bytes, and copies any byte range of that image out of, or into, the live tensors. It holds views, never
-copies, and it never rebinds a tensor: optimizers keep views into flat buffers that a rebound ``.data``
-would cut loose.
+bytes, and copies any byte range of that image out of, or into, the live tensors. It holds views,
+never copies, and it never rebinds a tensor: optimizers keep views into flat buffers that a rebound
+``.data`` would cut loose.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class TensorSpec:
     name: str  # unique within the section
     dtype: str  # torch's name without the module, such as ``bfloat16``
     shape: tuple[int, ...]  # sizes
-    # strides in elements; the bytes are stored in memory order, so they decide which byte is which element
+    # strides in elements; the bytes are stored in memory order, so they decide which byte is which
+    # element
     stride: tuple[int, ...]
 
     @classmethod
@@ -69,7 +70,9 @@ class Manifest:
         """Bytes for the host section."""
         return codec.encode(
             {
-                name: [[t.name, t.dtype, list(t.shape), list(t.stride)] for t in getattr(self, name)]
+                name: [
+                    [t.name, t.dtype, list(t.shape), list(t.stride)] for t in getattr(self, name)
+                ]
                 for name in _SECTIONS
             }
         )
@@ -79,7 +82,10 @@ class Manifest:
         fields = codec.decode(data)
         return cls(
             *(
-                tuple(TensorSpec(n, d, tuple(shape), tuple(stride)) for n, d, shape, stride in fields[name])
+                tuple(
+                    TensorSpec(n, d, tuple(shape), tuple(stride))
+                    for n, d, shape, stride in fields[name]
+                )
                 for name in _SECTIONS
             )
         )
@@ -90,24 +96,30 @@ class Manifest:
             _check_section(section, getattr(self, section), image.specs)
 
 
-def _check_section(section: str, wanted: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]) -> None:
+def _check_section(
+    section: str, wanted: tuple[TensorSpec, ...], found: tuple[TensorSpec, ...]
+) -> None:
     for w, f in zip(wanted, found, strict=False):
         if w != f:
             raise LayoutError(
-                f"the {section} section of the snapshot has {w} (stride {w.stride}) where the running job "
-                f"has {f} (stride {f.stride}); start the job with the model, optimizer and parallel degrees "
+                f"the {section} section of the snapshot has {w} (stride {w.stride}) where the "
+                "running job "
+                f"has {f} (stride {f.stride}); start the job with the model, optimizer and "
+                "parallel degrees "
                 f"that took the snapshot"
             )
     if len(wanted) != len(found):
         extra = (wanted if len(wanted) > len(found) else found)[min(len(wanted), len(found))]
         raise LayoutError(
-            f"the {section} section of the snapshot has {len(wanted)} tensors, the running job {len(found)}; "
+            f"the {section} section of the snapshot has {len(wanted)} tensors, the running job "
+            f"{len(found)}; "
             f"the first without a partner is {extra}"
         )
 
 
 def end_to_end(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Where tensors of these bytes lie in an image, each aligned as shards and blocks are, and its size."""
+    """Where tensors of these bytes lie in an image, each aligned as shards and blocks are, and its
+    size."""
     offsets, end = [], 0
     for nbytes in sizes:
         offsets.append(end)
@@ -151,8 +163,8 @@ class SectionImage:
         self._starts = [start for start, _, _ in self._parts]
 
     def write_counts(self) -> list[int]:
-        """How often each tensor was written in place, as torch counts it (``Tensor._version``). Writes
-        through ``.data`` and by other libraries are not counted."""
+        """How often each tensor was written in place, as torch counts it (``Tensor._version``).
+        Writes through ``.data`` and by other libraries are not counted."""
         return [t._version for _, t in self._watched]
 
     def written_since(self, counts: Sequence[int]) -> list[str]:
@@ -169,8 +181,8 @@ class SectionImage:
             names: of the tensors that are replaced, which are no longer counted as written.
 
         Returns:
-            The image, and for every replaced tensor ``(copy, live bytes)``, both 1-D uint8 on its device. The
-            copies are uninitialised; whoever takes a version fills them first.
+            The image, and for every replaced tensor ``(copy, live bytes)``, both 1-D uint8 on its
+            device. The copies are uninitialised; whoever takes a version fills them first.
         """
         addresses = {t.untyped_storage().data_ptr() for name, t in self._watched if name in names}
         image, pairs = copy.copy(self), []
@@ -182,7 +194,9 @@ class SectionImage:
             else:
                 image._views.append(view)
         image._watched = [
-            (name, t) for name, t in self._watched if t.untyped_storage().data_ptr() not in addresses
+            (name, t)
+            for name, t in self._watched
+            if t.untyped_storage().data_ptr() not in addresses
         ]
         image._index_parts()
         vars(image).pop("_addresses", None)
@@ -202,18 +216,19 @@ class SectionImage:
         return [spec for _, _, spec in self._overlapping(start, stop)]
 
     def read_into(self, start: int, out: torch.Tensor) -> None:
-        """Copy ``image[start : start + len(out)]`` into ``out`` (1-D uint8, contiguous); padding is 0.
+        """Copy ``image[start : start + len(out)]`` into ``out`` (1-D uint8, contiguous); padding is
+        0.
 
-        Returns when the bytes have arrived. On a device it runs on the calling thread's stream, which
-        knows nothing of the training thread's: :meth:`pieces_into` and a copy engine do.
+        Returns when the bytes have arrived. On a device it runs on the calling thread's stream,
+        which knows nothing of the training thread's: :meth:`pieces_into` and a copy engine do.
         """
         for view, target in self.pieces_into(start, out):
             target.copy_(view)
 
     def pieces_into(self, start: int, out: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What is to be copied so that ``out`` holds ``image[start : start + len(out)]``. Returns ``(live
-        bytes, part of out)`` in order of their place, both 1-D uint8 views of equal size. Padding between
-        them is set to 0 here."""
+        """What is to be copied so that ``out`` holds ``image[start : start + len(out)]``. Returns
+        ``(live bytes, part of out)`` in order of their place, both 1-D uint8 views of equal size.
+        Padding between them is set to 0 here."""
         position, stop = self._range(start, out)
         pieces = []
         for offset, view, _ in self._overlapping(start, stop):
@@ -230,8 +245,8 @@ class SectionImage:
         data: torch.Tensor,
         copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
     ) -> None:
-        """Copy ``data`` (1-D uint8) into the live tensors at ``image[start : start + len(data)]``. ``copy``:
-        called with (live bytes, part of data), 1-D uint8 views of equal size."""
+        """Copy ``data`` (1-D uint8) into the live tensors at ``image[start : start + len(data)]``.
+        ``copy``: called with (live bytes, part of data), 1-D uint8 views of equal size."""
         _, stop = self._range(start, data)
         for offset, view, _ in self._overlapping(start, stop):
             begin, end = max(start, offset), min(stop, offset + view.numel())
@@ -240,8 +255,8 @@ class SectionImage:
     def locate(self, tensor: torch.Tensor) -> int | None:
         """Offset of the tensor's first element in the image, or None.
 
-        The tensor must lie within the memory of one member; its element with strides ``s`` then is at
-        ``offset + itemsize * sum(index * s)``. A zero-size tensor has no place: None.
+        The tensor must lie within the memory of one member; its element with strides ``s`` then is
+        at ``offset + itemsize * sum(index * s)``. A zero-size tensor has no place: None.
         """
         extent = _extent_bytes(tensor)
         if not extent:
@@ -267,16 +282,24 @@ class SectionImage:
 
     def _range(self, start: int, data: torch.Tensor) -> tuple[int, int]:
         if data.dtype != torch.uint8 or data.dim() != 1:
-            raise ValueError(f"found a {data.dtype} tensor of {data.dim()} dimensions; expected 1-D uint8")
+            raise ValueError(
+                f"found a {data.dtype} tensor of {data.dim()} dimensions; expected 1-D uint8"
+            )
         stop = start + data.numel()
         if start < 0 or stop > self.nbytes:
-            raise ValueError(f"bytes [{start}, {stop}) are not within the image of {self.nbytes} bytes")
+            raise ValueError(
+                f"bytes [{start}, {stop}) are not within the image of {self.nbytes} bytes"
+            )
         return start, stop
 
     def _overlapping(self, start: int, stop: int) -> list[tuple[int, torch.Tensor, TensorSpec]]:
         first = max(0, bisect_right(self._starts, start) - 1)
         last = bisect_right(self._starts, stop - 1) if stop > start else first
-        return [part for part in self._parts[first:last] if part[0] < stop and part[0] + len(part[1]) > start]
+        return [
+            part
+            for part in self._parts[first:last]
+            if part[0] < stop and part[0] + len(part[1]) > start
+        ]
 
 
 class Adapter(Protocol):
@@ -291,14 +314,17 @@ class Adapter(Protocol):
         changes."""
 
     def expected_bytes(self) -> tuple[int, int]:
-        """``(replicated, owned)`` bytes once the optimizer has state, which it makes in its first step."""
+        """``(replicated, owned)`` bytes once the optimizer has state, which it makes in its first
+        step."""
 
     def signature(self) -> Hashable:
         """Changes if and only if :meth:`images` would differ: a tensor appeared, moved or grew."""
 
-    def prepare(self, manifest: Manifest, host_state: dict[str, Any]) -> tuple[SectionImage, SectionImage]:
-        """Give the optimizer the state entries that the snapshot has, so that the images match. Returns
-        images whose bytes are to be written."""
+    def prepare(
+        self, manifest: Manifest, host_state: dict[str, Any]
+    ) -> tuple[SectionImage, SectionImage]:
+        """Give the optimizer the state entries that the snapshot has, so that the images match.
+        Returns images whose bytes are to be written."""
 
 
 def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
@@ -306,7 +332,9 @@ def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str,
     seen: set[str] = set()
     for name, tensor in tensors:
         if name in seen:
-            raise ValueError(f"the tensor name {name!r} appears twice; names must be unique in a section")
+            raise ValueError(
+                f"the tensor name {name!r} appears twice; names must be unique in a section"
+            )
         seen.add(name)
         check_dense(name, tensor)
     sized = [(i, t) for i, (_, t) in enumerate(tensors) if t.numel()]
@@ -319,7 +347,8 @@ def _without_aliases(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str,
         if tensor.device == device and start < end:
             if stop > end:
                 raise UnsupportedStateError(
-                    f"the tensors {owner} and {tensors[i][0]} share a part of their memory; expected them "
+                    f"the tensors {owner} and {tensors[i][0]} share a part of their memory; "
+                    "expected them "
                     f"to be apart or one within the other: give one of them memory of its own"
                 )
             dropped.add(i)
@@ -335,18 +364,21 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_conj():
         raise UnsupportedStateError(
-            f"{name} is a {tensor.dtype} tensor with layout {tensor.layout} on {tensor.device}; expected a "
+            f"{name} is a {tensor.dtype} tensor with layout {tensor.layout} on {tensor.device}; "
+            "expected a "
             f"dense tensor with memory of its own"
         )
     if not _is_dense(tensor):
         raise UnsupportedStateError(
-            f"{name} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}, which leave gaps "
+            f"{name} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}, which "
+            "leave gaps "
             f"in its memory or visit a byte twice; make it contiguous"
         )
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one range of memory, each byte once (in any order of dimensions)."""
+    """Whether the elements fill one range of memory, each byte once (in any order of
+    dimensions)."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 0:

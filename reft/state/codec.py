@@ -1,13 +1,15 @@
 """Host state as bytes: msgpack with extension types, never pickle.
 
-What goes in comes out with the same types and the same bits (NaN payloads, negative zero, 16-bit floats,
-integers of any size). Only a closed list of types is encoded, and decoding calls nothing but their
-constructors: bytes from another host can build data, not run code (P11). (safetensors holds tensors only;
-``torch.load(weights_only=True)`` still runs an unpickler, and refuses most of what client state may hold.)
+What goes in comes out with the same types and the same bits (NaN payloads, negative zero, 16-bit
+floats, integers of any size). Only a closed list of types is encoded, and decoding calls nothing
+but their
+constructors: bytes from another host can build data, not run code (P11). (safetensors holds tensors
+only; ``torch.load(weights_only=True)`` still runs an unpickler, and refuses most of what client
+state may hold.)
 
-Tensors and arrays are copied on both ways and land on the CPU; autograd state, memory format and the
-identity of objects that are referred to twice are not kept. torch and numpy are imported only where a
-value needs them, so that light processes can decode plain state.
+Tensors and arrays are copied on both ways and land on the CPU; autograd state, memory format and
+the identity of objects that are referred to twice are not kept. torch and numpy are imported only
+where a value needs them, so that light processes can decode plain state.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 
 
 class DecodeError(ReftError, ValueError):
-    """Bytes are not an encoded value, are cut short, or name something this process does not have."""
+    """Bytes are not an encoded value, are cut short, or name something this process does not
+    have."""
 
 
 class _Ext(enum.IntEnum):
@@ -79,7 +82,8 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         raise
     except Exception as e:  # msgpack and the constructors raise a zoo of classes on damaged bytes
         raise DecodeError(
-            f"{memoryview(data).nbytes} bytes cannot be decoded ({type(e).__name__}: {e}); expected bytes "
+            f"{memoryview(data).nbytes} bytes cannot be decoded ({type(e).__name__}: {e}); "
+            "expected bytes "
             f"written by reft.state.codec.encode of this or an older version"
         ) from e
 
@@ -118,7 +122,11 @@ _Lower = Callable[[Any, str, int], Any]
 
 def _lower(value: Any, path: str, depth: int) -> Any:
     cls = type(value)
-    if value is None or cls in (bool, float, str, bytes) or (cls is int and _INT_MIN <= value <= _INT_MAX):
+    if (
+        value is None
+        or cls in (bool, float, str, bytes)
+        or (cls is int and _INT_MIN <= value <= _INT_MAX)
+    ):
         return value
     if depth >= _MAX_DEPTH:
         raise UnsupportedStateError(
@@ -131,7 +139,8 @@ def _lower(value: Any, path: str, depth: int) -> Any:
     form = _FORMS.get(cls) or _library_form(value)
     if form is None:
         raise UnsupportedStateError(
-            f"{path} is of class {class_path(value)}, which reft cannot store; use None, numbers, strings, "
+            f"{path} is of class {class_path(value)}, which reft cannot store; use None, numbers, "
+            "strings, "
             f"bytes, lists, tuples, dicts, sets, enum members, paths, torch tensors or numpy arrays"
         )
     code, lower = form
@@ -161,7 +170,8 @@ def _check_key(key: Any, path: str) -> Any:
     if isinstance(key, _KEY_TYPES) or (numpy is not None and isinstance(key, numpy.generic)):
         return key
     raise UnsupportedStateError(
-        f"{path} has a key or set member of class {class_path(key)}; expected None, a number, str, bytes, "
+        f"{path} has a key or set member of class {class_path(key)}; expected None, a number, "
+        "str, bytes, "
         f"tuple, frozenset or enum member"
     )
 
@@ -197,7 +207,11 @@ def _numpy_form(value: Any) -> tuple[_Ext, _Lower] | None:
     import numpy as np
 
     if type(value) is np.ndarray:
-        return _Ext.ARRAY, lambda v, path, depth: [_dtype(v.dtype, path), list(v.shape), v.tobytes()]
+        return _Ext.ARRAY, lambda v, path, depth: [
+            _dtype(v.dtype, path),
+            list(v.shape),
+            v.tobytes(),
+        ]
     if isinstance(value, np.generic):
         return _Ext.SCALAR, lambda v, path, depth: [_dtype(v.dtype, path), v.tobytes()]
     if isinstance(value, np.dtype):
@@ -211,7 +225,8 @@ def _tensor(value: torch.Tensor, path: str, depth: int) -> list[Any]:
     if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
         raise UnsupportedStateError(
             f"{path} is a tensor with layout {value.layout} on {value.device} (quantized: "
-            f"{value.is_quantized}, nested: {value.is_nested}); expected a dense tensor with memory: "
+            f"{value.is_quantized}, nested: {value.is_nested}); expected a dense tensor with "
+            "memory: "
             f"convert it before storing it"
         )
     dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -224,7 +239,8 @@ def _dtype(dtype: np.dtype[Any], path: str) -> str:
 
     if dtype.hasobject or dtype.names is not None or np.dtype(dtype.str) != dtype:
         raise UnsupportedStateError(
-            f"{path} is a numpy value of dtype {dtype!r}; expected numbers, strings, bytes or times "
+            f"{path} is a numpy value of dtype {dtype!r}; expected numbers, strings, bytes or "
+            "times "
             f"(no objects, no fields): store its columns one by one"
         )
     return dtype.str
@@ -232,7 +248,10 @@ def _dtype(dtype: np.dtype[Any], path: str) -> str:
 
 _RAW = (_Ext.INT, _Ext.BYTEARRAY)  # Whose payload is bytes of their own, not packed once more
 _FORMS: dict[type, tuple[_Ext, _Lower]] = {
-    int: (_Ext.INT, lambda v, path, depth: v.to_bytes((v.bit_length() + 8) // 8, "little", signed=True)),
+    int: (
+        _Ext.INT,
+        lambda v, path, depth: v.to_bytes((v.bit_length() + 8) // 8, "little", signed=True),
+    ),
     bytearray: (_Ext.BYTEARRAY, lambda v, path, depth: bytes(v)),
     tuple: (_Ext.TUPLE, _items),
     set: (_Ext.SET, _members),
@@ -254,7 +273,9 @@ _FORMS: dict[type, tuple[_Ext, _Lower]] = {
 def _raise(code: int, data: bytes) -> Any:
     """Makes the value of every extension; anything outside the list is refused."""
     if code not in _MAKE:
-        raise DecodeError(f"found extension code {code}; this version knows {min(_Ext)}..{max(_Ext)}")
+        raise DecodeError(
+            f"found extension code {code}; this version knows {min(_Ext)}..{max(_Ext)}"
+        )
     return _MAKE[code](data if code in _RAW else _unpack(data))
 
 
@@ -263,7 +284,9 @@ def torch_dtype(name: Any) -> torch.dtype:
 
     dtype = vars(torch).get(str(name).removeprefix("torch."))
     if not isinstance(dtype, torch.dtype):
-        raise DecodeError(f"found the tensor dtype {name!r}, which torch {torch.__version__} does not have")
+        raise DecodeError(
+            f"found the tensor dtype {name!r}, which torch {torch.__version__} does not have"
+        )
     return dtype
 
 
@@ -295,7 +318,11 @@ def _make_array(parts: Any) -> np.ndarray[Any, Any]:
 
     name, shape, raw = parts
     dtype = _make_dtype(name)
-    return np.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else np.empty(shape, dtype=dtype)
+    return (
+        np.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+        if raw
+        else np.empty(shape, dtype=dtype)
+    )
 
 
 def _make_scalar(parts: Any) -> Any:
@@ -318,15 +345,16 @@ def _encode_torch(name: str) -> Callable[[Any], Any]:
 
 
 def _make_enum(parts: Any) -> enum.Enum:
-    # Looked up only in modules this process has imported by itself, and in plain namespaces, so that
-    # neither an import nor a module's __getattr__ runs on behalf of the bytes (P11).
+    # Looked up only in modules this process has imported by itself, and in plain namespaces, so
+    # that neither an import nor a module's __getattr__ runs on behalf of the bytes (P11).
     module, qualname, name = parts
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
     if not isinstance(found, enum.EnumMeta) or name not in found.__members__:
         raise DecodeError(
-            f"found the enum member {module}.{qualname}.{name}, which this process does not have; import "
+            f"found the enum member {module}.{qualname}.{name}, which this process does not have; "
+            "import "
             f"{module} before decoding, or store plain values"
         )
     member: enum.Enum = found.__members__[name]

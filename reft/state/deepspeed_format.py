@@ -1,14 +1,15 @@
 """DeepSpeed's checkpoint files, written from a snapshot instead of from a live engine.
 
 While training runs, each rank records once what ``engine.save_checkpoint`` would write there, as a
-*template* (:mod:`reft.state.template`) that travels in the host block of every version. Whoever holds
-the images and host blocks of a version, be it the node daemon or a tool after the job's death, fills
-the templates in and gets the files that ``save_checkpoint`` would have written at that very step: plain
-DeepSpeed loads them without reft.
+*template* (:mod:`reft.state.template`) that travels in the host block of every version. Whoever
+holds the images and host blocks of a version, be it the node daemon or a tool after the job's
+death, fills the templates in and gets the files that ``save_checkpoint`` would have written at that
+very
+step: plain DeepSpeed loads them without reft.
 
-Every rank records its own files only, as DeepSpeed distributes them: the first replica the model files,
-each replica its ZeRO partition. A version is recoverable only with the host block of every rank, so the
-templates of a lost node are never missing where its state is not.
+Every rank records its own files only, as DeepSpeed distributes them: the first replica the model
+files, each replica its ZeRO partition. A version is recoverable only with the host block of every
+rank, so the templates of a lost node are never missing where its state is not.
 
 Beside DeepSpeed's files lies one file per rank with the host state (random state, data position,
 buffers), which DeepSpeed does not look at and reft restores bit-exactly from (P8).
@@ -60,7 +61,8 @@ class Template:
 
     files: Mapping[str, list[Any]]  # node tree of every file, by name within the tag directory
     client_files: tuple[str, ...]  # files whose top level takes up the user's client state
-    recovery_scripts: bool  # whether this rank puts DeepSpeed's ZeRO scripts beside the tag directory
+    # whether this rank puts DeepSpeed's ZeRO scripts beside the tag directory
+    recovery_scripts: bool
     shape: bytes  # which values the host state must have (`read_shape`)
     versions: Mapping[str, str]  # DeepSpeed and torch that the engine ran on
 
@@ -72,8 +74,10 @@ class Template:
     def decode(cls, data: bytes | memoryview) -> Template:
         if not data:
             raise PersistError(
-                "the version carries no checkpoint template: the engine holds something reft cannot write as "
-                "a DeepSpeed checkpoint (the trainer's log names it). The rest is resumed from memory"
+                "the version carries no checkpoint template: the engine holds something reft "
+                "cannot write as "
+                "a DeepSpeed checkpoint (the trainer's log names it). The rest is resumed from "
+                "memory"
             )
         try:
             content = codec.decode(zlib.decompress(data))
@@ -83,26 +87,31 @@ class Template:
                     f"the template has format {found}; this reft reads format {TEMPLATE_FORMAT}"
                 )
             names = ("files", "recovery_scripts", "shape", "versions")
-            return cls(client_files=tuple(content["client_files"]), **{name: content[name] for name in names})
+            return cls(
+                client_files=tuple(content["client_files"]),
+                **{name: content[name] for name in names},
+            )
         except (zlib.error, codec.DecodeError, KeyError, TypeError) as error:
             raise PersistError(f"the checkpoint template cannot be read: {error!r}") from error
 
 
-# --- capturing -------------------------------------------------------------------------------------
+# --- capturing ------------------------------------------------------------------------------------
 
 
-def capture_template(engine: Any, images: tuple[SectionImage, SectionImage], host_state: HostState) -> bytes:
+def capture_template(
+    engine: Any, images: tuple[SectionImage, SectionImage], host_state: HostState
+) -> bytes:
     """Record what ``engine.save_checkpoint`` would write on this rank.
 
-    No file is made, no tensor is copied and no collective is entered, so a rank may do this by itself between
-    two steps. Needed once per layout, not once per step. ``host_state``: host state captured at the same
-    step."""
+    No file is made, no tensor is copied and no collective is entered, so a rank may do this by
+    itself between two steps. Needed once per layout, not once per step. ``host_state``: host state
+    captured at the same step."""
     import deepspeed
 
     recorded, model_file, has_scripts = _record(engine)
     per_step, given = _PerStepValues(engine, host_state), client_state(host_state)
-    # Without methods that the client state is written over: DeepSpeed since 0.18 saves the module's attribute
-    # ``universal_checkpoint_info``, and Megatron's models have a method of that name.
+    # Without methods that the client state is written over: DeepSpeed since 0.18 saves the module's
+    # attribute ``universal_checkpoint_info``, and Megatron's models have a method of that name.
     if model := recorded.get(model_file):
         recorded[model_file] = {k: v for k, v in model.items() if k not in given or not callable(v)}
     files = {
@@ -143,10 +152,12 @@ class _RecordingEngine:
 
 
 def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
-    """What it would save by file name, which of these is the model's, and whether scripts belong to it."""
+    """What it would save by file name, which of these is the model's, and whether scripts belong to
+    it."""
     if getattr(engine, "has_moe_layers", False):
         raise UnsupportedStateError(
-            "the model has mixture-of-experts layers, whose checkpoints are distributed by expert; reft "
+            "the model has mixture-of-experts layers, whose checkpoints are distributed by "
+            "expert; reft "
             "writes checkpoints of dense models only"
         )
     from deepspeed.runtime.pipe import module as pipe
@@ -160,19 +171,25 @@ def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
         swapped.enter_context(_attribute(engine, "_curr_ckpt_path", None))
         swapped.enter_context(_own_form(engine))
         swapped.enter_context(_attribute(pipe, "clone_tensors_for_torch_save", _detach_all))
-        swapped.enter_context(_attribute(deepspeed_logger, "disabled", True))  # it would tell of a checkpoint
+        # it would tell of a checkpoint
+        swapped.enter_context(_attribute(deepspeed_logger, "disabled", True))
         engine._save_checkpoint(str(_NOWHERE), _TAG, client_state={})
         if engine.save_zero_checkpoint:
             engine._save_zero_checkpoint(str(_NOWHERE), _TAG)
         model_file = os.path.basename(engine._get_ckpt_name(str(_NOWHERE), _TAG))
-    return {_relative(path): state_dict for path, state_dict in recorder.saved}, model_file, bool(scripts)
+    return (
+        {_relative(path): state_dict for path, state_dict in recorder.saved},
+        model_file,
+        bool(scripts),
+    )
 
 
 def _relative(path: str) -> str:
     name = os.path.relpath(path, _NOWHERE / _TAG)
     if name != os.path.basename(name) or name in ("", ".", ".."):
         raise UnsupportedStateError(
-            f"DeepSpeed would write {path}; expected a file directly in the tag directory {_NOWHERE / _TAG}"
+            f"DeepSpeed would write {path}; expected a file directly in the tag directory "
+            f"{_NOWHERE / _TAG}"
         )
     return name
 
@@ -193,8 +210,8 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _own_form(engine: Any) -> AbstractContextManager[None]:
-    """Megatron's models load a state dict of a form of their own, which its ``save_checkpoint`` puts in the
-    place of the module's; those of a pipeline do not."""
+    """Megatron's models load a state dict of a form of their own, which its ``save_checkpoint``
+    puts in the place of the module's; those of a pipeline do not."""
     own = getattr(engine.module, "state_dict_for_save_checkpoint", None)
     if own is None or hasattr(engine, "grid"):
         return nullcontext()
@@ -206,8 +223,9 @@ def _own_form(engine: Any) -> AbstractContextManager[None]:
 
 
 def _detach_all(item: Any, device: Any = None) -> Any:
-    """In the place of what clones a pipeline's tensors: a template needs the originals. The containers are
-    rebuilt as the cloning would, because that is visible in the file: it drops a module's ``_metadata``."""
+    """In the place of what clones a pipeline's tensors: a template needs the originals. The
+    containers are rebuilt as the cloning would, because that is visible in the file: it drops a
+    module's ``_metadata``."""
     if isinstance(item, torch.Tensor):
         return item.detach()
     if isinstance(item, (list, tuple)):
@@ -217,10 +235,10 @@ def _detach_all(item: Any, device: Any = None) -> Any:
     return item
 
 
-# --- which values change every step, and where the host state has them -----------------------------
+# --- which values change every step, and where the host state has them ----------------------------
 #
-# A value that is not found here is taken for constant as long as the layout is; what a module puts into its
-# state dict besides tensors is refused, since nobody can say.
+# A value that is not found here is taken for constant as long as the layout is; what a module puts
+# into its state dict besides tensors is refused, since nobody can say.
 
 
 def client_state(host_state: HostState) -> dict[str, Any]:
@@ -244,11 +262,14 @@ def read_shape(host_state: HostState) -> bytes:
 
 
 class _PerStepValues:
-    """Finds per-step values in what a live engine saves, in the host state captured at the same step."""
+    """Finds per-step values in what a live engine saves, in the host state captured at the same
+    step."""
 
     def __init__(self, engine: Any, host_state: HostState) -> None:
         self._adapter: Mapping[str, Any] = host_state["adapter"]
-        self._buffers = {_tensor_key(b): name for name, b in engine.module.named_buffers() if b.numel()}
+        self._buffers = {
+            _tensor_key(b): name for name, b in engine.module.named_buffers() if b.numel()
+        }
         self._positions = _positions(engine)
 
     def resolver(self, content: Any) -> Resolve:
@@ -278,8 +299,10 @@ class _PerStepValues:
             return None if name is None else ("buffers", name)
         if value is not None and not isinstance(value, dict) and "_metadata" not in path:
             raise UnsupportedStateError(
-                f"the module's state dict has {'.'.join(str(k) for k in path)} of class {class_path(value)}; "
-                f"expected tensors only, as the snapshot holds nothing else of a module: register it as a "
+                f"the module's state dict has {'.'.join(str(k) for k in path)} of class "
+                f"{class_path(value)}; "
+                "expected tensors only, as the snapshot holds nothing else of a module: register "
+                "it as a "
                 f"buffer, or return it from client_state"
             )
         return None
@@ -337,30 +360,39 @@ def _tensor_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
 
 
-# --- rebuilding ------------------------------------------------------------------------------------
+# --- rebuilding -----------------------------------------------------------------------------------
 
 
 WrittenFile = tuple[int, int]  # length and xxh3_64 of a file, computed while it was written
 
 
 def write_checkpoint(
-    template: Template, read: ReadSection, host_state: HostState, directory: Path, coordinate: Coordinate
+    template: Template,
+    read: ReadSection,
+    host_state: HostState,
+    directory: Path,
+    coordinate: Coordinate,
 ) -> dict[str, WrittenFile]:
-    """Write one rank's files of the version that ``read`` (bytes of that rank's images, which tensors become
-    views of) and ``host_state`` hold into a tag directory: DeepSpeed's, and the host state beside them.
+    """Write one rank's files of the version that ``read`` (bytes of that rank's images, which
+    tensors become views of) and ``host_state`` hold into a tag directory: DeepSpeed's, and the host
+    state beside them.
 
     Every file appears under its name only when it is complete and flushed to storage."""
     if read_shape(host_state) != template.shape:
         raise PersistError(
-            "the host state has other values than the checkpoint template was made for (parameter groups, "
-            "optimizer state or scheduler were added since); the next version of another layout renews it"
+            "the host state has other values than the checkpoint template was made for (parameter "
+            "groups, "
+            "optimizer state or scheduler were added since); the next version of another layout "
+            "renews it"
         )
     written = {}
     for name, node in template.files.items():
         state_dict = Rebuilder(read, host_state).build(node)
         if name in template.client_files:
             state_dict.update(client_state(host_state))
-        written[name] = _write_file(directory / name, lambda file, sd=state_dict: torch.save(sd, file))
+        written[name] = _write_file(
+            directory / name, lambda file, sd=state_dict: torch.save(sd, file)
+        )
         del state_dict
     name = host_file_name(coordinate)
     return {**written, name: write_host_file(directory / name, host_state)}
@@ -405,7 +437,7 @@ def write_recovery_scripts(directory: Path) -> None:
             target.chmod(target.stat().st_mode | stat.S_IEXEC)
 
 
-# --- host files ------------------------------------------------------------------------------------
+# --- host files -----------------------------------------------------------------------------------
 
 
 def host_file_name(coordinate: Coordinate) -> str:
@@ -414,8 +446,8 @@ def host_file_name(coordinate: Coordinate) -> str:
 
 
 def write_host_file(path: Path, host_state: HostState) -> WrittenFile:
-    """Write a rank's host state (magic, checksum, encoded state); the file appears when it is complete and
-    flushed."""
+    """Write a rank's host state (magic, checksum, encoded state); the file appears when it is
+    complete and flushed."""
     body = codec.encode(dict(host_state))
     content = HOST_FILE_MAGIC + xxhash.xxh3_64_digest(body) + body
     return _write_file(path, lambda file: file.write(content))
@@ -428,7 +460,8 @@ def read_host_file(path: Path) -> dict[str, Any]:
     digest = data[len(HOST_FILE_MAGIC) : len(HOST_FILE_MAGIC) + 8]
     if not data.startswith(HOST_FILE_MAGIC) or xxhash.xxh3_64_digest(body) != digest:
         raise PersistError(
-            f"{path}: {len(data)} bytes that are not a whole host file of reft; restore it from a copy, or "
+            f"{path}: {len(data)} bytes that are not a whole host file of reft; restore it from a "
+            "copy, or "
             f"remove it to resume without random state and data position"
         )
     state: dict[str, Any] = codec.decode(body)

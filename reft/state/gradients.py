@@ -1,16 +1,20 @@
 """What an optimizer step was made of, for peers that repeat it on their hosts (AOR, REFERENCE 1.6).
 
-Under ZeRO-1 every data-parallel rank holds, for a moment, the averaged gradients of *all* partitions. This
-module copies the slices of given partitions beside the training, on the device, so that they can go to
-the host during the next step, and notes the hyper-parameters at the instant of the optimizer's step:
+Under ZeRO-1 every data-parallel rank holds, for a moment, the averaged gradients of *all*
+partitions. This module copies the slices of given partitions beside the training, on the device, so
+that they can go to the host during the next step, and notes the hyper-parameters at the instant of
+the optimizer's step:
 
-=============================  ================================  =======================================
-wrapper                        gradients are taken               and are
-=============================  ================================  =======================================
-``BF16_Optimizer``             right before the step             final: averaged, clipped
-``DeepSpeedZeroOptimizer``     when all buckets are reduced      averaged, still scaled: the factor of
+=============================  ================================
+======================================= wrapper                        gradients are taken
+    and are =============================  ================================
+======================================= ``BF16_Optimizer``             right before the step
+    final: averaged, clipped ``DeepSpeedZeroOptimizer``     when all buckets are reduced
+    averaged, still scaled: the factor
+of
                                                                  unscaling and clipping is taken too
-=============================  ================================  =======================================
+=============================  ================================
+=======================================
 """
 
 from __future__ import annotations
@@ -40,11 +44,14 @@ class GradientCapture:
         fence: waits until nobody copies what was captured before; called before it is overwritten.
 
     Raises:
-        UnsupportedStateError: the gradients of other partitions are not kept by this configuration, or the
+        UnsupportedStateError: the gradients of other partitions are not kept by this configuration,
+        or the
             optimizer cannot be repeated; says what to change.
     """
 
-    def __init__(self, adapter: StateAdapter, members: Sequence[int], fence: Callable[[], None]) -> None:
+    def __init__(
+        self, adapter: StateAdapter, members: Sequence[int], fence: Callable[[], None]
+    ) -> None:
         self._fence = fence
         self._adapter = adapter
         self._wrapper = adapter.wrapper
@@ -52,10 +59,14 @@ class GradientCapture:
         self.recipe = check_recomputable(adapter)
         bf16 = isinstance(adapter, BF16Adapter)
         groups = "bf16_partitioned_groups" if bf16 else "parallel_partitioned_bit16_groups"
-        self._weights: list[list[torch.Tensor]] = [list(group) for group in getattr(self._wrapper, groups)]
+        self._weights: list[list[torch.Tensor]] = [
+            list(group) for group in getattr(self._wrapper, groups)
+        ]
         """Per group and member: the model's own weights of that partition, flat."""
-        self.staged: dict[int, dict[str, torch.Tensor]] = {}  # where it is captured, by member and name
-        self.images: dict[int, SectionImage] = {}  # By member; other objects once other members are followed
+        # where it is captured, by member and name
+        self.staged: dict[int, dict[str, torch.Tensor]] = {}
+        # By member; other objects once other members are followed
+        self.images: dict[int, SectionImage] = {}
         self._closed = False
         self._undo: list[Callable[[], None]] = []
         self.follow(members)
@@ -65,15 +76,16 @@ class GradientCapture:
         self._install()
 
     def close(self) -> None:
-        """Capture nothing any more: remove the hooks, put back the methods that were replaced, let go of
-        the memory. Nobody copies what was captured by then."""
+        """Capture nothing any more: remove the hooks, put back the methods that were replaced, let
+        go of the memory. Nobody copies what was captured by then."""
         self._closed = True
         while self._undo:
             self._undo.pop()()
         self.staged, self.images, self.record = {}, {}, None
 
     def follow(self, members: Sequence[int]) -> bool:
-        """Capture for these members from the next step on. Returns whether they are others than before."""
+        """Capture for these members from the next step on. Returns whether they are others than
+        before."""
         if self._closed:
             members = ()
         if tuple(members) == tuple(self.staged):
@@ -84,9 +96,9 @@ class GradientCapture:
         return True
 
     def take(self, number: int) -> tuple[OwnerStep, int | None] | None:
-        """What is known of the step that was just made, the engine's ``number``-th; afterwards nothing is.
-        Returns its record, and the t of Adam if the host knows it; None if the optimizer stepped in a way
-        that was not seen."""
+        """What is known of the step that was just made, the engine's ``number``-th; afterwards
+        nothing is. Returns its record, and the t of Adam if the host knows it; None if the
+        optimizer stepped in a way that was not seen."""
         record, self.record = self.record, None
         optimizer = self._adapter.state.optimizer
         if record is None:
@@ -105,7 +117,9 @@ class GradientCapture:
             weights = partitions[member]
             made[f"gradient.{g}"] = torch.zeros(weights.numel(), dtype=dtype, device=weights.device)
         if isinstance(self._adapter, ZeroAdapter):
-            made["multiplier"] = torch.ones(1, dtype=torch.float32, device=self._weights[0][member].device)
+            made["multiplier"] = torch.ones(
+                1, dtype=torch.float32, device=self._weights[0][member].device
+            )
         return made
 
     def _install(self) -> None:
@@ -161,7 +175,8 @@ class GradientCapture:
 
 
 def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
-    """How a host repeats the optimizer's step; raises UnsupportedStateError as :class:`GradientCapture`."""
+    """How a host repeats the optimizer's step; raises UnsupportedStateError as
+    :class:`GradientCapture`."""
     recipe = read_recipe(adapter.state.optimizer)
     if isinstance(adapter, BF16Adapter):
         _check_bf16(adapter.engine, adapter.wrapper)
@@ -171,9 +186,9 @@ def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
 
 
 def _check_bf16(engine: Any, wrapper: Any) -> None:
-    """In some releases of 0.18 ``_backward_epilogue`` averages the gradients before those of the last
-    micro-batch are among them: every rank steps its partition with its own. A pipeline engine averages
-    elsewhere, and 0.19.8 has it the other way round."""
+    """In some releases of 0.18 ``_backward_epilogue`` averages the gradients before those of the
+    last micro-batch are among them: every rank steps its partition with its own. A pipeline engine
+    averages elsewhere, and 0.19.8 has it the other way round."""
     epilogue = getattr(type(engine), "_backward_epilogue", None)
     if epilogue is None or not engine.enable_backward_allreduce or wrapper.immediate_grad_update:
         return
@@ -181,37 +196,49 @@ def _check_bf16(engine: Any, wrapper: Any) -> None:
     known = [name for name in names if name in ("allreduce_gradients", "backward_epilogue")]
     if known == ["allreduce_gradients", "backward_epilogue"]:
         raise UnsupportedStateError(
-            f"found {class_path(wrapper)} in a DeepSpeed ({version('deepspeed')}) that does not average "
-            "the gradients of the last micro-batch: every rank has different ones, and aor cannot know its "
-            'peer\'s. Write "bf16": {"enabled": true, "immediate_grad_update": true}, use DeepSpeed '
+            f"found {class_path(wrapper)} in a DeepSpeed ({version('deepspeed')}) that does not "
+            "average "
+            "the gradients of the last micro-batch: every rank has different ones, and aor cannot "
+            "know its "
+            'peer\'s. Write "bf16": {"enabled": true, "immediate_grad_update": true}, use '
+            "DeepSpeed "
             '0.19.8 or later, or leave "+aor" out of reft.protection'
         )
 
 
 def _check_zero(wrapper: Any) -> None:
     found = [
-        f'"{name}": true' for name in ("reduce_scatter", "contiguous_gradients") if getattr(wrapper, name)
+        f'"{name}": true'
+        for name in ("reduce_scatter", "contiguous_gradients")
+        if getattr(wrapper, name)
     ]
     if found:
         raise UnsupportedStateError(
-            f"found {' and '.join(found)} with {class_path(wrapper)}, which then keeps the gradients of its "
+            f"found {' and '.join(found)} with {class_path(wrapper)}, which then keeps the "
+            "gradients of its "
             f"own partition only; to recompute its peer's, aor needs them all. Write "
-            f'"zero_optimization": {{"reduce_scatter": false, "contiguous_gradients": false}}, or use bf16 '
-            f'with "data_types": {{"grad_accum_dtype": "fp32"}}, or leave "+aor" out of reft.protection'
+            f'"zero_optimization": {{"reduce_scatter": false, "contiguous_gradients": false}}, or '
+            "use bf16 "
+            f'with "data_types": {{"grad_accum_dtype": "fp32"}}, or leave "+aor" out of '
+            "reft.protection"
         )
-    # Up to 0.18.9 buckets are sorted by names of types that no tensor of a CPU has: nothing is averaged.
+    # Up to 0.18.9 buckets are sorted by names of types that no tensor of a CPU has: nothing is
+    # averaged.
     sort = getattr(sys.modules[type(wrapper).__module__], "split_half_float_double", None)
     if sort is not None and not sort([wrapper.parallel_partitioned_bit16_groups[0][0][:1]]):
         raise UnsupportedStateError(
             f"found {class_path(wrapper)} in a DeepSpeed ({version('deepspeed')}) that averages no "
-            'gradients on this device with "contiguous_gradients": false: every rank has different ones, '
-            'and aor cannot know its peer\'s. Use DeepSpeed 0.19.8 or later, or bf16 with "data_types": '
+            'gradients on this device with "contiguous_gradients": false: every rank has '
+            "different ones, "
+            "and aor cannot know its peer's. Use DeepSpeed 0.19.8 or later, or bf16 with "
+            '"data_types": '
             '{"grad_accum_dtype": "fp32"}, or leave "+aor" out of reft.protection'
         )
 
 
 def _offsets(wrapper: Any, group: int) -> list[int]:
-    """Where each parameter begins in the flat group: since 0.19 there may be padding between them."""
+    """Where each parameter begins in the flat group: since 0.19 there may be padding between
+    them."""
     known = vars(wrapper).get("round_robin_bit16_offsets")
     if known is not None:
         return list(known[group])
@@ -220,8 +247,8 @@ def _offsets(wrapper: Any, group: int) -> list[int]:
 
 
 def _before(wrapper: Any, name: str, call: Callable[..., None]) -> Callable[[], None]:
-    """Have ``call`` see the arguments of every call of ``wrapper.name``, on this instance only. Returns what
-    puts the method back as it was, unless somebody has replaced it once more since."""
+    """Have ``call`` see the arguments of every call of ``wrapper.name``, on this instance only.
+    Returns what puts the method back as it was, unless somebody has replaced it once more since."""
     original, own = getattr(wrapper, name), vars(wrapper).get(name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
-"""The state of single objects of a script: what has ``state_dict``, and random generators of three kinds.
+"""The state of single objects of a script: what has ``state_dict``, and random generators of three
+kinds.
 
-:func:`capture` reads an object's state as encodable values; :func:`restore` puts it back in place. Neither
-advances a generator.
+:func:`capture` reads an object's state as encodable values; :func:`restore` puts it back in place.
+Neither advances a generator.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ def is_generator(value: Any) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether it has ``state_dict`` and ``load_state_dict``, as torch's ``Stateful`` protocol says. A class
-    is none."""
+    """Whether it has ``state_dict`` and ``load_state_dict``, as torch's ``Stateful`` protocol says.
+    A class is none."""
     names = ("state_dict", "load_state_dict")
-    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in names)
+    return not isinstance(value, type) and all(
+        callable(getattr(value, name, None)) for name in names
+    )
 
 
 def is_known(value: Any) -> bool:
@@ -38,7 +41,8 @@ def is_known(value: Any) -> bool:
 
 
 def capture(value: Any) -> Any:
-    """The state of a known object. It may alias live tensors: encode it before training continues."""
+    """The state of a known object. It may alias live tensors: encode it before training
+    continues."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, np.random.Generator):

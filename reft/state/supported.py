@@ -1,6 +1,6 @@
-"""Of which engines and optimizers reft knows the state. The others are refused at the start and by name:
-state that reft does not know is never a wrong snapshot. What DeepSpeed's configuration alone tells is refused
-by :mod:`reft.engine.checks.preflight`."""
+"""Of which engines and optimizers reft knows the state. The others are refused at the start and by
+name: state that reft does not know is never a wrong snapshot. What DeepSpeed's configuration alone
+tells is refused by :mod:`reft.engine.checks.preflight`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _DEEPSPEED_OPTIMIZERS = frozenset(
         "deepspeed.ops.lion.fused_lion.FusedLion",
     }
 )
-"""DeepSpeed's optimizers that keep everything in ``state`` and ``param_groups`` (and, for CPU Adam, in
-what :func:`reft.state.adapters.replay` makes again)."""
+"""DeepSpeed's optimizers that keep everything in ``state`` and ``param_groups`` (and, for CPU Adam,
+in what :func:`reft.state.adapters.replay` makes again)."""
 
 _ADVICE = {
     "deepspeed.runtime.fp16.onebit.": "it keeps an error feedback per worker; use Adam or AdamW",
@@ -31,14 +31,15 @@ _ADVICE = {
     "deepspeed.runtime.zenflow.": "remove zero_optimization.zenflow",
     "deepspeed.runtime.zero.stage3.": "use zero_optimization.stage 0 or 1",
     "deepspeed.runtime.superoffload.": "use zero_optimization.stage 0 or 1 without offload",
-    "deepspeed.runtime.zero.parameter_offload.": "use zero_optimization.stage 0 or 1, and an optimizer",
+    "deepspeed.runtime.zero.parameter_offload.": "use zero_optimization.stage 0 or 1, and an "
+    "optimizer",
     "deepspeed.runtime.utils.DummyOptim": "give deepspeed.initialize an optimizer",
 }
 
 APEX_FUSED_ADAM = "apex.optimizers.fused_adam.FusedAdam"
-# apex is told by module and attributes, and never imported; PyPI's package of that name is something else and
-# is not meant. Its two keep Adam's moments in ``state`` and one step count per group in ``param_groups``, so
-# that every adapter takes them as it takes torch's Adam.
+# apex is told by module and attributes, and never imported; PyPI's package of that name is
+# something else and is not meant. Its two keep Adam's moments in ``state`` and one step count per
+# group in ``param_groups``, so that every adapter takes them as it takes torch's Adam.
 _APEX = {
     APEX_FUSED_ADAM: ("adam_w_mode", "set_grad_none", "multi_tensor_adam"),
     "apex.optimizers.fused_lamb.FusedLAMB": (
@@ -54,7 +55,8 @@ _APEX_ELSEWHERE = {
 
 def refuse(found: str, change: str) -> UnsupportedStateError:
     return UnsupportedStateError(
-        f"found {found}, whose state reft does not know; expected a dense model under ZeRO stage 0 or 1 "
+        f"found {found}, whose state reft does not know; expected a dense model under ZeRO stage "
+        "0 or 1 "
         f"without offload, with an optimizer of DeepSpeed's or torch's: {change}"
     )
 
@@ -63,7 +65,9 @@ def refuse_class(value: Any) -> UnsupportedStateError:
     """The error for an optimizer of an unknown class, with what to use instead."""
     path = class_path(value)
     change = next((a for prefix, a in _ADVICE.items() if path.startswith(prefix)), None)
-    return refuse(f"the optimizer {path}", change or "use one of these, not a class derived from them")
+    return refuse(
+        f"the optimizer {path}", change or "use one of these, not a class derived from them"
+    )
 
 
 def check_engine(engine: Any) -> None:
@@ -72,7 +76,11 @@ def check_engine(engine: Any) -> None:
     sharded = own.get("optimized_linear_base_weight_sharding")
     parts = int(own.get("sequence_parallel_size", 1))
     facts: tuple[tuple[Any, str, str], ...] = (
-        (engine.optimizer is None, "an engine without an optimizer", "give deepspeed.initialize one"),
+        (
+            engine.optimizer is None,
+            "an engine without an optimizer",
+            "give deepspeed.initialize one",
+        ),
         (own.get("has_moe_layers"), "mixture-of-experts layers", "disable reft for this model"),
         (parts > 1, f"sequence parallel groups of {parts}", "set the sequence parallel size to 1"),
         (sharded, "OptimizedLinear with base weights over ranks", "set base_weight_sharding to 1"),
@@ -85,7 +93,8 @@ def check_engine(engine: Any) -> None:
         callable(getattr(rates, name, None)) for name in ("state_dict", "load_state_dict")
     ):
         raise UnsupportedStateError(
-            f"the learning-rate scheduler {class_path(rates)} has no state_dict and load_state_dict; add "
+            f"the learning-rate scheduler {class_path(rates)} has no state_dict and "
+            "load_state_dict; add "
             f"them, so that a snapshot holds its position"
         )
 
@@ -108,7 +117,8 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_apex(optimizer: Any) -> None:
-    """Refuse what apex keeps outside ``state`` and ``param_groups``. Nothing is said of other optimizers."""
+    """Refuse what apex keeps outside ``state`` and ``param_groups``. Nothing is said of other
+    optimizers."""
     attributes, found = vars(optimizer), f"the optimizer {class_path(optimizer)}"
     if "_amp_stash" in attributes:
         raise _refuse_apex(
@@ -124,7 +134,8 @@ def check_apex(optimizer: Any) -> None:
     if missing := [name for name in _APEX[known] if name not in attributes]:
         raise _refuse_apex(
             f"{found} without {', '.join(missing)}, which NVIDIA's has",
-            "use NVIDIA's or AMD's apex, which is not PyPI's package of that name, or torch's AdamW",
+            "use NVIDIA's or AMD's apex, which is not PyPI's package of that name, or torch's "
+            "AdamW",
         )
     for name, what in _APEX_ELSEWHERE.items():
         if attributes.get(name):
@@ -136,15 +147,17 @@ def check_apex(optimizer: Any) -> None:
 
 def _refuse_apex(found: str, change: str) -> UnsupportedStateError:
     return UnsupportedStateError(
-        f"found {found}, whose state reft does not know; of apex expected FusedAdam or FusedLAMB: {change}"
+        f"found {found}, whose state reft does not know; of apex expected FusedAdam or FusedLAMB: "
+        f"{change}"
     )
 
 
 def explain_not_loadable(engine: Any) -> str | None:
-    """Why ``engine.load_checkpoint`` fails with every checkpoint of this engine, and what to change; None
-    where it does not. A job should know when it starts (P12). Some releases load partitions for a wrapper
-    that has none (``AttributeError: dp_process_group``), others give ``BF16_Optimizer``, which expects a list
-    of partitions, one state dict (``KeyError: 0``); :mod:`reft.engine.checks.preflight` lists them."""
+    """Why ``engine.load_checkpoint`` fails with every checkpoint of this engine, and what to
+    change; None where it does not. A job should know when it starts (P12). Some releases load
+    partitions for a wrapper that has none (``AttributeError: dp_process_group``), others give
+    ``BF16_Optimizer``, which expects a list of partitions, one state dict (``KeyError: 0``);
+    :mod:`reft.engine.checks.preflight` lists them."""
     if not engine.bfloat16_enabled():
         return None
     load = inspect.unwrap(type(engine).load_checkpoint)
@@ -152,8 +165,11 @@ def explain_not_loadable(engine: Any) -> str | None:
     if partitioned == hasattr(engine.optimizer, "dp_process_group"):
         return None
     return (
-        f"this DeepSpeed cannot load a checkpoint of {type(engine.optimizer).__name__} in bf16 with ZeRO "
+        f"this DeepSpeed cannot load a checkpoint of {type(engine.optimizer).__name__} in bf16 "
+        "with ZeRO "
         f"stage {engine.zero_optimization_stage()}: the job can resume only from memory, not from "
-        'DeepSpeed\'s or reft\'s checkpoints. To change that, write "zero_optimization": {"stage": 1} '
-        'into the DeepSpeed configuration, and on DeepSpeed 0.17.6 to 0.18.4 no "grad_accum_dtype": "fp32"'
+        "DeepSpeed's or reft's checkpoints. To change that, write \"zero_optimization\": "
+        '{"stage": 1} '
+        "into the DeepSpeed configuration, and on DeepSpeed 0.17.6 to 0.18.4 no "
+        '"grad_accum_dtype": "fp32"'
     )

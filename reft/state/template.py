@@ -2,10 +2,10 @@
 
 What ``engine.save_checkpoint`` would hand to ``torch.save`` is turned into a tree of small tagged
 lists that :mod:`reft.state.codec` can store: tensors become places in a section image, values that
-change every step become paths into the captured host state, objects of a closed list of classes become
-their fields. Filling in the bytes and the host state of any later version of the same layout gives the
-state dict of that version. Nothing is pickled here, and nothing but the listed classes is ever made
-from a template (P11).
+change every step become paths into the captured host state, objects of a closed list of classes
+become their fields. Filling in the bytes and the host state of any later version of the same layout
+gives the state dict of that version. Nothing is pickled here, and nothing but the listed classes is
+ever made from a template (P11).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from reft.state import codec
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
 
-Node = list[Any]  # a kind and its parts. The kinds are part of the stored format: append, never rename.
+# a kind and its parts. The kinds are part of the stored format: append, never rename.
+Node = list[Any]
 Path = tuple[Any, ...]
 HostState = Mapping[str, Any]
 
@@ -48,13 +49,15 @@ ReadSection = Callable[[Section, int, int], memoryview]
 """Bytes ``[start, start + nbytes)`` of a section's image, checked; the view may be written to."""
 
 Resolve = Callable[[Path, Any], Path | None]
-"""Where in the host state the value at a path of the state dict comes from; None if it is constant."""
+"""Where in the host state the value at a path of the state dict comes from; None if it is
+constant."""
 
 
 @dataclass(frozen=True)
 class TemplateBuilder:
-    """Turns the recorded state dict of a ``file``, whose tensors are views of the live (replicated, owned)
-    ``images``, into nodes. Every reference into ``host_state`` that ``resolve`` gives is checked."""
+    """Turns the recorded state dict of a ``file``, whose tensors are views of the live (replicated,
+    owned) ``images``, into nodes. Every reference into ``host_state`` that ``resolve`` gives is
+    checked."""
 
     file: str
     images: tuple[SectionImage, SectionImage]
@@ -76,7 +79,10 @@ class TemplateBuilder:
         return self._value(value, path)
 
     def _fields(self, value: Any, path: Path) -> list[Any]:
-        return [[name, self.build(v, (*path, name))] for name, v in getattr(value, "__dict__", {}).items()]
+        return [
+            [name, self.build(v, (*path, name))]
+            for name, v in getattr(value, "__dict__", {}).items()
+        ]
 
     def _container(self, value: Any, path: Path) -> Node:
         if isinstance(value, (list, tuple)):
@@ -90,16 +96,21 @@ class TemplateBuilder:
             codec.encode(value)
         except UnsupportedStateError as error:
             raise UnsupportedStateError(
-                f"{self._where(path)} is of class {class_path(value)}, which reft cannot rebuild in a "
+                f"{self._where(path)} is of class {class_path(value)}, which reft cannot rebuild "
+                "in a "
                 f"checkpoint written from memory: {error}"
             ) from error
         return ["value", value]
 
     def _enum(self, value: enum.Enum, path: Path) -> Node:
         cls = type(value)
-        if cls.__module__.partition(".")[0] not in _ENUM_PACKAGES or value.name not in cls.__members__:
+        if (
+            cls.__module__.partition(".")[0] not in _ENUM_PACKAGES
+            or value.name not in cls.__members__
+        ):
             raise UnsupportedStateError(
-                f"{self._where(path)} is {value!r} of class {class_path(value)}; expected an enum of "
+                f"{self._where(path)} is {value!r} of class {class_path(value)}; expected an enum "
+                "of "
                 f"{' or '.join(_ENUM_PACKAGES)}, or a plain value"
             )
         return ["enum", cls.__module__, cls.__qualname__, value.name]
@@ -109,19 +120,23 @@ class TemplateBuilder:
             held = functools.reduce(operator.getitem, host_path, self.host_state)
         except (KeyError, IndexError, TypeError) as error:
             raise UnsupportedStateError(
-                f"{self._where(path)} changes every step, but the host state has no {_spell(host_path)}"
+                f"{self._where(path)} changes every step, but the host state has no "
+                f"{_spell(host_path)}"
             ) from error
         if not same_value(held, value):
             raise UnsupportedStateError(
-                f"{self._where(path)} is {value!r:.80} ({class_path(value)}), but the captured host state "
-                f"says {held!r:.80} at {_spell(host_path)}; expected the same value of the same type"
+                f"{self._where(path)} is {value!r:.80} ({class_path(value)}), but the captured "
+                "host state "
+                f"says {held!r:.80} at {_spell(host_path)}; expected the same value of the same "
+                "type"
             )
         return ["host", list(host_path)]
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> Node:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise UnsupportedStateError(
-                f"{self._where(path)} is a tensor of class {class_path(tensor)}; expected torch.Tensor"
+                f"{self._where(path)} is a tensor of class {class_path(tensor)}; expected "
+                "torch.Tensor"
             )
         form = [
             str(tensor.dtype).removeprefix("torch."),
@@ -138,8 +153,10 @@ class TemplateBuilder:
             if found is not None:
                 return ["tensor", str(section), found, form]
         raise UnsupportedStateError(
-            f"{self._where(path)} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that is neither "
-            f"part of the snapshot's images nor of the captured host state; register it as a parameter or "
+            f"{self._where(path)} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that "
+            "is neither "
+            "part of the snapshot's images nor of the captured host state; register it as a "
+            "parameter or "
             f"a buffer, or put it into the client state"
         )
 
@@ -150,8 +167,8 @@ class TemplateBuilder:
 class Rebuilder:
     """Fills nodes with the bytes and the host state of one version.
 
-    Tensors of equal place share their memory, as DeepSpeed's do; no other storage is shared, so that
-    ``torch.save`` writes exactly the bytes of each tensor."""
+    Tensors of equal place share their memory, as DeepSpeed's do; no other storage is shared, so
+    that ``torch.save`` writes exactly the bytes of each tensor."""
 
     def __init__(self, read: ReadSection, host_state: HostState) -> None:
         self._read = read
@@ -166,14 +183,17 @@ class Rebuilder:
                 return _CONTAINERS[kind](map(self.build, items))
             case [("host" | "dict" | "tensor" | "empty" | "object" | "enum") as kind, *parts]:
                 return getattr(self, f"_{kind}")(*parts)
-        raise PersistError(f"the template has a node of kind {node[0]!r}; was it written by a newer reft?")
+        raise PersistError(
+            f"the template has a node of kind {node[0]!r}; was it written by a newer reft?"
+        )
 
     def _host(self, path: list[Any]) -> Any:
         try:
             return functools.reduce(operator.getitem, path, self._host_state)
         except (KeyError, IndexError, TypeError) as error:
             raise PersistError(
-                f"the host state of the version has no {_spell(tuple(path))}, which its checkpoint template "
+                f"the host state of the version has no {_spell(tuple(path))}, which its "
+                "checkpoint template "
                 f"refers to"
             ) from error
 
@@ -185,7 +205,9 @@ class Rebuilder:
 
     def _object(self, name: str, fields: list[Any]) -> Any:
         if name not in _CLASSES:
-            raise PersistError(f"the template names the class {name}; expected one of {', '.join(_CLASSES)}")
+            raise PersistError(
+                f"the template names the class {name}; expected one of {', '.join(_CLASSES)}"
+            )
         module, _, attribute = name.rpartition(".")
         cls = getattr(importlib.import_module(module), attribute)
         made = cls.__new__(cls)
@@ -219,7 +241,9 @@ class Rebuilder:
         return self._finish(flat.as_strided(shape, stride), form)
 
     def _empty(self, form: list[Any]) -> torch.Tensor:
-        return self._finish(torch.empty_strided(form[1], form[2], dtype=codec.torch_dtype(form[0])), form)
+        return self._finish(
+            torch.empty_strided(form[1], form[2], dtype=codec.torch_dtype(form[0])), form
+        )
 
     def _finish(self, tensor: torch.Tensor, form: list[Any]) -> torch.Tensor:
         _, _, _, requires_grad, is_parameter, attributes = form

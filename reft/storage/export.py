@@ -21,25 +21,30 @@ from reft.storage.publish import LEADER, BlockInFile, WorkDir
 
 
 class Images:
-    """The images of one coordinate, read from blocks that tile them (:mod:`reft.recover.decide`)."""
+    """The images of one coordinate, read from blocks that tile them
+    (:mod:`reft.recover.decide`)."""
 
     def __init__(self, blocks: Iterable[BlockInFile]) -> None:
         self._blocks: dict[Section, list[BlockInFile]] = {s: [] for s in Section}
         for block in sorted(blocks, key=lambda b: b.entry.start_bytes):
             self._blocks[block.entry.key.section].append(block)
-        self._starts = {s: [b.entry.start_bytes for b in blocks] for s, blocks in self._blocks.items()}
+        self._starts = {
+            s: [b.entry.start_bytes for b in blocks] for s, blocks in self._blocks.items()
+        }
         self._sound: set[int] = set()
 
     def image_bytes(self, section: Section) -> int:
         return next((b.entry.image_bytes for b in self._blocks[section]), 0)
 
     def read(self, section: Section, start: int, nbytes: int) -> memoryview:
-        """Bytes ``[start, start + nbytes)`` of an image, every block of them compared with its checksum: a
-        view of the memory that holds the range where it lies in one piece, else of a copy."""
+        """Bytes ``[start, start + nbytes)`` of an image, every block of them compared with its
+        checksum: a view of the memory that holds the range where it lies in one piece, else of a
+        copy."""
         if start < 0 or nbytes < 1 or start + nbytes > self.image_bytes(section):
             raise PersistError(
                 f"bytes [{start}, {start + nbytes}) were asked of the {section} image of "
-                f"{self.image_bytes(section)} bytes; the checkpoint template belongs to another layout"
+                f"{self.image_bytes(section)} bytes; the checkpoint template belongs to another "
+                "layout"
             )
         pieces: list[tuple[memoryview, int, int]] = []  # buffer, first byte, end; neighbours merged
         position, stop = start, start + nbytes
@@ -63,7 +68,8 @@ class Images:
 def write_deepspeed_files(
     source: VersionSource, work: WorkDir, at: Coordinate, on_block: Callable[[int], None]
 ) -> Files:
-    """Write the files that ``save_checkpoint`` would have written on this coordinate at that step."""
+    """Write the files that ``save_checkpoint`` would have written on this coordinate at that
+    step."""
     images = Images(source.blocks[at])
     blob = DecodedBlob(images.read(Section.HOST, 0, images.image_bytes(Section.HOST)))
     template = Template.decode(blob.template)

@@ -1,15 +1,18 @@
-"""The fence of a job's checkpoints on shared storage: an older start of the job changes nothing there (P3).
+"""The fence of a job's checkpoints on shared storage: an older start of the job changes nothing
+there (P3).
 
 Every start of the job has a number, its incarnation, and claims the directory with it: the file
-``.incarnation-<job>.<number>``. The highest number holds, so that writing an older one late does no harm.
-A claim then takes away what older starts would put in place by renaming it: their working directories, and
-the files that would become ``latest``. Whoever writes does it in this order:
+``.incarnation-<job>.<number>``. The highest number holds, so that writing an older one late does no
+harm. A claim then takes away what older starts would put in place by renaming it: their working
+directories, and the files that would become ``latest``. Whoever writes does it in this order:
 
-1. make what is to be renamed; 2. look at the claims, and go no further if there is a newer one; 3. rename.
+1. make what is to be renamed; 2. look at the claims, and go no further if there is a newer one; 3.
+  rename.
 
-Against this a claim first marks and then takes away. So whoever was stopped between any two operations, and
-goes on after a newer start has claimed the directory, finds at its next rename that there is nothing to
-rename; or it had renamed before the claim, and the newer start puts its own over it.
+Against this a claim first marks and then takes away. So whoever was stopped between any two
+operations, and goes on after a newer start has claimed the directory, finds at its next rename that
+there is nothing to rename; or it had renamed before the claim, and the newer start puts its own
+over it.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ def short_name(job_id: str) -> str:
 
 
 def claimed(directory: Path, job_id: str) -> int:
-    """The newest start of the job that has claimed the directory; 0 if none has, or it does not exist."""
+    """The newest start of the job that has claimed the directory; 0 if none has, or it does not
+    exist."""
     return max(_claims(directory, job_id), default=0)
 
 
@@ -48,24 +52,30 @@ def check(directory: Path, job_id: str, incarnation: int) -> None:
     # P7: a node that was cut off goes on running; equal numbers are this start itself.
     if newest > incarnation:
         raise FencedError(
-            f"{directory}: start {newest} of job {job_id} writes here; this is start {incarnation}, which "
-            f"was replaced, and is refused. If a node that was cut off has come back, it ends by itself",
+            f"{directory}: start {newest} of job {job_id} writes here; this is start "
+            f"{incarnation}, which "
+            "was replaced, and is refused. If a node that was cut off has come back, it ends by "
+            "itself",
             newest,
         )
 
 
 def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False) -> None:
-    """Keep older starts of the job out of the directory, from now on. ``alone``: nobody else may have claimed
-    the directory with this number."""
+    """Keep older starts of the job out of the directory, from now on. ``alone``: nobody else may
+    have claimed the directory with this number."""
     check(directory, job_id, incarnation)
     mine = directory / f"{_CLAIM}{short_name(job_id)}.{incarnation}"
     try:
-        fd = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        fd = os.open(
+            mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+        )
     except FileExistsError:
         if alone:
             raise FencedError(
-                f"{mine}: another start of job {job_id} has number {incarnation}, too: two starts cannot see "
-                f"each other's rendezvous store. This one ends; start it where it reaches the other's store"
+                f"{mine}: another start of job {job_id} has number {incarnation}, too: two starts "
+                "cannot see "
+                "each other's rendezvous store. This one ends; start it where it reaches the "
+                "other's store"
             ) from None
     else:
         with os.fdopen(fd, "wb") as file:
@@ -79,12 +89,16 @@ def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False
 def switched(
     directory: Path, job_id: str, writer: int, label: VersionId, contents: Mapping[str, bytes]
 ) -> Iterator[Callable[[], None]]:
-    """Make small files ready, ``latest`` among them, to take the place of others. What is given puts them
-    there, in their order: what was checked after they were made still holds. It raises FileNotFoundError
-    where a newer start of the job has taken them away. In the end what is not in place is removed."""
+    """Make small files ready, ``latest`` among them, to take the place of others. What is given
+    puts them there, in their order: what was checked after they were made still holds. It raises
+    FileNotFoundError where a newer start of the job has taken them away. In the end what is not in
+    place is removed."""
     ready = {}
     for name, content in contents.items():
-        draft = directory / f"{_POINTER}{short_name(job_id)}.{writer}.{label.incarnation}.{label.step}.{name}"
+        draft = (
+            directory
+            / f"{_POINTER}{short_name(job_id)}.{writer}.{label.incarnation}.{label.step}.{name}"
+        )
         write_durably(draft, content)
         ready[draft] = directory / name
 

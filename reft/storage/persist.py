@@ -1,16 +1,19 @@
-"""Writing a version from the memory of its nodes into a checkpoint on storage, without the trainers.
+"""Writing a version from the memory of its nodes into a checkpoint on storage, without the
+trainers.
 
-Every node runs :func:`persist_label` for the same version; they meet in one working directory on the
-shared file system (:mod:`reft.storage.publish`) and nowhere else:
+Every node runs :func:`persist_label` for the same version; they meet in one working directory on
+the shared file system (:mod:`reft.storage.publish`) and nowhere else:
 
-1. each node pins its arenas and copies the *own* blocks of its coordinates into arenas there, comparing
+1. each node pins its arenas and copies the *own* blocks of its coordinates into arenas there,
+  comparing
    every block with the checksum taken when it was copied; then its memory is free again;
-2. when all parts are there, the node of coordinate (0, 0, 0) gives the directory its name and switches
+2. when all parts are there, the node of coordinate (0, 0, 0) gives the directory its name and
+  switches
    ``latest`` (:mod:`reft.storage.publish`).
 
 ``reft persist`` exports DeepSpeed's own files in the same way, alone (:mod:`reft.storage.export`).
-Whatever fails, fails alone: an error is raised for the caller to count, training and the checkpoints
-that are already there are not touched (P6).
+Whatever fails, fails alone: an error is raised for the caller to count, training and the
+checkpoints that are already there are not touched (P6).
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ from reft.storage.publish import (
 logger = logging.getLogger(__name__)
 
 _POLL_SECS = (0.02, 0.5)
-MAKE_WRITABLE = "mount it or make it writable, or set persist.dir to another directory that every node sees"
+MAKE_WRITABLE = (
+    "mount it or make it writable, or set persist.dir to another directory that every node sees"
+)
 _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arenas)"
 
 
@@ -87,7 +92,8 @@ class PersistOptions:
     timeout_secs: float = 600.0  # give up when nothing of a peer has appeared for so long
     stop: threading.Event = field(default_factory=threading.Event)  # set to give up
     progress: Callable[[PersistProgress], None] = lambda progress: None  # told what happens
-    export: Export | None = None  # writes DeepSpeed's files of a coordinate; None: arenas are written
+    # writes DeepSpeed's files of a coordinate; None: arenas are written
+    export: Export | None = None
 
 
 class GivenUpElsewhereError(PersistError):
@@ -95,7 +101,8 @@ class GivenUpElsewhereError(PersistError):
 
 
 class OvertakenElsewhereError(GivenUpElsewhereError, OvertakenError):
-    """The memory of another node went on, or others write a newer version: this one is never whole."""
+    """The memory of another node went on, or others write a newer version: this one is never
+    whole."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +112,16 @@ class VersionSource:
     job_id: str  # job whose state it is
     label: VersionId
     degrees: Degrees  # parallel degrees of the job
-    # of every coordinate that is written here what it is, and its own blocks: its shard of the replicated
-    # image, its owned and its host image, whole; to export it, all of the replicated image
+    # of every coordinate that is written here what it is, and its own blocks: its shard of the
+    # replicated image, its owned and its host image, whole; to export it, all of the replicated
+    # image
     headers: Mapping[Coordinate, ArenaHeader]
     blocks: Mapping[Coordinate, Sequence[BlockInFile]]
     secret: bytes  # authenticates the records that the writing processes exchange
     node: str  # this node, for messages
     fingerprint: str | None = None  # of the job, encoded; None where it is not known
-    writer: int = 0  # number of the start of the job that writes, if it is a later one than the version's
+    # number of the start of the job that writes, if it is a later one than the version's
+    writer: int = 0
 
     @property
     def leads(self) -> bool:
@@ -120,7 +129,8 @@ class VersionSource:
 
 
 Export = Callable[[VersionSource, WorkDir, Coordinate, Callable[[int], None]], Files]
-"""Writes the files of a coordinate into a working directory, telling of bytes as they are written."""
+"""Writes the files of a coordinate into a working directory, telling of bytes as they are
+written."""
 
 
 def persist_label(
@@ -133,10 +143,12 @@ def persist_label(
 ) -> Path:
     """Write this node's part of a committed version, and wait until the checkpoint is complete.
 
-    To be called on every node of the job for the same version. The arenas that hold it are pinned only while
-    they are read."""
+    To be called on every node of the job for the same version. The arenas that hold it are pinned
+    only while they are read."""
     if config.persist.dir is None:
-        raise PersistError('there is no directory to persist to; write "persist": {"dir": ...} into "reft"')
+        raise PersistError(
+            'there is no directory to persist to; write "persist": {"dir": ...} into "reft"'
+        )
     options = PersistOptions(
         directory=job_directory(config.persist.dir, job_dir.job_id),
         keep=config.persist.keep,
@@ -151,13 +163,18 @@ def persist_label(
             if not isinstance(error, HeldError):
                 _notify_overtaken(job_dir, label, options.directory, error)
             raise
-        return write_version(source, options, unpin=pins.close, reach=_fault_points(config, source)).path
+        return write_version(
+            source, options, unpin=pins.close, reach=_fault_points(config, source)
+        ).path
 
 
 def _fault_points(config: ReftConfig, source: VersionSource) -> Callable[[Coordinate], None]:
     plans = {
         c: FaultPlan(
-            config.faults, c, source.label.incarnation, lambda: kill_this_node(config.job_memory_dir)
+            config.faults,
+            c,
+            source.label.incarnation,
+            lambda: kill_this_node(config.job_memory_dir),
         )
         for c in source.blocks
     }
@@ -167,7 +184,8 @@ def _fault_points(config: ReftConfig, source: VersionSource) -> Callable[[Coordi
 def reason_unwritable(directory: Path) -> str:
     """Why this host cannot write to a persist directory; empty if it can. Nothing is left there.
 
-    The directory is made by the first write. A missing parent is a file system that is not mounted."""
+    The directory is made by the first write. A missing parent is a file system that is not
+    mounted."""
     try:
         with TemporaryFile(dir=directory if directory.exists() else directory.parent):
             return ""
@@ -175,16 +193,19 @@ def reason_unwritable(directory: Path) -> str:
         return f"{error.strerror or error} (tried on host {socket.gethostname()})"
 
 
-# --- what this node has ----------------------------------------------------------------------------
+# --- what this node has ---------------------------------------------------------------------------
 
 
 class HeldError(OvertakenError):
-    """A trainer of this node has the lock of an arena that still holds the version: it may let go of it."""
+    """A trainer of this node has the lock of an arena that still holds the version: it may let go
+    of it."""
 
 
-def _notify_overtaken(job_dir: JobDir, label: VersionId, directory: Path, error: OvertakenError) -> None:
-    """This node's part will never come: the others need not wait for it. The record goes with the working
-    directory, when the leader writes a newer version."""
+def _notify_overtaken(
+    job_dir: JobDir, label: VersionId, directory: Path, error: OvertakenError
+) -> None:
+    """This node's part will never come: the others need not wait for it. The record goes with the
+    working directory, when the leader writes a newer version."""
     writer = max(label.incarnation, job_dir.noted_incarnation())
     work = WorkDir.of(directory, job_dir.job_id, label, writer)
     try:
@@ -194,7 +215,9 @@ def _notify_overtaken(job_dir: JobDir, label: VersionId, directory: Path, error:
         _make_directory(work)
         _leave_reason(work, job_dir.node, error, job_dir.secret)
     except (ReftError, OSError) as cause:
-        logger.info("the other nodes could not be informed that memory moved past %s here: %s", label, cause)
+        logger.info(
+            "the other nodes could not be informed that memory moved past %s here: %s", label, cause
+        )
 
 
 def _pin(job_dir: JobDir, label: VersionId, pins: ExitStack) -> VersionSource:
@@ -223,10 +246,14 @@ def _pin(job_dir: JobDir, label: VersionId, pins: ExitStack) -> VersionSource:
         held[now.coordinate] = (arena, now)
     if held and (missing := sorted(newer - held.keys())):
         of = ", ".join(map(str, missing))
-        raise OvertakenError(f"{job_dir.path}: no arena of {of} holds {label} any more; {_KEEP_LONGER}")
+        raise OvertakenError(
+            f"{job_dir.path}: no arena of {of} holds {label} any more; {_KEEP_LONGER}"
+        )
     if not held:
         found = f" ({'; '.join(problems)})" if problems else ""
-        raise OvertakenError(f"{job_dir.path}: no arena holds {label} any more{found}; {_KEEP_LONGER}")
+        raise OvertakenError(
+            f"{job_dir.path}: no arena holds {label} any more{found}; {_KEEP_LONGER}"
+        )
     return VersionSource(
         job_id=job_dir.job_id,
         label=label,
@@ -241,10 +268,12 @@ def _pin(job_dir: JobDir, label: VersionId, pins: ExitStack) -> VersionSource:
 
 
 def _own_blocks(arena: Arena, header: ArenaHeader) -> list[BlockInFile]:
-    return [BlockInFile(entry, arena.data, str(arena.path)) for entry in header.entries if entry.owner]
+    return [
+        BlockInFile(entry, arena.data, str(arena.path)) for entry in header.entries if entry.owner
+    ]
 
 
-# --- the protocol ----------------------------------------------------------------------------------
+# --- the protocol ---------------------------------------------------------------------------------
 
 
 def write_version(
@@ -254,10 +283,11 @@ def write_version(
     unpin: Callable[[], None] = lambda: None,
     reach: Callable[[Coordinate], None] = lambda coordinate: None,
 ) -> PersistedInfo:
-    """Write this process's part of a version and see the checkpoint through to its name. ``unpin``: called as
-    soon as the blocks are not read any more. ``reach``: called in the middle of writing the blocks of each
-    coordinate. Raises FencedError: a newer start of the job writes here. Raises PersistError: if it was
-    not written. A failing leader leaves no working directory behind; other nodes leave the reason in it."""
+    """Write this process's part of a version and see the checkpoint through to its name. ``unpin``:
+    called as soon as the blocks are not read any more. ``reach``: called in the middle of writing
+    the blocks of each coordinate. Raises FencedError: a newer start of the job writes here. Raises
+    PersistError: if it was not written. A failing leader leaves no working directory behind; other
+    nodes leave the reason in it."""
     writing = _Writing(source, options)
     try:
         present = published(writing.work)
@@ -277,7 +307,8 @@ def write_version(
 
 
 def _make_directory(work: WorkDir) -> None:
-    # The persist directory is made, as DeepSpeed does. A missing parent is a file system that is not mounted.
+    # The persist directory is made, as DeepSpeed does. A missing parent is a file system that is
+    # not mounted.
     for directory in (work.root.parent.parent, work.root.parent):
         with suppress(FileExistsError):
             directory.mkdir()
@@ -291,7 +322,9 @@ class _Writing:
         self.work = WorkDir.of(options.directory, source.job_id, source.label, source.writer)
         self.start = max(source.writer, source.label.incarnation)  # of the job
 
-    def write(self, unpin: Callable[[], None], reach: Callable[[Coordinate], None]) -> PersistedInfo:
+    def write(
+        self, unpin: Callable[[], None], reach: Callable[[Coordinate], None]
+    ) -> PersistedInfo:
         try:
             self._open()
             self._write_parts(reach)
@@ -350,8 +383,10 @@ class _Writing:
         twice = [name for name, count in Counter(name for name, _ in records).items() if count > 1]
         if twice:
             raise PersistError(
-                f"{len(twice)} checkpoint files would be written by several ranks ({', '.join(twice[:3])}); "
-                f'remove "use_node_local_storage" from the "checkpoint" block of the DeepSpeed configuration'
+                f"{len(twice)} checkpoint files would be written by several ranks "
+                f"({', '.join(twice[:3])}); "
+                'remove "use_node_local_storage" from the "checkpoint" block of the DeepSpeed '
+                "configuration"
             )
         info = PersistedInfo(
             directory=self.options.directory,
@@ -411,7 +446,9 @@ class _Writing:
         return found[-1]
 
     def _wait_for_parts(self, coordinates: Sequence[Coordinate]) -> None:
-        self._poll(lambda: [f"the part of {c}" for c in coordinates if not self.work.part(c).exists()])
+        self._poll(
+            lambda: [f"the part of {c}" for c in coordinates if not self.work.part(c).exists()]
+        )
 
     def _poll(self, look: Callable[[], list[str]], naming: bool = False) -> None:
         poll = Backoff(*_POLL_SECS)
@@ -424,7 +461,8 @@ class _Writing:
             if time.monotonic() > deadline:
                 raise PersistError(
                     f"{self.work.label}: waited {self.options.timeout_secs:g} s for "
-                    f"{', '.join(missing[:4])}{' ...' if missing[4:] else ''}; check that the daemons of all "
+                    f"{', '.join(missing[:4])}{' ...' if missing[4:] else ''}; check that the "
+                    "daemons of all "
                     f"nodes run and see {self.work.root.parent}, or raise persist.timeout_secs"
                 )
             if self.options.stop.wait(poll.failed()):
@@ -439,11 +477,15 @@ class _Writing:
         for path in work.staging.glob("failed-*.json"):
             content = read_record(path, self.source.secret)
             if content is not None:
-                kind = OvertakenElsewhereError if content.get("overtaken") else GivenUpElsewhereError
+                kind = (
+                    OvertakenElsewhereError if content.get("overtaken") else GivenUpElsewhereError
+                )
                 raise kind(f"{work.label}: node {content['node']} gave up: {content['error']}")
         for other in work.others():
             if other.label > work.label:
-                raise OvertakenElsewhereError(f"{work.label}: overtaken by {other.label}, which others write")
+                raise OvertakenElsewhereError(
+                    f"{work.label}: overtaken by {other.label}, which others write"
+                )
 
 
 def arena_file(coordinate: Coordinate) -> str:
@@ -460,7 +502,9 @@ def _write_arena(
 
 def _leave_reason(work: WorkDir, node: str, error: BaseException, secret: bytes) -> None:
     said = {"node": node, "error": f"{type(error).__name__}: {error}"}
-    write_record(work.failed(node), {**said, "overtaken": isinstance(error, OvertakenError)}, secret)
+    write_record(
+        work.failed(node), {**said, "overtaken": isinstance(error, OvertakenError)}, secret
+    )
 
 
 def published(work: WorkDir) -> PersistedInfo | None:

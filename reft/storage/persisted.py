@@ -1,10 +1,11 @@
 """Checkpoints that reft wrote into a persist directory, as they are found again.
 
 A persist directory holds one directory per job (P7), and that is what ``load_checkpoint`` takes as
-``load_dir``: ``latest``, and a tag directory for each checkpoint, with the arenas of all coordinates and one
-marker, ``reft.json``. What ``reft persist`` exports, and what reft wrote in format 1, has DeepSpeed's own
-files instead, and reft's host files beside them. The directory gets its final name only when it is complete
-and on storage, so the marker is there exactly if everything else is.
+``load_dir``: ``latest``, and a tag directory for each checkpoint, with the arenas of all
+coordinates and one marker, ``reft.json``. What ``reft persist`` exports, and what reft wrote in
+format 1, has DeepSpeed's own files instead, and reft's host files beside them. The directory gets
+its final name only when it is complete and on storage, so the marker is there exactly if everything
+else is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ MARKER_NAME = "reft.json"
 LATEST_NAME = "latest"
 MARKER_FORMAT = 2
 STORAGE_KEY = b"reft on storage"
-"""In the place of a job's secret, which may be lost with its memory: digests there are against accidents."""
+"""In the place of a job's secret, which may be lost with its memory: digests there are against
+accidents."""
 _READ_BYTES = 4 * 2**20
 _TAG = re.compile(r"^\.?global_step\d+")
 
@@ -44,7 +46,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PersistedInfo:
-    # the job's directory within the persist directory, what ``load_checkpoint`` takes as ``load_dir``
+    # the job's directory within the persist directory, what ``load_checkpoint`` takes as
+    # ``load_dir``
     directory: Path
     tag: str  # name of the checkpoint's directory within it
     job_id: str  # job whose state it is
@@ -68,7 +71,8 @@ class PersistedInfo:
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.label} of job {self.job_id}, {self.degrees}, {self.nbytes / 2**20:.1f} MiB"
+            f"{self.path}: {self.label} of job {self.job_id}, {self.degrees}, "
+            f"{self.nbytes / 2**20:.1f} MiB"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -87,9 +91,12 @@ class PersistedInfo:
 
 
 def job_directory(directory: Path, job_id: str) -> Path:
-    """Where a job's checkpoints lie in a persist directory: no other job writes or looks there (P7)."""
+    """Where a job's checkpoints lie in a persist directory: no other job writes or looks there
+    (P7)."""
     if job_id in ("", ".", "..") or "/" in job_id or "\0" in job_id:
-        raise PersistError(f"job id {job_id!r} cannot name a directory in {directory}; choose another one")
+        raise PersistError(
+            f"job id {job_id!r} cannot name a directory in {directory}; choose another one"
+        )
     return directory / job_id
 
 
@@ -105,12 +112,15 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise PersistError(f"{checkpoint / MARKER_NAME}: cannot be read: {error.strerror}") from error
+        raise PersistError(
+            f"{checkpoint / MARKER_NAME}: cannot be read: {error.strerror}"
+        ) from error
     try:
         content = json.loads(text)
         if content["format"] > MARKER_FORMAT:
             raise PersistError(
-                f"{checkpoint / MARKER_NAME}: written in format {content['format']}; this reft reads format "
+                f"{checkpoint / MARKER_NAME}: written in format {content['format']}; this reft "
+                "reads format "
                 f"{MARKER_FORMAT}: use the reft that wrote it, or a later one"
             )
         return PersistedInfo(
@@ -121,13 +131,17 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
             degrees=Degrees(*(int(n) for n in content["degrees"])),
             created_unix_secs=float(content["created_unix_secs"]),
             layouts=content["layouts"],
-            files={_file(name): FileRecord(int(v[0]), int(v[1])) for name, v in content["files"].items()},
+            files={
+                _file(name): FileRecord(int(v[0]), int(v[1]))
+                for name, v in content["files"].items()
+            },
             fingerprint=content.get("fingerprint"),
             arenas=content["format"] > 1,
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise PersistError(
-            f"{checkpoint / MARKER_NAME}: is not a marker of a persisted checkpoint ({error!r}); remove the "
+            f"{checkpoint / MARKER_NAME}: is not a marker of a persisted checkpoint ({error!r}); "
+            "remove the "
             f"directory if it is not needed"
         ) from error
 
@@ -138,12 +152,14 @@ def _file(name: str) -> str:
     return name
 
 
-def find_markers(directory: Path, job_id: str | None = None) -> tuple[list[PersistedInfo], list[str]]:
-    """Checkpoints in ``directory`` that reft wrote, oldest first, complete or not; and what is wrong with
-    directories whose marker cannot be read.
+def find_markers(
+    directory: Path, job_id: str | None = None
+) -> tuple[list[PersistedInfo], list[str]]:
+    """Checkpoints in ``directory`` that reft wrote, oldest first, complete or not; and what is
+    wrong with directories whose marker cannot be read.
 
-    A directory that was set aside while its replacement was being renamed (``.global_step…``) counts: at that
-    instant it may be the only one."""
+    A directory that was set aside while its replacement was being renamed (``.global_step…``)
+    counts: at that instant it may be the only one."""
     found, problems = [], []
     for name in _subdirectories(directory):
         if not _TAG.match(name) or name.endswith(".tmp"):
@@ -156,11 +172,14 @@ def find_markers(directory: Path, job_id: str | None = None) -> tuple[list[Persi
         if info is not None and job_id in (None, info.job_id):
             found.append(info)
     # Of equal labels the one under its own name comes last.
-    return sorted(found, key=lambda i: (i.label, i.created_unix_secs, not i.tag.startswith("."))), problems
+    return sorted(
+        found, key=lambda i: (i.label, i.created_unix_secs, not i.tag.startswith("."))
+    ), problems
 
 
 def list_persisted(directory: Path, job_id: str | None = None) -> list[PersistedInfo]:
-    """Complete checkpoints in ``directory`` that reft wrote, oldest first; others are named in the log."""
+    """Complete checkpoints in ``directory`` that reft wrote, oldest first; others are named in the
+    log."""
     found, skipped = find_markers(directory, job_id)
     for problem in skipped:
         logger.warning("skipped: %s", problem)
@@ -168,19 +187,24 @@ def list_persisted(directory: Path, job_id: str | None = None) -> list[Persisted
     for info in found:
         problems = check_files(info.path, info.files, read=False)
         if problems:
-            logger.warning("%s is incomplete and is not used: %s", info.path, "; ".join(problems[:3]))
+            logger.warning(
+                "%s is incomplete and is not used: %s", info.path, "; ".join(problems[:3])
+            )
         else:
             complete.append(info)
     return complete
 
 
 def newest_incarnation(directory: Path, job_id: str) -> int:
-    """Highest incarnation of the job that any marker in its ``directory`` names, whole checkpoint or not, or
-    that has claimed it; 0 if there is none. Damaged ones count: what is written next must be newer."""
+    """Highest incarnation of the job that any marker in its ``directory`` names, whole checkpoint
+    or not, or that has claimed it; 0 if there is none. Damaged ones count: what is written next
+    must be newer."""
     try:
         claimed = fence.claimed(directory, job_id)
     except OSError as error:
-        raise PersistError(f"{directory}: cannot be listed: {error.strerror}; check persist.dir") from error
+        raise PersistError(
+            f"{directory}: cannot be listed: {error.strerror}; check persist.dir"
+        ) from error
     return max(claimed, *(info.label.incarnation for info in find_markers(directory, job_id)[0]), 0)
 
 
@@ -193,9 +217,11 @@ def latest_tag(directory: Path) -> str | None:
         return None
 
 
-def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, read: bool = True) -> list[str]:
-    """Compare files of a checkpoint with their records (P5), without ``read`` by their lengths alone; one
-    line for each that differs."""
+def check_files(
+    checkpoint: Path, files: Mapping[str, FileRecord], *, read: bool = True
+) -> list[str]:
+    """Compare files of a checkpoint with their records (P5), without ``read`` by their lengths
+    alone; one line for each that differs."""
     problems = []
     for name, record in files.items():
         try:
@@ -210,7 +236,8 @@ def check_files(checkpoint: Path, files: Mapping[str, FileRecord], *, read: bool
 
 
 def check_arenas(checkpoint: Path, names: Iterable[str]) -> list[str]:
-    """Compare all blocks of a checkpoint's arenas with their checksums (P5); a line for each that differs."""
+    """Compare all blocks of a checkpoint's arenas with their checksums (P5); a line for each that
+    differs."""
     problems = []
     for name in names:
         try:
@@ -220,7 +247,9 @@ def check_arenas(checkpoint: Path, names: Iterable[str]) -> list[str]:
         except (ArenaError, OSError) as error:
             problems.append(str(error))
             continue
-        problems += [f"{name}: {k.section} block {k.index} of member {k.member}: checksum" for k in bad]
+        problems += [
+            f"{name}: {k.section} block {k.index} of member {k.member}: checksum" for k in bad
+        ]
     return problems
 
 
@@ -239,4 +268,6 @@ def _subdirectories(directory: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise PersistError(f"{directory}: cannot be listed: {error.strerror}; check persist.dir") from error
+        raise PersistError(
+            f"{directory}: cannot be listed: {error.strerror}; check persist.dir"
+        ) from error

@@ -1,11 +1,12 @@
 """When the daemon writes versions to storage, and what it does when storage fails.
 
 One thread writes one version at a time. A version is due when its step is a multiple of
-``persist.interval_steps``, or where that is "auto" of what the trainers agreed on: on every node the same;
-what memory went on from before its turn came is passed over, and the other nodes hear of it;
-while storage fails, each due version is tried for as long as it is in memory, then the next one: training
-goes on, and the status says since when the checkpoints are stale. When memory ceases to survive the loss of a
-node, a version is due at once, whatever the interval, and others are until one of them is on storage.
+``persist.interval_steps``, or where that is "auto" of what the trainers agreed on: on every node
+the same; what memory went on from before its turn came is passed over, and the other nodes hear of
+it; while storage fails, each due version is tried for as long as it is in memory, then the next
+one: training goes on, and the status says since when the checkpoints are stale. When memory ceases
+to survive the loss of a node, a version is due at once, whatever the interval, and others are until
+one of them is on storage.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ logger = logging.getLogger(__name__)
 _RETRY_SECS = (0.5, 30.0)
 _CLOSE_SECS = 5.0
 _AGAIN_STEPS = 10
-"""A version that memory cannot keep has failed: multiples of this are tried, so that nodes that hear of it
-at different steps choose the same one."""
+"""A version that memory cannot keep has failed: multiples of this are tried, so that nodes that
+hear of it at different steps choose the same one."""
 
 
 @dataclass
@@ -50,13 +51,16 @@ class PersistStatus:
     error: str | None = None
     attempts: int = 0  # since one did
     lag_steps: int = 0  # by which storage is older than memory
-    overtaken: VersionId | None = None  # newest version that memory went on from before it was written
+    # newest version that memory went on from before it was written
+    overtaken: VersionId | None = None
 
     def update(self, **fields: Any) -> None:
         vars(self).update(fields)
 
     def to_json(self) -> dict[str, Any]:
-        return {n: label_json(v) if isinstance(v, VersionId) else v for n, v in list(vars(self).items())}
+        return {
+            n: label_json(v) if isinstance(v, VersionId) else v for n, v in list(vars(self).items())
+        }
 
 
 def label_json(label: VersionId | None) -> dict[str, int] | None:
@@ -64,7 +68,8 @@ def label_json(label: VersionId | None) -> dict[str, int] | None:
 
 
 class Persister:
-    """The daemon's writer. ``persist``: writes one version, raises PersistError, ArenaError or OSError."""
+    """The daemon's writer. ``persist``: writes one version, raises PersistError, ArenaError or
+    OSError."""
 
     def __init__(self, job_dir: JobDir, persist: Callable[..., Path] = persist_label) -> None:
         self._job_dir = job_dir
@@ -82,8 +87,10 @@ class Persister:
         self.config: ReftConfig | None = None
         self._fenced = (0, "")
         self._refused: VersionId | None = None  # the version that storage did not take last
-        self._missed: VersionId | None = None  # the first version that memory overtook since one was written
-        self.progress: PersistProgress | None = None  # of what is being written, as it was told last
+        # the first version that memory overtook since one was written
+        self._missed: VersionId | None = None
+        # of what is being written, as it was told last
+        self.progress: PersistProgress | None = None
 
     def configure(self, config: ReftConfig) -> None:
         with self._changed:
@@ -91,7 +98,8 @@ class Persister:
             self._changed.notify()
         directory = config.persist.dir
         self.status.update(
-            dir=str(directory) if directory is not None else None, interval_steps=config.persist.fixed_steps
+            dir=str(directory) if directory is not None else None,
+            interval_steps=config.persist.fixed_steps,
         )
 
     def start(self) -> None:
@@ -107,10 +115,13 @@ class Persister:
             self._changed.notify()
             self._changed.wait_for(lambda: self.status.writing is None, timeout=_CLOSE_SECS)
 
-    def offer(self, label: VersionId, *, unprotected: bool | None = None, due: bool = False) -> None:
-        """A version is committed in memory; takes it if it is due and newer. ``unprotected``: memory no
-        longer survives the loss of a node, so that the first such version is due at once, whatever the
-        interval. None: not known, as before. ``due``: the ranks agreed that it goes to storage."""
+    def offer(
+        self, label: VersionId, *, unprotected: bool | None = None, due: bool = False
+    ) -> None:
+        """A version is committed in memory; takes it if it is due and newer. ``unprotected``:
+        memory no longer survives the loss of a node, so that the first such version is due at once,
+        whatever the interval. None: not known, as before. ``due``: the ranks agreed that it goes to
+        storage."""
         with self._changed:
             at_once = self._falls(label, unprotected)
             writing = self.status.writing
@@ -121,7 +132,12 @@ class Persister:
             known = self._due or self.status.last
             if self.config is None or self.config.persist.dir is None:
                 return
-            due = due or at_once or self._must_again(label) or bool(interval and label.step % interval == 0)
+            due = (
+                due
+                or at_once
+                or self._must_again(label)
+                or bool(interval and label.step % interval == 0)
+            )
             if due and (known is None or label > known):
                 if at_once:
                     logger.warning(
@@ -133,28 +149,33 @@ class Persister:
             self._newest = label
             lag, waits = self._lag()
             self.status.update(lag_steps=lag)
-            slow = interval and lag > interval and self.status.stale_since_step is None  # else it fails
+            # else it fails
+            slow = interval and lag > interval and self.status.stale_since_step is None
             if slow and waits != self._told:
                 self._told = waits
                 logger.warning(
-                    "step %d is committed, but step %d is not on storage yet: writing takes longer than "
+                    "step %d is committed, but step %d is not on storage yet: writing takes "
+                    "longer than "
                     "persist.interval_steps (%d). Write less often, or find out what slows down %s",
                     *(label.step, label.step - lag, interval, self.config.persist.dir),
                 )
 
     def _lag(self) -> tuple[int, VersionId | None]:
-        """Steps from the oldest version that was due and is not on storage to the newest one in memory."""
+        """Steps from the oldest version that was due and is not on storage to the newest one in
+        memory."""
         newest, stale = self._newest, self.status.stale_since_step
         if newest is None:
             return 0, None
-        due = [v for v in (self.status.writing, self._due) if v and v.incarnation == newest.incarnation]
+        due = [
+            v for v in (self.status.writing, self._due) if v and v.incarnation == newest.incarnation
+        ]
         due += [] if stale is None else [VersionId(newest.incarnation, stale)]
         waits = min(due, default=None)
         return (0 if waits is None else max(0, newest.step - waits.step)), waits
 
     def _falls(self, label: VersionId, unprotected: bool | None) -> bool:
-        """Whether ``label`` is the first version that does not survive the loss of a node. Told by every
-        trainer of the node; what is said of an older version than the newest comes late."""
+        """Whether ``label`` is the first version that does not survive the loss of a node. Told by
+        every trainer of the node; what is said of an older version than the newest comes late."""
         since, before = self._unprotected
         if unprotected is None or self.config is None or (since is not None and label < since):
             return False
@@ -162,23 +183,26 @@ class Persister:
         return unprotected and not before
 
     def _must_again(self, label: VersionId) -> bool:
-        """Whether nothing is on storage yet that stands in for a memory that does not survive the loss of a
-        node, and ``label`` is to be tried (P3)."""
+        """Whether nothing is on storage yet that stands in for a memory that does not survive the
+        loss of a node, and ``label`` is to be tried (P3)."""
         failing = self._missed is not None or self.status.stale_since_step is not None
         return failing and self._unprotected[1] and label.step % _AGAIN_STEPS == 0
 
     def fenced(self, incarnation: int) -> str:
-        """Why a node of this start of the job has to end: a newer one writes where it did; else empty.
+        """Why a node of this start of the job has to end: a newer one writes where it did; else
+        empty.
 
-        The start that a node takes part in refuses, too, a version that its daemon has been writing since
-        before the job started anew."""
+        The start that a node takes part in refuses, too, a version that its daemon has been writing
+        since before the job started anew."""
         newest, why = self._fenced
         return why if newest > max(incarnation, self._job_dir.noted_incarnation()) else ""
 
     def wants(self, label: VersionId) -> bool:
         """Whether there is a directory to persist to, and ``label`` is newer than what is there."""
         last = self.status.last
-        return bool(self.config and self.config.persist.dir is not None) and (last is None or label > last)
+        return bool(self.config and self.config.persist.dir is not None) and (
+            last is None or label > last
+        )
 
     def persist_and_wait(self, label: VersionId, timeout_secs: float) -> str:
         """Persist ``label`` next, whether due or not; several callers share one attempt."""
@@ -201,7 +225,9 @@ class Persister:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._asked or self._due is not None)
+                self._changed.wait_for(
+                    lambda: self._closing or self._asked or self._due is not None
+                )
                 if self._closing:
                     return
                 asked = min(self._asked) if self._asked else None
@@ -259,7 +285,9 @@ class Persister:
         message = f"{type(error).__name__}: {error}"
         if isinstance(error, FencedError):
             self._fenced = error.newest, str(error)
-        gone = isinstance(error, OvertakenElsewhereError) or label not in committed_labels(self._job_dir)
+        gone = isinstance(error, OvertakenElsewhereError) or label not in committed_labels(
+            self._job_dir
+        )
         if self._closing:  # nobody tries again
             logger.info("the job ends before %s is in %s", label, self.status.dir)
             self.status.update(writing=None, phase=None)
@@ -277,7 +305,8 @@ class Persister:
                 self._due = None
             if self._due is not None and self._due <= label:
                 self._changed.wait_for(
-                    lambda: self._closing or self._asked or self._due != label, timeout=self._backoff.failed()
+                    lambda: self._closing or self._asked or self._due != label,
+                    timeout=self._backoff.failed(),
                 )
 
     def _fail(self, label: VersionId, message: str, since: VersionId) -> None:
@@ -291,8 +320,8 @@ class Persister:
         self.status.update(writing=None, phase=None, stale_since_step=stale, error=message)
 
     def _overtaken(self, label: VersionId, message: str, gone: bool) -> None:
-        """Storage is well: the next version that is due takes the place of this one. Only where none is
-        written in between do checkpoints become stale."""
+        """Storage is well: the next version that is due takes the place of this one. Only where
+        none is written in between do checkpoints become stale."""
         if gone:
             self.status.update(overtaken=label)
         if self._missed is not None:
@@ -301,7 +330,8 @@ class Persister:
         self._missed = label
         if gone:
             logger.warning(
-                "memory moved past %s before it could be written to %s (%s); the next due version is written",
+                "memory moved past %s before it could be written to %s (%s); the next due version "
+                "is written",
                 *(label, self.status.dir, message),
             )
         self.status.update(writing=None, phase=None)

@@ -1,4 +1,5 @@
-"""A checkpoint while it is written, and its last act: give it its name, switch ``latest``, remove old ones.
+"""A checkpoint while it is written, and its last act: give it its name, switch ``latest``, remove
+old ones.
 
 All nodes share its working directory::
 
@@ -11,11 +12,11 @@ Every file has one writer, so that nothing depends on how a shared file system m
 records carry a MAC of the job's secret, and blocks are compared with their checksums when they are
 written and again when they are read (P5, P11). Only whole records ever have their final name.
 
-The order is what keeps a checkpoint loadable whatever is killed: all files are on storage before the
-directory gets its name, the name is on storage before ``latest`` says it, and nothing older is removed
-before that. A start of the job that was replaced is refused, wherever it was stopped
-(:mod:`reft.storage.fence`), and so is a version older than the one that ``latest`` names: a node that was cut
-off must not overwrite what its successors wrote.
+The order is what keeps a checkpoint loadable whatever is killed: all files are on storage before
+the directory gets its name, the name is on storage before ``latest`` says it, and nothing older is
+removed before that. A start of the job that was replaced is refused, wherever it was stopped
+(:mod:`reft.storage.fence`), and so is a version older than the one that ``latest`` names: a node
+that was cut off must not overwrite what its successors wrote.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class WorkDir:
 
     @classmethod
     def of(cls, directory: Path, job_id: str, label: VersionId, writer: int = 0) -> WorkDir:
-        """Of a version that a start of the job writes: its own, or an earlier one's that memory holds."""
+        """Of a version that a start of the job writes: its own, or an earlier one's that memory
+        holds."""
         writer = max(writer, label.incarnation)
         name = f".{format_tag(label)}.{label.incarnation}.{writer}-{short_name(job_id)}.tmp"
         return cls(directory / name, job_id, label)
@@ -129,7 +131,8 @@ class BlockInFile:
         entry = self.entry
         if len(data) != entry.nbytes or checksum(data) != entry.checksum:
             raise PersistError(
-                f"{entry.key.section} block {entry.key.index} of member {entry.key.member} in {self.origin} "
+                f"{entry.key.section} block {entry.key.index} of member {entry.key.member} in "
+                f"{self.origin} "
                 f"does not match the checksum taken when it was copied; this version is not written"
             )
 
@@ -140,8 +143,9 @@ def write_arena(
     blocks: Sequence[BlockInFile],
     on_block: Callable[[int], None] = lambda nbytes: None,
 ) -> FileRecord:
-    """Write an arena of these blocks, one after the other, and flush it to storage. It is read as one in
-    memory is, with :data:`STORAGE_KEY`. Each block is compared with its checksum as it is read (P5)."""
+    """Write an arena of these blocks, one after the other, and flush it to storage. It is read as
+    one in memory is, with :data:`STORAGE_KEY`. Each block is compared with its checksum as it is
+    read (P5)."""
     geometry = Geometry.of(sum(aligned(b.entry.nbytes) for b in blocks), len(blocks))
     entries: list[Entry] = []
     offset = 0
@@ -173,7 +177,7 @@ def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-# --- records ---------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 def write_record(path: Path, content: Mapping[str, Any], secret: bytes) -> None:
@@ -193,7 +197,8 @@ def read_record(path: Path, secret: bytes) -> dict[str, Any] | None:
         raise PersistError(f"{path}: is not a record of reft ({error!r})") from error
     if not is_same(code.encode(), _mac(body, secret).encode()):
         raise AuthenticationError(
-            f"{path}: does not carry the job's secret; another job writes to the same directory under the "
+            f"{path}: does not carry the job's secret; another job writes to the same directory "
+            "under the "
             f"same name, or the file was forged. Give every job a persist.dir of its own"
         )
     content: dict[str, Any] = json.loads(body)
@@ -217,11 +222,13 @@ def publish(
     writer: int = 0,
 ) -> None:
     """Make a finished working directory the checkpoint to resume from. ``reached``: called with
-    ``renaming``, ``renamed`` and ``latest`` as the steps are reached. ``writer``: the start of the job
-    that writes, if it is a later one than the version's."""
+    ``renaming``, ``renamed`` and ``latest`` as the steps are reached. ``writer``: the start of the
+    job that writes, if it is a later one than the version's."""
     problems = check_files(work.root, info.files, read=False)
     if problems:
-        raise PersistError(f"{work.root}: incomplete before it was published: {'; '.join(problems[:3])}")
+        raise PersistError(
+            f"{work.root}: incomplete before it was published: {'; '.join(problems[:3])}"
+        )
     writer = max(writer, info.label.incarnation)
     pointers = {
         LATEST_NAME: info.tag.encode(),
@@ -229,13 +236,16 @@ def publish(
     }
     try:
         with fence.switched(info.directory, info.job_id, writer, info.label, pointers) as switch:
-            # In this order: what is checked now holds for all that was made before, whenever it is renamed.
+            # In this order: what is checked now holds for all that was made before, whenever it is
+            # renamed.
             fence.check(info.directory, info.job_id, writer)
             refuse_stale(info.directory, info.job_id, info.label)
             for script in _files(work.scripts):
                 script.replace(info.directory / script.name)
             shutil.rmtree(work.staging)
-            write_durably(work.root / MARKER_NAME, (json.dumps(info.to_json(), indent=1) + "\n").encode())
+            write_durably(
+                work.root / MARKER_NAME, (json.dumps(info.to_json(), indent=1) + "\n").encode()
+            )
             reached("renaming")
             _rename(work.root, info)
             reached("renamed")
@@ -248,12 +258,14 @@ def publish(
 
 
 def refuse_stale(directory: Path, job_id: str, label: VersionId) -> None:
-    """Refuse to write where a newer incarnation, or a newer version, of the job has already written."""
+    """Refuse to write where a newer incarnation, or a newer version, of the job has already
+    written."""
     tag = latest_tag(directory)
     named = read_marker(directory / tag) if tag else None
     if named is not None and named.job_id == job_id and label < named.label:
         raise PersistError(
-            f"{directory}: latest is {named.tag}, {named.label}; writing {label} is refused, as this node "
+            f"{directory}: latest is {named.tag}, {named.label}; writing {label} is refused, as "
+            "this node "
             f"runs an older version of the job. If it was cut off, stop it"
         )
 
@@ -288,12 +300,14 @@ def _check_replaceable(info: PersistedInfo) -> None:
     present = read_marker(info.path)
     if present is None:
         raise PersistError(
-            f"{info.path} exists and was not written by reft; remove it, or give persist.dir a directory "
+            f"{info.path} exists and was not written by reft; remove it, or give persist.dir a "
+            "directory "
             f"of its own"
         )
     if present.job_id != info.job_id:
         raise PersistError(
-            f"{info.path} is a checkpoint of job {present.job_id}; job {info.job_id} does not replace "
+            f"{info.path} is a checkpoint of job {present.job_id}; job {info.job_id} does not "
+            "replace "
             f"it. Give one of them another directory"
         )
     if info.label < present.label:
@@ -308,7 +322,9 @@ def exchange(a: Path, b: Path) -> bool:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
         return False
-    done = renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), ctypes.c_uint(_RENAME_EXCHANGE))
+    done = renameat2(
+        _AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), ctypes.c_uint(_RENAME_EXCHANGE)
+    )
     if done == 0:
         return True
     code = ctypes.get_errno()
@@ -320,8 +336,9 @@ def exchange(a: Path, b: Path) -> bool:
 def prune(info: PersistedInfo, keep: int) -> None:
     """Remove all but the ``keep`` newest checkpoints of the job.
 
-    Those that the job went back behind are counted apart: they must not crowd out what it would fall back
-    to. Only directories with reft's marker are touched, and never the one that ``latest`` names."""
+    Those that the job went back behind are counted apart: they must not crowd out what it would
+    fall back to. Only directories with reft's marker are touched, and never the one that ``latest``
+    names."""
     mine = list_persisted(info.directory, info.job_id)
     passed = given_up(i.label for i in mine)
     line = [i for i in mine if i.label not in passed]
@@ -335,9 +352,10 @@ def prune(info: PersistedInfo, keep: int) -> None:
 
 
 def remove_checkpoint(path: Path, label: VersionId) -> None:
-    """Remove a checkpoint directory. It changes its name first, so that what is left of an interrupted
-    removal is neither taken for a checkpoint nor left for good. ``label``: of the version to remove:
-    another one, which has taken its name meanwhile, gets it back."""
+    """Remove a checkpoint directory. It changes its name first, so that what is left of an
+    interrupted removal is neither taken for a checkpoint nor left for good. ``label``: of the
+    version to
+    remove: another one, which has taken its name meanwhile, gets it back."""
     try:
         doomed = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}{REMOVED_SUFFIX}")
         path.rename(doomed)

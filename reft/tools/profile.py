@@ -1,4 +1,5 @@
-"""``reft profile``: runs a job like ``reft launch``, measures some steps, says where its devices wait.
+"""``reft profile``: runs a job like ``reft launch``, measures some steps, says where its devices
+wait.
 
 For people in tables, with what the figures mean; as a picture; as trace events for tools.
 """
@@ -42,15 +43,18 @@ from reft.snapshot.schedule import WindowKind
 _NAME = "reft profile"
 _WIDTH = 170
 _DESCRIPTION = (
-    "Run a job like 'reft launch' (with the same options: --help-all lists them), measure some steps after "
-    "warm-up, and report where the devices of every pipeline stage wait and how much of a snapshot fits "
+    "Run a job like 'reft launch' (with the same options: --help-all lists them), measure some "
+    "steps after "
+    "warm-up, and report where the devices of every pipeline stage wait and how much of a "
+    "snapshot fits "
     "there. The job ends after the measurement."
 )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft profile``; returns the exit code: 0, 1 if there is no profile in the end, else
-    what ``reft launch`` returns. Raises ReftError: a :class:`~reft.errors.ConfigError` for wrong use."""
+    """Command line of ``reft profile``; returns the exit code: 0, 1 if there is no profile in the
+    end, else what ``reft launch`` returns. Raises ReftError: a :class:`~reft.errors.ConfigError`
+    for wrong use."""
     if argv[:1] in (["-h"], ["--help"]):  # without torch, whose import takes seconds
         parser = Parser(prog=_NAME, words="SCRIPT [ARGUMENTS]...", description=_DESCRIPTION)
         _add_options(parser)
@@ -82,7 +86,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dir", type=Path, help="directory in which to keep all files")
     says = "let the job continue to its own end after the measurement"
     group.add_argument("--keep-running", action="store_true", help=says)
-    group.add_argument("--without-snapshots", action="store_true", help="measure the job without snapshots")
+    group.add_argument(
+        "--without-snapshots", action="store_true", help="measure the job without snapshots"
+    )
     _add_outputs(group)
 
 
@@ -141,7 +147,10 @@ def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
         dir=folder,
         then="go_on" if args.keep_running else "exit",
     )
-    block: dict[str, object] = {"profile": profile.model_dump(mode="json"), "allow_unprotected": True}
+    block: dict[str, object] = {
+        "profile": profile.model_dump(mode="json"),
+        "allow_unprotected": True,
+    }
     if args.without_snapshots:
         block |= {"variant": "none", "has": {}, "persist": {}}
     os.environ[ENV_PROFILE] = json.dumps(block)
@@ -159,7 +168,8 @@ def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
     why = "the profile could not be made; see the log above"
     if not ranks:
         why = (
-            f"it made fewer than {args.profile_warmup_steps} + {args.profile_steps} + 1 steps (lower "
+            f"it made fewer than {args.profile_warmup_steps} + {args.profile_steps} + 1 steps "
+            "(lower "
             f"--warmup-steps or --steps), or has no pipeline engine"
         )
     print(f"{_NAME}: the job ended well, but left no profile: {why}", file=sys.stderr)
@@ -193,9 +203,15 @@ def _present(result: ProfileResult, args: argparse.Namespace) -> None:
             print(f"wrote {path}", file=sys.stderr)
 
 
-# -- tables ----------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
-_COLUMNS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER, Activity.REDUCE, Activity.TRANSFER)
+_COLUMNS = (
+    Activity.FORWARD,
+    Activity.BACKWARD,
+    Activity.OPTIMIZER,
+    Activity.REDUCE,
+    Activity.TRANSFER,
+)
 _IMBALANCE = 0.10
 _RARE = 0.9
 _MATCHED = 0.9
@@ -210,10 +226,13 @@ def show(result: ProfileResult, console: Console) -> None:
         console.print(f"• {line}", markup=False, highlight=False)
     speed = result.bandwidth_bytes_per_sec
     console.print(
-        f"\nTimes by the {result.clock} clock. Waiting and transfer were separated by the partner's record "
-        f"for {percent(result.matched_share)} of the point-to-point time, else by the fastest observation; "
+        f"\nTimes by the {result.clock} clock. Waiting and transfer were separated by the "
+        "partner's record "
+        f"for {percent(result.matched_share)} of the point-to-point time, else by the fastest "
+        "observation; "
         f"clocks agree within {result.clock_error_secs * 1e6:.0f} us. Bandwidth: "
-        f"{'unknown' if speed is None else decimal(int(speed)) + '/s'} ({result.bandwidth_source}).",
+        f"{'unknown' if speed is None else decimal(int(speed)) + '/s'} "
+        f"({result.bandwidth_source}).",
         style="dim",
         markup=False,
         highlight=False,
@@ -247,7 +266,9 @@ def _stages(result: ProfileResult) -> Table:
     table.add_column("tier 1 / 2 / 3 / fence", no_wrap=True)
     for stage in result.stages:
         fits = stage.bytes_fit
-        copied = [decimal(n) if (n := int(stage.copied.get(tier, 0))) else "0" for tier in (1, 2, 3, 0)]
+        copied = [
+            decimal(n) if (n := int(stage.copied.get(tier, 0))) else "0" for tier in (1, 2, 3, 0)
+        ]
         table.add_row(
             str(stage.stage_id),
             _ms(stage.step_secs),
@@ -287,7 +308,7 @@ def _windows(result: ProfileResult) -> Table:
     return table
 
 
-# -- what it means --------------------------------------------------------------------------------------
+# -- what it means ---------------------------------------------------------------------------------
 
 
 def advice(result: ProfileResult) -> Iterator[str]:
@@ -299,7 +320,8 @@ def advice(result: ProfileResult) -> Iterator[str]:
     copied = sum(stage.copied_bytes for stage in result.stages)
     if 0 < copied < _RARE * due:
         yield (
-            f"snapshots were taken of about {percent(copied / due)} of the measured steps: interval_steps is "
+            f"snapshots were taken of about {percent(copied / due)} of the measured steps: "
+            "interval_steps is "
             f"larger than 1, or the version before was not committed yet (reft status counts skips)"
         )
     stages, kinds = result.stages, (Activity.FORWARD, Activity.BACKWARD)
@@ -310,12 +332,14 @@ def advice(result: ProfileResult) -> Iterator[str]:
         yield "one pipeline stage: it has no neighbours to wait for, so there are no bubbles"
     elif mean and computing[slowest] > (1 + _IMBALANCE) * mean:
         yield (
-            f"stage {slowest} computes {percent(computing[slowest] / mean - 1)} longer than the mean stage, "
+            f"stage {slowest} computes {percent(computing[slowest] / mean - 1)} longer than the "
+            "mean stage, "
             f"and the others wait for it: it has too many layers, or a slow device"
         )
     if result.matched_share < _MATCHED:
         yield (
-            f"{percent(1 - result.matched_share)} of the time in sends and receives was split by the "
+            f"{percent(1 - result.matched_share)} of the time in sends and receives was split by "
+            "the "
             f"fastest observation: there idle time is a lower bound"
         )
 
@@ -328,24 +352,31 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> str:
             "computation (tier 2), or the optimizer step waits for them"
         )
     if room is None or bandwidth is None:
-        return f" idles {milliseconds(stage.usable_secs.p50)} of a step outside of the optimizer step"
+        return (
+            f" idles {milliseconds(stage.usable_secs.p50)} of a step outside of the optimizer step"
+        )
     if need <= room:
         fits = (
-            f"a snapshot of {decimal(need)} fits into {percent(need / room)} of" if need else "there fit into"
+            f"a snapshot of {decimal(need)} fits into {percent(need / room)} of"
+            if need
+            else "there fit into"
         )
         return f": {fits} its idle time, {decimal(room)} at {decimal(int(bandwidth))}/s"
     return (
         f": a snapshot of {decimal(need)} does not fit its idle time: {decimal(room)} do "
-        f"({percent(room / need)}), the other {decimal(need - room)} are copied during computation, or the "
-        "optimizer step waits for them. A larger interval_steps makes that rarer; more data-parallel peers "
+        f"({percent(room / need)}), the other {decimal(need - room)} are copied during "
+        "computation, or the "
+        "optimizer step waits for them. A larger interval_steps makes that rarer; more "
+        "data-parallel peers "
         "make the share smaller"
     )
 
 
-# -- as Chrome trace events, for ui.perfetto.dev or chrome://tracing ---------------------------------------
+# -- as Chrome trace events, for ui.perfetto.dev or chrome://tracing -------------------------------
 #
-# One process per rank, named after its stage; a track for steps, one for instructions, one for snapshots.
-# Events on one track never overlap. The format is a list of JSON objects; no library is needed to write it.
+# One process per rank, named after its stage; a track for steps, one for instructions, one for
+# snapshots. Events on one track never overlap. The format is a list of JSON objects; no library is
+# needed to write it.
 
 _STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)
 
@@ -382,7 +413,10 @@ def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
         for chunk in sorted(rank.chunks, key=lambda chunk: chunk.begin_secs):
             # Chunks of different streams may overlap; on one track they must not.
             at = max(at, chunk.begin_secs)
-            name, until = f"tier {chunk.tier}" if chunk.tier else "at the fence", max(at, chunk.end_secs)
+            name, until = (
+                f"tier {chunk.tier}" if chunk.tier else "at the fence",
+                max(at, chunk.end_secs),
+            )
             yield _slice(rank, _SNAPSHOTS, name, (at, until), "snapshot", **asdict(chunk))
             at = until
 
@@ -393,10 +427,18 @@ def _slice(
     # Whole nanoseconds: sums of rounded microseconds could overlap.
     start, stop = (round(secs * 1e9) for secs in between)
     times = {"ts": start / 1e3, "dur": max(0, stop - start) / 1e3}
-    return {"ph": "X", "pid": rank.rank, "tid": track, **times, "name": name, "cat": category, "args": args}
+    return {
+        "ph": "X",
+        "pid": rank.rank,
+        "tid": track,
+        **times,
+        "name": name,
+        "cat": category,
+        "args": args,
+    }
 
 
-# -- the picture: one step of the pipeline, a row per stage, snapshot chunks where they really ran --------
+# -- the picture: one step of the pipeline, a row per stage, snapshot chunks where they really ran -
 
 _INK, _FAINT = "#22303c", "#6b7a88"
 _ACTIVITIES = {
@@ -424,12 +466,14 @@ _MUCH_HELD_UP = 0.01
 
 
 def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
-    """Draw one step into a file; its suffix chooses the format (png, svg, pdf). ``result``: the profile.
-    ``path``: file to write. ``step``: global step; by default the one whose length is nearest to the
-    median."""
+    """Draw one step into a file; its suffix chooses the format (png, svg, pdf). ``result``: the
+    profile. ``path``: file to write. ``step``: global step; by default the one whose length is
+    nearest to the median."""
     timeline = result.timeline(step)
     if not timeline:
-        raise ConfigError(f"step {step} was not profiled; the profile has steps {list(result.steps)}")
+        raise ConfigError(
+            f"step {step} was not profiled; the profile has steps {list(result.steps)}"
+        )
     begin, end = min(rank.begin_secs for rank in timeline), max(rank.end_secs for rank in timeline)
     # Of each stage the rank of the first pipeline that was gathered.
     rows = [*{rank.stage_id: rank for rank in reversed(timeline)}.values()]
@@ -447,7 +491,9 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
         _label_row(axes, number, stages[row.stage_id])
     axes.set_xlim(0.0, (end - begin) * 1e3)
     axes.set_ylim(len(rows) - 0.45, -0.55)
-    axes.set_yticks(range(len(rows)), [f"stage {row.stage_id}" for row in rows], fontsize=9, color=_INK)
+    axes.set_yticks(
+        range(len(rows)), [f"stage {row.stage_id}" for row in rows], fontsize=9, color=_INK
+    )
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", colors=_FAINT, labelsize=8)
     axes.set_xlabel("milliseconds from the start of the step", fontsize=9, color=_FAINT)
@@ -465,10 +511,17 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
         (verdict(result), 26, {"fontsize": 13, "fontweight": "bold", "color": _INK}),
         (facts, 9, {"fontsize": 9, "color": _FAINT}),
     ):
-        axes.annotate(text, (0, 1), (0, up), xycoords="axes fraction", textcoords="offset points", **style)
+        axes.annotate(
+            text, (0, 1), (0, up), xycoords="axes fraction", textcoords="offset points", **style
+        )
     handles, labels = axes.get_legend_handles_labels()
     found = dict(zip(labels, handles, strict=True))  # of all rows
-    style = {"loc": "outside lower center", "ncols": min(8, len(found)), "frameon": False, "fontsize": 8.5}
+    style = {
+        "loc": "outside lower center",
+        "ncols": min(8, len(found)),
+        "frameon": False,
+        "fontsize": 8.5,
+    }
     figure.legend(found.values(), found.keys(), labelcolor=_INK, **style)
     save_figure(figure, path)
 
@@ -497,7 +550,9 @@ def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
     if secs:
         idle = stage.copying_secs.get(Overlap.IDLE, 0.0) / secs
         lines.append(f"copying {milliseconds(secs)}, {percent(idle)} of it in idle time")
-    amounts = [f"{decimal(int(n))} to copy"] if (n := stage.copied_bytes or stage.snapshot_bytes) else []
+    amounts = (
+        [f"{decimal(int(n))} to copy"] if (n := stage.copied_bytes or stage.snapshot_bytes) else []
+    )
     amounts += [f"{decimal(room)} fit"] if room is not None else []
     place = {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "left"}
     text = "\n".join([*lines, *([", ".join(amounts)] if amounts else ())])
@@ -509,31 +564,39 @@ def verdict(result: ProfileResult) -> str:
     if not any(stage.copied_bytes for stage in result.stages):
         return "No snapshots ran in the profiled steps"
     held_up = max(stage.held_up_secs for stage in result.stages) / result.step_secs.p50
-    secs = {place: sum(stage.copying_secs.get(place, 0.0) for stage in result.stages) for place in Overlap}
+    secs = {
+        place: sum(stage.copying_secs.get(place, 0.0) for stage in result.stages)
+        for place in Overlap
+    }
     idle, moving, computing = (
         secs[place] / max(1e-12, sum(secs.values()))
         for place in (Overlap.IDLE, Overlap.COMMUNICATION, Overlap.COMPUTATION)
     )
     if held_up > _MUCH_HELD_UP:
         return (
-            f"Snapshots hold training up for {percent(held_up)} of a step (median of {len(result.steps)} "
+            f"Snapshots hold training up for {percent(held_up)} of a step (median of "
+            f"{len(result.steps)} "
             f"steps)"
         )
     if idle > _MOSTLY:
         return f"Snapshots are free here: {percent(idle)} of the copying time is idle time"
-    beside = f"{percent(idle)} of the copying time is idle time, {percent(moving)} during communication"
+    beside = (
+        f"{percent(idle)} of the copying time is idle time, {percent(moving)} during communication"
+    )
     if computing < _HARDLY:
         return f"Snapshots do not disturb computation: {beside}"
     return f"{beside}, {percent(computing)} during computation"
 
 
-# -- what all figures have in common; matplotlib is the optional extra ``plot`` -----------------------------
+# -- what all figures have in common; matplotlib is the optional extra ``plot`` --------------------
 
 
 def check_folder(option: str, path: Path) -> None:
     """Before long work: the folder of a file to be written has to be there, none is made."""
     if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it, or give another path")
+        raise ConfigError(
+            f"{option} {path}: there is no folder {path.parent}; make it, or give another path"
+        )
 
 
 def check_figure(option: str, path: Path) -> None:
@@ -542,7 +605,8 @@ def check_figure(option: str, path: Path) -> None:
     formats = new_figure(1, 1).canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in formats:
         raise ConfigError(
-            f"{option} {path}: the suffix is {path.suffix!r}; expected one of {', '.join(sorted(formats))}"
+            f"{option} {path}: the suffix is {path.suffix!r}; expected one of "
+            f"{', '.join(sorted(formats))}"
         )
 
 
@@ -553,7 +617,8 @@ def new_figure(width: float, height: float, dpi: int = 120) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "drawing a figure needs matplotlib, which is not installed: pip install 'reft-ckpt[plot]'"
+            "drawing a figure needs matplotlib, which is not installed: pip install "
+            "'reft-ckpt[plot]'"
         ) from error
     figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)

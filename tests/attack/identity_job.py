@@ -23,7 +23,9 @@ parser.add_argument("--ckpt", type=Path, required=True)
 parser.add_argument("--steps", type=int, default=3, help="train up to this step")
 parser.add_argument("--lr", type=float, default=float(os.environ.get("TEST_LR", "0.01")))
 parser.add_argument("--width", type=int, default=int(os.environ.get("TEST_WIDTH", "8")))
-parser.add_argument("--wait", action="store_true", help="stay after the last step until TEST_OUT/go is there")
+parser.add_argument(
+    "--wait", action="store_true", help="stay after the last step until TEST_OUT/go is there"
+)
 parser.add_argument(
     "--second", action="store_true", help="make a second engine beside the first, and after it"
 )

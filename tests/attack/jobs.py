@@ -62,7 +62,9 @@ class Started:
         def look() -> Any:
             ended = all(process.poll() is not None for process in self.processes)
             value = condition()
-            assert value or not ended, f"ended without {what}\n{self.log.read_text(errors='replace')[-3000:]}"
+            assert value or not ended, (
+                f"ended without {what}\n{self.log.read_text(errors='replace')[-3000:]}"
+            )
             return value
 
         return wait_for(look, what, self.log)

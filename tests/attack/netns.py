@@ -38,7 +38,11 @@ def why_not() -> str:
         text=True,
         check=False,
     )
-    return f"network namespaces are not permitted here: {tried.stderr.strip()}" if tried.returncode else ""
+    return (
+        f"network namespaces are not permitted here: {tried.stderr.strip()}"
+        if tried.returncode
+        else ""
+    )
 
 
 needs_namespaces = pytest.mark.skipif(bool(why_not()), reason=why_not() or "they are there")
@@ -65,7 +69,10 @@ class Network:
     def plug_in(self, name: str) -> None:
         self._make(name, len(self._numbers))
         port = f"v{self._numbers[name]}"
-        self._ip(STORE, f"link add name {port} type veth peer name eth0 netns {self._processes[name].pid}")
+        self._ip(
+            STORE,
+            f"link add name {port} type veth peer name eth0 netns {self._processes[name].pid}",
+        )
         self._ip(STORE, f"link set {port} master br0 up")
         self._ip(name, f"addr add {self.address(name)}/24 dev eth0")
         self._ip(name, "link set eth0 up")
@@ -76,7 +83,9 @@ class Network:
     def enter(self, name: str) -> list[str]:
         return ["nsenter", "-t", str(self._processes[name].pid), "-n"]
 
-    def cut(self, sources: Iterable[str], targets: Iterable[str], *, both_ways: bool = True) -> None:
+    def cut(
+        self, sources: Iterable[str], targets: Iterable[str], *, both_ways: bool = True
+    ) -> None:
         sources, targets = list(sources), list(targets)
         for source in sources:
             for target in targets:
@@ -144,4 +153,7 @@ class NetCluster(LocalCluster):
         return mine
 
     def _environment(self, name: str) -> dict[str, str]:
-        return {**super()._environment(name), "GLOO_SOCKET_IFNAME": "br0" if name == "rendezvous" else "eth0"}
+        return {
+            **super()._environment(name),
+            "GLOO_SOCKET_IFNAME": "br0" if name == "rendezvous" else "eth0",
+        }

@@ -29,7 +29,15 @@ from rich.console import Console
 from benchmarks.job_events import History
 from benchmarks.local_cluster import LocalClusterError
 from tests.attack.storm_attacks import ATTACKS, Attack, Strike, tell_to_stop
-from tests.attack.storm_job import SETUPS, BrokenPromiseError, StormJob, StormSetup, Verdict, judge, memory_of
+from tests.attack.storm_job import (
+    SETUPS,
+    BrokenPromiseError,
+    StormJob,
+    StormSetup,
+    Verdict,
+    judge,
+    memory_of,
+)
 from tests.faults.job import Scratch
 
 _MOST_COMMITS = 8  # Between two attacks
@@ -41,9 +49,13 @@ _LAST_PART = 0.15
 _GONE_SECS = 120.0
 _REFERENCE_STEPS = 200
 """Undisturbed runs are a multiple of it long: the next job with the same numbers may be as long."""
-_TOLD_TO_STOP = 0.6  # how often a job whose end is far is told to stop, so that others get their turn
+_TOLD_TO_STOP = (
+    0.6  # how often a job whose end is far is told to stop, so that others get their turn
+)
 
-console = Console(stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 120)
+console = Console(
+    stderr=True, highlight=False, soft_wrap=True, width=None if sys.stderr.isatty() else 120
+)
 
 
 @dataclass
@@ -123,7 +135,9 @@ class Storm:
             fresh = list(self._kinds)
             self._rng.shuffle(fresh)
             self._bag += fresh
-        raise SystemExit(f"none of the chosen kinds of attack fits {setup.name}; choose others with --kinds")
+        raise SystemExit(
+            f"none of the chosen kinds of attack fits {setup.name}; choose others with --kinds"
+        )
 
     def _end(self, episode: Episode, job: StormJob) -> None:
         """To its own end, or told to stop where that is far: then its memory has to hold the newest commit."""
@@ -161,7 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = [ATTACKS[name] for name in ATTACKS if not args.kinds or name in args.kinds]
     root = args.keep_logs or Path(tempfile.mkdtemp(prefix="reft-storm-"))
     root.mkdir(parents=True, exist_ok=True)
-    storm = Storm(Scratch(root, root / "references"), Random(args.seed), kinds, args.steps, args.attacks)
+    storm = Storm(
+        Scratch(root, root / "references"), Random(args.seed), kinds, args.steps, args.attacks
+    )
     began = time.monotonic()
     episodes: list[Episode] = []
     while not episodes or time.monotonic() - began < args.secs or attacks_of(episodes) < args.least:
@@ -181,7 +197,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         console.print(f"logs: {root}")
     verdict = "[green]all as promised[/]" if summary["good"] else "[bold red]NOT as promised[/]"
-    console.print(f"{verdict}: {summary['attacks']} attacks, {summary['losses_compared']} losses compared")
+    console.print(
+        f"{verdict}: {summary['attacks']} attacks, {summary['losses_compared']} losses compared"
+    )
     return 0 if summary["good"] else 1
 
 
@@ -198,7 +216,9 @@ def summarise(episodes: Sequence[Episode], args: argparse.Namespace, secs: float
         "cores": os.cpu_count(),
         "setups": sorted({e.setup.name for e in episodes}),
         "attacks": attacks_of(episodes),
-        "attacks_by_kind": dict(sorted(Counter(a["kind"] for e in episodes for a in e.attacks).items())),
+        "attacks_by_kind": dict(
+            sorted(Counter(a["kind"] for e in episodes for a in e.attacks).items())
+        ),
         "recoveries": len(recoveries),
         "recoveries_by_source": dict(Counter(r.source for r in recoveries)),
         "commits_lost": sum(r.version < r.commit for r in recoveries),
@@ -226,13 +246,21 @@ def _write(target: str, summary: dict[str, Any]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.attack.storm", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--secs", type=float, default=1800.0, help="attack for so long (default %(default)s)")
+    parser.add_argument(
+        "--secs", type=float, default=1800.0, help="attack for so long (default %(default)s)"
+    )
     parser.add_argument("--least", type=int, default=0, help="and until there were so many attacks")
     parser.add_argument("--steps", type=int, help="of every job (default: what suits each)")
-    parser.add_argument("--attacks", type=int, default=6, help="most on one job (default %(default)s)")
-    parser.add_argument("--setups", nargs="+", choices=[s.name for s in SETUPS], help="only these jobs")
+    parser.add_argument(
+        "--attacks", type=int, default=6, help="most on one job (default %(default)s)"
+    )
+    parser.add_argument(
+        "--setups", nargs="+", choices=[s.name for s in SETUPS], help="only these jobs"
+    )
     parser.add_argument("--kinds", nargs="+", choices=list(ATTACKS), help="only these attacks")
-    parser.add_argument("--json", metavar="FILE", help="write the result there; - is standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result there; - is standard output"
+    )
     parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep logs and events there")
     return parser
 

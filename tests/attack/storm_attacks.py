@@ -47,10 +47,14 @@ class Strike:
 @dataclass(frozen=True)
 class Attack:
     name: str  # for ``--kinds`` and the report
-    strike: Callable[[Strike], None]  # does it; what it starts is over when a later version is committed
+    strike: Callable[
+        [Strike], None
+    ]  # does it; what it starts is over when a later version is committed
     # whether it makes sense for a setup whose memory may be filled up, or not
     fits: Callable[[StormSetup, bool], bool] = lambda setup, fillable: True
-    any_time: bool = False  # also before the job has recovered from the one before: it costs no memory
+    any_time: bool = (
+        False  # also before the job has recovered from the one before: it costs no memory
+    )
 
 
 def trainer_gets(number: signal.Signals) -> Callable[[Strike], None]:
@@ -139,11 +143,15 @@ def tell_to_stop(job: StormJob, number: signal.Signals) -> list[int | None]:
     deadline = time.monotonic() + _ENDING_SECS
     while not job.ended:
         if time.monotonic() > deadline:
-            raise BrokenPromiseError(f"{_ENDING_SECS:.0f} s after {number.name}: launchers {job.codes()}")
+            raise BrokenPromiseError(
+                f"{_ENDING_SECS:.0f} s after {number.name}: launchers {job.codes()}"
+            )
         time.sleep(0.1)
     codes = job.codes()
     if not set(codes) <= {0, 128 + number}:
-        raise BrokenPromiseError(f"after {number.name} the launchers ended with {codes}, not {128 + number}")
+        raise BrokenPromiseError(
+            f"after {number.name} the launchers ended with {codes}, not {128 + number}"
+        )
     return codes
 
 
@@ -328,7 +336,9 @@ def _damage_checkpoint(checkpoint: Path, rng: Random) -> str:
         os.truncate(path, path.stat().st_size // 2)
     else:
         content = bytearray(path.read_bytes())
-        content[-200] ^= 1 << rng.randrange(8)  # of the last block: nothing lies in what pads an arena
+        content[-200] ^= 1 << rng.randrange(
+            8
+        )  # of the last block: nothing lies in what pads an arena
         path.write_bytes(content)
     return f"{how} {path.name}"
 
@@ -348,7 +358,10 @@ def stranger(s: Strike) -> None:
 
 def _damages(alive: bool, *damages: Damage) -> list[Attack]:
     wrap = damaged_alive if alive else damaged_in_the_dark
-    return [Attack(f"{d.__name__.replace('_', '-')}-{'live' if alive else 'dark'}", wrap(d)) for d in damages]
+    return [
+        Attack(f"{d.__name__.replace('_', '-')}-{'live' if alive else 'dark'}", wrap(d))
+        for d in damages
+    ]
 
 
 ATTACKS = {
@@ -369,7 +382,9 @@ ATTACKS = {
         *_damages(False, flip_bits, tear_headers, truncate, swap, remove_arenas, remove_root),
         *_damages(True, truncate, swap, remove_arenas, remove_job_dir, remove_root),
         Attack("fill-memory", fill_memory, fits=lambda setup, fillable: fillable),
-        Attack("lose-all-memory", lose_all_memory, fits=lambda setup, fillable: setup.persist_steps > 0),
+        Attack(
+            "lose-all-memory", lose_all_memory, fits=lambda setup, fillable: setup.persist_steps > 0
+        ),
         Attack("stranger", stranger, any_time=True),
     )
 }

@@ -30,7 +30,9 @@ from tests.faults.job import (
 
 SAFE_SECS = 420.0
 """Until the job has to have committed again: a start of the job on a machine that is used by others, twice."""
-_ENDING_SECS = 90.0  # Between the end of the first launcher of a job and the last: the grace, and more
+_ENDING_SECS = (
+    90.0  # Between the end of the first launcher of a job and the last: the grace, and more
+)
 _POLL_SECS = 0.1
 
 
@@ -57,7 +59,9 @@ class StormCluster(LocalCluster):
 
     def restart_node(self, index: int) -> LocalNode:
         kept, old = self.history, self.current[index]
-        self.history = [node for node in kept if node.index != index or node.generation < old.generation]
+        self.history = [
+            node for node in kept if node.index != index or node.generation < old.generation
+        ]
         node = self.start_node(index)
         self.history = [*kept, node]
         return node
@@ -85,7 +89,9 @@ class StormCluster(LocalCluster):
 class StormJob(FaultJob):
     cluster: StormCluster
 
-    def __init__(self, scratch: Scratch, name: str, setup: StormSetup, steps: int, memory_root: Path) -> None:
+    def __init__(
+        self, scratch: Scratch, name: str, setup: StormSetup, steps: int, memory_root: Path
+    ) -> None:
         self.setup = setup
         self.steps = steps
         self.persist_dir = scratch.root / name / "persisted"
@@ -106,7 +112,9 @@ class StormJob(FaultJob):
         self._reader = EventReader(self.events_dir)
         self.restored = 0
         """Step on disk from which the job had to go on when it lost all memory; 0: it never did."""
-        self.chapters: list[Chapter] = []  # what was before the memory of all nodes was lost, oldest first
+        self.chapters: list[
+            Chapter
+        ] = []  # what was before the memory of all nodes was lost, oldest first
 
     def poll(self) -> History:
         for event in self._reader.poll():
@@ -122,7 +130,10 @@ class StormJob(FaultJob):
 
     @property
     def newest_commit(self) -> int:
-        return max((step for life in self.poll().incarnations.values() for step in life.committed), default=0)
+        return max(
+            (step for life in self.poll().incarnations.values() for step in life.committed),
+            default=0,
+        )
 
     def under_way(self) -> int:
         """The step that a life which is about to end may still do and commit."""
@@ -156,7 +167,9 @@ class StormJob(FaultJob):
     def all_chapters(self) -> list[Chapter]:
         return [*self.chapters, Chapter(self.events_dir, self.restored)]
 
-    def wait(self, condition: Callable[[], bool], what: str, timeout_secs: float = SAFE_SECS) -> bool:
+    def wait(
+        self, condition: Callable[[], bool], what: str, timeout_secs: float = SAFE_SECS
+    ) -> bool:
         deadline = time.monotonic() + timeout_secs
         while not condition():
             codes = self.codes()
@@ -176,9 +189,9 @@ class StormJob(FaultJob):
 
     def wait_until_safe(self, after: int) -> bool:
         tolerance = self.setup.tolerance
-        return self.wait(lambda: self._committed_now() > after, f"a commit after step {after}") and self.wait(
-            lambda: self.tolerance() >= tolerance, f"a tolerance of {tolerance}"
-        )
+        return self.wait(
+            lambda: self._committed_now() > after, f"a commit after step {after}"
+        ) and self.wait(lambda: self.tolerance() >= tolerance, f"a tolerance of {tolerance}")
 
     def state(self) -> str:
         life = self.poll().current
@@ -291,9 +304,13 @@ class StormSetup:
     optimizer: Optimizer  # number format
     protection: str  # as in the block
     steps: int  # of a job: so many that several attacks find it alive, so few that it soon ends after them
-    tolerance: int = 1  # lost nodes of a sharding group that it survives; so many are struck at once
+    tolerance: int = (
+        1  # lost nodes of a sharding group that it survives; so many are struck at once
+    )
     persist_steps: int = 0  # distance of its checkpoints on disk; 0: none
-    memory_mib: int = 0  # size of a file system of its own for the memory of all nodes; 0: the machine's
+    memory_mib: int = (
+        0  # size of a file system of its own for the memory of all nodes; 0: the machine's
+    )
 
     def block(self, persist_dir: Path) -> dict[str, Any]:
         """Its ``reft`` block. Short waits: what stands still has to be noticed while the storm waits."""
@@ -305,7 +322,11 @@ class StormSetup:
             "grace_secs": 60,
         }
         if self.persist_steps:
-            block["persist"] = {"dir": str(persist_dir), "interval_steps": self.persist_steps, "keep": 3}
+            block["persist"] = {
+                "dir": str(persist_dir),
+                "interval_steps": self.persist_steps,
+                "keep": 3,
+            }
         return block
 
 
@@ -314,7 +335,13 @@ SETUPS = (
     StormSetup("pp2dp2-arc", Shape(2, 2, 1, 4), BF16, "arc", 500),
     StormSetup("dp3-aec", Shape(1, 3, 1, 3), BF16, "aec", 900, memory_mib=256),
     StormSetup(
-        "dp3-arc-aec-persist", Shape(1, 3, 1, 3), FP32, "arc+aec", 1200, tolerance=2, persist_steps=10
+        "dp3-arc-aec-persist",
+        Shape(1, 3, 1, 3),
+        FP32,
+        "arc+aec",
+        1200,
+        tolerance=2,
+        persist_steps=10,
     ),
     StormSetup("dp4-rs2", Shape(1, 4, 1, 4), FP32, "rs:2", 700, tolerance=2),
     StormSetup("tp2dp2-arc", Shape(1, 2, 2, 2), BF16_BF16, "arc", 500, memory_mib=256),

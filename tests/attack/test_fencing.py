@@ -28,7 +28,11 @@ def test_a_node_that_storage_alone_tells_of_a_newer_start_ends_itself(
     """As a side does that is cut off from the rendezvous store and trains on."""
     scratch = Scratch.of_the_run(tmp_path_factory, "fencing")
     persist_dir = scratch.root / "persisted"
-    block = {"enabled": True, "block_bytes": 16384, "persist": {"dir": str(persist_dir), "interval_steps": 5}}
+    block = {
+        "enabled": True,
+        "block_bytes": 16384,
+        "persist": {"dir": str(persist_dir), "interval_steps": 5},
+    }
     old, new = (
         FaultJob(
             *(scratch, name, Shape(1, 2, 1, 2), OPTIMIZERS[2]),
@@ -43,7 +47,9 @@ def test_a_node_that_storage_alone_tells_of_a_newer_start_ends_itself(
         old.wait_for("a checkpoint", (persist_dir / "told" / "latest").exists)
         with new:
             assert set(old.cluster.wait(240).values()) == {CUT_OFF}
-            assert "start 2 of job told writes here; this is start 1, which was replaced" in old.logs
+            assert (
+                "start 2 of job told writes here; this is start 1, which was replaced" in old.logs
+            )
             new.wait_for_commit(1, life=2)
         assert old.left_over() == []
 
@@ -74,7 +80,9 @@ def test_a_replaced_node_ends_nothing_but_itself(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("what", ["job", "root"])
-def test_p3_a_launcher_whose_memory_was_removed_starts_its_trainers_again(tmp_path: Path, what: str) -> None:
+def test_p3_a_launcher_whose_memory_was_removed_starts_its_trainers_again(
+    tmp_path: Path, what: str
+) -> None:
     options = ("--max-restarts", "3")
     with cluster(
         tmp_path, "light.py", "wait", "plain", nodes=1, options=options, external_rendezvous=False

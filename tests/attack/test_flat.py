@@ -56,7 +56,9 @@ def all_run(job: WatchedCluster, told: str, ended: set[int]) -> bool:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("engine", [False, True], ids=["nothing", "a pipeline engine"])
-def test_p9_what_outlives_fifty_restarts_holds_no_more_than_before(tmp_path: Path, engine: bool) -> None:
+def test_p9_what_outlives_fifty_restarts_holds_no_more_than_before(
+    tmp_path: Path, engine: bool
+) -> None:
     before: dict[int, Held] = {}
     ended: set[int] = set()
     options = ("--max-restarts", str(2 * RESTARTS))
@@ -67,7 +69,9 @@ def test_p9_what_outlives_fifty_restarts_holds_no_more_than_before(tmp_path: Pat
     told, procs = ("step", 2) if engine else ("ready", 1)
     with cluster(tmp_path, *script, nodes=2, procs_per_node=procs, options=options) as job:
         for number in range(RESTARTS + 1):
-            job.wait_until(lambda ended=ended: all_run(job, told, ended), 300, f"start {number + 1}")
+            job.wait_until(
+                lambda ended=ended: all_run(job, told, ended), 300, f"start {number + 1}"
+            )
             if number == WARM_UP:
                 before, laid = held(job), files(job)
             ended = trainers(job)

@@ -34,12 +34,19 @@ class Jobs:
         cwd, out = self._place(name)
         arguments = ("--ckpt", str(cwd / "ckpt"), *args)
         memory = [self.memory] * world
-        return self._stack.enter_context(ranks(SCRIPT, *arguments, cwd=cwd, out=out, memory=memory, env=env))
+        return self._stack.enter_context(
+            ranks(SCRIPT, *arguments, cwd=cwd, out=out, memory=memory, env=env)
+        )
 
     def launch(self, name: str, *args: str) -> Started:
         cwd, out = self._place(name)
-        arguments, options = ("--ckpt", str(cwd / "ckpt"), *args), ("--memory-dir", str(self.memory))
-        return self._stack.enter_context(launched(SCRIPT, *arguments, cwd=cwd, out=out, options=options))
+        arguments, options = (
+            ("--ckpt", str(cwd / "ckpt"), *args),
+            ("--memory-dir", str(self.memory)),
+        )
+        return self._stack.enter_context(
+            launched(SCRIPT, *arguments, cwd=cwd, out=out, options=options)
+        )
 
     def names(self) -> set[str]:
         return {path.name for path in self.memory.iterdir()}
@@ -53,7 +60,9 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", ["torchrun", "launch"])
-def test_p7_jobs_without_an_id_share_nothing_and_each_finds_its_own_again(jobs: Jobs, how: str) -> None:
+def test_p7_jobs_without_an_id_share_nothing_and_each_finds_its_own_again(
+    jobs: Jobs, how: str
+) -> None:
     def start(name: str) -> Started:
         return getattr(jobs, how)(name, "--steps", "4", "--wait")
 
@@ -92,7 +101,9 @@ def test_p7_the_same_start_twice_at_once_is_refused_and_disturbs_nothing(jobs: J
 
 
 @pytest.mark.integration
-def test_p7_state_of_other_settings_is_refused_on_all_ranks_until_it_is_accepted(jobs: Jobs) -> None:
+def test_p7_state_of_other_settings_is_refused_on_all_ranks_until_it_is_accepted(
+    jobs: Jobs,
+) -> None:
     first = jobs.torchrun("one", "--steps", "3", world=2)
     assert first.end() == [0, 0]
     second = jobs.torchrun("one", "--steps", "3", world=2, TEST_LR="0.5")
@@ -105,7 +116,9 @@ def test_p7_state_of_other_settings_is_refused_on_all_ranks_until_it_is_accepted
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["torchrun", "launch"])
-def test_p3_a_second_live_engine_of_a_job_is_refused_and_disturbs_nothing(jobs: Jobs, how: str) -> None:
+def test_p3_a_second_live_engine_of_a_job_is_refused_and_disturbs_nothing(
+    jobs: Jobs, how: str
+) -> None:
     job = getattr(jobs, how)("one", "--steps", "3", "--second", "--wait")
     assert job.said(0, "again") == 5, "the first went on; once closed it is in nobody's way"
     assert '"enabled": false' in job.facts(0)["refused"]
@@ -121,7 +134,9 @@ def test_p7_the_fault_kill_node_removes_the_memory_of_its_own_job_alone(tmp_path
     options = ("--memory-dir", str(memory), "--job-id", "mine")
     env = {"TEST_BLOCK": json.dumps({"faults": [fault]})}
     arguments = ("--ckpt", str(tmp_path / "ckpt"), "--wait")
-    with launched(SCRIPT, *arguments, cwd=tmp_path, out=tmp_path / "out", options=options, env=env) as job:
+    with launched(
+        SCRIPT, *arguments, cwd=tmp_path, out=tmp_path / "out", options=options, env=env
+    ) as job:
         assert job.processes[0].wait(DEADLINE_SECS) == -signal.SIGKILL
         # The launcher died first; the trainer that killed it may not be through.
         wait_for(lambda: not (memory / "mine").exists(), "the memory to be gone", job.log)
@@ -130,7 +145,9 @@ def test_p7_the_fault_kill_node_removes_the_memory_of_its_own_job_alone(tmp_path
 
 @pytest.mark.process
 @pytest.mark.parametrize("declared", [False, True])
-def test_p4_launchers_on_one_host_are_one_node_unless_declared(tmp_path: Path, declared: bool) -> None:
+def test_p4_launchers_on_one_host_are_one_node_unless_declared(
+    tmp_path: Path, declared: bool
+) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     with ExitStack() as stack:
 

@@ -30,7 +30,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[s
         secret = {"REFT_SECRET": "5a" * 32, **alone}
         jobs = {
             "plain": ranks(SCRIPT, cwd=root, out=root / "plain", memory=memory, env=alone),
-            "initialize": ranks(SCRIPT, "--initialize", cwd=root, out=root / "init", memory=memory, env=odd),
+            "initialize": ranks(
+                SCRIPT, "--initialize", cwd=root, out=root / "init", memory=memory, env=odd
+            ),
             "launch": launched(SCRIPT, cwd=root, out=root / "launch", options=options, env=secret),
         }
         started = {name: stack.enter_context(job) for name, job in jobs.items()}
@@ -49,7 +51,9 @@ def test_p10_without_the_block_deepspeed_and_engine_are_untouched(
     assert ours["init_distributed"] == plain["init_distributed"] == [True, True]
 
 
-def test_p10_without_the_block_next_to_nothing_is_imported(found: dict[str, dict[str, Any]]) -> None:
+def test_p10_without_the_block_next_to_nothing_is_imported(
+    found: dict[str, dict[str, Any]],
+) -> None:
     assert found["plain"]["modules"] == []
     for how in ("initialize", "launch"):
         assert len(found[how]["modules"]) <= MOST_MODULES, found[how]["modules"]

@@ -103,7 +103,9 @@ def main(root: Path) -> dict[str, Any]:
             return found
 
         def base_without_optimizer(engine: Any) -> Any:
-            engine.load_checkpoint(base, load_optimizer_states=False, load_lr_scheduler_states=False)
+            engine.load_checkpoint(
+                base, load_optimizer_states=False, load_lr_scheduler_states=False
+            )
             return engine.load_checkpoint(own)
 
         def base_by_tag(engine: Any) -> Any:
@@ -126,7 +128,9 @@ def main(root: Path) -> dict[str, Any]:
     out["positional"] = positional(root, base)
     fault = {"point": "before_commit", "step": 1, "action": "raise"}
     none = str(root / "none")
-    job = Job(root, "never_committed", lambda engine: engine.load_checkpoint(none), heard, faults=[fault])
+    job = Job(
+        root, "never_committed", lambda engine: engine.load_checkpoint(none), heard, faults=[fault]
+    )
     out["never_committed"] = [job.live(1), damage_weights(job), job.live(STEPS)]
     return out
 
@@ -172,11 +176,15 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.mark.parametrize("script", ["base_first", "base_last"])
-def test_p3_base_weights_and_a_resume_in_any_order_lose_no_commit(result: dict, script: str) -> None:
+def test_p3_base_weights_and_a_resume_in_any_order_lose_no_commit(
+    result: dict, script: str
+) -> None:
     first, second = result[script]
     assert first["resumed_at"] == 0
     assert second["resumed_at"] == FIRST_LIFE == first["committed"]
-    assert first["losses"] + second["losses"] == result["reference"][4:], "base weights, then no step twice"
+    assert first["losses"] + second["losses"] == result["reference"][4:], (
+        "base weights, then no step twice"
+    )
     assert second["incarnation"] == first["incarnation"] + 1
 
 
@@ -204,7 +212,9 @@ def test_what_deepspeed_takes_by_position_is_taken(result: dict) -> None:
     assert "load_everything" in found["unknown"]
 
 
-def test_p3_a_version_that_turns_out_corrupt_while_it_is_restored_is_not_trained_on(result: dict) -> None:
+def test_p3_a_version_that_turns_out_corrupt_while_it_is_restored_is_not_trained_on(
+    result: dict,
+) -> None:
     """Nothing was ever committed, so the job might start anew; but some of its weights are written by then."""
     first, damaged, second = result["never_committed"]
     assert first["committed"] == 0

@@ -52,7 +52,9 @@ class Lives:
             "reft": block,
         }
         model = Mlp(16, 32)
-        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        engine = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )[0]
         state = lambda: {"step": engine.global_steps, "rank": RANK, **client}  # noqa: E731
         reft.attach(engine, client_state=state if asked else None)
         torch.manual_seed(100 + RANK)
@@ -60,7 +62,9 @@ class Lives:
         return engine
 
     @contextmanager
-    def life(self, job: str = "one", load: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    def life(
+        self, job: str = "one", load: dict[str, Any] | None = None, **options: Any
+    ) -> Iterator[Any]:
         engine = self.start(job, **options)
         yield engine, self.load(engine, **(load or {}))
         reft.attach(engine).close(60)
@@ -76,7 +80,10 @@ class Lives:
             return [type(error).__name__, str(error)]
         assert path is None or client is not None
         kept = ("step", "rank", "epoch", "given")
-        return [int(engine.global_steps), {k: client.get(k) for k in kept} if path is not None else None]
+        return [
+            int(engine.global_steps),
+            {k: client.get(k) for k in kept} if path is not None else None,
+        ]
 
     def write(self, engine: Any, job: str = "one") -> None:
         step, nodes = int(engine.global_steps), [self.memory(job, rank).parent for rank in (0, 1)]
@@ -114,7 +121,9 @@ def train(engine: Any, until: int) -> list[str]:
     losses = []
     while engine.global_steps < until:
         generator = torch.Generator().manual_seed(1000 * engine.global_steps + RANK)
-        loss = engine((torch.randn(4, 16, generator=generator) + random.random()).to(torch.bfloat16))
+        loss = engine(
+            (torch.randn(4, 16, generator=generator) + random.random()).to(torch.bfloat16)
+        )
         engine.backward(loss)
         engine.step()
         losses.append(float(loss).hex())
@@ -214,7 +223,11 @@ def own(root: Path) -> dict[str, Any]:
         lives.save(engine, client_state={"given": 5})
         losses += train(engine, 6)
     out = goes_on(lives, losses)
-    for name, content in (("torn", b"global_st\xff\xfe"), ("empty", b""), ("outside", b"../own/ckpt")):
+    for name, content in (
+        ("torn", b"global_st\xff\xfe"),
+        ("empty", b""),
+        ("outside", b"../own/ckpt"),
+    ):
         lives.lose_memory("one")
         lives.attack(lambda content=content: (lives.root / "ckpt" / "latest").write_bytes(content))
         with lives.life() as (_, out[name]):
@@ -230,7 +243,11 @@ def arguments(root: Path) -> dict[str, Any]:
         losses += train(engine, 6)
     lives.lose_memory("one")
     with lives.life(asked=False) as (engine, (step, client)):
-        return {"step": step, "given": vars(client["given"]), "equal": train(engine, 6) == losses[4:]}
+        return {
+            "step": step,
+            "given": vars(client["given"]),
+            "equal": train(engine, 6) == losses[4:],
+        }
 
 
 def main(root: Path) -> dict[str, Any]:

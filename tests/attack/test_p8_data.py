@@ -75,9 +75,13 @@ class Life:
     def pipeline(self, stages: int = 1, **options: Any) -> Any:
         def staged(*layers: LayerSpec) -> PipelineModule:
             loss = nn.functional.mse_loss
-            return PipelineModule([*layers], num_stages=stages, loss_fn=loss, partition_method="uniform")
+            return PipelineModule(
+                [*layers], num_stages=stages, loss_fn=loss, partition_method="uniform"
+            )
 
-        return self._make(staged, partial(LayerSpec, nn.Linear), partial(LayerSpec, nn.Dropout), **options)
+        return self._make(
+            staged, partial(LayerSpec, nn.Linear), partial(LayerSpec, nn.Dropout), **options
+        )
 
     def _make(self, whole: Any, linear: Any, dropout: Any, **options: Any) -> Any:
         torch.manual_seed(5)
@@ -110,7 +114,9 @@ class Life:
             else:
                 self.micro_step(next(data))
 
-    def passes(self, loader: Any, *, skip: int = 0, early: Any = None, evaluation: Any = ()) -> None:
+    def passes(
+        self, loader: Any, *, skip: int = 0, early: Any = None, evaluation: Any = ()
+    ) -> None:
         """Train pass by pass. ``skip``: batches of the first pass that are read and not trained on. ``early``: an
         iterator for the first pass that was made before the engine loaded. ``evaluation``: a loader that is
         read between passes; it draws, and is no training data."""
@@ -140,7 +146,9 @@ Script = Callable[[Life], None]
 # -- plain engine: the script goes to where it was by itself -------------------------------------------
 
 
-def torchs(samples: Dataset[Any] | None = None, batch_size: int = MICRO_BATCH, **options: Any) -> Any:
+def torchs(
+    samples: Dataset[Any] | None = None, batch_size: int = MICRO_BATCH, **options: Any
+) -> Any:
     return DataLoader(samples or Samples(), batch_size=batch_size, **{"shuffle": True, **options})
 
 
@@ -291,7 +299,9 @@ def reads_ahead(life: Life, make: Callable[[], Any] = lambda: reft.resumable(tor
 UNKNOWN: dict[str, Script] = {
     "starts_anew": starts_anew,
     "reads_ahead": reads_ahead,
-    "loader_read_ahead": partial(reads_ahead, make=lambda: reft.data.loader(Samples(), MICRO_BATCH)),
+    "loader_read_ahead": partial(
+        reads_ahead, make=lambda: reft.data.loader(Samples(), MICRO_BATCH)
+    ),
 }
 
 
@@ -335,7 +345,10 @@ def client_state(root: Path) -> dict[str, Any]:
         mine = {"epoch": 0}
         reft.attach(engine, client_state=lambda mine=mine: mine)
         path, client = one.load()
-        out[life] = [str(path).split(":", maxsplit=1)[0] if path else None, (client or {}).get("epoch")]
+        out[life] = [
+            str(path).split(":", maxsplit=1)[0] if path else None,
+            (client or {}).get("epoch"),
+        ]
         mine |= {"epoch": 7}
         while not one.over:
             one.micro_step((torch.ones(MICRO_BATCH, WIDTH), torch.ones(MICRO_BATCH, WIDTH)))
@@ -372,7 +385,9 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
 def test_p8_every_micro_step_is_the_undisturbed_runs(result: dict, script: str) -> None:
     found = result[script]
     losses = [loss for life in found["lives"] for loss in life["losses"]]
-    wrong = [at for at, (a, b) in enumerate(zip(losses, found["undisturbed"], strict=True)) if a != b]
+    wrong = [
+        at for at, (a, b) in enumerate(zip(losses, found["undisturbed"], strict=True)) if a != b
+    ]
     assert wrong == [], f"{len(wrong)} of {len(losses)} differ"
     assert [life["from"] for life in found["lives"]] == [0, *STOPS]
 
@@ -380,17 +395,24 @@ def test_p8_every_micro_step_is_the_undisturbed_runs(result: dict, script: str) 
 @pytest.mark.parametrize("script", ["resumable", "repeating", "loader_repeating"])
 def test_p8_nothing_that_was_taken_is_loaded_again(result: dict, script: str) -> None:
     lives = result[script]["lives"]
-    assert lives[1]["loaded"] <= GAS * MICRO_BATCH, "seven steps had been taken, four samples are a batch"
+    assert lives[1]["loaded"] <= GAS * MICRO_BATCH, (
+        "seven steps had been taken, four samples are a batch"
+    )
 
 
 @pytest.mark.parametrize(
-    "script", ["resumable", "loader", "loader_repeating", "repeating", "repeating_workers", "own_loader"]
+    "script",
+    ["resumable", "loader", "loader_repeating", "repeating", "repeating_workers", "own_loader"],
 )
 def test_p12_nothing_is_said_of_data_that_comes_back(result: dict, script: str) -> None:
-    assert not [line for life in result[script]["lives"] for line in life["heard"] if "the data" in line]
+    assert not [
+        line for life in result[script]["lives"] for line in life["heard"] if "the data" in line
+    ]
 
 
-def test_p12_a_loop_over_a_loader_is_told_at_the_first_step_and_at_the_resumption(result: dict) -> None:
+def test_p12_a_loop_over_a_loader_is_told_at_the_first_step_and_at_the_resumption(
+    result: dict,
+) -> None:
     first, second, _ = result["starts_anew"]["lives"]
     assert any("reft.resumable(loader)" in line for line in first["heard"])
     assert any("batch 4 of a pass" in line and "after batch 0" in line for line in second["heard"])

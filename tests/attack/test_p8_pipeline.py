@@ -25,7 +25,9 @@ class Killed(Life):
         step = int(self.engine.global_steps)
         with (out / f"losses-{rank}").open("a") as file:
             file.write(f"{step} {float(loss).hex()}\n")
-        if [step, rank] == json.loads(os.environ.get("TEST_KILL", "[]")) and not (out / "killed").exists():
+        if [step, rank] == json.loads(os.environ.get("TEST_KILL", "[]")) and not (
+            out / "killed"
+        ).exists():
             (out / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -43,7 +45,9 @@ def losses(out: Path) -> dict[int, set[str]]:
 def run(out: Path, **env: str) -> dict[int, set[str]]:
     options = ("--nproc-per-node", "2", "--max-restarts", "2")
     with launched(Path(__file__), cwd=out.parent, out=out, options=options, env=env) as started:
-        assert started.processes[0].wait(DEADLINE_SECS) == 0, started.log.read_text(errors="replace")[-3000:]
+        assert started.processes[0].wait(DEADLINE_SECS) == 0, started.log.read_text(
+            errors="replace"
+        )[-3000:]
     return losses(out)
 
 
@@ -67,7 +71,9 @@ if __name__ == "__main__":
     random.seed(rank)
     # Both ends of the pipeline read: the order must be one, so the loader has a generator of its own.
     order = torch.Generator().manual_seed(9)
-    loader = DataLoader(Samples(noise=rank == 0), batch_size=MICRO_BATCH, shuffle=True, generator=order)
+    loader = DataLoader(
+        Samples(noise=rank == 0), batch_size=MICRO_BATCH, shuffle=True, generator=order
+    )
     data = iter(RepeatingLoader(loader))
     life.load()
     life.read(data)

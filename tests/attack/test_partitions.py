@@ -42,7 +42,9 @@ class Partitioned(FaultJob):
 
         def newest() -> int:
             lives = self.history.incarnations
-            return max((step for n in lives if n >= start for step in lives[n].committed), default=0)
+            return max(
+                (step for n in lives if n >= start for step in lives[n].committed), default=0
+            )
 
         self.wait_for(f"a commit of start {start}", lambda: newest() > 0, SECS)
         committed = newest()

@@ -28,7 +28,9 @@ from tests.job.cluster import SCRIPTS, WatchedCluster, cluster, deepspeed_json
 from tests.machine import free_port
 
 ROOT = Path(__file__).parents[2]
-ROW = re.compile(r"^\| `(?P<name>[a-z-]+)`: [^|]+\| (?P<process>[^|]+) \|[^|]+\| `(?P<guard>\w+)` \|[^|]+\|$")
+ROW = re.compile(
+    r"^\| `(?P<name>[a-z-]+)`: [^|]+\| (?P<process>[^|]+) \|[^|]+\| `(?P<guard>\w+)` \|[^|]+\|$"
+)
 _ACCEPTS = 0x10000  # of a socket in /proc/net/unix that listens
 _CHALLENGE_BYTES = 32
 DAEMON_SOCKET = "daemon.sock"
@@ -72,7 +74,9 @@ def documented() -> dict[str, str]:
     text = (ROOT / "docs" / "security.md").read_text()
     lines = text.split("## Sockets")[1].split("\n## ")[0].splitlines()
     found = {row["name"]: row["guard"] for line in lines if (row := ROW.match(line))}
-    assert len(found) == sum(line.startswith("| `") for line in lines), "a row of the table is malformed"
+    assert len(found) == sum(line.startswith("| `") for line in lines), (
+        "a row of the table is malformed"
+    )
     return found
 
 
@@ -104,12 +108,16 @@ def listening(job: WatchedCluster) -> list[Listening]:
     for kind, node, process in processes(job):
         with contextlib.suppress(psutil.NoSuchProcess):
             connections = process.net_connections("inet")
-            assert [c for c in connections if c.type == socket.SOCK_DGRAM] == [], f"{kind} has UDP sockets"
+            assert [c for c in connections if c.type == socket.SOCK_DGRAM] == [], (
+                f"{kind} has UDP sockets"
+            )
             ends = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
             found += [Listening(kind, node, (end.ip, end.port)) for end in ends]
             local = [names[inode] for inode in inodes(process.pid) if inode in names]
             # The daemon binds its own by way of a descriptor.
-            local = [str(job.job_dir(node) / DAEMON_SOCKET) if DAEMON_SOCKET in n else n for n in local]
+            local = [
+                str(job.job_dir(node) / DAEMON_SOCKET) if DAEMON_SOCKET in n else n for n in local
+            ]
             found += [Listening(kind, node, name) for name in local]
     return found
 
@@ -159,7 +167,9 @@ def attack(at: Listening, guard: str, junk: Iterable[bytes]) -> None:
 
 def run(tmp_path: Path, config: str, attacked: bool) -> dict[str, list[str]]:
     options = ("--nproc-per-node", "2", "--rank-order", "across-nodes")
-    with cluster(tmp_path, "stages.py", config, nodes=2, procs_per_node=2, options=options[2:]) as job:
+    with cluster(
+        tmp_path, "stages.py", config, nodes=2, procs_per_node=2, options=options[2:]
+    ) as job:
         files = [job.events_dir / f"losses-{rank}" for rank in range(RANKS)]
         made = lambda f: f.exists() and len(f.read_text().splitlines()) == 4  # noqa: E731
         job.wait_until(lambda: all(map(made, files)), 240, "four steps")
@@ -174,7 +184,9 @@ def run(tmp_path: Path, config: str, attacked: bool) -> dict[str, list[str]]:
 
 
 def metrics() -> bytes:
-    with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=WAIT_SECS) as page:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=WAIT_SECS
+    ) as page:
         return bytes(page.read())
 
 
@@ -183,7 +195,9 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
     first = next(i for i in job.current for t in job.trainers(i) if t.environ()["RANK"] == "0")
     table, seen, silent = documented(), {}, []
     # Both nodes are on one host here: the second one's daemon finds the port taken. Both are there then.
-    job.wait_until(lambda: any("no metrics at" in job.log(i) for i in job.current), 240, "both daemons")
+    job.wait_until(
+        lambda: any("no metrics at" in job.log(i) for i in job.current), 240, "both daemons"
+    )
     sockets = listening(job)
     trainers = (at for at in sockets if at.process == "trainer" and not isinstance(at.address, str))
     doors = speaking_first(trainers, CONTROL_DOORS)
@@ -193,7 +207,9 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
         seen.setdefault(name, []).append(at)
     # The launchers serve or relay no store here: `reft rendezvous` does.
     assert seen.keys() == table.keys() - {"launcher-store", "etcd-relay"}
-    assert {len(seen[name]) for name in ("trainers-store", "trainers-door", "trainers-relay")} == {1}
+    assert {len(seen[name]) for name in ("trainers-store", "trainers-door", "trainers-relay")} == {
+        1
+    }
     assert [len(seen[name]) for name in ("daemon", "control")] == [2, CONTROL_DOORS]
     bomb = pickle.dumps(Bomb(traces))
     junk = [b"GET / HTTP/1.0\r\n\r\n" + b"x" * 100, b"\xff" * 4096, bomb * 8, bytes(64)]
@@ -202,7 +218,9 @@ def strangers_call(job: WatchedCluster, traces: Path) -> list[socket.socket]:
             silent.append(at.call())
             attack(at, table[name], junk)
     # Who is silent there holds up the next one for a while, no longer.
-    job.wait_until(lambda: b'reft_tolerance_left_nodes{job="local"' in metrics(), 240, "the job's metrics")
+    job.wait_until(
+        lambda: b'reft_tolerance_left_nodes{job="local"' in metrics(), 240, "the job's metrics"
+    )
     logs = [job.log(index) for index in job.current]
     assert sorted(log.count("no metrics at") for log in logs) == [0, 1]
     return silent
@@ -231,9 +249,13 @@ def test_p11_what_launchers_listen_on_without_a_rendezvous_of_its_own_is_listed_
             where: dict[str, Any] = {"etcd": etcd.endpoint}
         else:
             where = {"external_rendezvous": False}
-        job = stack.enter_context(cluster(tmp_path / "job", "light.py", "wait", "plain", nodes=2, **where))
+        job = stack.enter_context(
+            cluster(tmp_path / "job", "light.py", "wait", "plain", nodes=2, **where)
+        )
         job.wait_until(lambda: len(job.events("ready")) == 2, 240, "two trainers")
-        job.wait_until(lambda: all("pid" in (job.status(i) or {}) for i in range(2)), 240, "two daemons")
+        job.wait_until(
+            lambda: all("pid" in (job.status(i) or {}) for i in range(2)), 240, "two daemons"
+        )
         environ = {i: job.trainers(i)[0].environ() for i in job.current}
         first = next(i for i, e in environ.items() if e["RANK"] == "0")
         table, seen = documented(), {}
@@ -251,7 +273,11 @@ def test_p11_what_launchers_listen_on_without_a_rendezvous_of_its_own_is_listed_
             attack(
                 at,
                 "secret",
-                [b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 4096, pickle.dumps(Bomb(tmp_path / "bombed"))],
+                [
+                    b"GET / HTTP/1.0\r\n\r\n",
+                    b"\xff" * 4096,
+                    pickle.dumps(Bomb(tmp_path / "bombed")),
+                ],
             )
         assert not (tmp_path / "bombed").exists()
         assert len(job.events("start")) == 2
@@ -272,7 +298,11 @@ def read_all(caller: socket.socket) -> bytes:
 
 
 def listening_addresses(pid: int) -> set[str]:
-    return {c.laddr.ip for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    return {
+        c.laddr.ip
+        for c in psutil.Process(pid).net_connections("tcp")
+        if c.status == psutil.CONN_LISTEN
+    }
 
 
 class Bomb:
@@ -385,13 +415,15 @@ def test_p11_one_node_needs_no_set_up(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.integration
 def test_p11_the_store_that_node_0_serves_asks_for_the_secret_too(tmp_path: Path) -> None:
     port = free_port()
-    common = f"--nnodes 2 --master-addr 127.0.0.1 --master-port {port} --job-id static --max-restarts 1"
+    common = (
+        f"--nnodes 2 --master-addr 127.0.0.1 --master-port {port} --job-id static --max-restarts 1"
+    )
     nodes = [f"{common} --node-rank {n} --node-id n{n} --local-addr 127.0.0.1" for n in range(2)]
     with launch(tmp_path, *nodes, env={"REFT_SECRET": "5e" * 32}) as launchers:
         wait_for(lambda: trains(tmp_path, 1, 1, launchers), "a restart")
-        assert {address for launcher in launchers for address in listening_addresses(launcher.pid)} == {
-            "127.0.0.1"
-        }
+        assert {
+            address for launcher in launchers for address in listening_addresses(launcher.pid)
+        } == {"127.0.0.1"}
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 100)
             assert len(read_all(stranger)) <= MOST_TOLD

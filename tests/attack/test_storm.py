@@ -26,9 +26,13 @@ class Written:
         self._lives = 0
         self._time = 0.0
 
-    def life(self, steps: range, committed: int = 0, restored: tuple[int, str] | None = None) -> None:
+    def life(
+        self, steps: range, committed: int = 0, restored: tuple[int, str] | None = None
+    ) -> None:
         self._lives += 1
-        self.write("attached", incarnation=self._lives, node="node0", coordinate="(0, 0, 0)", tolerance=1)
+        self.write(
+            "attached", incarnation=self._lives, node="node0", coordinate="(0, 0, 0)", tolerance=1
+        )
         if restored is not None:
             self.write("restored", version=restored[0], source=restored[1])
         for step in steps:
@@ -77,7 +81,9 @@ def test_p3_a_job_that_began_anew_without_its_commits_is_seen(written: Written) 
     assert "step 0 (none), but step 8" in problem
 
 
-def test_p5_the_first_life_without_memory_goes_on_from_the_newest_whole_checkpoint(written: Written) -> None:
+def test_p5_the_first_life_without_memory_goes_on_from_the_newest_whole_checkpoint(
+    written: Written,
+) -> None:
     written.life(range(11, 15), restored=(10, "disk"))
     assert written.judge(restored=10).problems == ()
     (problem,) = written.judge(restored=20).problems
@@ -132,7 +138,9 @@ def test_p3_a_short_storm_breaks_no_promise(tmp_path: Path) -> None:
     target = tmp_path / "storm.json"
     arguments = ["--seed", "7", "--secs", "0", "--least", "4", "--attacks", "4", "--steps", "300"]
     kinds = ["kill-trainer", "kill-launcher", "kill-nodes", "cut-power", "flip-bits-dark"]
-    code = main([*arguments, "--setups", "dp2-arc-persist", "--kinds", *kinds, "--json", str(target)])
+    code = main(
+        [*arguments, "--setups", "dp2-arc-persist", "--kinds", *kinds, "--json", str(target)]
+    )
     summary = json.loads(target.read_text())
     assert code == 0, summary["problems"]
     assert summary["attacks"] >= 4

@@ -93,7 +93,9 @@ def check_estimates(found: Any) -> int:
     ("script", "parts"),
     [
         pytest.param("host_copies", ("ways",), marks=pytest.mark.integration),
-        pytest.param("watching", ("note_secs", "step_secs", "look_secs"), marks=pytest.mark.process),
+        pytest.param(
+            "watching", ("note_secs", "step_secs", "look_secs"), marks=pytest.mark.process
+        ),
         pytest.param("protect", ("results",), marks=pytest.mark.integration),
         pytest.param("hangs", ("ways",), marks=pytest.mark.nightly),
         pytest.param("smaller", ("phases",), marks=pytest.mark.nightly),
@@ -114,7 +116,9 @@ def test_a_benchmark_runs_and_its_intervals_hold_their_medians(
         assert result["ways"]["trainer_stopped"]["all_named_right"], result["ways"]
         assert result["differing_steps"] == []
     elif script == "save_stall":
-        assert result["memory"]["own_and_redundant_bytes"] >= 2 * 4 * 3 * result["model"]["parameters"]
+        assert (
+            result["memory"]["own_and_redundant_bytes"] >= 2 * 4 * 3 * result["model"]["parameters"]
+        )
 
 
 @pytest.mark.process
@@ -140,7 +144,9 @@ def test_decoders_are_compared_with_the_libraries_that_are_installed(tmp_path: P
         "--rounds",
         "1",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert {"copy", "reft, NumPy"} <= set(json.loads(done.stdout)["ways"])
 
@@ -165,7 +171,9 @@ def test_restore_compares_memory_with_page_cached_files(tmp_path: Path) -> None:
     check_head(result, "restore")
     assert check_estimates(result["ways"])
     # Both ranks restored the whole image and their host state.
-    local, lost = (result["ways"][way]["bytes_from"] for way in ("reft_all_local", "reft_node_lost"))
+    local, lost = (
+        result["ways"][way]["bytes_from"] for way in ("reft_all_local", "reft_node_lost")
+    )
     assert min(sum(local.values()), sum(lost.values())) > 2 * result["state_bytes_per_rank"]
     assert {kind for kind, n in local.items() if n} == {"local"}
     # The lost node's half of the state and its own host bytes come from copies, all else from owners.
@@ -180,7 +188,9 @@ def test_mttr_kills_the_same_job_under_both_launchers(tmp_path: Path) -> None:
     check_head(result, "mttr")
     assert check_estimates(result["ways"])
     assert result["differing_steps"] == {"reft": 0, "torchrun": 0}
-    assert result["ways"]["trainer"]["reft"]["lost_steps"] <= 2, "a version is committed after every step"
+    assert result["ways"]["trainer"]["reft"]["lost_steps"] <= 2, (
+        "a version is committed after every step"
+    )
 
 
 @pytest.mark.integration
@@ -213,7 +223,19 @@ def processes_mentioning(folder: Path) -> list[str]:
 
 @pytest.mark.integration
 def test_control_plane_counts_what_a_rank_has_and_does(tmp_path: Path) -> None:
-    sizes = ["--ranks", "4", "9", "--gloo-ranks", "3", "--per-node", "4", "--rounds", "2", "--plans", "0"]
+    sizes = [
+        "--ranks",
+        "4",
+        "9",
+        "--gloo-ranks",
+        "3",
+        "--per-node",
+        "4",
+        "--rounds",
+        "2",
+        "--plans",
+        "0",
+    ]
     process = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "control_plane.py"), "--json", *sizes],
         cwd=tmp_path,
@@ -265,7 +287,9 @@ def course() -> Course:
     return Course(steps, looks)
 
 
-def test_the_overhead_is_counted_within_each_part_and_of_few_versions_nothing_is_said(course: Course) -> None:
+def test_the_overhead_is_counted_within_each_part_and_of_few_versions_nothing_is_said(
+    course: Course,
+) -> None:
     """So that a slower machine is no cost of the versions."""
     result = course.to_json([course.steps[100], course.steps[200], course.steps[300]])
     parts = result["parts"]
@@ -280,7 +304,9 @@ def test_the_overhead_is_counted_within_each_part_and_of_few_versions_nothing_is
     judged = goal(parts, 0.06, 20)
     assert judged["held"] is None
     assert judged["too_few_in"] == [part["part"] for part in parts]
-    assert "is not judged: fewer than 20 versions in alone," in "\n".join(table(result | {"goal": judged}))
+    assert "is not judged: fewer than 20 versions in alone," in "\n".join(
+        table(result | {"goal": judged})
+    )
 
 
 def test_a_build_that_was_killed_holds_up_no_later_job(

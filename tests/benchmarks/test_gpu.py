@@ -30,7 +30,9 @@ def run(script: Path, *args: str, folder: Path) -> subprocess.CompletedProcess[s
     """Afterwards nothing is left in either folder for scratch."""
     places = [f"--{name}={folder / name}" for name in ("shm", "disk")]
     command = [sys.executable, str(script), *places, *args]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=500, check=False
+    )
     assert [*(folder / "shm").glob("*"), *(folder / "disk").glob("*")] == []
     return done
 
@@ -77,7 +79,9 @@ def test_what_passed_and_what_failed_is_written_down_and_the_rest_goes_on(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_facts_are_written_as_soon_as_they_are_known_and_limits_keep_to_the_minutes(tmp_path: Path) -> None:
+def test_facts_are_written_as_soon_as_they_are_known_and_limits_keep_to_the_minutes(
+    tmp_path: Path,
+) -> None:
     if why := missing():
         pytest.skip(why)
     trial = ["--device", "sim", "--quick", "--parts", "facts", "--minutes", "6"]
@@ -86,7 +90,9 @@ def test_facts_are_written_as_soon_as_they_are_known_and_limits_keep_to_the_minu
     parts = json.loads(file.read_text())["parts"]
     assert parts["facts"]["limit_secs"] < 85, "of eight minutes"
     assert parts["facts"]["facts"], done.stderr
-    shown = [line for line in file.with_suffix(".log").read_text().splitlines() if '{"fact"' in line]
+    shown = [
+        line for line in file.with_suffix(".log").read_text().splitlines() if '{"fact"' in line
+    ]
     assert len(shown) == len(parts["facts"]["facts"])
 
 
@@ -95,8 +101,17 @@ def test_facts_are_written_as_soon_as_they_are_known_and_limits_keep_to_the_minu
 @pytest.mark.parametrize(
     ("stage", "bandwidth"), [(0, 1e12), pytest.param(1, 3e6, marks=pytest.mark.nightly), (3, 1.0)]
 )
-def test_every_way_holds_the_state_and_is_compared(tmp_path: Path, stage: int, bandwidth: float) -> None:
-    args = ["--self-test", "--json", "--stage", str(stage), "--planned-bytes-per-sec", str(bandwidth)]
+def test_every_way_holds_the_state_and_is_compared(
+    tmp_path: Path, stage: int, bandwidth: float
+) -> None:
+    args = [
+        "--self-test",
+        "--json",
+        "--stage",
+        str(stage),
+        "--planned-bytes-per-sec",
+        str(bandwidth),
+    ]
     done = run(HAS_GPU, *args, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -131,7 +146,9 @@ def test_every_way_holds_the_state_and_is_compared(tmp_path: Path, stage: int, b
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-@pytest.mark.parametrize(("script", "said"), [(HAS_GPU, "--self-test"), (GPU, "--device sim --quick")])
+@pytest.mark.parametrize(
+    ("script", "said"), [(HAS_GPU, "--self-test"), (GPU, "--device sim --quick")]
+)
 def test_without_a_device_it_says_what_to_do(tmp_path: Path, script: Path, said: str) -> None:
     done = run(script, folder=tmp_path)
     assert done.returncode == 2

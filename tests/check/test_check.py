@@ -26,7 +26,9 @@ from tests.prefork import Popen
 NODES, BAD = 4, 2
 
 
-def check(folder: Path, *options: str, disturb: Any = None) -> list[tuple[int | None, dict[str, Any]]]:
+def check(
+    folder: Path, *options: str, disturb: Any = None
+) -> list[tuple[int | None, dict[str, Any]]]:
     """Exit code and JSON of every node; a node that ``disturb`` keeps from ending has none."""
     server = KeyValueServer(listen("127.0.0.1", 0), user_secret())
     outputs = [folder / f"node{n}.json" for n in range(NODES)]
@@ -47,7 +49,9 @@ def check(folder: Path, *options: str, disturb: Any = None) -> list[tuple[int | 
     try:
         if disturber is not None:
             disturber.start()
-        codes = [p.wait(400) if n != BAD or disturb is not hang else None for n, p in enumerate(nodes)]
+        codes = [
+            p.wait(400) if n != BAD or disturb is not hang else None for n, p in enumerate(nodes)
+        ]
     finally:
         ended.set()
         if disturber is not None:
@@ -57,7 +61,10 @@ def check(folder: Path, *options: str, disturb: Any = None) -> list[tuple[int | 
                 process.kill()
             process.wait(30)
         server.close()
-    return [(c, {} if c is None else json.loads(o.read_text())) for c, o in zip(codes, outputs, strict=True)]
+    return [
+        (c, {} if c is None else json.loads(o.read_text()))
+        for c, o in zip(codes, outputs, strict=True)
+    ]
 
 
 def throttle(pid: int, ended: threading.Event, _: KeyValueStore) -> None:
@@ -132,7 +139,9 @@ def test_an_id_of_an_earlier_check_is_refused_instead_of_telling_its_result() ->
 def test_a_rendezvous_that_is_not_there_is_said() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-    answer = command("check", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--secs", "0.1")
+    answer = command(
+        "check", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--secs", "0.1"
+    )
     assert answer.code == EXIT_NOT_WELL
     assert "does not answer" in answer.err
 

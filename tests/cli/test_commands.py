@@ -55,7 +55,11 @@ EVERY = [[name] for name in COMMANDS]
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"], ["plan", "--version"]])
 def test_help_and_version_import_no_more_than_the_parser(arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", COUNT, *arguments], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", COUNT, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert json.loads(done.stdout.splitlines()[-1]) == [0, []]
 
@@ -83,7 +87,9 @@ def test_help_of_what_launches_a_job_leaves_launchs_options_out(name: str) -> No
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
 @pytest.mark.parametrize("command", EVERY, ids=" ".join)
-def test_every_command_has_help(command: list[str], option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(
+    command: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([*command, option]) == cli.EXIT_WELL
     out = capsys.readouterr().out
     assert out.startswith(f"Usage: reft {' '.join(command)} [OPTIONS]")
@@ -123,7 +129,10 @@ def test_the_keys_are_read_at_80_columns_and_through_a_pipe(
     ],
 )
 def test_no_folder_is_made_for_a_file(
-    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ds.json").write_text("{}")
@@ -185,7 +194,10 @@ CASES = [
             "--nonsense",
         )
     ),
-    *(f"config --script {name}" for name in ("nofile.py", "broken.json", "bytes.json", "directory")),
+    *(
+        f"config --script {name}"
+        for name in ("nofile.py", "broken.json", "bytes.json", "directory")
+    ),
     "launch",
     "profile",
     "profile --nproc-per-node -3 script.py",
@@ -278,7 +290,9 @@ def running(tmp_path: Path, *nodes: str, **facts: object) -> JobDir:
     job = ended(tmp_path)
     write_json(job.path / DAEMON_FILE, process_identity(os.getpid()))
     reports = tuple(NodeReport(node=n, domain=n, step=3, steps_per_sec=2.5) for n in nodes)
-    board = ReportBoard(job_id="job", nodes=reports, written_unix_secs=time.time()).model_copy(update=facts)
+    board = ReportBoard(job_id="job", nodes=reports, written_unix_secs=time.time()).model_copy(
+        update=facts
+    )
     write_json(job.path / BOARD_FILE, board.model_dump(mode="json"))
     return job
 
@@ -303,7 +317,11 @@ def test_without_memory_or_daemon_it_is_json_too(tmp_path: Path, there: bool) ->
     told = answer.json
     if there:
         (node,) = told["here"]
-        assert (told["job_id"], told["state"], told["ended"]) == ("job", "ended", "its processes are gone")
+        assert (told["job_id"], told["state"], told["ended"]) == (
+            "job",
+            "ended",
+            "its processes are gone",
+        )
         assert (node["daemon_runs"], node["status"], node["protection"]) == (False, None, None)
     else:
         assert (told["job_id"], told["nodes"], told["here"]) == (None, [], [])
@@ -360,7 +378,14 @@ def test_commits_that_a_restart_did_not_find_are_counted(
         {},
         {"source": "memory", "step": "three", "secs": 0.5},
         FACTS | {"reason": ["a"], "nodes": "a", "newest_step": 0},
-        {"unix_secs": float("inf"), "reason": "r", "round": 1, "source": "memory", "step": 1, "secs": 1.0},
+        {
+            "unix_secs": float("inf"),
+            "reason": "r",
+            "round": 1,
+            "source": "memory",
+            "step": 1,
+            "secs": 1.0,
+        },
         {"unix_secs": 1e300, "reason": "r", "round": 1, "source": "memory", "step": 1, "secs": 1.0},
     ],
 )
@@ -391,21 +416,39 @@ def test_the_whole_job_is_told_from_one_node(tmp_path: Path) -> None:
     shown, answer = asked(tmp_path), asked(tmp_path, "--json")
     assert (shown.code, answer.code) == (EXIT_NOT_WELL, EXIT_NOT_WELL)  # nothing is committed
     assert "3, 2.5 steps/s" in shown.out
-    assert [line.split()[1] for line in shown.out.splitlines() if "HEALTHY" in line] == ["[c]", "a", "b"]
+    assert [line.split()[1] for line in shown.out.splitlines() if "HEALTHY" in line] == [
+        "[c]",
+        "a",
+        "b",
+    ]
     told = answer.json
-    assert (told["state"], told["step"], [n["node"] for n in told["nodes"]]) == ("runs", 3, ["[c]", "a", "b"])
+    assert (told["state"], told["step"], [n["node"] for n in told["nodes"]]) == (
+        "runs",
+        3,
+        ["[c]", "a", "b"],
+    )
 
 
-def recovering(tmp_path: Path, doing: str, *, gone: bool = False, **of_history: object) -> dict[str, Any]:
+def recovering(
+    tmp_path: Path, doing: str, *, gone: bool = False, **of_history: object
+) -> dict[str, Any]:
     """What is told of a job of two nodes, a and b, whose second start follows the loss of b."""
     job = running(tmp_path)
     for number, lost in ((1, []), (2, ["b"])):
-        note(job.path, STARTED, **FACTS | {"round": number, "nodes": ["a", "b"], "lost": lost} | of_history)
+        note(
+            job.path,
+            STARTED,
+            **FACTS | {"round": number, "nodes": ["a", "b"], "lost": lost} | of_history,
+        )
     since = {"doing": doing, "doing_since_unix_secs": time.time() - (7 if gone else 0.5)}
     nodes = [
         NodeReport(node="a", domain="a", round=2, **since),
         NodeReport(
-            node="b", domain="b", round=1, offline_unix_secs=time.time() if gone else None, doing="running"
+            node="b",
+            domain="b",
+            round=1,
+            offline_unix_secs=time.time() if gone else None,
+            doing="running",
         ),
     ]
     running(tmp_path, nodes=[node.model_dump(mode="json") for node in nodes])
@@ -413,7 +456,9 @@ def recovering(tmp_path: Path, doing: str, *, gone: bool = False, **of_history: 
     return told
 
 
-def test_a_job_that_waits_for_a_node_says_for_which_since_when_and_until_when(tmp_path: Path) -> None:
+def test_a_job_that_waits_for_a_node_says_for_which_since_when_and_until_when(
+    tmp_path: Path,
+) -> None:
     told = recovering(tmp_path, "waiting for nodes", gone=True)
     assert (told["state"], told["waiting"]["for"]) == ("waiting for a node", ["b"])
     assert 6 <= time.time() - told["waiting"]["since_unix_secs"] < 60
@@ -470,14 +515,19 @@ def test_a_stored_job_that_is_not_there_is_named(words: str, tmp_path: Path) -> 
     assert f"--from {tmp_path / 'nothere'}: no such directory" in " ".join(answer.err.split())
 
 
-def test_a_replay_without_memory_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_without_memory_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.chdir(tmp_path)
     for folder in ("none", "."):
         answer = command("replay", "--memory-dir", tmp_path / folder, script)
         assert answer.code == EXIT_WRONG_USE
-        assert "a replay needs the memory that the job left: start the job with --keep-memory" in answer.err
+        assert (
+            "a replay needs the memory that the job left: start the job with --keep-memory"
+            in answer.err
+        )
 
 
 def test_a_model_that_is_not_known_is_told_with_what_to_give_instead(tmp_path: Path) -> None:
@@ -499,7 +549,9 @@ def test_a_check_where_nothing_listens_says_so_once() -> None:
 
 def test_the_address_of_a_page_whose_port_is_taken(tmp_path: Path) -> None:
     job = running(tmp_path, "a")
-    write_json(job.path / "status.json", {"web": None, "web_problem": "127.0.0.1 port 9095: in use"})
+    write_json(
+        job.path / "status.json", {"web": None, "web_problem": "127.0.0.1 port 9095: in use"}
+    )
     answer = asked(tmp_path, "--web")
     assert answer.code == EXIT_NOT_WELL
     assert "127.0.0.1 port 9095: in use" in answer.err
@@ -637,7 +689,9 @@ def test_watching_through_a_pipe_prints_until_interrupted(tmp_path: Path) -> Non
         assert watch.returncode == EXIT_NOT_WELL
 
 
-def test_watching_a_job_that_ends_well_is_well_before_its_memory_is_removed_too(tmp_path: Path) -> None:
+def test_watching_a_job_that_ends_well_is_well_before_its_memory_is_removed_too(
+    tmp_path: Path,
+) -> None:
     job = ended(tmp_path)
     report = NodeReport(node=job.node, domain="a", left=True, why=ENDED_WELL)
     board = ReportBoard(job_id="job", nodes=(report,))
@@ -649,7 +703,12 @@ def test_watching_a_job_that_ends_well_is_well_before_its_memory_is_removed_too(
 @pytest.mark.process
 def test_watching_ends_with_the_job(tmp_path: Path) -> None:
     job = running(tmp_path, "a")
-    words = [sys.executable, "-m", "reft.cli", *ask(tmp_path, "--watch", "--json", "--interval", "0.1")]
+    words = [
+        sys.executable,
+        "-m",
+        "reft.cli",
+        *ask(tmp_path, "--watch", "--json", "--interval", "0.1"),
+    ]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as watch:
         assert watch.stdout is not None
         assert json.loads(watch.stdout.readline())["state"] == "runs"
@@ -658,7 +717,10 @@ def test_watching_ends_with_the_job(tmp_path: Path) -> None:
         time.sleep(0.5)  # it is looked at meanwhile
         job.path.rmdir()
         last = json.loads(watch.stdout.read().splitlines()[-1])
-        assert (last["state"], last["ended"]) == ("ended", "it ended well, and its memory was removed")
+        assert (last["state"], last["ended"]) == (
+            "ended",
+            "it ended well, and its memory was removed",
+        )
     assert watch.returncode == EXIT_WELL
 
 
@@ -675,7 +737,12 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("abc", 320, "c"),
         ("abc", 330, "c"),
     ):
-        facts: dict[str, Any] = {"round": 1, "nodes": list(nodes), "lost": list(lost), "newest_step": newest}
+        facts: dict[str, Any] = {
+            "round": 1,
+            "nodes": list(nodes),
+            "lost": list(lost),
+            "newest_step": newest,
+        }
         note(path, STARTED, failures=[], joined=[], **facts)
         now[0] += 20.0
         note(path, RESUMED, source="memory", step=max(newest, 0), secs=20.0, times={})
@@ -724,5 +791,7 @@ def test_stragglers_that_the_job_names_are_replaced(job: Path) -> None:
         **{"factor": 1.5, "cost_secs": 0.1, "cost_share": 0.3, "why": "it computes"},
     }
     write_json(job / BOARD_FILE, board.model_dump(mode="json") | {"slow": [slow]})
-    said = "replace b: node b takes 1.50 times as long as its peers (it computes); spare s is waiting"
+    said = (
+        "replace b: node b takes 1.50 times as long as its peers (it computes); spare s is waiting"
+    )
     assert said in advised(job).out

@@ -23,7 +23,9 @@ class Run:
         options = ("--memory-dir", str(self.memory), "--job-id", "contact", *options)
         arguments = (config, str(self.saved / "contact"))
         script = SCRIPTS / self._script
-        with launched(script, *arguments, cwd=self._root, out=self.out, options=options, env=env) as started:
+        with launched(
+            script, *arguments, cwd=self._root, out=self.out, options=options, env=env
+        ) as started:
             started.log.write_bytes(b"")
             code = started.processes[0].wait(DEADLINE_SECS)
         return code, started.log.read_text(errors="replace")

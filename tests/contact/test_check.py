@@ -37,8 +37,14 @@ def look(directory: Path, script: str) -> list[str]:
     [
         ({"zero_optimization": {"stage": 2}}, '"zero_optimization.stage" is 2'),
         ({"zero_optimization": {"stage": 3}}, "write 1"),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "optimizer.device"),
-        ({"zero_optimization": {"stage": 1, "offload_param": {"device": "nvme"}}}, "offload_param.device"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            "optimizer.device",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "offload_param": {"device": "nvme"}}},
+            "offload_param.device",
+        ),
         ({"optimizer": {"type": "OneBitAdam"}}, 'write "AdamW"'),
         ({"optimizer": {"type": "Muon"}}, 'write "AdamW"'),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast"),
@@ -49,12 +55,17 @@ def look(directory: Path, script: str) -> list[str]:
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"reft": {**ON, "tolerance": 2}}, 'write "protection": "auto", or "tolerance": 1'),
         ({"reft": {**ON, "tolerance": 1, "protection": "none"}}, "survives 0 lost node(s)"),
-        ({**AOR, "fp16": {"enabled": True}}, '"reduce_scatter": false, "contiguous_gradients": false'),
+        (
+            {**AOR, "fp16": {"enabled": True}},
+            '"reduce_scatter": false, "contiguous_gradients": false',
+        ),
         ({**AOR, "bf16": {"enabled": True}}, '"data_types": {"grad_accum_dtype": "fp32"}'),
         ({**AOR, **BF16_FP32, "optimizer": {"type": "Lamb"}}, "\"optimizer.type\" is 'lamb'"),
     ],
 )
-def test_what_the_job_will_be_refused_for(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+def test_what_the_job_will_be_refused_for(
+    tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
     [refused] = check(tmp_path, config)["refused"]
     assert said in refused
 
@@ -73,7 +84,11 @@ def test_what_the_job_will_be_refused_for(tmp_path: Path, config: dict[str, Any]
         {**AOR, **BF16_FP32},
         {**AOR, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1, **KEEPS_ALL}},
         {**AOR, "fp16": {"enabled": True}, "zero_optimization": {"stage": 0}},
-        {**AOR, "fp16": {"enabled": True}, "reft": {**ON, "variant": "none", "protection": "arc+aor"}},
+        {
+            **AOR,
+            "fp16": {"enabled": True},
+            "reft": {**ON, "variant": "none", "protection": "arc+aor"},
+        },
     ],
 )
 def test_what_is_taken_is_not_refused(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -105,7 +120,9 @@ def test_a_persist_directory_that_cannot_be_written_is_told(tmp_path: Path, wher
 
 
 def test_a_persist_directory_that_the_job_can_make_is_not_made(tmp_path: Path) -> None:
-    assert check(tmp_path, {"reft": {**ON, "persist": {"dir": str(tmp_path / "new")}}})["warned"] == []
+    assert (
+        check(tmp_path, {"reft": {**ON, "persist": {"dir": str(tmp_path / "new")}}})["warned"] == []
+    )
     assert not (tmp_path / "new").exists()
 
 
@@ -114,7 +131,11 @@ def test_a_persist_directory_that_the_job_can_make_is_not_made(tmp_path: Path) -
     [
         ("0.18.4", "warned", "resumes from memory only; install DeepSpeed 0.18.5 or later"),
         ("0.18.9+cu126", "noted", "loads its own checkpoints of this configuration"),
-        ("0.19.8", "noted", "Megatron-DeepSpeed needs megatron_patches/4efb479/deepspeed-0.19.patch"),
+        (
+            "0.19.8",
+            "noted",
+            "Megatron-DeepSpeed needs megatron_patches/4efb479/deepspeed-0.19.patch",
+        ),
         ("0.20.0", "warned", "is not known; install 0.17.0 or later, below 0.20"),
     ],
 )
@@ -148,8 +169,16 @@ LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < st
     ("load", "loop", "said"),
     [
         ("", LOOP, "neither engine.load_checkpoint nor reft.resume"),
-        (f"if os.path.exists(latest): {LOAD}", LOOP, "5: `engine.load_checkpoint(save_dir)` is called only"),
-        (f"if Path(save_dir).is_dir():\n    {LOAD}", LOOP, "finds nothing before the script has saved"),
+        (
+            f"if os.path.exists(latest): {LOAD}",
+            LOOP,
+            "5: `engine.load_checkpoint(save_dir)` is called only",
+        ),
+        (
+            f"if Path(save_dir).is_dir():\n    {LOAD}",
+            LOOP,
+            "finds nothing before the script has saved",
+        ),
         (f"if args.resume: {LOAD}", LOOP, "is called only if `args.resume`"),
         (f"args.resume and {LOAD}", LOOP, "is called only if `args.resume`"),
         ("class Trainer: pass\nTrainer()", LOOP, "neither engine.load_checkpoint nor reft.resume"),
@@ -158,10 +187,26 @@ LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < st
         (f"{LOAD}\nloader = DataLoader(data)", LOOP, "loader = reft.resumable(loader)"),
         (f"_, state = {LOAD}\nstart = state['i'] + 1", LOOP, "client_state=lambda: {'i': ...}"),
         (f"path, state = {LOAD}\nif path: best = state.get('best', 0)", LOOP, "does not have it"),
-        (PASSES, "for epoch in range(3):\n  for x in loader:", "write for epoch in range(loader.epoch, 3)"),
-        (OWN, "for epoch in range(3):\n  for x in loader:", "write for epoch in range(loader.epoch, 3)"),
-        (PASSES, "for e in range(args.epochs):\n  for i, x in enumerate(loader):", "train N passes too many"),
-        (PASSES, "for x in itertools.cycle(loader):", "keeps the batches that it reads from `loader`"),
+        (
+            PASSES,
+            "for epoch in range(3):\n  for x in loader:",
+            "write for epoch in range(loader.epoch, 3)",
+        ),
+        (
+            OWN,
+            "for epoch in range(3):\n  for x in loader:",
+            "write for epoch in range(loader.epoch, 3)",
+        ),
+        (
+            PASSES,
+            "for e in range(args.epochs):\n  for i, x in enumerate(loader):",
+            "train N passes too many",
+        ),
+        (
+            PASSES,
+            "for x in itertools.cycle(loader):",
+            "keeps the batches that it reads from `loader`",
+        ),
         (
             f"reft.attach(engine, client_state=lambda: {{'at': at}})\n{LOAD}",
             f"{LOOP}\n    at += 1",
@@ -169,7 +214,9 @@ LOAD, LOOP = "engine.load_checkpoint(save_dir)", "while engine.global_steps < st
         ),
     ],
 )
-def test_what_a_script_lacks_is_told_by_its_line(tmp_path: Path, load: str, loop: str, said: str) -> None:
+def test_what_a_script_lacks_is_told_by_its_line(
+    tmp_path: Path, load: str, loop: str, said: str
+) -> None:
     [finding] = look(tmp_path, PLAIN.format(load=load, loop=loop))
     assert said in finding
 
@@ -190,14 +237,20 @@ def test_what_a_script_lacks_is_told_by_its_line(tmp_path: Path, load: str, loop
         (LOAD, "for step in range(steps - engine.global_steps):"),
         (LOAD, "for step in range(steps):\n    if engine.global_steps >= steps: break"),
         (LOAD, "for step in range(steps):\n  if step >= start:"),
-        (LOAD, "def epoch():\n  for step in range(9):\n    engine.train_batch()\nwhile 1:\n    epoch()"),
+        (
+            LOAD,
+            "def epoch():\n  for step in range(9):\n    engine.train_batch()\nwhile 1:\n    epoch()",
+        ),
         (PASSES, "for epoch in range(loader.epoch, 3):\n  for x in loader:"),
         (OWN, "for epoch in range(loader.epoch, 3):\n  for x in loader:"),
         (f"{LOAD}\nloader = reft.data.loader(data)\nevaluation = DataLoader(data)", LOOP),
         (PASSES, "while loader.epoch < 3:\n  for x in loader:"),
         (PASSES, "for epoch in range(3):\n  if epoch < loader.epoch: continue\n  for x in loader:"),
         (PASSES, "for x in loader:"),
-        (f"reft.attach(engine, client_state=keep)\n_, state = {LOAD}\nstart = state['i'] + 1", LOOP),
+        (
+            f"reft.attach(engine, client_state=keep)\n_, state = {LOAD}\nstart = state['i'] + 1",
+            LOOP,
+        ),
         (f"path, _ = {LOAD}\nstate = {{}}\nstate.get('i')", LOOP),
         (f"if args.tag: engine.load_checkpoint(d, args.tag)\nelse: {LOAD}", LOOP),
         (f"class Trainer:\n  def load(self): {LOAD}\nTrainer().load()", LOOP),
@@ -232,7 +285,12 @@ def test_the_command_says_it_and_its_code_says_whether_the_job_is_taken(tmp_path
     script.write_text("import torch\ntorch.manual_seed(1)\n")
     for config, words, code, said in (
         ({"reft": ON}, (), 0, "WARNING: nothing is written"),
-        ({"reft": ON, "zero_optimization": {"stage": 3}}, (), 1, 'REFUSED: "zero_optimization.stage" is 3'),
+        (
+            {"reft": ON, "zero_optimization": {"stage": 3}},
+            (),
+            1,
+            'REFUSED: "zero_optimization.stage" is 3',
+        ),
         ({"reft": ON}, ("--script", script), 0, f"WARNING: {script}: the script calls neither"),
         ({"train_batch_size": 8}, (), 2, 'write "reft"'),
     ):

@@ -58,7 +58,10 @@ def each_once(losses: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("if_exists.py", "line 11: `engine.load_checkpoint(save_dir)` is called only if `os.path.exists("),
+        (
+            "if_exists.py",
+            "line 11: `engine.load_checkpoint(save_dir)` is called only if `os.path.exists(",
+        ),
         ("never_loads.py", "the script trains without calling engine.load_checkpoint(...)"),
     ],
 )
@@ -78,7 +81,10 @@ def test_p12_a_script_that_does_not_load_is_told_and_stopped_at_its_restart(
     assert job.losses() == undisturbed[:KILLED_AT], "nothing is trained twice"
     # What it had is on disk, and in memory.
     assert (job.persisted / "contact" / f"global_step{KILLED_AT}").is_dir()
-    assert command("persist", "--memory-dir", job.memory, "--job", "contact", "--out", job.saved).code == 0
+    assert (
+        command("persist", "--memory-dir", job.memory, "--job", "contact", "--out", job.saved).code
+        == 0
+    )
     if script == "if_exists.py":
         code, log = job.start({})
         assert code == 0, log
@@ -89,7 +95,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def dry_run(directory: Path, block: dict[str, Any]) -> tuple[set[int], str]:
-    config = json.loads((EXAMPLES / "pipeline.json").read_text()) | {"reft": {"enabled": True, **block}}
+    config = json.loads((EXAMPLES / "pipeline.json").read_text()) | {
+        "reft": {"enabled": True, **block}
+    }
     path = directory / "pipeline.json"
     path.write_text(json.dumps(config))
     script = (str(EXAMPLES / "pipeline.py"), "--deepspeed_config", str(path))
@@ -106,7 +114,9 @@ def test_p9_every_node_is_told_what_it_would_reserve_and_what_it_has(tmp_path: P
     assert codes == {0}, log[-4000:]
     assert "dry run: PP2xDP2xTP1 on 2 node(s), PipelineEngine" in log
     assert "survives 1 lost node(s)" in log
-    needed = re.findall(r"memory of (\S+): ([\d.]+) MiB for 2 versions, ([\d.]+) MiB may be used", log)
+    needed = re.findall(
+        r"memory of (\S+): ([\d.]+) MiB for 2 versions, ([\d.]+) MiB may be used", log
+    )
     assert len({node for node, _, _ in needed}) == 2
     assert all(0 < float(mib) <= float(usable) for _, mib, usable in needed)
     assert not re.search(r"step \d+ loss", log)
@@ -129,7 +139,8 @@ def main():
 main()
 """
 RECORDED = REFUSED.replace(
-    "def main", "from torch.distributed.elastic.multiprocessing.errors import record\n@record\ndef main"
+    "def main",
+    "from torch.distributed.elastic.multiprocessing.errors import record\n@record\ndef main",
 )
 OTHER = REFUSED.replace(
     "\nmain()",
@@ -153,7 +164,9 @@ def test_python_ends_with_the_message_and_code_2(tmp_path: Path) -> None:
     assert (code, said.count(MESSAGE)) == (2, 1), said
     assert "Traceback" not in said
     assert "HOOK" not in said
-    assert json.loads(error_file.read_text())["message"]["message"].startswith("ConfigError: reft.attach was")
+    assert json.loads(error_file.read_text())["message"]["message"].startswith(
+        "ConfigError: reft.attach was"
+    )
 
 
 def test_other_errors_keep_traceback_and_code(tmp_path: Path) -> None:
@@ -163,7 +176,8 @@ def test_other_errors_keep_traceback_and_code(tmp_path: Path) -> None:
     assert said.count("Traceback (most recent call last)") == 2
     assert said.rstrip().endswith("ValueError: a bad sample")
     code, said = run(
-        tmp_path, HOOKED.replace("main()\n", "try:\n    main()\nexcept ValueError:\n    pass\n1 / 0\n")
+        tmp_path,
+        HOOKED.replace("main()\n", "try:\n    main()\nexcept ValueError:\n    pass\n1 / 0\n"),
     )
     assert (code, said.split()[-2:]) == (1, ["HOOK", "ZeroDivisionError"]), (
         said

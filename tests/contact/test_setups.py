@@ -104,7 +104,9 @@ def step(engine: Any, batch: torch.Tensor) -> None:
     engine.step()
 
 
-def train(engine: Any, data: Iterable[torch.Tensor] = itertools.repeat(torch.ones(2, WIDTH))) -> None:
+def train(
+    engine: Any, data: Iterable[torch.Tensor] = itertools.repeat(torch.ones(2, WIDTH))
+) -> None:
     for batch in data:
         step(engine, batch)
         VERSIONS.wait(engine.global_steps - 1)
@@ -272,7 +274,12 @@ def everybody_on_one_node(place: Place) -> None:
 NAMED: tuple[Callable[[Place], object], ...] = (
     *(optimizer_with_secrets, two_engines, trainer_that_is_not_resumable, without_the_launcher),
     *(attached_with_other_settings, only_base_weights, always_one_tag, restarted_without_load),
-    *(other_learning_rate, other_model, other_arguments, nodes_may_change_and_the_order_is_a_replicas),
+    *(
+        other_learning_rate,
+        other_model,
+        other_arguments,
+        nodes_may_change_and_the_order_is_a_replicas,
+    ),
     *(resumable_of_a_list, client_state_that_cannot_be_kept, everybody_on_one_node, experts),
 )
 SETUPS: dict[str, Callable[[Place], object]] = {
@@ -305,13 +312,17 @@ SETUPS: dict[str, Callable[[Place], object]] = {
     "no_protection": lambda at: make(at.block(protection="none")),
     # DeepSpeed's groups are a pipeline's from here on.
     "pipeline_over_two_nodes": lambda at: pipeline(at.block()),
-    "pipeline_allowed_to_be_unprotected": lambda at: pipeline_with(at, batches(), allow_unprotected=True),
+    "pipeline_allowed_to_be_unprotected": lambda at: pipeline_with(
+        at, batches(), allow_unprotected=True
+    ),
     "pipeline_restarted": pipeline_restarted,
     "pipeline_with_a_list": lambda at: pipeline_with(
         at, iter([next(batches())] * STEPS), allow_unprotected=True
     ),
     "pipeline_with_a_generator": lambda at: pipeline_with(at, batches(), allow_unprotected=True),
-    "pipeline_with_shards": lambda at: pipeline_with(at, RepeatingLoader(Shards()), allow_unprotected=True),
+    "pipeline_with_shards": lambda at: pipeline_with(
+        at, RepeatingLoader(Shards()), allow_unprotected=True
+    ),
 }
 
 
@@ -401,7 +412,10 @@ WARNED = {
     "too_little_memory": (STEP_1, "raise the limit"),
     "no_place_for_checkpoints": (START, "checkpoints cannot be written to persist.dir"),
     "pipeline_with_a_list": (STEP_1, "RepeatingLoader"),
-    "pipeline_allowed_to_be_unprotected": (START, "TOLERANCE IS 0: with a data-parallel degree of 1"),
+    "pipeline_allowed_to_be_unprotected": (
+        START,
+        "TOLERANCE IS 0: with a data-parallel degree of 1",
+    ),
     "pipeline_restarted": (START, "TOLERANCE IS 0: with a data-parallel degree of 1"),
     "no_protection": (START, 'TOLERANCE IS 0: the protection is "none"'),
     "everybody_on_one_node": (START, "TOLERANCE IS 0: all ranks share a node with their copies"),
@@ -427,7 +441,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_p12_refused_on_all_ranks_before_the_first_step(results: list[dict[str, Any]], name: str) -> None:
+def test_p12_refused_on_all_ranks_before_the_first_step(
+    results: list[dict[str, Any]], name: str
+) -> None:
     for rank in results:
         found = rank[name]
         assert found["error"] is not None, found
@@ -445,7 +461,9 @@ def test_p12_warned_of_in_time(results: list[dict[str, Any]], name: str) -> None
 
 
 @pytest.mark.parametrize("name", WARNED)
-def test_p12_strict_makes_an_error_of_every_warning(results: list[dict[str, Any]], name: str) -> None:
+def test_p12_strict_makes_an_error_of_every_warning(
+    results: list[dict[str, Any]], name: str
+) -> None:
     step, text = WARNED[name]
     for rank in results:
         found = rank[name]["strict"]

@@ -47,7 +47,9 @@ def collectives_give_every_rank_the_same(me: Rank) -> None:
     for _ in range(3):
         values = [me.rank + 1, -me.rank, 2**62, *range(40)]
         assert transport.reduce_min(values) == [1, 1 - me.size, 2**62, *range(40)]
-        assert transport.gather(bytes([me.rank]) * me.rank) == [bytes([r]) * r for r in range(me.size)]
+        assert transport.gather(bytes([me.rank]) * me.rank) == [
+            bytes([r]) * r for r in range(me.size)
+        ]
         assert transport.gather(b"") == [b""] * me.size
     # The word of each rank counts.
     assert transport.reduce_min([-int(r == me.rank) for r in range(me.size)]) == [-1] * me.size
@@ -81,7 +83,9 @@ def bytes_are_exchanged_round_a_ring_in_both_directions(me: Rank) -> None:
     sizes = [0, 1, 5_000_000, 17, *[rng.randrange(2000) for _ in range(200)], 1_048_576, 3]
 
     def data(source: int, target: int, turn: int) -> list[bytes]:
-        return [random.Random(f"{source} {target} {turn} {i}").randbytes(n) for i, n in enumerate(sizes)]
+        return [
+            random.Random(f"{source} {target} {turn} {i}").randbytes(n) for i, n in enumerate(sizes)
+        ]
 
     peers = {(me.rank + 1) % me.size, (me.rank - 1) % me.size}
     transport = me.open()

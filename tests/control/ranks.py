@@ -46,7 +46,10 @@ class Table:
 
 def on_all(act: Callable[[int], Any], world_size: int) -> list[Any]:
     with ThreadPoolExecutor(world_size) as pool:
-        return [future.result(DEADLINE_SECS) for future in [pool.submit(act, r) for r in range(world_size)]]
+        return [
+            future.result(DEADLINE_SECS)
+            for future in [pool.submit(act, r) for r in range(world_size)]
+        ]
 
 
 def failure_of(act: Callable[[], Any]) -> str:

@@ -14,7 +14,13 @@ import pytest
 
 from reft.control import wire
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
-from reft.control.wire import AuthenticatedServer, Channel, connect_authenticated, listen, purpose_key
+from reft.control.wire import (
+    AuthenticatedServer,
+    Channel,
+    connect_authenticated,
+    listen,
+    purpose_key,
+)
 from reft.errors import AuthenticationError
 from tests.job.daemons import wait_for
 from tests.machine import free_port
@@ -38,7 +44,9 @@ def store(server: KeyValueServer) -> KeyValueStore:
 def test_what_is_no_request_is_refused_and_the_line_goes_on(
     server: KeyValueServer, store: KeyValueStore
 ) -> None:
-    with closing(connect_authenticated(f"127.0.0.1:{server.port}", SECRET, PURPOSE, WAIT_SECS)) as channel:
+    with closing(
+        connect_authenticated(f"127.0.0.1:{server.port}", SECRET, PURPOSE, WAIT_SECS)
+    ) as channel:
         for request in (["nonsense"], ["get"], "x", []):
             channel.send(request)
             assert channel.receive()[0] is False
@@ -52,7 +60,9 @@ def test_what_is_no_request_is_refused_and_the_line_goes_on(
 def test_who_is_gone_is_known_until_it_is_back_and_a_broken_connection_is_made_again(
     server: KeyValueServer, store: KeyValueStore
 ) -> None:
-    one, other = (KeyValueStore(f"127.0.0.1:{server.port}", SECRET, prefix="job/") for _ in range(2))
+    one, other = (
+        KeyValueStore(f"127.0.0.1:{server.port}", SECRET, prefix="job/") for _ in range(2)
+    )
     one.hold("here/a")
     other.hold("here/b")
     wait_for(lambda: server.holders() == {"job/here/a", "job/here/b"}, "both")
@@ -141,7 +151,11 @@ def endpoint(guarded: KeyValueServer) -> str:
 
 def shake_hands(connection: Any) -> Channel:
     return Channel(
-        connection, purpose_key(DOOR_SECRET, PURPOSE), server=False, line="the line", handshake_secs=60.0
+        connection,
+        purpose_key(DOOR_SECRET, PURPOSE),
+        server=False,
+        line="the line",
+        handshake_secs=60.0,
     )
 
 
@@ -178,7 +192,9 @@ def test_p11_a_reflected_handshake_is_refused(guarded: KeyValueServer) -> None:
 
 
 @pytest.mark.parametrize("change", ["flip", "replay", "reorder", "shrink"])
-def test_p11_a_changed_or_repeated_frame_ends_the_connection(guarded: KeyValueServer, change: str) -> None:
+def test_p11_a_changed_or_repeated_frame_ends_the_connection(
+    guarded: KeyValueServer, change: str
+) -> None:
     connection = socket.create_connection(("127.0.0.1", guarded.port), timeout=WAIT_SECS)
     recorder = _Recorder(connection)
     channel = shake_hands(recorder)
@@ -241,7 +257,9 @@ def test_p11_strangers_who_say_nothing_do_not_shut_others_out(
             connection.close()
 
 
-def test_p11_a_dribble_of_bytes_does_not_hold_the_door_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p11_a_dribble_of_bytes_does_not_hold_the_door_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each byte in time, all of them never: the handshake as a whole is bounded."""
     monkeypatch.setattr("reft.control.wire.HANDSHAKE_SECS", 0.5)
     door = AuthenticatedServer(listen("127.0.0.1", 0), DOOR_SECRET, "test", lambda channel: None)

@@ -105,7 +105,10 @@ def test_p6_who_cannot_listen_is_heard_by_those_who_wait(monkeypatch: pytest.Mon
             return str(error)
         return ""
 
-    assert on_all(come, 2) == ["no address", "rank 0 could not connect with the others; its log says why"]
+    assert on_all(come, 2) == [
+        "no address",
+        "rank 0 could not connect with the others; its log says why",
+    ]
 
 
 def test_p6_a_rank_that_came_and_does_not_connect_is_waited_for_only_so_long(
@@ -153,7 +156,9 @@ def test_every_place_but_the_first_is_a_child_of_one(size: int) -> None:
     assert max(len(find_children(place, size)) for place in range(size)) <= FANOUT
 
 
-@pytest.mark.parametrize("overlays", [["a"], per_node(20, 2), per_node(1, 20)], indirect=True, ids=len)
+@pytest.mark.parametrize(
+    "overlays", [["a"], per_node(20, 2), per_node(1, 20)], indirect=True, ids=len
+)
 def test_collectives_give_every_rank_the_same(overlays: list[TreeTransport]) -> None:
     world_size = len(overlays)
     found = on_all(lambda r: overlays[r].reduce_min([r + 1, -r, 2**62]), world_size)
@@ -191,18 +196,24 @@ def test_p6_who_stands_still_in_the_middle_of_a_message_is_named_and_the_rest_of
     ours, theirs = socket.socketpair()
     named, long = threading.Event(), bytes(20 * 2**20)
     with ThreadPoolExecutor(2) as pool:
-        end = pool.submit(Channel, theirs, SECRET, server=False, line="the line", handshake_secs=60.0)
+        end = pool.submit(
+            Channel, theirs, SECRET, server=False, line="the line", handshake_secs=60.0
+        )
         channel = Channel(ours, SECRET, server=True, line="the line", handshake_secs=60.0)
         root = Tree(0, None, [channel], TransferLimits(DEADLINE_SECS, 0.3))
         leaf = end.result(DEADLINE_SECS)
         root.links[0].peer = "rank 1"
-        root.limits.on_silence = lambda missing, secs: named.set() if missing == ["rank 1"] else None
+        root.limits.on_silence = lambda missing, secs: (
+            named.set() if missing == ["rank 1"] else None
+        )
         sends = stands_still == "while it sends"
         gathered = pool.submit(root.gather, b"y" if sends else long)
         mine = long if sends else b"x"
         body = msgpack.packb(["gather, number 1", [[1, mine]]])
         parts = [body[at : at + PART_BYTES] for at in range(0, len(body), PART_BYTES)]
-        frames = b"".join(leaf.to_send([len(parts), part] if part is parts[0] else part) for part in parts)
+        frames = b"".join(
+            leaf.to_send([len(parts), part] if part is parts[0] else part) for part in parts
+        )
         theirs.sendall(frames[: len(frames) // 2 if sends else len(frames)])
         assert named.wait(DEADLINE_SECS)
         theirs.sendall(frames[len(frames) // 2 :] if sends else b"")
@@ -213,7 +224,9 @@ def test_p6_who_stands_still_in_the_middle_of_a_message_is_named_and_the_rest_of
     leaf.close()
 
 
-def test_p11_an_endpoint_that_another_wrote_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p11_an_endpoint_that_another_wrote_is_not_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     endpoint = Endpoint(1, "a", "@somewhere", "somewhere:1")
     assert Endpoint.unpack(endpoint.pack(SECRET), SECRET) == endpoint
     monkeypatch.setattr(msgpack, "unpackb", None)
@@ -238,7 +251,9 @@ def test_p11_who_knows_a_door_but_not_the_secret_takes_no_place() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("overlays", [per_node(2, 1)], indirect=True, ids=["2x1"])
-def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(overlays: list[TreeTransport]) -> None:
+def test_p6_a_forked_child_does_not_hide_that_its_rank_is_gone(
+    overlays: list[TreeTransport],
+) -> None:
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:

@@ -46,7 +46,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[s
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", mpi.LIBRARIES)
 def test_contract_over_mpi(
-    name: str, case: str, said: dict[str, dict[str, list[str]]], tmp_path_factory: pytest.TempPathFactory
+    name: str,
+    case: str,
+    said: dict[str, dict[str, list[str]]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     library = mpi.require(name)
     if not said[name]:

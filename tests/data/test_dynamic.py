@@ -87,7 +87,9 @@ def test_a_slow_replica_takes_no_more_than_it_holds(job: Job, workers: int, held
         if not slow[0].ends_step:
             mine += rest_of_step(*slow)
         taken.append(len(mine) // MICRO)
-    assert taken[1:] == [held] * 5, "of the first step the workers' share may have been taken in turns"
+    assert taken[1:] == [held] * 5, (
+        "of the first step the workers' share may have been taken in turns"
+    )
     assert taken[0] <= held
 
 
@@ -101,7 +103,9 @@ def test_p8_a_loader_that_is_made_anew_has_a_ledger_of_its_own(job: Job) -> None
             seen[number].extend(batch.tolist())
             yield
 
-    quick, slow = (itertools.chain(evaluate(1, replica), evaluate(2, replica)) for replica in range(2))
+    quick, slow = (
+        itertools.chain(evaluate(1, replica), evaluate(2, replica)) for replica in range(2)
+    )
     next(slow)
     for _ in itertools.chain(quick, slow):
         pass
@@ -182,7 +186,9 @@ def test_p8_a_loop_that_is_left_after_so_many_micro_batches_is_refused(job: Job)
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("looked_at", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_p8_a_look_within_a_step_costs_nothing(job: Job, keeps: bool, workers: int, looked_at: int) -> None:
+def test_p8_a_look_within_a_step_costs_nothing(
+    job: Job, keeps: bool, workers: int, looked_at: int
+) -> None:
     job.start(2)
     loaders, kept = job.loaders(size=96, num_workers=workers), []
 
@@ -201,7 +207,9 @@ def test_p8_a_look_within_a_step_costs_nothing(job: Job, keeps: bool, workers: i
             while not ends:
                 batch = next(reading)
                 ends = loader.ends_step
-                if not keeps or loader in trained:  # which of two trains shows with the first batch only
+                if (
+                    not keeps or loader in trained
+                ):  # which of two trains shows with the first batch only
                     look(loader)
                 assert loader.ends_step is ends
                 trained.add(loader)
@@ -221,7 +229,9 @@ def test_p12_steps_that_are_not_the_engines_are_refused_before_one_is_trained(jo
     try:
         following = iter(job.loader(0, size=96))
         next(following)
-        with pytest.raises(ConfigError, match=r"24 samples \(step_samples\).*48 \(train_batch_size\).*Write"):
+        with pytest.raises(
+            ConfigError, match=r"24 samples \(step_samples\).*48 \(train_batch_size\).*Write"
+        ):
             following._progress.train()
         train(iter(job.loader(1, size=96, step=2 * STEP, name="right")))
     finally:
@@ -245,11 +255,15 @@ def test_p12_an_engine_that_takes_equally_many_refuses_it_on_all_ranks(
         setattr(engine, name, lambda value=value: value)
     data = DataPosition(engine)
     try:
-        loader = reft.data.loader(range(2 * STEP), MICRO, order="dynamic", step_samples=STEP, name="equal")
+        loader = reft.data.loader(
+            range(2 * STEP), MICRO, order="dynamic", step_samples=STEP, name="equal"
+        )
         ranks = [json.dumps(orders).encode() for orders in (data.orders(None), {})]
         session: Any = SimpleNamespace(control=SimpleNamespace(gather_bytes=lambda mine: ranks))
         for act in (lambda: check_orders(session, {}, data.why_equal), lambda: next(iter(loader))):
-            with pytest.raises(ConfigError, match=f"dynamic.*{why}.*Leave") if why else nullcontext():
+            with (
+                pytest.raises(ConfigError, match=f"dynamic.*{why}.*Leave") if why else nullcontext()
+            ):
                 act()
     finally:
         data.close()
@@ -340,7 +354,9 @@ class Attacked:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("seed", range(16))
-def test_p8_every_step_trains_on_its_samples_whatever_happens_in_whatever_turns(job: Job, seed: int) -> None:
+def test_p8_every_step_trains_on_its_samples_whatever_happens_in_whatever_turns(
+    job: Job, seed: int
+) -> None:
     workers = int(seed == 0)  # which are slow to begin
     attacked = Attacked(job, random.Random(seed), workers)
     for _ in range(300 if workers else 600):
@@ -354,7 +370,9 @@ def test_p8_every_step_trains_on_its_samples_whatever_happens_in_whatever_turns(
 
 
 EACH, WHOLE, STEPS = 2, 8, 3
-STEP_0, STEP_1, STEP_2 = ([*range(first, first + WHOLE)] for first in range(0, WHOLE * STEPS, WHOLE))
+STEP_0, STEP_1, STEP_2 = (
+    [*range(first, first + WHOLE)] for first in range(0, WHOLE * STEPS, WHOLE)
+)
 
 
 @pytest.mark.process
@@ -384,7 +402,9 @@ def test_p8_the_step_of_a_micro_batch_that_is_left_out_ends_with_the_last_one_th
             break
         # The step is whole where its last micro-batch is trained on: a version of it goes on behind.
         whole_steps = (max(step) // WHOLE + 1) * WHOLE
-        assert one.state_dict()["consumed"] == (whole_steps if one.ends_step else whole_steps - WHOLE)
+        assert one.state_dict()["consumed"] == (
+            whole_steps if one.ends_step else whole_steps - WHOLE
+        )
         if one.ends_step:
             found.append(step)
             step = []
@@ -398,7 +418,9 @@ def test_p6_a_replica_without_a_micro_batch_of_a_step_does_not_let_the_others_wa
     store = HashStore()
     monkeypatch.setattr(batches, "job_store", lambda replicas: store)
     options: dict[str, Any] = {"order": "dynamic", "step_samples": 2 * EACH, "dp_size": 2}
-    one = reft.data.loader(Damaged(WHOLE * STEPS, EACH), EACH, name="none left", dp_rank=1, **options)
+    one = reft.data.loader(
+        Damaged(WHOLE * STEPS, EACH), EACH, name="none left", dp_rank=1, **options
+    )
     with pytest.raises(ConfigError, match="no micro-batch of the step that can be read"):
         next(iter(one))
 

@@ -63,7 +63,9 @@ def lives(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
     return draw(st.lists(one, min_size=1, max_size=6))
 
 
-def read(deal: EpochPartition, order: SampleOrder, at: JobPosition) -> tuple[list[list[Key]], JobPosition]:
+def read(
+    deal: EpochPartition, order: SampleOrder, at: JobPosition
+) -> tuple[list[list[Key]], JobPosition]:
     while not (count := deal.next(at)):
         at = deal.next_pass(at)
     parts = [order.part(at.consumed, count, deal.part(count, rank)) for rank in range(deal.dp_size)]
@@ -90,7 +92,8 @@ def made(size: int = 23, rank: int = 0, dp: int = 1, **options: Any) -> Any:
     return reft.data.loader(
         options.pop("dataset", None) or Named(size),
         options.pop("batch_size", 3),
-        **{"shuffle": True, "seed": 7, "dp_rank": rank, "dp_size": dp, "collate_fn": list} | options,
+        **{"shuffle": True, "seed": 7, "dp_rank": rank, "dp_size": dp, "collate_fn": list}
+        | options,
     )
 
 
@@ -133,7 +136,9 @@ def test_every_loader_of_a_job_goes_on_where_the_version_was(
 
 @pytest.mark.process
 @pytest.mark.parametrize("persistent", [False, True])
-def test_p8_workers_give_the_same_bits_and_the_trainers_generators_are_untouched(persistent: bool) -> None:
+def test_p8_workers_give_the_same_bits_and_the_trainers_generators_are_untouched(
+    persistent: bool,
+) -> None:
     seed(4)
     here = capture_host_rng()
     found = []
@@ -151,7 +156,9 @@ def test_p8_workers_give_the_same_bits_and_the_trainers_generators_are_untouched
 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 3])
-def test_p8_from_any_batch_on_it_is_the_undisturbed_pass_and_nothing_is_read_again(workers: int) -> None:
+def test_p8_from_any_batch_on_it_is_the_undisturbed_pass_and_nothing_is_read_again(
+    workers: int,
+) -> None:
     one = made(num_workers=workers, collate_fn=noisy)
     wanted, states = [], []
     for batch in itertools.chain(one, one):
@@ -196,13 +203,22 @@ class Endless(IterableDataset):  # type: ignore[type-arg]
     ("make", "said"),
     [
         (lambda: reft.data.loader(Endless(), 4), r"StreamingDataLoader"),
-        (lambda: reft.data.loader(range(9), 4, sampler=range(9)), r"takes no sampler.*reft\.resumable"),
+        (
+            lambda: reft.data.loader(range(9), 4, sampler=range(9)),
+            r"takes no sampler.*reft\.resumable",
+        ),
         (lambda: reft.data.loader(range(9), 4, generator=torch.Generator()), "give seed="),
-        (lambda: reft.data.loader(range(9), 4, num_workers=2, in_order=False), "takes no in_order=False"),
+        (
+            lambda: reft.data.loader(range(9), 4, num_workers=2, in_order=False),
+            "takes no in_order=False",
+        ),
         (lambda: reft.data.loader(range(9), 0), "batch_size 0"),
         (lambda: reft.data.loader(range(9), None), "batch_size None"),  # type: ignore[arg-type]
         (lambda: reft.data.loader(range(9), 4, dp_rank=1), "dp_rank 1 and dp_size None"),
-        (lambda: len(reft.data.loader(range(9), 4, dp_rank=1, dp_size=10)), "9 samples for 10 replicas"),
+        (
+            lambda: len(reft.data.loader(range(9), 4, dp_rank=1, dp_size=10)),
+            "9 samples for 10 replicas",
+        ),
         (
             lambda: len(reft.data.loader(range(9), 4, drop_last=True, dp_rank=1, dp_size=3)),
             "expected at least 12",
@@ -220,7 +236,9 @@ def test_a_seed_belongs_to_a_sample() -> None:
 
 
 def tensors(**options: Any) -> Any:
-    return reft.data.loader(range(24), 4, shuffle=True, dp_rank=0, dp_size=1, name="engine", **options)
+    return reft.data.loader(
+        range(24), 4, shuffle=True, dp_rank=0, dp_size=1, name="engine", **options
+    )
 
 
 @pytest.mark.parametrize("stop", [1, 6, 8])
@@ -279,7 +297,9 @@ def damaged() -> Damaged:
 
 
 def static(workers: int, **options: Any) -> Any:
-    return reft.data.loader(damaged(), BATCH, shuffle=True, num_workers=workers, name="damaged", **options)
+    return reft.data.loader(
+        damaged(), BATCH, shuffle=True, num_workers=workers, name="damaged", **options
+    )
 
 
 def dynamic(workers: int) -> Any:
@@ -368,7 +388,9 @@ SIZES = (12, 13, 24, 25, 26)
 FLAGS = (False, True)
 
 
-def loader(samples: int, replicas: int, rank: int, drop_last: bool, cuts: bool) -> DataLoader[object]:
+def loader(
+    samples: int, replicas: int, rank: int, drop_last: bool, cuts: bool
+) -> DataLoader[object]:
     data = TensorDataset(torch.arange(samples))
     sampler = DistributedSampler(data, replicas, rank, shuffle=True, seed=3, drop_last=cuts)
     return DataLoader(data, batch_size=2, sampler=sampler, drop_last=drop_last)
@@ -405,7 +427,9 @@ def test_p8_what_two_degrees_read_of_a_pass_is_every_sample_once(
             before = read_dealt(samples, old, kind, 0, taken)
             after = read_dealt(samples, new, kind, at, None)
             assert len(before) == len(set(before))
-            assert not set(before) & set(after) or len(after) > samples - len(before), "trained on twice"
+            assert not set(before) & set(after) or len(after) > samples - len(before), (
+                "trained on twice"
+            )
             if not drop_last and not cuts:
                 assert set(before) | set(after) == set(range(samples))
         assert dealt.taken_at(dealt.batches, new) == replace(dealt, replicas=new).batches
@@ -416,7 +440,10 @@ def test_an_order_that_is_not_known_to_be_the_jobs_is_not_moved() -> None:
     data = TensorDataset(torch.arange(8))
     assert find_distribution(DataLoader(data, batch_size=2, shuffle=True)) is None
     assert (
-        find_distribution(DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False))) is None
+        find_distribution(
+            DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False))
+        )
+        is None
     )
 
 
@@ -427,7 +454,8 @@ def test_p12_what_does_not_go_to_another_degree_is_named_and_the_rest_goes() -> 
     odd = {**common, "taken": 1, "source": "a.Odd of 24", "dealt": dealt}
     unknown = {**common, "taken": 2, "source": "a.Unknown of 24"}
     moved = move_data(
-        {"pass": good, "resumable": {"x": odd, "y": unknown, "z": good}, "samples": {"s": 1}}, Resize(2, 4)
+        {"pass": good, "resumable": {"x": odd, "y": unknown, "z": good}, "samples": {"s": 1}},
+        Resize(2, 4),
     )
     assert (moved["pass"]["taken"], moved["pass"]["length"]) == (1, 3)
     assert list(moved["resumable"]) == ["z"]
@@ -490,7 +518,9 @@ def test_p12_an_iterator_of_a_replica_goes_on_at_its_degree_and_is_told_where_th
         assert again.taken == 2
 
 
-def test_an_iterator_of_the_job_goes_on_without_a_word(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iterator_of_the_job_goes_on_without_a_word(
+    begun: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(ENV_NODES, "1:4")
     iterator = OfJob()
     data = begun()

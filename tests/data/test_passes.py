@@ -175,12 +175,18 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "samplers_generator": lambda: DataLoader(
         Noisy(), BATCH, sampler=RandomSampler(Noisy(), generator=generator(6))
     ),
-    "with_replacement": lambda: DataLoader(Noisy(), BATCH, sampler=RandomSampler(Noisy(), True, 70)),
-    "weighted": lambda: DataLoader(Noisy(), BATCH, sampler=WeightedRandomSampler([1.0] * SAMPLES, 30)),
+    "with_replacement": lambda: DataLoader(
+        Noisy(), BATCH, sampler=RandomSampler(Noisy(), True, 70)
+    ),
+    "weighted": lambda: DataLoader(
+        Noisy(), BATCH, sampler=WeightedRandomSampler([1.0] * SAMPLES, 30)
+    ),
     "subset": lambda: DataLoader(Noisy(), BATCH, sampler=SubsetRandomSampler(range(3, 20))),
     "distributed": lambda: DataLoader(Noisy(), BATCH, sampler=DistributedSampler(Noisy(), 2, 1)),
     "python_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=Shuffled()),
-    "batch_sampler": lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(Shuffled(), BATCH, False)),
+    "batch_sampler": lambda: DataLoader(
+        Noisy(), batch_sampler=BatchSampler(Shuffled(), BATCH, False)
+    ),
     "unbatched": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
     "stream": lambda: DataLoader(Stream(), BATCH),
     **{
@@ -188,7 +194,9 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
         for kind in ("python", "numpy", "torch", "counter", "queue", "lazy")
     },
     "own_state_dict": lambda: DataLoader(Noisy(), BATCH, sampler=OwnState("counter")),
-    "own_in_batches": lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(Own("python"), BATCH, False)),
+    "own_in_batches": lambda: DataLoader(
+        Noisy(), batch_sampler=BatchSampler(Own("python"), BATCH, False)
+    ),
     "own_batches": lambda: DataLoader(Noisy(), batch_sampler=OwnBatches()),
     "remembering": lambda: DataLoader(Remembering(), BATCH, shuffle=True),
     "remembering_stream": lambda: DataLoader(RememberingStream(), BATCH),
@@ -224,7 +232,9 @@ def undisturbed(name: str, batches: int) -> list[tuple[list[float], bytes, dict[
     seed(1)
     found = []
     for one, batch in itertools.islice(passes(watch, loader), batches):
-        found.append(([*numbers(batch), train()], encode(dict(vars(one.position()))), capture_rng()))
+        found.append(
+            ([*numbers(batch), train()], encode(dict(vars(one.position()))), capture_rng())
+        )
     return found
 
 
@@ -268,7 +278,9 @@ def test_p8_a_script_that_skips_by_itself_leaves_no_trace(name: str) -> None:
             for batch in itertools.islice(data, 23 - stop):
                 watch.resuming = None  # the first training step
                 again.append([*numbers(batch), train()])
-            assert again == [n for n, _, _ in found[stop + 1 :]], f"behind batch {stop}, {skip} skipped"
+            assert again == [n for n, _, _ in found[stop + 1 :]], (
+                f"behind batch {stop}, {skip} skipped"
+            )
 
 
 def test_p10_a_resumable_loader_without_reft_is_the_loader() -> None:
@@ -287,7 +299,9 @@ def test_two_loaders_under_one_name_are_refused() -> None:
         iter(first)
 
 
-def test_p8_a_resumable_loader_that_the_script_does_not_keep_lives_as_long_as_its_iterator() -> None:
+def test_p8_a_resumable_loader_that_the_script_does_not_keep_lives_as_long_as_its_iterator() -> (
+    None
+):
     seed(4)
     wanted = [numbers(batch) for batch in LOADERS["shuffled"]()]
     seed(4)
@@ -298,7 +312,9 @@ def test_p8_a_resumable_loader_that_the_script_does_not_keep_lives_as_long_as_it
             saved = watching.LOADERS.positions().get("resumable", {}).get("not kept")
             assert saved is not None, "its position is in no version"
     assert found == wanted
-    assert "not kept" not in watching.LOADERS.positions().get("resumable", {}), "it goes with its iterator"
+    assert "not kept" not in watching.LOADERS.positions().get("resumable", {}), (
+        "it goes with its iterator"
+    )
     watching.LOADERS.restore({"resumable": {"not kept": saved}})
     again = [x[0].tolist() for x in reft.resumable(LOADERS["shuffled"](), name="not kept")]
     assert again == [one[: len(one) // 4] for one in wanted[2:]], "goes on behind it"
@@ -329,7 +345,9 @@ def loader(count: int = 16, **options: Any) -> Any:
 
 def dealt(count: int = 16, replicas: int = 2, **options: Any) -> Any:
     data = samples(count)
-    return DataLoader(data, MICRO, sampler=DistributedSampler(data, replicas, RANK % replicas, **options))
+    return DataLoader(
+        data, MICRO, sampler=DistributedSampler(data, replicas, RANK % replicas, **options)
+    )
 
 
 CASES: dict[str, tuple[Loader, dict[str, Any]]] = {
@@ -339,7 +357,10 @@ CASES: dict[str, tuple[Loader, dict[str, Any]]] = {
     "parts_of_nodes": (lambda root: dealt(16 + 2 * RANK, 1), REPLICAS),
     "seed": (lambda root: loader(shuffle=True, seed=RANK), REPLICAS),
     "length": (lambda root: loader(16 + RANK), REPLICAS),
-    "batch_size": (lambda root: reft.data.loader(samples(), MICRO + RANK, drop_last=True), REPLICAS),
+    "batch_size": (
+        lambda root: reft.data.loader(samples(), MICRO + RANK, drop_last=True),
+        REPLICAS,
+    ),
     "seed_of_stages": (lambda root: loader(shuffle=True, seed=RANK), STAGES),
     "resumable_length": (lambda root: reft.resumable(dealt(16 + 2 * RANK)), REPLICAS),
     "loop_seed": (lambda root: dealt(seed=RANK), REPLICAS),
@@ -353,11 +374,17 @@ ORDER = sorted(CASES, key=lambda case: CASES[case][1] is STAGES)
 def step(root: Path, case: str) -> str:
     """What the first step is refused with; "" where it is made."""
     make, sizes = CASES[case]
-    config = {**sizes, "optimizer": {"type": "SGD", "params": {"lr": 1e-2}}, "steps_per_print": None}
+    config = {
+        **sizes,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
+        "steps_per_print": None,
+    }
     staged = sizes is STAGES
     layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     model = PipelineModule(layers, num_stages=2, loss_fn=mse) if staged else nn.Sequential(*layers)
-    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config
+    )[0]
     reft.attach(engine, config=block_of(root, case, tolerance=0))
     engine.load_checkpoint(str(root / "none"))
     try:

@@ -98,7 +98,9 @@ def test_p10_what_a_worker_process_reads_is_not_watched(begin: Any) -> None:
 
 @pytest.mark.parametrize("own", ["loader", "sampler", "none"])
 @pytest.mark.parametrize("stop", [2, BATCHES, BATCHES + 3])
-def test_p8_a_loader_that_was_begun_before_the_engine_comes_back(begin: Any, own: str, stop: int) -> None:
+def test_p8_a_loader_that_was_begun_before_the_engine_comes_back(
+    begin: Any, own: str, stop: int
+) -> None:
     def made() -> RepeatingLoader:
         torch.manual_seed(4)
         g = torch.Generator().manual_seed(9)
@@ -200,7 +202,9 @@ def noise(loader: DataLoader[Any]) -> list[float]:
     return [float(torch.rand(())) for _ in loader]
 
 
-def version_of(life: Life, loader: DataLoader[Any], steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def version_of(
+    life: Life, loader: DataLoader[Any], steps: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
     for _, batch in zip(range(steps), loader, strict=False):
         life.train(batch)
     return life.data.state(), capture_rng()
@@ -263,15 +267,21 @@ def test_what_is_copied_or_pickled_lacks_nothing_but_attributes(begin: Any) -> N
 def test_p8_an_evaluation_that_was_read_is_no_position_of_training(
     begin: Any, workers: int, order: str, most: int | None
 ) -> None:
-    def trained(life: Life, engine: Engine, loaded: Any = None) -> tuple[Any, list[list[list[int]]]]:
+    def trained(
+        life: Life, engine: Engine, loaded: Any = None
+    ) -> tuple[Any, list[list[list[int]]]]:
         loader = reft.resumable(DataLoader(range(SAMPLES), BATCH, shuffle=True))  # type: ignore[arg-type]
         samples: Any = range(SAMPLES, SAMPLES + 3 * BATCH)
         options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
         if order == "reft":
-            held_out: Any = reft.data.loader(samples, BATCH, shuffle=True, name="held out", **options)
+            held_out: Any = reft.data.loader(
+                samples, BATCH, shuffle=True, name="held out", **options
+            )
         else:
             own = torch.Generator() if order == "own generator" else None
-            made: Any = DataLoader(samples, BATCH, shuffle=order != "plain", generator=own, **options)
+            made: Any = DataLoader(
+                samples, BATCH, shuffle=order != "plain", generator=own, **options
+            )
             held_out = reft.resumable(made, name="held out")
         if loaded is not None:
             life.data.restore(*loaded)
@@ -283,7 +293,9 @@ def test_p8_an_evaluation_that_was_read_is_no_position_of_training(
                     saved = life.data.state(), capture_rng()
                 if len(life.seen) in (1, 4, 8):
                     engine.training = False
-                    evaluations.append([batch.tolist() for batch in itertools.islice(held_out, most)])
+                    evaluations.append(
+                        [batch.tolist() for batch in itertools.islice(held_out, most)]
+                    )
                     engine.training = True
         return saved, evaluations
 
@@ -357,7 +369,9 @@ def test_p8_a_look_costs_no_batch_of_the_pass_that_trains(
 ) -> None:
     """Each sample once in each of two epochs, without a failure and with one after any step."""
     if looks is look_and_keep and (where, number) == ("before", 1):
-        number = 4  # of two iterators that are kept and new, which one trains shows in the next step
+        number = (
+            4  # of two iterators that are kept and new, which one trains shows in the next step
+        )
     KEPT.clear()
     torch.manual_seed(1)
     engine, saved, epochs = Engine(), [], []

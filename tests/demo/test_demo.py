@@ -34,11 +34,24 @@ class Session:
         self.token = uuid.uuid4().hex
 
     def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[str]:
-        command = [sys.executable, "-P", "-m", "reft.cli", "demo", "--memory-dir", str(self.memory_dir)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "reft.cli",
+            "demo",
+            "--memory-dir",
+            str(self.memory_dir),
+        ]
         return subprocess.Popen(
             [*command, *arguments],
             cwd=cwd,
-            env={**os.environ, _MARK: self.token, "TMPDIR": str(self.folder), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                _MARK: self.token,
+                "TMPDIR": str(self.folder),
+                "OMP_NUM_THREADS": "1",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -48,7 +61,10 @@ class Session:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(_MARK) == self.token and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(_MARK) == self.token
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 
@@ -77,7 +93,9 @@ def session(tmp_path: Path) -> Iterator[Session]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(_TIMEOUT_SECS + 30)
-def test_a_node_dies_in_mid_step_and_not_a_bit_of_any_loss_changes(session: Session, tmp_path: Path):
+def test_a_node_dies_in_mid_step_and_not_a_bit_of_any_loss_changes(
+    session: Session, tmp_path: Path
+):
     """P1, P3, P8, and nothing stays behind."""
     path = tmp_path / REPORT
     demo = session.start("--steps", "10", "--kill", "4:1", "--json", str(path))

@@ -22,11 +22,15 @@ class Recorder:
     def __init__(self, directory: Path, name: str) -> None:
         options = parse(["--steps", str(STEPS), "--pp", "1", "--kill", "none"])
         self.said: list[str] = []
-        self.job = DemoJob(options, name, directory, directory, lambda text, style: self.said.append(text))
+        self.job = DemoJob(
+            options, name, directory, directory, lambda text, style: self.said.append(text)
+        )
         self._events = directory / "events"
         self._events.mkdir()
 
-    def write(self, prefix: str, rank: int, pid: int, event: str, time: float, **fields: Any) -> None:
+    def write(
+        self, prefix: str, rank: int, pid: int, event: str, time: float, **fields: Any
+    ) -> None:
         line = json.dumps({"event": event, "time": time, "rank": rank, **fields})
         with (self._events / f"{prefix}-{rank}-{pid}.jsonl").open("a") as file:
             file.write(line + "\n")
@@ -66,9 +70,17 @@ def disturbed(tmp_path: Path) -> Recorder:
             for step in steps:
                 recorder.step(rank, first_pid + rank, step, began + step, loss_at(step))
                 if step != 4 or start == 2:
-                    recorder.write("reft", rank, first_pid + rank, "commit", began + step, step=step)
+                    recorder.write(
+                        "reft", rank, first_pid + rank, "commit", began + step, step=step
+                    )
     for rank, (failed, time) in enumerate([(104.9, 204.2), (105.0, 204.1), (None, 204.3)]):
-        told = {"round": 2, "failures": ["node b"], "lost": [], "newest_step": 4, "failed_unix_secs": failed}
+        told = {
+            "round": 2,
+            "failures": ["node b"],
+            "lost": [],
+            "newest_step": 4,
+            "failed_unix_secs": failed,
+        }
         parts = {"ending": 1.0, "first_step": 98.0}
         resumed = {"resumed_from": "memory, step 3", "resumed_step": 3, "secs": parts}
         recorder.write("reft", rank, 30 + rank, "recovered", time, **told, **resumed)
@@ -80,12 +92,16 @@ def disturbed(tmp_path: Path) -> Recorder:
         "failed_unix_secs": None,
         "secs": {},
     }
-    recorder.write("reft", 0, 30, "recovered", 101.0, resumed_from=None, resumed_step=None, **started)
+    recorder.write(
+        "reft", 0, 30, "recovered", 101.0, resumed_from=None, resumed_step=None, **started
+    )
     recorder.write("reft", 0, 21, "skip", 205.0, step=5, cause="busy")
     return recorder
 
 
-def test_a_recovery_is_measured_from_the_failure_to_the_first_step(disturbed: Recorder, reference: DemoJob):
+def test_a_recovery_is_measured_from_the_failure_to_the_first_step(
+    disturbed: Recorder, reference: DemoJob
+):
     (recovery,) = disturbed.read().report(reference.losses, None)["recoveries"]
     assert (recovery["source"], recovery["version"]) == ("memory", 3)
     assert recovery["lost_steps"] == 1, "step 4 was committed, and not found"
@@ -101,8 +117,14 @@ def test_versions_are_summed_over_incarnations_and_equal_bits_are_good(
 ):
     report = disturbed.read().report(reference.losses, None)
     assert report["snapshots"] == {"committed": 3 + 3, "skipped": 1}
-    assert (report["good"], report["max_abs_loss_difference"], report["tolerance"]) == (True, 0.0, 1)
-    assert report["losses"] == report["reference_losses"] == [loss_at(s) for s in range(1, STEPS + 1)]
+    assert (report["good"], report["max_abs_loss_difference"], report["tolerance"]) == (
+        True,
+        0.0,
+        1,
+    )
+    assert (
+        report["losses"] == report["reference_losses"] == [loss_at(s) for s in range(1, STEPS + 1)]
+    )
     assert report["failures"] == [{"step": 4, "node": 1, "time": 104.5}]
     assert not disturbed.job.report(reference.losses, "a launcher failed")["good"]
     missing = disturbed.job.report({}, None)
@@ -118,7 +140,9 @@ def test_versions_are_summed_over_incarnations_and_equal_bits_are_good(
         ((0, 20, 6), math.nan, math.inf),
     ],
 )
-def test_one_bit_is_a_difference(disturbed: Recorder, reference: DemoJob, rank_pid_step, loss, difference):
+def test_one_bit_is_a_difference(
+    disturbed: Recorder, reference: DemoJob, rank_pid_step, loss, difference
+):
     disturbed.step(*rank_pid_step, 104.2, loss)
     report = disturbed.read().report(reference.losses, None)
     assert report["max_abs_loss_difference"] == pytest.approx(difference)
@@ -208,7 +232,9 @@ def test_what_takes_its_time_is_told(tmp_path: Path) -> None:
     job = recorder.job
     assert job.doing() == "launchers start"
     for name in ("node0", "node1"):
-        recorder.write("reft", -1, int(name[-1]), "launcher", 99.0, node=name, state="waiting for nodes")
+        recorder.write(
+            "reft", -1, int(name[-1]), "launcher", 99.0, node=name, state="waiting for nodes"
+        )
     assert "import torch and DeepSpeed" in recorder.read().doing()
     for name in ("node0", "node1"):
         recorder.write("reft", -1, int(name[-1]), "launcher", 100.0, node=name, state="running")

@@ -18,10 +18,19 @@ from tests.device.simulated import NAME, Simulated, SimulatedVendor, simulated
 
 BACKEND = "staged"
 _COLLECTIVES = {
-    **{name: name for name in ("allreduce", "broadcast", "reduce", "allgather", "_allgather_base", "gather")},
     **{
         name: name
-        for name in ("reduce_scatter", "_reduce_scatter_base", "scatter", "alltoall", "alltoall_base")
+        for name in ("allreduce", "broadcast", "reduce", "allgather", "_allgather_base", "gather")
+    },
+    **{
+        name: name
+        for name in (
+            "reduce_scatter",
+            "_reduce_scatter_base",
+            "scatter",
+            "alltoall",
+            "alltoall_base",
+        )
     },
     **{name: name for name in ("barrier", "send", "recv")},
     "all_gather_single": "_allgather_base",

@@ -44,7 +44,10 @@ class Settings(ctypes.Structure):
         ("bytes_per_sec", ctypes.c_double),  # of the link, in each direction
         ("delay_secs", ctypes.c_double),  # of each copy over it
         ("register_secs_per_gib", ctypes.c_double),  # of host memory, on the thread that calls
-        ("launch_queue", ctypes.c_int64),  # launches that a stream takes before the host waits for it
+        (
+            "launch_queue",
+            ctypes.c_int64,
+        ),  # launches that a stream takes before the host waits for it
         ("malloc_waits", ctypes.c_int64),  # whether memory that is new waits for the device
         ("total_bytes", ctypes.c_int64),
         ("others_bytes", ctypes.c_int64),  # of other processes
@@ -57,7 +60,10 @@ class Settings(ctypes.Structure):
         ("own_streams", ctypes.c_int64),  # made by the driver, and not destroyed yet
         ("synchronised", ctypes.c_int64),  # kernels that the host had to wait for
         ("captures_ended", ctypes.c_int64),  # by calls of other threads
-        ("recorded", ctypes.c_int64),  # calls of the driver: events, waits of a stream, copies over the link
+        (
+            "recorded",
+            ctypes.c_int64,
+        ),  # calls of the driver: events, waits of a stream, copies over the link
         ("waits", ctypes.c_int64),
         ("transfers", ctypes.c_int64),
         ("rng_seed", ctypes.c_uint64),
@@ -129,7 +135,10 @@ class Simulated:
             calls.sim_look_away,
         )
         # 0, or the code of the driver's error.
-        self.host_register, self.host_unregister = calls.sim_host_register, calls.sim_host_unregister
+        self.host_register, self.host_unregister = (
+            calls.sim_host_register,
+            calls.sim_host_unregister,
+        )
         # Streams outside of torch's pool.
         self.create_stream, self.destroy_stream = calls.sim_create_stream, calls.sim_destroy_stream
 
@@ -253,7 +262,14 @@ class Simulated:
         self._launched.clear()
         self._calls.sim_forget_registered()
         self.empty_cache()
-        for name in ("synchronised", "own_streams", "captures_ended", "recorded", "waits", "transfers"):
+        for name in (
+            "synchronised",
+            "own_streams",
+            "captures_ended",
+            "recorded",
+            "waits",
+            "transfers",
+        ):
             setattr(self.settings, name, 0)
         self.settings.peak_bytes = self.settings.allocated_bytes
 

@@ -20,7 +20,10 @@ FOUND = DeviceFindings("cuda", 3, 20e9, adam_is_exact=True)
 
 
 def tried(vendor: Vendor, directory: Path) -> DeviceFindings:
-    found, engine = DeviceFindings(vendor.name, 1), DeviceCopyEngine(torch.device(vendor.type), vendor)
+    found, engine = (
+        DeviceFindings(vendor.name, 1),
+        DeviceCopyEngine(torch.device(vendor.type), vendor),
+    )
     before = torch.random.get_rng_state()
     try_device(found, vendor, engine, directory, parities=True)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -47,7 +50,9 @@ def test_a_device_is_tried_with_real_copies_parities_and_steps(
 def test_a_device_is_tried_where_the_host_says_nothing_of_numa_nodes(
     sim: Simulated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("reft.engine.checks.choice.NUMA_MAPS", tmp_path.parent / "missing", raising=False)
+    monkeypatch.setattr(
+        "reft.engine.checks.choice.NUMA_MAPS", tmp_path.parent / "missing", raising=False
+    )
     found = tried(SimulatedVendor(sim), tmp_path)
     assert (found.adam_is_exact, found.to_change) == (True, [])
 
@@ -68,7 +73,8 @@ def test_p6_what_a_device_does_otherwise_is_found_and_ends_nothing(
     assert not found.adam_is_exact
     numa, parities = found.to_change
     assert (
-        "host memory is on NUMA node 1, the device on 0: start the rank with numactl --cpunodebind=0" in numa
+        "host memory is on NUMA node 1, the device on 0: start the rank with numactl --cpunodebind=0"
+        in numa
     )
     assert 'write "protection": "arc"' in parities
     monkeypatch.setattr(sim, "Event", None)
@@ -77,7 +83,9 @@ def test_p6_what_a_device_does_otherwise_is_found_and_ends_nothing(
 
 
 def test_one_paragraph_says_what_was_found_and_what_to_change_on_which_rank() -> None:
-    odd = replace(FOUND, adam_is_exact=False, copy_bytes_per_sec=9e9, free_cores=1, to_change=["a", "b"])
+    odd = replace(
+        FOUND, adam_is_exact=False, copy_bytes_per_sec=9e9, free_cores=1, to_change=["a", "b"]
+    )
     assert device_paragraph([FOUND, replace(FOUND, copy_bytes_per_sec=25e9)], "ab").endswith(
         "reft.ExactAdam steps as on a host; copies into host memory run at 20 (rank 0) to 25 GB/s; every rank has 3 "
         "cores or more to spare. To change: nothing"
@@ -117,7 +125,8 @@ def test_the_numa_node_of_memory_is_that_of_most_of_its_pages() -> None:
         "7f00cc000000 default file=/lib/c\n"
     )
     assert [
-        memory_node(maps, int(at, 16)) for at in ("7f00aa000000", "7f00bb000000", "7f00cc000000", "bb")
+        memory_node(maps, int(at, 16))
+        for at in ("7f00aa000000", "7f00bb000000", "7f00cc000000", "bb")
     ] == [*(0, 1, -1, -1)]
 
 
@@ -133,7 +142,13 @@ def test_the_numa_node_of_memory_is_that_of_most_of_its_pages() -> None:
     ],
 )
 def test_settings_that_have_copies_hinder_training_are_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, environment: Any, tensor_parallel: int, expected: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    environment: Any,
+    tensor_parallel: int,
+    expected: list[str],
 ) -> None:
     monkeypatch.setattr(Cuda, "name", name)
-    assert [text.split()[0] for text in Cuda().settings_to_change(environment, tensor_parallel)] == expected
+    assert [
+        text.split()[0] for text in Cuda().settings_to_change(environment, tensor_parallel)
+    ] == expected

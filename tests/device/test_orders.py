@@ -44,7 +44,9 @@ class Training:
 
     def compute(self) -> None:
         """Activations: written, read again later, given back before the device has come to them."""
-        activation = torch.empty(self.random.choice((256, 512, 2048)), dtype=torch.uint8, device=DEVICE)
+        activation = torch.empty(
+            self.random.choice((256, 512, 2048)), dtype=torch.uint8, device=DEVICE
+        )
         value = self.random.randrange(256)
         activation.fill_(value)
         read = torch.zeros(len(activation), dtype=torch.uint8).pin_memory()

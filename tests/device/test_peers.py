@@ -17,7 +17,9 @@ def sums_of(
     tensors: list[torch.Tensor], vendor: Vendor, change: bool, by_turns: bool = False, step: int = 1
 ) -> dict[int, int]:
     engine = DeviceCopyEngine(tensors[0].device, vendor)
-    images = LiveImages(SectionImage([(str(i), t) for i, t in enumerate(tensors)]), SectionImage([]), None)
+    images = LiveImages(
+        SectionImage([(str(i), t) for i, t in enumerate(tensors)]), SectionImage([]), None
+    )
     check = PeerCheck(by_turns, 4096)
     go = hold(vendor)
     engine.begin()

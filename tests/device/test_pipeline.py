@@ -43,7 +43,9 @@ class Block(nn.Module):
 
 def batches(number: int) -> Any:
     while True:
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).to(torch.bfloat16)
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)).to(
+            torch.bfloat16
+        )
         number += 1
         yield x, x.roll(1, 0)
 
@@ -54,14 +56,21 @@ class Life:
     def __init__(self, block: dict[str, Any] | None, stages: int) -> None:
         torch.manual_seed(1234)
         model = PipelineModule(
-            [LayerSpec(Block) for _ in range(4)], num_stages=stages, loss_fn=mse, partition_method="uniform"
+            [LayerSpec(Block) for _ in range(4)],
+            num_stages=stages,
+            loss_fn=mse,
+            partition_method="uniform",
         )
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": 4,
             "bf16": {"enabled": True},
             "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": {"stage": 1, "reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16},
+            "zero_optimization": {
+                "stage": 1,
+                "reduce_bucket_size": 2**16,
+                "allgather_bucket_size": 2**16,
+            },
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 1.0,
             "steps_per_print": 10**9,
@@ -78,7 +87,9 @@ class Life:
         self._data = batches(1000 * self.engine.grid.get_data_parallel_rank() + 4 * self.begins)
 
     def train(self, until: int) -> None:
-        losses = [self.engine.train_batch(self._data) for _ in range(self.engine.global_steps, until)]
+        losses = [
+            self.engine.train_batch(self._data) for _ in range(self.engine.global_steps, until)
+        ]
         self.losses += [float(loss) for loss in losses]
 
 
@@ -106,14 +117,19 @@ def live(root: Path) -> dict[str, Any]:
     )
     session, committed = find_session(job.engine), list[int]()
     on_commit = session.worker.watchers.on_commit
-    session.worker.watchers.on_commit = lambda label: (committed.append(label.step), on_commit(label))
+    session.worker.watchers.on_commit = lambda label: (
+        committed.append(label.step),
+        on_commit(label),
+    )
     sim.settings.bytes_per_sec, sim.settings.delay_secs = SLOW, 0.0005
     for step in range(job.begins, job.begins + COMMITTED):
         job.train(step + 1)
         assert session.flush(60)
     job.train(life["until"])
     if life["killed"] is not None:
-        (root / f"killed-{rank}.json").write_text(json.dumps({"losses": job.losses, "committed": committed}))
+        (root / f"killed-{rank}.json").write_text(
+            json.dumps({"losses": job.losses, "committed": committed})
+        )
         if life["killed"] == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         job.train(STEPS)
@@ -123,7 +139,10 @@ def live(root: Path) -> dict[str, Any]:
     return {
         **{name: session.stats.to_json()[name] for name in ("staged", "recomputed")},
         **{"begins": job.begins, "losses": job.losses, "committed": committed},
-        **{"engine": session.copying.engine.name, "encodes": backend_for(torch.empty(1, device=NAME)).name},
+        **{
+            "engine": session.copying.engine.name,
+            "encodes": backend_for(torch.empty(1, device=NAME)).name,
+        },
         **{"synchronised": synchronised, "own_streams": sim.settings.own_streams},
     }
 
@@ -133,7 +152,9 @@ DIES = 10
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("stages", "world"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.integration)], ids=["DP2", "PP2xDP2"]
+    ("stages", "world"),
+    [(1, 2), pytest.param(2, 4, marks=pytest.mark.integration)],
+    ids=["DP2", "PP2xDP2"],
 )
 def test_p1_p3_p8_a_pipeline_on_a_device_goes_on_from_its_peers_memory_bit_for_bit(
     tmp_path: Path, stages: int, world: int

@@ -65,7 +65,11 @@ def test_registering_is_as_strict_as_the_driver(sim: Simulated) -> None:
     x = torch.zeros(4 * page, dtype=torch.uint8, device=NAME)
     with pytest.raises(RuntimeError, match="invalid argument"):
         memory.copy_(x, non_blocking=True)
-    assert [sim.host_unregister(at), sim.host_unregister(at), sim.host_unregister(at + 2 * page)] == [
+    assert [
+        sim.host_unregister(at),
+        sim.host_unregister(at),
+        sim.host_unregister(at + 2 * page),
+    ] == [
         0,
         713,
         0,
@@ -104,7 +108,9 @@ def test_a_freed_block_is_given_out_again_at_once_and_poisoned_unless_somebody_s
     assert late.cpu().eq(1 if said else POISON).all()
 
 
-def test_what_has_no_shape_before_it_has_run_holds_the_host_up_and_is_counted(sim: Simulated) -> None:
+def test_what_has_no_shape_before_it_has_run_holds_the_host_up_and_is_counted(
+    sim: Simulated,
+) -> None:
     x = torch.tensor([0, 1, 0, 2], device=NAME)
     assert x.nonzero().cpu().tolist() == [[1], [3]]
     assert torch.equal(x, x.clone())

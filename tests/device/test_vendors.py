@@ -68,7 +68,9 @@ def test_its_own_stream_waits_for_events_alone_and_is_nobody_else_s(
     vendor.host_unregister(device, target.data_ptr())
 
 
-def test_copies_into_registered_memory_do_not_hold_the_host_up(vendor: Vendor, device: torch.device) -> None:
+def test_copies_into_registered_memory_do_not_hold_the_host_up(
+    vendor: Vendor, device: torch.device
+) -> None:
     state = torch.ones(2**16, dtype=torch.uint8, device=device)
     target = registered(vendor, device, 2**16)
     go = hold(vendor)
@@ -83,7 +85,9 @@ def test_copies_into_registered_memory_do_not_hold_the_host_up(vendor: Vendor, d
     vendor.host_unregister(device, target.data_ptr())
     with pytest.raises(RuntimeError):
         vendor.host_unregister(device, target.data_ptr())
-    torch.ones(1, device=device).add_(1)  # no error of a driver's call is left behind for the next kernel
+    torch.ones(1, device=device).add_(
+        1
+    )  # no error of a driver's call is left behind for the next kernel
     vendor.module.synchronize()
 
 
@@ -93,7 +97,9 @@ def test_memory_and_random_state_are_told(vendor: Vendor, device: torch.device) 
     kept = torch.zeros(2**16, dtype=torch.uint8, device=device)
     stats = vendor.module.memory_stats_as_nested_dict(device)
     assert (
-        stats["allocated_bytes"]["all"]["peak"] >= stats["allocated_bytes"]["all"]["current"] >= kept.nbytes
+        stats["allocated_bytes"]["all"]["peak"]
+        >= stats["allocated_bytes"]["all"]["current"]
+        >= kept.nbytes
     )
     assert stats["reserved_bytes"]["all"]["current"] >= kept.nbytes
     state = vendor.module.get_rng_state()
@@ -114,7 +120,9 @@ def captured(vendor: Vendor) -> Iterator[None]:
     assert vendor.module.settings.captures_ended == 0
 
 
-def test_versions_are_copied_while_training_captures_a_graph(vendor: Vendor, device: torch.device) -> None:
+def test_versions_are_copied_while_training_captures_a_graph(
+    vendor: Vendor, device: torch.device
+) -> None:
     engine = DeviceCopyEngine(torch.device(vendor.type), vendor)
     assert (engine.device, engine.name, engine.asynchronous) == (device, vendor.name, True)
     state, memory = torch.ones(2**20, dtype=torch.uint8, device=device), mmap.mmap(-1, 2**20)

@@ -99,7 +99,11 @@ class Job:
     def hand_over(self, number: int, variant: Variant) -> SnapshotRequest:
         first = number == 1  # memory is reserved for it, whatever it takes
         request = SnapshotRequest(
-            VersionId(1, number), self.images, f"host {number}".encode(), required=first, variant=variant
+            VersionId(1, number),
+            self.images,
+            f"host {number}".encode(),
+            required=first,
+            variant=variant,
         )
         self.worker.submit(request)
         if first:
@@ -307,7 +311,9 @@ def test_p2_a_staged_version_is_committed_later_and_is_the_state_of_its_step(job
     stats = job.stats
     assert job.pacer.plan.overflow is Overflow.STAGING
     assert stats.staged >= 3
-    assert 0 < stats.staged_bytes < stats.staged * job.state.nbytes, "windows before the fence were used too"
+    assert 0 < stats.staged_bytes < stats.staged * job.state.nbytes, (
+        "windows before the fence were used too"
+    )
     job.check()
     assert stats.committed == len(job.content)
     # A staged version keeps the one after it away; every one is accounted for.
@@ -336,7 +342,9 @@ def test_the_fence_waits_for_the_staging_copy_only(job: Job) -> None:
     release()
     assert job.worker.drain(WAIT_SECS)
     assert job.worker.votes.stop_step is not None
-    assert job.worker.votes.stop_step > last + 1, "ranks may have passed the step before they heard of it"
+    assert job.worker.votes.stop_step > last + 1, (
+        "ranks may have passed the step before they heard of it"
+    )
     job.check()
 
 
@@ -370,7 +378,10 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
     train(job, 12)
     job.content.clear()
     assert job.staging.capacity_bytes > 0
-    release, given_up = job.sim.hold(job.engine.drain_stream), threading.Event()  # the link is slow now
+    release, given_up = (
+        job.sim.hold(job.engine.drain_stream),
+        threading.Event(),
+    )  # the link is slow now
     drain = job.engine.drain
 
     def fail_in_the_middle(staged: Sequence[Piece], after: Any = None) -> CopyTicket:
@@ -388,7 +399,9 @@ def test_p5_a_drain_that_is_given_up_writes_into_no_newer_version(
     release_at = None
     while release_at is None or number < release_at:
         number += 1
-        job.await_turn(job.step(number, Variant.BLOCKING))  # it leaves nothing to be drained behind that
+        job.await_turn(
+            job.step(number, Variant.BLOCKING)
+        )  # it leaves nothing to be drained behind that
         job.await_device()
         if release_at is None and given_up.is_set():
             release_at = number + 4
@@ -439,7 +452,9 @@ def test_without_windows_copies_begin_beside_computation(job: Job) -> None:
 
 
 @pytest.mark.parametrize("job", [BESIDE], indirect=True)
-def test_without_windows_what_takes_longer_than_a_step_does_not_fit_and_is_taken_less_often(job: Job) -> None:
+def test_without_windows_what_takes_longer_than_a_step_does_not_fit_and_is_taken_less_often(
+    job: Job,
+) -> None:
     train_without_windows(job, 6, 3e6)
     plan = job.pacer.plan
     assert not plan.fits

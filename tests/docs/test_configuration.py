@@ -22,7 +22,9 @@ def page() -> str:
         return doc.key.rpartition(".")[0]
 
     text = HEAD
-    for section, keys in groupby(sorted(explain(), key=lambda doc: section_of(doc) != ""), section_of):
+    for section, keys in groupby(
+        sorted(explain(), key=lambda doc: section_of(doc) != ""), section_of
+    ):
         text += f"\n## {f'`{section}`' if section else 'The block'}\n\n"
         text += "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
         text += "".join(map(row, keys))

@@ -26,7 +26,12 @@ TRAIN = {
     "examples/pipeline.json --steps 50",
     "trainer": "examples/trainer.py --deepspeed_config examples/trainer.json --epochs 4",
 }
-_UNREACHABLE = ("No matching distribution", "Could not find a version", "Connection", "Temporary failure")
+_UNREACHABLE = (
+    "No matching distribution",
+    "Could not find a version",
+    "Connection",
+    "Temporary failure",
+)
 _TO_THE_END = "wait $NODE_A && wait $NODE_B\nkill $RENDEZVOUS\nrm -r $MEMORY\n"
 
 
@@ -74,14 +79,18 @@ def quickstart(binaries: Path, folder: Path, train: str, commands: str) -> Outco
         )
     logs = {path.name: path.read_text(errors="replace") for path in sorted(folder.glob("*.log"))}
     said = (folder / "output").read_text(errors="replace")
-    assert done.returncode == 0, said + "".join(f"--- {name}\n{log[-3000:]}" for name, log in logs.items())
+    assert done.returncode == 0, said + "".join(
+        f"--- {name}\n{log[-3000:]}" for name, log in logs.items()
+    )
     return Outcome.of(said + "".join(logs.values()))
 
 
 def examples(folder: Path, *, enabled: bool) -> Path:
     """A copy of them in a folder of its own, with or without reft."""
     folder.mkdir()
-    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for path in (folder / "examples").glob("*.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"reft": {"enabled": enabled}}))
     return folder
@@ -95,8 +104,12 @@ def test_an_example_from_a_wheel_loses_a_node_and_keeps_its_numbers(
     undisturbed = quickstart(
         binaries, examples(tmp_path / "without", enabled=False), TRAIN[name], start + _TO_THE_END
     )
-    disturbed = quickstart(binaries, examples(tmp_path / "with", enabled=True), TRAIN[name], start + lose)
+    disturbed = quickstart(
+        binaries, examples(tmp_path / "with", enabled=True), TRAIN[name], start + lose
+    )
 
     assert {source for _, source in disturbed.resumed} == {"memory"}, disturbed.log[-4000:]
     disturbed.check_against(undisturbed)
-    print(f"{name}: {len(undisturbed.losses)} steps, resumed at {disturbed.resumed}, all losses equal")
+    print(
+        f"{name}: {len(undisturbed.losses)} steps, resumed at {disturbed.resumed}, all losses equal"
+    )

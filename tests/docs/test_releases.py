@@ -28,9 +28,7 @@ def table() -> str:
     for row in RELEASES:
         patch = f"`{row.patch.rpartition('/')[2]}`" if row.patch else "none"
         engines = re.sub(r'"\w+": "\w+"', r"`\g<0>`", ", ".join(row.unloadable))
-        text += (
-            f"| {row.first} | {', '.join(row.torch)} | {', '.join(row.clusters)} | {patch} | {engines} |\n"
-        )
+        text += f"| {row.first} | {', '.join(row.torch)} | {', '.join(row.clusters)} | {patch} | {engines} |\n"
     return text
 
 
@@ -46,7 +44,9 @@ def minor(number: str) -> str:
 
 def test_the_page_has_the_table() -> None:
     assert table() in PAGE.read_text(), "write it anew: python -m tests.docs.test_releases"
-    patches = {str(path.relative_to(PATCHES)): path.read_text() for path in PATCHES.glob("*/*.patch")}
+    patches = {
+        str(path.relative_to(PATCHES)): path.read_text() for path in PATCHES.glob("*/*.patch")
+    }
     assert {row.patch for row in RELEASES if row.patch} <= patches.keys()
     for name, text in patches.items():
         assert text.startswith("Why: ")
@@ -56,13 +56,20 @@ def test_the_page_has_the_table() -> None:
 
 def test_what_is_required_pinned_and_run_is_in_it() -> None:
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    oldest = min((torch for row in RELEASES for torch in row.torch), key=lambda torch: int(torch[2:]))
+    oldest = min(
+        (torch for row in RELEASES for torch in row.torch), key=lambda torch: int(torch[2:])
+    )
     assert {f"deepspeed>={minor(RELEASES[0].first)},<{END}", f"torch>={oldest}"} <= set(required)
     assert release(END) is release("0.16.9") is None
     megatron = (ROOT / "docs" / "megatron.md").read_text()
-    run = [CONSTRAINTS["deepspeed"], *re.findall(r"^\| .* \| (0\.[\d.]+) \| ", megatron, re.MULTILINE)]
+    run = [
+        CONSTRAINTS["deepspeed"],
+        *re.findall(r"^\| .* \| (0\.[\d.]+) \| ", megatron, re.MULTILINE),
+    ]
     tried = [(deepspeed, CONSTRAINTS["torch"]) for deepspeed in run]
-    for deepspeed, torch in tried + [(r.deepspeed, r.torch or CONSTRAINTS["torch"]) for r in ROWS.values()]:
+    for deepspeed, torch in tried + [
+        (r.deepspeed, r.torch or CONSTRAINTS["torch"]) for r in ROWS.values()
+    ]:
         assert minor(torch) in row_of(deepspeed).torch, deepspeed
         assert row_of(deepspeed).patch.rpartition("/")[2] in megatron
 

@@ -18,14 +18,16 @@ from tests.test_wheel import ROOT
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 MESSAGES = re.findall(r"^\| `(.+?)` \|", PAGE, re.MULTILINE)
 SUPPORT = (ROOT / "docs" / "support.md").read_text()
-REFUSED = re.findall(r"^\| (.+?) \|", SUPPORT.partition("## Refused")[2].partition("\n## ")[0], re.MULTILINE)[
-    2:
-]
+REFUSED = re.findall(
+    r"^\| (.+?) \|", SUPPORT.partition("## Refused")[2].partition("\n## ")[0], re.MULTILINE
+)[2:]
 
 
 @pytest.fixture(scope="module")
 def said() -> str:
-    return "\n".join(text for path in sorted((ROOT / "reft").rglob("*.py")) for text in literals(path))
+    return "\n".join(
+        text for path in sorted((ROOT / "reft").rglob("*.py")) for text in literals(path)
+    )
 
 
 def literals(path: Path) -> list[str]:
@@ -50,12 +52,18 @@ def test_the_page_has_messages() -> None:
     assert min(len(MESSAGES), len(REFUSED)) >= 20
     for page in (ROOT / "docs").glob("*.md"):
         named = re.findall(r"`(tests/[\w/]+|(?:\w+/)+\w+\.py)`", page.read_text())
-        missing = [path for path in named if not any((top / path).exists() for top in (ROOT, ROOT / "reft"))]
+        missing = [
+            path
+            for path in named
+            if not any((top / path).exists() for top in (ROOT, ROOT / "reft"))
+        ]
         assert missing == [], page.name
 
 
 def test_messages_name_extras_that_exist(said: str) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     named = set(re.findall(r"reft-ckpt\[([a-z0-9]+)\]", said))
     assert {"etcd", "metrics"} <= named <= set(extras)
 

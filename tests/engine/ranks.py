@@ -33,7 +33,9 @@ def run_ranks(
     shared = {
         **clean,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(p for p in (clean.get("PYTHONPATH"), str(job.parents[2])) if p),
+        "PYTHONPATH": os.pathsep.join(
+            p for p in (clean.get("PYTHONPATH"), str(job.parents[2])) if p
+        ),
         "LOCAL_RANK": "0",
         "TEST_DEVICE": device,
         "WORLD_SIZE": str(world),

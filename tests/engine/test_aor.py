@@ -21,7 +21,15 @@ from reft.protect.host_adam import AdamKind, AdamRecipe
 from reft.snapshot.version import SkipCause
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import device_or_skip
-from tests.engine.ranks import Mlp, Told, be_a_rank, block_of, commit_every_version, groups, run_ranks
+from tests.engine.ranks import (
+    Mlp,
+    Told,
+    be_a_rank,
+    block_of,
+    commit_every_version,
+    groups,
+    run_ranks,
+)
 from tests.machine import FP16_MISSING
 from tests.old_deepspeed import (
     BF16_OPTIMIZER_IS_NEVER_MADE,
@@ -42,7 +50,12 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, **KEEP_GRADIENTS}},
     "fp16": {
         # Scales that grow too far: some steps overflow and are skipped.
-        "fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 20, "hysteresis": 1},
+        "fp16": {
+            "enabled": True,
+            "initial_scale_power": 24,
+            "loss_scale_window": 20,
+            "hysteresis": 1,
+        },
         "zero_optimization": {"stage": 1, **KEEP_GRADIENTS},
     },
     "fp32": {"zero_optimization": {"stage": 1, **KEEP_GRADIENTS}},
@@ -61,7 +74,10 @@ if GRADIENTS_ARE_NOT_AVERAGED:
         CASES[BF16_OPTIMIZER] = {**usual, "bf16": {"enabled": True, "immediate_grad_update": True}}
 USUAL = next(iter(CASES.values()), {})
 EXACT = "reft.ExactAdam"
-EXACT_ADAM = {"client": lambda groups: reft.ExactAdam(groups, lr=1e-2), "zero_allow_untested_optimizer": True}
+EXACT_ADAM = {
+    "client": lambda groups: reft.ExactAdam(groups, lr=1e-2),
+    "zero_allow_untested_optimizer": True,
+}
 """What DeepSpeed calls with the parameter groups."""
 RECOMPUTE = "reft.snapshot.recompute"  # the logger of what is recomputed
 
@@ -84,15 +100,21 @@ def make(case: dict[str, Any], block: dict[str, Any] | None) -> Any:
     if client is not None:
         del config["optimizer"]
     initialize = deepspeed.initialize if block is None else reft.initialize
-    engine = initialize(model=model, optimizer=client, model_parameters=groups(model), config=config)[0]
+    engine = initialize(
+        model=model, optimizer=client, model_parameters=groups(model), config=config
+    )[0]
     return step_without_autograd(engine)
 
 
-def train(engine: Any, steps: int, before_step: Callable[[int], None] = lambda _: None) -> list[str]:
+def train(
+    engine: Any, steps: int, before_step: Callable[[int], None] = lambda _: None
+) -> list[str]:
     losses = []
     for _ in range(steps):
         before_step(engine.global_steps)
-        generator = torch.Generator().manual_seed(100 * engine.global_steps + int(os.environ["RANK"]))
+        generator = torch.Generator().manual_seed(
+            100 * engine.global_steps + int(os.environ["RANK"])
+        )
         for _ in range(2):
             x = torch.randn(2, 16, generator=generator).to(next(engine.module.parameters()))
             loss = engine(x)
@@ -129,7 +151,10 @@ class Watched:
         """A digest of the bytes of every partition that this rank keeps, its own too."""
         filling = self.newest
         members = filling.layout.plan.placement.kept_by(filling.layout.member)
-        return {str(m): hashlib.sha256(filling.partition(m).numpy().tobytes()).hexdigest() for m in members}
+        return {
+            str(m): hashlib.sha256(filling.partition(m).numpy().tobytes()).hexdigest()
+            for m in members
+        }
 
     def result(self, losses: list[str]) -> dict[str, Any]:
         self.session.flush(60)
@@ -205,7 +230,9 @@ def missing_tensor(root: Path, case: dict[str, Any]) -> dict[str, Any]:
         capture = session.state.gradients
         assert capture is not None
         capture.images = {
-            member: SectionImage([(name.replace(old, f"lost.{old}"), t) for name, t in tensors.items()])
+            member: SectionImage(
+                [(name.replace(old, f"lost.{old}"), t) for name, t in tensors.items()]
+            )
             for member, tensors in capture.staged.items()
         }
         session.state.replaced()
@@ -245,7 +272,10 @@ def closed(root: Path, number: int, case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-METHODS = ("_release_ipg_buffers", "unscale_and_clip_grads")  # of DeepSpeedZeroOptimizer, seen by the capture
+METHODS = (
+    "_release_ipg_buffers",
+    "unscale_and_clip_grads",
+)  # of DeepSpeedZeroOptimizer, seen by the capture
 
 
 def other_arithmetic(root: Path, case: dict[str, Any], name: str) -> dict[str, Any]:
@@ -303,7 +333,9 @@ def main(root: Path) -> dict[str, Any]:
 
 Ranks = list[dict[str, Any]]
 
-shared = pytest.mark.skipif(not CASES, reason="this DeepSpeed averages no gradients that could be captured")
+shared = pytest.mark.skipif(
+    not CASES, reason="this DeepSpeed averages no gradients that could be captured"
+)
 """Tests of what does not depend on the optimizer."""
 
 FIRST = "there is no version yet to recompute from"
@@ -336,7 +368,9 @@ def test_partitions_equal_their_owners_after_many_steps(ranks: Ranks, case: str)
 
 @pytest.mark.integration
 @pytest.mark.parametrize("case", LONG)
-def test_zero_bytes_of_a_partition_cross_nodes_once_its_peers_have_it(ranks: Ranks, case: str) -> None:
+def test_zero_bytes_of_a_partition_cross_nodes_once_its_peers_have_it(
+    ranks: Ranks, case: str
+) -> None:
     for r in ranks:
         run = r["long"][case]
         assert set(run["resynced"]) <= {FIRST, NO_STEP_YET}
@@ -349,7 +383,8 @@ def test_zero_bytes_of_a_partition_cross_nodes_once_its_peers_have_it(ranks: Ran
 
 @pytest.mark.integration
 @pytest.mark.skipif(
-    "fp16" not in CASES, reason=FP16_MISSING or "this DeepSpeed does not average these gradients on a CPU"
+    "fp16" not in CASES,
+    reason=FP16_MISSING or "this DeepSpeed does not average these gradients on a CPU",
 )
 def test_overflows_were_among_the_steps(ranks: Ranks) -> None:
     """Some before the first step that was applied, and more later."""
@@ -388,7 +423,9 @@ def test_p1_partitions_are_recomputed_from_the_gradients_of_a_device(tmp_path: P
     test_partitions_equal_their_owners_after_many_steps(ranks, EXACT)
     test_p1_losses_are_equal_to_the_bit(ranks, EXACT)
     assert all(r["long"][EXACT]["recomputed"] for r in ranks)
-    if device == "cuda":  # the simulated one's square roots are torch's on a CPU, which rounds some wrongly
+    if (
+        device == "cuda"
+    ):  # the simulated one's square roots are torch's on a CPU, which rounds some wrongly
         test_zero_bytes_of_a_partition_cross_nodes_once_its_peers_have_it(ranks, EXACT)
 
 
@@ -444,11 +481,16 @@ def test_a_closed_session_leaves_nothing_in_the_optimizer(ranks: Ranks, case: st
 
 @pytest.mark.integration
 @shared
-def test_p5_without_a_bound_another_arithmetic_is_never_accepted_and_that_is_said(ranks: Ranks) -> None:
+def test_p5_without_a_bound_another_arithmetic_is_never_accepted_and_that_is_said(
+    ranks: Ranks,
+) -> None:
     assert_whole(ranks, "exact", 3 * SHORT_STEPS)
     for r in ranks:
         # The first replica is made when version 2 is; every one behind it is off.
-        assert r["exact"]["resynced"] == {FIRST: 1, "it is not what its owner has": 3 * SHORT_STEPS - 2}
+        assert r["exact"]["resynced"] == {
+            FIRST: 1,
+            "it is not what its owner has": 3 * SHORT_STEPS - 2,
+        }
         (warning,) = r["exact"]["warnings"]
         assert "recomputing gains nothing" in warning
         assert "reft.ExactAdam" in warning

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.integration
 
 
 RECOMPUTED, MEASURED = "recomputed", "measured"
-TRIED = DeviceFindings("a device of these hosts", 1, 1e15, adam_is_exact=True, adam_parameters_per_sec=1e9)
+TRIED = DeviceFindings(
+    "a device of these hosts", 1, 1e15, adam_is_exact=True, adam_parameters_per_sec=1e9
+)
 """As if: what is recomputed here is exact, and gradients are on the host at once."""
 CASES: dict[str, dict[str, Any]] = {
     "one": {},
@@ -68,7 +70,11 @@ def case(name: str, block: dict[str, Any], told: Told) -> dict[str, Any]:
     }
     session.close()
     copied = session.stats.traffic.to_json()["to_host"]
-    return {**result, "committed": session.stats.committed_step, "gradients": copied.get("gradients", 0)}
+    return {
+        **result,
+        "committed": session.stats.committed_step,
+        "gradients": copied.get("gradients", 0),
+    }
 
 
 def ordered(session: Any, scheme: str) -> str:
@@ -95,7 +101,9 @@ def main(root: Path) -> dict[str, Any]:
                 **{"enabled": True, "job_id": name, "memory_dir": str(memory)},
                 **{"protection": "auto", "allow_unprotected": True, **settings},
             }
-            out[f"{name}{sum(known.startswith(name) for known in out) or ''}"] = case(name, block, told)
+            out[f"{name}{sum(known.startswith(name) for known in out) or ''}"] = case(
+                name, block, told
+            )
     return out
 
 
@@ -129,7 +137,11 @@ def test_all_ranks_choose_alike_and_keep_what_was_chosen(
     in_force = scheme.removesuffix("+aor")
     for result in results:
         found = result[name]
-        assert (found["scheme"], found["in_force"], found["tolerance"]) == (scheme, in_force, tolerance)
+        assert (found["scheme"], found["in_force"], found["tolerance"]) == (
+            scheme,
+            in_force,
+            tolerance,
+        )
         assert found["committed"] == 3
 
 
@@ -138,19 +150,35 @@ def test_auto_recomputes_partitions_where_the_block_asks_for_it_or_it_can_and_is
     results: Ranks,
 ) -> None:
     for result in results:
-        assert [name for name, found in result.items() if found["gradients"]] == ["recomputed", "measured"]
-        assert result["recomputed"]["losses"] == result["zero1"]["losses"] == result["measured"]["losses"]
+        assert [name for name, found in result.items() if found["gradients"]] == [
+            "recomputed",
+            "measured",
+        ]
+        assert (
+            result["recomputed"]["losses"]
+            == result["zero1"]["losses"]
+            == result["measured"]["losses"]
+        )
         assert "fixed at the start" in result["zero1"]["ordered"]
-    said = {name: " ".join(results[0][name]["said"]) for name in ("zero1", "recomputed", "measured", "one")}
+    said = {
+        name: " ".join(results[0][name]["said"])
+        for name in ("zero1", "recomputed", "measured", "one")
+    }
     assert "ZeRO partitions are sent to peers" in said["zero1"], "its gradients are not kept"
     assert "ZeRO partitions are recomputed by peers: sending costs a step" in said["measured"]
     assert "ZeRO partitions are recomputed by peers" in said["recomputed"]
     assert "partitions" not in said["one"]
 
 
-def test_p1_p9_losses_do_not_depend_on_the_choice_and_the_state_is_known_before(results: Ranks) -> None:
+def test_p1_p9_losses_do_not_depend_on_the_choice_and_the_state_is_known_before(
+    results: Ranks,
+) -> None:
     for result in results:
-        assert result["one"]["losses"] == result["unpartitioned"]["losses"] == result["by_hand"]["losses"]
+        assert (
+            result["one"]["losses"]
+            == result["unpartitioned"]["losses"]
+            == result["by_hand"]["losses"]
+        )
         assert all(result[name]["expected"] == result[name]["real"] for name in ("one", "zero1"))
     assert results[0]["zero1"]["expected"][1] > 0
 

@@ -75,7 +75,9 @@ class Job:
     def train(self, batch: Any) -> None:
         if self._stepped:
             self._stepped = False
-            self.versions.append({"step": self.step, **self._boundary.take(self.data.read_to_train())()})
+            self.versions.append(
+                {"step": self.step, **self._boundary.take(self.data.read_to_train())()}
+            )
         self.data.forward(training=True)
         self.data.trains()
         self.seen.append((self.step, batch.tolist(), float(torch.rand(()))))  # dropout
@@ -331,7 +333,9 @@ def test_p8_p12_epochs_that_the_script_cuts_off_by_a_count_of_its_own_are_report
     whole = lived(epochs_cut_off, Job())
     assert "3 of 4 batches" in (whole.data.found_on_the_way() or "")
     for version in whole.versions[1::2]:  # between two passes nothing is counted
-        assert _from(lived(epochs_cut_off, Job(version)), version["step"]) == _from(whole, version["step"])
+        assert _from(lived(epochs_cut_off, Job(version)), version["step"]) == _from(
+            whole, version["step"]
+        )
 
 
 def test_p12_a_script_that_keeps_its_batches_is_told_when_it_no_longer_reads() -> None:

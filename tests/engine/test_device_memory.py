@@ -27,7 +27,9 @@ def noted(tmp_path: Path) -> DeviceUse | None:
     return seen.device
 
 
-def test_the_allocators_numbers_reach_the_page(tmp_path: Path, page: ProgressPage, sim: Simulated) -> None:
+def test_the_allocators_numbers_reach_the_page(
+    tmp_path: Path, page: ProgressPage, sim: Simulated
+) -> None:
     settings = sim.settings
     settings.total_bytes, settings.others_bytes = 2**30, 2**20
     kept = torch.ones(2**16, device=NAME)
@@ -45,7 +47,11 @@ def test_the_allocators_numbers_reach_the_page(tmp_path: Path, page: ProgressPag
 
 @pytest.mark.parametrize("error", [RuntimeError("no statistics"), KeyError("allocated_bytes")])
 def test_p6_an_allocator_that_counts_nothing_is_asked_once(
-    tmp_path: Path, page: ProgressPage, sim: Simulated, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tmp_path: Path,
+    page: ProgressPage,
+    sim: Simulated,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
 ) -> None:
     asked = []
 

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from reft.config import PersistConfig, ReftConfig
 from reft.engine.deepspeed import find_session, save_with_host_state
-from reft.engine.load.disk import CheckpointParts, DiskCheckpoint, find_on_disk, find_share, in_order
+from reft.engine.load.disk import (
+    CheckpointParts,
+    DiskCheckpoint,
+    find_on_disk,
+    find_share,
+    in_order,
+)
 from reft.engine.load.memory import write_and_hash
 from reft.grid import Coordinate, Degrees, Section, VersionId
 from reft.memory.arena import Arena
@@ -37,7 +43,9 @@ class Stored(disk_job.Lives):
 
         def committed() -> list[dict[str, Any]]:
             found = asked("inspect", nodes, job)["versions"]
-            return [v for v in found if v["committed"] and v["whole_ranks"] == 2 and v["step"] == step]
+            return [
+                v for v in found if v["committed"] and v["whole_ranks"] == 2 and v["step"] == step
+            ]
 
         wait_for(lambda: bool(committed()), f"a commit of step {step}")
         label = VersionId(committed()[0]["incarnation"], step)
@@ -71,7 +79,10 @@ def main(root: Path) -> dict[str, Any]:
         out["equal"] = disk_job.train(engine, 10) == losses[4:]
         lives.flip(8)
         weights = [p.detach().clone() for p in engine.module.parameters()]
-        for name, options in (("damaged", {"tag": "global_step8"}), ("base", {"load_module_only": True})):
+        for name, options in (
+            ("damaged", {"tag": "global_step8"}),
+            ("base", {"load_module_only": True}),
+        ):
             try:
                 engine.load_checkpoint(stored, **options)
             except OSError as error:
@@ -87,14 +98,18 @@ def main(root: Path) -> dict[str, Any]:
 
 
 def persisted(incarnation: int, step: int) -> DiskCheckpoint:
-    return DiskCheckpoint(Path("/p"), f"global_step{step}", step, VersionId(incarnation, step), "job", {})
+    return DiskCheckpoint(
+        Path("/p"), f"global_step{step}", step, VersionId(incarnation, step), "job", {}
+    )
 
 
 def users(step: int, label: VersionId | None = None) -> DiskCheckpoint:
     return DiskCheckpoint(Path("/u"), f"global_step{step}", step, label, "job" if label else None)
 
 
-def order(labelled: list[DiskCheckpoint], own: DiskCheckpoint | None = None) -> tuple[list[str], int]:
+def order(
+    labelled: list[DiskCheckpoint], own: DiskCheckpoint | None = None
+) -> tuple[list[str], int]:
     taken, left_out = in_order(labelled, own)
     return [f"{c.directory.name}{c.step}" for c in taken], len(left_out)
 
@@ -106,7 +121,10 @@ def test_checkpoints_are_tried_newest_first() -> None:
     assert order([persisted(1, 4), persisted(1, 8)], users(6)) == (["p8", "u6", "p4"], 0)
     assert order([persisted(1, 4), persisted(1, 8)], users(9)) == (["u9", "p8", "p4"], 0)
     assert order([persisted(1, 4), persisted(1, 8)], users(2)) == (["p8", "p4", "u2"], 0)
-    assert order([persisted(2, 4), persisted(2, 6)], users(5, VersionId(2, 5))) == (["p6", "u5", "p4"], 0)
+    assert order([persisted(2, 4), persisted(2, 6)], users(5, VersionId(2, 5))) == (
+        ["p6", "u5", "p4"],
+        0,
+    )
 
 
 def test_a_future_that_was_given_up_is_left_out() -> None:
@@ -143,9 +161,17 @@ def test_p3_p5_versions_on_storage_are_recovered_as_those_in_memory(tmp_path: Pa
         assert r["back"] == ["/global_step4", 4]
         assert r["equal"]
         kind, text, step = r["damaged"]
-        assert (kind, "pp0.dp1.tp0.arena: replicated block" in text, step) == ("PersistError", True, 10)
+        assert (kind, "pp0.dp1.tp0.arena: replicated block" in text, step) == (
+            "PersistError",
+            True,
+            10,
+        )
         kind, text, step = r["base"]
-        assert (kind, "write them with 'reft persist --from" in text, step) == ("PersistError", True, 10)
+        assert (kind, "write them with 'reft persist --from" in text, step) == (
+            "PersistError",
+            True,
+            10,
+        )
         assert r["untouched"]
         assert r["older"] == 4
         kind, text = r["all_damaged"]
@@ -171,7 +197,9 @@ def test_p6_a_rank_whose_data_cannot_be_captured_has_its_checkpoint(
     session = mock.Mock()
     session.state.client_state = None
     session.state.host_state.side_effect = TypeError("the data")
-    saved = save_with_host_state(session, lambda **call: "saved", {"save_dir": str(tmp_path), "tag": "mine"})
+    saved = save_with_host_state(
+        session, lambda **call: "saved", {"save_dir": str(tmp_path), "tag": "mine"}
+    )
     assert saved == "saved"
     assert "without random and data state: TypeError: the data" in caplog.text
 
@@ -201,7 +229,9 @@ def test_p3_what_is_not_tied_of_a_tied_module_is_the_own_stages(
         for layer in layers:
             number, tied = int(layer.rstrip("t")), layer.endswith("t")
             names += ["tied_modules.embed.bias"] if tied else [f"{number}.weight"]
-            content = {"bias" if tied else "weight": torch.full((2,), float(pp), dtype=torch.bfloat16)}
+            content = {
+                "bias" if tied else "weight": torch.full((2,), float(pp), dtype=torch.bfloat16)
+            }
             torch.save(content, tmp_path / f"layer_{number:02d}-model_00-model_states.pt")
         parameters = tuple(Parameter(name, (2,), WHOLE) for name in dict.fromkeys(names))
         held[pp, 0] = RankContents(parameters, (), (), flat=True)
@@ -209,7 +239,10 @@ def test_p3_what_is_not_tied_of_a_tied_module_is_the_own_stages(
     parts = CheckpointParts(tmp_path, Degrees(len(stages), 1, 1), held, {"embed": tied})
     for (pp, _), had in held.items():
         for part in had.parameters:
-            assert parts.tensor(Coordinate(pp, 0, 0), f"model.{part.name}").tolist() == [pp] * 2, (pp, part)
+            assert parts.tensor(Coordinate(pp, 0, 0), f"model.{part.name}").tolist() == [pp] * 2, (
+                pp,
+                part,
+            )
 
 
 @pytest.mark.parametrize("make", [hashing_copier, PlainHashingCopier])

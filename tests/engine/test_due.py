@@ -47,7 +47,11 @@ def main(root: Path) -> dict[str, Any]:
         pytest.param({0: 26, 100: 50}, [], 149, 104, id="longer"),
         # The version of step 104 is given up: another takes its place as soon as all know.
         pytest.param(
-            {0: 26}, [{"point": "before_copy", "step": 104, "action": "raise"}], 129, 106, id="given-up"
+            {0: 26},
+            [{"point": "before_copy", "step": 104, "action": "raise"}],
+            129,
+            106,
+            id="given-up",
         ),
     ],
 )
@@ -68,7 +72,9 @@ def store(persist_dir: Path, job: str, label: VersionId) -> None:
     (info.path / MARKER_NAME).write_text(json.dumps(info.to_json()))
 
 
-def test_storage_counts_from_the_newest_version_that_the_job_did_not_go_back_behind(tmp_path: Path) -> None:
+def test_storage_counts_from_the_newest_version_that_the_job_did_not_go_back_behind(
+    tmp_path: Path,
+) -> None:
     config = ReftConfig.model_validate(
         {"job_id": "mine", "persist": {"dir": str(tmp_path), "interval_steps": "auto"}}
     )

@@ -58,7 +58,9 @@ def train(engine: Any, until: int) -> list[str]:
     """Steps up to ``until``; the loss of each, exactly. The data is a function of the step."""
     losses = []
     while engine.global_steps < until:
-        generator = torch.Generator().manual_seed(1000 * engine.global_steps + int(os.environ["RANK"]))
+        generator = torch.Generator().manual_seed(
+            1000 * engine.global_steps + int(os.environ["RANK"])
+        )
         for _ in range(2):
             x = torch.randn(4, 16, generator=generator) + random.random()
             loss = engine(x.to(engine.device))
@@ -108,7 +110,12 @@ def main(root: Path) -> dict[str, Any]:
     # A later incarnation: the newest state is in memory, newer than the checkpoint of step 5.
     second = make(block, init=reft.initialize)
     path, client = second.load_checkpoint(str(root / "ckpt"))
-    out["resumed"] = [path, dict(client), second.global_steps, find_session(second).memory.incarnation]
+    out["resumed"] = [
+        path,
+        dict(client),
+        second.global_steps,
+        find_session(second).memory.incarnation,
+    ]
     try:
         client["lr_of_mine"]
     except reft.ConfigError as error:
@@ -155,7 +162,9 @@ def main(root: Path) -> dict[str, Any]:
     except reft.UnrecoverableError as error:
         out["lost"] = str(error)
     find_session(lost).close()
-    out["mpi"] = sorted(name for name in sys.modules if "mpi" in name.split(".") or "mpi4py" in name)
+    out["mpi"] = sorted(
+        name for name in sys.modules if "mpi" in name.split(".") or "mpi4py" in name
+    )
     return out
 
 
@@ -207,7 +216,10 @@ def test_an_explicit_tag_goes_back_and_starts_a_new_incarnation(results: Ranks) 
     [
         ("missing_key", ["pass client_state=lambda: {"]),
         ("careless", ["without calling engine.load_checkpoint"]),
-        ("lost", ["cannot be recovered and no checkpoint is on disk", "reft clean --job hook --force"]),
+        (
+            "lost",
+            ["cannot be recovered and no checkpoint is on disk", "reft clean --job hook --force"],
+        ),
     ],
 )
 def test_a_mistake_is_refused_with_what_to_do(results: Ranks, what: str, words: list[str]) -> None:

@@ -20,11 +20,15 @@ from reft.errors import FingerprintError
 from reft.grid import VersionId
 from reft.memory.jobdir import JobDir, record_fingerprint
 
-ONE = Fingerprint({"config.optimizer.params.lr": 0.01, "layout.dp": 2, "script": "/a/train.py", "seed": 7})
+ONE = Fingerprint(
+    {"config.optimizer.params.lr": 0.01, "layout.dp": 2, "script": "/a/train.py", "seed": 7}
+)
 
 
 def with_facts(**facts: object) -> Fingerprint:
-    return Fingerprint({**ONE.facts, **{name.replace("__", "."): fact for name, fact in facts.items()}})
+    return Fingerprint(
+        {**ONE.facts, **{name.replace("__", "."): fact for name, fact in facts.items()}}
+    )
 
 
 def test_p7_every_difference_is_named_with_what_was_and_what_is() -> None:
@@ -41,7 +45,9 @@ def test_p7_a_number_may_be_written_as_another_type_but_not_as_a_truth_value() -
 
 def test_p7_a_refusal_says_what_differs_and_what_to_do() -> None:
     with pytest.raises(FingerprintError) as refusal:
-        require_same(ONE, with_facts(config__optimizer__params__lr=0.1), of="the memory of job train")
+        require_same(
+            ONE, with_facts(config__optimizer__params__lr=0.1), of="the memory of job train"
+        )
     message = str(refusal.value)
     assert "the memory of job train was written by a job that differs" in message
     assert "config.optimizer.params.lr: was 0.01, is 0.1" in message
@@ -77,14 +83,19 @@ def test_p7_what_is_not_a_fingerprint_is_refused(data: bytes) -> None:
             "--data-path 0.3 /b/wiki 0.7 /c/books/ --out /x/y --script-root /z",
             {"data-path": "0.3 wiki 0.7 books"},
         ),
-        ("model.layers=4 trainer.max_steps=9 data.name=c4", {"model.layers": "4", "data.name": "c4"}),
+        (
+            "model.layers=4 trainer.max_steps=9 data.name=c4",
+            {"model.layers": "4", "data.name": "c4"},
+        ),
         ("--drop-out 0.1 --lora_rank 8 --local_rank 1", {"drop-out": "0.1"}),
         ('--deepspeed_config ds.json --overrides {"a":1}', {}),
         ("--layers 2 4 --learning-steps-per-print 1", {"layers": "2 4"}),
         ("", {}),
     ],
 )
-def test_arguments_that_may_change_the_numbers_are_facts(arguments: str, facts: dict[str, str]) -> None:
+def test_arguments_that_may_change_the_numbers_are_facts(
+    arguments: str, facts: dict[str, str]
+) -> None:
     assert read_argument_facts(arguments.split()) == {f"arguments.{k}": v for k, v in facts.items()}
 
 
@@ -113,7 +124,9 @@ DO_NOT = """
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_p7_what_decides_the_numbers_counts_and_what_goes_on_around_it_does_not(counts: bool) -> None:
+def test_p7_what_decides_the_numbers_counts_and_what_goes_on_around_it_does_not(
+    counts: bool,
+) -> None:
     names = (DECIDE if counts else DO_NOT).split()
     found = {name: read_argument_facts([f"--{name}", "7"]) for name in names}
     assert found == {name: {f"arguments.{name}": "7"} if counts else {} for name in names}
@@ -121,7 +134,9 @@ def test_p7_what_decides_the_numbers_counts_and_what_goes_on_around_it_does_not(
 
 def test_p7_a_refusal_for_an_argument_says_how_to_leave_them_all_out() -> None:
     was, now = with_facts(arguments__warmth="1"), with_facts(arguments__warmth="2")
-    with pytest.raises(FingerprintError, match=r'"accept_changes": \["arguments"\] leaves all of them out'):
+    with pytest.raises(
+        FingerprintError, match=r'"accept_changes": \["arguments"\] leaves all of them out'
+    ):
         require_same(was, now, of="it")
     require_same(was, now, of="it", accepted=["arguments"])
 

@@ -66,7 +66,11 @@ BOTH = r"^\d+.both.weight$"
 def mlp(first: str, second: str, outer: int) -> torch.nn.Module:
     """One slice, by the names and attributes that Megatron gives."""
     module = torch.nn.ModuleDict({first: torch.nn.Linear(4, outer), second: torch.nn.Linear(8, 4)})
-    for part, dimension in ((module[first].weight, 0), (module[first].bias, 0), (module[second].weight, 1)):
+    for part, dimension in (
+        (module[first].weight, 0),
+        (module[first].bias, 0),
+        (module[second].weight, 1),
+    ):
         part.partition_dim, part.partition_stride = dimension, 1
     module[second].bias.partition_dim = -1
     return torch.nn.Sequential(torch.nn.ModuleDict({"mlp": module}))
@@ -107,18 +111,33 @@ def test_p7_fused_matrices_are_not_guessed(name: str, declared: Any, known: Any)
     ("info", "known"),
     [
         ({"parameter_with_2_sub_params_cat_dim_0": [BOTH]}, (0, (4, 4))),
-        ({"parameter_with_sub_params": [{"patterns": [BOTH], "shape": [[8, 4, 4], -1]}]}, (0, (4, 2, 2))),
-        ({"parameter_with_sub_params": [{"patterns": [BOTH], "shape": [4, -1]}]}, (0, (2, 2, 2, 2))),
-        ({"parameter_with_sub_params": [{"patterns": [BOTH], "shape": [[9, 4, 3], -1]}]}, (None, ())),
+        (
+            {"parameter_with_sub_params": [{"patterns": [BOTH], "shape": [[8, 4, 4], -1]}]},
+            (0, (4, 2, 2)),
+        ),
+        (
+            {"parameter_with_sub_params": [{"patterns": [BOTH], "shape": [4, -1]}]},
+            (0, (2, 2, 2, 2)),
+        ),
+        (
+            {"parameter_with_sub_params": [{"patterns": [BOTH], "shape": [[9, 4, 3], -1]}]},
+            (None, ()),
+        ),
         ({"parameter_with_sub_params": [{"patterns": [BOTH], "shape": []}]}, (None, ())),
         ({"parameter_with_sub_params": [Namespace(patterns=[BOTH])]}, (None, ())),
         (
-            {"parameter_with_sub_params": [{"patterns": [BOTH], "shape": [-1, [2, 2]], "partition_dim": 1}]},
+            {
+                "parameter_with_sub_params": [
+                    {"patterns": [BOTH], "shape": [-1, [2, 2]], "partition_dim": 1}
+                ]
+            },
             (None, ()),
         ),
     ],
 )
-def test_what_a_model_says_for_universal_checkpoints_is_heard(info: dict[str, Any], known: Any) -> None:
+def test_what_a_model_says_for_universal_checkpoints_is_heard(
+    info: dict[str, Any], known: Any
+) -> None:
     model = torch.nn.Sequential(
         torch.nn.ModuleDict({n: torch.nn.Linear(4, 8, False) for n in ("both", "one")})
     )
@@ -143,7 +162,11 @@ def test_p6_a_model_that_cannot_be_described_is_snapshotted_without(info: Any) -
     model.weight.partition_dim = 0  # type: ignore[assignment]
     state = Namespace(params=lambda: [], optimizer=Namespace(state={}))
     adapter: Any = Namespace(
-        signature=lambda: 1, grouped=lambda: [list(model.parameters())], state=state, owned=False, flat=False
+        signature=lambda: 1,
+        grouped=lambda: [list(model.parameters())],
+        state=state,
+        owned=False,
+        flat=False,
     )
     told = describe_layouts(Namespace(module=model), adapter)
     assert isinstance(told, bytes if info == 3 else str)
@@ -177,7 +200,9 @@ def test_a_job_of_many_replicas_is_told_what_layout_wrote_a_checkpoint(tmp_path:
     assert other_layout(session, tmp_path) == Degrees(1, 300, 1)
 
 
-def test_files_that_lie_on_the_node_of_their_ranks_are_not_those_of_a_smaller_job(tmp_path: Path) -> None:
+def test_files_that_lie_on_the_node_of_their_ranks_are_not_those_of_a_smaller_job(
+    tmp_path: Path,
+) -> None:
     """Rank 0's node has its own alone: this is rank 1's."""
     sees: Any = [1, 1, 1]
 
@@ -217,7 +242,9 @@ class Embedding(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.positions, self.scale = (torch.nn.Linear(1, 1, bias=False) for _ in range(3))
+        self.words, self.positions, self.scale = (
+            torch.nn.Linear(1, 1, bias=False) for _ in range(3)
+        )
 
     @property
     def words_weight(self) -> torch.Tensor:
@@ -237,7 +264,9 @@ def test_p7_what_stages_do_not_keep_equal_stays_on_them_or_is_refused_by_name() 
     )
     assert same_on_stages(module) == {words, positions}
 
-    held = RankContents(tuple(Parameter(n, (1, 1), None) for n in (words, positions, scale)), (), (), False)
+    held = RankContents(
+        tuple(Parameter(n, (1, 1), None) for n in (words, positions, scale)), (), (), False
+    )
     none = RankContents((), (), (), False)
 
     def layout(stages: int) -> RankLayout:
@@ -252,7 +281,9 @@ def test_p7_what_stages_do_not_keep_equal_stays_on_them_or_is_refused_by_name() 
     check(2, 2)
     check(1, 2)
     for was, now in ((2, 1), (2, 3), (3, 2)):
-        with pytest.raises(LayoutError, match=r"a different copy of tied_modules\.embed\.scale\.weight: "):
+        with pytest.raises(
+            LayoutError, match=r"a different copy of tied_modules\.embed\.scale\.weight: "
+        ):
             check(was, now)
 
 

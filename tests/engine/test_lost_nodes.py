@@ -17,7 +17,9 @@ from reft.recover.inventory import ArenaStore
 from tests.engine.ranks import be_a_rank, block_of, images_of, run_life
 from tests.engine.test_aor import USUAL, Watched, make, train
 
-pytestmark = pytest.mark.skipif(not USUAL, reason="this DeepSpeed has no optimizer that the job could use")
+pytestmark = pytest.mark.skipif(
+    not USUAL, reason="this DeepSpeed has no optimizer that the job could use"
+)
 
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -34,9 +36,13 @@ def restored(root: Path, memory: Path, name: str, lost: tuple[int, ...]) -> dict
     """What a new incarnation finds in a copy of the job's memory without the ``lost`` nodes."""
     copy = root / f"copy-{time.monotonic_ns()}"
     if RANK not in lost:
-        shutil.copytree(memory, copy, ignore=lambda folder, names: [n for n in names if n.endswith("sock")])
+        shutil.copytree(
+            memory, copy, ignore=lambda folder, names: [n for n in names if n.endswith("sock")]
+        )
     dist.barrier()
-    engine = make(USUAL, {"enabled": True, "job_id": name, "memory_dir": str(copy), "protection": "aec+aor"})
+    engine = make(
+        USUAL, {"enabled": True, "job_id": name, "memory_dir": str(copy), "protection": "aec+aor"}
+    )
     before = engine.global_steps
     path, _ = engine.load_checkpoint(str(root / "none"))
     session = find_session(engine)
@@ -97,9 +103,13 @@ def one_by_one(root: Path, protection: str) -> dict[str, Any]:
         session = find_session(engine)
         job = session.memory.job_dir
         newest = max(
-            r.header.label for r in ArenaStore(job.path, "here", job.secret).inventory().arenas if r.usable
+            r.header.label
+            for r in ArenaStore(job.path, "here", job.secret).inventory().arenas
+            if r.usable
         )
-        restored.append({"path": path, "digest": images_of(engine), "incarnation": newest.incarnation})
+        restored.append(
+            {"path": path, "digest": images_of(engine), "incarnation": newest.incarnation}
+        )
         session.close()
         dist.barrier()
     return {"trained": trained, "restored": restored}

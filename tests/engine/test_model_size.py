@@ -59,7 +59,9 @@ def main(root: Path) -> dict[str, Any]:
         "steps_per_print": None,
         "reft": block_of(root, "size", allow_unprotected=True),
     }
-    engine = reft.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = reft.initialize(model=model, model_parameters=list(model.parameters()), config=config)[
+        0
+    ]
     engine.load_checkpoint(str(root / "none"))
     for _ in range(STEPS):
         engine.train_batch(iter([(ids, ids)] * 2))
@@ -67,7 +69,11 @@ def main(root: Path) -> dict[str, Any]:
     assert session is not None
     (page,) = read_pages(session.memory.job_dir.path)
     session.close()
-    return {"flops": page.flops_per_token, "tokens": page.tokens_per_sample, "pp": session.coordinate.pp}
+    return {
+        "flops": page.flops_per_token,
+        "tokens": page.tokens_per_sample,
+        "pp": session.coordinate.pp,
+    }
 
 
 LINEAR = WIDTH * WIDTH + WIDTH
@@ -89,7 +95,9 @@ def test_tensor_parallel_ranks_count_what_they_have_alike_once() -> None:
     model = nn.Linear(8, 8)
     model.weight.model_parallel = True  # type: ignore[assignment]
     engine = SimpleNamespace(module=model)
-    counted = [own_flops_per_token(engine, Coordinate(0, dp, tp)) for dp in range(2) for tp in range(2)]
+    counted = [
+        own_flops_per_token(engine, Coordinate(0, dp, tp)) for dp in range(2) for tp in range(2)
+    ]
     assert counted == [6 * 72, 6 * 64, 0, 0]
     assert flops_per_token(counted) == 6 * (64 + 64 + 8)
 
@@ -103,7 +111,10 @@ def test_a_model_with_experts_is_not_guessed() -> None:
 
 def test_only_whole_micro_batches_of_integers_are_token_ids() -> None:
     ids = torch.ones(4, dtype=torch.long)
-    assert tokens_per_sample(4, [torch.ones(4, 9), ids, {"mask": torch.ones(2, 5, dtype=torch.long)}]) == 0
+    assert (
+        tokens_per_sample(4, [torch.ones(4, 9), ids, {"mask": torch.ones(2, 5, dtype=torch.long)}])
+        == 0
+    )
     assert tokens_per_sample(4, (None, ({"ids": torch.ones(4, 7, dtype=torch.int32)},))) == 7
 
 

@@ -18,7 +18,13 @@ STEPS_PER_PRINT = 2
 WAIT_SECS = 300.0
 NAMES = {
     f"Reft/{name}"
-    for name in ("snapshot_seconds", "committed_step", "commit_lag_steps", "tolerance_left", "recoveries")
+    for name in (
+        "snapshot_seconds",
+        "committed_step",
+        "commit_lag_steps",
+        "tolerance_left",
+        "recoveries",
+    )
 }
 Written = dict[str, list[tuple[int, float]]]  # Global samples and value of each event, by its name
 

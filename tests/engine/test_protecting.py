@@ -43,7 +43,7 @@ def test_p6_a_restored_state_whose_commit_does_not_come_is_waited_for_only_so_lo
 ) -> None:
     request = SnapshotRequest(VersionId(2, 7), None, required=True)  # nothing ever becomes of it
     session: Any = SimpleNamespace(
-        submit=lambda must: request,
+        submit=lambda required: request,
         config=SimpleNamespace(commit_timeout_secs=0.1),
         stats=SimpleNamespace(last_error="a peer is silent"),
     )
@@ -52,7 +52,9 @@ def test_p6_a_restored_state_whose_commit_does_not_come_is_waited_for_only_so_lo
     protecting.join(LONG / 2)
     assert not protecting.is_alive(), "training waits for a commit that does not come"
     (record,) = caplog.records
-    assert "step 7 could not be protected again: a peer is silent. Training goes on" in record.message
+    assert (
+        "step 7 could not be protected again: a peer is silent. Training goes on" in record.message
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,14 +95,23 @@ def restarted(job_dir: Path) -> Any:
     """A session on rank 0 whose launcher has seen a trainer fail."""
     failed = dict(failures=["b, rank 1, killed by SIGKILL"], failed_unix_secs=time.time() - 100)
     report.note(
-        job_dir, report.STARTED, round=2, nodes=["a", "b"], lost=[], joined=[], newest_step=7, **failed
+        job_dir,
+        report.STARTED,
+        round=2,
+        nodes=["a", "b"],
+        lost=[],
+        joined=[],
+        newest_step=7,
+        **failed,
     )
     return SimpleNamespace(
         is_rank_zero=True,
         engine=SimpleNamespace(global_steps=7),
         job_id="job",
         memory=SimpleNamespace(
-            job_dir=SimpleNamespace(path=job_dir), identity=SimpleNamespace(restarted=True), record=None
+            job_dir=SimpleNamespace(path=job_dir),
+            identity=SimpleNamespace(restarted=True),
+            record=None,
         ),
         control=SimpleNamespace(rank=1, gather_bytes=lambda data: [encode(["", ""])]),
     )
@@ -109,7 +120,9 @@ def restarted(job_dir: Path) -> Any:
 def test_a_restart_that_finds_nothing_says_that_the_job_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    MemoryRestorer(restarted(tmp_path)).refuse_silent_restart(NotRecoverable(("nothing is in memory",)))
+    MemoryRestorer(restarted(tmp_path)).refuse_silent_restart(
+        NotRecoverable(("nothing is in memory",))
+    )
     (record,) = caplog.records
     assert re.search(
         r"the job starts from the beginning: nothing was committed and .* on storage, "
@@ -137,7 +150,9 @@ def test_the_time_out_is_that_of_the_group_of_training() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1, timeout=timedelta(seconds=61))
+    dist.init_process_group(
+        "gloo", init_method=address, rank=0, world_size=1, timeout=timedelta(seconds=61)
+    )
     try:
         assert group_timeout_secs() == 61.0
     finally:
@@ -186,7 +201,9 @@ def test_p6_a_store_that_fails_is_no_error_of_training_and_all_ranks_hear_of_it_
     ] * 2
 
 
-def test_p6_a_store_that_does_not_answer_at_the_start_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_p6_a_store_that_does_not_answer_at_the_start_is_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with listen("127.0.0.1", 0) as listener:  # connects, and nobody serves
         record = JobRecord.at(f"127.0.0.1:{listener.getsockname()[1]}", "job", answer_secs=0.2)
     assert record.newest_commit() is None
@@ -200,7 +217,8 @@ def test_p6_a_store_that_does_not_answer_delays_no_vote_and_hears_of_the_newest_
     store = KeyValueStore(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, timeout_secs=100 * LONG)
     notes, peer_errors = JobRecord(store, "job"), PeerErrors()
     worker = threading.Thread(
-        target=lambda: [notes.committed(VersionId(1, step), peer_errors) for step in (1, 2, 3)], daemon=True
+        target=lambda: [notes.committed(VersionId(1, step), peer_errors) for step in (1, 2, 3)],
+        daemon=True,
     )
     worker.start()
     worker.join(LONG)
@@ -208,10 +226,14 @@ def test_p6_a_store_that_does_not_answer_delays_no_vote_and_hears_of_the_newest_
     notes.close()
     assert any("may not know of the last commit" in record.message for record in caplog.records)
     with closing(KeyValueServer(listener, SECRET)):
-        wait_for(lambda: JobRecord(store, "job").newest_commit() == VersionId(1, 3), "the newest commit")
+        wait_for(
+            lambda: JobRecord(store, "job").newest_commit() == VersionId(1, 3), "the newest commit"
+        )
 
 
-def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon_and_peers_are_to_hear_why() -> None:
+def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon_and_peers_are_to_hear_why() -> (
+    None
+):
     heard: list[object] = []
     peer_errors, daemon = PeerErrors(), mock.Mock()
     daemon.notify_commit.side_effect = lambda label, *rest, **options: heard.append(label)

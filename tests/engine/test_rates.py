@@ -34,7 +34,9 @@ class SimulatedRanks:
 
     def __init__(self, ranks: int = 2, noise: float = 0.0, **config: Any) -> None:
         self.now, self.step, self.cost, self.commit_secs = 0.0, 0, 0.01, 0.4
-        self.rates = [IntervalController(0.03, clock=lambda: self.now, **config) for _ in range(ranks)]
+        self.rates = [
+            IntervalController(0.03, clock=lambda: self.now, **config) for _ in range(ranks)
+        ]
         self._noise, self._rng = noise, random.Random(1)
         self._agreed, self._due = [1, 1, 1], DueSteps(0)
         self._under_way: list[tuple[SnapshotRequest, float]] = []
@@ -80,7 +82,9 @@ def test_the_first_steps_are_a_profile_and_then_algorithm_1_decides() -> None:
     ranks = SimulatedRanks()
     assert ranks.rates[0].to_json()["why"] == "the first steps are being measured"
     ranks.run(60)
-    assert ranks.rates[0].costs == pytest.approx({"step_secs": 1.0, "cost_secs": 0.01, "arrival_secs": 0.4})
+    assert ranks.rates[0].costs == pytest.approx(
+        {"step_secs": 1.0, "cost_secs": 0.01, "arrival_secs": 0.4}
+    )
     assert ranks.wanted_interval == 1
     assert ranks.rates[0].to_json()["overhead"] == pytest.approx(0.01, abs=1e-6)
 
@@ -119,7 +123,9 @@ def test_p6_training_does_not_wait_until_what_was_measured_is_kept() -> None:
     ended = []
 
     def keep(interval_steps: int) -> None:
-        training = threading.Thread(target=ranks.rates[0].step, args=(ranks.step + 1, 1.0), daemon=True)
+        training = threading.Thread(
+            target=ranks.rates[0].step, args=(ranks.step + 1, 1.0), daemon=True
+        )
         training.start()
         training.join(30)
         ended.append(not training.is_alive())
@@ -169,7 +175,18 @@ def test_the_bound_on_rolled_back_steps_is_kept_whatever_it_costs(most: int) -> 
 
 def test_a_fixed_interval_on_storage_finds_a_version_whenever_one_is_due() -> None:
     fits = dividing(12)
-    assert [fits(k) for k in (1, 2, 3, 4, 5, 6, 7, 12, 13, 25)] == [1, 2, 3, 4, 6, 6, 12, 12, 24, 36]
+    assert [fits(k) for k in (1, 2, 3, 4, 5, 6, 7, 12, 13, 25)] == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        6,
+        12,
+        12,
+        24,
+        36,
+    ]
     assert dividing(0)(7) == 7
     ranks = SimulatedRanks(fits=fits)
     ranks.cost = 0.14
@@ -183,7 +200,9 @@ def test_p9_nothing_grows() -> None:
     ranks.commit_secs = float("inf")
     ranks.run(3000)
     parts = [*vars(ranks.rates[0]).values()]
-    parts += [v for part in parts if isinstance(part, OverheadEstimator) for v in vars(part).values()]
+    parts += [
+        v for part in parts if isinstance(part, OverheadEstimator) for v in vars(part).values()
+    ]
     held = [v for v in parts if isinstance(v, Sized)]
     assert sum(map(len, held)) <= 400
 
@@ -382,7 +401,9 @@ def test_p6_training_does_not_wait_while_the_history_of_failures_is_read() -> No
     ended = []
 
     def read() -> tuple[float, float]:
-        training = threading.Thread(target=job.rate.step, args=(1000, 1.0), daemon=True) if ready else None
+        training = (
+            threading.Thread(target=job.rate.step, args=(1000, 1.0), daemon=True) if ready else None
+        )
         if training is not None:
             training.start()
             training.join(30)
@@ -444,11 +465,17 @@ def test_where_versions_are_rarer_than_asked_for_storage_has_the_next_one() -> N
     assert whole_interval(50, 1) == 50
     assert whole_interval(50, 3) == 51
     job = SimulatedJob()
-    due = [step for step in range(3, 160, 3) if job.rate.committed(VersionId(1, step), whole_interval(50, 3))]
+    due = [
+        step
+        for step in range(3, 160, 3)
+        if job.rate.committed(VersionId(1, step), whole_interval(50, 3))
+    ]
     assert due == [51, 102, 153]
 
 
-def test_the_bound_holds_from_what_is_on_storage_also_where_a_start_goes_on_with_another_interval() -> None:
+def test_the_bound_holds_from_what_is_on_storage_also_where_a_start_goes_on_with_another_interval() -> (
+    None
+):
     """The job has written step 100 and goes on from 131 in memory; it knows an interval of 64."""
     rate = StorageIntervalController(0.035, start_step=100)
     due = [step for step in range(132, 330) if rate.committed(VersionId(2, step), 64)]

@@ -53,9 +53,12 @@ def train(engine: Any, said: Any, until: int) -> list[str]:
     while engine.global_steps < until:
         first = BATCH * engine.global_steps
         micro = [
-            range(first + MICRO * m, first + MICRO * (m + 1)) for m in range(dp, BATCH // MICRO, replicas)
+            range(first + MICRO * m, first + MICRO * (m + 1))
+            for m in range(dp, BATCH // MICRO, replicas)
         ]
-        batches = [torch.utils.data.default_collate([data[i % len(data)] for i in ids]) for ids in micro]
+        batches = [
+            torch.utils.data.default_collate([data[i % len(data)] for i in ids]) for ids in micro
+        ]
         mean = float(engine.train_batch(iter(batches)))
         means.append(f"{mean.hex()} {engine.global_samples} {engine.get_lr()}")
     return [*means, *losses]
@@ -116,7 +119,9 @@ def reference(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     config = {**CONFIG, **SCHEDULER, **SETTINGS[case], **more}
     engine, said = engine_of(config, life["pp"], life["tp"], tied=tied_in(case, life))
     if universal or life["was"] == [life["pp"], life["tp"]]:
-        engine.load_checkpoint(str(root / case / "checkpoint"), tag=life["since"] + "-universal" * universal)
+        engine.load_checkpoint(
+            str(root / case / "checkpoint"), tag=life["since"] + "-universal" * universal
+        )
     else:
         files = sorted((root / case / f"said-{life['since']}").glob("*.pt"))
         told = [torch.load(file, weights_only=False) for file in files]
@@ -140,7 +145,9 @@ def with_reft(root: Path, case: str, life: dict[str, Any], **model: Any) -> tupl
     if not life["nodes"]:
         block["persist"] = {"dir": str(root / case / "persisted")}
     config = {**CONFIG, **SCHEDULER, **SETTINGS[case], "reft": block}
-    engine, said = engine_of(config, life["pp"], life["tp"], **{"tied": tied_in(case, life), **model})
+    engine, said = engine_of(
+        config, life["pp"], life["tp"], **{"tied": tied_in(case, life), **model}
+    )
     reft.attach(engine)
     return engine, said
 
@@ -188,7 +195,9 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     if case.endswith("zero0") and engine.grid.get_data_parallel_id() == 0:
         folder = root / case / f"said-{tag}"
         folder.mkdir(exist_ok=True)
-        torch.save(said_of_parameters(engine), folder / f"{engine.grid.get_stage_id():02d}-{RANK:02d}.pt")
+        torch.save(
+            said_of_parameters(engine), folder / f"{engine.grid.get_stage_id():02d}-{RANK:02d}.pt"
+        )
     dist.barrier()
     if life["since"]:
         out["reference"] = reference(root, case, life)
@@ -229,7 +238,15 @@ def lives_of(
         until = number * STEPS
         now = {"until": until, "since": before, "pp": degrees.pp, "tp": degrees.tp, "was": was}
         found.append(
-            run_life(Path(__file__), root, degrees.world_size, **now, cases=cases, nodes=nodes, block=block)
+            run_life(
+                Path(__file__),
+                root,
+                degrees.world_size,
+                **now,
+                cases=cases,
+                nodes=nodes,
+                block=block,
+            )
         )
         before, was = f"step{until}", [degrees.pp, degrees.tp]
         to_universal(root, before)
@@ -295,7 +312,9 @@ def test_p1_a_job_goes_on_in_another_layout_from_what_its_daemons_wrote(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("layouts", [SMALLER, pytest.param(REPLICAS, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize(
+    "layouts", [SMALLER, pytest.param(REPLICAS, marks=pytest.mark.nightly)], ids=str
+)
 def test_p3_so_it_does_from_memory(tmp_path: Path, layouts: tuple[Degrees, ...]) -> None:
     """No storage: two nodes keep what PP2xDP2 committed."""
     lives = lives_of(tmp_path, layouts, ["zero1"], nodes=2)
@@ -329,7 +348,9 @@ def test_p3_a_node_lost_and_a_rank_killed_while_it_takes_up_cost_nothing(
         with pytest.raises(
             AssertionError, match=r"a peer died|PeerLostError|Connection (closed|reset) by peer"
         ):
-            run_life(Path(__file__), tmp_path, dp, **SECOND, nodes=dp, block={**block, "faults": [fault]})
+            run_life(
+                Path(__file__), tmp_path, dp, **SECOND, nodes=dp, block={**block, "faults": [fault]}
+            )
         decoded = list(lost.parent.glob("node*/zero1/decoded-*"))
         assert bool(decoded) == (protection == "aec")
 
@@ -375,7 +396,9 @@ def are_tied(lives: Lives, cases: Sequence[str]) -> None:
     """What is on the first stage and on the last is one and the same."""
     for ranks in lives:
         for case in cases:
-            assert len({json.dumps(rank[case]["tied"]) for rank in ranks if rank[case]["tied"]}) == 1
+            assert (
+                len({json.dumps(rank[case]["tied"]) for rank in ranks if rank[case]["tied"]}) == 1
+            )
             assert ranks[0][case]["tied"]
             assert ranks[-1][case]["tied"]
 
@@ -401,9 +424,12 @@ def test_p1_tied_modules_come_together_on_one_stage_and_part_again(
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "nodes", [pytest.param(0, id="storage", marks=pytest.mark.nightly), pytest.param(2, id="memory")]
+    "nodes",
+    [pytest.param(0, id="storage", marks=pytest.mark.nightly), pytest.param(2, id="memory")],
 )
-def test_p7_what_a_tied_module_does_not_keep_equal_is_refused_by_name(tmp_path: Path, nodes: int) -> None:
+def test_p7_what_a_tied_module_does_not_keep_equal_is_refused_by_name(
+    tmp_path: Path, nodes: int
+) -> None:
     """DeepSpeed adds up the gradients of what it is told is tied: the rest of such a module is another one on
     each stage."""
     for number, degrees in enumerate(TIED_LAYOUTS[:2], 1):
@@ -427,7 +453,11 @@ def test_p7_what_a_tied_module_does_not_keep_equal_is_refused_by_name(tmp_path: 
     reason="this DeepSpeed has no gradients for aor",
 )
 @pytest.mark.parametrize(
-    "lost", [pytest.param(False, id="whole", marks=pytest.mark.nightly), pytest.param(True, id="node-lost")]
+    "lost",
+    [
+        pytest.param(False, id="whole", marks=pytest.mark.nightly),
+        pytest.param(True, id="node-lost"),
+    ],
 )
 def test_p3_recomputed_partitions_go_to_another_layout(tmp_path: Path, lost: bool) -> None:
     """What a lost node had of the optimizer is what its peer had recomputed."""
@@ -446,7 +476,9 @@ def test_p3_recomputed_partitions_go_to_another_layout(tmp_path: Path, lost: boo
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("nodes", "path"), [(0, "persisted"), (2, "memory:")], ids=["storage", "memory"])
+@pytest.mark.parametrize(
+    ("nodes", "path"), [(0, "persisted"), (2, "memory:")], ids=["storage", "memory"]
+)
 def test_p1_so_it_does_through_many_layouts(tmp_path: Path, nodes: int, path: str) -> None:
     lives = lives_of(tmp_path, LONG, list(CASES), nodes=nodes)
     for case in CASES:

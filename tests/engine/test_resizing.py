@@ -59,7 +59,13 @@ def config(case: dict[str, Any], **more: Any) -> dict[str, Any]:
 def block(root: Path, case: str) -> dict[str, Any]:
     # Blocks that cut the partitions at odd places.
     memory = str(root / case / (f"memory{RANK}" + f"-{LIFE['until']}" * DISK))
-    return {"enabled": True, "job_id": case, "memory_dir": memory, "block_bytes": 4096, "tolerance": 0}
+    return {
+        "enabled": True,
+        "job_id": case,
+        "memory_dir": memory,
+        "block_bytes": 4096,
+        "tolerance": 0,
+    }
 
 
 def make(settings: dict[str, Any]) -> Any:
@@ -99,7 +105,9 @@ def reference(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     universal = "zero_optimization" in CASES[case]
     more = {"checkpoint": {"load_universal": True}} if universal else {}
     engine = make(config(CASES[case], **more))
-    engine.load_checkpoint(str(root / case / "checkpoint"), tag=life["tag"] + "-universal" * universal)
+    engine.load_checkpoint(
+        str(root / case / "checkpoint"), tag=life["tag"] + "-universal" * universal
+    )
     return {"losses": train(engine, life["until"]), "images": images_of(engine)}
 
 
@@ -169,7 +177,9 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     path, _ = engine.load_checkpoint(saved_in(root, case))
     session = find_session(engine)
     job = session.memory.job_dir
-    found = [r.header for r in ArenaStore(job.path, "here", job.secret).inventory().arenas if r.usable]
+    found = [
+        r.header for r in ArenaStore(job.path, "here", job.secret).inventory().arenas if r.usable
+    ]
     out = {
         "path": path,
         "begins": engine.global_steps,
@@ -230,7 +240,9 @@ def lives_of(root: Path, replicas: tuple[int, ...], cases: tuple[str, ...]) -> L
     """Per life what every rank saw."""
     found, tag = Lives(), ""
     for number, world_size in enumerate(replicas, 1):
-        found.append(run_life(Path(__file__), root, world_size, until=number * STEPS, tag=tag, cases=cases))
+        found.append(
+            run_life(Path(__file__), root, world_size, until=number * STEPS, tag=tag, cases=cases)
+        )
         tag = f"step{number * STEPS}"
         to_universal(root, tag)
     return found
@@ -252,7 +264,9 @@ def test_p1_p3_p7_a_job_of_fewer_replicas_goes_on_where_it_was_and_refuses_what_
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
-def test_p1_p3_a_resized_job_goes_on_where_it_was_as_a_job_of_its_layout(lives: Lives, case: str) -> None:
+def test_p1_p3_a_resized_job_goes_on_where_it_was_as_a_job_of_its_layout(
+    lives: Lives, case: str
+) -> None:
     is_as_a_job_of_its_layout(lives, case)
 
 
@@ -289,7 +303,9 @@ def other_settings_are_refused(lives: Lives) -> None:
 
 
 @pytest.mark.nightly
-def test_p1_without_zero_a_checkpoint_of_other_replicas_is_one_of_this_layout(tmp_path: Path) -> None:
+def test_p1_without_zero_a_checkpoint_of_other_replicas_is_one_of_this_layout(
+    tmp_path: Path,
+) -> None:
     """DeepSpeed loads the files that the script had it save; what reft saved beside them is of a replica each."""
     tag = ""
     for number, replicas in enumerate((3, 2, 3), 1):
@@ -327,7 +343,11 @@ def test_a_global_batch_that_the_replicas_cannot_share_is_refused_with_the_degre
         ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}, "degrees: 1, 2, 3, 6"),
         ({"train_batch_size": 13, "train_micro_batch_size_per_gpu": 2}, "a multiple of 2"),
         (
-            {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+            {
+                "train_batch_size": 12,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+            },
             'degrees: 3, or leave "gradient_accumulation_steps" out',
         ),
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}, None),

@@ -109,7 +109,9 @@ def test_where_no_step_begins_in_time_the_newest_version_is_persisted_and_the_pr
 
 
 @pytest.mark.integration
-def test_p6_trainers_whose_snapshot_workers_have_lost_each_other_end_when_told_to(tmp_path: Path) -> None:
+def test_p6_trainers_whose_snapshot_workers_have_lost_each_other_end_when_told_to(
+    tmp_path: Path,
+) -> None:
     job, memory = Path(__file__), [tmp_path / f"memory{rank}" for rank in range(2)]
     with ranks(job, cwd=tmp_path, out=tmp_path / "out", memory=memory) as started:
         for rank in range(2):

@@ -59,7 +59,12 @@ def count_moves(session: Any) -> dict[str, Counter[int]]:
     """Count, version by version, what really is copied and sent from now on."""
     moved: dict[str, Counter[int]] = {"copied": Counter(), "tensors": Counter(), "sent": Counter()}
     engine, wire = session.worker.copier.engine, session.worker.control
-    copy, copy_hashed, exchange, stats = engine.copy, engine.copy_hashed, wire.exchange, session.stats
+    copy, copy_hashed, exchange, stats = (
+        engine.copy,
+        engine.copy_hashed,
+        wire.exchange,
+        session.stats,
+    )
 
     def counting_copy(pieces: Any, after: Any = None, encode: Any = None) -> Any:
         nbytes = sum(target.numel() for _, target in pieces)
@@ -69,14 +74,18 @@ def count_moves(session: Any) -> dict[str, Counter[int]]:
 
     def counting_copy_hashed(cut: Any, chunks: tuple[int, int], *args: Any) -> Any:
         first, count = chunks[0], copy_hashed(cut, chunks, *args)
-        rows = cut.ranges[int(cut.ends[first - 1]) if first else 0 : int(cut.ends[first + count - 1])]
+        rows = cut.ranges[
+            int(cut.ends[first - 1]) if first else 0 : int(cut.ends[first + count - 1])
+        ]
         copied = rows[rows[:, 0] > 0]  # the others are hashed only
         moved["copied"][stats.committed] += int(copied[:, 2].sum())
         moved["tensors"][stats.committed] += len(copied)
         return count
 
     def counting_exchange(sends: Mapping[int, Sequence[torch.Tensor]], receives: Any) -> None:
-        moved["sent"][stats.committed] += sum(t.nbytes for tensors in sends.values() for t in tensors)
+        moved["sent"][stats.committed] += sum(
+            t.nbytes for tensors in sends.values() for t in tensors
+        )
         exchange(sends, receives)
 
     engine.copy, engine.copy_hashed = counting_copy, counting_copy_hashed
@@ -158,7 +167,12 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def runs(ranks: Ranks) -> list[tuple[int, str, dict[str, Any]]]:
     """Every run of every rank: ZeRO stage, protection, what it found."""
-    return [(zero, name, r[f"zero{zero}"][name]) for r in ranks for zero in (0, 1) for name in PROTECTIONS]
+    return [
+        (zero, name, r[f"zero{zero}"][name])
+        for r in ranks
+        for zero in (0, 1)
+        for name in PROTECTIONS
+    ]
 
 
 def state(kinds: dict[str, int]) -> dict[str, int]:
@@ -201,7 +215,9 @@ def test_what_was_counted_is_what_was_moved(ranks: Ranks) -> None:
     """The counters against the calls that copy, and those that send, version by version."""
     for _, name, run in [*runs(ranks), *((0, "inter_node", r["inter_node"]) for r in ranks)]:
         for number, version in enumerate(run["versions"]):
-            moved = {k: n for k, n in version["to_host"].items() if k not in ("host_state", "checksums")}
+            moved = {
+                k: n for k, n in version["to_host"].items() if k not in ("host_state", "checksums")
+            }
             # Tensors begin at multiples of 64 bytes in the image; what lies between is zeros, not copied.
             padding = sum(moved.values()) - run["moved"]["copied"][number]
             assert 0 <= padding < 64 * run["moved"]["tensors"][number], name
@@ -209,7 +225,9 @@ def test_what_was_counted_is_what_was_moved(ranks: Ranks) -> None:
             assert run["device_bytes"] == sum(moved.values()), name
         for direction in ("to_host", "sent"):
             kinds = {kind for v in run["versions"] for kind in v[direction]}
-            summed = {kind: sum(v[direction].get(kind, 0) for v in run["versions"]) for kind in kinds}
+            summed = {
+                kind: sum(v[direction].get(kind, 0) for v in run["versions"]) for kind in kinds
+            }
             assert run["total"][direction] == summed
 
 

@@ -159,7 +159,9 @@ def traced(
     session.flush(60)
     plan, stats = session.copying.pacer.plan, session.stats.to_json()
     kind = GPipe if schedule_kind == "gpipe" else schedule.TrainSchedule
-    expected = kind(micro_batches=engine.micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
+    expected = kind(
+        micro_batches=engine.micro_batches, stages=engine.num_stages, stage_id=engine.stage_id
+    )
     result = {
         "losses": losses,
         "evaluated": evaluated,
@@ -210,7 +212,9 @@ def main(root: Path) -> dict[str, Any]:
         out.setdefault("linked", {})[str(separate)] = found
     if DUAL:  # last: two stages on each rank
         out["dualpipev_reference"] = train(make("dualpipev"), STEPS + 3)
-        out["dualpipev"] = traced(root, "dualpipev", "has", schedule_kind="dualpipev", compute_share=0.0)
+        out["dualpipev"] = traced(
+            root, "dualpipev", "has", schedule_kind="dualpipev", compute_share=0.0
+        )
         out["dualpipev_resumed"] = resumed(root, "dualpipev", "has", kind="dualpipev")
     none = traced(root, "none", "none")
     out["none"] = {"losses": none["losses"], "stats": none["stats"]}
@@ -236,14 +240,21 @@ def chunks_of(run: dict[str, Any], tier: int) -> list[Any]:
 
 def beside_of(run: dict[str, Any], chunk: Any) -> list[Any]:
     instructions = (i for t in traces(run) for i in t.instructions)
-    return [i for i in instructions if i.begin_secs < chunk.end_secs and chunk.begin_secs < i.end_secs]
+    return [
+        i for i in instructions if i.begin_secs < chunk.end_secs and chunk.begin_secs < i.end_secs
+    ]
 
 
 # -- the woven schedule itself ----------------------------------------------------------------------
 
 
 def schedules() -> Iterator[schedule.PipeSchedule]:
-    kinds = [schedule.TrainSchedule, schedule.InferenceSchedule, schedule.DataParallelSchedule, GPipe]
+    kinds = [
+        schedule.TrainSchedule,
+        schedule.InferenceSchedule,
+        schedule.DataParallelSchedule,
+        GPipe,
+    ]
     for kind, stages, micro_batches in product(kinds, (1, 2, 4), (1, 3, 8)):
         yield from (kind(micro_batches, stages, s) for s in range(stages))
     if hasattr(schedule, "DualPipeVSchedule"):
@@ -259,7 +270,9 @@ def test_weaving_leaves_the_training_instructions_as_they_are() -> None:
         woven = WovenSchedule(recorded, seen=names)
         steps = list(woven)
         kept = [[c for c in step if not isinstance(c, SNAPSHOT_INSTRUCTIONS)] for step in steps]
-        assert [[id(c) for c in step] for step in kept] == [[id(c) for c in step] for step in expected]
+        assert [[id(c) for c in step] for step in kept] == [
+            [id(c) for c in step] for step in expected
+        ]
         assert names == [type(c).__name__ for step in expected for c in step]
         assert woven.num_pipe_buffers() == plain.num_pipe_buffers()
         assert woven.micro_batches == plain.micro_batches
@@ -330,7 +343,9 @@ def test_p1_p10_losses_are_equal_to_the_bit_with_every_variant_and_engines_stay_
             assert run["losses"] == reference, name
         assert all(r[name]["losses"] == reference for name in ("none", "analytic", "paper"))
         assert r["gpipe"]["losses"] == r["gpipe_reference"]
-        assert len({run["evaluated"] for run in r["variants"].values()}) == 1, "an evaluation in between"
+        assert len({run["evaluated"] for run in r["variants"].values()}) == 1, (
+            "an evaluation in between"
+        )
         assert r["class_map"], "the class stays as it is (P10)"
         assert r["inert"], "other engines stay as they are (P10)"
 
@@ -383,7 +398,9 @@ def test_a_chunk_of_tier_3_runs_beside_nothing_but_the_communication_it_was_let_
     for r in results:
         found = r["linked"]["True"]
         assert found["losses"] == r["linked_reference"]
-        assert found["plan"]["1"] < sum(found["plan"].values()), "windows suffice: there is nothing to show"
+        assert found["plan"]["1"] < sum(found["plan"].values()), (
+            "windows suffice: there is nothing to show"
+        )
         assert found["plan"]["3"] > 0
         chunks = chunks_of(found, 3)
         assert sum(c.nbytes for c in chunks) > 0
@@ -406,7 +423,11 @@ def test_tier_3_is_for_separate_links_and_for_what_fits_nowhere_else(results: Ra
 @pytest.mark.process
 def test_p2_nothing_is_copied_while_the_weights_change(results: Ranks) -> None:
     for r in results:
-        runs = {**r["variants"], "gpipe": r["gpipe"], **{f"linked {k}": v for k, v in r["linked"].items()}}
+        runs = {
+            **r["variants"],
+            "gpipe": r["gpipe"],
+            **{f"linked {k}": v for k, v in r["linked"].items()},
+        }
         for name, found in runs.items():
             assert found["fence_within"], "the fence is not where the weights begin to change"
             chunks = sorted((c.begin_secs, c.end_secs) for t in traces(found) for c in t.chunks)

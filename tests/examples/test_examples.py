@@ -35,7 +35,11 @@ class Outcome:
         return cls(losses, [(int(step), source) for step, source in _RESUMED.findall(log)], log)
 
     def check_against(self, undisturbed: Outcome) -> None:
-        wrong = {at: found for at, found in self.losses.items() if set(found) != set(undisturbed.losses[at])}
+        wrong = {
+            at: found
+            for at, found in self.losses.items()
+            if set(found) != set(undisturbed.losses[at])
+        }
         assert wrong == {}, f"undisturbed: { {at: undisturbed.losses[at] for at in wrong} }"
         assert len(undisturbed.losses) > self.resumed[0][0]
         # Rank 0 may have been killed between a step's commit and its print.
@@ -57,7 +61,9 @@ class Example:
         path.write_text(json.dumps({**config, "reft": block}))
         places = ("--deepspeed_config", str(path), "--save-dir", str(directory / "checkpoints"))
         command = (str(EXAMPLES / self.script), *self.arguments, *places)
-        with cluster(directory, *command, procs_per_node=self.procs_per_node, options=self.options) as job:
+        with cluster(
+            directory, *command, procs_per_node=self.procs_per_node, options=self.options
+        ) as job:
             codes, log = run_to_its_end(job, _SECS, lost=int(loses_node))
         assert set(codes.values()) == {0}, log[-4000:]
         return Outcome.of(log)
@@ -111,6 +117,8 @@ PIPELINE = Example(
         pytest.param(COMPILED, id="compiled", marks=pytest.mark.nightly),
     ],
 )
-def test_an_example_that_loses_a_node_ends_with_the_same_numbers(example: Example, tmp_path: Path) -> None:
+def test_an_example_that_loses_a_node_ends_with_the_same_numbers(
+    example: Example, tmp_path: Path
+) -> None:
     undisturbed = example.run(tmp_path / "undisturbed", {"enabled": False})
     lose_a_node(example, tmp_path / "disturbed", step=6).check_against(undisturbed)

@@ -34,7 +34,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("step", [PASS // 2, PASS], ids=["within a pass", "at the end of a pass"])
-def test_a_trainer_goes_on_where_the_version_was_taken(undisturbed: Path, tmp_path: Path, step: int) -> None:
+def test_a_trainer_goes_on_where_the_version_was_taken(
+    undisturbed: Path, tmp_path: Path, step: int
+) -> None:
     lose_a_node(TRAINER, tmp_path / "disturbed", step)
     assert weights(tmp_path / "disturbed") == weights(undisturbed)
 
@@ -48,7 +50,9 @@ def test_callbacks_go_on_with_their_state() -> None:
         for callback, counter in zip(callbacks, counters, strict=True):
             callback.early_stopping_patience_counter = counter
         handler = CallbackHandler(callbacks, None, None, None, None)
-        trainer = SimpleNamespace(callback_handler=handler, state=TrainerState(), control=TrainerControl())
+        trainer = SimpleNamespace(
+            callback_handler=handler, state=TrainerState(), control=TrainerControl()
+        )
         return reft.hf.Resumption(trainer), callbacks
 
     captured = json.loads(json.dumps(life(2, 1)[0].capture()))

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 _FIRST_STEP = 4
 _RANGE_STEPS = 10
 """A version may be skipped, so that a fault is armed for several steps in a row and fires at the first."""
-_GAP_STEPS = 8  # Between two faults: what was restored after the first lies before the range of the second
+_GAP_STEPS = (
+    8  # Between two faults: what was restored after the first lies before the range of the second
+)
 _PERSIST_STEPS = 80
 _TAIL_STEPS = 6
 
@@ -45,7 +47,9 @@ class Shape:
 
     @property
     def name(self) -> str:
-        return "x".join(f"{n}{d}" for n, d in (("PP", self.pp), ("DP", self.dp), ("TP", self.tp)) if d > 1)
+        return "x".join(
+            f"{n}{d}" for n, d in (("PP", self.pp), ("DP", self.dp), ("TP", self.tp)) if d > 1
+        )
 
     @property
     def world_size(self) -> int:
@@ -57,7 +61,9 @@ class Shape:
 
     def coordinates(self, node: int | None = None) -> tuple[Coordinate, ...]:
         """What the ``node``-th node holds: one rank, or one whole replica. Without it, everyone."""
-        everyone = tuple(Coordinate(*c) for c in iter_product(range(self.pp), range(self.dp), range(self.tp)))
+        everyone = tuple(
+            Coordinate(*c) for c in iter_product(range(self.pp), range(self.dp), range(self.tp))
+        )
         if node is None:
             return everyone
         if self.procs_per_node == 1:
@@ -77,7 +83,11 @@ class Optimizer:
 
 
 DP2, DP3, DP4 = Shape(1, 2, 1, nodes=2), Shape(1, 3, 1, nodes=3), Shape(1, 4, 1, nodes=4)
-PP2_DP2, DP2_TP2, PP2_DP3 = Shape(2, 2, 1, nodes=4), Shape(1, 2, 2, nodes=2), Shape(2, 3, 1, nodes=3)
+PP2_DP2, DP2_TP2, PP2_DP3 = (
+    Shape(2, 2, 1, nodes=4),
+    Shape(1, 2, 2, nodes=2),
+    Shape(2, 3, 1, nodes=3),
+)
 SHAPES = (PP2_DP2, DP4, DP2_TP2, PP2_DP3)
 OPTIMIZERS = (
     Optimizer("zero0-fp32", ("--zero", "0", "--dtype", "fp32")),
@@ -128,7 +138,9 @@ def pairs_of(case: Case | Setup) -> frozenset[Pair]:
 
 
 def product(chosen: Iterable[Setup]) -> list[Case]:
-    return [Case(moment, node, s) for s in chosen for node in range(s.shape.nodes) for moment in MOMENTS]
+    return [
+        Case(moment, node, s) for s in chosen for node in range(s.shape.nodes) for moment in MOMENTS
+    ]
 
 
 def pairwise(cases: Sequence[Any]) -> list[Any]:
@@ -205,7 +217,9 @@ class PlannedJob:
         return block
 
     def __str__(self) -> str:
-        return f"{self.setup}: " + "; ".join(f"{f.moment} ({f.action}, {f.coordinate})" for f in self.faults)
+        return f"{self.setup}: " + "; ".join(
+            f"{f.moment} ({f.action}, {f.coordinate})" for f in self.faults
+        )
 
 
 def plan_jobs(cases: Sequence[Case]) -> list[PlannedJob]:
@@ -219,7 +233,10 @@ def plan_jobs(cases: Sequence[Case]) -> list[PlannedJob]:
             min(fitting, key=lambda job: (same_node[id(job)], len(job))).append(case)
         else:
             jobs.append([case])
-    return [plan_job(job, number) for number, job in enumerate(j for jobs in waiting.values() for j in jobs)]
+    return [
+        plan_job(job, number)
+        for number, job in enumerate(j for jobs in waiting.values() for j in jobs)
+    ]
 
 
 def plan_job(cases: Sequence[Case], number: int = 0) -> PlannedJob:
@@ -228,7 +245,9 @@ def plan_job(cases: Sequence[Case], number: int = 0) -> PlannedJob:
     setup = cases[0].setup
     planned: list[tuple[str, int, Case | None]] = []
     for case in sorted(cases, key=lambda case: MOMENTS.index(case.moment)):
-        if case.moment == "during_recovery" and all(moment == "before_copy" for moment, *_ in planned):
+        if case.moment == "during_recovery" and all(
+            moment == "before_copy" for moment, *_ in planned
+        ):
             planned.append(("during_step", (case.node + 1) % setup.shape.nodes, None))
         planned.append((case.moment, case.node, case))
     step, incarnation = _FIRST_STEP, 1
@@ -239,7 +258,9 @@ def plan_job(cases: Sequence[Case], number: int = 0) -> PlannedJob:
         # They alternate: until what a recovery restored is committed anew, a second lost node is one too many.
         action = ("kill_node", "kill")[(number + i) % 2]
         faults.append(
-            PlannedFault(case, moment, coordinates[i % len(coordinates)], action, incarnation, steps)
+            PlannedFault(
+                case, moment, coordinates[i % len(coordinates)], action, incarnation, steps
+            )
         )
         incarnation += faults[-1].restarts
     return PlannedJob(setup, tuple(faults), step + _TAIL_STEPS)

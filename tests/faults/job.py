@@ -28,7 +28,18 @@ from tests.faults.cases import Optimizer, PlannedJob, Shape
 
 MODEL = (
     *("--layers", "2", "--hidden", "32", "--heads", "2", "--kv-heads", "2", "--ffn", "64"),
-    *("--vocab", "320", "--seq", "32", "--dropout", "0.1", "--micro-batch", "1", "--micro-batches", "2"),
+    *(
+        "--vocab",
+        "320",
+        "--seq",
+        "32",
+        "--dropout",
+        "0.1",
+        "--micro-batch",
+        "1",
+        "--micro-batches",
+        "2",
+    ),
     # The learning rate must not depend on how long a run is.
     *("--warmup", "5", "--decay-steps", "1000", "--log-interval", "20"),
 )
@@ -54,7 +65,9 @@ def write_corpus(directory: Path) -> Path:
 @dataclass
 class Scratch:
     root: Path  # of everything
-    shared: Path  # where undisturbed runs are kept, and found by other suites and workers of this run
+    shared: (
+        Path  # where undisturbed runs are kept, and found by other suites and workers of this run
+    )
 
     @classmethod
     def of_the_run(cls, factory: pytest.TempPathFactory, name: str) -> Scratch:
@@ -62,7 +75,9 @@ class Scratch:
         shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
         return cls(factory.mktemp(name), shared)
 
-    def arguments(self, shape: Shape, optimizer: Optimizer, steps: int, save_dir: Path) -> list[str]:
+    def arguments(
+        self, shape: Shape, optimizer: Optimizer, steps: int, save_dir: Path
+    ) -> list[str]:
         return [
             *(PRETRAIN, *MODEL, *shape.arguments, *optimizer.arguments),
             *("--steps", str(steps), "--save-dir", str(save_dir)),
@@ -77,7 +92,11 @@ class Scratch:
         kept = self.shared / f"{key}.json"
         with (self.shared / f"{key}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            known = {int(k): v for k, v in json.loads(kept.read_text()).items()} if kept.exists() else {}
+            known = (
+                {int(k): v for k, v in json.loads(kept.read_text()).items()}
+                if kept.exists()
+                else {}
+            )
             if len(known) < steps:
                 known = self._train(shape, optimizer, steps, self.root / f"reference-{key}-{steps}")
                 kept.write_text(json.dumps(known))
@@ -186,7 +205,9 @@ class FaultJob:
             path.read_text(errors="replace") for path in sorted(self.directory.glob("node*.log"))
         )
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_secs: float = SECS_PER_LIFE) -> None:
+    def wait_for(
+        self, what: str, condition: Callable[[], bool], timeout_secs: float = SECS_PER_LIFE
+    ) -> None:
         self.cluster.wait_until(condition, timeout_secs, what)
 
     def wait_for_step(self, step: int, life: int | None = None) -> None:
@@ -197,7 +218,9 @@ class FaultJob:
             f"a commit of step {step}", life, lambda found: max(found.committed, default=0) >= step
         )
 
-    def _wait_in_lives(self, what: str, life: int | None, reached: Callable[[Incarnation], bool]) -> None:
+    def _wait_in_lives(
+        self, what: str, life: int | None, reached: Callable[[Incarnation], bool]
+    ) -> None:
         def done() -> bool:
             lives = self.history.incarnations.items()
             return any(reached(found) for number, found in lives if life in (None, number))
@@ -211,7 +234,9 @@ class FaultJob:
         """As a scheduler does it: every launcher must end of the signal."""
         for index in self.cluster.current:
             self.cluster.signal_node(index, signal.SIGTERM)
-        assert set(self.cluster.wait(SECS_PER_LIFE).values()) == {128 + signal.SIGTERM}, self.logs[-6000:]
+        assert set(self.cluster.wait(SECS_PER_LIFE).values()) == {128 + signal.SIGTERM}, self.logs[
+            -6000:
+        ]
 
     def left_over(self) -> list[str]:
         rendezvous = self.cluster.rendezvous
@@ -256,7 +281,9 @@ def wrong_losses(history: History, reference: Losses, steps: int | None = None) 
     ``history``: of the run. ``reference``: of the undisturbed one. ``steps``: that must all have been
     done; None: those that were."""
     wrong = []
-    wanted = range(1, steps + 1) if steps is not None else sorted(set(history.losses) & set(reference))
+    wanted = (
+        range(1, steps + 1) if steps is not None else sorted(set(history.losses) & set(reference))
+    )
     for step in wanted:
         found = history.losses.get(step, [])
         if not found:
@@ -310,7 +337,9 @@ def _unmade_faults(job: PlannedJob, running: FaultJob, history: History) -> list
     if any(not f.restarts for f in job.faults) and not _DAEMON_KILLED.search(running.logs):
         wrong.append("the daemon had to be killed while it persisted, and was not")
     if len(history.incarnations) != job.lives:
-        wrong.append(f"{job.lives} incarnations were planned, {sorted(history.incarnations)} were lived")
+        wrong.append(
+            f"{job.lives} incarnations were planned, {sorted(history.incarnations)} were lived"
+        )
     return wrong
 
 

@@ -108,7 +108,9 @@ def test_memory_runs_short(scratch: Scratch, memory_root: Path) -> None:
 
 
 def _protection(job: Watched) -> dict[str, Any]:
-    found: dict[str, Any] = command("protect", "--memory-dir", job.cluster.job_dir(0), "--json").json
+    found: dict[str, Any] = command(
+        "protect", "--memory-dir", job.cluster.job_dir(0), "--json"
+    ).json
     return found
 
 
@@ -133,7 +135,9 @@ def test_storage_and_daemon_fail(scratch: Scratch) -> None:
             _kill_daemon(job)
             assert _is_written(job, persist_dir, after=first) > first
             job.end_well(scratch)
-            assert step_on_storage(persist_dir / job.cluster.job_id) == max(job.history.current.committed)
+            assert step_on_storage(persist_dir / job.cluster.job_id) == max(
+                job.history.current.committed
+            )
         if reason is not None:
             pytest.skip(
                 f"a missing directory and a killed daemon were tested; read-only and full not: {reason}"
@@ -172,7 +176,8 @@ def _kill_daemon(job: Watched) -> None:
     os.kill(old, signal.SIGKILL)
     job.wait_for("the next daemon", lambda: job.status().get("pid", old) != old)
     job.wait_for(
-        "a commit that it was told of", lambda: (job.status().get("last_committed") or {}).get("step", 0) > 0
+        "a commit that it was told of",
+        lambda: (job.status().get("last_committed") or {}).get("step", 0) > 0,
     )
     job.trains_on()
     assert [process.pid for process in job.cluster.trainers(0)] == trainers
@@ -204,7 +209,11 @@ def test_the_interval_is_measured_agreed_on_and_told(scratch: Scratch) -> None:
         for index in range(2):
             rate = measured(job, index, "persist_rate")
             # Two nodes survive the loss of one: failures ask for hardly any, the bound for one in ten steps.
-            assert (rate["interval_steps"], rate["agreed_steps"], rate["most_lost_steps"]) == (10, 10, 20)
+            assert (rate["interval_steps"], rate["agreed_steps"], rate["most_lost_steps"]) == (
+                10,
+                10,
+                20,
+            )
             assert rate["max_overhead"] == 0.035
         assert step_on_storage(persist_dir / "auto") % 10 == 0
 
@@ -215,7 +224,8 @@ BLOCK: dict[str, Any] = {
     "grace_secs": 100.0,
     # In the third life, after the new arenas were made and before the trainer has said so.
     "faults": [
-        {"point": "during_switch", "step": step, "dp": 1, "incarnation": 3} for step in range(1, 2000)
+        {"point": "during_switch", "step": step, "dp": 1, "incarnation": 3}
+        for step in range(1, 2000)
     ],
 }
 
@@ -241,7 +251,9 @@ class Switched(FaultJob):
 @pytest.mark.integration
 def test_a_job_that_was_switched_to_parities_survives_a_node_by_them(scratch: Scratch) -> None:
     block = {"host_state_bytes": 2**17, "grace_secs": 100.0}
-    with Switched(scratch, "to-parities", DP3, PLAIN, steps=10**6, block=block, max_restarts=1) as job:
+    with Switched(
+        scratch, "to-parities", DP3, PLAIN, steps=10**6, block=block, max_restarts=1
+    ) as job:
         job.wait_for_commit(3)
         assert job.newest_protection() == "arc"
         assert job.ask("protect", 0, "aec").code == 0

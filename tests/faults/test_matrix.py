@@ -51,7 +51,9 @@ def test_p1_p3_p8_a_lost_node_changes_no_bit_of_any_loss(scratch: Scratch, prote
 def test_losses_are_equal_after_failures(
     scratch: Scratch, shape: Shape, optimizer: Optimizer, moments: dict[str, int]
 ) -> None:
-    job = plan_job([Case(moment, node, Setup(shape, optimizer)) for moment, node in moments.items()])
+    job = plan_job(
+        [Case(moment, node, Setup(shape, optimizer)) for moment, node in moments.items()]
+    )
     recoveries = run_planned(scratch, job, f"{shape.name}-{optimizer.name}")
     # Whoever trained after a commit came back from memory; a node that dies as soon as anything is
     # persisted does so before the first step.

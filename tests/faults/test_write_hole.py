@@ -52,7 +52,9 @@ def test_p5_data_and_parity_of_different_versions_never_mix(
     steps = _FIRST_STEP + _DISTANCE_STEPS * (len(points) - 1) + _RANGE_STEPS + _TAIL_STEPS
     reference = scratch.reference(shape, OPTIMIZER, steps)
     coordinates = shape.coordinates()
-    strikes = [(life, point, coordinates[life % len(coordinates)]) for life, point in enumerate(points, 1)]
+    strikes = [
+        (life, point, coordinates[life % len(coordinates)]) for life, point in enumerate(points, 1)
+    ]
     block = {
         "protection": protection,
         "has": {"chunk_bytes": 4096},  # several chunks of parity, small as the state is
@@ -60,7 +62,9 @@ def test_p5_data_and_parity_of_different_versions_never_mix(
     }
     name = f"write-hole-{protection.replace(':', '')}"
     restarts = len(points)
-    with FaultJob(scratch, name, shape, OPTIMIZER, steps=steps, block=block, max_restarts=restarts) as job:
+    with FaultJob(
+        scratch, name, shape, OPTIMIZER, steps=steps, block=block, max_restarts=restarts
+    ) as job:
         for strike in strikes:
             _strike(job, losses, *strike)
         assert job.run_to_end(SECS_PER_LIFE) is None
@@ -84,13 +88,16 @@ def _strike(job: FaultJob, losses: int, life: int, point: str, at: Coordinate) -
     for index in lost:
         job.cluster.start_node(index)
     job.wait_for(
-        f"life {life + 1} to be restored", lambda: len(_restored(job, life + 1)) == job.cluster.nodes
+        f"life {life + 1} to be restored",
+        lambda: len(_restored(job, life + 1)) == job.cluster.nodes,
     )
     events = _restored(job, life + 1)
     whole = next(version["step"] for version in (newest, *older) if version["whole_ranks"])
     if point in UNSEALED:
         states = [arena["state"] for arena in newest["arenas"]]
-        assert (states, newest["step"] > whole) == (["writing"], True), f"{point}: no hole to fall into"
+        assert (states, newest["step"] > whole) == (["writing"], True), (
+            f"{point}: no hole to fall into"
+        )
     assert max(int(fields["version"]) for fields in events) <= whole, f"{point}: of too few nodes"
     assert sum(int(fields["bytes_from"].get("parity", 0)) for fields in events), (
         f"{point}: nothing was decoded"
@@ -103,7 +110,10 @@ def _attached(job: FaultJob, life: int, at: Coordinate) -> tuple[int, int]:
     def look() -> bool:
         for event in EventReader(job.events_dir).poll():
             fields = event.fields
-            if event.kind == "attached" and (fields["incarnation"], fields["coordinate"]) == (life, str(at)):
+            if event.kind == "attached" and (fields["incarnation"], fields["coordinate"]) == (
+                life,
+                str(at),
+            ):
                 found.append((event.pid, int(fields["node"].removeprefix("node").split(".")[0])))
         return bool(found)
 

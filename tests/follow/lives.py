@@ -35,7 +35,9 @@ def one_rank(root: Path) -> Iterator[None]:
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "REFT_NODE_ID": "node0"}
     before = dict(os.environ)
     os.environ.update(world)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{root}/store", rank=0, world_size=1
+    )
     deepspeed.init_distributed("gloo", verbose=False, auto_mpi_discovery=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -98,7 +100,9 @@ class Life:
             **copy.deepcopy(config or {}),
         }
         if "optimizer" not in how:
-            full.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}})
+            full.setdefault(
+                "optimizer", {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+            )
             how.setdefault("model_parameters", [p for p in model.parameters() if p.requires_grad])
         self.engine = deepspeed.initialize(model=model, config=full, **how)[0]
         wrap(self.engine, "forward", self._forward)
@@ -119,7 +123,9 @@ class Life:
     def note(self, *values: Any) -> None:
         self.rows[self.engine.global_steps] = tuple(float(value).hex() for value in values)
 
-    def train(self, loss_of: Callable[[torch.Tensor], torch.Tensor], step: int | None = None) -> torch.Tensor:
+    def train(
+        self, loss_of: Callable[[torch.Tensor], torch.Tensor], step: int | None = None
+    ) -> torch.Tensor:
         """One step on one micro-batch, which is a function of the step."""
         engine = self.engine
         loss = loss_of(engine(batch(engine.global_steps if step is None else step)))

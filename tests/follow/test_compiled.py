@@ -45,7 +45,9 @@ def train(life: Life) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("script", [engine_compiled, after_the_load, model_compiled, layer_compiled])
+@pytest.mark.parametrize(
+    "script", [engine_compiled, after_the_load, model_compiled, layer_compiled]
+)
 def test_p8_what_is_compiled_is_equal(root: Path, script: Callable[[Life], None]) -> None:
     undisturbed, cut = resumed(root, script, cuts=(3,), steps=6)
     assert cut == undisturbed

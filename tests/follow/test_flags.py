@@ -54,7 +54,11 @@ def batch_size(life: Life, at: int = AT, aligns: bool = False) -> None:
             engine.set_train_micro_batch_size(2)
         step, total = engine.global_steps, 0.0
         for micro in range(engine.gradient_accumulation_steps()):
-            loss = engine(batch(10 * step + micro, engine.train_micro_batch_size_per_gpu())).square().mean()
+            loss = (
+                engine(batch(10 * step + micro, engine.train_micro_batch_size_per_gpu()))
+                .square()
+                .mean()
+            )
             engine.backward(loss)
             engine.step()
             total += loss.item()

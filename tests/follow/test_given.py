@@ -87,7 +87,8 @@ def gives(given: dict[str, Any], *accept: str) -> Any:
 def test_p12_an_object_of_an_unknown_kind_is_refused_by_name(root: Path) -> None:
     for unknown in ([1, 2], torch.zeros(3), random.SystemRandom(), Counter):
         with pytest.raises(
-            ConfigError, match=r"state\['mine'\] is of class .*; expected one of: objects with state_dict"
+            ConfigError,
+            match=r"state\['mine'\] is of class .*; expected one of: objects with state_dict",
         ):
             live(root, gives({"mine": unknown}), "kinds", 2)
 
@@ -95,11 +96,15 @@ def test_p12_an_object_of_an_unknown_kind_is_refused_by_name(root: Path) -> None
 def test_p12_a_state_that_cannot_be_stored_is_refused_at_once(root: Path) -> None:
     counter = Counter()
     counter.count = object()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"state\['mine'\].* cannot be stored: .*of class builtins.object"):
+    with pytest.raises(
+        ConfigError, match=r"state\['mine'\].* cannot be stored: .*of class builtins.object"
+    ):
         live(root, gives({"mine": counter}), "stored", 2)
 
 
-def test_p12_names_that_a_version_lacks_or_has_too_many_are_said_with_what_to_write(root: Path) -> None:
+def test_p12_names_that_a_version_lacks_or_has_too_many_are_said_with_what_to_write(
+    root: Path,
+) -> None:
     live(root, gives({"a": Counter(), "b": Counter()}), "names", 4, 3)
     with pytest.raises(
         ConfigError,
@@ -107,7 +112,8 @@ def test_p12_names_that_a_version_lacks_or_has_too_many_are_said_with_what_to_wr
     ):
         live(root, gives({"a": Counter(), "b": Counter(), "c": Counter()}), "names", 4)
     with pytest.raises(
-        ConfigError, match=r'holds state.b, which the script has not given. Write .*state=\{"b": \.\.\.\}'
+        ConfigError,
+        match=r'holds state.b, which the script has not given. Write .*state=\{"b": \.\.\.\}',
     ):
         live(root, gives({"a": Counter()}), "names", 4)
     live(root, gives({"a": Counter(), "c": Counter()}, "state.b", "state.c"), "names", 4)

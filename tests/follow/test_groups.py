@@ -78,7 +78,9 @@ def test_p12_what_nothing_followed_has_changed_is_said_once(
     root: Path, caplog: pytest.LogCaptureFixture, change: Callable[..., None], words: str | None
 ) -> None:
     live(root, rates(change), "rates", 5)
-    assert said(caplog).count("between two steps, by nothing that reft follows") == (words is not None)
+    assert said(caplog).count("between two steps, by nothing that reft follows") == (
+        words is not None
+    )
     assert words is None or words in said(caplog)
 
 

@@ -29,7 +29,11 @@ def found(script: str) -> list[str]:
         ("rng: object = np.random.RandomState(seed)", "rng.rand()", '{"rng": rng}'),
         ("ema = copy.deepcopy(model).eval()", "update_ema(ema, model)", '{"ema": ema}'),
         ("swa = AveragedModel(model)", "swa.update_parameters(model)", '{"swa": swa}'),
-        ("model.zero_grad()", "model.phase += 1", 'model.register_buffer("phase", torch.tensor(...))'),
+        (
+            "model.zero_grad()",
+            "model.phase += 1",
+            'model.register_buffer("phase", torch.tensor(...))',
+        ),
         ("model.zero_grad()", "model.book = 0.9 * model.book + x", "model.register_buffer"),
     ],
 )

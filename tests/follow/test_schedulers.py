@@ -61,32 +61,43 @@ def test_p8_every_kind_continues_where_the_version_was(root: Path, kind: str) ->
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("kind", "when"),
-    [("lambda", "before the engine"), ("plateau", "after the load"), ("sequential", "after the first step")],
+    [
+        ("lambda", "before the engine"),
+        ("plateau", "after the load"),
+        ("sequential", "after the first step"),
+    ],
 )
 def test_p8_wherever_the_script_makes_it(root: Path, kind: str, when: str) -> None:
     undisturbed, cut = resumed(root, lambda life: script(life, MAKE[kind], when), cuts=(5, 9))
     assert cut == undisturbed
 
 
-def test_p12_a_scheduler_over_another_optimizer_is_said(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_p12_a_scheduler_over_another_optimizer_is_said(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def other(life: Life, given: bool) -> None:
         engine = life.initialize(mlp())
         optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
         scheduler = schedulers.StepLR(optimizer, 3)
-        reft.resume(engine, state={"optimizer": optimizer, "scheduler": scheduler} if given else None)
+        reft.resume(
+            engine, state={"optimizer": optimizer, "scheduler": scheduler} if given else None
+        )
         while engine.global_steps < life.steps:
             life.train(square)
 
     live(root, lambda life: other(life, True), "given", 2)
     assert "steps an optimizer" not in said(caplog)
     live(root, lambda life: other(life, False), "other", 2)
-    assert "a learning-rate scheduler (StepLR) steps an optimizer (SGD) that is not the engine's" in said(
-        caplog
+    assert (
+        "a learning-rate scheduler (StepLR) steps an optimizer (SGD) that is not the engine's"
+        in said(caplog)
     )
 
 
 def test_p10_torchs_classes_are_as_before_when_no_session_is_left(root: Path) -> None:
-    before = {kind: vars(kind)["__init__"] for kind in (schedulers.LRScheduler, schedulers.SequentialLR)}
+    before = {
+        kind: vars(kind)["__init__"] for kind in (schedulers.LRScheduler, schedulers.SequentialLR)
+    }
     watched = []
 
     def look(life: Life) -> None:

@@ -85,7 +85,9 @@ def life(root: Path, job: str, cut: int | None, rows: dict[int, Row], schedule: 
         use_cpu=True,
     )
     data = [{"x": torch.full((8,), float(i))} for i in range(2 * STEPS)]
-    trainer: Any = reft.hf.resumable(Trainer(Net(), options, train_dataset=data, callbacks=[Watcher()]))
+    trainer: Any = reft.hf.resumable(
+        Trainer(Net(), options, train_dataset=data, callbacks=[Watcher()])
+    )
     try:
         trainer.train()
     except CutOffError:

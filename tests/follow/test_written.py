@@ -30,7 +30,9 @@ def clipped_by_data(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("clip", [clipped, clipped_by_data])
-def test_what_is_written_after_the_step_is_in_the_version(root: Path, clip: Callable[[Any], None]) -> None:
+def test_what_is_written_after_the_step_is_in_the_version(
+    root: Path, clip: Callable[[Any], None]
+) -> None:
     def script(life: Life) -> None:
         model = mlp()
         engine = life.initialize(model, zero=1)
@@ -90,7 +92,9 @@ def test_what_the_forward_pass_writes_costs_one_version_and_is_copied_first_from
     # A busy machine may not begin to copy a version of so short a step: that is another cause.
     assert stats[0].skipped["written while it was copied"] == 1, stats[0].skipped
     assert "the script wrote model.table after its forward pass began" in said(caplog)
-    assert "the script writes model.table after the forward pass of a step has begun" in said(caplog)
+    assert "the script writes model.table after the forward pass of a step has begun" in said(
+        caplog
+    )
     assert stats[0].committed > 1
 
 
@@ -127,7 +131,9 @@ def whole(memory: Path) -> Iterator[int]:
             yield version["step"]
 
 
-def test_writes_that_torch_does_not_count_are_found_in_a_block_that_is_read_twice(root: Path) -> None:
+def test_writes_that_torch_does_not_count_are_found_in_a_block_that_is_read_twice(
+    root: Path,
+) -> None:
     stats: list[Any] = []
 
     def script(life: Life) -> None:

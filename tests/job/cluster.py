@@ -21,13 +21,19 @@ class WatchedCluster(LocalCluster):
     def events(self, event: str | None = None, **wanted: Any) -> list[dict[str, Any]]:
         found = []
         for fields in self._written("worker-*.jsonl"):
-            if event in (None, fields["event"]) and all(fields.get(k) == v for k, v in wanted.items()):
+            if event in (None, fields["event"]) and all(
+                fields.get(k) == v for k, v in wanted.items()
+            ):
                 found.append(fields)
         return sorted(found, key=lambda e: e["time"])
 
-    def wait_for(self, event: str, count: int = 1, timeout_secs: float = 240.0, **wanted: Any) -> list[Any]:
+    def wait_for(
+        self, event: str, count: int = 1, timeout_secs: float = 240.0, **wanted: Any
+    ) -> list[Any]:
         self.wait_until(
-            lambda: len(self.events(event, **wanted)) >= count, timeout_secs, f"{count} x {event} {wanted}"
+            lambda: len(self.events(event, **wanted)) >= count,
+            timeout_secs,
+            f"{count} x {event} {wanted}",
         )
         return self.events(event, **wanted)
 

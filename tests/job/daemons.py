@@ -50,9 +50,17 @@ def answers(job_dir: JobDir) -> bool:
         return False
 
 
-def commit(job_dir: JobDir, slot: int, label: VersionId, state: ArenaState = ArenaState.COMMITTED) -> None:
+def commit(
+    job_dir: JobDir, slot: int, label: VersionId, state: ArenaState = ArenaState.COMMITTED
+) -> None:
     header = ArenaHeader(
-        "job", "node0", Degrees(1, 2, 1), Coordinate(0, 0, 0), label, ArenaState.WRITING, layout="00"
+        "job",
+        "node0",
+        Degrees(1, 2, 1),
+        Coordinate(0, 0, 0),
+        label,
+        ArenaState.WRITING,
+        layout="00",
     )
     with Arena.create(job_dir.path / arena_name(0, slot), 4096, 4, job_dir.secret) as arena:
         arena.begin(header)

@@ -96,7 +96,11 @@ def engine_of(
     """An engine of a model of this many blocks. ``tied``: parameters of one more block, first and last, that
     DeepSpeed keeps equal there; none: no such block."""
     topology = reft.topology(pp, tp=tp)
-    groups = [dist.new_group(list(g)) for g in topology.get_axis_comm_lists("model")] if tp > 1 else [None]
+    groups = (
+        [dist.new_group(list(g)) for g in topology.get_axis_comm_lists("model")]
+        if tp > 1
+        else [None]
+    )
     part = TensorParallel(groups[RANK // tp if tp > 1 else 0], RANK % tp, tp, seed=3)
     said = Said(WORLD // pp // tp)
     ends = [TiedLayerSpec("ends", Block, "ends", part, tied_weight_attr=list(tied))] if tied else []
@@ -116,5 +120,7 @@ def engine_of(
             rf"tied_modules\.ends\.{re.escape(name)}" for name in tied
         ],
     }
-    engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    engine = deepspeed.initialize(
+        model=module, model_parameters=module.parameters(), config=config
+    )[0]
     return engine, said

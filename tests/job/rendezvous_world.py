@@ -104,7 +104,9 @@ class Connection:
     def peek(self, key: str) -> bytes | None:
         return self._reach().values.get(key)
 
-    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> tuple[bool, bytes | None]:
+    def compare_set(
+        self, key: str, expected: bytes | None, value: bytes
+    ) -> tuple[bool, bytes | None]:
         values = self._reach().values
         if values.get(key) == expected:
             values[key] = value
@@ -295,14 +297,18 @@ class Node:
             return
         stages = self.world.stages
         groups = tuple(tuple(range(stage, nodes, stages)) for stage in range(stages))
-        handler.note_sizes(Sizes(self.world.sizes, scheme="arc", domains=tuple(range(nodes)), groups=groups))
+        handler.note_sizes(
+            Sizes(self.world.sizes, scheme="arc", domains=tuple(range(nodes)), groups=groups)
+        )
 
 
 class World:
     """All nodes of a job of ``least`` to ``most``. ``seed``: who is next, and how long everything takes.
     ``least, most``: nodes of a round. ``connection``: to the store, of each node."""
 
-    def __init__(self, seed: int, least: int, most: int, connection: type[Connection] = Connection) -> None:
+    def __init__(
+        self, seed: int, least: int, most: int, connection: type[Connection] = Connection
+    ) -> None:
         self.connection = connection
         self.random = random.Random(seed)
         self.clock = Clock()
@@ -325,8 +331,12 @@ class World:
         with contextlib.ExitStack() as stack:
             stack.enter_context(patch.object(handler_module, "time", self.clock))
             stack.enter_context(patch.object(handler_module, "random", self.random))
-            stack.enter_context(patch.object(StoreRendezvous, "_start_heartbeats", lambda self: None))
-            stack.enter_context(patch.object(StoreRendezvous, "_stop_heartbeats", lambda self: None))
+            stack.enter_context(
+                patch.object(StoreRendezvous, "_start_heartbeats", lambda self: None)
+            )
+            stack.enter_context(
+                patch.object(StoreRendezvous, "_stop_heartbeats", lambda self: None)
+            )
             yield
             for node in self.nodes:
                 self.kill(node)

@@ -52,12 +52,17 @@ def run(directory: Path, how: str, lives: int) -> tuple[WatchedCluster, dict[int
 def test_state_that_goes_wrong_is_gone_back_from_once(tmp_path: Path) -> None:
     right, _ = run(tmp_path / "right", "nan", 0)
     weights = (right.events_dir / "weights").read_text()
-    for how, what in (("nan", "NaN or infinity in 2 versions in a row"), ("flip", "rank 1 on node1")):
+    for how, what in (
+        ("nan", "NaN or infinity in 2 versions in a row"),
+        ("flip", "rank 1 on node1"),
+    ):
         job, codes = run(tmp_path / how, how, 1)
         assert codes == {0: 0, 1: 0}
         assert (job.events_dir / "weights").read_text() == weights
         assert (job.events_dir / "lives-0").read_text().split() == ["0", "3"]
-        told = [e for e in job._written("reft-[01]-*.jsonl") if e["event"] == "halted" and e["restarts"]]
+        told = [
+            e for e in job._written("reft-[01]-*.jsonl") if e["event"] == "halted" and e["restarts"]
+        ]
         assert len(told) == 2
         assert all(what in event["why"] for event in told)
     job, codes = run(tmp_path / "always", "nan", 99)
@@ -68,12 +73,16 @@ def test_state_that_goes_wrong_is_gone_back_from_once(tmp_path: Path) -> None:
 
 def reft(env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "reft.cli", *words]
-    return subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, env=env, check=False, capture_output=True, text=True, timeout=300
+    )
 
 
 @dataclass(frozen=True)
 class Grid:
-    degrees: tuple[str, ...] = ()  # pipeline stages and tensor slices, on four ranks; none: two ranks
+    degrees: tuple[
+        str, ...
+    ] = ()  # pipeline stages and tensor slices, on four ranks; none: two ranks
     interval_steps: int = 1
     keys: dict[str, Any] = field(default_factory=dict)  # of DeepSpeed's JSON
     wrong: Mapping[str, set[str]] = field(default_factory=dict)  # parameters and moments, by rank
@@ -101,7 +110,11 @@ GRIDS = {
 def test_a_replay_names_what_was_wrong_since_the_version_before_and_nothing_else(
     tmp_path: Path, grid: Grid, how: str
 ) -> None:
-    reft_block = {"enabled": True, "verify": {"peers": "off"}, "interval_steps": grid.interval_steps}
+    reft_block = {
+        "enabled": True,
+        "verify": {"peers": "off"},
+        "interval_steps": grid.interval_steps,
+    }
     config = deepspeed_json(tmp_path, **CONFIG, **grid.keys, reft=reft_block)
     ranks, memory = "4" if grid.degrees else "2", tmp_path / "memory"
     options = ("--nproc-per-node", ranks, "--memory-dir", str(memory), "--job-id", "j")
@@ -151,7 +164,9 @@ def three_nodes(directory: Path, *options: str) -> Iterator[WatchedCluster]:
 
 @pytest.mark.process
 @pytest.mark.integration
-def test_a_spare_takes_what_replicas_hold_between_two_saves_and_no_loss_changes(tmp_path: Path) -> None:
+def test_a_spare_takes_what_replicas_hold_between_two_saves_and_no_loss_changes(
+    tmp_path: Path,
+) -> None:
     """Three nodes and a spare one. Of a node that is killed behind one save to storage and before the next, the
     replicas bring its state: finite, and the same as if nothing had been."""
     with three_nodes(tmp_path / "killed", "--spares", "1") as job:

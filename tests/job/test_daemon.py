@@ -26,7 +26,15 @@ from reft.memory.arena import arena_name
 from reft.memory.files import JobLock
 from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir
-from reft.node.client import END_SIGNAL, SOCKET_NAME, DaemonClient, DaemonError, connect, request, short_path
+from reft.node.client import (
+    END_SIGNAL,
+    SOCKET_NAME,
+    DaemonClient,
+    DaemonError,
+    connect,
+    request,
+    short_path,
+)
 from reft.node.daemon import Daemon
 from reft.storage import fence
 from reft.storage.persist import PersistProgress
@@ -71,7 +79,9 @@ def test_the_daemon_refuses_orders_of_an_older_start(job_dir: JobDir, run_here: 
 
 
 @pytest.mark.process
-def test_it_finds_commits_without_being_told(job_dir: JobDir, process: subprocess.Popen[bytes]) -> None:
+def test_it_finds_commits_without_being_told(
+    job_dir: JobDir, process: subprocess.Popen[bytes]
+) -> None:
     commit(job_dir, 0, VersionId(1, 4))
     commit(job_dir, 1, VersionId(1, 5), ArenaState.SEALED)
     wait_for(lambda: (job_dir.read_status() or {}).get("last_committed"), "the poll")
@@ -92,7 +102,9 @@ def test_stale_since_the_first_skipped_step_until_the_next_commit(
     wait_for(lambda: status()["skipped"] == {"busy": 1, "no memory": 1}, "the notes")
     assert (status()["stale_since_step"], status()["stale_cause"]) == (4, "no memory")
     assert status()["last_committed"]["step"] == 3
-    assert status()["trainers"]["0"]["stats"] == {"taken": 3}, "the newest counters, whatever became of it"
+    assert status()["trainers"]["0"]["stats"] == {"taken": 3}, (
+        "the newest counters, whatever became of it"
+    )
     client.notify_commit(VersionId(1, 6), Coordinate(0, 1, 0), {"taken": 4})
     wait_for(lambda: status()["stale_since_step"] is None, "the commit")
     client.close()
@@ -179,7 +191,9 @@ def test_ctrl_c_is_not_for_it_and_sigterm_only_without_a_launcher(
     try:
         wait_for(lambda: answers(job_dir), "the daemon")
         status = Path(f"/proc/{daemon.pid}/status").read_text()
-        ignored = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")), 16)
+        ignored = int(
+            next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")), 16
+        )
         assert ignored >> (signal.SIGINT - 1) & 1
         assert ignored >> (signal.SIGTERM - 1) & 1 == under_launcher
         daemon.send_signal(END_SIGNAL if under_launcher else signal.SIGTERM)
@@ -327,7 +341,9 @@ def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
         commit(job_dir, step % 2, VersionId(1, step))
         client.notify_commit(VersionId(1, step), Coordinate(0, 0, 0), {}, due=step == 3)
         if step == 3:
-            wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 3}, "step 3")
+            wait_for(
+                lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 3}, "step 3"
+            )
     wait_for(lambda: len(answers) == 4, "four answers")
     assert writer.calls == [3]
     well = {"failing": False, "overtaken": None}
@@ -356,7 +372,9 @@ def test_p6_storage_is_well_where_memory_overtook_a_version_that_waited_for_its_
         if step < 6:
             daemon.persister.offer(VersionId(1, step))
     writer.go.set()
-    wait_for(lambda: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 4}, "step 4")
+    wait_for(
+        lambda: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": 4}, "step 4"
+    )
     status = persist_status(job_dir)
     assert (status["stale_since_step"], status["error"]) == (None, None)
     assert status["last"] == {"incarnation": 1, "step": 2}
@@ -368,7 +386,10 @@ def test_p6_storage_is_well_where_memory_overtook_a_version_that_waited_for_its_
     # Where no version is left for long enough there are no new checkpoints, and that is told.
     for step in (8, 10):
         daemon.persister.offer(VersionId(1, step))
-        wait_for(lambda s=step: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": s}, "it")
+        wait_for(
+            lambda s=step: persist_status(job_dir)["overtaken"] == {"incarnation": 1, "step": s},
+            "it",
+        )
     wait_for(lambda: persist_status(job_dir)["stale_since_step"] == 8, "the second in a row")
 
 
@@ -449,14 +470,18 @@ def test_p3_what_memory_cannot_keep_is_persisted_at_once(
         client.notify_commit(VersionId(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
         wait_for(lambda s=step: daemon.status.last_committed == VersionId(1, s), "the commit")
         if step > 1:
-            wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 2}, "step 2")
+            wait_for(
+                lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 2}, "step 2"
+            )
     # A slower trainer of the node tells of an older version.
     client.notify_commit(VersionId(1, 1), Coordinate(0, 1, 0), {}, unprotected=False)
     commit(job_dir, 0, VersionId(1, 4))
     client.notify_commit(VersionId(1, 4), Coordinate(0, 0, 0), {}, unprotected=True)
     wait_for(lambda: daemon.status.last_committed == VersionId(1, 4), "the commit")
     assert writer.calls == [2]
-    assert any("no longer survives the loss of a node: step 2" in r.getMessage() for r in caplog.records)
+    assert any(
+        "no longer survives the loss of a node: step 2" in r.getMessage() for r in caplog.records
+    )
     # Protected again, and lost again.
     for step, unprotected in ((5, False), (6, True)):
         commit(job_dir, step % 2, VersionId(1, step))

@@ -75,7 +75,9 @@ FAULTS = (leader_killed, leader_stopped, majority_lost, every_lease_lost)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("faults", [FAULTS[:1], pytest.param(FAULTS[1:], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "faults", [FAULTS[:1], pytest.param(FAULTS[1:], marks=pytest.mark.nightly)]
+)
 def test_p6_training_does_not_notice_what_etcd_suffers_and_a_node_is_replaced_meanwhile(
     tmp_path: Path, etcd: EtcdCluster, faults: Sequence[Fault]
 ) -> None:
@@ -102,10 +104,19 @@ def launch(
     tmp_path: Path, endpoint: str, *options: str, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
-    script.write_text("import os\nprint('trained', [k for k, v in os.environ.items() if v == 'right'])\n")
+    script.write_text(
+        "import os\nprint('trained', [k for k, v in os.environ.items() if v == 'right'])\n"
+    )
     command = [
         *(sys.executable, "-m", "reft.job.launch", "--nnodes", "1", "--rdzv-backend", "etcd-v3"),
-        *("--rdzv-endpoint", endpoint, "--rdzv-id", "job", "--memory-dir", str(tmp_path / "memory")),
+        *(
+            "--rdzv-endpoint",
+            endpoint,
+            "--rdzv-id",
+            "job",
+            "--memory-dir",
+            str(tmp_path / "memory"),
+        ),
         *options,
         str(script),
     ]
@@ -226,7 +237,9 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         openssl("req", "-x509", *key, *out, "-subj", f"/CN={ca}", "-days", "2")
     (at / "extensions").write_text("subjectAltName=IP:127.0.0.1\n")
     for name in ("server", "client"):
-        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl(
+            "req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}"
+        )
         by = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "extensions")
         openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", "-days", "2", *by)
     return at

@@ -83,7 +83,9 @@ def training(least: int = 2, **nodes: Node) -> StoreRendezvous:
 
 
 @pytest.mark.parametrize(("least", "goes_on"), [(2, False), (1, True)])
-def test_a_round_that_a_silent_node_has_left_is_told_where_enough_are_left(least: int, goes_on: bool) -> None:
+def test_a_round_that_a_silent_node_has_left_is_told_where_enough_are_left(
+    least: int, goes_on: bool
+) -> None:
     assert not training(least, a=TRAINS, b=TRAINS).is_left_by_silent
     assert training(least, a=TRAINS).is_left_by_silent is goes_on
     assert not training(least, a=TRAINS, b=Node(leaving=True)).is_left_by_silent
@@ -181,16 +183,23 @@ def test_further_nodes_are_waited_for_though_a_clock_is_an_hour_behind(
 def test_nodes_meet_over_a_store_tell_that_they_live_and_hear_that_the_job_has_ended(
     server: KeyValueServer,
 ) -> None:
-    pair = [node_of(server.port, keep_alive_interval=1, keep_alive_max_attempt=600) for _ in range(2)]
+    pair = [
+        node_of(server.port, keep_alive_interval=1, keep_alive_max_attempt=600) for _ in range(2)
+    ]
     found: list[tuple[str, ...]] = []
-    threads = [threading.Thread(target=lambda n=n: found.append(n.next_rendezvous().members)) for n in pair]
+    threads = [
+        threading.Thread(target=lambda n=n: found.append(n.next_rendezvous().members)) for n in pair
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(WAIT_SECS)
     assert found == [tuple(sorted(n.node for n in pair))] * 2
     began = time.time()
-    wait_for(lambda: all(node.seen > began for node in pair[0].state.nodes.values()), "heartbeats of both")
+    wait_for(
+        lambda: all(node.seen > began for node in pair[0].state.nodes.values()),
+        "heartbeats of both",
+    )
     pair[0].shutdown("enough")
     wait_for(pair[1].is_closed, "the end")
     assert pair[1].state.closed == "enough"

@@ -44,11 +44,19 @@ HUNG = "the job hangs"
 def job(
     tmp_path: Path, fault: str, *, steps: int = 40, options: tuple[str, ...] = ()
 ) -> Iterator[WatchedCluster]:
-    block: dict[str, Any] = {"enabled": True, "hang_factor": HANG_FACTOR, "hang_timeout_secs": 360.0}
+    block: dict[str, Any] = {
+        "enabled": True,
+        "hang_factor": HANG_FACTOR,
+        "hang_timeout_secs": 360.0,
+    }
     # Of a job that goes on with fewer nodes:
     block |= {"allow_unprotected": True, "accept_changes": ["config.train_batch_size"]}
     script = ("hanging.py", deepspeed_json(tmp_path, reft=block), fault)
-    env = {"TEST_SLOW_SECS": str(SLOW_SECS), "TEST_STEPS": str(steps), "TEST_TIMEOUT_SECS": str(TIMEOUT_SECS)}
+    env = {
+        "TEST_SLOW_SECS": str(SLOW_SECS),
+        "TEST_STEPS": str(steps),
+        "TEST_TIMEOUT_SECS": str(TIMEOUT_SECS),
+    }
     with cluster(tmp_path, *script, nodes=2, env=env, options=options) as made:
         yield made
 
@@ -105,7 +113,9 @@ def test_a_trainer_that_hangs_is_found_named_and_the_job_goes_on_with_the_same_l
 
 @pytest.mark.integration
 @pytest.mark.nightly
-def test_what_takes_its_time_is_no_hang(tmp_path: Path, undisturbed: dict[int, dict[int, set[str]]]) -> None:
+def test_what_takes_its_time_is_no_hang(
+    tmp_path: Path, undisturbed: dict[int, dict[int, set[str]]]
+) -> None:
     """A slow first step, an evaluation, a pause that one rank has asked for, and what the script does itself."""
     with job(tmp_path, "slow") as made:
         assert made.wait(DEADLINE_SECS) == {0: 0, 1: 0}
@@ -120,7 +130,9 @@ def test_a_node_that_falls_silent_is_gone_on_without_and_ends_itself(tmp_path: P
     quick = ("--nnodes", "1:2", "--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=4")
     with job(tmp_path, "none", steps=4000, options=quick) as made:
         written = made.events_dir / "losses-0"
-        made.wait_until(lambda: written.exists() and len(losses(made, 0)) >= 8, DEADLINE_SECS, "steps of two")
+        made.wait_until(
+            lambda: written.exists() and len(losses(made, 0)) >= 8, DEADLINE_SECS, "steps of two"
+        )
         stopped = made.kill_node(1, KillKind.STOP)
         made.wait_until(lambda: rounds(made) == 2, DEADLINE_SECS, "a round of one node")
         alone = made.launcher_events("round")[-1]
@@ -140,10 +152,14 @@ def goes_on(made: WatchedCluster) -> bool:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("who", ["daemon", "launcher"])
-def test_a_daemon_or_launcher_that_is_stopped_is_found_and_training_goes_on(who: str, tmp_path: Path) -> None:
+def test_a_daemon_or_launcher_that_is_stopped_is_found_and_training_goes_on(
+    who: str, tmp_path: Path
+) -> None:
     with cluster(tmp_path, "allreduce.py", "100000", nodes=1) as made:
         made.wait_for("step")
-        made.wait_until(lambda: bool((made.status(0) or {}).get("workers")), DEADLINE_SECS, "the daemon")
+        made.wait_until(
+            lambda: bool((made.status(0) or {}).get("workers")), DEADLINE_SECS, "the daemon"
+        )
         pid = int((made.status(0) or {})["pid"])
         os.kill(pid if who == "daemon" else made.current[0].process.pid, signal.SIGSTOP)
         said = {
@@ -152,7 +168,9 @@ def test_a_daemon_or_launcher_that_is_stopped_is_found_and_training_goes_on(who:
         }[who]
         made.wait_until(lambda: said in made.log(0), DEADLINE_SECS, said)
         if who == "daemon":
-            made.wait_until(lambda: (made.status(0) or {})["pid"] != pid, DEADLINE_SECS, "the next daemon")
+            made.wait_until(
+                lambda: (made.status(0) or {})["pid"] != pid, DEADLINE_SECS, "the next daemon"
+            )
         made.finish()
         assert made.wait(DEADLINE_SECS) == {0: 0}
         assert {event["attempt"] for event in made.events("step")} == {0}
@@ -207,7 +225,9 @@ def test_the_culprits_node_uses_a_restart_and_the_others_none_and_no_suspicion_o
         1: ExitCause.OWN,
     }
     for failure in found.values():
-        assert failure.reason.startswith("rank 1 hangs: in no communication (rank 1: b step after step 8")
+        assert failure.reason.startswith(
+            "rank 1 hangs: in no communication (rank 1: b step after step 8"
+        )
 
 
 def test_what_trainers_are_at_is_read_from_their_pages_and_forgotten_with_the_round(
@@ -247,7 +267,9 @@ def test_a_node_that_was_struck_out_is_not_waited_for(
     assert "a node was removed" in failure.reason
 
 
-def test_a_store_that_is_gone_or_holds_nonsense_accuses_nobody(nodes: list[HangDetector], table: Any) -> None:
+def test_a_store_that_is_gone_or_holds_nonsense_accuses_nobody(
+    nodes: list[HangDetector], table: Any
+) -> None:
     table.set("hang/1", '[{"seen": 3}]')
     assert nodes[0].judge(of(0), table, 0, 2) is None
 
@@ -255,13 +277,19 @@ def test_a_store_that_is_gone_or_holds_nonsense_accuses_nobody(nodes: list[HangD
 @pytest.mark.nightly
 def test_a_whole_job_is_shown_from_any_node_through_a_loss(tmp_path: Path) -> None:
     def status(index: int) -> dict[str, Any]:
-        told: dict[str, Any] = command("status", "--json", "--memory-dir", job.current[index].memory_dir).json
+        told: dict[str, Any] = command(
+            "status", "--json", "--memory-dir", job.current[index].memory_dir
+        ).json
         return told
 
-    with cluster(tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS) as job:
+    with cluster(
+        tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS
+    ) as job:
         trains(job, 3, 0, lives=1)
         nodes = {f"node{i}" for i in range(3)}
-        job.wait_until(lambda: all(status(i)["tolerance_left"] == 1 for i in range(3)), 60, "versions")
+        job.wait_until(
+            lambda: all(status(i)["tolerance_left"] == 1 for i in range(3)), 60, "versions"
+        )
         for index in range(3):
             told = status(index)
             assert {n["node"] for n in told["nodes"]} == nodes
@@ -274,7 +302,9 @@ def test_a_whole_job_is_shown_from_any_node_through_a_loss(tmp_path: Path) -> No
         watch = Popen(words, stdout=(tmp_path / "watched").open("wb"))
         job.kill_node(1)
         job.wait_until(
-            lambda: all((status(i)["tolerance_left"], status(i)["tolerance"]) == (0, 1) for i in (0, 2)),
+            lambda: all(
+                (status(i)["tolerance_left"], status(i)["tolerance"]) == (0, 1) for i in (0, 2)
+            ),
             120,
             "the loss of tolerance, at both nodes that are left",
         )
@@ -291,7 +321,9 @@ def test_a_whole_job_is_shown_from_any_node_through_a_loss(tmp_path: Path) -> No
             return {n["node"] for n in status(0)["nodes"] if n["holds_shards"]}
 
         # Until all have told of the larger job, the board shows the one before, which was whole as well.
-        job.wait_until(lambda: holders() == {"node0", "node1.1", "node2"}, 120, "the placement of three")
+        job.wait_until(
+            lambda: holders() == {"node0", "node1.1", "node2"}, 120, "the placement of three"
+        )
         job.wait_until(lambda: status(0)["tolerance_left"] == 1, 120, "three again")
         told = status(0)
         assert told["last_recovery"]["lost"] == ["node1"]
@@ -322,7 +354,9 @@ def board_of(server: KeyValueServer, root: Path, node: str) -> JobStatus:
     return JobStatus(connect, mine, job.path, job_id="job", has_daemon=False)
 
 
-def start(board: JobStatus, nodes: Sequence[str] = (), waiting: Sequence[TrainerActivity] = ()) -> None:
+def start(
+    board: JobStatus, nodes: Sequence[str] = (), waiting: Sequence[TrainerActivity] = ()
+) -> None:
     board.start(lambda: False, lambda: nodes, lambda: waiting)
 
 
@@ -331,13 +365,19 @@ def test_a_trainer_that_may_hang_makes_its_node_unhealthy(
     tmp_path: Path, server: KeyValueServer, secs: float, signal: str
 ) -> None:
     board = board_of(server, tmp_path, "a")
-    seen = TrainerView(0, 3, 4_000_001, Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 600.0, 0.3, 0.0, 0, "S")
+    seen = TrainerView(
+        0, 3, 4_000_001, Phase.STEP, 8, 3, "RecvGrad", 1, 10.0, 600.0, 0.3, 0.0, 0, "S"
+    )
     start(board, waiting=[TrainerActivity(seen, secs, "a")])
     wait_for(lambda: known(tmp_path, "a"), "its report")
     told = read_board(tmp_path / "a" / "job")
     assert told is not None
     (node,) = told.nodes
-    said = [text for text in (*node.warnings, node.why) if text.startswith("rank 3: a step after step 8")]
+    said = [
+        text
+        for text in (*node.warnings, node.why)
+        if text.startswith("rank 3: a step after step 8")
+    ]
     assert (str(node.signal), len(said)) == (signal, 2 if signal == "UNHEALTHY" else 0)
     board.close("")
 
@@ -406,7 +446,9 @@ def test_p6_without_a_store_or_memory_it_goes_on(tmp_path: Path, server: KeyValu
     path.rmdir()
     board.tell("running", round=1)
     board.close("")
-    assert not os.path.lexists(path), "a job's memory that was removed is not made again by its status"
+    assert not os.path.lexists(path), (
+        "a job's memory that was removed is not made again by its status"
+    )
 
 
 def make_steps(path: Path, rank: int, compute_millis: int, clock: Clock) -> ProgressPage:
@@ -423,13 +465,19 @@ def make_steps(path: Path, rank: int, compute_millis: int, clock: Clock) -> Prog
 
 
 def test_a_rank_slower_by_a_fifth_is_named_on_every_node(
-    tmp_path: Path, server: KeyValueServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    server: KeyValueServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     boards = [board_of(server, tmp_path, node) for node in "ab"]
     clock = Clock()
     with monkeypatch.context() as patch:
         patch.setattr("reft.node.progress.time", clock)
-        pages = [make_steps(tmp_path / n / "job", r, 48 if r == 1 else 40, clock) for r, n in enumerate("ab")]
+        pages = [
+            make_steps(tmp_path / n / "job", r, 48 if r == 1 else 40, clock)
+            for r, n in enumerate("ab")
+        ]
     for board in boards:
         start(board, "ab")
 

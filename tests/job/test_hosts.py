@@ -74,7 +74,9 @@ def test_what_was_given_stands(task: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert (config.max_nodes, config.rdzv_endpoint) == (2, "batch:1")
 
 
-def test_p7_names_of_memory_last_over_requeues_and_differ_between_tasks_of_an_array(task: Any) -> None:
+def test_p7_names_of_memory_last_over_requeues_and_differ_between_tasks_of_an_array(
+    task: Any,
+) -> None:
     task(SLURM_RESTART_COUNT="2", SLURM_STEP_ID="1")
     again = parse()
     assert (again.config.run_id, again.job_id) == ("slurm-4711.2.1", "slurm-4711")
@@ -93,12 +95,20 @@ def test_a_step_of_one_node_needs_no_place_to_meet(task: Any) -> None:
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({"SLURM_JOB_ID": None}, "Slurm did not start this process (SLURM_JOB_ID is not set); write `srun"),
+        (
+            {"SLURM_JOB_ID": None},
+            "Slurm did not start this process (SLURM_JOB_ID is not set); write `srun",
+        ),
         ({"SLURM_STEP_ID": None}, "this is job 4711, but no step of it"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2),1"}, "srun starts 8(x2),1 tasks on its nodes, expected one"),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "8(x2),1"},
+            "srun starts 8(x2),1 tasks on its nodes, expected one",
+        ),
     ],
 )
-def test_outside_of_a_step_it_says_what_to_write(task: Any, environ: dict[str, Any], says: str) -> None:
+def test_outside_of_a_step_it_says_what_to_write(
+    task: Any, environ: dict[str, Any], says: str
+) -> None:
     task(**environ)
     with pytest.raises(ConfigError) as caught:
         parse()
@@ -161,7 +171,12 @@ def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("KillOnBadExit = 0\nWaitTime = 0 sec", "#SBATCH --no-kill", {}, []),
         ("KillOnBadExit = 1", "#SBATCH -N 4 -k", {}, ["--kill-on-bad-exit=0"]),
         ("KillOnBadExit = 1", "#SBATCH --no-kill", {"SLURM_KILL_BAD_EXIT": "0"}, []),
-        ("WaitTime = 30 sec", "#SBATCH --no-kill", {"SLURM_KILL_BAD_EXIT": "1"}, ["bad-exit=0", "--wait=0"]),
+        (
+            "WaitTime = 30 sec",
+            "#SBATCH --no-kill",
+            {"SLURM_KILL_BAD_EXIT": "1"},
+            ["bad-exit=0", "--wait=0"],
+        ),
         ("KillOnBadExit = 0", "#SBATCH --nodes=4\ntorchrun --no-kill", {}, ["#SBATCH --no-kill"]),
         ("KillOnBadExit = 0", "#SBATCH --nodes=4", {"SBATCH_NO_KILL": "1"}, []),
     ],
@@ -184,7 +199,11 @@ def test_p12_settings_that_end_the_survivors_are_named_with_what_to_write(
         ("-N 4 -k --wait 30 reft", {}, ["--wait=0"]),
         ("--nodes 4 --kill-on-bad-exit reft --no-kill", {}, ["bad-exit=0", "--no-kill"]),
         ("-lK0 -n4 -k reft", {"SLURM_KILL_BAD_EXIT": "1"}, []),
-        ("--label -k -- reft", {"SLURM_KILL_BAD_EXIT": "1", "SLURM_WAIT": "5"}, ["bad-exit=0", "--wait=0"]),
+        (
+            "--label -k -- reft",
+            {"SLURM_KILL_BAD_EXIT": "1", "SLURM_WAIT": "5"},
+            ["bad-exit=0", "--wait=0"],
+        ),
         ("--no-kill=off -W0 -- reft", {"SLURM_WAIT": "5"}, ["--no-kill"]),
     ],
 )
@@ -199,7 +218,9 @@ def test_p12_options_of_srun_are_told_from_those_of_its_program(
     finally:
         srun.kill()
         srun.wait()
-    assert [words in warning for warning, words in zip(found, named, strict=True)] == [True] * len(named)
+    assert [words in warning for warning, words in zip(found, named, strict=True)] == [True] * len(
+        named
+    )
 
 
 @pytest.mark.process
@@ -281,7 +302,9 @@ def test_hosts_and_slots_are_filtered_as_deepspeed_filters_them(
         (("--include", "localhost", "--num-gpus", "1"), "--num-gpus cannot be used with --include"),
     ],
 )
-def test_a_filter_that_fits_nothing_is_said(tmp_path: Path, given: tuple[str, ...], says: str) -> None:
+def test_a_filter_that_fits_nothing_is_said(
+    tmp_path: Path, given: tuple[str, ...], says: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parsed(write(tmp_path, "worker-1 slots=4\nlocalhost slots=3\n"), *given)
     assert says in str(caught.value)
@@ -327,7 +350,9 @@ def test_trainers_see_the_devices_that_are_left(
 ) -> None:
     path = str(write(tmp_path, "localhost slots=3\n"))
     options = ("--hostfile", path, "--include", "localhost:0,2", *more)
-    with cluster(tmp_path, "light.py", "end", nodes=1, options=options, external_rendezvous=False) as job:
+    with cluster(
+        tmp_path, "light.py", "end", nodes=1, options=options, external_rendezvous=False
+    ) as job:
         assert job.wait(240) == {0: 0}
         assert sorted(event["devices"] for event in job.events("start")) == seen
 
@@ -336,6 +361,10 @@ def test_some_nodes_of_a_hostfile_are_spares(tmp_path: Path) -> None:
     path = write(tmp_path, "worker-1 slots=4\nworker-2 slots=4\nlocalhost slots=4\n")
     config = parsed(path, "--spares", "1").config
     assert (config.min_nodes, config.max_nodes, config.rdzv_endpoint) == (2, 2, "worker-1:29400")
-    assert parsed(path, "--spares", "2").config.rdzv_endpoint == "worker-1:29400", "the spares need it"
-    with pytest.raises(ConfigError, match=r"--spares is 3, but --hostfile .* has 3 nodes.*write 0 to 2"):
+    assert parsed(path, "--spares", "2").config.rdzv_endpoint == "worker-1:29400", (
+        "the spares need it"
+    )
+    with pytest.raises(
+        ConfigError, match=r"--spares is 3, but --hostfile .* has 3 nodes.*write 0 to 2"
+    ):
         parsed(path, "--spares", "3")

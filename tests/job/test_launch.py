@@ -41,7 +41,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def single(tmp_path: Path, *args: str, options: tuple[str, ...] = (), **more: object):
-    return cluster(tmp_path, "light.py", *args, nodes=1, options=options, external_rendezvous=False, **more)
+    return cluster(
+        tmp_path, "light.py", *args, nodes=1, options=options, external_rendezvous=False, **more
+    )
 
 
 # -- options -----------------------------------------------------------------------------------------
@@ -53,7 +55,16 @@ def parse(*args: str) -> LaunchOptions:
 
 def test_scripts_run_through_the_hook() -> None:
     assert parse().arguments == ("-u", "-P", "-m", "reft.job.script", "train.py", "--lr", "1")
-    assert parse("-m").arguments == ("-u", "-P", "-m", "reft.job.script", "-m", "train.py", "--lr", "1")
+    assert parse("-m").arguments == (
+        "-u",
+        "-P",
+        "-m",
+        "reft.job.script",
+        "-m",
+        "train.py",
+        "--lr",
+        "1",
+    )
     bare = parse("--no-python")
     assert (bare.entrypoint, bare.arguments) == ("train.py", ("--lr", "1"))
 
@@ -62,7 +73,11 @@ def test_the_rendezvous_defaults_suit_replacements() -> None:
     options = parse("--nnodes", "4", "--rdzv-endpoint", "login:29400", "--rdzv-id", "job7")
     assert (options.config.rdzv_backend, options.job_id) == ("c10d", "job7")
     conf = options.config.rdzv_configs
-    assert (conf["keep_alive_interval"], conf["keep_alive_max_attempt"], conf["join_timeout"]) == (1, 5, 1800)
+    assert (conf["keep_alive_interval"], conf["keep_alive_max_attempt"], conf["join_timeout"]) == (
+        1,
+        5,
+        1800,
+    )
     large = parse("--nnodes", "400", "--rdzv-endpoint", "login")
     assert large.config.rdzv_configs["keep_alive_interval"] == 5
     assert large.job_id == large.config.run_id
@@ -108,7 +123,9 @@ def test_a_run_id_that_no_directory_can_have_gets_a_name_that_is_the_same_on_eve
 ) -> None:
     config = parse("--rdzv-id", run_id, "--log-dir", str(tmp_path)).config
     assert config.run_id == safe_name(run_id)
-    config.logs_specs.reify({0: {"TORCHELASTIC_RUN_ID": config.run_id, "TORCHELASTIC_RESTART_COUNT": "0"}})
+    config.logs_specs.reify(
+        {0: {"TORCHELASTIC_RUN_ID": config.run_id, "TORCHELASTIC_RESTART_COUNT": "0"}}
+    )
     assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]
     assert parse("--rdzv-id", "run 7, ä").config.run_id == "run 7, ä"
 
@@ -135,8 +152,14 @@ def test_with_torchruns_older_options_node_0_serves_the_store(rank: int) -> None
         (("--rdzv-endpoint", "x", "--rdzv-conf", "store_type=file"), "store_type=file"),
         (("--nnodes", "2", "--node-rank", "5"), "--node-rank is 5; write 0 to 1"),
         (("--spares", "1"), r"--nnodes is 1:1 with --spares 1, but nothing says where"),
-        (("--nnodes", "4", "--spares", "-1", "--rdzv-endpoint", "x"), "--spares is -1; write 0 or more"),
-        (("--nnodes", "2", "--spares", "1", "--node-rank", "3", "--master-addr", "x"), "3; write 0 to 2"),
+        (
+            ("--nnodes", "4", "--spares", "-1", "--rdzv-endpoint", "x"),
+            "--spares is -1; write 0 or more",
+        ),
+        (
+            ("--nnodes", "2", "--spares", "1", "--node-rank", "3", "--master-addr", "x"),
+            "3; write 0 to 2",
+        ),
         (("--memory-dir", ""), "--memory-dir is empty; write"),
         (("--memory-dir", "loop"), "--memory-dir.*loop"),
         ((), r"working directory.*removed"),
@@ -157,7 +180,11 @@ def test_wrong_use_says_what_to_write(
 def test_a_job_without_a_block_and_a_memory_that_is_a_disk_are_told_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mounts = ["disk / ext4 rw 0 0", f"tmpfs {tmp_path}/shm tmpfs rw 0 0", f"x {tmp_path}/a\\040b xfs rw 0 0"]
+    mounts = [
+        "disk / ext4 rw 0 0",
+        f"tmpfs {tmp_path}/shm tmpfs rw 0 0",
+        f"x {tmp_path}/a\\040b xfs rw 0 0",
+    ]
     read = Path.read_text
     monkeypatch.setattr(
         Path,
@@ -167,7 +194,9 @@ def test_a_job_without_a_block_and_a_memory_that_is_a_disk_are_told_at_the_start
     for directory, kind in (("shm/reft", ""), ("elsewhere", "ext4"), ("a b/c", "xfs")):
         (tmp_path / directory).parent.mkdir(exist_ok=True)
         said = find_warnings(parse("--memory-dir", str(tmp_path / directory)))
-        assert [f"is on {kind}, which is not memory" in text for text in said] == ([True] if kind else [])
+        assert [f"is on {kind}, which is not memory" in text for text in said] == (
+            [True] if kind else []
+        )
     (said,) = find_warnings(parse("--memory-dir", str(tmp_path / "shm/typo/reft")))
     assert "typo does not exist, and is made" in said
 
@@ -201,10 +230,14 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
         place.reconnect()
 
 
-def test_what_listens_at_the_endpoint_and_never_answers_is_found_within_the_time_that_was_given() -> None:
+def test_what_listens_at_the_endpoint_and_never_answers_is_found_within_the_time_that_was_given() -> (
+    None
+):
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         endpoint = f"127.0.0.1:{stranger.getsockname()[1]}"
-        options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "connect_timeout=1")
+        options = parse(
+            "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "connect_timeout=1"
+        )
         began = time.monotonic()
         with pytest.raises(JobEndedError, match=r"did not answer within 1 s.*connect_timeout"):
             find_store(options, SECRET).join()
@@ -214,7 +247,9 @@ def test_what_listens_at_the_endpoint_and_never_answers_is_found_within_the_time
 def test_a_request_to_the_store_takes_no_longer_than_a_node_is_waited_for() -> None:
     conf = parse("--rdzv-endpoint", "x", "--rdzv-conf", "join_timeout=5").config.rdzv_configs
     assert conf["read_timeout"] == 5.0
-    conf = parse("--rdzv-endpoint", "x", "--rdzv-conf", "join_timeout=5,read_timeout=9").config.rdzv_configs
+    conf = parse(
+        "--rdzv-endpoint", "x", "--rdzv-conf", "join_timeout=5,read_timeout=9"
+    ).config.rdzv_configs
     assert conf["read_timeout"] == "9"
 
 
@@ -278,13 +313,17 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored() -> None:
 
 
 @pytest.mark.usefixtures("hang_up_ignored")
-def test_commands_that_try_a_job_are_not_ended_by_a_signal_that_was_ignored_at_their_start() -> None:
+def test_commands_that_try_a_job_are_not_ended_by_a_signal_that_was_ignored_at_their_start() -> (
+    None
+):
     """``reft demo``, ``reft rehearse``."""
     handle_stop_signals()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "a second one does not disturb the end"
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, (
+        "a second one does not disturb the end"
+    )
 
 
 @pytest.mark.process
@@ -293,7 +332,13 @@ def test_help_needs_no_torch() -> None:
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.splitlines()[-1] == "0 False"
-    for option in ("--nproc-per-node", "--rank-order", "--hostfile", "REFT_LOGLEVEL", "REFT_EVENTS"):
+    for option in (
+        "--nproc-per-node",
+        "--rank-order",
+        "--hostfile",
+        "REFT_LOGLEVEL",
+        "REFT_EVENTS",
+    ):
         assert option in done.stdout
 
 
@@ -385,12 +430,16 @@ def test_a_good_end_removes_the_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_errors_are_shown_restarts_counted_and_no_memory_without_a_version_is_left(tmp_path: Path) -> None:
+def test_errors_are_shown_restarts_counted_and_no_memory_without_a_version_is_left(
+    tmp_path: Path,
+) -> None:
     with single(tmp_path, "raise", options=("--max-restarts", "1")) as job:
         assert job.wait(240) == {0: 1}
         log = job.log(0)
         assert log.count("ValueError: a bad sample\n") >= 2
-        assert re.search(r'line \d+, in train\n    raise ValueError\("a bad sample"\)\nValueError', log)
+        assert re.search(
+            r'line \d+, in train\n    raise ValueError\("a bad sample"\)\nValueError', log
+        )
         assert "auto.py" not in log.split("Traceback")[1].split("ValueError")[0]
         assert "uses restart 1 of 1" in log
         assert "restarts used: 1 of 1 (--max-restarts): the job ends" in log
@@ -438,7 +487,9 @@ def test_a_rank_that_ends_well_before_the_others_is_named_and_ends_the_job(tmp_p
 
 
 @pytest.mark.integration
-def test_a_node_whose_trainers_end_well_before_the_others_is_named_and_ends_the_job(tmp_path: Path) -> None:
+def test_a_node_whose_trainers_end_well_before_the_others_is_named_and_ends_the_job(
+    tmp_path: Path,
+) -> None:
     with cluster(tmp_path, "light.py", "uneven", nodes=2, options=("--no-daemon",)) as job:
         assert job.wait(240) == {0: 1, 1: 1}
         rounds = [event["round"] for event in job.launcher_events("round")]
@@ -449,7 +500,9 @@ def test_a_node_whose_trainers_end_well_before_the_others_is_named_and_ends_the_
 
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_stop_trainers_commit_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
+def test_told_to_stop_trainers_commit_and_nothing_is_left(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     with single(tmp_path, "wait", "graceful", procs_per_node=2) as job:
         job.wait_for("ready", 2)
         job.signal_node(0, number)
@@ -523,7 +576,9 @@ while True:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("handles", "code", "loaded"), [("handles", 143, b"batch\n"), ("leaves", -15, b"")])
+@pytest.mark.parametrize(
+    ("handles", "code", "loaded"), [("handles", 143, b"batch\n"), ("leaves", -15, b"")]
+)
 def test_a_trainer_told_to_stop_has_its_workers_until_it_ends(
     tmp_path: Path, handles: str, code: int, loaded: bytes
 ) -> None:
@@ -574,7 +629,9 @@ def test_a_killed_launcher_leaves_memory_but_no_process(tmp_path: Path) -> None:
     with single(tmp_path, "wait", "stubborn", procs_per_node=2) as job:
         job.wait_for("ready", 2)
         job.wait_until(lambda: (job.status(0) or {}).get("pid") is not None, 240, "the daemon")
-        job.wait_until(lambda: len((job.status(0) or {}).get("workers", [])) == 2, 240, "the daemon's list")
+        job.wait_until(
+            lambda: len((job.status(0) or {}).get("workers", [])) == 2, 240, "the daemon's list"
+        )
         job.signal_node(0, signal.SIGKILL)
         job.wait_until(job.none_left, 240, "the end of all processes")
         assert job.job_dir(0).is_dir()
@@ -657,13 +714,17 @@ def test_trainers_that_make_progress_may_be_killed_any_number_of_times(
     for row in later:
         assert row.failures == ["node0, rank 0, local rank 0: killed by SIGKILL"]
         assert (row.resumed_from or "").startswith("memory, ")
-        assert list(row.secs) == list(PARTS), "one record of what the launcher and the trainer have seen"
+        assert list(row.secs) == list(PARTS), (
+            "one record of what the launcher and the trainer have seen"
+        )
         assert min(row.secs.values()) >= 0
         assert row.failed_unix_secs is not None
         assert (row.resumed_step or 0) >= row.newest_step > 0
     assert told["rounds"] == [vars(row) for row in (first, *later)]
     assert status["last_recovery"] == vars(later[-1])
-    assert status["restarts"] == f"{LIVES}; the last: node0, rank 0, local rank 0: killed by SIGKILL"
+    assert (
+        status["restarts"] == f"{LIVES}; the last: node0, rank 0, local rank 0: killed by SIGKILL"
+    )
     assert began == sorted(set(began)), "every life resumed from a newer version"
 
 
@@ -688,7 +749,13 @@ def test_p6_a_history_that_is_torn_or_cannot_be_written_costs_a_line_at_most(
     note(tmp_path, "started", round=1, gathering_secs=None, **facts)
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"event": "resu\n[]\n')
-    note(tmp_path, "started", round=2, gathering_secs=1.5, **{**facts, "lost": ["b"], "newest_step": 7})
+    note(
+        tmp_path,
+        "started",
+        round=2,
+        gathering_secs=1.5,
+        **{**facts, "lost": ["b"], "newest_step": 7},
+    )
     note(tmp_path, "resumed", source="disk, /d", step=5, secs=0.0)
     first, second = read_history(tmp_path)
     assert (first.round, first.secs) == (1, {})

@@ -27,7 +27,14 @@ SCRIPT = str(SCRIPTS / "unlaunched.py")
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
 DEEPSPEED = ("deepspeed.launcher.runner", "--num_gpus", "2")
 ACCELERATE = (
-    *("accelerate.commands.launch", "--use_deepspeed", "--num_machines", "1", "--num_processes", "2"),
+    *(
+        "accelerate.commands.launch",
+        "--use_deepspeed",
+        "--num_machines",
+        "1",
+        "--num_processes",
+        "2",
+    ),
     *("--mixed_precision", "no", "--dynamo_backend", "no"),
 )
 WAYS = {"import": "import", "hook": "", "attach": "attach"}
@@ -36,10 +43,14 @@ HOSTS = ("127.0.0.1", "127.0.0.2")
 
 def config(directory: Path) -> str:
     """DeepSpeed's JSON with the block, on a path for scripts' arguments."""
-    return deepspeed_json(directory, reft={"enabled": True, "memory_dir": str(directory / "memory")})
+    return deepspeed_json(
+        directory, reft={"enabled": True, "memory_dir": str(directory / "memory")}
+    )
 
 
-def run(*command: str, out: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, out: Path, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         cwd=out,
@@ -64,14 +75,18 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly
-def test_a_hook_in_the_environment_needs_no_line_in_the_script(environment: Path, tmp_path: Path) -> None:
+def test_a_hook_in_the_environment_needs_no_line_in_the_script(
+    environment: Path, tmp_path: Path
+) -> None:
     def hook(command: str) -> tuple[int, str]:
         done = run(str(environment), "-m", "reft.cli", "hook", command, out=tmp_path)
         return done.returncode, done.stdout
 
     def modules(statement: str) -> set[str]:
         """What of reft is imported by a script that has no block."""
-        code = f"{statement}; import sys; print([m for m in sys.modules if m.split('.')[0] == 'reft'])"
+        code = (
+            f"{statement}; import sys; print([m for m in sys.modules if m.split('.')[0] == 'reft'])"
+        )
         done = run(str(environment), "-c", code, out=tmp_path)
         assert done.returncode == 0, done.stdout
         return set(json.loads(done.stdout.splitlines()[-1].replace("'", '"')))
@@ -134,7 +149,10 @@ QUICK = ("torchrun", "import")
     ("launcher", "way"),
     [
         pytest.param(
-            words, way, id=f"{name}-{way}", marks=() if (name, way) == QUICK else pytest.mark.nightly
+            words,
+            way,
+            id=f"{name}-{way}",
+            marks=() if (name, way) == QUICK else pytest.mark.nightly,
         )
         for name, words in LAUNCHERS.items()
         for way in WAYS
@@ -183,8 +201,22 @@ def start(folder: Path, *arguments: str) -> tuple[list[int], str]:
     started = []
     for rank in range(len(HOSTS)):
         command = (
-            *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(folder / "hostfile")),
-            *("--no_ssh", "--node_rank", str(rank), "--master_addr", HOSTS[0], "--master_port", port),
+            *(
+                sys.executable,
+                "-m",
+                "deepspeed.launcher.runner",
+                "--hostfile",
+                str(folder / "hostfile"),
+            ),
+            *(
+                "--no_ssh",
+                "--node_rank",
+                str(rank),
+                "--master_addr",
+                HOSTS[0],
+                "--master_port",
+                port,
+            ),
             *(SCRIPT, str(folder / "ds_config.json"), *arguments),
         )
         own = {"REFT_MEMORY_DIR": str(folder / f"host{rank}"), "REFT_NODE_ID": f"host{rank}"}

@@ -54,7 +54,9 @@ def seed_rank(rank: int) -> None:
 
 def expected(samples: int) -> Counter[str]:
     """Digests of the first ``samples`` samples of a job, read one by one by a single process."""
-    loader = reft.data.loader(Samples(), 1, shuffle=True, seed=SEED, collate_fn=list, dp_rank=0, dp_size=1)
+    loader = reft.data.loader(
+        Samples(), 1, shuffle=True, seed=SEED, collate_fn=list, dp_rank=0, dp_size=1
+    )
     epochs = -(-samples // SIZE)
     read = [digest(sample) for _ in range(epochs) for (sample,) in loader]
     return Counter(read[:samples])
@@ -82,7 +84,9 @@ class Books:
     def last_step(self) -> int:
         lines = self.lines()
         life = max((line["life"] for line in lines), default=0)
-        return max((line["step"] for line in lines if line["life"] == life and "step" in line), default=0)
+        return max(
+            (line["step"] for line in lines if line["life"] == life and "step" in line), default=0
+        )
 
     def lives(self) -> int:
         return len({line["life"] for line in self.lines() if "step" in line})
@@ -100,7 +104,9 @@ class Books:
         until = 10**9
         for life in sorted(lives, reverse=True):
             begins = {line["begins"] for line in lives[life] if "begins" in line}
-            assert len(begins) == 1, f"the ranks of life {life} begin behind different steps: {begins}"
+            assert len(begins) == 1, (
+                f"the ranks of life {life} begin behind different steps: {begins}"
+            )
             (begin,) = begins
             kept += [line for line in lives[life] if begin < line.get("step", 0) <= until]
             until = min(until, begin)
@@ -149,7 +155,9 @@ SHORT = 4  # of the job that ``make test`` runs: one launch of each degree
 def wait_for(job: WatchedCluster, books: Books, micro_batches: int) -> None:
     """Until so many more have been written: of one rank or another, anywhere within a step."""
     wanted = len(books.lines()) + micro_batches
-    job.wait_until(lambda: len(books.lines()) > wanted, PATIENCE_SECS, f"{micro_batches} micro-batches")
+    job.wait_until(
+        lambda: len(books.lines()) > wanted, PATIENCE_SECS, f"{micro_batches} micro-batches"
+    )
 
 
 def wait_for_life(job: WatchedCluster, books: Books, number: int) -> None:

@@ -73,7 +73,10 @@ class World:
 
         def told(data: bytes) -> bytes:
             state = decode_state(data)
-            ago = {n: node._replace(seen=max(node.seen - self.now, -9.0)) for n, node in state.nodes.items()}
+            ago = {
+                n: node._replace(seen=max(node.seen - self.now, -9.0))
+                for n, node in state.nodes.items()
+            }
             deadline = None if state.deadline is None else max(state.deadline - self.now, -1.0)
             return encode_state(replace(state, nodes=dict(sorted(ago.items())), deadline=deadline))
 
@@ -112,7 +115,9 @@ def act(world: World, at: int, *, hears: bool = True) -> World:
             return world.put(at, doing=Doing.TRAINS, agreement=state.agreement)
         info = NodeInfo(name, 1)
         info = info if one.agreement is None else info.after(one.agreement)
-        return tell(world, at, JoinRequested(name, info, alone=not waits_for_them(state)), hears=hears)
+        return tell(
+            world, at, JoinRequested(name, info, alone=not waits_for_them(state)), hears=hears
+        )
     assert one.agreement is not None
     told = state.scaling is not None and state.scaling.round == state.round
     waits = told or (state.those(Role.WAITS) and not RULES.is_full(state))
@@ -268,7 +273,9 @@ def test_p4_dealt_by_tensor_parallel_groups_deepspeeds_order_spreads_peers(
     dealt = deal_ranks([degrees.world_size // nodes] * nodes, tp)
     node_of = {rank: f"node{i}" for i, ranks in enumerate(dealt) for rank in ranks}
     # DeepSpeed's PipeModelDataParallelTopology: the order of `coordinates()`.
-    topology = Topology(degrees, degrees.coordinates(), tuple(node_of[r] for r in range(degrees.world_size)))
+    topology = Topology(
+        degrees, degrees.coordinates(), tuple(node_of[r] for r in range(degrees.world_size))
+    )
     for group in topology.groups():
         assert max(Counter(topology.group_nodes(*group)).values()) == -(-dp // nodes)
     for first in range(0, degrees.world_size, tp):
@@ -284,7 +291,12 @@ ENDED = ExitCause.ENDED
     [
         ((PEER, PEER, None), "c", "d", 0),  # a node vanished: free
         ((PEER, UNCLEAR, None), "c", "d", 0),  # ... also where the watchdog aborted trainers
-        ((OWN, PEER, PEER), "", "", 1),  # one trainer failed by itself: one restart, on one node ...
+        (
+            (OWN, PEER, PEER),
+            "",
+            "",
+            1,
+        ),  # one trainer failed by itself: one restart, on one node ...
         ((OWN, OWN, PEER), "", "", 1),  # ... or on several
         ((OWN, PEER, None), "c", "d", 1),
         ((UNCLEAR, PEER, PEER), "", "", 1),  # all nodes are back: nobody vanished, it was a bug
@@ -351,7 +363,8 @@ def test_failures_are_causes_and_nodes_that_came_and_went_are_named() -> None:
 
     def then(causes: dict[str, ExitCause], **more: NodeInfo) -> Agreement:
         told = {
-            n: replace(first[n].after(before), cause=cause, failure=f"x{n}") for n, cause in causes.items()
+            n: replace(first[n].after(before), cause=cause, failure=f"x{n}")
+            for n, cause in causes.items()
         }
         return agree({**told, **more})
 
@@ -369,5 +382,7 @@ def test_a_topology_takes_the_replicas_that_there_are(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "12")
     found = [reft.topology(pp=2).get_dim("data"), reft.topology(pp=2, tp=3).get_dim("data")]
     assert found == [6, 2]
-    with pytest.raises(reft.ReftError, match=r"12 ranks, which make no whole replicas of 5 x 1 ranks"):
+    with pytest.raises(
+        reft.ReftError, match=r"12 ranks, which make no whole replicas of 5 x 1 ranks"
+    ):
         reft.topology(pp=5)

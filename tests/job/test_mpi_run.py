@@ -39,10 +39,21 @@ class Nodes:
         self.root = root
         (root / "home").mkdir()
 
-    def run(self, name: str, nodes: Sequence[str], block: dict[str, object] | None) -> tuple[int, str]:
+    def run(
+        self, name: str, nodes: Sequence[str], block: dict[str, object] | None
+    ) -> tuple[int, str]:
         command = [
             *(PRETRAIN, *MODEL, "--pp", "1", "--dp", str(len(nodes)), "--tp", "1"),
-            *("--zero", "1", "--dtype", "bf16", "--grad-accum-dtype", "fp32", "--steps", str(STEPS)),
+            *(
+                "--zero",
+                "1",
+                "--dtype",
+                "bf16",
+                "--grad-accum-dtype",
+                "fp32",
+                "--steps",
+                str(STEPS),
+            ),
             *("--save-dir", str(self.root / "checkpoints")),
             *("--data", str(write_corpus(self.root)), "--cache-dir", str(self.root / "cache")),
         ]
@@ -51,13 +62,16 @@ class Nodes:
             config.write_text(json.dumps(block))
             command += ["--reft", str(config)]
         contexts = [
-            mpi_run(self.memory(node), "--node-id", node, "--job-id", JOB, *command) for node in nodes
+            mpi_run(self.memory(node), "--node-id", node, "--job-id", JOB, *command)
+            for node in nodes
         ]
         events = self.root / f"events-{name}"
         events.mkdir(exist_ok=True)
         return self.start(contexts, {"REFT_EVENTS": str(events)})
 
-    def start(self, commands: Sequence[Sequence[str]], environ: Mapping[str, str]) -> tuple[int, str]:
+    def start(
+        self, commands: Sequence[Sequence[str]], environ: Mapping[str, str]
+    ) -> tuple[int, str]:
         """mpiexec with one process for each of these commands; its exit code and output."""
         job = self.library.start(commands, {"HOME": str(self.root / "home"), **environ})
         try:
@@ -122,7 +136,9 @@ def test_p8_the_next_step_goes_on_from_memory_bit_for_bit(nodes: Nodes, transpor
     code, output = nodes.run("job", names, block)
     assert code != 0, "MPI lets a job go on whose process was killed"
     daemons = {node: nodes.daemon(node) for node in names}
-    assert all(daemon is not None and is_running(daemon) for daemon in daemons.values()), output[-4000:]
+    assert all(daemon is not None and is_running(daemon) for daemon in daemons.values()), output[
+        -4000:
+    ]
 
     nodes.lose("n1")
     code, output = nodes.run("job", ["n0", "spare", "n2", "n3"], block)
@@ -145,7 +161,9 @@ def test_a_wrong_job_id_ends_all_processes_with_one_line_each(nodes: Nodes) -> N
 
 
 @pytest.mark.integration
-def test_the_script_sees_what_torchrun_would_set_and_its_exit_code_is_the_jobs(nodes: Nodes) -> None:
+def test_the_script_sees_what_torchrun_would_set_and_its_exit_code_is_the_jobs(
+    nodes: Nodes,
+) -> None:
     script = nodes.root / "script.py"
     script.write_text(
         "import os, sys\n"
@@ -163,7 +181,9 @@ def test_the_script_sees_what_torchrun_would_set_and_its_exit_code_is_the_jobs(n
         commands = [mpi_run(nodes.root / f"m{i // 2}", *words) for i in range(3)]
         ended, output = nodes.start(commands, {})
         assert ended == code, output
-        seen = [nodes.root / f"seen{rank}" for rank in range(3)]  # lines of several processes run together
+        seen = [
+            nodes.root / f"seen{rank}" for rank in range(3)
+        ]  # lines of several processes run together
         assert [path.read_text() for path in seen] == ["0 3 0 2 0", "1 3 1 2 0", "2 3 0 1 1"]
         for path in seen:
             path.unlink()

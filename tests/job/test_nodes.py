@@ -35,7 +35,9 @@ def node_of_rank(job: WatchedCluster, rank: int, attempt: int) -> int:
 
 def trains(job: WatchedCluster, attempt: int, nodes: int) -> None:
     job.wait_until(
-        lambda: {e["rank"] for e in job.events("step", attempt=attempt, step=3)} == set(range(nodes)),
+        lambda: (
+            {e["rank"] for e in job.events("step", attempt=attempt, step=3)} == set(range(nodes))
+        ),
         240,
         f"steps of round {attempt + 1}",
     )
@@ -45,7 +47,9 @@ def trains(job: WatchedCluster, attempt: int, nodes: int) -> None:
 def test_any_node_may_die_be_replaced_or_hang_for_free(tmp_path: Path) -> None:
     """--max-restarts is 0 throughout: the node of rank 0 dies, then another hangs, is replaced, comes back and
     ends itself, a daemon is killed, and the job ends well."""
-    with cluster(tmp_path, "allreduce.py", "100000", nodes=3, options=(*QUICK, "--max-restarts", "0")) as job:
+    with cluster(
+        tmp_path, "allreduce.py", "100000", nodes=3, options=(*QUICK, "--max-restarts", "0")
+    ) as job:
         trains(job, 0, 3)
         secret = (job.job_dir(1) / "secret").read_text()
 
@@ -72,7 +76,9 @@ def test_any_node_may_die_be_replaced_or_hang_for_free(tmp_path: Path) -> None:
         other = next(i for i in range(3) if i != hanging)
         pid = job.status(other)["pid"]
         os.kill(pid, signal.SIGKILL)
-        job.wait_until(lambda: (job.status(other) or {}).get("pid") not in (pid, None), 240, "a new daemon")
+        job.wait_until(
+            lambda: (job.status(other) or {}).get("pid") not in (pid, None), 240, "a new daemon"
+        )
 
         job.finish()
         assert job.wait(240) == {0: 0, 1: 0, 2: 0}
@@ -90,7 +96,9 @@ def test_only_own_failures_use_up_restarts(tmp_path: Path) -> None:
     """Rank 1 raises, then a trainer of rank 0 is killed: one restart is allowed, the second failure ends
     the job on both nodes."""
     options = (*QUICK, "--max-restarts", "1")
-    with cluster(tmp_path, "allreduce.py", "100000", "raise@5:1:0", nodes=2, options=options) as job:
+    with cluster(
+        tmp_path, "allreduce.py", "100000", "raise@5:1:0", nodes=2, options=options
+    ) as job:
         trains(job, 1, 2)
         assert [e["restarts_used"] for e in job.launcher_events("round")] == [0, 0, 1, 1]
         raised, killed = node_of_rank(job, 1, 0), node_of_rank(job, 0, 1)
@@ -123,7 +131,9 @@ def test_a_store_on_a_worker_node_dies_with_it_and_comes_back_with_it(tmp_path: 
         )
         assert "dies with it" in job.log(host)
         job.kill_node(host)
-        job.wait_until(lambda: "waiting up to 120 s" in job.log(1 - host), 240, "the survivor's warning")
+        job.wait_until(
+            lambda: "waiting up to 120 s" in job.log(1 - host), 240, "the survivor's warning"
+        )
         job.start_node(host)
         trains(job, 1, 2)
         job.finish()
@@ -151,7 +161,9 @@ def test_a_lost_rendezvous_does_not_disturb_healthy_trainers(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("end", [NodeMemory.remove, NodeMemory.discard_unused])
-def test_p7_a_launcher_leaves_the_directory_that_another_made_and_holds(tmp_path: Path, end: object) -> None:
+def test_p7_a_launcher_leaves_the_directory_that_another_made_and_holds(
+    tmp_path: Path, end: object
+) -> None:
     first = NodeMemory(tmp_path, "job", "node0")
     first.prepare(SECRET)
     shutil.rmtree(first.path)

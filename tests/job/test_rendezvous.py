@@ -50,7 +50,9 @@ def test_it_serves_until_told_to_end(number: signal.Signals) -> None:
 @pytest.mark.process
 def test_a_hang_up_that_nohup_keeps_off_does_not_end_it() -> None:
     command = ["nohup", *COMMAND, "--host", "127.0.0.1", "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENV)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENV
+    )
     try:
         assert process.stdout is not None
         info = json.loads(process.stdout.readline())
@@ -84,7 +86,9 @@ def test_what_was_stored_is_there_again(tmp_path: Path) -> None:
         assert store.add("lives", 1) == life + 1
         store.set("gone", "x")
         store.delete("gone")
-        assert store.compare_set("k", str(life).encode() if life else None, str(life + 1).encode())[0]
+        assert store.compare_set("k", str(life).encode() if life else None, str(life + 1).encode())[
+            0
+        ]
         store.close()
         server.close()
     assert Journal(tmp_path / "state", SECRET).table.keys() - {"reft/rendezvous"} == {"lives", "k"}

@@ -61,7 +61,9 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         cluster.ctl("del", "--prefix", "reft/")
         made = Backend(lambda secret, run_id: etcd_store(cluster, secret, run_id))
         if request.param == "relay":
-            servers.append(relay_store(listen("127.0.0.1", 0), SECRET, etcd_store(cluster).lasting()))
+            servers.append(
+                relay_store(listen("127.0.0.1", 0), SECRET, etcd_store(cluster).lasting())
+            )
             made = Backend(lambda secret, _: KeyValueStore(f"127.0.0.1:{servers[0].port}", secret))
     yield made
     for store in made.made:
@@ -167,12 +169,16 @@ def test_p11_what_lies_in_etcd_is_checked_and_holds_no_secret(etcd: EtcdCluster)
     assert store.alive("m") == {"me"}
     held = {key: base64.b64decode(kv["value"]) for key, kv in etcd.contents().items()}
     assert len(held) == 3
-    assert not [key for key, value in held.items() if SECRET in value or SECRET.hex().encode() in value]
+    assert not [
+        key for key, value in held.items() if SECRET in value or SECRET.hex().encode() in value
+    ]
 
     line = EtcdLine(EtcdSettings.of(etcd.endpoint, {}, {}))
 
     def forge(value: bytes) -> None:
-        line.ask("KV", "Put", line.messages.PutRequest(key=b"reft/a", value=value), time.monotonic() + 30)
+        line.ask(
+            "KV", "Put", line.messages.PutRequest(key=b"reft/a", value=value), time.monotonic() + 30
+        )
 
     for forged in (b"", b"junk", b"\x80\x04N.", held["reft/a"][:-1] + b"!", held["reft/b"]):
         forge(forged)
@@ -186,7 +192,9 @@ def test_p11_what_lies_in_etcd_is_checked_and_holds_no_secret(etcd: EtcdCluster)
 
 
 @pytest.mark.process
-def test_what_a_run_wrote_goes_with_its_last_launcher_and_what_lasts_stays(etcd: EtcdCluster) -> None:
+def test_what_a_run_wrote_goes_with_its_last_launcher_and_what_lasts_stays(
+    etcd: EtcdCluster,
+) -> None:
     etcd.ctl("del", "--prefix", "reft/")
     first, second = etcd_store(etcd), etcd_store(etcd)
     first.set("of the run", "1")
@@ -213,7 +221,9 @@ def test_what_a_run_wrote_goes_with_its_last_launcher_and_what_lasts_stays(etcd:
 
 
 @pytest.mark.integration
-def test_the_client_is_said_to_be_missing(etcd: EtcdCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_is_said_to_be_missing(
+    etcd: EtcdCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "etcd3.etcdrpc", None)
     with pytest.raises(ConfigError, match=r"pip install 'reft-ckpt\[etcd\]'"):
         etcd_store(etcd)

@@ -71,7 +71,9 @@ def test_nodes_that_are_left_say_what_they_wait_for(
         world.run(30.0)
     said = [r.getMessage() for r in caplog.records if "nodes are here; waiting" in r.getMessage()]
     assert len(said) == 2, "once on each of those that are left"
-    assert all("2 of 3 nodes are here" in line and "`reft launch` on another node" in line for line in said)
+    assert all(
+        "2 of 3 nodes are here" in line and "`reft launch` on another node" in line for line in said
+    )
 
 
 @STORES
@@ -224,7 +226,9 @@ def test_p3_whatever_happens_the_job_settles(seed: int, store: type[Connection])
     world = World(seed, least, most := draw.choice([2, 3, 4]), store)
     if seed % 2:
         fit = random.Random(f"sizes {seed}")
-        world.sizes = tuple(n for n in range(least, most + 1) if n in (least, most) or fit.random() < 0.5)
+        world.sizes = tuple(
+            n for n in range(least, most + 1) if n in (least, most) or fit.random() < 0.5
+        )
     with world.patched():
         for _ in range(most + draw.choice([0, 0, 1, 2])):
             world.start()
@@ -253,7 +257,9 @@ def test_p3_whatever_happens_the_job_settles(seed: int, store: type[Connection])
 
 def happens(world: World, draw: random.Random) -> None:
     alive = world.alive
-    what = draw.choice(["kill", "stop", "start", "outage", "forget", "forget", "scale", "scale", "replace"])
+    what = draw.choice(
+        ["kill", "stop", "start", "outage", "forget", "forget", "scale", "scale", "replace"]
+    )
     if what == "kill" and len(alive) > 1:
         world.kill(draw.choice(alive))
     elif what == "stop" and alive:

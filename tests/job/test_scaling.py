@@ -16,11 +16,27 @@ from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Coordinate, Degrees
 from reft.job.launch import StopSignals
 from reft.job.rendezvous import scaling
-from reft.job.rendezvous.membership import Agreement, Event, GrantedScale, JobRules, JobState, Role, step
+from reft.job.rendezvous.membership import (
+    Agreement,
+    Event,
+    GrantedScale,
+    JobRules,
+    JobState,
+    Role,
+    step,
+)
 from reft.job.rendezvous.membership import Node as Member
 from reft.job.rendezvous.scaling import Scaler, ScaleSituation, leave_next, refusal, shortfall
 from reft.job.rendezvous.sizes import Sizes, find_job_sizes
-from reft.memory.jobdir import SIZE_FILE, ScaleAnswer, ScaleOrder, Size, read_answer, write_json, write_order
+from reft.memory.jobdir import (
+    SIZE_FILE,
+    ScaleAnswer,
+    ScaleOrder,
+    Size,
+    read_answer,
+    write_json,
+    write_order,
+)
 from reft.node.report import read_history
 from reft.protect.codes import Scheme
 from reft.refusal import EX_REFUSED
@@ -35,7 +51,10 @@ CONFIG = {
 }
 OPTIONS = (
     *("--nnodes", "2:3", "--max-restarts", "0"),
-    *("--rdzv-conf", "keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=5,join_timeout=120"),
+    *(
+        "--rdzv-conf",
+        "keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=5,join_timeout=120",
+    ),
 )
 
 
@@ -58,7 +77,9 @@ def trains(job: WatchedCluster, replicas: int, beyond: int, lives: int) -> int:
 
 @pytest.mark.integration
 def test_p3_a_job_goes_on_with_fewer_nodes_and_grows_back(tmp_path: Path) -> None:
-    with cluster(tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS) as job:
+    with cluster(
+        tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS
+    ) as job:
         assert trains(job, 3, 0, lives=1) == 0
 
         job.kill_node(1)
@@ -83,9 +104,13 @@ def options(nodes: str, join_secs: int) -> tuple[str, ...]:
 
 
 @pytest.mark.integration
-def test_p3_a_number_that_is_refused_is_free_and_the_job_starts_with_another(tmp_path: Path) -> None:
+def test_p3_a_number_that_is_refused_is_free_and_the_job_starts_with_another(
+    tmp_path: Path,
+) -> None:
     with cluster(tmp_path, "light.py", "needs", "3", nodes=2, options=options("2:3", 200)) as job:
-        refused = "SizeError: 2 replicas cannot share the batch; 3 can; another number of nodes may fit"
+        refused = (
+            "SizeError: 2 replicas cannot share the batch; 3 can; another number of nodes may fit"
+        )
         job.wait_until(lambda: all(refused in job.log(n) for n in range(2)), 240, "the refusals")
         assert "uses no restart" in job.log(0)
         job.start_node(2)
@@ -95,7 +120,9 @@ def test_p3_a_number_that_is_refused_is_free_and_the_job_starts_with_another(tmp
 
 
 @pytest.mark.process
-def test_where_all_nodes_that_may_come_are_refused_the_job_ends_as_misconfigured(tmp_path: Path) -> None:
+def test_where_all_nodes_that_may_come_are_refused_the_job_ends_as_misconfigured(
+    tmp_path: Path,
+) -> None:
     with cluster(tmp_path, "light.py", "needs", "3", nodes=2, options=options("2:2", 200)) as job:
         assert job.wait(240) == {0: EX_REFUSED, 1: EX_REFUSED}
         assert any("a restart would be refused again" in job.log(node) for node in range(2))
@@ -133,7 +160,9 @@ def goes_to(job: WatchedCluster, replicas: int, before: int, lives: int) -> None
 
 @pytest.mark.integration
 def test_p3_a_job_goes_to_fewer_nodes_as_it_is_told(tmp_path: Path) -> None:
-    with cluster(tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS) as job:
+    with cluster(
+        tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS
+    ) as job:
         trains(job, 3, 0, lives=1)
         assert scale(job, 0, "2", "--without", "node1") == EXIT_WELL
         assert job.current[1].process.wait(120) == 0
@@ -148,7 +177,9 @@ def test_p3_a_job_goes_to_fewer_nodes_as_it_is_told(tmp_path: Path) -> None:
 def test_p3_a_job_goes_to_fewer_nodes_and_back_as_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with cluster(tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS) as job:
+    with cluster(
+        tmp_path, "resized.py", deepspeed_json(tmp_path, **CONFIG), nodes=3, options=OPTIONS
+    ) as job:
         trains(job, 3, 0, lives=1)
         for wrong, why in [("1", "give a number from 2 to 3"), ("4", "give a number from 2 to 3")]:
             assert scale(job, 0, wrong) == EXIT_NOT_WELL
@@ -210,7 +241,12 @@ NOW = ScaleSituation(1, 6, tuple("abc"), spares=2, workers=2, tolerance=1, degre
         (5, ("a",), NOW, "but 0 leave"),
         (3, ("a",), NOW, ""),
         (3, ("a",), replace(NOW, spares=0), "named to be replaced, and none wait"),
-        (3, ("a", "b"), NOW, "named to be replaced at once, and now the job survives the loss of 1"),
+        (
+            3,
+            ("a", "b"),
+            NOW,
+            "named to be replaced at once, and now the job survives the loss of 1",
+        ),
         (3, ("a",), replace(NOW, tolerance=0), "survives the loss of none"),
         (3, ("d",), NOW, "no node d trains"),
         (
@@ -221,7 +257,12 @@ NOW = ScaleSituation(1, 6, tuple("abc"), spares=2, workers=2, tolerance=1, degre
         ),
         (2, (), replace(NOW, size=Size("", 12, 2)), ""),
         (5, (), replace(NOW, size=Size("", 12, 2)), "5 replicas cannot share the 12 samples"),
-        (2, (), replace(NOW, size=Size("because", 12, 2)), "keeps its data-parallel degree of 3: because"),
+        (
+            2,
+            (),
+            replace(NOW, size=Size("because", 12, 2)),
+            "keeps its data-parallel degree of 3: because",
+        ),
         (3, (), replace(NOW, size=Size("because", 12, 2)), ""),
         (2, (), replace(NOW, parities=Scheme.parse("rs:2")), "at least 3 data-parallel members"),
     ],
@@ -243,7 +284,9 @@ def in_ring(number: int, *, batch: int, micro: int) -> ScaleSituation:
     members = tuple(f"host{rank}/1/0" for rank in ranks)
     sizes = Sizes((), scheme="arc", members=members, domains=ranks, groups=(ranks,))
     nodes, degrees = tuple("abcdefgh"[:number]), Degrees(1, number, 1)
-    return ScaleSituation(1, number, nodes, 0, 1, 1, degrees, size=Size("", batch, micro), sizes=sizes)
+    return ScaleSituation(
+        1, number, nodes, 0, 1, 1, degrees, size=Size("", batch, micro), sizes=sizes
+    )
 
 
 THREE = in_ring(3, batch=12, micro=4)  # Two replicas could not share the batch
@@ -354,7 +397,9 @@ def test_an_order_is_followed_when_the_store_answers_again_and_one_by_a_clock_th
     node.state.scaling = GrantedScale(order.number + 1, 3, 3)
     answer = node.look()
     assert answer is not None
-    assert "synchronise the clocks" in answer.refused, "it would not be followed: the newest one holds"
+    assert "synchronise the clocks" in answer.refused, (
+        "it would not be followed: the newest one holds"
+    )
 
 
 @pytest.mark.parametrize("missing", [None, 0, -1])
@@ -441,7 +486,9 @@ def staying(sizes: Sizes, lost: set[int], least: int = 1, new: int = 0) -> set[i
 
 
 @pytest.mark.parametrize("lost", range(8))
-def test_p3_every_second_of_eight_neighbours_stays_where_seven_cannot_share_the_batch(lost: int) -> None:
+def test_p3_every_second_of_eight_neighbours_stays_where_seven_cannot_share_the_batch(
+    lost: int,
+) -> None:
     assert staying(EIGHT, {lost}) == set(range(1 - lost % 2, 8, 2))
 
 
@@ -495,11 +542,15 @@ def test_before_the_first_version_any_number_fits_but_those_that_trainers_refuse
 
 
 def test_what_a_version_tells_of_its_nodes() -> None:
-    holders = {Coordinate(pp, dp, 0): (f"n{2 * dp + pp}", f"h{dp}") for pp in range(2) for dp in range(2)}
+    holders = {
+        Coordinate(pp, dp, 0): (f"n{2 * dp + pp}", f"h{dp}") for pp in range(2) for dp in range(2)
+    }
     nodes = ("n0", "n1", "n2", "n3")
     found = find_job_sizes((2, 4), nodes, holders, Degrees(2, 2, 1), "arc")
     assert found == Sizes((2, 4), scheme="arc", domains=(0, 0, 2, 2), groups=((0, 2), (1, 3)))
-    assert find_job_sizes((2, 4), nodes[:3], holders, Degrees(2, 2, 1), "arc") == Sizes((2, 4)), "one is gone"
+    assert find_job_sizes((2, 4), nodes[:3], holders, Degrees(2, 2, 1), "arc") == Sizes((2, 4)), (
+        "one is gone"
+    )
 
 
 def test_a_degree_that_would_be_refused_does_not_fit_and_one_that_only_differs_does() -> None:

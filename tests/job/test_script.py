@@ -93,7 +93,8 @@ def test_a_script_imports_its_neighbours_unless_python_is_safe(tmp_path: Path) -
     assert run("train.py", cwd=Path("/")).returncode != 0, "there is none"
     for environ, code in (({}, 0), ({"PYTHONSAFEPATH": "1"}, 1)):
         done = [
-            run(str(tmp_path / "train.py"), cwd=Path("/"), auto=auto, **environ) for auto in (True, False)
+            run(str(tmp_path / "train.py"), cwd=Path("/"), auto=auto, **environ)
+            for auto in (True, False)
         ]
         assert [d.returncode for d in done] == [code, code]
         done = [run("-m", "train", cwd=tmp_path, auto=auto, **environ) for auto in (True, False)]
@@ -101,7 +102,9 @@ def test_a_script_imports_its_neighbours_unless_python_is_safe(tmp_path: Path) -
 
 
 @pytest.mark.process
-def test_tracebacks_and_exit_codes_are_pythons_and_what_cannot_be_run_is_said(tmp_path: Path) -> None:
+def test_tracebacks_and_exit_codes_are_pythons_and_what_cannot_be_run_is_said(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "bad.py").write_text("def f():\n    raise ValueError('wrong')\n\nf()\n")
     (tmp_path / "syntax.py").write_text("x = = 1\n")
     (tmp_path / "leaves.py").write_text("import sys; sys.exit('not today')\n")
@@ -111,7 +114,9 @@ def test_tracebacks_and_exit_codes_are_pythons_and_what_cannot_be_run_is_said(tm
     for name in ("bad.py", "syntax.py", "leaves.py", "hook.py"):
         ours, theirs = (run(name, cwd=tmp_path, auto=auto) for auto in (True, False))
         assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout)
-        assert ours.stderr.replace(str(tmp_path) + "/", "") == theirs.stderr.replace(str(tmp_path) + "/", "")
+        assert ours.stderr.replace(str(tmp_path) + "/", "") == theirs.stderr.replace(
+            str(tmp_path) + "/", ""
+        )
     for args in (["absent.py"], ["-m", "absent.module"], ["-m"], []):
         done = run(*args, cwd=tmp_path)
         assert (done.returncode, "Traceback" in done.stderr) == (2, False)
@@ -122,7 +127,11 @@ def test_tracebacks_and_exit_codes_are_pythons_and_what_cannot_be_run_is_said(tm
 @pytest.mark.parametrize(
     ("code", "exit_code", "cause"),
     [
-        ("raise RuntimeError('[pair.cc:537] Read error: Connection reset by peer')", 75, ExitCause.PEER),
+        (
+            "raise RuntimeError('[pair.cc:537] Read error: Connection reset by peer')",
+            75,
+            ExitCause.PEER,
+        ),
         ("raise ValueError('own')", 1, ExitCause.OWN),
         ("import reft\nraise reft.ConfigError('write this')", 2, ExitCause.REFUSED),
         (
@@ -272,7 +281,9 @@ def test_a_trainer_does_not_outlive_its_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("message", "torn_down"), [("Connection reset by peer", False), ("mine", True)])
+@pytest.mark.parametrize(
+    ("message", "torn_down"), [("Connection reset by peer", False), ("mine", True)]
+)
 def test_who_lost_a_peer_ends_in_good_order_but_does_not_take_the_interpreter_apart(
     tmp_path: Path, message: str, torn_down: bool
 ) -> None:
@@ -300,13 +311,19 @@ PEER_ERRORS = [
         "Connection reset by peer. This is typically caused by a remote worker hanging"
     ),
     RuntimeError("[pair.cc:534] Connection closed by peer [10.0.0.1]:41234"),
-    RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"),
+    RuntimeError(
+        "[unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"
+    ),
     RuntimeError("[pair.cc:494] writev [10.0.0.1]:9: Broken pipe"),
     RuntimeError("Gloo connectFullMesh failed with [pair.cc:144] no error"),
     dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
     dist.DistStoreError("wait timeout after 300000ms, keys: /0//cpu//1/2"),
-    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp: remote process exited or network error"),
-    dist.DistBackendError("[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"),
+    dist.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp: remote process exited or network error"
+    ),
+    dist.DistBackendError(
+        "[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"
+    ),
     TransferError("block pp0.dp1.tp0 was lost on the way from node3"),
 ]
 OWN_ERRORS = [
@@ -314,17 +331,23 @@ OWN_ERRORS = [
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     # torch's words on AMD's devices (ROCm)
     RuntimeError("HIP error: an illegal memory access was encountered"),
-    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled hip error, socket closed"),
+    dist.DistBackendError(
+        "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled hip error, socket closed"
+    ),
     RuntimeError("shape mismatch"),
     ConnectionResetError(104, "Connection reset by peer"),  # the user's own download
-    dist.DistBackendError("NCCL error: ncclInvalidUsage, Duplicate GPU detected : rank 0 and rank 1"),
+    dist.DistBackendError(
+        "NCCL error: ncclInvalidUsage, Duplicate GPU detected : rank 0 and rank 1"
+    ),
     AuthenticationError("foreign secret"),
     KeyboardInterrupt(),
 ]
 
 
 @pytest.mark.parametrize("error", [*PEER_ERRORS, *OWN_ERRORS], ids=lambda e: repr(e)[:60])
-def test_lost_communication_is_a_peers_fault_and_everything_else_its_own(error: BaseException) -> None:
+def test_lost_communication_is_a_peers_fault_and_everything_else_its_own(
+    error: BaseException,
+) -> None:
     assert is_peer_failure(error) is (error in PEER_ERRORS)
 
 
@@ -374,7 +397,10 @@ PEER = WorkerExit(75, ExitNote(ExitCause.PEER, "RuntimeError: Connection closed 
         (WorkerExit(2, None), ExitCause.REFUSED),  # argparse; no such script
         (WorkerExit(2, ExitNote.of(SizeError("other numbers do"))), ExitCause.SIZE),
         (
-            WorkerExit(1, ExitNote.of(RuntimeError("num_stages (2) must divide distributed world size (3)"))),
+            WorkerExit(
+                1,
+                ExitNote.of(RuntimeError("num_stages (2) must divide distributed world size (3)")),
+            ),
             ExitCause.SIZE,
         ),
         (WorkerExit(1, ExitNote.of(JobInUseError("later"))), ExitCause.OWN),
@@ -405,8 +431,16 @@ def test_one_own_failure_makes_the_nodes_failure_its_own() -> None:
 @pytest.mark.parametrize(
     ("failed", "cause", "reason"),
     [
-        (PEER, ExitCause.UNCLEAR, "rank 8 ended with exit code 0 at step 7 while other ranks trained on"),
-        (WorkerExit(-signal.SIGABRT, None), ExitCause.UNCLEAR, "rank 8 ended with exit code 0 at step 7"),
+        (
+            PEER,
+            ExitCause.UNCLEAR,
+            "rank 8 ended with exit code 0 at step 7 while other ranks trained on",
+        ),
+        (
+            WorkerExit(-signal.SIGABRT, None),
+            ExitCause.UNCLEAR,
+            "rank 8 ended with exit code 0 at step 7",
+        ),
         (WorkerExit(-signal.SIGKILL, None), ExitCause.OWN, "local rank 1: killed by SIGKILL"),
     ],
 )

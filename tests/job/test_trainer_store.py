@@ -31,7 +31,9 @@ def stores(table: KeyValueStore) -> Iterator[list[TrainerStore]]:
 
 def trainer(store: TrainerStore, secs: float = WAIT_SECS) -> TCPStore:
     timeout = timedelta(seconds=secs)
-    return TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return TCPStore(
+        "127.0.0.1", store.port, is_master=False, wait_for_workers=False, timeout=timeout
+    )
 
 
 def test_trainers_of_all_nodes_meet(stores: list[TrainerStore]) -> None:

@@ -48,16 +48,39 @@ os.rename(file.name, file.name.removesuffix(".part"))
 
 
 class Job:
-    def __init__(self, tmp_path: Path, *options: str, before: str = "", after: str = "", **env: str) -> None:
+    def __init__(
+        self, tmp_path: Path, *options: str, before: str = "", after: str = "", **env: str
+    ) -> None:
         self._out = tmp_path / "found"
         script = tmp_path / "script.py"
         script.write_text(SCRIPT.format(before=before, after=after))
         self.log = tmp_path / "log"
-        launch = [sys.executable, "-m", "reft.cli", "launch", "--memory-dir", str(tmp_path / "memory")]
+        launch = [
+            sys.executable,
+            "-m",
+            "reft.cli",
+            "launch",
+            "--memory-dir",
+            str(tmp_path / "memory"),
+        ]
         with self.log.open("w") as log:
             self.process = Popen(
-                [*launch, *options, "--warm", "--nproc-per-node", "2", str(script), str(self._out), "more"],
-                env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1", **env},
+                [
+                    *launch,
+                    *options,
+                    "--warm",
+                    "--nproc-per-node",
+                    "2",
+                    str(script),
+                    str(self._out),
+                    "more",
+                ],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": f"{tmp_path}:{ROOT}",
+                    "OMP_NUM_THREADS": "1",
+                    **env,
+                },
                 cwd=tmp_path,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -127,7 +150,9 @@ def test_restarts_fork_too_and_all_end_with_the_launcher(tmp_path: Path) -> None
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
+)
 def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -153,7 +178,9 @@ def test_p6_a_server_that_hangs_while_it_imports_ends_with_the_launcher(
         ("CUDA_DEVICE_MAX_CONNECTIONS", False),
     ],
 )
-def test_only_variables_that_are_read_at_import_start_a_trainer_again(name: str, at_import: bool) -> None:
+def test_only_variables_that_are_read_at_import_start_a_trainer_again(
+    name: str, at_import: bool
+) -> None:
     assert is_read_at_import(name) is at_import
 
 
@@ -161,11 +188,15 @@ def test_only_variables_that_are_read_at_import_start_a_trainer_again(name: str,
 def test_p1_what_a_script_sets_before_it_imports_counts(tmp_path: Path) -> None:
     # Later, as torch's compiler does with its own variables, it starts nothing again.
     after = "torch.distributed.init_process_group('gloo'); os.environ['TORCH_LATE'] = '1'"
-    job = Job(tmp_path, before='os.environ["OMP_NUM_THREADS"] = "2"\nprint("once more")', after=after)
+    job = Job(
+        tmp_path, before='os.environ["OMP_NUM_THREADS"] = "2"\nprint("once more")', after=after
+    )
     assert job.process.wait(DEADLINE_SECS) == 0, job.log.read_text()
     for found in job.found():
         assert (found["threads"], found["warm"], found["ppid"]) == (2, False, job.process.pid)
-    assert "the script sets OMP_NUM_THREADS=2, which libraries read at import" in job.log.read_text()
+    assert (
+        "the script sets OMP_NUM_THREADS=2, which libraries read at import" in job.log.read_text()
+    )
 
 
 @pytest.mark.integration
@@ -179,5 +210,7 @@ def test_a_module_that_starts_threads_is_named_and_trainers_start_cold(tmp_path:
     assert not any(found["warm"] for found in job.found())
     log = job.log.read_text()
     assert "reft: is_missing cannot be preloaded: ModuleNotFoundError" in log
-    said = "starts_thread starts 1 threads during its import: trainers start without preloaded imports"
+    said = (
+        "starts_thread starts 1 threads during its import: trainers start without preloaded imports"
+    )
     assert f"reft: {said}" in log

@@ -46,7 +46,9 @@ def _differences(theirs: Any, ours: Any, path: str) -> list[str]:
         return _differences({k: vars(theirs).get(k) for k in mine}, mine, path)
     if isinstance(theirs, dict) and isinstance(ours, dict):
         if theirs.keys() != ours.keys():
-            return [f"{path} has {sorted(map(str, theirs.keys() ^ ours.keys()))} in one of them only"]
+            return [
+                f"{path} has {sorted(map(str, theirs.keys() ^ ours.keys()))} in one of them only"
+            ]
         return [line for k in theirs for line in _differences(theirs[k], ours[k], f"{path}.{k}")]
     if isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
         if len(theirs) != len(ours):

@@ -49,7 +49,9 @@ _ARGUMENTS = f"""
     --attention-dropout 0.1 --hidden-dropout 0.1
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0
 """
-_LENGTH = f"--train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS} --lr-warmup-iters 2 --log-interval 1"
+_LENGTH = (
+    f"--train-iters {ITERATIONS} --lr-decay-iters {ITERATIONS} --lr-warmup-iters 2 --log-interval 1"
+)
 
 # -- Megatron-DeepSpeed: layout, ZeRO stage, precision and options, by name --------------------------------
 
@@ -58,7 +60,12 @@ _SAMPLES = """
     --train-samples 72 --lr-decay-samples 72 --lr-warmup-samples 8 --rampup-batch-size 4 4 32 --log-interval 1
 """
 """Batches of 4, of 8 from sample 32 on."""
-_LAYOUTS = {"pp2dp2": (1, 2, 4, 1), "tp2pp2dp2": (2, 2, 4, 2), "dp2": (1, 1, 2, 1), "tp2dp2": (2, 1, 2, 2)}
+_LAYOUTS = {
+    "pp2dp2": (1, 2, 4, 1),
+    "tp2pp2dp2": (2, 2, 4, 2),
+    "dp2": (1, 1, 2, 1),
+    "tp2dp2": (2, 1, 2, 2),
+}
 """TP, PP, nodes, and ranks on each."""
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -112,11 +119,15 @@ def patched(checkout: Path, copy: Path) -> Path:
     shutil.copytree(checkout, copy, symlinks=True, ignore=shutil.ignore_patterns(".git"))
     for patch in sorted(PATCHES.glob("*.patch")):
         apply = ["git", "apply", patch]
-        done = subprocess.run([*apply, "--reverse", "--check"], cwd=copy, capture_output=True, check=False)
+        done = subprocess.run(
+            [*apply, "--reverse", "--check"], cwd=copy, capture_output=True, check=False
+        )
         if done.returncode:  # the reader has not applied it
             subprocess.run(apply, cwd=copy, check=True)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    subprocess.run(["make", "-C", copy / "megatron" / "data"], env={**os.environ, "PATH": path}, check=True)
+    subprocess.run(
+        ["make", "-C", copy / "megatron" / "data"], env={**os.environ, "PATH": path}, check=True
+    )
     return copy
 
 
@@ -150,7 +161,12 @@ def _deepspeed_program(
     block: Mapping[str, Any] = {},
 ) -> Program:
     *_, nodes, procs_per_node = _LAYOUTS[layout]
-    env = {"PYTHONUNBUFFERED": "1", "DS_ACCELERATOR": "cpu", "REFT_LOGLEVEL": "INFO", "PYTHONPATH": _path()}
+    env = {
+        "PYTHONUNBUFFERED": "1",
+        "DS_ACCELERATOR": "cpu",
+        "REFT_LOGLEVEL": "INFO",
+        "PYTHONPATH": _path(),
+    }
     return DeepSpeedProgram(
         script=script,
         arguments=arguments,
@@ -173,7 +189,12 @@ def of_llama2(name: str, script: Path, scratch: Path) -> Program:
     shipped = [word for line in lines if not line.startswith("#") for word in line.split()]
     heads, groups, width, inner = (
         int(shipped[shipped.index(f"--{option}") + 1])
-        for option in ("num-attention-heads", "num-key-value-heads", "hidden-size", "ffn-hidden-size")
+        for option in (
+            "num-attention-heads",
+            "num-key-value-heads",
+            "hidden-size",
+            "ffn-hidden-size",
+        )
     )
     # Of an option given twice the last counts.
     smaller = f"""
@@ -212,14 +233,18 @@ def relaid_out(name: str, program: Program, scratch: Path) -> list[str]:
     told = [f"{at}: {undisturbed.losses(at)}, then {went_on.losses(at)}" for at in steps]
     print("\n".join([f"\n{name}", *told]))
     return [
-        line for at, line in zip(steps, told, strict=True) if undisturbed.losses(at) != went_on.losses(at)
+        line
+        for at, line in zip(steps, told, strict=True)
+        if undisturbed.losses(at) != went_on.losses(at)
     ]
 
 
 def persisted(name: str, program: Program, directory: Path) -> list[str]:
     """What differs between the program's own checkpoint and reft's, and behind either."""
     out, saved = directory / "persisted", directory / "saved"
-    undisturbed = program.run(directory / "undisturbed", None, "--save", str(saved), "--save-interval", "1")
+    undisturbed = program.run(
+        directory / "undisturbed", None, "--save", str(saved), "--save-interval", "1"
+    )
     left = program.run_until_a_node_is_lost(directory / "died", lost_node(KILLED_AT))
     memory = [word for path in left for word in ("--memory-dir", str(path))]
     subprocess.run([sys.executable, "-m", "reft.cli", "persist", "--out", out, *memory], check=True)
@@ -228,13 +253,21 @@ def persisted(name: str, program: Program, directory: Path) -> list[str]:
     found = compare_checkpoints(saved, written)
     # On a CPU the program's loaders draw random numbers between its load and its first step, from the
     # generator that its dropout draws from: its losses behind a load of its own are others.
-    own = program.run(directory / "own", None, "--load", str(saved), "--load-tag", f"global_step{step}")
+    own = program.run(
+        directory / "own", None, "--load", str(saved), "--load-tag", f"global_step{step}"
+    )
     plain = program.run(directory / "plain", None, "--load", str(written))
     with_reft = program.run(directory / "with-reft", {"enabled": True}, "--load", str(written))
-    if not own.iterations or own.iterations != plain.iterations or own.validations != plain.validations:
+    if (
+        not own.iterations
+        or own.iterations != plain.iterations
+        or own.validations != plain.validations
+    ):
         found.append(f"without reft: {plain.iterations}, from its own: {own.iterations}")
     if with_reft.iterations != undisturbed.from_step(step):
-        found.append(f"with reft: {with_reft.iterations}, undisturbed: {undisturbed.from_step(step)}")
+        found.append(
+            f"with reft: {with_reft.iterations}, undisturbed: {undisturbed.from_step(step)}"
+        )
     if with_reft.resumed != [(step, "disk")]:
         found.append(f"with reft: resumed {with_reft.resumed}")
     print(f"\n{name}: persisted step {step}")
@@ -286,7 +319,9 @@ def main() -> int:
     parser.add_argument("directory", type=Path, help="the checkout, with pretrain_gpt.py in it")
     parser.add_argument("--cases", nargs="*", help="names, * stands for anything; by default all")
     parser.add_argument("--list", action="store_true", help="names of the cases")
-    parser.add_argument("--deepspeed", default="0.17.6", help="release to run with; 0.17.6 by default")
+    parser.add_argument(
+        "--deepspeed", default="0.17.6", help="release to run with; 0.17.6 by default"
+    )
     parser.add_argument("--json", type=Path, help="a file for the results")
     options = parser.parse_args()
     is_lm = (options.directory / "megatron" / "training").is_dir()
@@ -310,7 +345,12 @@ def main() -> int:
         head = ["git", "-C", str(options.directory), "rev-parse", "HEAD"]
         commit = subprocess.run(head, check=False, capture_output=True, text=True).stdout.strip()
         versions = {package: version(package) for package in ("torch", "deepspeed", "reft-ckpt")}
-        facts = {"program": commit, "date": date.today().isoformat(), "versions": versions, "cases": results}
+        facts = {
+            "program": commit,
+            "date": date.today().isoformat(),
+            "versions": versions,
+            "cases": results,
+        }
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
     if wrong := [result["case"] for result in results if result["differs"]]:
         print(f"DIFFER: {', '.join(wrong)}; the logs are in {scratch}", file=sys.stderr)
@@ -341,12 +381,16 @@ def _result(name: str, program: Program, scratch: Path) -> dict[str, Any]:
             found = persisted(name, program, directory)
         else:
             undisturbed = program.run(directory / "undisturbed", None)
-            disturbed = program.run(directory / "killed", {**program.block, **lost_node(KILLED_AT)}, lost=1)
+            disturbed = program.run(
+                directory / "killed", {**program.block, **lost_node(KILLED_AT)}, lost=1
+            )
             found = judge(name, undisturbed, disturbed, ["memory"])
             values = sum(len(line) for lines in disturbed.iterations.values() for line in lines)
             values += sum(map(len, disturbed.validations.values()))
     except Exception as error:
-        if not isinstance(error, (AssertionError, LocalClusterError)):  # they say themselves what a job did
+        if not isinstance(
+            error, (AssertionError, LocalClusterError)
+        ):  # they say themselves what a job did
             traceback.print_exc()
         found = [f"{type(error).__name__}: {error}"]
     for line in found:

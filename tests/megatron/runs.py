@@ -37,7 +37,9 @@ class Outcome:
         return {at: lines for at, lines in self.iterations.items() if at > step}
 
     def losses(self, at: int) -> str:
-        return " ".join(dict(line).get("lm loss", "?") for line in self.iterations.get(at, [])) or "-"
+        return (
+            " ".join(dict(line).get("lm loss", "?") for line in self.iterations.get(at, [])) or "-"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,9 @@ class Program:
     block: Mapping[str, Any] = field(default_factory=dict)  # of reft's, where the case has one
     secs: float = 600.0  # most that a run may take
 
-    def run(self, directory: Path, block: Mapping[str, Any] | None, *more: str, lost: int = 0) -> Outcome:
+    def run(
+        self, directory: Path, block: Mapping[str, Any] | None, *more: str, lost: int = 0
+    ) -> Outcome:
         """Train to the end. ``directory``: for its files; its logs are there. ``block``: the ``reft`` block;
         None: none. Where nodes are lost it has a fault that kills one. ``more``: further arguments of the
         program. ``lost``: nodes that are lost together; fresh ones replace them. Raises AssertionError: it
@@ -62,23 +66,31 @@ class Program:
         assert set(codes.values()) == {0}, f"{directory.name} ended with {codes}: {log[-4000:]}"
         return outcome(codes, log)
 
-    def run_until_a_node_is_lost(self, directory: Path, block: Mapping[str, Any], *more: str) -> list[Path]:
+    def run_until_a_node_is_lost(
+        self, directory: Path, block: Mapping[str, Any], *more: str
+    ) -> list[Path]:
         """Train until the block's fault kills a node, and kill the whole job then. The memory directories of the
         nodes that are left."""
         with self.cluster(directory, block, *more) as job:
             job.wait_until(
-                lambda: not all(n.running for n in job.current.values()), self.secs, "the loss of a node"
+                lambda: not all(n.running for n in job.current.values()),
+                self.secs,
+                "the loss of a node",
             )
             (first,) = (index for index, node in job.current.items() if not node.running)
             job.kill_node(first)
-            left = [node.memory_dir for index, node in sorted(job.current.items()) if index != first]
+            left = [
+                node.memory_dir for index, node in sorted(job.current.items()) if index != first
+            ]
         return left
 
     def cluster(self, directory: Path, block: Mapping[str, Any] | None, *more: str) -> Any:
         """Its nodes; a context manager."""
         directory.mkdir(parents=True)
         config = directory / "config.json"
-        config.write_text(json.dumps({**self.beside, **({"reft": block} if block is not None else {})}))
+        config.write_text(
+            json.dumps({**self.beside, **({"reft": block} if block is not None else {})})
+        )
         options, further = self.given(config, block is not None)
         return cluster(
             *(directory, str(self.script), *self.arguments, *more, *further),

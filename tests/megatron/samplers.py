@@ -59,7 +59,13 @@ class Sampler:
 
 def note(iteration: int, rank: int, ranks: int) -> None:
     """Write down what an iteration was trained on, where there is a book."""
-    told = {"event": "trained", "time": time.time(), "step": iteration, "rank": rank, "replicas": ranks}
+    told = {
+        "event": "trained",
+        "time": time.time(),
+        "step": iteration,
+        "rank": rank,
+        "replicas": ranks,
+    }
     if "TEST_EVENTS" in os.environ:
         with (Path(os.environ["TEST_EVENTS"]) / f"worker-{os.getpid()}.jsonl").open("a") as file:
             file.write(json.dumps({**told, "pid": os.getpid(), "samples": _given}) + "\n")

@@ -54,7 +54,9 @@ def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path
     """In bf16, with batches that grow and without ``--load``; in fp32, over three random passes, and with one whose
     directory holds nothing, as the first start of a job has it."""
     plain = engine == "plain"
-    trained = program("--no-pipeline-parallel", "--dataloader-type", "cyclic", "--samples", "26", zero=1)
+    trained = program(
+        "--no-pipeline-parallel", "--dataloader-type", "cyclic", "--samples", "26", zero=1
+    )
     if not plain:
         bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         ramp = ("--rampup-batch-size", "4", "4", "24")
@@ -69,7 +71,8 @@ def test_a_lost_node_changes_nothing_that_is_printed(engine: str, tmp_path: Path
     assert differences(undisturbed, disturbed) == []
     assert (save / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)
     sizes = [
-        dict(line)["global batch size"] for line in undisturbed.iterations[1] + undisturbed.iterations[8]
+        dict(line)["global batch size"]
+        for line in undisturbed.iterations[1] + undisturbed.iterations[8]
     ]
     assert sizes == (["8", "8"] if plain else ["4", "8"])
     assert "the program is Megatron-DeepSpeed" in disturbed.log
@@ -84,7 +87,9 @@ def test_a_job_that_ended_at_its_exit_interval_goes_on_from_its_checkpoint(tmp_p
     save = str(tmp_path / "checkpoints")
     undisturbed = trained.run(tmp_path / "undisturbed", None)
     block = {"enabled": True}
-    first = trained.run(tmp_path / "first", block, "--save", save, "--load", save, "--exit-interval", "4")
+    first = trained.run(
+        tmp_path / "first", block, "--save", save, "--load", save, "--exit-interval", "4"
+    )
     assert sorted(first.iterations) == [1, 2, 3, 4], first.log[-4000:]
     second = trained.run(tmp_path / "second", block, "--save", save, "--load", save)
     assert second.resumed == [(4, "disk")], second.log[-4000:]
@@ -135,7 +140,9 @@ def arguments_of(engine: str) -> tuple[str, ...]:
 @pytest.mark.process
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["pipeline", "plain"])
-def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(engine: str, tmp_path: Path) -> None:
+def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(
+    engine: str, tmp_path: Path
+) -> None:
     """Value by value: iteration, arguments, tokens, random states, weights and optimizer. A killed loop goes on from it,
     from memory with the list of its engines attached by the script, and without reft."""
     alone, saved = Alone(tmp_path, arguments_of(engine)), tmp_path / "saved"
@@ -175,12 +182,20 @@ def test_p3_a_checkpoint_that_was_written_without_reft_is_a_version_before_the_f
     alone.run(None, "--save", saved, "--train-iters", str(KILLED_AT))
     undisturbed = alone.run(None, "--load", saved)
     fault = {"point": "after_commit", "step": KILLED_AT, "pp": 0, "dp": 0, "action": "kill"}
-    block = {"enabled": True, "job_id": "gpt", "memory_dir": str(tmp_path / "memory"), "faults": [fault]}
+    block = {
+        "enabled": True,
+        "job_id": "gpt",
+        "memory_dir": str(tmp_path / "memory"),
+        "faults": [fault],
+    }
     killed = alone.run(block, "--load", saved, ends_with=-signal.SIGKILL)
     assert (killed.resumed, killed.iterations) == ([(KILLED_AT, "disk")], {})
     disturbed = alone.run(block, "--load", saved)
     assert disturbed.resumed == [(KILLED_AT, "memory")], disturbed.log[-4000:]
-    assert (disturbed.iterations, disturbed.validations) == (undisturbed.iterations, undisturbed.validations)
+    assert (disturbed.iterations, disturbed.validations) == (
+        undisturbed.iterations,
+        undisturbed.validations,
+    )
 
 
 @pytest.mark.integration
@@ -219,7 +234,9 @@ def started(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Namespace:
     checkpointing = ModuleType("megatron.checkpointing")
     tracker = SimpleNamespace(get_states=dict)
     tensor_parallel = SimpleNamespace(get_cuda_rng_tracker=lambda: tracker)
-    vars(checkpointing).update(__file__=__file__, get_args=lambda: args, tensor_parallel=tensor_parallel)
+    vars(checkpointing).update(
+        __file__=__file__, get_args=lambda: args, tensor_parallel=tensor_parallel
+    )
     monkeypatch.setitem(sys.modules, "megatron.checkpointing", checkpointing)
     return args
 
@@ -234,7 +251,11 @@ def captured(step: int) -> dict[str, Any]:
 def test_its_own_checkpoint_is_saved_after_it_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, iteration=3, consumed_train_samples=24, consumed_valid_samples=5)
     saved = captured(3)["args"]
-    assert (saved.iteration, saved.consumed_train_samples, saved.consumed_valid_samples) == (3, 24, 5)
+    assert (saved.iteration, saved.consumed_train_samples, saved.consumed_valid_samples) == (
+        3,
+        24,
+        5,
+    )
 
 
 def session_of(capture: Any = None, *, is_rank_zero: bool = False) -> Any:
@@ -302,7 +323,9 @@ def test_p8_random_states_are_part_of_a_version_where_the_programs_checkpoints_h
     assert torch.equal(states["torch_rng_state"], torch.get_rng_state())
 
 
-def test_arguments_that_another_process_cannot_read_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_another_process_cannot_read_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kept = {"params_dtype": torch.float32, "data_path": ["a", "b"], "rampup_batch_size": None}
     left = {"attn_mask": torch.ones(2), "scheduler": object(), "nested": [object()]}
     started(monkeypatch, **kept, **left)
@@ -391,7 +414,9 @@ def lose_one_of_three(directory: Path, *arguments: str) -> tuple[Book, str]:
     }
     length = ("--train-iters", str(LONGER), "--global-batch-size", str(BATCH))
     script = STANDIN / "pretrain_gpt.py"
-    program = Elastic(script=script, arguments=(*length, *arguments), config=config, nodes=3, env=ENV)
+    program = Elastic(
+        script=script, arguments=(*length, *arguments), config=config, nodes=3, env=ENV
+    )
 
     def told(job: WatchedCluster) -> int:
         return int(max((event["step"] for event in job.events("trained")), default=0))
@@ -400,7 +425,9 @@ def lose_one_of_three(directory: Path, *arguments: str) -> tuple[Book, str]:
         job.wait_until(lambda: told(job) >= LOST_AT, SECS, f"iteration {LOST_AT}")
         job.kill_node(1)
         job.wait(SECS)
-        log = "".join(path.read_text(errors="replace") for path in sorted(directory.glob("node*.log")))
+        log = "".join(
+            path.read_text(errors="replace") for path in sorted(directory.glob("node*.log"))
+        )
         return Book.read(job.events("trained")), log
 
 

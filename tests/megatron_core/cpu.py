@@ -39,7 +39,9 @@ def compute_on_cpu() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
     cuda.synchronize = lambda *_: None
-    cuda.current_stream = lambda *_: None  # 0.19 lets it wait for CUDA graphs, of which there are none
+    cuda.current_stream = lambda *_: (
+        None
+    )  # 0.19 lets it wait for CUDA graphs, of which there are none
     # Dropout on the CPU draws from the CPU's generator: it is the one that Megatron's tracker forks.
     cuda.default_generators = {"cpu": torch.default_generator}
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -48,4 +50,6 @@ def compute_on_cpu() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     vars(random)["_lazy_call"] = lambda callback: callback()
-    vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16.1 names it without TransformerEngine too
+    vars(moe_utils).setdefault(
+        "te_general_gemm", None
+    )  # 0.16.1 names it without TransformerEngine too

@@ -83,7 +83,9 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     )
 
 
-def model_chunks(args: argparse.Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
+def model_chunks(
+    args: argparse.Namespace, config: TransformerConfig
+) -> list[DistributedDataParallel]:
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=args.distributed,
         overlap_grad_reduce=args.overlap,
@@ -153,16 +155,21 @@ def state_of(chunks: list[Any], optimizer: Any, scheduler: Any) -> dict[str, str
             for i, p in enumerate(group["params"]):
                 found[f"master{number}.{g}.{i}"] = digest(p)
                 found |= {
-                    f"moment{number}.{g}.{i}.{k}": digest(v) for k, v in part.optimizer.state[p].items()
+                    f"moment{number}.{g}.{i}.{k}": digest(v)
+                    for k, v in part.optimizer.state[p].items()
                 }
         if getattr(part, "grad_scaler", None):
-            found[f"scaler{number}"] = str({k: str(v) for k, v in part.grad_scaler.state_dict().items()})
+            found[f"scaler{number}"] = str(
+                {k: str(v) for k, v in part.grad_scaler.state_dict().items()}
+            )
     found["scheduler"] = str(scheduler.state_dict())
     found["python"] = hashlib.sha256(repr(random.getstate()).encode()).hexdigest()
     found["numpy"] = hashlib.sha256(np.random.get_state()[1].tobytes()).hexdigest()
     found["torch"] = digest(torch.get_rng_state())
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    return found | {f"tracker.{name}": digest(state) for name, state in tracker.get_states().items()}
+    return found | {
+        f"tracker.{name}": digest(state) for name, state in tracker.get_states().items()
+    }
 
 
 @dataclass
@@ -291,7 +298,10 @@ def main() -> None:
         session.session.tracer.traces = deque(maxlen=1)
         resumed = session.load()
         if resumed is not None:
-            training.iteration, training.consumed = resumed.iteration, resumed.client_state["consumed"]
+            training.iteration, training.consumed = (
+                resumed.iteration,
+                resumed.client_state["consumed"],
+            )
             assert resumed.client_state["iteration"] == resumed.iteration
     training.train(args.steps)
     if args.out is not None:

@@ -35,7 +35,12 @@ def _answer() -> None:
     for name in ("set_device", "empty_cache", "reset_peak_memory_stats", "set_rng_state"):
         setattr(cuda, name, lambda *_, **__: None)
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
         setattr(cuda, name, lambda *_, **__: 0)
     cuda.memory_stats = lambda *_, **__: {}
     cuda.get_device_capability = lambda *_: (8, 0)
@@ -79,7 +84,9 @@ def _take_index_builder() -> None:
     """The datasets' compiled part, from the package on PyPI: a checkout has it only after its own build."""
     name = "megatron.core.datasets.helpers_cpp"
     (built,) = (
-        f for f in distribution("megatron-core").files or () if Path(f).name.startswith("helpers_cpp")
+        f
+        for f in distribution("megatron-core").files or ()
+        if Path(f).name.startswith("helpers_cpp")
     )
     spec = importlib.util.spec_from_file_location(name, built.locate())
     assert spec is not None

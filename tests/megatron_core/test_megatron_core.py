@@ -49,7 +49,13 @@ def read(out: Path) -> State:
 
 
 def torchrun(ranks: int, *command: str) -> str:
-    launcher = ("torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port()))
+    launcher = (
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        str(free_port()),
+    )
     done = subprocess.run(
         [sys.executable, "-m", *launcher, *command],
         stdout=subprocess.PIPE,
@@ -99,7 +105,9 @@ def differences(wanted: State, found: State) -> list[str]:
         lines += [f"{place} {n}" for n in names if rank["state"].get(n) != other["state"].get(n)]
         losses = {step: values for step, *values in rank["losses"]}
         assert other["losses"], f"{place} has trained nothing behind its restart"
-        lines += [f"{place} step {step}" for step, *values in other["losses"] if losses[step] != values]
+        lines += [
+            f"{place} step {step}" for step, *values in other["losses"] if losses[step] != values
+        ]
     return lines
 
 
@@ -141,7 +149,8 @@ def test_a_lost_node_changes_no_byte(arguments: str, tmp_path: Path) -> None:
 def check_windows(found: State, given: list[str]) -> None:
     """Windows are where Megatron waits, and nothing is in another order."""
     names = {
-        place[:3]: "".join(_SHORT[name] for name in rank["instructions"]) for place, rank in found.items()
+        place[:3]: "".join(_SHORT[name] for name in rank["instructions"])
+        for place, rank in found.items()
     }
     if "--vpp" not in given:
         assert names == {

@@ -49,7 +49,13 @@ def test_a_lost_node_changes_nothing_that_is_printed(tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
     undisturbed = trained.run(tmp_path / "undisturbed", None)
     assert sorted(undisturbed.iterations) == [1, 3, 6, 9], undisturbed.log[-4000:]
-    local = ("--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", "x", "--replication")
+    local = (
+        "--non-persistent-ckpt-type",
+        "local",
+        "--non-persistent-local-ckpt-dir",
+        "x",
+        "--replication",
+    )
     disturbed = trained.run(
         *(tmp_path / "disturbed", lost_node(KILLED_AT), *local, "--replication-factor", "3"),
         *("--save", str(save), "--load", str(save)),
@@ -91,7 +97,9 @@ def test_a_job_that_is_told_to_stop_saves_its_own_checkpoint(tmp_path: Path) -> 
     again = ("--save", str(save), "--load", str(save))
     with trained.cluster(tmp_path / "stopped", ENABLED, *again) as job:
         reached = f"iteration {KILLED_AT:8d}/"
-        job.wait_until(lambda: any(reached in job.log(i) for i in job.current), _SECS, "some iterations")
+        job.wait_until(
+            lambda: any(reached in job.log(i) for i in job.current), _SECS, "some iterations"
+        )
         for index in job.current:
             job.signal_node(index, signal.SIGTERM)
         codes = job.wait(_SECS)
@@ -140,8 +148,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_option_that_cannot_be_resumed_is_refused_before_anything_is_built(
     install: Any, given: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    module = install("megatron.training.arguments", {"reft": ENABLED}, validate_args=lambda args: args)
-    assert module.validate_args(Namespace(perform_rl_step=False)) == Namespace(perform_rl_step=False)
+    module = install(
+        "megatron.training.arguments", {"reft": ENABLED}, validate_args=lambda args: args
+    )
+    assert module.validate_args(Namespace(perform_rl_step=False)) == Namespace(
+        perform_rl_step=False
+    )
     with pytest.raises(ConfigError) as refused:
         module.validate_args(Namespace(**given))
     assert all(word in str(refused.value) for word in words)
@@ -162,7 +174,9 @@ def test_a_block_that_is_wrong_is_refused(install: Any, block: Any, words: tuple
 
 
 def test_another_release_is_refused_by_what_it_lacks(install: Any) -> None:
-    with pytest.raises(ConfigError, match=r"has no setup_model_and_optimizer, .*checkpoint_and_decide_exit"):
+    with pytest.raises(
+        ConfigError, match=r"has no setup_model_and_optimizer, .*checkpoint_and_decide_exit"
+    ):
         install("megatron.training.training", {"reft": ENABLED}, load_checkpoint=len)
 
 
@@ -172,7 +186,9 @@ def test_another_release_of_its_core_is_refused_by_its_number(
     """A training loop of one's own may have it; this program's was not run with it."""
     import megatron.core
 
-    module = install("megatron.training.arguments", {"reft": ENABLED}, validate_args=lambda args: args)
+    module = install(
+        "megatron.training.arguments", {"reft": ENABLED}, validate_args=lambda args: args
+    )
     monkeypatch.setattr(megatron.core, "__version__", "0.19.2")
     with pytest.raises(ConfigError, match=r"found megatron-core 0\.19\.2; expected 0\.16\.x"):
         module.validate_args(Namespace())
@@ -186,7 +202,9 @@ def test_p10_a_block_that_is_not_enabled_changes_nothing(install: Any) -> None:
 def test_what_asks_for_local_checkpoints_is_given_versions(
     install: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = install("megatron.training.arguments", {"reft": ENABLED}, validate_args=lambda args: args)
+    module = install(
+        "megatron.training.arguments", {"reft": ENABLED}, validate_args=lambda args: args
+    )
     given = Namespace(
         non_persistent_ckpt_type="local", non_persistent_save_interval=3, rank=0, replication=True
     )

@@ -42,20 +42,52 @@ def test_what_megatron_core_makes_is_taken() -> None:
     ("of", "name", "value", "words"),
     [
         ("model", "fp8", "hybrid", ("FP8 (hybrid)", "bf16")),
-        ("model", "context_parallel_size", 2, ("context parallel groups of 2", "set context_parallel_size")),
-        ("model", "cuda_graph_impl", "local", ("CUDA graphs (local)", "set cuda_graph_impl to none")),
+        (
+            "model",
+            "context_parallel_size",
+            2,
+            ("context parallel groups of 2", "set context_parallel_size"),
+        ),
+        (
+            "model",
+            "cuda_graph_impl",
+            "local",
+            ("CUDA graphs (local)", "set cuda_graph_impl to none"),
+        ),
         ("model", "gtp_weight_remat_size", 2, ("weights in 2 shards", "set gtp_weight_remat_size")),
-        ("model", "expert_gtp_weight_remat_size", 2, ("weights in 2 shards", "set expert_gtp_weight")),
+        (
+            "model",
+            "expert_gtp_weight_remat_size",
+            2,
+            ("weights in 2 shards", "set expert_gtp_weight"),
+        ),
         ("buffers", "num_distributed_optimizer_instances", 2, ("2 instances", "to 1")),
-        ("buffers", "reuse_grad_buf_for_mxfp8_param_ag", True, ("gradients' buffer", "train in bf16")),
+        (
+            "buffers",
+            "reuse_grad_buf_for_mxfp8_param_ag",
+            True,
+            ("gradients' buffer", "train in bf16"),
+        ),
         ("optimizer", "use_precision_aware_optimizer", True, ("aware of precision", "to False")),
-        ("optimizer", "optimizer_cpu_offload", True, ("CPU offload", "set optimizer_cpu_offload to False")),
-        ("optimizer", "overlap_param_gather_with_optimizer_step", True, ("its own step", "to False")),
+        (
+            "optimizer",
+            "optimizer_cpu_offload",
+            True,
+            ("CPU offload", "set optimizer_cpu_offload to False"),
+        ),
+        (
+            "optimizer",
+            "overlap_param_gather_with_optimizer_step",
+            True,
+            ("its own step", "to False"),
+        ),
         ("optimizer", "use_layer_wise_distributed_optimizer", True, ("layer-wise", "to False")),
         ("optimizer", "optimizer_cuda_graph", True, ("a CUDA graph", "set optimizer_cuda_graph")),
     ],
 )
-def test_a_setting_is_refused_by_name(of: str, name: str, value: Any, words: tuple[str, ...]) -> None:
+def test_a_setting_is_refused_by_name(
+    of: str, name: str, value: Any, words: tuple[str, ...]
+) -> None:
     chunk, optimizer = training()
     settings = {"model": chunk.config, "buffers": chunk.ddp_config, "optimizer": optimizer.config}
     setattr(settings[of], name, value)
@@ -70,7 +102,9 @@ def test_other_classes_are_refused_by_name() -> None:
         support.check([of_class("megatron.core.transformer.module.Float16Module")], optimizer)
     with pytest.raises(UnsupportedStateError, match=r"LayerWise, .*get_megatron_optimizer"):
         support.check([chunk], of_class("megatron.core.optimizer.LayerWise"))
-    with pytest.raises(UnsupportedStateError, match=r"object has no state_dict and load_state_dict"):
+    with pytest.raises(
+        UnsupportedStateError, match=r"object has no state_dict and load_state_dict"
+    ):
         support.check_scheduler(object())
 
 
@@ -101,5 +135,7 @@ def test_a_loop_that_calls_in_another_order_is_told() -> None:
     protected = MegatronProtection(engine, session)
     with pytest.raises(ConfigError, match=r"load\(\) was called.*call it once"):
         protected.load()
-    with pytest.raises(ConfigError, match=r"zero_grad_buffer\(\).*call it on every chunk when a step begins"):
+    with pytest.raises(
+        ConfigError, match=r"zero_grad_buffer\(\).*call it on every chunk when a step begins"
+    ):
         engine.optimizer.step()

@@ -19,7 +19,9 @@ SECRET = bytes(range(32))
 BLOCK_BYTES = 1000
 
 
-def header(step: int, incarnation: int = 1, job_id: str = "job", node: str = "node0") -> ArenaHeader:
+def header(
+    step: int, incarnation: int = 1, job_id: str = "job", node: str = "node0"
+) -> ArenaHeader:
     return ArenaHeader(
         job_id=job_id,
         node=node,
@@ -40,7 +42,9 @@ def fill(arena: Arena, blocks: int) -> list[Entry]:
         digest = checksum(arena.data[offset : offset + BLOCK_BYTES])
         image_bytes = blocks * BLOCK_BYTES
         entries.append(
-            Entry(key, index * BLOCK_BYTES, BLOCK_BYTES, image_bytes, offset, digest, index % 2 == 0)
+            Entry(
+                key, index * BLOCK_BYTES, BLOCK_BYTES, image_bytes, offset, digest, index % 2 == 0
+            )
         )
     return entries
 
@@ -49,7 +53,9 @@ def make(path: Path, blocks: int = 4, secret: bytes = SECRET) -> Arena:
     return Arena.create(path, data_bytes=blocks * 1024, max_entries=blocks, secret=secret)
 
 
-def write_version(arena: Arena, step: int, state: ArenaState = ArenaState.COMMITTED, blocks: int = 4) -> None:
+def write_version(
+    arena: Arena, step: int, state: ArenaState = ArenaState.COMMITTED, blocks: int = 4
+) -> None:
     if state is ArenaState.EMPTY:
         arena.clear()
         return

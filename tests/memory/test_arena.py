@@ -25,7 +25,15 @@ from reft.grid import BlockKey, Section
 from reft.memory import arena as arena_lock
 from reft.memory import stream
 from reft.memory.arena import Arena
-from reft.memory.header import FORMAT_VERSION, MAGIC, TABLE, ArenaState, Entry, checksum, pack_entries
+from reft.memory.header import (
+    FORMAT_VERSION,
+    MAGIC,
+    TABLE,
+    ArenaState,
+    Entry,
+    checksum,
+    pack_entries,
+)
 from reft.memory.stream import (
     EXPONENTS,
     CutRanges,
@@ -47,7 +55,9 @@ def test_p5_a_flipped_byte_in_any_block_is_found(tmp_path: Path) -> None:
         for block in found.entries:
             for at in (0, block.nbytes // 2, block.nbytes - 1):
                 arena.data[block.arena_offset + at] ^= 0x10
-                assert [arena.verify(e) for e in found.entries] == [e is not block for e in found.entries]
+                assert [arena.verify(e) for e in found.entries] == [
+                    e is not block for e in found.entries
+                ]
                 arena.data[block.arena_offset + at] ^= 0x10
 
 
@@ -105,7 +115,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("offset", "nbytes"), [(4096, 1), (4095, 2), (2**64 - 1, 2), (1, 2**64 - 1), (0, 4097)]
 )
-def test_packed_entries_that_do_not_fit_are_refused(tmp_path: Path, offset: int, nbytes: int) -> None:
+def test_packed_entries_that_do_not_fit_are_refused(
+    tmp_path: Path, offset: int, nbytes: int
+) -> None:
     with make(tmp_path / "a.arena") as arena:
         arena.begin(header(1))
         table = np.frombuffer(pack_entries(fill(arena, 4)), TABLE).copy()
@@ -200,7 +212,10 @@ def test_a_writer_and_a_reader_keep_each_other_out_until_they_die(path: Path) ->
         assert reader.lock_shared()
     with make(path) as arena:
         write_version(arena, 1)
-    with Arena.open(path, SECRET, writable=True) as writer, holder(path, "arena.lock_shared()") as process:
+    with (
+        Arena.open(path, SECRET, writable=True) as writer,
+        holder(path, "arena.lock_shared()") as process,
+    ):
         assert answer(process) == "True"
         assert not writer.try_lock_exclusive()
         with pytest.raises(ArenaError, match="pinned by a reader"):
@@ -330,7 +345,9 @@ PREPARATIONS: dict[str, Callable[[Arena], None]] = {
 
 @pytest.mark.parametrize("tail", ["old tail", "garbage tail"])
 @pytest.mark.parametrize("name", TRANSITIONS)
-def test_a_header_torn_at_any_byte_reads_as_the_older_state(tmp_path: Path, name: str, tail: str) -> None:
+def test_a_header_torn_at_any_byte_reads_as_the_older_state(
+    tmp_path: Path, name: str, tail: str
+) -> None:
     origin, path = tmp_path / "origin", tmp_path / "rank0-slot0.arena"
     with make(path) as arena:
         PREPARATIONS[name](arena)
@@ -343,7 +360,9 @@ def test_a_header_torn_at_any_byte_reads_as_the_older_state(tmp_path: Path, name
     after = read_back(path)
     assert after != before
     assert len(record) > 50
-    assert [len(data) for _, data in wipes] == ([len(MAGIC)] if "begin" in name or name == "clear" else [])
+    assert [len(data) for _, data in wipes] == (
+        [len(MAGIC)] if "begin" in name or name == "clear" else []
+    )
 
     for length in range(len(record) + sum(len(data) for _, data in wipes)):
         path.write_bytes(origin.read_bytes())
@@ -369,7 +388,9 @@ def test_begin_is_on_record_before_any_data_byte_changes(tmp_path: Path) -> None
         assert bytes(reader.data) == data
 
 
-def test_damage_to_the_header_never_brings_back_a_version_that_is_being_overwritten(tmp_path: Path) -> None:
+def test_damage_to_the_header_never_brings_back_a_version_that_is_being_overwritten(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "rank0-slot0.arena"
     with make(path) as arena:
         write_version(arena, 1)
@@ -406,7 +427,9 @@ def test_sigkill_in_the_middle_of_writing_leaves_a_version_readable(tmp_path: Pa
 
 
 PAGE = 4096
-SIZES = st.one_of(st.integers(0, 300), st.integers(0, 20 * PAGE), st.sampled_from([4 * PAGE, 8 * PAGE]))
+SIZES = st.one_of(
+    st.integers(0, 300), st.integers(0, 20 * PAGE), st.sampled_from([4 * PAGE, 8 * PAGE])
+)
 
 
 def use_pieces(nbytes: int) -> None:
@@ -481,7 +504,11 @@ def test_a_measured_way_to_copy_is_used() -> None:
     calls=st.integers(1, 4),
 )
 def test_p5_what_is_copied_is_hashed_in_one_pass_however_it_is_cut(
-    hasher: HashingCopier, nbytes: int, parts: list[tuple[int, bool]], at: tuple[int, int, int], calls: int
+    hasher: HashingCopier,
+    nbytes: int,
+    parts: list[tuple[int, bool]],
+    at: tuple[int, int, int],
+    calls: int,
 ) -> None:
     """Some parts are hashed only. The same object is used twice: nothing of the first input is left."""
     source_at, target_at, seed = at
@@ -498,15 +525,21 @@ def test_p5_what_is_copied_is_hashed_in_one_pass_however_it_is_cut(
         begin += size
     for _ in range(2):
         for call in range(calls):
-            hasher.copy(find_ranges(rows[call * len(rows) // calls : (call + 1) * len(rows) // calls]))
+            hasher.copy(
+                find_ranges(rows[call * len(rows) // calls : (call + 1) * len(rows) // calls])
+            )
         assert hasher.take() == checksum(source[source_at:])
     np.testing.assert_array_equal(target, expected)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    chunks=st.lists(st.lists(st.integers(0, 6 * PAGE), min_size=1, max_size=4), min_size=1, max_size=8),
-    steps=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([None, 0, 1])), min_size=1, max_size=4),
+    chunks=st.lists(
+        st.lists(st.integers(0, 6 * PAGE), min_size=1, max_size=4), min_size=1, max_size=8
+    ),
+    steps=st.lists(
+        st.tuples(st.integers(1, 4), st.sampled_from([None, 0, 1])), min_size=1, max_size=4
+    ),
 )
 def test_p5_chunks_are_copied_and_hashed_until_another_thread_says_so(
     hasher: HashingCopier, chunks: list[list[int]], steps: list[tuple[int, int | None]]
@@ -553,7 +586,12 @@ def test_numbers_that_are_not_finite_are_seen_on_the_way(
     target = torch.empty_like(source)
     rows = [
         (0, head.data_ptr(), before),
-        (target.data_ptr(), source.data_ptr(), len(source), 0 if bits == "ints" else EXPONENTS[dtype]),
+        (
+            target.data_ptr(),
+            source.data_ptr(),
+            len(source),
+            0 if bits == "ints" else EXPONENTS[dtype],
+        ),
     ]
     for _ in range(2):
         hasher.copy(find_ranges(rows))
@@ -565,7 +603,9 @@ def test_numbers_that_are_not_finite_are_seen_on_the_way(
     assert not hasher.not_finite
 
 
-def test_without_the_compiled_loops_memmove_and_the_package_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_compiled_loops_memmove_and_the_package_do_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("reft.device.find_spec", lambda name: None)
     known = (copier, stream.compiled_hash)
     for function in known:

@@ -26,7 +26,10 @@ from tests.faults.job import small_file_system
 
 def test_p9_all_memory_is_allocated_and_mapped_at_creation(tmp_path: Path) -> None:
     size = 32 * 2**20
-    path = Path("/dev/shm" if os.path.isdir("/dev/shm") else tmp_path) / f"reft-test-{os.getpid()}.arena"
+    path = (
+        Path("/dev/shm" if os.path.isdir("/dev/shm") else tmp_path)
+        / f"reft-test-{os.getpid()}.arena"
+    )
     try:
         with Arena.create(path, size, 8, SECRET) as arena:
             assert path.stat().st_blocks * 512 >= size
@@ -49,7 +52,9 @@ def test_touching_by_hand_changes_nothing(tmp_path: Path) -> None:
         assert bytes(mapping) == before
 
 
-def test_an_arena_of_the_same_size_keeps_its_content_and_any_other_is_emptied(tmp_path: Path) -> None:
+def test_an_arena_of_the_same_size_keeps_its_content_and_any_other_is_emptied(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "rank0-slot0.arena"
     with make(path) as arena:
         write_version(arena, 1)
@@ -156,7 +161,9 @@ def test_p6_a_full_tmpfs_is_a_typed_error_and_leaves_no_file(small_tmpfs: Path) 
     Arena.create(path, 2**20, 4, SECRET).close()
 
 
-def test_p9_memory_comes_as_blocks_are_written_and_the_rest_of_it_when_all_have(tmp_path: Path) -> None:
+def test_p9_memory_comes_as_blocks_are_written_and_the_rest_of_it_when_all_have(
+    tmp_path: Path,
+) -> None:
     size, path = 8 * 2**20, tmp_path / "rank0-slot0.arena"
     blocks = {0: 5000, 2**20 + 64: 2**20, size - 100: 100}
     with Arena.create(path, size, 8, SECRET, touch=False) as arena:
@@ -174,7 +181,9 @@ def test_p9_memory_comes_as_blocks_are_written_and_the_rest_of_it_when_all_have(
 
 
 @pytest.mark.process
-def test_p6_where_memory_ends_while_an_arena_is_filled_its_header_is_still_read(small_tmpfs: Path) -> None:
+def test_p6_where_memory_ends_while_an_arena_is_filled_its_header_is_still_read(
+    small_tmpfs: Path,
+) -> None:
     path = small_tmpfs / "rank0-slot0.arena"
     with Arena.create(path, 3 * 2**19, 4, SECRET, touch=False) as arena:
         (small_tmpfs / "another").write_bytes(bytes(2**20))

@@ -20,7 +20,10 @@ from tests.recover.fleet import SECRET, Fleet
 OLD, NEW = VersionId(1, 7), VersionId(1, 8)
 DEGREES = Degrees(1, 2, 1)
 FLEET = Fleet(
-    Topology(DEGREES, DEGREES.coordinates(), ("node0", "node1")), block_bytes=4096, scale=32, job_id="job"
+    Topology(DEGREES, DEGREES.coordinates(), ("node0", "node1")),
+    block_bytes=4096,
+    scale=32,
+    job_id="job",
 )
 
 
@@ -29,7 +32,9 @@ class JobMemory:
 
     def __init__(self, root: Path) -> None:
         self.memory_dirs = [root / node for node in FLEET.topology.nodes]
-        self.jobs = [JobDir.open_or_create(path, "job", path.name, SECRET) for path in self.memory_dirs]
+        self.jobs = [
+            JobDir.open_or_create(path, "job", path.name, SECRET) for path in self.memory_dirs
+        ]
         for member, at in enumerate(DEGREES.coordinates()):
             for slot, label in enumerate((OLD, NEW)):
                 written = FLEET.write_arena(root / "drafts", at, label, slot)
@@ -82,13 +87,21 @@ def test_versions_are_reported_whole_or_torn_recoverable_or_not(memory: JobMemor
     new, old = report.versions
     assert (new.label, new.recoverable, new.committed, new.whole_ranks) == (NEW, False, False, 0)
     assert new.ranks == 2
-    assert (old.label, old.recoverable, old.committed, old.whole_ranks, old.ranks) == (OLD, True, True, 2, 2)
+    assert (old.label, old.recoverable, old.committed, old.whole_ranks, old.ranks) == (
+        OLD,
+        True,
+        True,
+        2,
+        2,
+    )
     assert new.reasons == ("no rank finished writing it",)
     assert (report.restores, report.problems, report.empty) == (OLD, (), ())
     assert old.nbytes == sum(a.own_bytes + a.redundant_bytes for a in old.arenas) > 2 * 20_000
     assert report.well
     half = inspect_job(dirs(memory)[1:])
-    assert (half.restores, half.versions[1].whole_ranks) == (OLD, 1), "one node holds the copies of the other"
+    assert (half.restores, half.versions[1].whole_ranks) == (OLD, 1), (
+        "one node holds the copies of the other"
+    )
 
 
 def test_an_unrecoverable_version_says_what_is_missing(memory: JobMemory) -> None:
@@ -144,10 +157,20 @@ def test_directories_of_several_jobs_are_not_mixed(memory: JobMemory, tmp_path: 
         inspect_job([])
 
 
-def test_inspect_command_for_people_and_programs(memory: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_command_for_people_and_programs(
+    memory: JobMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out = run("inspect", *options(memory))
     assert code == 0
-    for text in ("step 7", "step 8", "torn", "committed", "dp1", "would restore step 7", "2 of 2 ranks"):
+    for text in (
+        "step 7",
+        "step 8",
+        "torn",
+        "committed",
+        "dp1",
+        "would restore step 7",
+        "2 of 2 ranks",
+    ):
         assert text in out
     monkeypatch.setenv("REFT_MEMORY_DIR", str(memory.memory_dirs[0]))
     assert run_json("inspect")[1]["restores"] == {"incarnation": 1, "step": 7}

@@ -91,7 +91,10 @@ def test_many_that_attach_at_once_agree_on_one_secret(tmp_path: Path) -> None:
             thread.join()
         assert len(found) == 8
         assert len(set(found)) == 1
-        assert sorted(p.name for p in (tmp_path / f"job{attempt}").iterdir()) == [JOB_FILE, SECRET_FILE]
+        assert sorted(p.name for p in (tmp_path / f"job{attempt}").iterdir()) == [
+            JOB_FILE,
+            SECRET_FILE,
+        ]
 
 
 @pytest.mark.timeout(60)
@@ -141,7 +144,9 @@ def test_p11_what_belongs_to_somebody_else_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 @needs_root
-def test_p11_a_strangers_link_on_the_way_is_refused_and_the_users_own_is_not(tmp_path: Path) -> None:
+def test_p11_a_strangers_link_on_the_way_is_refused_and_the_users_own_is_not(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "disk").mkdir()
     link = tmp_path / "scratch"
     link.symlink_to(tmp_path / "disk")
@@ -156,7 +161,10 @@ def test_p11_a_strangers_link_on_the_way_is_refused_and_the_users_own_is_not(tmp
 @pytest.mark.parametrize(
     ("mode", "owner", "says"),
     [
-        *(pytest.param(m, STRANGER, f"belongs to uid {STRANGER}", marks=needs_root) for m in (0o700, 0o1777)),
+        *(
+            pytest.param(m, STRANGER, f"belongs to uid {STRANGER}", marks=needs_root)
+            for m in (0o700, 0o1777)
+        ),
         (0o777, os.geteuid(), "chmod"),
         (0o1777, os.geteuid(), None),  # as an administrator makes one for all users
     ],
@@ -226,14 +234,14 @@ def test_a_process_is_told_from_a_later_one_with_its_pid(tmp_path: Path) -> None
     assert not is_running(identity)
 
 
-DAEMON = (
-    "(arena.close(), __import__('reft.memory.jobdir').memory.jobdir.JobDir.open(path.parent).record_daemon())"
-)
+DAEMON = "(arena.close(), __import__('reft.memory.jobdir').memory.jobdir.JobDir.open(path.parent).record_daemon())"
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.process
-@pytest.mark.parametrize(("how", "why"), [("arena.state", "open for writing"), (DAEMON, "daemon runs")])
+@pytest.mark.parametrize(
+    ("how", "why"), [("arena.state", "open for writing"), (DAEMON, "daemon runs")]
+)
 def test_a_live_job_is_not_removed_and_an_orphan_is(tmp_path: Path, how: str, why: str) -> None:
     job = JobDir.open_or_create(tmp_path, "live", "node0", SECRET)
     make(job.path / "rank0-slot0.arena").close()
@@ -313,11 +321,15 @@ def test_p11_the_environment_comes_first(path: Path, monkeypatch: pytest.MonkeyP
 def test_p11_a_file_that_others_can_use_is_refused(path: Path, mode: int) -> None:
     user_secret()
     path.chmod(mode)
-    with pytest.raises(AuthenticationError, match=rf"mode 0{mode:o}\); expected 0600.*chmod go=.*remove it"):
+    with pytest.raises(
+        AuthenticationError, match=rf"mode 0{mode:o}\); expected 0600.*chmod go=.*remove it"
+    ):
         user_secret()
 
 
-def test_p11_a_link_and_anothers_file_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p11_a_link_and_anothers_file_are_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     user_secret()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(AuthenticationError, match=r"belongs to uid .* remove it"):
@@ -339,7 +351,9 @@ def test_p11_a_damaged_file_is_not_replaced(path: Path) -> None:
     assert path.read_text() == "half"
 
 
-def test_p11_without_a_home_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_p11_without_a_home_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("REFT_SECRET", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     with pytest.raises(ConfigError, match=r"HOME is not set.*REFT_SECRET to 64"):

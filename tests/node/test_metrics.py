@@ -58,9 +58,18 @@ def board() -> ReportBoard:
     where = {"at": (0, 0, 0), "degrees": (1, 2, 1), "label": (1, 7), "scheme": "arc"}
     shard = Shard(**where, sealed_unix_secs=90.0, committed=True)
     last = RoundReport(round=2, unix_secs=50.0, secs={"gathering": 1.5, "transfer": 0.25})
-    facts = {"step": 9, "steps_per_sec": 2.0, "round": 2, "tolerance": 1, "restarts": 1, "recovery": last}
+    facts = {
+        "step": 9,
+        "steps_per_sec": 2.0,
+        "round": 2,
+        "tolerance": 1,
+        "restarts": 1,
+        "recovery": last,
+    }
     made = {"samples": 40, "flops": 8e13}
-    facts["counts"] = GoodputTimes(began_unix_secs=1.0, elapsed_secs=10.0, recovering_secs=2.0, **made)
+    facts["counts"] = GoodputTimes(
+        began_unix_secs=1.0, elapsed_secs=10.0, recovering_secs=2.0, **made
+    )
     facts["trainers"] = 2
     facts["memory"] = (MemoryUse(name="the host", used_bytes=8, peak_bytes=9, limit_bytes=10),)
     facts["runs_out"] = (MemoryForecast("the host", "", 8, 10, 0.1, 20.0, 40, 2),)
@@ -162,11 +171,17 @@ def test_p6_a_port_that_is_taken_is_said_once(
     assert server.url is None
 
 
-def test_p11_strangers_who_are_silent_or_talk_nonsense_shut_nobody_out(server: MetricsServer) -> None:
+def test_p11_strangers_who_are_silent_or_talk_nonsense_shut_nobody_out(
+    server: MetricsServer,
+) -> None:
     server.configure(MetricsConfig(port=free_port()))
     port = wait_until_served(server)
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
-    for junk in (b"\xff" * 10_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000, b"POST / HTTP/1.0\r\n\r\n"):
+    for junk in (
+        b"\xff" * 10_000,
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000,
+        b"POST / HTTP/1.0\r\n\r\n",
+    ):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(junk)
     assert "reft_step" in scrape(port)
@@ -234,7 +249,9 @@ MIB, LIMIT = 2**20, 1000 * 2**20
 Use = Callable[[int], float]  # MiB in use at a second
 
 
-def watched(use: Use, secs: int, *, noise: float = 0.0, seed: int = 0) -> list[tuple[int, MemoryForecast]]:
+def watched(
+    use: Use, secs: int, *, noise: float = 0.0, seed: int = 0
+) -> list[tuple[int, MemoryForecast]]:
     """When what is said, one look a second at a job of two steps a second."""
     trend, found = MemoryTrend(), []
     draw = random.Random(seed)
@@ -265,7 +282,9 @@ def test_what_runs_out_is_said_before_with_its_time_its_step_and_its_culprit(
     found = watched(use, full, noise=noise)
     assert found
     when, first = found[0]
-    assert full - when > 0.1 * (full - (1800 if name == "after half an hour" else 0)), "said too late"
+    assert full - when > 0.1 * (full - (1800 if name == "after half an hour" else 0)), (
+        "said too late"
+    )
     assert first.who.startswith("rank 1 (pid 2) takes ")
     # It is said ever better: half way from there within a quarter.
     now, later = min(found, key=lambda f: abs(f[0] - (when + full) / 2))
@@ -301,7 +320,9 @@ def test_what_becomes_free_again_is_not_said_any_more() -> None:
 def test_memory_that_nobody_of_the_job_takes_accuses_nobody() -> None:
     trend = MemoryTrend()
     for now in range(60):
-        trend.see(MemorySample(now, now, (500 + 5 * now) * MIB, {"rank 0 (pid 1)": 400 * MIB}), LIMIT)
+        trend.see(
+            MemorySample(now, now, (500 + 5 * now) * MIB, {"rank 0 (pid 1)": 400 * MIB}), LIMIT
+        )
     said = trend.runs_out("the host", LIMIT, steps_per_sec=None)
     assert said is not None
     assert (said.who, said.step) == ("", None)
@@ -320,14 +341,21 @@ def test_every_node_tells_of_its_memory_and_of_its_devices(
     monkeypatch.setattr("reft.node.memory_watch.time", clock)
     page = ProgressPage(job_dir.path, 0, 5, 10.0, 600.0)
     page.begin_step()
-    watch, mine = NodeObserver(job_dir.path, has_daemon=False), NodeReport(node="node0", domain="node0")
+    watch, mine = (
+        NodeObserver(job_dir.path, has_daemon=False),
+        NodeReport(node="node0", domain="node0"),
+    )
     assert watch.look(mine).memory == ()
     page.end_step(1)
     page.set_device(DeviceUse(1000, 100, 700))
     clock.sleep(0.6)  # it looks twice a second at most
     report = watch.look(mine)
     device = next(use for use in report.memory if use.device)
-    assert (device.name, device.peak_bytes, device.limit_bytes) == ("the device of rank 5", 700, 1000)
+    assert (device.name, device.peak_bytes, device.limit_bytes) == (
+        "the device of rank 5",
+        700,
+        1000,
+    )
     host = fullest(report.memory)
     assert host is not None
     assert not host.device

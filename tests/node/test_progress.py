@@ -29,7 +29,15 @@ from reft.node.advice import (
 )
 from reft.node.hangs import HangConfig, TrainerActivity, limit_secs, name_culprit
 from reft.node.memory_watch import MemoryUse
-from reft.node.progress import Phase, ProgressPage, RankSteps, StepTimes, TrainerView, read_pages, read_times
+from reft.node.progress import (
+    Phase,
+    ProgressPage,
+    RankSteps,
+    StepTimes,
+    TrainerView,
+    read_pages,
+    read_times,
+)
 from reft.node.stragglers import SlownessKind, SlowTest, SpeedWatch, Straggler
 from tests.machine import Clock
 
@@ -109,7 +117,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def run_step(page: ProgressPage, clock: Clock, number: int, *instructions: tuple[str, float]) -> None:
+def run_step(
+    page: ProgressPage, clock: Clock, number: int, *instructions: tuple[str, float]
+) -> None:
     page.begin_step()
     clock.sleep(0.001)
     for name, millis in instructions:
@@ -151,7 +161,9 @@ def test_micro_batches_are_parts_of_one_step(tmp_path: Path, clock: Clock) -> No
             page.begin_step()
             (at,) = read_pages(tmp_path)
             assert at.phase is (Phase.FIRST_STEP if step == 8 else Phase.STEP), (step, micro_batch)
-            assert (at.step_secs > 0) == (step == 10), "measured is the second step, when it is whole"
+            assert (at.step_secs > 0) == (step == 10), (
+                "measured is the second step, when it is whole"
+            )
             page.instruction(page.number_of("Forward"))
             clock.sleep(0.01)
             if micro_batch == 3:
@@ -226,7 +238,9 @@ def test_every_phase_has_a_limit_of_its_own(phase: Phase) -> None:
     assert limit_secs(replace(seen, state="t")) is None, "somebody looks at it with a debugger"
     assert limit_secs(replace(seen, hang_factor=0.0, state="T")) is None
     unpaused = phase not in (Phase.PAUSED, Phase.ENDED)
-    assert limit_secs(replace(seen, state="T")) == (STEP_LIMIT if unpaused else None), "nothing goes on in it"
+    assert limit_secs(replace(seen, state="T")) == (STEP_LIMIT if unpaused else None), (
+        "nothing goes on in it"
+    )
 
 
 def test_before_a_step_was_measured_its_limit_is_the_first_ones() -> None:
@@ -238,7 +252,9 @@ def test_before_a_step_was_measured_its_limit_is_the_first_ones() -> None:
     behind = replace(unmeasured, rank=1, step=1, instruction="Backward")
     ahead = replace(SEEN, step=2, instruction="Backward")
     assert named(TrainerActivity(ahead, 9.0), TrainerActivity(behind, 9.0)) is None
-    assert named(TrainerActivity(ahead, OTHER_LIMIT + 1), TrainerActivity(behind, OTHER_LIMIT + 1)) == (1,)
+    assert named(
+        TrainerActivity(ahead, OTHER_LIMIT + 1), TrainerActivity(behind, OTHER_LIMIT + 1)
+    ) == (1,)
 
 
 def test_time_counts_while_nothing_changes_and_somebody_looks() -> None:
@@ -302,7 +318,9 @@ def test_nobody_is_named_while_a_rank_goes_on_or_before_the_limit() -> None:
 
 def test_what_takes_too_long_at_anything_is_named() -> None:
     for what in ("loads", "between", "saves", "evaluates", "first"):
-        assert named(rank_at(0, "waits", OTHER_LIMIT + 1), rank_at(1, what, OTHER_LIMIT + 1)) == (1,), what
+        assert named(rank_at(0, "waits", OTHER_LIMIT + 1), rank_at(1, what, OTHER_LIMIT + 1)) == (
+            1,
+        ), what
     assert named(rank_at(0, "waits", 1e6), rank_at(1, "paused", 1e6)) is None
 
 
@@ -329,7 +347,13 @@ Of = Callable[[int], StepTimes]
 
 
 def took(
-    step: int, compute: float, *, whole: float = 0.1, busy: float = 0.0, previous: float = 0, next: float = 0
+    step: int,
+    compute: float,
+    *,
+    whole: float = 0.1,
+    busy: float = 0.0,
+    previous: float = 0,
+    next: float = 0,
 ) -> StepTimes:
     """Seconds; two milliseconds of transfers, collectives and the optimizer each."""
     return StepTimes(step, whole, compute, busy, 0.002, 0.002, 0.002, previous, next, 8)
@@ -376,7 +400,10 @@ def noisy(rank: int, secs: float, *, slow_from: int = 10**9) -> Of:
 
 def test_a_rank_that_is_slower_by_a_fifth_is_named_within_20_steps() -> None:
     watch = SpeedWatch()
-    ranks = {at: noisy(i, 0.04, slow_from=100 if at == (1, 1, 0) else 10**9) for i, at in enumerate(RANKS)}
+    ranks = {
+        at: noisy(i, 0.04, slow_from=100 if at == (1, 1, 0) else 10**9)
+        for i, at in enumerate(RANKS)
+    }
     tell(watch, range(1, 100), ranks)
     assert watch.slow() == ()
     tell(watch, range(100, 120), ranks)
@@ -394,9 +421,16 @@ def test_a_rank_that_is_slower_by_a_fifth_is_named_within_20_steps() -> None:
 def test_only_equals_are_compared() -> None:
     """A stage that has more to do is not slow, and one replica has no equals."""
     watch = SpeedWatch()
-    tell(watch, range(1, 300), {at: noisy(i, 0.02 if at[0] else 0.06) for i, at in enumerate(RANKS)})
+    tell(
+        watch, range(1, 300), {at: noisy(i, 0.02 if at[0] else 0.06) for i, at in enumerate(RANKS)}
+    )
     assert watch.slow() == ()
-    assert {s.rank: round(s.compute_secs, 2) for s in watch.speeds()} == {0: 0.06, 1: 0.06, 2: 0.02, 3: 0.02}
+    assert {s.rank: round(s.compute_secs, 2) for s in watch.speeds()} == {
+        0: 0.06,
+        1: 0.06,
+        2: 0.02,
+        3: 0.02,
+    }
     alone = SpeedWatch()
     tell(alone, range(1, 200), {(pp, 0, 0): noisy(pp, 0.02 * (1 + pp)) for pp in (0, 1)})
     assert alone.slow() == ()
@@ -463,7 +497,11 @@ def test_ranks_that_are_slow_together_are_named_as_a_node_or_as_tensor_parallel_
     )
     watch = SpeedWatch()
     places = [(0, dp, tp) for dp in range(3) for tp in range(2)]
-    tell(watch, range(1, 100), {at: noisy(i, 0.06 if at[1] == 1 else 0.04) for i, at in enumerate(places)})
+    tell(
+        watch,
+        range(1, 100),
+        {at: noisy(i, 0.06 if at[1] == 1 else 0.04) for i, at in enumerate(places)},
+    )
     (named,) = watch.slow()
     assert (named.name, named.ranks) == ("one of ranks 2, 3", (2, 3))
 
@@ -514,14 +552,19 @@ SLOW_A = (slow("rank 0", ("a",), 3.0), slow("rank 1", ("a",), 2.0))
     [
         (JobSituation(ABCD), []),
         # A straggler: a spare takes its place; without one it goes if the others are faster alone.
-        (JobSituation(ABCD, spares=("s",), slow=(slow("node b", ("b",), 1.1),)), [("replace", ("b",), 4)]),
+        (
+            JobSituation(ABCD, spares=("s",), slow=(slow("node b", ("b",), 1.1),)),
+            [("replace", ("b",), 4)],
+        ),
         (JobSituation(ABCD, slow=(slow("node b", ("b",), 1.2),)), [("replace", ("b",), 4)]),
         (JobSituation(ABCD, slow=(slow("node b", ("b",), 1.5),)), [("drop", ("b",), 3)]),
         (JobSituation(("a",), slow=(slow("node a", ("a",), 9.0),)), [("replace", ("a",), 1)]),
         (JobSituation(ABCD, slow=(slow("a link", ("a", "b"), 9.0),)), []),
         # The slowest gets the only spare.
         (
-            JobSituation(ABCD, spares=("s",), slow=(slow("a", ("a",), 1.5), slow("b", ("b",), 3.0))),
+            JobSituation(
+                ABCD, spares=("s",), slow=(slow("a", ("a",), 1.5), slow("b", ("b",), 3.0))
+            ),
             [("replace", ("b",), 4), ("drop", ("a",), 3)],
         ),
         # Two slow ranks of one node take one spare.
@@ -534,7 +577,10 @@ SLOW_A = (slow("rank 0", ("a",), 3.0), slow("rank 1", ("a",), 2.0))
         (JobSituation(ABCD, losses={"c": 2}), []),
         (JobSituation(ABCD, losses={"c": 3, "a": 2, "b": 2}), []),
         (JobSituation(ABCD, losses={"gone": 5}), []),
-        (JobSituation(ABCD, losses={"c": 3}, slow=(slow("c", ("c",), 2.0),)), [("drop", ("c",), 3)]),
+        (
+            JobSituation(ABCD, losses={"c": 3}, slow=(slow("c", ("c",), 2.0),)),
+            [("drop", ("c",), 3)],
+        ),
         # Memory that runs out.
         (
             JobSituation(ABCD, memory=(memory("a", 80), memory("b", 95))),
@@ -560,7 +606,9 @@ SLOW_A = (slow("rank 0", ("a",), 3.0), slow("rank 1", ("a",), 2.0))
     ],
     ids=lambda v: str(v)[:60],
 )
-def test_what_is_advised(seen: JobSituation, wanted: list[tuple[str, tuple[str, ...], int]]) -> None:
+def test_what_is_advised(
+    seen: JobSituation, wanted: list[tuple[str, tuple[str, ...], int]]
+) -> None:
     assert [(str(a.action), a.nodes, a.workers) for a in advise(seen)] == wanted
     assert all(a.why and str(a) and json.dumps(a.to_json()) for a in advise(seen))
 
@@ -592,7 +640,9 @@ PUBLISHED_PLAN = {
         "createPods": [],
         "ownerJob": "deepctr-auto-job",
         "removePods": [],
-        "replicaResourceSpecs": {"worker": {"replicas": 4, "resource": {"cpu": "1", "memory": "4170Mi"}}},
+        "replicaResourceSpecs": {
+            "worker": {"replicas": 4, "resource": {"cpu": "1", "memory": "4170Mi"}}
+        },
     },
 }
 """DLRover's example of a plan that its master writes; it also has the addresses of parameter servers."""
@@ -600,9 +650,14 @@ PUBLISHED_PLAN = {
 
 def test_published_scale_plan() -> None:
     more = Advice(AdvisedAction.ADD, (), 4, "")
-    plan = scale_plan("deepctr-auto-job", 2, [more], workers=2, spares=0, cpu=1, memory_bytes=4170 * 2**20)
+    plan = scale_plan(
+        "deepctr-auto-job", 2, [more], workers=2, spares=0, cpu=1, memory_bytes=4170 * 2**20
+    )
     spec = dict(plan["spec"])
-    assert (spec.pop("migratePods"), spec.pop("psHosts")) == ([], [])  # of nothing, and no parameter servers
+    assert (spec.pop("migratePods"), spec.pop("psHosts")) == (
+        [],
+        [],
+    )  # of nothing, and no parameter servers
     assert plan | {"spec": spec} == PUBLISHED_PLAN
 
 
@@ -624,7 +679,9 @@ def test_what_is_advised_becomes_a_plan(
             memory=(memory("a", 95),),
         )
     )
-    spec = scale_plan("job", 1, found, workers=4, spares=len(spares), cpu=8, memory_bytes=100 * GIB)["spec"]
+    spec = scale_plan(
+        "job", 1, found, workers=4, spares=len(spares), cpu=8, memory_bytes=100 * GIB
+    )["spec"]
     usual, more = ({"cpu": "8", "memory": memory} for memory in ("102400Mi", "121600Mi"))
     assert spec["createPods"] == []
     assert spec["removePods"] == [{"name": node, "type": "worker"} for node in removed]

@@ -52,10 +52,14 @@ def node(
     **facts: object,
 ) -> NodeReport:
     shards = tuple(
-        Shard(at=a, degrees=degrees, label=label, scheme=scheme, committed=True, sealed_unix_secs=50.0)
+        Shard(
+            at=a, degrees=degrees, label=label, scheme=scheme, committed=True, sealed_unix_secs=50.0
+        )
         for a in at
     )
-    return NodeReport(node=name, domain=domain or name, shards=shards, offline_unix_secs=gone, **facts)
+    return NodeReport(
+        node=name, domain=domain or name, shards=shards, offline_unix_secs=gone, **facts
+    )
 
 
 def three(**changes: object) -> list[NodeReport]:
@@ -80,11 +84,21 @@ TWO: Any = {"degrees": (1, 2, 1), "label": (2, 9)}
 @pytest.mark.parametrize(
     ("nodes", "left"),
     [
-        ([node("a", (0, 0, 0), domain="h"), node("b", (0, 1, 0), domain="h"), node("c", (0, 2, 0))], 0),
+        (
+            [
+                node("a", (0, 0, 0), domain="h"),
+                node("b", (0, 1, 0), domain="h"),
+                node("c", (0, 2, 0)),
+            ],
+            0,
+        ),
         # Of two stages one has lost a member.
         (
             [
-                *(node(name, at, **TWO_STAGES) for name, at in (("a", (0, 0, 0)), ("b", (0, 1, 0)))),
+                *(
+                    node(name, at, **TWO_STAGES)
+                    for name, at in (("a", (0, 0, 0)), ("b", (0, 1, 0)))
+                ),
                 *(node("c", (1, 0, 0), **TWO_STAGES), node("d", (1, 1, 0), gone=1.0, **TWO_STAGES)),
             ],
             0,
@@ -93,7 +107,14 @@ TWO: Any = {"degrees": (1, 2, 1), "label": (2, 9)}
         (three()[:2], 0),
         (three()[:1], -1),
         # A job of another degree has its own placement.
-        ([node("n0", (0, 0, 0), **TWO), node("n1", (0, 1, 0), **TWO), node("n2", (0, 2, 0), gone=1.0)], 1),
+        (
+            [
+                node("n0", (0, 0, 0), **TWO),
+                node("n1", (0, 1, 0), **TWO),
+                node("n2", (0, 2, 0), gone=1.0),
+            ],
+            1,
+        ),
     ],
     ids=["one host", "smallest group", "one unknown", "two unknown", "another degree"],
 )
@@ -146,7 +167,11 @@ def test_p4_a_node_that_is_quiet_is_not_counted_on_before_it_is_offline() -> Non
     assert "n1 has not reported for 3 s; it counts as lost until it does" in told["warnings"]
     assert not is_well(told)
     back = heard(
-        quiet, nodes[1].model_copy(update={"number": 2}), elapsed_secs=1.0, offline_after_secs=6.0, now=101.0
+        quiet,
+        nodes[1].model_copy(update={"number": 2}),
+        elapsed_secs=1.0,
+        offline_after_secs=6.0,
+        now=101.0,
     )
     assert not back.quiet
 
@@ -158,7 +183,10 @@ def test_a_keeper_that_writes_no_board_is_quiet_to_the_others() -> None:
         seen = note_keeper(seen, written, elapsed_secs=1.0, offline_after_secs=6.0)
     assert [n.quiet for n in seen.nodes] == [True, False, False]
     again = note_keeper(
-        seen, written.model_copy(update={"unix_secs": 51.0}), elapsed_secs=1.0, offline_after_secs=6.0
+        seen,
+        written.model_copy(update={"unix_secs": 51.0}),
+        elapsed_secs=1.0,
+        offline_after_secs=6.0,
     )
     assert [n.quiet for n in again.nodes] == [False, False, False]
 
@@ -183,7 +211,8 @@ def test_p9_a_report_has_a_bound() -> None:
         why=long,
         warnings=[long] * 100,
         shards=[
-            Shard(at=(i, i, i), degrees=(99, 99, 99), label=(9, i), scheme="arc:2+aec") for i in range(16)
+            Shard(at=(i, i, i), degrees=(99, 99, 99), label=(9, i), scheme="arc:2+aec")
+            for i in range(16)
         ],
     )
     assert len(report.pack()) < MOST_REPORT_BYTES
@@ -194,7 +223,9 @@ def test_p9_a_report_has_a_bound() -> None:
 def test_the_job_is_told_as_a_whole() -> None:
     nodes = three(step=9, steps_per_sec=2.0, tolerance=1, round=3, warnings=("the disk is full",))
     last = RoundReport(round=3, unix_secs=20.0, lost=["x"], resumed_step=5, secs={"gathering": 1.5})
-    nodes[2] = node("n2", (0, 2, 0), label=(1, 6), gone=30.0, recovery=last, step=900, steps_per_sec=99.0)
+    nodes[2] = node(
+        "n2", (0, 2, 0), label=(1, 6), gone=30.0, recovery=last, step=900, steps_per_sec=99.0
+    )
     told = summary(ReportBoard(job_id="j", nodes=tuple(nodes), unix_secs=59.0), 60.0)
     assert (told["step"], told["steps_per_sec"], told["round"]) == (9, 2.0, 3)
     assert told["newest_commit"] == {"incarnation": 1, "step": 7, "unix_secs": 50.0}
@@ -212,7 +243,9 @@ def test_the_job_is_told_as_a_whole() -> None:
 def test_the_speed_of_the_model_is_of_the_whole_job() -> None:
     def told(*counts: GoodputTimes) -> dict[str, object]:
         nodes = tuple(node(f"n{i}", trainers=2, counts=c) for i, c in enumerate(counts))
-        since: dict[str, object] = summary(ReportBoard(job_id="job", nodes=nodes), 99.0)["since_start"]
+        since: dict[str, object] = summary(ReportBoard(job_id="job", nodes=nodes), 99.0)[
+            "since_start"
+        ]
         return since
 
     # The node of the first stage alone has seen tokens; the other one has counted for longest.
@@ -232,7 +265,9 @@ def observer(job: JobDir) -> NodeObserver:
     return NodeObserver(job.path, has_daemon=True)
 
 
-def doing(words: str = "", *, since: float | None = None, why: str = "", round: int = 0) -> NodeReport:
+def doing(
+    words: str = "", *, since: float | None = None, why: str = "", round: int = 0
+) -> NodeReport:
     """What the launcher says."""
     times = {} if since is None else {HealthSignal.HEALTHY: since}
     return NodeReport(node="node0", domain="node0", doing=words, why=why, round=round, times=times)
@@ -292,9 +327,14 @@ def test_software_that_fails_is_unhealthy_and_says_why(job: JobDir) -> None:
     )
     page.end_step(11)
     stale = watch.look(runs)
-    assert (stale.signal, stale.why) == (HealthSignal.UNHEALTHY, "no version since step 1: no memory")
+    assert (stale.signal, stale.why) == (
+        HealthSignal.UNHEALTHY,
+        "no version since step 1: no memory",
+    )
     page.close()
-    assert watch.look(runs).step == 11, "trainers that have ended take their pages along, not what was seen"
+    assert watch.look(runs).step == 11, (
+        "trainers that have ended take their pages along, not what was seen"
+    )
 
 
 def test_the_last_recovery_is_told_in_its_parts(job: JobDir) -> None:
@@ -302,7 +342,15 @@ def test_the_last_recovery_is_told_in_its_parts(job: JobDir) -> None:
     assert watch.look(doing()).recovery is None
     facts = {"nodes": ["a"] * 1000, "joined": [], "newest_step": 9}
     note(job.path, STARTED, round=1, lost=[], failures=[], **facts)
-    note(job.path, STARTED, round=2, lost=["b"], gathering_secs=1.25, failures=["x1y2" * 999] * 99, **facts)
+    note(
+        job.path,
+        STARTED,
+        round=2,
+        lost=["b"],
+        gathering_secs=1.25,
+        failures=["x1y2" * 999] * 99,
+        **facts,
+    )
     note(job.path, RESUMED, source="memory, own", step=9, secs=0.5)
     report = watch.look(doing())
     assert report.recovery is not None
@@ -314,7 +362,13 @@ def test_the_last_recovery_is_told_in_its_parts(job: JobDir) -> None:
 @pytest.mark.parametrize("what", ["torn", "nonsense", "gone"])
 def test_p6_files_that_cannot_be_read_tell_nothing(job: JobDir, what: str) -> None:
     watch = observer(job)
-    for name in ("status.json", "protection.json", "history.jsonl", "0.progress", "rank0-slot0.arena"):
+    for name in (
+        "status.json",
+        "protection.json",
+        "history.jsonl",
+        "0.progress",
+        "rank0-slot0.arena",
+    ):
         (job.path / name).write_bytes(b'{ "a' if what == "torn" else os.urandom(5000))
     if what == "gone":
         for path in job.path.iterdir():
@@ -394,7 +448,9 @@ def make_steps(path: Path, *steps: int) -> ProgressPage:
     return page
 
 
-def test_counts_outlive_trainers_and_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_outlive_trainers_and_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     monkeypatch.setattr(observe, "time", clock)
 
@@ -409,7 +465,8 @@ def test_counts_outlive_trainers_and_launchers(tmp_path: Path, monkeypatch: pyte
     page.begin_step()
     page.end_step(12)
     write_json(
-        tmp_path / "status.json", {"trainers": {"0": {"stats": {"taken": 5, "stall_secs_median": 0.2}}}}
+        tmp_path / "status.json",
+        {"trainers": {"0": {"stats": {"taken": 5, "stall_secs_median": 0.2}}}},
     )
     assert (look(first).samples, look(first).snapshot_secs) == (40, 1.0)
     page.close()

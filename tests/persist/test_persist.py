@@ -39,7 +39,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def persisted(tmp_path_factory: pytest.TempPathFactory, undisturbed: list[str]) -> Path:
     """The persist directory of a job whose node was lost."""
     run = Run(tmp_path_factory.mktemp("lost"), SCRIPT)
-    code, log = start(run, faults=[{"point": "during_step", "step": LOST_AT, "action": "kill_node"}])
+    code, log = start(
+        run, faults=[{"point": "during_step", "step": LOST_AT, "action": "kill_node"}]
+    )
     assert code == -9, log
     assert run.losses() == undisturbed[:LOST_AT]
     return run.persisted
@@ -77,12 +79,18 @@ def test_p5_what_is_on_storage_is_verified_and_exported(persisted: Path, tmp_pat
     assert (exported.code, json.loads(exported.out)["step"]) == (0, 4), exported
     assert list((tmp_path / "exported" / "contact" / "global_step4").glob("*_model_states.pt"))
     missing = command("persist", "--from", tmp_path, "--out", tmp_path / "exported")
-    assert (missing.code, "no marker was found" in " ".join(missing.err.split())) == (1, True), missing
+    assert (missing.code, "no marker was found" in " ".join(missing.err.split())) == (1, True), (
+        missing
+    )
 
 
 def test_p3_what_has_ended_well_is_exported(tmp_path: Path) -> None:
     run = Run(tmp_path, SCRIPT)
-    persist = {"dir": str(run.persisted), "interval_steps": 2, "export_at_end": str(tmp_path / "exported")}
+    persist = {
+        "dir": str(run.persisted),
+        "interval_steps": 2,
+        "export_at_end": str(tmp_path / "exported"),
+    }
     code, log = start(run, persist=persist)
     assert code == 0, log
     places = run.persisted / "contact", tmp_path / "exported" / "contact"
@@ -97,17 +105,25 @@ def flip(checkpoint: Path) -> None:
     arena.write_bytes(content)
 
 
-def test_p3_an_older_version_in_memory_replaces_no_checkpoint(persisted: Path, tmp_path: Path) -> None:
+def test_p3_an_older_version_in_memory_replaces_no_checkpoint(
+    persisted: Path, tmp_path: Path
+) -> None:
     run = Run(tmp_path, SCRIPT)
     code, log = run.start({"faults": [{"point": "during_step", "step": 3}]}, "--max-restarts", "0")
     assert code != 0, log
     shutil.copytree(persisted, run.persisted)
     memory = ("persist", "--memory-dir", run.memory)
     refused = command(*memory, "--out", run.persisted)
-    assert (refused.code, "older version of the job" in " ".join(refused.err.split())) == (1, True), refused
+    assert (refused.code, "older version of the job" in " ".join(refused.err.split())) == (
+        1,
+        True,
+    ), refused
     assert step_on_storage(run.persisted / "contact") == 6
     assert command(*memory, "--out", run.saved).code == 0
-    assert step_on_storage(run.saved / "contact") in (2, 3)  # the second if it was committed by then
+    assert step_on_storage(run.saved / "contact") in (
+        2,
+        3,
+    )  # the second if it was committed by then
 
 
 @pytest.mark.nightly

@@ -59,7 +59,9 @@ def apart(count: int) -> list[str]:
 @given(
     st.sampled_from(["none", "arc", "aec", "arc:2", "rs:2", "arc+aec", "rs:3"]),
     st.integers(4, 8),
-    st.builds(RankSections, st.integers(0, 40 * MIB), st.integers(0, 9 * MIB), st.integers(0, 2**18)),
+    st.builds(
+        RankSections, st.integers(0, 40 * MIB), st.integers(0, 9 * MIB), st.integers(0, 2**18)
+    ),
     st.sampled_from(PartitionSurvival),
     st.integers(0, 20),
 )
@@ -75,7 +77,9 @@ def test_p9_no_rank_reserves_more_than_was_predicted(
     sizes = SectionSizes(sections.replicated_bytes, (owned,) * size, (host,) * size, captured)
     real = make_shard_plan(sizes, placement, block_bytes)
     ranks = [sections] * size
-    loads = group_loads(ranks, placement.ring, scheme, owned_by, arenas=arenas, block_bytes=block_bytes)
+    loads = group_loads(
+        ranks, placement.ring, scheme, owned_by, arenas=arenas, block_bytes=block_bytes
+    )
     for member, load in zip(real.members, loads, strict=True):
         reserved = arenas * reserved_bytes(member.data_bytes, len(member.blocks))
         assert reserved <= load.memory_bytes
@@ -209,7 +213,9 @@ def test_partitions_are_recomputed_where_it_was_asked_for_and_only_there() -> No
     assert small.chosen.busiest.moved_bytes > small.of("arc").busiest.moved_bytes
 
 
-RATES = LinkRates(copy_bytes_per_sec=25e9, peer_bytes_per_sec=3e9, adam_parameters_per_sec=1e8, free_cores=1)
+RATES = LinkRates(
+    copy_bytes_per_sec=25e9, peer_bytes_per_sec=3e9, adam_parameters_per_sec=1e8, free_cores=1
+)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +240,9 @@ def test_auto_recomputes_where_it_is_exact_and_costs_a_step_less(
     assert choice.chosen.name == chosen
     assert choice.of("aec+aor").available == (chosen == "aec+aor")
     assert (rates is None) == ("sending costs a step" not in choice.reason)
-    assert choice.of("arc").partition_secs == (None if rates is None else rates.partition_secs(2**21))
+    assert choice.of("arc").partition_secs == (
+        None if rates is None else rates.partition_secs(2**21)
+    )
     # Twice as much where two losses are survived; to ask is to want it.
     assert choose(situation, 1, recompute=True).chosen.name == "aec+aor"
     if rates is not None:
@@ -303,8 +311,12 @@ def test_every_level_costs_less_and_promises_no_more(members: int) -> None:
         ("arc:2", 2, 300, ["arc:2", "arc+aec", "arc", "aec", "none"]),
     ],
 )
-def test_tolerance_is_given_up_last(scheme: str, arenas: int, members: int, expected: list[str]) -> None:
-    assert [str(level.scheme) for level in ladder(Scheme.parse(scheme), arenas, members)] == expected
+def test_tolerance_is_given_up_last(
+    scheme: str, arenas: int, members: int, expected: list[str]
+) -> None:
+    assert [
+        str(level.scheme) for level in ladder(Scheme.parse(scheme), arenas, members)
+    ] == expected
 
 
 class _Node:
@@ -337,7 +349,11 @@ def test_down_at_once_a_level_at_a_time_and_up_after_a_calm() -> None:
     node.run(10, others=61)
     assert node.changes == [(11.0, 1)]
     node.run(10, others=150)
-    assert [level for _, level in node.changes] == [1, 2, 3]  # the last is not enough, but all there is
+    assert [level for _, level in node.changes] == [
+        1,
+        2,
+        3,
+    ]  # the last is not enough, but all there is
     node.changes.clear()
     node.run(60, others=55)
     # all of it would leave less than half as much again

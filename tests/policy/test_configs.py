@@ -151,7 +151,9 @@ def test_megatrons_arguments_have_the_published_shape(cluster: str, model: str) 
 
 
 def test_there_are_no_other_jobs() -> None:
-    assert {path.stem for path in JOBS.iterdir()} == {f"{cluster}-{model}" for cluster, model in PLANS}
+    assert {path.stem for path in JOBS.iterdir()} == {
+        f"{cluster}-{model}" for cluster, model in PLANS
+    }
 
 
 # ---- clusters ----
@@ -164,7 +166,8 @@ def test_every_number_of_a_cluster_has_its_source_in_the_documentation() -> None
     names = [name.strip() for name in header.split("|")]
     rows = re.findall(r"^\| `(\w+)` \|(.*)\| (.+) \|$", text, re.M)
     documented = {
-        key: (dict(zip(names, cells.split("|"), strict=True)), source) for key, cells, source in rows
+        key: (dict(zip(names, cells.split("|"), strict=True)), source)
+        for key, cells, source in rows
     }
     for name in names:
         values = CLUSTERS[name].to_json()

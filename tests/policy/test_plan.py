@@ -82,7 +82,9 @@ def test_derived_bytes_per_gpu_without_zero() -> None:
         assert result["full_bytes"] / 1e9 == pytest.approx(float(full), abs=0.0051)
         for name, text in (("none", none), ("arc", arc), ("aec", aec)):
             digits = len(text.partition(".")[2])
-            assert gb(found, name, "to_host_bytes") == pytest.approx(float(text), abs=0.51 * 10**-digits)
+            assert gb(found, name, "to_host_bytes") == pytest.approx(
+                float(text), abs=0.51 * 10**-digits
+            )
 
 
 def test_on_a_gpu_what_is_recomputed_is_counted_as_sent_too() -> None:
@@ -101,12 +103,26 @@ def test_on_a_gpu_what_is_recomputed_is_counted_as_sent_too() -> None:
 
 def test_a_partitioned_optimizer_needs_a_device_for_its_part_only() -> None:
     """34B on V100 with 16 GB: 34 GB of a device's state without ZeRO-1, 9 GB with it over 32 replicas."""
-    arguments = ("--model", "llama2-34b", "--cluster", "v100", "--tp", "4", "--pp", "4", "--dp", "32", *QUICK)
+    arguments = (
+        "--model",
+        "llama2-34b",
+        "--cluster",
+        "v100",
+        "--tp",
+        "4",
+        "--pp",
+        "4",
+        "--dp",
+        "32",
+        *QUICK,
+    )
     whole, partitioned = run(FP16, *arguments), run(BF16_ZERO1, *arguments)
     assert whole.code == cli.EXIT_NOT_WELL
     assert any("exceed the 16 GiB of a device" in problem for problem in whole.json["problems"])
     assert partitioned.code == cli.EXIT_WELL, partitioned.json["problems"]
-    assert partitioned.json["step"]["secs"] < whole.json["step"]["secs"], "it steps on its part only, too"
+    assert partitioned.json["step"]["secs"] < whole.json["step"]["secs"], (
+        "it steps on its part only, too"
+    )
 
 
 # ---- what is said ----
@@ -115,9 +131,18 @@ def test_a_partitioned_optimizer_needs_a_device_for_its_part_only() -> None:
 def test_a_plan_for_people() -> None:
     result = run(FP16, *SMALL)
     assert result.code == cli.EXIT_WELL
-    for text in ("estimated", "> arc", "GiB", "unprotected", "A node fails once in", "auto would choose"):
+    for text in (
+        "estimated",
+        "> arc",
+        "GiB",
+        "unprotected",
+        "A node fails once in",
+        "auto would choose",
+    ):
         assert text in result.out, text
-    assert "WARNING: nothing is written to storage" in " ".join(result.out.split()), "as config --check"
+    assert "WARNING: nothing is written to storage" in " ".join(result.out.split()), (
+        "as config --check"
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +150,12 @@ def test_a_plan_for_people() -> None:
     [
         ("1.3b", "v100", LayoutOptions(4, 4, 8, micro_batches=64), {}),
         ("34b", "h100", LayoutOptions(4, 8, 8), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
-        ("34b", "h100", LayoutOptions(4, 8, 2), {"protection": "none", "memory_limit_bytes": 3 * 10**9}),
+        (
+            "34b",
+            "h100",
+            LayoutOptions(4, 8, 2),
+            {"protection": "none", "memory_limit_bytes": 3 * 10**9},
+        ),
         ("34b", "v100", LayoutOptions(16, 1, 24, order="auto"), {"protection": "auto+aor"}),
         ("6.7b", "h100", LayoutOptions(4, 4, 256), {"tolerance": 2}),
     ],
@@ -150,7 +180,9 @@ def test_a_plan_is_read_at_80_columns(
         rules = [number for number, line in enumerate(lines) if set(line.strip()) == {"\u2500"}]
         assert len(rules) == 2
         for rule in rules:
-            rows = lines[rule + 1 : next(n for n in range(rule, len(lines)) if not lines[n].strip())]
+            rows = lines[
+                rule + 1 : next(n for n in range(rule, len(lines)) if not lines[n].strip())
+            ]
             assert rows
             assert all(any(map(str.isdigit, row)) for row in rows)
 
@@ -158,10 +190,14 @@ def test_a_plan_is_read_at_80_columns(
 def test_the_plan_is_about_what_the_configuration_asks_for(tmp_path: Path) -> None:
     path = with_block(tmp_path / "ds.json", FP16, protection="rs:3")
     assert run(path, *SMALL, *QUICK).json["protection"]["planned"] == "rs:3"
-    assert run(path, *SMALL, *QUICK, "--protection", "arc:2").json["protection"]["planned"] == "arc:2"
+    assert (
+        run(path, *SMALL, *QUICK, "--protection", "arc:2").json["protection"]["planned"] == "arc:2"
+    )
     chosen = run(path, *SMALL, *QUICK, "--protection", "auto").json["protection"]
     assert chosen["planned"] == chosen["auto_would_choose"]
-    recomputed = run(with_block(tmp_path / "aor.json", BF16_ZERO1, protection="rs:2+aor"), *LARGE, *QUICK)
+    recomputed = run(
+        with_block(tmp_path / "aor.json", BF16_ZERO1, protection="rs:2+aor"), *LARGE, *QUICK
+    )
     assert recomputed.json["protection"]["planned"] == "rs:2+aor"
     assert recomputed.json["protection"]["auto_would_choose"] == "aec+aor"
     assert recomputed.code == cli.EXIT_WELL
@@ -208,7 +244,9 @@ def test_what_costs_too_much_is_not_well(tmp_path: Path) -> None:
     seldom = run(path, *arguments, *QUICK).json["protection"]["overhead"]
     assert seldom == pytest.approx(result.json["protection"]["overhead"] / 10)
     assert "Algorithm 1 of CheckFreq would choose" in result.json["rate"]["why"]
-    found = run(with_block(tmp_path / "auto.json", FP16, interval_steps="auto"), *arguments, *QUICK).json
+    found = run(
+        with_block(tmp_path / "auto.json", FP16, interval_steps="auto"), *arguments, *QUICK
+    ).json
     rate = found["rate"]
     assert found["protection"]["overhead"] <= rate["max_overhead"]
     assert rate["interval_steps"] == rate["algorithm_1_steps"] == found["job"]["interval_steps"] > 1
@@ -229,7 +267,9 @@ def test_how_often_versions_go_to_storage_is_said_with_the_reason(tmp_path: Path
     assert best["because"].startswith("best for the failure rate of memory")
     costs = best["costs"]
     young = (2 * costs["cost_secs"] * best["memory_mtbf_secs"]) ** 0.5 / costs["step_secs"]
-    assert best["interval_steps"] == pytest.approx(young, rel=0.01), "near the optimum, where it costs little"
+    assert best["interval_steps"] == pytest.approx(young, rel=0.01), (
+        "near the optimum, where it costs little"
+    )
     slow = plan({"storage_bytes_per_sec": 1e8}, **auto)
     assert slow["costs"]["write_secs"] == pytest.approx(10 * costs["write_secs"])
     for more in ({"max_lost_steps": 40}, {"survival": 0.9999999}, {"node_mtbf_days": 1}):
@@ -257,8 +297,13 @@ def test_bytes_follow_number_format_and_zero_stage(
 ) -> None:
     config = json.loads(Path(FP16).read_text()) | change
     result = run(write(tmp_path / "ds.json", config), *SMALL, "--parameters", "1.6e9", *QUICK).json
-    assert (result["job"]["half_precision"], result["job"]["partitioned_optimizer"]) == (half, owned)
-    per_parameter = {(False, False): 12, (True, False): 14, (True, True): 14, (False, True): 16}[half, owned]
+    assert (result["job"]["half_precision"], result["job"]["partitioned_optimizer"]) == (
+        half,
+        owned,
+    )
+    per_parameter = {(False, False): 12, (True, False): 14, (True, True): 14, (False, True): 16}[
+        half, owned
+    ]
     assert result["full_bytes"] == per_parameter * 10**8
 
 
@@ -337,12 +382,18 @@ def test_wrong_use_is_explained(arguments: list[str], says: str) -> None:
     [
         ({"zero_optimization": {"stage": 3}}, '"zero_optimization.stage" is 3'),
         ({"zero_optimization": {"stage": "auto"}}, "\"zero_optimization.stage\" is 'auto'"),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offloaded state"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            "offloaded state",
+        ),
         ({"fp16": {"enabled": "auto"}}, "write true or false"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
         ({"optimizer": {"type": "SGD"}}, "knows the bytes of Adam"),
         ({"gradient_accumulation_steps": "auto"}, "\"gradient_accumulation_steps\" is 'auto'"),
-        ({"train_micro_batch_size_per_gpu": 3, "train_batch_size": 10}, "not divisible by 3 samples"),
+        (
+            {"train_micro_batch_size_per_gpu": 3, "train_batch_size": 10},
+            "not divisible by 3 samples",
+        ),
         ({"bf16": True}, '"bf16" is True; expected an object'),
         ({"reft": {"copis": 2}}, 'did you mean "copies"?'),
         ({"reft": {"variant": "none"}}, 'write "has"'),
@@ -366,7 +417,9 @@ def test_what_was_assumed_is_noted(tmp_path: Path) -> None:
 def test_the_examples_of_the_documentation_are_well() -> None:
     for name in ("fp16.json", "bf16-zero1.json", "fp32.json"):
         load_config(json.loads((ROOT / "configs" / name).read_text()))
-        assert run(str(ROOT / "configs" / name), *LARGE, "--micro-batches", "4").code == cli.EXIT_WELL
+        assert (
+            run(str(ROOT / "configs" / name), *LARGE, "--micro-batches", "4").code == cli.EXIT_WELL
+        )
     with pytest.raises(ConfigError):
         load_cluster("nowhere")
 
@@ -381,14 +434,27 @@ def test_what_finds_no_window_is_waited_for() -> None:
     assert fit.in_windows == 0
 
 
-STAGES = ("--model", "llama2-1.3b", "--cluster", "v100", "--pp", "4", "--dp", "8", "--rank-order", "auto")
+STAGES = (
+    "--model",
+    "llama2-1.3b",
+    "--cluster",
+    "v100",
+    "--pp",
+    "4",
+    "--dp",
+    "8",
+    "--rank-order",
+    "auto",
+)
 
 
 @pytest.fixture
 def profiled() -> ProfileResult:
     """Of that job, as if its simulated step had been run and profiled."""
     layouting = LayoutOptions(pp=4, dp=8, micro_batches=4)
-    training = plan_job(json.loads(Path(FP16).read_text()), CLUSTERS["v100"], "1.3b", layouting).training
+    training = plan_job(
+        json.loads(Path(FP16).read_text()), CLUSTERS["v100"], "1.3b", layouting
+    ).training
     ranks, _ = run_steps(one_f_one_b(4, 4), Costs.of(training))
     result = analyse(ranks, "simulated", (4, 1, 1))
     return replace(result, bandwidth_bytes_per_sec=training.machine.copy_bytes_per_sec)
@@ -403,7 +469,9 @@ def test_measured_windows_replace_estimated_ones(tmp_path: Path, profiled: Profi
     assert measured["step"]["secs"] == max(stage.step_secs.p50 for stage in profiled.stages)
     for stage in measured["stages"]:
         assert stage["idle_secs"] == sum(w.length_secs for w in profiled.windows(stage["stage_id"]))
-    assert measured["stages"][0]["idle_secs"] == pytest.approx(estimated["stages"][0]["idle_secs"], rel=0.1)
+    assert measured["stages"][0]["idle_secs"] == pytest.approx(
+        estimated["stages"][0]["idle_secs"], rel=0.1
+    )
 
     replace(profiled, bandwidth_bytes_per_sec=1e8).save(tmp_path / "slow.json")
     slow = run(FP16, *STAGES, "--profile", str(tmp_path / "slow.json"), "--micro-batches", "4")
@@ -422,7 +490,10 @@ def test_measured_windows_replace_estimated_ones(tmp_path: Path, profiled: Profi
     device = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "device.json")).json
     assert device["protection"]["overhead"] < waits["protection"]["overhead"]
 
-    longer = [replace(s, step_secs=Percentiles(*(2 * secs for secs in s.step_secs))) for s in profiled.stages]
+    longer = [
+        replace(s, step_secs=Percentiles(*(2 * secs for secs in s.step_secs)))
+        for s in profiled.stages
+    ]
     replace(profiled, stages=tuple(longer)).save(tmp_path / "longer.json")
     half = run(FP16, *STAGES, *QUICK, "--profile", str(tmp_path / "longer.json")).json
     for once, twice in zip(measured["alternatives"], half["alternatives"], strict=True):
@@ -437,7 +508,10 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path, profiled: Profil
     unknown = tmp_path / "unknown.json"
     replace(profiled, bandwidth_bytes_per_sec=None).save(unknown)
     for arguments, says in (
-        ((FP16, *SMALL, "--profile", str(path)), "the profile is of 4 pipeline stages and a tensor-parallel"),
+        (
+            (FP16, *SMALL, "--profile", str(path)),
+            "the profile is of 4 pipeline stages and a tensor-parallel",
+        ),
         ((FP16, *STAGES, "--profile", str(unknown)), "without --without-snapshots"),
         ((FP16, *STAGES, "--profile", FP16), "--profile: found format None"),
     ):
@@ -448,7 +522,13 @@ def test_a_profile_of_something_else_is_refused(tmp_path: Path, profiled: Profil
 
 # ---- models: the parameters of a config.json are those that were published ----
 
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
 
 
 def model_file(folder: Path, values: Any) -> str:
@@ -471,15 +551,26 @@ PUBLISHED = {
         1_235_814_400,
         config("llama", 2048, 16, 32, 8192, 128256, **SHARED, **TIED, head_dim=64),
     ),
-    "Mistral-Nemo": (12_247_782_400, config("mistral", 5120, 40, 32, 14336, 131072, **SHARED, head_dim=128)),
-    "Qwen2-0.5B": (494_032_768, config("qwen2", 896, 24, 14, 4864, 151936, **TIED, num_key_value_heads=2)),
-    "Qwen3-8B": (8_190_735_360, config("qwen3", 4096, 36, 32, 12288, 151936, **SHARED, head_dim=128)),
+    "Mistral-Nemo": (
+        12_247_782_400,
+        config("mistral", 5120, 40, 32, 14336, 131072, **SHARED, head_dim=128),
+    ),
+    "Qwen2-0.5B": (
+        494_032_768,
+        config("qwen2", 896, 24, 14, 4864, 151936, **TIED, num_key_value_heads=2),
+    ),
+    "Qwen3-8B": (
+        8_190_735_360,
+        config("qwen3", 4096, 36, 32, 12288, 151936, **SHARED, head_dim=128),
+    ),
 }
 """Numbers of parameters as the safetensors of these models have them."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_parameters_of_a_config_are_those_that_were_published(tmp_path: Path, name: str) -> None:
+def test_the_parameters_of_a_config_are_those_that_were_published(
+    tmp_path: Path, name: str
+) -> None:
     published, values = PUBLISHED[name]
     shape, note = load_shape(model_file(tmp_path / name, values), None)
     assert isinstance(shape, PlannedShape)
@@ -498,7 +589,9 @@ def test_the_parameters_of_a_config_are_those_that_were_published(tmp_path: Path
 def test_a_named_shape_is_that_of_the_example(name: str) -> None:
     fields = ("layers", "hidden_size", "heads", "block_parameters", "parameters", "seq_length")
     shape, example = load_shape(f"llama2-{name}", None)[0], load_model(name)
-    assert [getattr(shape, field) for field in fields] == [getattr(example, field) for field in fields]
+    assert [getattr(shape, field) for field in fields] == [
+        getattr(example, field) for field in fields
+    ]
 
 
 @pytest.mark.parametrize("parameters", [1e6, 1.3e9, 7e9, 70e9, 1e12])

@@ -44,7 +44,9 @@ def test_published_example_of_an_interval() -> None:
 
 
 @given(steps_secs, times, times, parts)
-def test_completed_algorithm_keeps_its_invariants(ti: float, to: float, after: float, p: float) -> None:
+def test_completed_algorithm_keeps_its_invariants(
+    ti: float, to: float, after: float, p: float
+) -> None:
     """To <= p k Ti, k Ti + To >= Tc + Ts, and k at least 1; and no smaller k does."""
     background = to + after
     k, _ = best_interval(ti, to, background, max_overhead=p)
@@ -96,7 +98,9 @@ def test_published_trace_of_the_adaptive_rate_simulated() -> None:
         (k, pytest.approx(o)) for k, o in ((20, 0.05), (20, 0.05), (20, 0.35), *2 * [(140, 0.05)])
     ]
     intervals = [k for k, _ in seen[5:]]
-    assert intervals[-1] <= 40  # at or below half of the allowed overhead it is calm, above it stays
+    assert (
+        intervals[-1] <= 40
+    )  # at or below half of the allowed overhead it is calm, above it stays
     assert intervals == sorted(intervals, reverse=True)
     assert all(overhead <= 0.05 + 1e-12 for _, overhead in seen[3:])
 
@@ -147,14 +151,22 @@ def test_under_a_constant_cost_the_rate_settles(
 @pytest.mark.parametrize(
     ("rate", "cost", "limits", "steps", "why"),
     [
-        pytest.param(Rate(5), 0.0, {"write_secs": 12.0}, 12, RateReason.WRITING, id="late on storage"),
-        pytest.param(Rate(10), 10.0, {"most_steps": 25}, 25, RateReason.EXCLUDED, id="bound on lost steps"),
+        pytest.param(
+            Rate(5), 0.0, {"write_secs": 12.0}, 12, RateReason.WRITING, id="late on storage"
+        ),
+        pytest.param(
+            Rate(10), 10.0, {"most_steps": 25}, 25, RateReason.EXCLUDED, id="bound on lost steps"
+        ),
         pytest.param(Rate(20, calm=1), 0.1, {}, 20, RateReason.HELD, id="not calm for long enough"),
         # Half of an odd number of steps, rounded down, would cost more than p.
-        pytest.param(Rate(5, calm=2), 2.4 * 0.035, {}, 3, RateReason.CALM, id="shorter, but not too short"),
+        pytest.param(
+            Rate(5, calm=2), 2.4 * 0.035, {}, 3, RateReason.CALM, id="shorter, but not too short"
+        ),
     ],
 )
-def test_why_an_interval_changes(rate: Rate, cost: float, limits: dict, steps: int, why: RateReason) -> None:
+def test_why_an_interval_changes(
+    rate: Rate, cost: float, limits: dict, steps: int, why: RateReason
+) -> None:
     found = after(rate, cost, **limits)
     assert (found.interval_steps, found.why) == (steps, why)
 
@@ -260,7 +272,9 @@ def test_no_interval_is_better_than_the_best(cost: float, mtbf: float) -> None:
 @pytest.mark.parametrize(
     ("interval", "cost", "mtbf"), [(60.0, 1.0, 600.0), (600.0, 20.0, 3600.0), (3000.0, 5.0, 900.0)]
 )
-def test_effective_part_is_what_draws_give_simulated(interval: float, cost: float, mtbf: float) -> None:
+def test_effective_part_is_what_draws_give_simulated(
+    interval: float, cost: float, mtbf: float
+) -> None:
     lives = np.random.default_rng(0).exponential(mtbf, 400_000)
     drawn = (interval * (lives // (interval + cost))).sum() / lives.sum()
     assert effective_part(interval, cost, mtbf) == pytest.approx(drawn, rel=0.02)
@@ -300,7 +314,9 @@ def learned_days(rounds: list[RoundReport], now_unix_secs: float) -> float:
 
 def test_the_rate_is_learned_from_the_jobs_own_losses() -> None:
     assert learned_days([], 0.0) == pytest.approx(100.0)
-    assert learned_days(_rounds(0), DAY_SECS) == pytest.approx(104.0)  # four node-days without a loss
+    assert learned_days(_rounds(0), DAY_SECS) == pytest.approx(
+        104.0
+    )  # four node-days without a loss
     assert learned_days(_rounds(0, *[1] * 29), 30 * DAY_SECS) == pytest.approx(220 / 30)
     # A trainer that failed lost no node: memory has it all.
     crashed = _rounds(0, 0)
@@ -358,7 +374,9 @@ def test_without_wishes_no_whole_number_of_steps_is_better(
         ({"mtbf_secs": 0.0, "max_overhead": 0.5}, (18, RateReason.WRITING)),
     ],
 )
-def test_why_an_interval_is_what_it_is(wishes: dict[str, float], expected: tuple[int, RateReason]) -> None:
+def test_why_an_interval_is_what_it_is(
+    wishes: dict[str, float], expected: tuple[int, RateReason]
+) -> None:
     assert best_interval(1.0, 2.0, 20.0, **{"mtbf_secs": 10_000.0, **wishes}) == expected
 
 
@@ -377,7 +395,9 @@ def test_a_longer_interval_waits_for_the_due_step() -> None:
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 60), min_size=1, max_size=400))
-def test_no_gap_is_longer_than_the_longest_interval_since_the_due_step(start: int, drawn: list[int]) -> None:
+def test_no_gap_is_longer_than_the_longest_interval_since_the_due_step(
+    start: int, drawn: list[int]
+) -> None:
     due, last, allowed = DueSteps(start), start, drawn[0]
     for step, interval in enumerate(drawn, start + 1):
         allowed = min(allowed, interval)

@@ -54,7 +54,18 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """About 400 kB of real text: sources of the standard library, in folders."""
     folder = tmp_path_factory.mktemp("text")
     library = Path(os.__file__).parent
-    for name in ("argparse", "ast", "csv", "dis", "enum", "glob", "heapq", "inspect", "shutil", "socket"):
+    for name in (
+        "argparse",
+        "ast",
+        "csv",
+        "dis",
+        "enum",
+        "glob",
+        "heapq",
+        "inspect",
+        "shutil",
+        "socket",
+    ):
         sub = folder / name[0]
         sub.mkdir(exist_ok=True)
         (sub / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())

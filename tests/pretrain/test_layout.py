@@ -45,7 +45,9 @@ def test_coordinates_are_those_of_deepspeeds_topology(order: tuple[str, ...]) ->
         (Degrees(4, 16, 8), nodes(64, 8)),
     ],
 )
-def test_replicas_sit_on_different_nodes_and_slices_on_one(degrees: Degrees, places: list[int]) -> None:
+def test_replicas_sit_on_different_nodes_and_slices_on_one(
+    degrees: Degrees, places: list[int]
+) -> None:
     layout = JobLayout(degrees, choose_order(degrees, places))
     for group in layout.groups("data"):
         assert len({places[rank] for rank in group}) == degrees.dp
@@ -55,7 +57,9 @@ def test_replicas_sit_on_different_nodes_and_slices_on_one(degrees: Degrees, pla
 
 def test_impossible_layouts_say_what_to_change() -> None:
     assert degrees_for(12, 2, 2) == Degrees(2, 3, 2)
-    with pytest.raises(ConfigError, match=r"found 6 processes; --pp 2 x --tp 2 needs a multiple of 4"):
+    with pytest.raises(
+        ConfigError, match=r"found 6 processes; --pp 2 x --tp 2 needs a multiple of 4"
+    ):
         degrees_for(6, 2, 2)
     with pytest.raises(ConfigError, match=r"found 8 processes; .*--dp 3 needs exactly 6"):
         degrees_for(8, 2, 1, 3)

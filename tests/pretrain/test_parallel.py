@@ -94,10 +94,20 @@ LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> dict[str, list[dict[str, Any]]]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory, text_folder: Path
+) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("parallel")
     (folder / "sgd.json").write_text(json.dumps(SGD))
-    base = [*SHAPE, "--data", str(text_folder), "--cache-dir", str(folder / "cache"), "--steps", str(STEPS)]
+    base = [
+        *SHAPE,
+        "--data",
+        str(text_folder),
+        "--cache-dir",
+        str(folder / "cache"),
+        "--steps",
+        str(STEPS),
+    ]
     sgd = [*base, "--deepspeed-config", str(folder / "sgd.json")]
     cases = [
         {
@@ -108,12 +118,21 @@ def results(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> dict
         for name, (micro, count, options) in LAYOUTS.items()
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "4",
+        "--standalone",
+    ]
     command += [str(WORKER), str(folder / "cases.json"), str(folder)]
     done = run_bounded(command, 240, folder)
     assert done.returncode == 0, done.stderr[-6000:]
     return {
-        case["name"]: [torch.load(folder / f"{case['name']}-{r}.pt", weights_only=False) for r in range(4)]
+        case["name"]: [
+            torch.load(folder / f"{case['name']}-{r}.pt", weights_only=False) for r in range(4)
+        ]
         for case in cases
     } | {"folder": folder}  # type: ignore[dict-item]
 
@@ -128,7 +147,9 @@ def whole(ranks: list[dict[str, Any]], when: str) -> dict[str, torch.Tensor]:
             for name, value in rank[when].items():
                 slices.setdefault(name, {})[rank["at"].tp] = value
     return {
-        name: torch.cat([parts[t] for t in sorted(parts)], dim=dims[name]) if name in dims else parts[0]
+        name: torch.cat([parts[t] for t in sorted(parts)], dim=dims[name])
+        if name in dims
+        else parts[0]
         for name, parts in slices.items()
     }
 
@@ -150,9 +171,13 @@ def test_losses_and_clipped_updates_are_those_without_a_pipeline_and_slices(
     wanted = whole(results[first], "final")
     for name in LAYOUTS:
         if name.startswith("tied") == first.startswith("tied"):
-            assert results[name][0]["losses"] == pytest.approx(results[first][0]["losses"], rel=4e-6), name
+            assert results[name][0]["losses"] == pytest.approx(
+                results[first][0]["losses"], rel=4e-6
+            ), name
             for key, value in whole(results[name], "final").items():
-                torch.testing.assert_close(value, wanted[key], rtol=1e-4, atol=6e-6, msg=f"{name} {key}")
+                torch.testing.assert_close(
+                    value, wanted[key], rtol=1e-4, atol=6e-6, msg=f"{name} {key}"
+                )
 
 
 def test_what_should_be_equal_is_bit_identical(results) -> None:
@@ -164,7 +189,12 @@ def test_what_should_be_equal_is_bit_identical(results) -> None:
                 slices = a["shards"].keys() if a["at"].tp != b["at"].tp else set()
                 for key in a["final"].keys() & b["final"].keys() - slices:
                     # Replicas, norms on all tensor ranks, tied weights on both stages.
-                    assert torch.equal(a["final"][key], b["final"][key]), (name, key, a["at"], b["at"])
+                    assert torch.equal(a["final"][key], b["final"][key]), (
+                        name,
+                        key,
+                        a["at"],
+                        b["at"],
+                    )
 
 
 def test_the_order_of_ranks_and_recomputation_change_no_bit(results) -> None:

@@ -9,7 +9,20 @@ import pytest
 
 from tests.pretrain.conftest import pretrain
 
-SMALL = ("--layers", 2, "--hidden", 32, "--ffn", 48, "--seq", 32, "--micro-batches", 2, "--dropout", 0)
+SMALL = (
+    "--layers",
+    2,
+    "--hidden",
+    32,
+    "--ffn",
+    48,
+    "--seq",
+    32,
+    "--micro-batches",
+    2,
+    "--dropout",
+    0,
+)
 
 
 def events(folder: Path) -> list[dict]:
@@ -18,8 +31,20 @@ def events(folder: Path) -> list[dict]:
 
 
 @pytest.mark.integration
-def test_loss_goes_down_is_shown_and_a_checkpoint_resumes_it(tmp_path: Path, text_folder: Path) -> None:
-    common = (*SMALL, "--data", text_folder, "--cache-dir", tmp_path / "cache", "--steps", 30, "--lr", 0.01)
+def test_loss_goes_down_is_shown_and_a_checkpoint_resumes_it(
+    tmp_path: Path, text_folder: Path
+) -> None:
+    common = (
+        *SMALL,
+        "--data",
+        text_folder,
+        "--cache-dir",
+        tmp_path / "cache",
+        "--steps",
+        30,
+        "--lr",
+        0.01,
+    )
     common = (*common, "--save-interval", 20, "--log-interval", 10)
     done = pretrain(*common, "--save-dir", "saved", cwd=tmp_path, REFT_EVENTS=str(tmp_path / "one"))
     assert done.returncode == 0, done.stderr
@@ -37,7 +62,13 @@ def test_loss_goes_down_is_shown_and_a_checkpoint_resumes_it(tmp_path: Path, tex
     assert (tmp_path / "saved" / "latest").read_text() == "global_step30"
     (tmp_path / "saved" / "latest").write_text("global_step20")
     again = pretrain(
-        *common, "--load-dir", "saved", "--save-dir", "other", cwd=tmp_path, REFT_EVENTS=str(tmp_path / "two")
+        *common,
+        "--load-dir",
+        "saved",
+        "--save-dir",
+        "other",
+        cwd=tmp_path,
+        REFT_EVENTS=str(tmp_path / "two"),
     )
     assert again.returncode == 0, again.stderr
     assert "resumed at step 20" in again.stdout

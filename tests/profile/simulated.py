@@ -34,7 +34,9 @@ def costs(stages: int, *, optimizer_secs: float = OPTIMIZER) -> Costs:
 
 
 def train_schedule(stages: int, micro_batches: int) -> Schedule:
-    return from_deepspeed([TrainSchedule(micro_batches, stages, p) for p in range(stages)], micro_batches)
+    return from_deepspeed(
+        [TrainSchedule(micro_batches, stages, p) for p in range(stages)], micro_batches
+    )
 
 
 def run(
@@ -54,16 +56,22 @@ def run(
         return tuple(s * (1 + jitter * noise.uniform(-1, 1)) for s in secs)
 
     for step in range(1, steps + 1):
-        now = replace(given, forward_secs=noisy(given.forward_secs), backward_secs=noisy(given.backward_secs))
+        now = replace(
+            given, forward_secs=noisy(given.forward_secs), backward_secs=noisy(given.backward_secs)
+        )
         simulation: Simulation = simulate(schedule, now)
         for stage, trace in enumerate(simulation.to_traces(step, start)):
             ahead = clock_secs[stage] if clock_secs else 0.0
             traces[stage].append(_moved(_as_the_hook_counts(trace), ahead))
             intervals = simulation.stages[stage].intervals
-            idle |= {(stage, step, i.position): i.waited_secs for i in intervals if i.waited_secs > 1e-9}
+            idle |= {
+                (stage, step, i.position): i.waited_secs for i in intervals if i.waited_secs > 1e-9
+            }
         start += simulation.makespan_secs
     ranks = [
-        RankTraces(p, p, 0, 0, ClockOffset(-(clock_secs[p] if clock_secs else 0.0)), 0, True, tuple(found))
+        RankTraces(
+            p, p, 0, 0, ClockOffset(-(clock_secs[p] if clock_secs else 0.0)), 0, True, tuple(found)
+        )
         for p, found in enumerate(traces)
     ]
     return ranks, idle
@@ -81,7 +89,9 @@ def _as_the_hook_counts(trace: StepTrace) -> StepTrace:
 
 
 def _moved(trace: StepTrace, secs: float) -> StepTrace:
-    return replace(_later(trace, secs), instructions=tuple(_later(i, secs) for i in trace.instructions))
+    return replace(
+        _later(trace, secs), instructions=tuple(_later(i, secs) for i in trace.instructions)
+    )
 
 
 def _later(timed: Any, secs: float) -> Any:
@@ -96,7 +106,8 @@ def with_chunks(
     for rank in ranks:
         mine = per_rank.get(rank.rank, ())
         traces = tuple(
-            replace(trace, chunks=tuple(_later(c, trace.begin_secs) for c in mine)) for trace in rank.traces
+            replace(trace, chunks=tuple(_later(c, trace.begin_secs) for c in mine))
+            for trace in rank.traces
         )
         result.append(replace(rank, traces=traces, snapshot_bytes=sum(c.nbytes for c in mine)))
     return result
@@ -112,7 +123,9 @@ def found_idle(result: ProfileResult) -> Idle:
 
 
 def a_profile(
-    chunks: Mapping[int, Sequence[ChunkRecord]] | None = None, given: Costs | None = None, stages: int = 2
+    chunks: Mapping[int, Sequence[ChunkRecord]] | None = None,
+    given: Costs | None = None,
+    stages: int = 2,
 ) -> ProfileResult:
     """Of six steps of a small pipeline."""
     ranks, _ = run(train_schedule(stages, 4), given or costs(stages), 6, jitter=0.02)

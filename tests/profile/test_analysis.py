@@ -39,9 +39,23 @@ from reft.env import ENV_PROFILE
 from reft.errors import ConfigError
 from reft.node.progress import ProgressPage
 from reft.profile.analysis import ClockOffset, RankTraces, analyse, only_group_calls
-from reft.profile.profiler import DeviceClock, assign_chunks, decode, encode, estimate, note_taken, write
+from reft.profile.profiler import (
+    DeviceClock,
+    assign_chunks,
+    decode,
+    encode,
+    estimate,
+    note_taken,
+    write,
+)
 from reft.profile.result import Activity, Overlap, ProfileError, ProfileResult
-from reft.snapshot.schedule import AnalyticEstimator, ChunkRecord, InstructionRecord, StepTrace, WindowKind
+from reft.snapshot.schedule import (
+    AnalyticEstimator,
+    ChunkRecord,
+    InstructionRecord,
+    StepTrace,
+    WindowKind,
+)
 from reft.tools import profile as cli_profile
 from reft.tools.profile import advice, draw, show, verdict
 from tests.commands import command as reft
@@ -72,9 +86,13 @@ UNEQUAL = Costs(
 )
 
 
-def assert_true_idle(ranks: list[RankTraces], idle: Idle, result: ProfileResult, but: str = "") -> None:
+def assert_true_idle(
+    ranks: list[RankTraces], idle: Idle, result: ProfileResult, but: str = ""
+) -> None:
     """``but``: instructions whose waits are not compared."""
-    names = {(r.pp, t.step, i.position): i.name for r in ranks for t in r.traces for i in t.instructions}
+    names = {
+        (r.pp, t.step, i.position): i.name for r in ranks for t in r.traces for i in t.instructions
+    }
     found = found_idle(result)
     for place in {*found, *idle}:
         if names[place] != but:
@@ -89,7 +107,9 @@ def assert_true_idle(ranks: list[RankTraces], idle: Idle, result: ProfileResult,
     transfer=st.integers(0, 20),
     ahead=st.none() | st.lists(st.floats(-1e3, 1e3), min_size=5, max_size=5),
 )
-def test_true_idle_is_told_from_transfers_on_unaligned_clocks(stages, micro_batches, secs, transfer, ahead):
+def test_true_idle_is_told_from_transfers_on_unaligned_clocks(
+    stages, micro_batches, secs, transfer, ahead
+):
     """Sends hold their device until the receiver is there; on one clock they are buffered."""
     blocking, clocks = ahead is not None, [0.0, *(ahead or [0.0] * 5)][:stages]
     forward, backward = (tuple(s * 1e-3 for s in part[:stages]) for part in (secs[:5], secs[5:]))
@@ -137,7 +157,9 @@ def test_windows_are_those_of_the_analytic_estimator():
     analytic = AnalyticEstimator(stages, micro_batches, FORWARD, BACKWARD)
     for stage in result.stages:
         expected = [w for w in analytic.windows(stage.stage_id) if w.kind is not WindowKind.DRAIN]
-        assert [(w.kind, w.position) for w in stage.windows] == [(w.kind, w.position) for w in expected]
+        assert [(w.kind, w.position) for w in stage.windows] == [
+            (w.kind, w.position) for w in expected
+        ]
         for window, true in zip(stage.windows, expected, strict=True):
             assert window.start_secs == pytest.approx(true.start_secs, abs=1e-8)
             assert window.stop_secs == pytest.approx(true.stop_secs, abs=1e-8)
@@ -157,7 +179,9 @@ def test_without_a_partner_the_fastest_observation_never_overstates_idle_time():
 
 def changed(trace: StepTrace, name: str, end: float, **more: Any) -> StepTrace:
     """With the calls of a name ended so much later."""
-    calls = tuple(replace(i, end_secs=i.end_secs + end) if i.name == name else i for i in trace.instructions)
+    calls = tuple(
+        replace(i, end_secs=i.end_secs + end) if i.name == name else i for i in trace.instructions
+    )
     return replace(trace, instructions=calls, **more)
 
 
@@ -168,7 +192,9 @@ def test_data_parallel_peers_wait_for_the_last_in_the_reduction():
     # The fast one ends its reduction when the slow one does.
     fast, slow = one(2e-3), one(3e-3)
     fast = replace(fast, traces=(changed(fast.traces[0], "ReduceGrads", end=2e-3),))
-    slow = replace(slow, rank=1, dp=1, complete=False, traces=tuple(only_group_calls(t) for t in slow.traces))
+    slow = replace(
+        slow, rank=1, dp=1, complete=False, traces=tuple(only_group_calls(t) for t in slow.traces)
+    )
     result = analyse([fast, slow], *FACTS)
     assert list(found_idle(result).values()) == [pytest.approx(2e-3)]
     assert result.stages[0].secs[Activity.REDUCE].p50 == pytest.approx(REDUCE)
@@ -184,10 +210,14 @@ def test_an_optimizer_step_is_a_meeting_point_only_if_its_times_say_so(meets):
             waited = idle.get((rank.pp, t.step, len(t.instructions) - 1), 0.0)
             return changed(t, "OptimizerStep", end=-waited)
 
-        ranks = [replace(rank, traces=tuple(shortened(rank, t) for t in rank.traces)) for rank in ranks]
+        ranks = [
+            replace(rank, traces=tuple(shortened(rank, t) for t in rank.traces)) for rank in ranks
+        ]
     result = analyse(ranks, *FACTS)
     segments = [(r.stage_id, s) for r in result.timelines for s in r.segments]
-    waits = [stage for stage, s in segments if (s.activity, s.name) == (Activity.WAIT, "OptimizerStep")]
+    waits = [
+        stage for stage, s in segments if (s.activity, s.name) == (Activity.WAIT, "OptimizerStep")
+    ]
     if not meets:
         assert not waits
         return
@@ -206,7 +236,9 @@ def test_the_fence_and_what_beginning_a_snapshot_takes_are_shown():
     def with_loss_of(t: StepTrace) -> StepTrace:
         last, end = t.instructions[-1], t.instructions[-1].end_secs
         after = {"position": len(t.instructions), "begin_secs": end + 5e-3, "end_secs": end + 6e-3}
-        return replace(t, instructions=(*t.instructions, replace(last, name="AggregateTotalLoss", **after)))
+        return replace(
+            t, instructions=(*t.instructions, replace(last, name="AggregateTotalLoss", **after))
+        )
 
     chunks = [ChunkRecord(1, 1000, 1e-4, 2e-4, 0, "replicated")]
     with_loss = replace(rank, traces=tuple(map(with_loss_of, late)))
@@ -232,7 +264,9 @@ def test_bytes_that_fit_follow_from_the_bandwidth_of_chunks_in_idle_time():
     assert result.bandwidth_bytes_per_sec == pytest.approx(2_000_000 / 0.9e-3)
     for stage in result.stages:
         for window in stage.windows:
-            assert window.bytes_fit == pytest.approx(window.length_secs.p50 * 2_000_000 / 0.9e-3, abs=2)
+            assert window.bytes_fit == pytest.approx(
+                window.length_secs.p50 * 2_000_000 / 0.9e-3, abs=2
+            )
     first, second = result.stages
     assert first.copied == {1: 4_000_000}
     assert second.copied == {2: 1_000_000}
@@ -289,7 +323,9 @@ def test_drift_between_two_measurements_is_part_of_the_bound(first, drift, at):
     assert middle.clock == 1
 
 
-def test_a_device_clock_tells_when_the_device_got_there_not_when_the_call_returned(sim: Simulated) -> None:
+def test_a_device_clock_tells_when_the_device_got_there_not_when_the_call_returned(
+    sim: Simulated,
+) -> None:
     clock = DeviceClock(VENDORS[NAME])
     clock.begin()
     go = sim.hold()
@@ -308,7 +344,8 @@ def test_a_device_clock_tells_when_the_device_got_there_not_when_the_call_return
 
 def a_trace(step: int, chunks: tuple[ChunkRecord, ...] = ()) -> StepTrace:
     records = tuple(
-        InstructionRecord(n, "ForwardPass", n, step + n * 0.1, step + n * 0.1 + 0.1) for n in range(3)
+        InstructionRecord(n, "ForwardPass", n, step + n * 0.1, step + n * 0.1 + 0.1)
+        for n in range(3)
     )
     return StepTrace(step, 0, 0, float(step), step + 0.9, records, chunks, 0.0)
 
@@ -317,7 +354,9 @@ def test_chunks_that_were_reported_late_belong_to_the_step_they_ran_in():
     def chunk(at: float) -> ChunkRecord:
         return ChunkRecord(1, 10, at, at + 0.01, 0, "replicated")
 
-    reported = deque([(chunk(0.5),), (chunk(1.2),), (chunk(2.4), chunk(2.2), chunk(1.9)), (chunk(3.1),)])
+    reported = deque(
+        [(chunk(0.5),), (chunk(1.2),), (chunk(2.4), chunk(2.2), chunk(1.9)), (chunk(3.1),)]
+    )
     traces = [a_trace(step, reported.popleft()) for step in (1, 2, 3, 4)]
     steps = assign_chunks(traces)
     assert [t.step for t in steps] == [1, 2, 3]
@@ -380,7 +419,11 @@ def test_every_traced_instruction_has_its_marks_and_no_other(tmp_path: Path):
     ticks = count()
     tracer.mark = lambda: next(ticks)
     assert engine.train_batch() == 1.5
-    assert [r.name for r in tracer.records][-3:] == ["ReduceGrads", "OptimizerStep", "AggregateTotalLoss"]
+    assert [r.name for r in tracer.records][-3:] == [
+        "ReduceGrads",
+        "OptimizerStep",
+        "AggregateTotalLoss",
+    ]
     assert tracer.marks == [(2 * n, 2 * n + 1) for n in range(len(tracer.records))]
     seen = len(tracer.records)
     tracer.traces = None
@@ -388,9 +431,14 @@ def test_every_traced_instruction_has_its_marks_and_no_other(tmp_path: Path):
     assert (len(tracer.records), len(tracer.marks)) == (seen, seen)
 
 
-IN_MID = [ChunkRecord(1, 2_000_000, 5.0e-3 + i * 1e-3, 5.9e-3 + i * 1e-3, 0, "replicated") for i in range(2)]
+IN_MID = [
+    ChunkRecord(1, 2_000_000, 5.0e-3 + i * 1e-3, 5.9e-3 + i * 1e-3, 0, "replicated")
+    for i in range(2)
+]
 IN_FILL = [ChunkRecord(1, 2_000_000, 1e-5, 9.1e-4, 0, "replicated")]
-TOO_MUCH = [ChunkRecord(2, 9_000_000, 1e-3 * i, 1e-3 * (i + 1), None, "replicated") for i in range(30)]
+TOO_MUCH = [
+    ChunkRecord(2, 9_000_000, 1e-3 * i, 1e-3 * (i + 1), None, "replicated") for i in range(30)
+]
 
 
 def test_the_table_names_stages_windows_and_what_fits():
@@ -411,7 +459,9 @@ def test_advice_says_what_fits_and_what_does_not():
     slow = advice(a_profile(given=replace(costs(2), backward_secs=(4e-3, 9e-3))))
     assert any("stage 1 computes" in line and "longer than the mean stage" in line for line in slow)
     ranks, _ = run(train_schedule(2, 4), costs(2), 4)
-    chunked = [replace(r, snapshot_bytes=4_000_000) for r in with_chunks(ranks, {0: IN_FILL, 1: IN_FILL})]
+    chunked = [
+        replace(r, snapshot_bytes=4_000_000) for r in with_chunks(ranks, {0: IN_FILL, 1: IN_FILL})
+    ]
     rare = advice(analyse(chunked, "job", (2, 1, 1)))
     assert any("snapshots were taken of about 50 % of the measured steps" in line for line in rare)
     assert any("no recurring idle time" in line for line in advice(a_profile(stages=1)))
@@ -483,7 +533,12 @@ def test_the_picture_says_what_is_of_its_step_and_what_of_all(tmp_path):
 def test_the_picture_of_the_guide_can_be_drawn_again(tmp_path):
     pytest.importorskip("matplotlib")
     root = Path(__file__).resolve().parents[2]
-    words = [sys.executable, str(root / "benchmarks/profile_picture.py"), "--out", str(tmp_path / "p.png")]
+    words = [
+        sys.executable,
+        str(root / "benchmarks/profile_picture.py"),
+        "--out",
+        str(tmp_path / "p.png"),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=root, check=False)
     assert done.returncode == 0, done.stderr
     assert "stage 2: a snapshot of 1.2 GB does not fit its idle time" in done.stdout
@@ -531,7 +586,9 @@ def test_wrong_use_is_explained(arguments, says, capsys):
 
 
 def test_the_block_has_the_keys_and_the_command_sets_them(tmp_path, monkeypatch):
-    assert {"profile.steps", "profile.warmup_steps", "profile.dir"} <= {doc.key for doc in explain()}
+    assert {"profile.steps", "profile.warmup_steps", "profile.dir"} <= {
+        doc.key for doc in explain()
+    }
     with pytest.raises(ConfigError, match=r'did you mean "warmup_steps"'):
         parse_block({"enabled": True, "profile": {"warmup_step": 3}})
     assert parse_block({}).profile.steps == 0
@@ -539,7 +596,16 @@ def test_the_block_has_the_keys_and_the_command_sets_them(tmp_path, monkeypatch)
     started = []
     monkeypatch.setattr("reft.job.launch.launch", lambda options: started.append(options) or 1)
     monkeypatch.setenv(ENV_PROFILE, "")
-    command = ["--steps", "7", "--warmup-steps", "2", "--dir", str(tmp_path), "--nproc-per-node", "2"]
+    command = [
+        "--steps",
+        "7",
+        "--warmup-steps",
+        "2",
+        "--dir",
+        str(tmp_path),
+        "--nproc-per-node",
+        "2",
+    ]
     assert cli_profile.main([*command, "train.py", "--steps", "100"]) == 1
     (options,) = started
     assert options.arguments[-3:] == ("train.py", "--steps", "100")

@@ -35,11 +35,16 @@ def run_job(folder: Path, *command: object) -> dict[int, str]:
     paths = ["--data", text, "--cache-dir", folder / "cache", "--save-dir", folder / "save"]
     arguments = [*command, "--memory-dir", folder / "memory", "--nproc-per-node", "2", *JOB, *paths]
     done = run_bounded(
-        [sys.executable, "-m", "reft.cli", *map(str, arguments)], 240, folder, REFT_EVENTS=str(events)
+        [sys.executable, "-m", "reft.cli", *map(str, arguments)],
+        240,
+        folder,
+        REFT_EVENTS=str(events),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [
-        json.loads(line) for path in events.glob("rank-*.jsonl") for line in path.read_text().splitlines()
+        json.loads(line)
+        for path in events.glob("rank-*.jsonl")
+        for line in path.read_text().splitlines()
     ]
     return {e["step"]: e["loss_hex"] for e in lines if e["event"] == "step" and "loss_hex" in e}
 
@@ -52,7 +57,9 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     outputs = ["--json", files["profile"], "--trace", files["trace"]]
     losses = run_job(folder, "profile", *options, *outputs)
     result = ProfileResult.load(files["profile"])
-    return SimpleNamespace(losses=losses, result=result, trace=files["trace"], events=folder / "events")
+    return SimpleNamespace(
+        losses=losses, result=result, trace=files["trace"], events=folder / "events"
+    )
 
 
 def test_losses_are_those_of_the_job_without_profiling(profiled, tmp_path):
@@ -75,7 +82,9 @@ def test_windows_are_where_the_schedule_says(profiled):
     for stage in profiled.result.stages:
         for window in stage.windows:
             assert window.usable == (window.name != "OptimizerStep")
-            assert (window.kind is WindowKind.FILL) == (stage.stage_id == 1 and window.position == 0)
+            assert (window.kind is WindowKind.FILL) == (
+                stage.stage_id == 1 and window.position == 0
+            )
     # The last stage forwards and goes back before the first gradient comes: there the first one waits.
     names = [instruction.name for instruction in train_schedule(2, MICRO_BATCHES).streams[0]]
     assert waited_secs(profiled.result, 0, names.index("RecvGrad")) > 0
@@ -102,7 +111,9 @@ def test_snapshot_chunks_are_on_the_timeline(profiled):
         (rank,) = stage.ranks
         (events,) = profiled.events.glob(f"reft-{rank}-*.jsonl")
         lines = events.read_text().splitlines()
-        *_, version = (e["traffic"]["to_host"] for e in map(json.loads, lines) if e["event"] == "commit")
+        *_, version = (
+            e["traffic"]["to_host"] for e in map(json.loads, lines) if e["event"] == "commit"
+        )
         copied = (n for kind, n in version.items() if kind not in ("host_state", "checksums"))
         assert stage.snapshot_bytes == sum(copied)
     for rank in profiled.result.timelines:
@@ -117,7 +128,9 @@ def measure(rank: int, port: int, folder: str) -> None:
     control = ControlGroup(30.0)
     # Ranks 1 and 2 pretend to be on another host.
     aligned = measure_offsets(control, "here" if rank == 0 else "there")
-    (Path(folder) / f"{rank}.json").write_text(json.dumps([[o.secs, o.error_secs, o.clock] for o in aligned]))
+    (Path(folder) / f"{rank}.json").write_text(
+        json.dumps([[o.secs, o.error_secs, o.clock] for o in aligned])
+    )
     control.any_of(False)
     control.leave()
     dist.destroy_process_group()

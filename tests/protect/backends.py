@@ -55,7 +55,11 @@ class HostKernel(Backend):
         return np.zeros(nbytes, np.uint8)
 
     def _combine(
-        self, rows: tuple[Row, ...], sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], nbytes: int
+        self,
+        rows: tuple[Row, ...],
+        sources: Sequence[np.ndarray],
+        targets: Sequence[np.ndarray],
+        nbytes: int,
     ) -> None:
         buffers = [*sources, *targets]
         width = gcd(16, *(b.ctypes.data for b in buffers))
@@ -163,7 +167,9 @@ def slow_combine(row: Sequence[int], sources: Sequence[np.ndarray]) -> np.ndarra
         for c, s in zip(row, sources, strict=True):
             out ^= s if c else np.uint8(0)
         return out
-    table = np.array([[slow_multiply(a, b) for b in range(256)] for a in sorted(set(row))], np.uint8)
+    table = np.array(
+        [[slow_multiply(a, b) for b in range(256)] for a in sorted(set(row))], np.uint8
+    )
     at = {c: i for i, c in enumerate(sorted(set(row)))}
     out = np.empty(nbytes, np.uint8)
     for start in range(0, nbytes, CELL_BYTES):

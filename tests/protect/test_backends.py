@@ -52,7 +52,9 @@ def random_bytes(rng: np.random.Generator, nbytes: int, offset: int = 0) -> np.n
     return made
 
 
-def check(case: Case, rows: list[tuple[int, ...]], nbytes: int, offsets: tuple[int, ...] = (0,)) -> None:
+def check(
+    case: Case, rows: list[tuple[int, ...]], nbytes: int, offsets: tuple[int, ...] = (0,)
+) -> None:
     rng = np.random.default_rng(nbytes + len(rows))
     count = len(rows[0])
     sources = [random_bytes(rng, nbytes, offsets[j % len(offsets)]) for j in range(count)]
@@ -71,7 +73,9 @@ def check(case: Case, rows: list[tuple[int, ...]], nbytes: int, offsets: tuple[i
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 15, 16, 17, 127, 4097, 300_001, 2 * CELL_BYTES + 13])
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 7, 8, 15, 16, 17, 127, 4097, 300_001, 2 * CELL_BYTES + 13]
+)
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_xor_of_any_number_of_sources_and_any_size(case: Case, nbytes: int, count: int) -> None:
     check(case, [(1,) * count], nbytes)
@@ -108,7 +112,9 @@ def test_zero_rows_and_unused_sources(case: Case) -> None:
 
 
 @pytest.mark.process
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_short_sources_count_as_padded_with_zeros(case: Case, data: st.DataObject) -> None:
     packets = data.draw(st.booleans())
@@ -186,7 +192,9 @@ class WrongBytes(Fused):
     ],
 )
 def test_p6_a_cupy_that_does_not_work_leaves_parities_to_torch_and_is_named_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: tuple[int, type[Fused], str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    case: tuple[int, type[Fused], str, str],
 ) -> None:
     index, fused, name, said = case
     monkeypatch.setattr("reft.protect.backend.CupyBackend", fused)

@@ -27,7 +27,16 @@ from reft.protect.codes import (
     survives,
     tolerance,
 )
-from reft.protect.rs import CELL_BYTES, PACKETS, Row, multiply, packet_program, parity_rows, power, rank
+from reft.protect.rs import (
+    CELL_BYTES,
+    PACKETS,
+    Row,
+    multiply,
+    packet_program,
+    parity_rows,
+    power,
+    rank,
+)
 from reft.recover.plan import find_lost, find_stripes
 from reft.recover.rebuild import Pool, Stripe
 from reft.snapshot.copying.copier import ParityEncoder
@@ -38,12 +47,19 @@ from tests.protect.backends import schemes_for
 from .backends import slow_combine
 
 SIZES = range(2, 10)
-BLOCK_BYTES = 4096  # Sub-blocks of small groups have several blocks, those of large ones less than one
+BLOCK_BYTES = (
+    4096  # Sub-blocks of small groups have several blocks, those of large ones less than one
+)
 
 
 def everything() -> Iterator[tuple[Scheme, int]]:
     for size in SIZES:
-        for scheme in (Scheme(), *schemes_for(size, 3), Scheme(1, 1, designed=False), Scheme(0, size - 1)):
+        for scheme in (
+            Scheme(),
+            *schemes_for(size, 3),
+            Scheme(1, 1, designed=False),
+            Scheme(0, size - 1),
+        ):
             yield scheme, size
 
 
@@ -81,7 +97,9 @@ def store(code: BlockCode, image: np.ndarray) -> Stored:
     for member in range(code.code.size):
         for key, block in blocks.items():
             if key.member == member or code.stores_copy(member, key):
-                stored[member, key] = image[block.start_bytes : block.start_bytes + block.nbytes].copy()
+                stored[member, key] = image[
+                    block.start_bytes : block.start_bytes + block.nbytes
+                ].copy()
         encoder = ParityEncoder(live, blocks, chunk_bytes=2**18)
         for parity in code.parities(member):
             target = torch.full((parity.nbytes,), 0xAA, dtype=torch.uint8)
@@ -104,7 +122,9 @@ def restore(code: BlockCode, stored: Stored, lost: tuple[int, ...]) -> np.ndarra
             if block.key in left:
                 image[block.start_bytes : block.start_bytes + block.nbytes] = left[block.key]
     for blocks in find_stripes(missing):
-        stripe = Stripe(blocks, np.full(sum(b.padded_bytes for b in blocks), 0x33, np.uint8), Pool(0))
+        stripe = Stripe(
+            blocks, np.full(sum(b.padded_bytes for b in blocks), 0x33, np.uint8), Pool(0)
+        )
         for key in sorted(stripe.keys):
             stripe.add(key, left[key], stays=True)
         for block, data in zip(blocks, stripe.results(), strict=True):
@@ -137,7 +157,10 @@ def test_p4_the_tolerance_is_tight_and_equals_the_rank(scheme: Scheme, size: int
         for lost, fine in zip(losses, full, strict=True):
             gone = [piece.index for piece in code.pieces if piece.member in lost]
             if fine:
-                assert len(plan_decode(code, bad=gone, wanted=range(code.sub_blocks))) == code.sub_blocks
+                assert (
+                    len(plan_decode(code, bad=gone, wanted=range(code.sub_blocks)))
+                    == code.sub_blocks
+                )
             else:
                 with pytest.raises(UnrecoverableError, match=r"cannot recover B\d+ of member \d"):
                     plan_decode(code, bad=gone, wanted=range(code.sub_blocks))
@@ -188,7 +211,9 @@ def test_the_room_that_a_scheme_needs_is_the_room_that_its_code_takes(
     scheme = Scheme.parse(text)
     assert scheme.why_no_room(size) == why
     if why is not None:
-        with pytest.raises(ConfigError, match=f"protection {re.escape(text)} is not possible here: {why}"):
+        with pytest.raises(
+            ConfigError, match=f"protection {re.escape(text)} is not possible here: {why}"
+        ):
             make_code(scheme, range(size))
     elif scheme.parities > 1:
         assert parity_rows(scheme.parities, size - scheme.gap)
@@ -291,7 +316,9 @@ def buffers(count: int, nbytes: int, seed: int = 0) -> list[np.ndarray]:
     return list(np.random.default_rng(seed).integers(0, 256, (count, nbytes), dtype=np.uint8))
 
 
-def solved(rows: tuple[Row, ...], matrix: tuple[Row, ...], sources: list[np.ndarray]) -> list[np.ndarray]:
+def solved(
+    rows: tuple[Row, ...], matrix: tuple[Row, ...], sources: list[np.ndarray]
+) -> list[np.ndarray]:
     """The targets, of the longest source's length; what they held before must not matter. By the compiled loop,
     where there is one, and with NumPy."""
     targets, others = (buffers(len(rows), max(map(len, sources)), seed=s) for s in (9, 10))
@@ -359,7 +386,9 @@ def test_the_compiled_loop_writes_where_it_should_wherever_memory_lies() -> None
         solve_ragged(rows, matrix, pieces[:3], pieces[3:])
         for row, factors in zip(rows, matrix, strict=True):
             assert np.array_equal(slow_combine(factors, pieces[3:]), slow_combine(row, pieces[:3]))
-        assert all((m[:shift] == 0xA5).all() and (m[shift + nbytes :] == 0xA5).all() for m in memory)
+        assert all(
+            (m[:shift] == 0xA5).all() and (m[shift + nbytes :] == 0xA5).all() for m in memory
+        )
 
 
 def test_lengths_that_do_not_fit_are_refused() -> None:

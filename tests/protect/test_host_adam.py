@@ -59,7 +59,9 @@ class Owner:
         overflow = self.number % 31 == 7
         norm = math.sqrt(sum(float(g.float().norm()) ** 2 for g in gradients)) / 2**12
         multiplier = 1.0 / (2**12 * max(1.0, norm / 1.0))
-        record = replace(read_step(self.optimizer, self.number, skipped=overflow), multiplier=multiplier)
+        record = replace(
+            read_step(self.optimizer, self.number, skipped=overflow), multiplier=multiplier
+        )
         if not overflow:
             for master, gradient in zip(self.masters, gradients, strict=True):
                 master.grad = gradient.float().mul_(multiplier)
@@ -78,7 +80,8 @@ class Owner:
             tensors = [ReplicaTensors(m, torch.zeros_like(m), torch.zeros_like(m)) for m in masters]
         else:
             tensors = [
-                ReplicaTensors(*(t.detach().clone() for t in (m, *self._moments(m)))) for m in self.masters
+                ReplicaTensors(*(t.detach().clone() for t in (m, *self._moments(m))))
+                for m in self.masters
             ]
         return AdamReplica(read_recipe(self.optimizer), groups, tensors, self.number, self.applied)
 
@@ -88,7 +91,9 @@ class Owner:
 
     def assert_equals(self, replica: AdamReplica) -> None:
         for master, tensors in zip(self.masters, replica.tensors, strict=True):
-            for mine, theirs in zip((master.detach(), *self._moments(master)), tensors.all, strict=True):
+            for mine, theirs in zip(
+                (master.detach(), *self._moments(master)), tensors.all, strict=True
+            ):
                 assert mine.numpy().tobytes() == theirs.numpy().tobytes()
         assert replica.number == self.number
         assert replica.applied == self.applied
@@ -107,7 +112,9 @@ def follow(make: Any, options: dict[str, Any], late: int | None = None) -> None:
     assert owner.applied < owner.number == STEPS
 
 
-@pytest.mark.parametrize(("make", "options"), FOLLOWED, ids=[f"{m.__name__}-{o}" for m, o in FOLLOWED])
+@pytest.mark.parametrize(
+    ("make", "options"), FOLLOWED, ids=[f"{m.__name__}-{o}" for m, o in FOLLOWED]
+)
 @pytest.mark.parametrize("late", [None, 60])
 def test_master_and_moments_equal_the_owners_after_240_steps(
     make: Any, options: Any, late: int | None
@@ -158,7 +165,8 @@ def test_p5_a_missed_gradient_makes_the_replica_stale_for_good() -> None:
         with pytest.raises(StaleReplicaError, match="stale since step 1"):
             attempt()
     assert all(
-        torch.equal(a, t) for a, t in zip(before, (t for g in replica.tensors for t in g.all), strict=True)
+        torch.equal(a, t)
+        for a, t in zip(before, (t for g in replica.tensors for t in g.all), strict=True)
     )
     fresh = owner.replica()
     fresh.apply(*owner.step())
@@ -184,7 +192,9 @@ def test_an_optimizer_that_cannot_be_recomputed_is_refused_with_what_to_do() -> 
         read_recipe(torch.optim.SGD([param]))
     with pytest.raises(UnsupportedStateError, match="amsgrad"):
         read_recipe(torch.optim.AdamW([param], amsgrad=True))
-    with pytest.raises(UnsupportedStateError, match=r"apex\.optimizers\.fused_adam\.FusedAdam; recomputing"):
+    with pytest.raises(
+        UnsupportedStateError, match=r"apex\.optimizers\.fused_adam\.FusedAdam; recomputing"
+    ):
         read_recipe(FusedAdam([param]))
     assert read_recipe(torch.optim.AdamW([param])).kind is AdamKind.TORCH_ADAMW
     assert not read_recipe(torch.optim.Adam([param])).decoupled

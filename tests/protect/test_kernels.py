@@ -77,7 +77,9 @@ def compiler() -> tuple[str, ...]:
     return ("hipcc",)
 
 
-def compiled(kernels: tuple[tuple[tuple[Row, ...], int], ...], folder: Path) -> list[dict[str, int]]:
+def compiled(
+    kernels: tuple[tuple[tuple[Row, ...], int], ...], folder: Path
+) -> list[dict[str, int]]:
     """What the compiler says of each kernel, which it has compiled for the device: registers, scratch memory."""
     command = compiler()
     source, assembly = folder / "kernels.hip", folder / "kernels.s"
@@ -100,7 +102,9 @@ def compiled(kernels: tuple[tuple[tuple[Row, ...], int], ...], folder: Path) -> 
 
 @pytest.mark.process
 @pytest.mark.parametrize("kernels", [COMPILED, pytest.param(CASES, marks=pytest.mark.nightly)])
-def test_kernels_compile_for_mi250x(kernels: tuple[tuple[tuple[Row, ...], int], ...], tmp_path: Path) -> None:
+def test_kernels_compile_for_mi250x(
+    kernels: tuple[tuple[tuple[Row, ...], int], ...], tmp_path: Path
+) -> None:
     for (rows, width), said in zip(kernels, compiled(kernels, tmp_path), strict=True):
         about = f"{len(rows)} targets of {len(rows[0])} sources, words of {width} bytes: {said}"
         assert said["wavefront_size"] == WAVEFRONT, about
@@ -142,7 +146,9 @@ def nvrtc(major: int) -> ctypes.CDLL:
 def ptx_of(source: str, major: int, architecture: str) -> str:
     """Compile to PTX, and on to the device's own instructions. Raises RuntimeError: what the compiler said."""
     library, program, size = nvrtc(major), ctypes.c_void_p(), ctypes.c_size_t()
-    assert not library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    assert not library.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
+    )
     options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
     refused = library.nvrtcCompileProgram(program, 1, options)
     text = "ProgramLog" if refused else "PTX"
@@ -167,7 +173,9 @@ def test_p6_where_cuda_13_refuses_a_v100_the_message_names_the_extra_that_takes_
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Cuda13(TorchBackend):
-        def combine(self, rows: Sequence[Row], sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        def combine(
+            self, rows: Sequence[Row], sources: Sequence[Any], targets: Sequence[Any]
+        ) -> None:
             ptx_of(kernel_source(tuple(rows), 16), 13, "sm_70")
 
     nvrtc(13)

@@ -70,7 +70,9 @@ class Fleet:
         sizes = self.sizes(pp, tp)
         return make_shard_plan(
             SectionSizes(
-                sizes.replicated_bytes, sizes.owned_bytes, tuple(-(-n // 256) * 256 for n in sizes.host_bytes)
+                sizes.replicated_bytes,
+                sizes.owned_bytes,
+                tuple(-(-n // 256) * 256 for n in sizes.host_bytes),
             ),
             placement,
             self.block_bytes,
@@ -78,13 +80,18 @@ class Fleet:
 
     def blueprint(self, at: Coordinate) -> ArenaLayout:
         mine = self.shard_plan(at.pp, at.tp).members[at.dp]
-        rooms = {b.key: BlockSlot(b.block.start_bytes, b.block.nbytes, b.arena_offset) for b in mine.blocks}
+        rooms = {
+            b.key: BlockSlot(b.block.start_bytes, b.block.nbytes, b.arena_offset)
+            for b in mine.blocks
+        }
         return ArenaLayout(rooms, mine.data_bytes)
 
     def image(self, at: Coordinate, section: Section, label: VersionId) -> np.ndarray:
         who = 99 if section is Section.REPLICATED else at.dp
         seed = (label.incarnation, label.step, at.pp, at.tp, who, zlib.crc32(section.encode()))
-        return np.random.default_rng(seed).integers(0, 256, self.image_bytes(at, section), dtype=np.uint8)
+        return np.random.default_rng(seed).integers(
+            0, 256, self.image_bytes(at, section), dtype=np.uint8
+        )
 
     def content(self, at: Coordinate, placed: PlacedBlock, label: VersionId) -> np.ndarray:
         plan, key, start = self.shard_plan(at.pp, at.tp), placed.key, placed.block.start_bytes
@@ -128,7 +135,11 @@ class Fleet:
         }[section]
 
     def header(
-        self, at: Coordinate, label: VersionId, state: ArenaState = ArenaState.COMMITTED, real: bool = False
+        self,
+        at: Coordinate,
+        label: VersionId,
+        state: ArenaState = ArenaState.COMMITTED,
+        real: bool = False,
     ) -> ArenaHeader:
         return ArenaHeader(
             job_id=self.job_id,
@@ -154,7 +165,9 @@ class Fleet:
         wanted = states if isinstance(states, Mapping) else dict.fromkeys(every, states)
         return [
             ArenaRecord(
-                self.topology.node_of(c), arena_name(self.topology, c, slot), self.header(c, label, state)
+                self.topology.node_of(c),
+                arena_name(self.topology, c, slot),
+                self.header(c, label, state),
             )
             for c, state in wanted.items()
         ]
@@ -200,7 +213,9 @@ def place(degrees: Degrees, kind: str) -> Topology:
 
 def without(topology: Topology, lost: Collection[str]) -> Topology:
     return Topology(
-        topology.degrees, topology.coordinates, tuple(f"new-{n}" if n in lost else n for n in topology.nodes)
+        topology.degrees,
+        topology.coordinates,
+        tuple(f"new-{n}" if n in lost else n for n in topology.nodes),
     )
 
 
@@ -277,7 +292,9 @@ def check_plan(
                 assert start == at_byte, f"{at} {section}: a gap or an overlap at {at_byte}"
                 at_byte += nbytes
             assert at_byte == fleet.image_bytes(at, section) == plan.image_bytes(at, section)
-    assert sum(plan.bytes_from.values()) == sum(f.nbytes for fs in plan.fetches.values() for f in fs)
+    assert sum(plan.bytes_from.values()) == sum(
+        f.nbytes for fs in plan.fetches.values() for f in fs
+    )
 
 
 def expected_level(fetch: Fetch, node: str, holders: Collection[tuple[str, bool]]) -> str:
@@ -298,7 +315,9 @@ def opened(root: Path, nodes: Iterable[str]) -> Iterator[tuple[list[Inventory], 
         yield found, {key: arena for of_node in each for key, arena in of_node.items()}
 
 
-def read_image(plan: RecoveryPlan, arenas: ArenaSet, at: Coordinate, section: Section) -> np.ndarray:
+def read_image(
+    plan: RecoveryPlan, arenas: ArenaSet, at: Coordinate, section: Section
+) -> np.ndarray:
     image = np.zeros(plan.image_bytes(at, section), np.uint8)
     for fetch in plan.fetches[at]:
         if fetch.key.section is section:
@@ -351,7 +370,9 @@ _SWAPPED = Topology(Degrees(2, 2, 1), Degrees(2, 2, 1).coordinates(), ("n2", "n3
 # Jobs that go on with four replicas where there were six, three, or five.
 _SIX = Fleet(place(Degrees(1, 6, 1), "single"), copies=2, scale=50, block_bytes=1024, uneven=0)
 _THREE = Fleet(place(Degrees(1, 3, 1), "single"), scale=50, block_bytes=1024, uneven=0)
-_FIVE = Fleet(place(Degrees(1, 5, 1), "single"), copies=0, parities=1, scale=50, block_bytes=1024, uneven=0)
+_FIVE = Fleet(
+    place(Degrees(1, 5, 1), "single"), copies=0, parities=1, scale=50, block_bytes=1024, uneven=0
+)
 _FOUR = place(Degrees(1, 4, 1), "single")
 PADDING = 5  # Bytes at the end of the last old partition
 # Two stages become one, with as many replicas as there were ranks, or the ranks of one stage become two.
@@ -404,7 +425,9 @@ SCENARIOS = {
 
 
 MORE = ("forged_message",)
-NOT_OVER_MPI = ("peer_killed",)  # Sockets are not counted there, and a rank that dies ends the MPI job
+NOT_OVER_MPI = (
+    "peer_killed",
+)  # Sockets are not counted there, and a rank that dies ends the MPI job
 
 
 def damage(path: Path, section: Section, member: int, index: int = 0) -> None:
@@ -435,7 +458,9 @@ def prepare_memory(root: Path) -> None:
     damage(root / "corrupt_checksums" / "n1" / arena, Section.CHECKSUMS, member=3)
     for node in ("n0", "n1", "n3"):
         # The first parity of each stripe, which decoding prefers.
-        falsify_parities(root / "parity_of_other_data" / node / arena, lambda entry: entry.start_bytes == 0)
+        falsify_parities(
+            root / "parity_of_other_data" / node / arena, lambda entry: entry.start_bytes == 0
+        )
     damage(root / "shrunk_corrupt" / "n0" / arena, Section.OWNED, member=1, index=2)
     damage(root / "shrunk_corrupt" / "n2" / arena, Section.HOST, member=2)
     damage(root / "merged_corrupt" / "n1" / "rank1-slot0.arena", Section.REPLICATED, member=1)
@@ -445,4 +470,6 @@ def prepare_memory(root: Path) -> None:
     damage(root / "older_in_one_group" / "n2" / "rank0-slot1.arena", Section.OWNED, member=1)
     # Both sources of a block of the newer version: only the older one is whole.
     for node, slot in (("n0", 1), ("n1", 1)):
-        damage(root / "older_version" / node / f"rank0-slot{slot}.arena", Section.REPLICATED, member=1)
+        damage(
+            root / "older_version" / node / f"rank0-slot{slot}.arena", Section.REPLICATED, member=1
+        )

@@ -40,7 +40,9 @@ def jobs(draw):
     degrees, kind = draw(st.sampled_from(SHAPES))
     parities = draw(st.integers(0, 1))
     fleet = Fleet(
-        place(degrees, kind), copies=draw(st.integers(0, 2)) if not parities else 0, parities=parities
+        place(degrees, kind),
+        copies=draw(st.integers(0, 2)) if not parities else 0,
+        parities=parities,
     )
     every = fleet.topology.coordinates
     labels = [VersionId(1, 5), VersionId(1, 6), VersionId(2, draw(st.integers(5, 7)))][
@@ -55,7 +57,9 @@ def jobs(draw):
         records += fleet.records(label, states, slot)
     if draw(st.booleans()):
         label = draw(st.sampled_from([VersionId(7, 7), *labels]))
-        records += replace(fleet, job_id="another").records(label, dict.fromkeys(every, COMMITTED), slot=5)
+        records += replace(fleet, job_id="another").records(
+            label, dict.fromkeys(every, COMMITTED), slot=5
+        )
     if draw(st.booleans()):
         record = draw(st.sampled_from(records)) if records else None
         if record is not None:
@@ -104,7 +108,9 @@ def survey(found, topology, bad):
             ]
             records = [r for inventory in sent for r in Inventory.unpack(inventory.pack()).arenas]
             tables[group] = sorted(records, key=lambda r: (r.node, r.path))
-        sources = {group: judge(group, records, findings.written, bad) for group, records in tables.items()}
+        sources = {
+            group: judge(group, records, findings.written, bad) for group, records in tables.items()
+        }
         ranks.append((parts, tables, sources))
     verdicts = {}
     for pp, tp in topology.groups():
@@ -116,7 +122,9 @@ def survey(found, topology, bad):
         return [decision] * topology.world_size, ranks
     plans = [
         {
-            group: plan_decided(decision, findings, group, sources[group][decision.label], tables[group])
+            group: plan_decided(
+                decision, findings, group, sources[group][decision.label], tables[group]
+            )
             for group in parts
         }
         for parts, tables, sources in ranks
@@ -139,7 +147,10 @@ def test_p3_summaries_decide_what_all_block_tables_together_decide(job):
         for (pp, tp), plan in plans.items():
             assert isinstance(plan, RecoveryPlan)
             assert (plan.label, plan.committed) == (whole.label, whole.committed)
-            assert (plan.rejected, plan.newest_committed) == (whole.rejected, whole.newest_committed)
+            assert (plan.rejected, plan.newest_committed) == (
+                whole.rejected,
+                whole.newest_committed,
+            )
             members = {Coordinate(pp, dp, tp) for dp in range(topology.degrees.dp)}
             assert plan.fetches == {c: whole.fetches[c] for c in members}
             assert plan.rebuilds == {c: r for c, r in whole.rebuilds.items() if c in members}

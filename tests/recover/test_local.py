@@ -91,7 +91,10 @@ def test_an_arena_overwritten_since_the_inventory_is_not_read(memory):
     with ArenaStore(memory / "n0", "n0", SECRET).opened(found[0]) as arenas:
         plan, bad = plan_verified(found, offline_topology(found, JOB), arenas, job_id=JOB)
     assert isinstance(plan, NotRecoverable)  # n2 was not opened either: all its blocks count as bad
-    assert {(s.node, s.arena) for s in bad} >= {("n0", "rank0-slot1.arena"), ("n2", "rank0-slot1.arena")}
+    assert {(s.node, s.arena) for s in bad} >= {
+        ("n0", "rank0-slot1.arena"),
+        ("n2", "rank0-slot1.arena"),
+    }
 
 
 def test_offline_topology_names_what_is_missing(memory):
@@ -157,7 +160,17 @@ def test_a_place_lists_arenas_and_names_unreadable_ones(tmp_path):
     assert isinstance(plan_recovery([stranger], PAIR.topology, job_id=JOB), NotRecoverable)
 
 
-SCHEMES = [(2, 0, 1), (3, 0, 1), (4, 0, 1), (5, 0, 1), (3, 0, 2), (5, 0, 2), (3, 1, 1), (4, 1, 1), (5, 1, 1)]
+SCHEMES = [
+    (2, 0, 1),
+    (3, 0, 1),
+    (4, 0, 1),
+    (5, 0, 1),
+    (3, 0, 2),
+    (5, 0, 2),
+    (3, 1, 1),
+    (4, 1, 1),
+    (5, 1, 1),
+]
 
 
 def written(tmp_path, dp, copies, parities, **options):
@@ -193,7 +206,9 @@ def recovered(fleet, root, lost, scratch):
 
 @pytest.mark.parametrize(("dp", "copies", "parities"), SCHEMES)
 @pytest.mark.parametrize("block_bytes", [128, 4096])
-def test_every_loss_within_the_tolerance_is_restored_bit_for_bit(tmp_path, dp, copies, parities, block_bytes):
+def test_every_loss_within_the_tolerance_is_restored_bit_for_bit(
+    tmp_path, dp, copies, parities, block_bytes
+):
     """Odd sizes: sub-blocks end within a block, the last ones are short or empty."""
     fleet = written(tmp_path, dp, copies, parities, block_bytes=block_bytes, scale=3)
     survives = tolerance(fleet.topology, copies, parities)
@@ -233,7 +248,9 @@ def subsets(items):
 
 def run(fleet, records, lost=(), bad=frozenset(), *, topology=None):
     topology = topology or without(fleet.topology, lost)
-    found = inventories(records, lost, also=[n for n in topology.nodes if n not in fleet.topology.nodes])
+    found = inventories(
+        records, lost, also=[n for n in topology.nodes if n not in fleet.topology.nodes]
+    )
     plan = plan_recovery(found, topology, job_id=fleet.job_id, bad=bad)
     left = [r for r in records if r.node not in lost]
     if isinstance(plan, RecoveryPlan):
@@ -260,7 +277,9 @@ def test_p4_every_loss_is_recovered_exactly_where_bytes_are_left(dp, kind):
         survives = tolerance(fleet.topology, copies)
         losses = list(subsets(set(fleet.topology.nodes)))
         if len(losses) > 64:
-            losses = [lost for lost in losses if len(lost) <= 2] + random.Random(1).sample(losses, 8)
+            losses = [lost for lost in losses if len(lost) <= 2] + random.Random(1).sample(
+                losses, 8
+            )
         for lost in losses:
             plan = run(fleet, records, lost)
             left = [r for r in records if r.node not in lost]
@@ -382,7 +401,9 @@ def test_diverged_copies_restore_the_owners_bytes_everywhere():
 def histories(draw):
     """A job stopped at any time: the newest commit everywhere, perhaps one version begun after it."""
     degrees, kind = draw(st.sampled_from(SHAPES))
-    fleet = Fleet(place(degrees, kind), copies=draw(st.integers(0, 2)), zero=draw(st.integers(0, 1)))
+    fleet = Fleet(
+        place(degrees, kind), copies=draw(st.integers(0, 2)), zero=draw(st.integers(0, 1))
+    )
     committed = VersionId(draw(st.integers(1, 2)), draw(st.integers(1, 9)))
     states = {}
     begun = draw(st.booleans())
@@ -392,7 +413,9 @@ def histories(draw):
         states = {c: draw(st.sampled_from((SEALED, COMMITTED))) for c in states}
     later = VersionId(committed.incarnation + draw(st.integers(0, 1)), committed.step + 1)
     records = fleet.records(committed) + fleet.records(later, states, slot=1)
-    lost = draw(st.lists(st.sampled_from(sorted(set(fleet.topology.nodes))), unique=True, max_size=3))
+    lost = draw(
+        st.lists(st.sampled_from(sorted(set(fleet.topology.nodes))), unique=True, max_size=3)
+    )
     return fleet, records, lost
 
 

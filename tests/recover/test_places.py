@@ -57,7 +57,9 @@ class Kind:
         return [root / "stored" / arena_file(at) for at in RANKS]
 
     def place(self, root: Path, node: str) -> ArenaStore:
-        return ArenaStore(root / "stored" if self.stored else root / "memory" / node, node, self.secret)
+        return ArenaStore(
+            root / "stored" if self.stored else root / "memory" / node, node, self.secret
+        )
 
 
 KINDS = {
@@ -141,7 +143,9 @@ def test_p5_every_damaged_block_of_it_is_refused_by_name(kind: Kind, tmp_path: P
             damaged[data + entry.arena_offset + entry.nbytes // 2] ^= 4
             path.write_bytes(damaged)
             said = refused(kind, tmp_path)
-            assert f"{at} {entry.key.section} block {entry.key.index}: every source is corrupt" in said
+            assert (
+                f"{at} {entry.key.section} block {entry.key.index}: every source is corrupt" in said
+            )
         path.write_bytes(sound)
 
 
@@ -149,7 +153,9 @@ def test_p5_an_arena_that_is_gone_or_torn_is_missed_by_name(kind: Kind, tmp_path
     path = kind.write(tmp_path)[1]
     sound = path.read_bytes()
     path.write_bytes(sound[:-1])
-    assert f"{path.name}: has {len(sound) - 1} bytes, expected {len(sound)}" in refused(kind, tmp_path)
+    assert f"{path.name}: has {len(sound) - 1} bytes, expected {len(sound)}" in refused(
+        kind, tmp_path
+    )
     path.unlink()
     assert "pp0.dp1.tp0 is not stored on any node that is present" in refused(kind, tmp_path)
 

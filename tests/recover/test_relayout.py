@@ -28,7 +28,11 @@ TIED = "tied_modules.embed.weight"
 LAYERS = 4
 MIXED = (8, 4, 4)  # lengths of three matrices in one parameter, with all slices
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-ALL = [Degrees(pp, dp, tp) for pp, dp, tp in product((1, 2, 4), (1, 2, 3), (1, 2, 4)) if pp * dp * tp <= 8]
+ALL = [
+    Degrees(pp, dp, tp)
+    for pp, dp, tp in product((1, 2, 4), (1, 2, 3), (1, 2, 4))
+    if pp * dp * tp <= 8
+]
 OF_TWELVE = [Degrees(3, 2, 2), Degrees(2, 3, 2), Degrees(3, 1, 4)]
 OF_EIGHT = [Degrees(2, 1, 4), Degrees(4, 2, 1)]
 FORMS = ("zero0", "zero0-flat", "zero1")
@@ -63,7 +67,9 @@ def layout_of(degrees: Degrees, form: str, known: bool = True) -> RankLayout:
         sizes = {p.name: p.numel for p in parameters}
         totals = [sum(sizes[n] for n in group) for group in groups]
         parted = tuple(2 * ceil(t / (2 * degrees.dp)) for t in totals) if form == "zero1" else ()
-        held[pp, tp] = RankContents(tuple(parameters), groups, (KINDS, KINDS), form != "zero0", parted)
+        held[pp, tp] = RankContents(
+            tuple(parameters), groups, (KINDS, KINDS), form != "zero0", parted
+        )
     return RankLayout(degrees, held)
 
 
@@ -105,14 +111,20 @@ def states_of(layout: RankLayout) -> State:
 
 
 def made(
-    old: State, wanted: dict[str, np.ndarray], new: RankLayout, at: Coordinate, moves: tuple[ElementMove, ...]
+    old: State,
+    wanted: dict[str, np.ndarray],
+    new: RankLayout,
+    at: Coordinate,
+    moves: tuple[ElementMove, ...],
 ) -> dict[str, np.ndarray]:
     found = {name: np.full(values.shape, -1) for name, values in wanted.items()}
     written = {name: np.zeros(values.shape, int) for name, values in wanted.items()}
     for move in moves:
         values = old[move.source][move.tensor][move.start : move.start + move.numel]
         assert len(values) == move.numel > 0, f"{move} is beyond what the old rank has"
-        assert move.at + move.numel <= len(found[move.target]), f"{move} is beyond what the new rank has"
+        assert move.at + move.numel <= len(found[move.target]), (
+            f"{move} is beyond what the new rank has"
+        )
         found[move.target][move.at : move.at + move.numel] = values
         written[move.target][move.at : move.at + move.numel] += 1
     for zeros in new.held[at.pp, at.tp].paddings(at.dp):
@@ -129,7 +141,9 @@ def made(
     [(ALL, ALL), (OF_TWELVE, OF_TWELVE), (OF_TWELVE, OF_EIGHT), (OF_EIGHT, OF_TWELVE)],
     ids=["all", "twelve", "twelve to eight", "eight to twelve"],
 )
-def test_p3_every_layout_is_made_of_every_other(form: str, olds: list[Degrees], news: list[Degrees]) -> None:
+def test_p3_every_layout_is_made_of_every_other(
+    form: str, olds: list[Degrees], news: list[Degrees]
+) -> None:
     layouts = {degrees: layout_of(degrees, form) for degrees in (*olds, *news)}
     states = {degrees: states_of(layout) for degrees, layout in layouts.items()}
     for before, after in product(olds, news):
@@ -145,7 +159,9 @@ def renamed(held: RankContents) -> RankContents:
         return old.replace("1.up", "1.upward")
 
     parameters = tuple(p._replace(name=name(p.name)) for p in held.parameters)
-    return replace(held, parameters=parameters, groups=tuple(tuple(map(name, g)) for g in held.groups))
+    return replace(
+        held, parameters=parameters, groups=tuple(tuple(map(name, g)) for g in held.groups)
+    )
 
 
 def with_parameter(held: RankContents, name: str, **changes: Any) -> RankContents:
@@ -180,14 +196,20 @@ def test_what_names_do_not_allow_is_refused_by_name(
 ) -> None:
     old, new = Degrees(2, 1, 1), Degrees(1, 2, 1)
     with pytest.raises(LayoutError, match=said):
-        plan_layout(layout_of(old, "zero1"), changed(layout_of(new, "zero1"), change), Coordinate(0, 0, 0))
+        plan_layout(
+            layout_of(old, "zero1"), changed(layout_of(new, "zero1"), change), Coordinate(0, 0, 0)
+        )
 
 
 def test_slices_that_nobody_describes_are_refused_by_name() -> None:
     old, new = Degrees(1, 1, 1), Degrees(1, 1, 2)
-    with pytest.raises(LayoutError, match=r"not known how tensor slices share tied_modules.*partition_dim"):
+    with pytest.raises(
+        LayoutError, match=r"not known how tensor slices share tied_modules.*partition_dim"
+    ):
         plan_layout(
-            layout_of(old, "zero1", known=False), layout_of(new, "zero1", known=False), Coordinate(0, 0, 0)
+            layout_of(old, "zero1", known=False),
+            layout_of(new, "zero1", known=False),
+            Coordinate(0, 0, 0),
         )
     other = changed(layout_of(new, "zero1"), lambda held: with_parameter(held, "2.up", split=1))
     with pytest.raises(LayoutError, match=r"different dimensions, or parts of them, of 2\.up"):

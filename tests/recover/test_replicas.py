@@ -86,9 +86,21 @@ def test_every_byte_comes_from_one_place_or_pads(old: int) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (RankImages({}, {"short": (10, 61)}), RankImages({}, {"short": (30, 61)}), "parts of 61 elements"),
-        (RankImages({}, {"short": (31, 61)}), RankImages({}, {"short": (20, 61)}), "parts of 61 elements"),
-        (RankImages({}, {"longer": (31, 62)}), RankImages({}, {"longer": (21, 61)}), "parts of 61 elements"),
+        (
+            RankImages({}, {"short": (10, 61)}),
+            RankImages({}, {"short": (30, 61)}),
+            "parts of 61 elements",
+        ),
+        (
+            RankImages({}, {"short": (31, 61)}),
+            RankImages({}, {"short": (20, 61)}),
+            "parts of 61 elements",
+        ),
+        (
+            RankImages({}, {"longer": (31, 62)}),
+            RankImages({}, {"longer": (21, 61)}),
+            "parts of 61 elements",
+        ),
         (RankImages({}, {"gone": (31, 62)}), RankImages({}, {}), "parts of 0 elements"),
         (RankImages({"other": 10}, {}), RankImages({"other": 12}, {}), "equal on all replicas"),
         (RankImages({}, {}), RankImages({"new": 12}, {}), "equal on all replicas"),
@@ -117,12 +129,18 @@ def resized(fleet: Fleet, records, lost, topology: Topology):
         for group in topology.groups()
     }
     sources = {group: judge(group, table, findings.written) for group, table in tables.items()}
-    verdicts = {g: {label: GroupStatus.of(s) for label, s in of.items()} for g, of in sources.items()}
+    verdicts = {
+        g: {label: GroupStatus.of(s) for label, s in of.items()} for g, of in sources.items()
+    }
     decision = decide(findings, verdicts)
     if isinstance(decision, NotRecoverable):
         return decision
     # What is lost is decoded before anything is asked for.
-    wanted = {} if decision.decodes else {at: wanted_by(fleet, topology, at) for at in topology.coordinates}
+    wanted = (
+        {}
+        if decision.decodes
+        else {at: wanted_by(fleet, topology, at) for at in topology.coordinates}
+    )
     plans = []
     for group in topology.groups():
         of_group = decision, findings, group, sources[group][decision.label], tables[group]
@@ -134,7 +152,8 @@ def wanted_by(fleet: Fleet, topology: Topology, at: Coordinate) -> list[ImageRan
     resize = Resize(fleet.topology.degrees.dp, topology.degrees.dp)
     whole = {"replicated": fleet.image_bytes(replace(at, dp=0), Section.REPLICATED)}
     old, new = (
-        RankImages(whole, {"owned": (padded_part(LENGTH, n), LENGTH)}) for n in (resize.old, resize.new)
+        RankImages(whole, {"owned": (padded_part(LENGTH, n), LENGTH)})
+        for n in (resize.old, resize.new)
     )
     moves = plan_replica(old, new, resize, at)
     return [ImageRange(m.source, Section(m.tensor), m.start, m.numel) for m in moves]
@@ -154,7 +173,9 @@ FOUR, TWO = (Partitioned(place(Degrees(1, dp, 1), "single")) for dp in (4, 2))
 
 
 def check_resized(plans, fleet: Fleet, topology: Topology, records, lost) -> None:
-    stored = {(r.node, r.path, e.key): e for r in records for e in r.header.entries if r.node not in lost}
+    stored = {
+        (r.node, r.path, e.key): e for r in records for e in r.header.entries if r.node not in lost
+    }
     old, new = fleet.topology.degrees.dp, topology.degrees.dp
     decodes = any(plan.rebuilds for plan, _ in plans)
     for plan, wanted in plans:
@@ -167,7 +188,9 @@ def check_resized(plans, fleet: Fleet, topology: Topology, records, lost) -> Non
             assert decodes or replicated == fleet.image_bytes(written, Section.REPLICATED)
             owned = [f for f in fetches if f.key.section is Section.OWNED]
             assert len({f.source for f in owned}) == len(owned)
-            for piece in (p for p in wanted.get(at, ()) if p.section is Section.OWNED and old != new):
+            for piece in (
+                p for p in wanted.get(at, ()) if p.section is Section.OWNED and old != new
+            ):
                 held = np.zeros(piece.nbytes, bool)
                 for f in owned:
                     if f.key.member == piece.of.dp:
@@ -178,7 +201,9 @@ def check_resized(plans, fleet: Fleet, topology: Topology, records, lost) -> Non
 
 @pytest.mark.parametrize(("copies", "parities"), [(0, 0), (1, 0), (2, 0), (0, 1)])
 @pytest.mark.parametrize("old", [1, 2, 3, 4])
-def test_p4_a_loss_is_survived_at_another_degree_as_at_the_same(old: int, copies: int, parities: int) -> None:
+def test_p4_a_loss_is_survived_at_another_degree_as_at_the_same(
+    old: int, copies: int, parities: int
+) -> None:
     if old <= max(copies, parities):
         pytest.skip("the group is too small for the scheme")
     done = refused = 0
@@ -187,7 +212,9 @@ def test_p4_a_loss_is_survived_at_another_degree_as_at_the_same(old: int, copies
         records = fleet.records(NEW)
         survives = tolerance(fleet.topology, copies) if not parities else 1
         nodes = sorted(set(fleet.topology.nodes))
-        losses = list(chain.from_iterable(combinations(nodes, n) for n in range(min(3, len(nodes)))))
+        losses = list(
+            chain.from_iterable(combinations(nodes, n) for n in range(min(3, len(nodes))))
+        )
         for lost in random.Random(new).sample(losses, min(len(losses), 6)):
             # The new ranks run where memory is left, and on new nodes.
             left = [n for n in nodes if n not in lost] + ["spare"]

@@ -69,10 +69,14 @@ def test_p5_what_arrived_corrupt_earlier_and_is_not_used_any_more_is_let_be() ->
     refused = frozenset([fetch.source])
     assert ledger.share({(0, 0): plan}, parts, lambda: refused, CorruptionKind.OTHER_DATA)
     peer = next(f for f in plan.fetches[second] if f.node != fetch.node)
-    assert ledger.share({(0, 0): plan}, parts, lambda: frozenset([peer.source]), CorruptionKind.IN_TRANSIT)
+    assert ledger.share(
+        {(0, 0): plan}, parts, lambda: frozenset([peer.source]), CorruptionKind.IN_TRANSIT
+    )
     assert [f.source for f in ledger.in_transit(peer.node, NEW)] == [peer.source]
     assert ledger.in_transit(peer.node, OLD) == []
-    assert ledger.share({(0, 0): planned(ledger.bad)}, parts, lambda: refused, CorruptionKind.STORED)
+    assert ledger.share(
+        {(0, 0): planned(ledger.bad)}, parts, lambda: refused, CorruptionKind.STORED
+    )
     assert ledger.bad == refused | {peer.source}
 
 
@@ -81,15 +85,23 @@ NBYTES = 40_011
 IMAGE = np.random.default_rng(3).integers(0, 256, NBYTES, dtype=np.uint8)
 
 
-def after_losing(*lost: int) -> tuple[tuple[tuple[LostBlock, ...], ...], dict[BlockKey, np.ndarray]]:
+def after_losing(
+    *lost: int,
+) -> tuple[tuple[tuple[LostBlock, ...], ...], dict[BlockKey, np.ndarray]]:
     code = BlockCode(make_code(Scheme(0, 2), range(6)), NBYTES, BLOCK_BYTES)
-    data = {b.key: IMAGE[b.start_bytes : b.start_bytes + b.nbytes] for m in range(6) for b in code.data(m)}
+    data = {
+        b.key: IMAGE[b.start_bytes : b.start_bytes + b.nbytes]
+        for m in range(6)
+        for b in code.data(m)
+    }
     left = {key: block for key, block in data.items() if key.member not in lost}
     for member in set(range(6)) - set(lost):
         for parity in code.parities(member):
             left[parity.key] = np.zeros(parity.nbytes, np.uint8)
             row = tuple(c for _, c in parity.terms)
-            combine_ragged(NumpyBackend(), (row,), [data[k] for k, _ in parity.terms], [left[parity.key]])
+            combine_ragged(
+                NumpyBackend(), (row,), [data[k] for k, _ in parity.terms], [left[parity.key]]
+            )
     missing, why = find_lost(code, left)
     assert why is None
     return find_stripes(missing), left
@@ -148,7 +160,11 @@ def move(number: int, src: int, nbytes: int) -> BlockMove:
 )
 def test_p9_blocks_arrive_in_any_order_within_the_window(blocks, in_rooms, random):
     moves = [move(number, src, nbytes) for number, (src, nbytes) in enumerate(blocks)]
-    rooms = {m.fetch: torch.empty(m.fetch.nbytes, dtype=torch.uint8) for m in moves[::2]} if in_rooms else {}
+    rooms = (
+        {m.fetch: torch.empty(m.fetch.nbytes, dtype=torch.uint8) for m in moves[::2]}
+        if in_rooms
+        else {}
+    )
     here, used, waiting = [], [], {}
     with closing(Inbox(moves, rooms.get, WINDOW_BYTES, lambda *block: here.append(block))) as inbox:
         streams = inbox.streams()
@@ -187,7 +203,8 @@ def test_p9_what_is_decoded_together_arrives_together():
     plan = plan_recovery(inventories(records, lost, topology.nodes), topology, job_id=JOB)
     assert plan.rebuilds
     plan = replace(
-        plan, fetches={c: plan.rebuilds[c].fetches if c in plan.rebuilds else () for c in plan.fetches}
+        plan,
+        fetches={c: plan.rebuilds[c].fetches if c in plan.rebuilds else () for c in plan.fetches},
     )
     moves = make_moves(plan, topology)
     for coordinate, rebuild in plan.rebuilds.items():
@@ -201,7 +218,10 @@ def test_p9_what_is_decoded_together_arrives_together():
         for move in moves:
             if move.dst == topology.rank_of(coordinate):
                 arrived.add(move.fetch.key)
-                most = max(most, sum(coming[k] for keys in stripes if keys - arrived for k in keys & arrived))
+                most = max(
+                    most,
+                    sum(coming[k] for keys in stripes if keys - arrived for k in keys & arrived),
+                )
         assert arrived >= set().union(*stripes)
         assert most <= window
 
@@ -221,7 +241,11 @@ def memory(tmp_path: Path) -> Path:
 
 
 def found(memory: Path, gone: str | None = None):
-    return [ArenaStore(memory / node, node, SECRET).inventory() for node in TOPOLOGY.nodes if node != gone]
+    return [
+        ArenaStore(memory / node, node, SECRET).inventory()
+        for node in TOPOLOGY.nodes
+        if node != gone
+    ]
 
 
 def planned_over(memory: Path) -> RecoveryPlan:
@@ -251,7 +275,9 @@ def fill(memory: Path, plan: RecoveryPlan, of: ArenaRebuilder, blocks: int | Non
 
 
 def left(path: Path, memory: Path) -> ArenaState | None:
-    return next((r.header.state for r in ArenaStore(memory / NODE, NODE, SECRET).inventory().arenas), None)
+    return next(
+        (r.header.state for r in ArenaStore(memory / NODE, NODE, SECRET).inventory().arenas), None
+    )
 
 
 def test_p3_cut_off_after_any_block_the_newcomer_holds_nothing_that_is_read(memory: Path) -> None:
@@ -282,7 +308,9 @@ def test_p3_once_sealed_any_node_may_be_lost_next(memory: Path, committed: bool)
         fill(memory, plan, newcomer)
         newcomer.seal()
     assert left(path, memory) is (ArenaState.COMMITTED if committed else ArenaState.SEALED)
-    assert path.stat().st_blocks * 512 >= path.stat().st_size, "a later write may find no memory (P9)"
+    assert path.stat().st_blocks * 512 >= path.stat().st_size, (
+        "a later write may find no memory (P9)"
+    )
     for gone in TOPOLOGY.nodes:
         after = plan_recovery(found(memory, gone), without(TOPOLOGY, [gone]), job_id=JOB)
         assert isinstance(after, RecoveryPlan), f"{gone}: {after}"
@@ -291,7 +319,9 @@ def test_p3_once_sealed_any_node_may_be_lost_next(memory: Path, committed: bool)
     assert {fetch.node for fetch in own} == {NODE}
 
 
-@pytest.mark.parametrize("step", ["create", "begin", "write", "allocate", "seal", "commit", "blueprint"])
+@pytest.mark.parametrize(
+    "step", ["create", "begin", "write", "allocate", "seal", "commit", "blueprint"]
+)
 def test_p6_where_the_newcomer_fails_the_others_are_not_held_up(
     memory: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -311,7 +341,9 @@ def test_p6_where_the_newcomer_fails_the_others_are_not_held_up(
         fill(memory, plan, newcomer)
         newcomer.seal()
     monkeypatch.undo()
-    assert left(path, memory) in ((ArenaState.SEALED,) if step == "commit" else (None, ArenaState.WRITING))
+    assert left(path, memory) in (
+        (ArenaState.SEALED,) if step == "commit" else (None, ArenaState.WRITING)
+    )
     assert planned_over(memory).label == NEW
 
 

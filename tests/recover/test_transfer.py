@@ -42,7 +42,10 @@ ALIVE = [rank for rank in range(WORLD_SIZE) if rank != DEAD.dp]
 
 @pytest.fixture(
     scope="module",
-    params=["sockets", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mpich", "openmpi"))],
+    params=[
+        "sockets",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mpich", "openmpi")),
+    ],
 )
 def over(request):
     return request.param
@@ -66,7 +69,9 @@ def results(over, memory):
         output, _ = job.communicate(timeout=540)
         assert job.returncode == 0, output[-8000:]
     found = [json.loads((memory / f"result-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
-    return {name: [of_rank.get(name) for of_rank in found] for name in ("stranger", *MORE, *SCENARIOS)}
+    return {
+        name: [of_rank.get(name) for of_rank in found] for name in ("stranger", *MORE, *SCENARIOS)
+    }
 
 
 def over_sockets(command, environment, root):
@@ -108,7 +113,9 @@ def test_p11_a_message_that_does_not_carry_the_jobs_secret_is_refused(results):
 def test_p11_a_gathering_with_a_rank_that_has_another_secret_is_refused_by_all(results, over):
     if over == "sockets":
         pytest.skip("they do not even connect")
-    assert [result["error"] for result in results["stranger"]] == ["AuthenticationError"] * WORLD_SIZE
+    assert [result["error"] for result in results["stranger"]] == [
+        "AuthenticationError"
+    ] * WORLD_SIZE
 
 
 def test_p5_a_rank_of_another_group_finds_what_is_corrupt_on_its_node(results):
@@ -182,7 +189,11 @@ FOUND = {
         *("owned block 1 of pp0.dp0.tp0", "on node n0; restored from rank0-slot0.arena on node n3"),
     ),
     # It was damaged after it was verified.
-    "corrupt_on_the_way": (NEW, ["IN_TRANSIT"], "corrupt on the way from rank0-slot0.arena on node n1"),
+    "corrupt_on_the_way": (
+        NEW,
+        ["IN_TRANSIT"],
+        "corrupt on the way from rank0-slot0.arena on node n1",
+    ),
     "older_version": (OLD, None, "an older version"),
     # Only the second group lost a node, and a copy there is corrupt: the first goes back with it.
     "older_in_one_group": (OLD, None),
@@ -222,9 +233,13 @@ def test_p3_a_version_of_another_layout_is_taken_up_and_stays_as_it_is(results, 
         assert f"{old} instead of {new}" in result["refused"]
     total = results[name][0]["total"]
     assert total["parity"] > 0 if name.endswith("decoded") else total["local"] > 0
-    left = {p.name for node in ("n0", "n1", "n2", "n3") for p in (memory / name / node).glob("*.arena")}
+    left = {
+        p.name for node in ("n0", "n1", "n2", "n3") for p in (memory / name / node).glob("*.arena")
+    }
     stages = range(2) if name.startswith("merged") else range(1)
-    assert {n for n in left if not n.startswith("decoded")} == {f"rank{n}-slot0.arena" for n in stages}
+    assert {n for n in left if not n.startswith("decoded")} == {
+        f"rank{n}-slot0.arena" for n in stages
+    }
 
 
 def test_beyond_tolerance_all_ranks_refuse_alike_and_touch_nothing(results):
@@ -278,7 +293,11 @@ def test_p3_a_version_is_completed_where_its_node_is_new(results, name):
 def test_p3_a_completed_version_survives_the_next_loss(results, memory, name):
     placement = SCENARIOS[name].placement
     for lost in sorted(set(placement.nodes)):
-        left = [ArenaStore(memory / name / n, n, SECRET).inventory() for n in placement.nodes if n != lost]
+        left = [
+            ArenaStore(memory / name / n, n, SECRET).inventory()
+            for n in placement.nodes
+            if n != lost
+        ]
         plan = plan_recovery(left, without(placement, [lost]), job_id=JOB)
         assert isinstance(plan, RecoveryPlan), f"{lost} lost: {plan}"
         assert (plan.label, plan.committed) == (NEW, True)
@@ -292,20 +311,26 @@ def test_p6_where_a_version_cannot_be_completed_it_is_restored_all_the_same(resu
     assert [r["stored"]["state"] for i, r in enumerate(found) if i != DEAD.dp] == ["committed"] * 3
 
 
-def test_p3_killed_while_it_completes_a_version_a_newcomer_leaves_nothing_that_is_read(results, memory, over):
+def test_p3_killed_while_it_completes_a_version_a_newcomer_leaves_nothing_that_is_read(
+    results, memory, over
+):
     """Its arena is torn; what the others hold is untouched, and recovers the same version."""
     if over != "sockets":
         pytest.skip("a rank that dies ends an MPI job")
     scenario = SCENARIOS["peer_killed"]
     nodes = scenario.placement.nodes
-    inventories = [ArenaStore(memory / "peer_killed" / node, node, SECRET).inventory() for node in nodes]
+    inventories = [
+        ArenaStore(memory / "peer_killed" / node, node, SECRET).inventory() for node in nodes
+    ]
     torn = [r for i in inventories for r in i.arenas if not r.usable]
     assert [r.header.coordinate for r in torn] == [DEAD]
     plan = plan_recovery(inventories, scenario.placement, job_id=JOB)
     assert isinstance(plan, RecoveryPlan)
     assert plan.label == NEW
     assert plan.committed
-    assert all(fetch.node != nodes[DEAD.dp] for fetches in plan.fetches.values() for fetch in fetches)
+    assert all(
+        fetch.node != nodes[DEAD.dp] for fetches in plan.fetches.values() for fetch in fetches
+    )
 
 
 def test_a_killed_peer_is_a_transfer_error_on_every_survivor(results, over):

@@ -84,25 +84,36 @@ class Rank:
         self.prepared += 1
         assert was == self.written
         assert set(hosts) == host_state_sources(was, self.topology.degrees, self.at)
-        self.images = {(at, Section.HOST): np.frombuffer(host, np.uint8) for at, host in hosts.items()}
+        self.images = {
+            (at, Section.HOST): np.frombuffer(host, np.uint8) for at, host in hosts.items()
+        }
         if was == self.topology.degrees:
             for section in IMAGES:
-                self.images[self.at, section] = np.zeros(self.expected(self.at, section, NEW).size, np.uint8)
+                self.images[self.at, section] = np.zeros(
+                    self.expected(self.at, section, NEW).size, np.uint8
+                )
             return ()
         if only_replicas_differ(was, self.topology.degrees):
             resize = Resize(was.dp, self.topology.degrees.dp)
-            self.moves = plan_replica(self.held(was), self.held(self.topology.degrees), resize, self.at)
+            self.moves = plan_replica(
+                self.held(was), self.held(self.topology.degrees), resize, self.at
+            )
         else:
             sizes = {
                 (at, section): self.scenario.fleet.image_bytes(at, section)
                 for at in hosts
                 for section in IMAGES
             }
-            self.moves = [ElementMove(at, s, 1, n - 1, f"{at} {s}", 1) for (at, s), n in sizes.items()]
+            self.moves = [
+                ElementMove(at, s, 1, n - 1, f"{at} {s}", 1) for (at, s), n in sizes.items()
+            ]
         for at, section in {(move.source, Section(move.tensor)) for move in self.moves}:
             to = self.target(at)
             self.images[to, section] = np.zeros(self.expected(to, section, NEW).size, np.uint8)
-        return [ImageRange(move.source, Section(move.tensor), move.start, move.numel) for move in self.moves]
+        return [
+            ImageRange(move.source, Section(move.tensor), move.start, move.numel)
+            for move in self.moves
+        ]
 
     def target(self, at: Coordinate) -> Coordinate:
         return self.at if only_replicas_differ(self.written, self.topology.degrees) else at
@@ -114,7 +125,12 @@ class Rank:
         whole = {str(Section.REPLICATED): fleet.image_bytes(at, Section.REPLICATED)}
         return RankImages(
             whole,
-            {str(Section.OWNED): (part if degrees == self.written else -(-length // degrees.dp), length)},
+            {
+                str(Section.OWNED): (
+                    part if degrees == self.written else -(-length // degrees.dp),
+                    length,
+                )
+            },
         )
 
     def expected(self, at: Coordinate, section: Section, label: VersionId) -> np.ndarray:
@@ -135,7 +151,9 @@ class Rank:
         assert fetch.key.section is not Section.HOST
         block, section = data.numpy(), fetch.key.section
         if self.written == self.topology.degrees:
-            self.images[self.at, section][fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = block
+            self.images[self.at, section][fetch.start_bytes : fetch.start_bytes + fetch.nbytes] = (
+                block
+            )
         for move in self.moves:
             of = move.source.pp, move.source.tp, move.tensor
             if of != (fetch.pp, fetch.tp, section) or (
@@ -165,7 +183,9 @@ class Rank:
     def recovery(self, **options) -> Recovery:
         options.setdefault("any_layout", True)
         place, faults = ArenaStore(self.job_dir, self.node, SECRET), options.pop("faults", None)
-        return Recovery(Participant(self.topology, self.control, JOB, place, faults, 4096), **options)
+        return Recovery(
+            Participant(self.topology, self.control, JOB, place, faults, 4096), **options
+        )
 
     def completing(self, scheme: str = "arc", slot: int = 0) -> StoreConfig:
         def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> ArenaLayout:
@@ -248,7 +268,9 @@ class ForgesMessages(ControlGroup):
         for message in forged.values():
             if len(message) > 8:  # not its length
                 message[-1] ^= 0x40
-        super().stream({peer: [memoryview(message)] for peer, message in forged.items()}, receives, wake)
+        super().stream(
+            {peer: [memoryview(message)] for peer, message in forged.items()}, receives, wake
+        )
 
 
 def run_scenario(root: Path, name: str, control: ControlGroup) -> dict[str, object]:
@@ -267,7 +289,9 @@ def run_scenario(root: Path, name: str, control: ControlGroup) -> dict[str, obje
     if "complet" in name or name == "another_scheme":
         return run_completion(root, name, control)
     faults = {
-        "injected_raise": FaultConfig(point=FaultPoint.DURING_RECOVERY, step=NEW.step, dp=1, action="raise"),
+        "injected_raise": FaultConfig(
+            point=FaultPoint.DURING_RECOVERY, step=NEW.step, dp=1, action="raise"
+        ),
         "peer_killed": FaultConfig(
             point=FaultPoint.DURING_RECOVERY, step=NEW.step, dp=DEAD.dp, action="kill"
         ),

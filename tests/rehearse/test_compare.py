@@ -54,9 +54,13 @@ def changed(
     """With another value in the records that have these attributes."""
 
     def change(record: ComparedStep) -> ComparedStep:
-        if cause not in record.values or any(getattr(record, name) != wanted for name, wanted in at.items()):
+        if cause not in record.values or any(
+            getattr(record, name) != wanted for name, wanted in at.items()
+        ):
             return record
-        return replace(record, values={**record.values, cause: {**record.values[cause], key: value}})
+        return replace(
+            record, values={**record.values, cause: {**record.values[cause], key: value}}
+        )
 
     return [change(record) for record in records]
 
@@ -74,19 +78,27 @@ def test_a_killed_run_repeats_steps_and_restores_states() -> None:
 
 @pytest.mark.parametrize("life", [1, 2])
 def test_a_step_that_was_made_twice_has_to_be_equal_both_times(life: int) -> None:
-    killed = changed(run(steps=2) + run(life=2, first=2), {"step": 2, "life": life}, LOSS, "loss.0", "0.75")
+    killed = changed(
+        run(steps=2) + run(life=2, first=2), {"step": 2, "life": life}, LOSS, "loss.0", "0.75"
+    )
     assert compare(run(), killed)[0] == Difference(2, 0, LOSS, "loss.0", "0.5", "0.75")
 
 
 def test_a_restored_state_is_compared_with_the_state_of_its_step() -> None:
-    restored = changed(run(life=2, first=3, steps=3), {"rank": 1, "kind": STATE}, RATES, "group0", "0.2")
+    restored = changed(
+        run(life=2, first=3, steps=3), {"rank": 1, "kind": STATE}, RATES, "group0", "0.2"
+    )
     (difference,) = compare(run(), run() + [r for r in restored if r.kind == STATE])
     assert str(difference) == "step 3, rank 1: learning rate: group0: 0.2 instead of 0.1"
 
 
 def test_the_first_difference_is_of_the_first_step_and_there_in_the_order_of_causes() -> None:
     found = run()
-    for cause, key in ((WEIGHTS, "replicated.weight"), (CLIENT, "client.counter"), (RATES, "group0")):
+    for cause, key in (
+        (WEIGHTS, "replicated.weight"),
+        (CLIENT, "client.counter"),
+        (RATES, "group0"),
+    ):
         found = changed(found, {"step": 3}, cause, key, "other")
     found = changed(found, {"step": 4, "kind": STATE}, DATA, "data.pass.taken", "other")
     differences = compare(run(), found)
@@ -130,7 +142,9 @@ def test_a_rank_that_has_moved_to_another_node_is_no_difference() -> None:
     assert {one.cause for one in compare(here, other, partial=True)} == {RATES}
 
 
-def test_a_generator_that_nobody_seeds_makes_a_job_not_unsteady_while_nothing_else_differs() -> None:
+def test_a_generator_that_nobody_seeds_makes_a_job_not_unsteady_while_nothing_else_differs() -> (
+    None
+):
     second = changed(run(), {}, GENERATORS, "rng.numpy.1", "#other")
     unsteady, unseeded = split_unsteady(compare(run(), second))
     assert (unsteady, unseeded) == ([], {(GENERATORS, "rng.numpy.1")})

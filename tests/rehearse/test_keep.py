@@ -41,7 +41,9 @@ def opens(guard: Guard, path: Path, flags: int) -> None:
 def test_a_file_that_is_there_is_not_emptied(guarded: tuple[Guard, Path]) -> None:
     guard, work = guarded
     (work / "losses.txt").write_text("of a run of weeks")
-    with pytest.raises(ConfigError, match=r"test_keep.py:\d+ would overwrite .*losses.txt.*--overwrite"):
+    with pytest.raises(
+        ConfigError, match=r"test_keep.py:\d+ would overwrite .*losses.txt.*--overwrite"
+    ):
         opens(guard, work / "losses.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with pytest.raises(ConfigError, match=r"losses\.txt"):
         guard("os.rename", (str(work / "new"), str(work / "losses.txt"), -1, -1))
@@ -60,7 +62,9 @@ def test_a_file_that_the_rehearsal_made_may_be_written_again(guarded: tuple[Guar
     opens(guard, work / "new.txt", flags)
     (work / "new.txt").write_text("of the first run")
     opens(guard, work / "new.txt", flags)
-    opens(Guard(work.parent / "rehearsal"), work / "new.txt", flags)  # another process, or the next run
+    opens(
+        Guard(work.parent / "rehearsal"), work / "new.txt", flags
+    )  # another process, or the next run
 
 
 def test_the_rehearsals_own_files_and_caches_are_free(guarded: tuple[Guard, Path]) -> None:

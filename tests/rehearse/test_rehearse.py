@@ -53,7 +53,9 @@ def test_a_script_that_reft_restores_whole_is_equal_to_the_last_bit(rehearsed: R
     report = rehearsed(*small("nothing"))
     lines = list(describe(report))
     assert report["exit_code"] == 0, lines
-    assert re.fullmatch(r"6 steps equal to the last bit, killed after step 3; back in \d+\.\d s", lines[0])
+    assert re.fullmatch(
+        r"6 steps equal to the last bit, killed after step 3; back in \d+\.\d s", lines[0]
+    )
     in_step, between = report["tries"]
     assert in_step["resumed_with_step"] == 4
     assert between["killed_at"] == "boundary"
@@ -61,7 +63,9 @@ def test_a_script_that_reft_restores_whole_is_equal_to_the_last_bit(rehearsed: R
 
 @pytest.mark.integration
 @pytest.mark.parametrize("source", ["urandom", "time"])
-def test_a_script_that_differs_by_itself_blames_no_recovery(rehearsed: Rehearse, source: str) -> None:
+def test_a_script_that_differs_by_itself_blames_no_recovery(
+    rehearsed: Rehearse, source: str
+) -> None:
     report = rehearsed(*small(source))
     assert report["exit_code"] == 3
     assert report["tries"] == []
@@ -83,7 +87,9 @@ def test_what_no_snapshot_holds_is_the_first_difference_after_a_kill(
 
 
 @pytest.mark.integration
-def test_the_kill_between_steps_is_in_an_evaluation_and_saves_are_redirected(rehearsed: Rehearse) -> None:
+def test_the_kill_between_steps_is_in_an_evaluation_and_saves_are_redirected(
+    rehearsed: Rehearse,
+) -> None:
     report = rehearsed(*small("evaluates"))
     assert [(one["killed_at"], one["killed_after"]) for one in report["tries"]] == [
         ("step", 3),
@@ -187,7 +193,16 @@ def test_options_that_leave_nothing_to_compare_are_refused(rehearsed: Rehearse) 
         pytest.param(("--nproc-per-node", "2", "plain"), id="plain"),
         pytest.param(("--nnodes", "2", "--node", "plain"), id="plain-node"),
         pytest.param(
-            ("--nnodes", "2", "--node", "--nproc-per-node", "2", "--rank-order", "across-nodes", "pipeline"),
+            (
+                "--nnodes",
+                "2",
+                "--node",
+                "--nproc-per-node",
+                "2",
+                "--rank-order",
+                "across-nodes",
+                "pipeline",
+            ),
             id="pipeline-node",
         ),
         pytest.param(("trainer",), id="trainer"),
@@ -196,7 +211,9 @@ def test_options_that_leave_nothing_to_compare_are_refused(rehearsed: Rehearse) 
 def test_the_examples_are_equal(rehearsed: Rehearse, options: tuple[str, ...]) -> None:
     *launch, name = options
     if name == "trainer":
-        pytest.importorskip("transformers", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
+        pytest.importorskip(
+            "transformers", reason="needs the extra hf: pip install 'reft-ckpt[hf]'"
+        )
     script, config = EXAMPLES / f"{name}.py", EXAMPLES / f"{name}.json"
     report = rehearsed(*launch, script, "--deepspeed_config", config)
     assert report["exit_code"] == 0, list(describe(report))

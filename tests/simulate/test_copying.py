@@ -41,7 +41,12 @@ def snapshots(draw):
     )
     copying = [
         Copying(
-            draw(st.floats(0, 100 * MB)), MB, draw(st.booleans()), draw(parts), draw(besides), draw(besides)
+            draw(st.floats(0, 100 * MB)),
+            MB,
+            draw(st.booleans()),
+            draw(parts),
+            draw(besides),
+            draw(besides),
         )
         for _ in range(stages)
     ]
@@ -143,7 +148,8 @@ def test_has_is_free_where_the_planner_says_that_everything_fits_the_bubbles(tra
     result = predict(training)
     plain, has = result.of(Variant.NONE).simulation, result.of(Variant.HAS)
     plans = [
-        plan_stage(training, s, 2 / training.data * training.state_bytes(s.stage_id)) for s in plain.stages
+        plan_stage(training, s, 2 / training.data * training.state_bytes(s.stage_id))
+        for s in plain.stages
     ]
     assume(all(plan.tier_bytes[1] == plan.total_bytes for plan in plans))
     assert has.overhead == pytest.approx(0.0, abs=1e-9)
@@ -159,7 +165,9 @@ def test_a_plan_estimates_hardly_less_than_what_is_simulated():
         for part in (0.1, 0.5, 1.0):
             nbytes = [round(part * training.state_bytes(p)) for p in range(training.stages)]
             true = simulate_copying(Variant.HAS, training, plain, nbytes, pipeline).makespan_secs
-            found = pace({p: TrafficEstimate(n, 0, 0, 0, 0, 0) for p, n in enumerate(nbytes)}).overhead
+            found = pace(
+                {p: TrafficEstimate(n, 0, 0, 0, 0, 0) for p, n in enumerate(nbytes)}
+            ).overhead
             assert found >= true / plain.makespan_secs - 1.0 - 0.005, (training.name, part)
 
 
@@ -190,10 +198,24 @@ def test_the_report_has_what_the_papers_print_beside_labelled_values(capsys, tmp
     lines = [line for section in sections for line in section["lines"]]
     assert {line["how"] for line in lines} == {"simulated", "computed", "measured"}
     told = " ".join(line["published"] for line in lines)
-    for value in ("22 %", "6.63", "17 %", "9.27", "0.84", "0.75", "12.36", "6.32", "6.59", "30.45", "35 %"):
+    for value in (
+        "22 %",
+        "6.63",
+        "17 %",
+        "9.27",
+        "0.84",
+        "0.75",
+        "12.36",
+        "6.32",
+        "6.59",
+        "30.45",
+        "35 %",
+    ):
         assert value in told, value
     text = (tmp_path / "paper.md").read_text()
-    assert all((tmp_path / name).is_file() and name in text for name in ("overheads.png", "step.png"))
+    assert all(
+        (tmp_path / name).is_file() and name in text for name in ("overheads.png", "step.png")
+    )
 
 
 def test_figures_are_drawn(capsys, tmp_path):
@@ -201,8 +223,12 @@ def test_figures_are_drawn(capsys, tmp_path):
     assert run(capsys, "has", "--figure", str(overheads))[0] == 0
     arguments = ("has", "--model", "1.3b", "--cluster", "v100", "--timeline", str(timeline))
     assert run(capsys, *arguments)[0] == 0
-    assert run(capsys, "pipeline", "--schedule", "zero-bubble-h1", "--figure", str(pipeline))[0] == 0
+    assert (
+        run(capsys, "pipeline", "--schedule", "zero-bubble-h1", "--figure", str(pipeline))[0] == 0
+    )
     for path in (overheads, timeline, pipeline):
         assert "<svg" in path.read_text()
     bars = sum(len(experiment.trainings) for experiment in experiments())
-    assert overheads.read_text().count("<!-- has") >= bars, "every bar of HAS is labelled, of height 0 too"
+    assert overheads.read_text().count("<!-- has") >= bars, (
+        "every bar of HAS is labelled, of height 0 too"
+    )

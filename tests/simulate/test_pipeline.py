@@ -39,7 +39,9 @@ def any_schedule(draw):
     elif name == "deepspeed dualpipe-v":
         assume(hasattr(deepspeed_schedules, "DualPipeVSchedule"))
         cls = deepspeed_schedules.DualPipeVSchedule
-        schedule = from_deepspeed([cls(micro_batches, stages, p) for p in range(stages)], micro_batches)
+        schedule = from_deepspeed(
+            [cls(micro_batches, stages, p) for p in range(stages)], micro_batches
+        )
     else:
         schedule = SCHEDULES[name](stages, micro_batches)
     times = st.lists(whole_secs, min_size=stages, max_size=stages).map(tuple)
@@ -132,7 +134,9 @@ def test_papers_bubble_is_laid_over_the_true_places_in_order(stages, micro_batch
     analytic = AnalyticEstimator(stages, micro_batches, t_f, t_b)
     for p in range(stages):
         windows = paper_windows(analytic, p)
-        assert sum(w.length_secs for w in windows) == pytest.approx((2.8 * stages - p - 2) * (t_f + t_b))
+        assert sum(w.length_secs for w in windows) == pytest.approx(
+            (2.8 * stages - p - 2) * (t_f + t_b)
+        )
         places = [w for w in analytic.windows(p) if w.kind is not WindowKind.FILL]
         assert [w.position for w in windows] == [w.position for w in places]
         assert all(a.stop_secs <= b.start_secs for a, b in pairwise(windows))

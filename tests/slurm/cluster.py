@@ -24,7 +24,17 @@ from types import MappingProxyType, TracebackType
 
 import psutil
 
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "unshare", "nsenter", "ip")
+PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "munged",
+    "unshare",
+    "nsenter",
+    "ip",
+)
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2 util-linux"
 _HEAD = "login"
 _NETWORK = "10.77.0"
@@ -33,7 +43,16 @@ _END_SECS = 60.0
 _POLL_SECS = 0.1
 _GPUS = 8
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-_NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+_NAMESPACES = (
+    "--net",
+    "--mount",
+    "--uts",
+    "--ipc",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+)
 _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 
@@ -68,7 +87,11 @@ class SlurmCluster:
     set for its daemons and for what is submitted."""
 
     def __init__(
-        self, directory: Path, nodes: int = 3, config: Sequence[str] = (), env: Mapping[str, str] = _NOTHING
+        self,
+        directory: Path,
+        nodes: int = 3,
+        config: Sequence[str] = (),
+        env: Mapping[str, str] = _NOTHING,
     ) -> None:
         self.directory = directory
         self.names = [f"node{i}" for i in range(1, nodes + 1)]
@@ -86,7 +109,10 @@ class SlurmCluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -104,7 +130,16 @@ class SlurmCluster:
             "ip link set br0 up",
         ):
             _call("nsenter", "-t", head, "-n", *words.split())
-        _call("nsenter", "-t", head, "-m", "mount", "--bind", str(self.directory / "hosts"), "/etc/hosts")
+        _call(
+            "nsenter",
+            "-t",
+            head,
+            "-m",
+            "mount",
+            "--bind",
+            str(self.directory / "hosts"),
+            "/etc/hosts",
+        )
         self._daemon("munged", *self._munged())
         self.wait_until((self.directory / "munge.socket").exists, "munged")
         self._daemon("slurmctld", "slurmctld", "-D", "-c")
@@ -116,9 +151,13 @@ class SlurmCluster:
         head = self._head
         assert head is not None
         log = self.directory / f"slurmd.{name}.out"
-        host = self.hosts[name] = self._make_host(name, head, f"slurmd -D -N {name} > {log} 2>&1 & wait")
+        host = self.hosts[name] = self._make_host(
+            name, head, f"slurmd -D -N {name} > {log} 2>&1 & wait"
+        )
         peer = ("peer", "name", "eth0", "netns", str(host.pid))
-        _call("nsenter", "-t", str(head.pid), "-n", "ip", "link", "add", name, "type", "veth", *peer)
+        _call(
+            "nsenter", "-t", str(head.pid), "-n", "ip", "link", "add", name, "type", "veth", *peer
+        )
         for words in (f"ip link set {name} master br0", f"ip link set {name} up"):
             _call("nsenter", "-t", str(head.pid), "-n", *words.split())
         for words in (
@@ -143,7 +182,9 @@ class SlurmCluster:
     def _make_host(self, name: str, within: Host | None, command: str) -> Host:
         """A host that has its name, and runs ``command`` once it is told that its network is there."""
         enter = () if within is None else ("nsenter", "-t", str(within.pid), "-a")
-        script = f"hostname {name}; mount -t tmpfs tmpfs /dev/shm -o mode=1777; read -r _; {command}"
+        script = (
+            f"hostname {name}; mount -t tmpfs tmpfs /dev/shm -o mode=1777; read -r _; {command}"
+        )
         process = subprocess.Popen(
             [*enter, "unshare", *_NAMESPACES, "bash", "-c", script],
             stdin=subprocess.PIPE,
@@ -155,7 +196,9 @@ class SlurmCluster:
 
         def first() -> bool:
             found[:] = [
-                p.pid for p in psutil.Process(process.pid).children(recursive=True) if _is_first(p.pid)
+                p.pid
+                for p in psutil.Process(process.pid).children(recursive=True)
+                if _is_first(p.pid)
             ]
             return bool(found)
 
@@ -171,12 +214,21 @@ class SlurmCluster:
     def _daemon(self, name: str, *command: str) -> None:
         with (self.directory / f"{name}.out").open("ab") as out:
             # Whose end it is waited for by nobody: it ends with its namespace.
-            subprocess.Popen([*self.inside(), *command], stdout=out, stderr=out, env=self.environ(), cwd="/")
+            subprocess.Popen(
+                [*self.inside(), *command], stdout=out, stderr=out, env=self.environ(), cwd="/"
+            )
 
     def _munged(self) -> list[str]:
         directory = self.directory
-        files = ("key-file=munge.key", "pid-file=munged.pid", "seed-file=munge.seed", "socket=munge.socket")
-        paths = [f"--{name}={directory / file}" for name, _, file in (f.partition("=") for f in files)]
+        files = (
+            "key-file=munge.key",
+            "pid-file=munged.pid",
+            "seed-file=munge.seed",
+            "socket=munge.socket",
+        )
+        paths = [
+            f"--{name}={directory / file}" for name, _, file in (f.partition("=") for f in files)
+        ]
         return ["munged", "--foreground", "--force", *paths]
 
     def _write_files(self) -> None:
@@ -191,7 +243,9 @@ class SlurmCluster:
         text = "\n".join(["127.0.0.1 localhost", f"{_NETWORK}.254 {_HEAD}", *hosts, ""])
         (directory / "hosts").write_text(text)
         for number in range(_GPUS):  # Slurm looks whether they are there, and no more
-            os.mknod(directory / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # /dev/null's
+            os.mknod(
+                directory / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3)
+            )  # /dev/null's
         (directory / "gres.conf").write_text(f"Name=gpu File={directory}/gpu[0-{_GPUS - 1}]\n")
         (directory / "slurm.conf").write_text("\n".join([*self._slurm_conf(), *self._config, ""]))
 
@@ -241,7 +295,9 @@ class SlurmCluster:
     def environ(self) -> dict[str, str]:
         """For its commands: this process's, without what an outer Slurm has set."""
         kept = {
-            k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "PET_", "REFT_JOB"))
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("SLURM_", "SBATCH_", "PET_", "REFT_JOB"))
         }
         return {**kept, **self.env}
 
@@ -298,7 +354,9 @@ class SlurmCluster:
                     found.append(process)
         return found
 
-    def wait_until(self, condition: Callable[[], object], what: str, secs: float = _WAIT_SECS) -> None:
+    def wait_until(
+        self, condition: Callable[[], object], what: str, secs: float = _WAIT_SECS
+    ) -> None:
         deadline = time.monotonic() + secs
         while not condition():
             if time.monotonic() > deadline:

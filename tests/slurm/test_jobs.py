@@ -64,7 +64,11 @@ class SlurmJob:
         config = json.loads((ROOT / "examples" / "plain.json").read_text())
         (directory / "ds.json").write_text(json.dumps({**config, "reft": block}))
         sbatch = ["sbatch", "--parsable", "--gpus-per-node=1", f"--output={self.output}", *options]
-        train = [str(ROOT / "examples" / "plain.py"), "--deepspeed_config", str(directory / "ds.json")]
+        train = [
+            str(ROOT / "examples" / "plain.py"),
+            "--deepspeed_config",
+            str(directory / "ds.json"),
+        ]
         saves = ["--save-dir", str(directory / "checkpoints"), *arguments]
         words = [*sbatch, str(SCRIPTS / script), *train, *saves]
         pairs = [f"{name}={value}" for name, value in (env or {}).items()]
@@ -92,7 +96,9 @@ class SlurmJob:
                 return True
             state = self.facts["JobState"]
             if state in _OVER and not ends:
-                raise AssertionError(f"job {self.number} is {state}, before {what}\n{self.log[-6000:]}")
+                raise AssertionError(
+                    f"job {self.number} is {state}, before {what}\n{self.log[-6000:]}"
+                )
             return False
 
         try:
@@ -139,7 +145,9 @@ class PageJob(SlurmJob):
         (checkout / "pretrain_gpt.py").write_text(_PRETRAIN)
         (command,) = re.findall(r"^    (REFT_SLURM=(?:.*\\\n)*.*)", self._page, re.MULTILINE)
         command = re.sub(
-            r"--nodes=\d+", f"--nodes=3 --parsable --gpus-per-node=1 --output={self.output}", command
+            r"--nodes=\d+",
+            f"--nodes=3 --parsable --gpus-per-node=1 --output={self.output}",
+            command,
         )
         command = command.replace("/shared", str(directory)).replace("$ORION", str(directory))
         self.number = cluster.call("bash", "-c", command, cwd=checkout).strip()
@@ -180,10 +188,14 @@ def cluster() -> Iterator[SlurmCluster]:
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
-    directory = Path(tempfile.mkdtemp(prefix="reft-slurm-", dir="/tmp"))  # munge's socket: a short path
+    directory = Path(
+        tempfile.mkdtemp(prefix="reft-slurm-", dir="/tmp")
+    )  # munge's socket: a short path
     try:
         epilog = directory / "epilog"
-        epilog.write_text(f"#!/bin/sh\nif [ -e {directory}/{CLEANS} ]; then rm -rf /dev/shm/*; fi\n")
+        epilog.write_text(
+            f"#!/bin/sh\nif [ -e {directory}/{CLEANS} ]; then rm -rf /dev/shm/*; fi\n"
+        )
         epilog.chmod(0o755)
         with SlurmCluster(directory, 3, [f"Epilog={epilog}"], environment()) as running:
             yield running
@@ -294,21 +306,25 @@ def test_a_step_that_is_killed_is_followed_by_another(
 def ends_without_requeue(job: SlurmJob, *then: str) -> None:
     """Well, in the same allocation, resumed once, from memory. ``then``: what later steps resume from."""
     facts = job.end()
-    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), job.log[
-        -6000:
-    ]
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), (
+        job.log[-6000:]
+    )
     assert [source for _, source in job.outcome.resumed] == ["memory", *then], job.log[-6000:]
     assert job.outcome.resumed[0][0] >= 10
 
 
-@pytest.mark.parametrize(("page", "model"), [("llama.md", "v100-1.3b"), ("frontier.md", "frontier-1.3b")])
+@pytest.mark.parametrize(
+    ("page", "model"), [("llama.md", "v100-1.3b"), ("frontier.md", "frontier-1.3b")]
+)
 def test_a_job_of_a_page_survives_the_node_that_the_page_kills(
     page: str, model: str, cluster: SlurmCluster, directory: Path, undisturbed: Outcome
 ) -> None:
     job = PageJob(cluster, directory, page, model)
     job.reach(12)
     job.lose([name for name in job.trainers() if name != job.facts["BatchHost"]][-1])
-    ends_without_requeue(job, "disk")  # srun tells of the killed task at the end: another step finds all done
+    ends_without_requeue(
+        job, "disk"
+    )  # srun tells of the killed task at the end: another step finds all done
     assert missing_lines(page, job.log) == [], job.log[-6000:]
     job.outcome.check_against(undisturbed)
 
@@ -342,7 +358,11 @@ def test_under_mpi_the_next_step_starts_on_the_nodes_that_are_left(
     )
     job.reach(12)
     batch_host = job.facts["BatchHost"]
-    ranks = [name for name in cluster.hosts if any("mpi-run" in p.cmdline() for p in cluster.processes(name))]
+    ranks = [
+        name
+        for name in cluster.hosts
+        if any("mpi-run" in p.cmdline() for p in cluster.processes(name))
+    ]
     (lost,) = (name for name in ranks if name != batch_host)
     cluster.kill_node(lost)
     ends_without_requeue(job)

@@ -28,7 +28,12 @@ PROGRAMS = {
     "scontrol": 'case "$*" in *"show job"*) cat job.facts;; requeue*) echo "$*" >> requeue.calls;;'
     " *hostnames*) tr , '\\n' < hosts;; *) exit 1;; esac",
 }
-STEP_OF = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "3", "SLURM_NNODES": "3", "SLURMD_NODENAME": "n1"}
+STEP_OF = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_NNODES": "3",
+    "SLURMD_NODENAME": "n1",
+}
 
 
 class Dry:
@@ -49,7 +54,9 @@ class Dry:
         path.write_text(text)
         return path
 
-    def says(self, state: str = "RUNNING", nodes: int = 3, reason: str = "None", requeue: int = 1) -> None:
+    def says(
+        self, state: str = "RUNNING", nodes: int = 3, reason: str = "None", requeue: int = 1
+    ) -> None:
         self.write(
             "job.facts",
             f"JobId=4711 JobState={state} Reason={reason} Requeue={requeue} Restarts=0 NodeList=n[1-3] "
@@ -121,11 +128,19 @@ def test_shellcheck_has_nothing_to_say(name: str) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_job_of_n_and_s_nodes_trains_on_n_and_survives_what_slurm_can(dry: Dry, script: str) -> None:
+def test_a_job_of_n_and_s_nodes_trains_on_n_and_survives_what_slurm_can(
+    dry: Dry, script: str
+) -> None:
     code, out = dry.run(script, "train.py", "--lr", "1")
     assert code == 0, out
     (call,) = dry.called("srun")
-    for option in ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--ntasks-per-node=1", "--nodes=3"):
+    for option in (
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--ntasks-per-node=1",
+        "--nodes=3",
+    ):
         assert option in call.split()
     assert call.endswith("reft-srun --on-node train.py --lr 1")
     environ = dry.environ()
@@ -139,7 +154,9 @@ def test_a_job_of_n_and_s_nodes_trains_on_n_and_survives_what_slurm_can(dry: Dry
 
 
 @pytest.mark.process
-def test_a_task_of_an_array_has_memory_of_its_own_and_a_chain_the_name_that_it_is_given(dry: Dry) -> None:
+def test_a_task_of_an_array_has_memory_of_its_own_and_a_chain_the_name_that_it_is_given(
+    dry: Dry,
+) -> None:
     dry.run("h100.sbatch", "train.py", SLURM_ARRAY_JOB_ID="4700", SLURM_ARRAY_TASK_ID="2")
     assert dry.environ()["REFT_JOB_ID"] == "slurm-4700_2"
     dry.run("h100.sbatch", "train.py", REFT_JOB_ID="llama")
@@ -205,11 +222,17 @@ def test_told_to_stop_it_commits_and_requeues_or_can_be_resumed(dry: Dry) -> Non
 
 @pytest.mark.process
 @pytest.mark.parametrize(("state", "cleaned"), [("COMPLETING", True), ("RUNNING", False)])
-def test_a_node_removes_its_memory_where_the_job_was_cancelled(dry: Dry, state: str, cleaned: bool) -> None:
+def test_a_node_removes_its_memory_where_the_job_was_cancelled(
+    dry: Dry, state: str, cleaned: bool
+) -> None:
     dry.write(
-        "reft", f"#!/bin/bash\ncd {dry.directory}\n" + PROGRAMS["reft"].replace("exit", "sleep 600; exit", 1)
+        "reft",
+        f"#!/bin/bash\ncd {dry.directory}\n"
+        + PROGRAMS["reft"].replace("exit", "sleep 600; exit", 1),
     )
-    process = dry.start("reft-srun", "--on-node", "train.py", REFT_JOB_ID="slurm-4711", REFT_NODES="2")
+    process = dry.start(
+        "reft-srun", "--on-node", "train.py", REFT_JOB_ID="slurm-4711", REFT_NODES="2"
+    )
     wait_for(lambda: dry.called("reft"), "it", SECS)
     dry.says(state=state)
     launcher = psutil.Process(process.pid).children(recursive=True)
@@ -234,7 +257,9 @@ def test_ctrl_c_reaches_a_launcher_that_the_shell_has_ignore_it(dry: Dry) -> Non
 @pytest.mark.process
 @pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "TIMEOUT"])
 @pytest.mark.parametrize("code", ["1", "75"])
-def test_a_job_that_is_over_is_not_requeued_whatever_slurm_counts(dry: Dry, state: str, code: str) -> None:
+def test_a_job_that_is_over_is_not_requeued_whatever_slurm_counts(
+    dry: Dry, state: str, code: str
+) -> None:
     """After scancel, Slurm counts only the nodes that are not done."""
     dry.says(state=state, nodes=1)
     dry.steps(f"exit {code}")
@@ -279,10 +304,14 @@ def test_a_node_that_is_left_without_its_batch_host_requeues_the_job(dry: Dry) -
     """Slurm keeps such a job, without its script, until the time limit."""
     dry.write("launch.code", "1")
     dry.write("hosts", "n2,n3")
-    dry.run("reft-srun", "--on-node", "train.py", REFT_JOB_ID="a", REFT_NODES="2", REFT_BATCH_HOST="n1")
+    dry.run(
+        "reft-srun", "--on-node", "train.py", REFT_JOB_ID="a", REFT_NODES="2", REFT_BATCH_HOST="n1"
+    )
     assert dry.called("requeue") == ["requeue 4711"]
     dry.write("launch.code", "0")
-    dry.run("reft-srun", "--on-node", "train.py", REFT_JOB_ID="a", REFT_NODES="2", REFT_BATCH_HOST="n1")
+    dry.run(
+        "reft-srun", "--on-node", "train.py", REFT_JOB_ID="a", REFT_NODES="2", REFT_BATCH_HOST="n1"
+    )
     assert dry.called("scancel") == ["4711"]
 
 
@@ -312,12 +341,16 @@ def mpi_nodes(dry: Dry) -> Iterator[dict[str, str]]:
         with socket.create_server(("127.0.0.3", port)):
             dry.write("hosts", "127.0.0.1,127.0.0.2,127.0.0.3")
             config = f'case "$*" in *"show config"*) echo "SlurmdPort = {port}"; exit;; esac'
-            dry.write("scontrol", f"#!/bin/bash\ncd {dry.directory}\n{config}\n{PROGRAMS['scontrol']}\n")
+            dry.write(
+                "scontrol", f"#!/bin/bash\ncd {dry.directory}\n{config}\n{PROGRAMS['scontrol']}\n"
+            )
             yield {"REFT_MPI": "pmix", "SLURM_NTASKS_PER_NODE": "2"}
 
 
 @pytest.mark.process
-def test_the_first_step_starts_on_the_nodes_that_answer(dry: Dry, mpi_nodes: dict[str, str]) -> None:
+def test_the_first_step_starts_on_the_nodes_that_answer(
+    dry: Dry, mpi_nodes: dict[str, str]
+) -> None:
     """One that does not, a spare even, would take the step of all with it."""
     code, out = dry.run("h100.sbatch", "train.py")
     assert code == 0, out
@@ -333,11 +366,20 @@ def test_under_mpi_a_spare_takes_the_place_of_a_node_that_does_not_answer(
     code, out = dry.run("h100.sbatch", "train.py", "--lr", "1", **mpi_nodes)
     assert code == 0, out
     for step in ("hosts.1", "hosts.2"):
-        assert (dry.directory / step).read_text().split() == [*["127.0.0.3"] * 2, *["127.0.0.2"] * 2]
+        assert (dry.directory / step).read_text().split() == [
+            *["127.0.0.3"] * 2,
+            *["127.0.0.2"] * 2,
+        ]
     calls = dry.called("srun")
     assert len(calls) == 2
     for call in calls:
-        options = {"--mpi=pmix", "--distribution=arbitrary", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"}
+        options = {
+            "--mpi=pmix",
+            "--distribution=arbitrary",
+            "--nodes=2",
+            "--ntasks=4",
+            "--ntasks-per-node=2",
+        }
         assert options | {"--kill-on-bad-exit=1", "--no-kill=off"} <= set(call.split())
         assert call.endswith("reft mpi-run train.py --lr 1")
     assert dry.environ()["REFT_JOB_ID"] == "slurm-4711"

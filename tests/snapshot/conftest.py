@@ -103,10 +103,14 @@ def host_memory(engine: CopyEngine, nbytes: int, fill: int = 0xEE) -> torch.Tens
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
-def parity_of(plan: ShardPlan, member: MemberPlan, image: SectionImage) -> dict[BlockKey, np.ndarray]:
+def parity_of(
+    plan: ShardPlan, member: MemberPlan, image: SectionImage
+) -> dict[BlockKey, np.ndarray]:
     whole = torch.zeros(image.nbytes, dtype=torch.uint8)
     image.read_into(0, whole)
     blocks = {b.key: b.block for m in plan.members for b in m.own}
@@ -114,7 +118,8 @@ def parity_of(plan: ShardPlan, member: MemberPlan, image: SectionImage) -> dict[
     for placed in member.parity:
         terms = member.terms[placed.key].terms
         sources = [
-            whole[b.start_bytes : b.start_bytes + b.nbytes].numpy() for b in (blocks[k] for k, _ in terms)
+            whole[b.start_bytes : b.start_bytes + b.nbytes].numpy()
+            for b in (blocks[k] for k, _ in terms)
         ]
         target = found[placed.key] = np.zeros(placed.block.nbytes, np.uint8)
         combine_ragged(NumpyBackend(), (tuple(c for _, c in terms),), sources, (target,))

@@ -130,7 +130,12 @@ class Rank:
         self.at = topology.coordinates[rank]
         self.incarnation = 1
         self.now = 0
-        self.replicated = [torch.zeros(100_003), torch.zeros(7), torch.zeros(0), torch.zeros(50_000)]
+        self.replicated = [
+            torch.zeros(100_003),
+            torch.zeros(7),
+            torch.zeros(0),
+            torch.zeros(50_000),
+        ]
         self.owned = torch.zeros(30_001 + 64 * self.at.dp)
         self.shape = 0
         self.skips: list[tuple[int, str]] = []
@@ -235,7 +240,9 @@ class Results:
 
     def of(self, scenario: Scenario) -> list[dict[str, Any]]:
         directory = self.root / scenario.__name__
-        return [json.loads((directory / f"result-{r}.json").read_text()) for r in range(self._world)]
+        return [
+            json.loads((directory / f"result-{r}.json").read_text()) for r in range(self._world)
+        ]
 
 
 def _run(rank: int, root: str, port: int, world: int, scenarios: Sequence[tuple[str, str]]) -> None:

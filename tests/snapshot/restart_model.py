@@ -94,7 +94,9 @@ def crash_memories(explorer: Explorer, groups: int) -> Iterator[tuple[JobMemory,
     for window in explorer.windows:
         left: dict[Memory, VersionId | None] = {}
         for rank in window.ranks:
-            memory = tuple(Held(h.label, h.state) if h.state.whole else NOTHING_WHOLE for h in rank.files)
+            memory = tuple(
+                Held(h.label, h.state) if h.state.whole else NOTHING_WHOLE for h in rank.files
+            )
             left[memory] = newest((left.get(memory), rank.state.slots.committed_label))
         rings = {
             min((ring[i:] + ring[:i] for i in range(MEMBERS)), key=repr)
@@ -116,7 +118,9 @@ class Restart:
     again: bool  # whether R is taken again
 
     @classmethod
-    def of(cls, found: JobMemory, restored: VersionId, incarnation: int, *, completes: bool) -> Restart:
+    def of(
+        cls, found: JobMemory, restored: VersionId, incarnation: int, *, completes: bool
+    ) -> Restart:
         members = [member for group in found for member in group]
         lacking = [member for member in members if not held_in(member, restored)]
         committed = any(Held(restored, ArenaState.COMMITTED) in member for member in members)
@@ -125,12 +129,16 @@ class Restart:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        last = ("copying again", "sealing again", "committing again") if self.again else ("training",)
+        last = (
+            ("copying again", "sealing again", "committing again") if self.again else ("training",)
+        )
         return ("completing", "sealing", *last)
 
 
 def held_in(memory: Memory, label: VersionId) -> dict[int, VersionId]:
-    return {slot: label for slot, held in enumerate(memory) if held.label == label and held.state.whole}
+    return {
+        slot: label for slot, held in enumerate(memory) if held.label == label and held.state.whole
+    }
 
 
 @cache
@@ -169,7 +177,9 @@ def comes_back(memory: GroupMemory, lost: int) -> GroupMemory:
 
 
 @cache
-def group_after_restart(found: GroupMemory, restart: Restart) -> tuple[tuple[GroupMemory, ...], ...]:
+def group_after_restart(
+    found: GroupMemory, restart: Restart
+) -> tuple[tuple[GroupMemory, ...], ...]:
     lives = [life_after_restart(slots, restart) for slots in found]
     return tuple(tuple(product(*of_stage)) for of_stage in zip(*lives, strict=True))
 
@@ -226,7 +236,9 @@ class SecondCrash:
     ) -> Violation | None:
         found = tuple(map(comes_back, memory, lost))
         restart = Restart.of(found, first, 2, completes=self._completes)
-        per_group = [findings(group, gone, restart) for group, gone in zip(memory, lost, strict=True)]
+        per_group = [
+            findings(group, gone, restart) for group, gone in zip(memory, lost, strict=True)
+        ]
         for stage, name in enumerate(restart.stages):
             key = (frozenset(group[stage][0] for group in per_group), committed)
             if key in self._passed:
@@ -261,7 +273,9 @@ class Crash:
     incarnation: int  # incarnation that crashed
 
 
-def crashes_in_a_row(crash: Crash, last: int, seen: set[Crash], *, completes: bool) -> Iterator[Violation]:
+def crashes_in_a_row(
+    crash: Crash, last: int, seen: set[Crash], *, completes: bool
+) -> Iterator[Violation]:
     """One group alone, crashing during every restart up to incarnation ``last``; violations of P3."""
     if crash in seen:
         return

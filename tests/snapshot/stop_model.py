@@ -71,8 +71,14 @@ def explore(rules: Rules) -> tuple[int, set[int]]:
         following = list(_moves(rules, job))
         stops |= {e for e in ends if e is not None and len(ends) == 1}
         if len(ends - {None}) > 1:
-            raise StopError(f"ranks stop after steps {sorted(e for e in ends if e)}", _trace(found, job))
-        if not following and None in ends and (len(ends) > 1 or any(r.ended < rules.steps for r in job)):
+            raise StopError(
+                f"ranks stop after steps {sorted(e for e in ends if e)}", _trace(found, job)
+            )
+        if (
+            not following
+            and None in ends
+            and (len(ends) > 1 or any(r.ended < rules.steps for r in job))
+        ):
             raise StopError("a rank waits for what does not come", _trace(found, job))
         for text, after in following:
             key = _sorted(after)

@@ -62,11 +62,16 @@ class SwitchingRank(OneRank):
         keeps: Keeps = rank.keeps
         now = keeps.in_force
         for text, voted in super().voting(rank):
-            for order, level in self._wishes(keeps) if voted.cast.ok or not rank.state.votes_yes else ():
+            for order, level in (
+                self._wishes(keeps) if voted.cast.ok or not rank.state.votes_yes else ()
+            ):
                 ballot = replace(voted.cast, order=order, level=level)
                 yield f"{text}, order {order}, level {level}", replace(voted, cast=ballot)
             if rank.state.votes_yes and not voted.cast.ok:
-                yield text, replace(voted, cast=replace(voted.cast, order=now.order, level=now.level))
+                yield (
+                    text,
+                    replace(voted, cast=replace(voted.cast, order=now.order, level=now.level)),
+                )
 
     def _wishes(self, keeps: Keeps) -> set[tuple[int, int]]:
         now, last = keeps.in_force, len(self.ladders[keeps.wanted]) - 1
@@ -79,7 +84,9 @@ class SwitchingRank(OneRank):
                 levels |= {max(0, now.level - 1), min(last, now.level + 1)}
         return set(product(orders, levels))
 
-    def results(self, cast: Sequence[tuple[Rank, Ballot]]) -> Iterator[tuple[Voted | Verdict, list[Rank]]]:
+    def results(
+        self, cast: Sequence[tuple[Rank, Ballot]]
+    ) -> Iterator[tuple[Voted | Verdict, list[Rank]]]:
         task = cast[0][1].task if cast else None
         if task is Task.LAYOUT:
             for level in range(max(len(ladder) for ladder in self.ladders)):
@@ -126,7 +133,10 @@ class SwitchingRank(OneRank):
             yield "fails before it has a layout", self.tell(rank, CopyFailed(SOME))
 
     def laying_out(self, rank: Rank) -> Iterator[Move]:
-        yield "agrees on a layout", replace(rank, cast=Ballot(rank.state.head.label, Task.LAYOUT, True))
+        yield (
+            "agrees on a layout",
+            replace(rank, cast=Ballot(rank.state.head.label, Task.LAYOUT, True)),
+        )
 
     def _laid_out(self, rank: Rank, level: int) -> Iterator[Move]:
         """The first level that every node has memory for, or the last: any."""
@@ -215,7 +225,10 @@ class SwitchingRank(OneRank):
             if keeps.in_force.ordered:
                 return self._followed(replace(rank, keeps=over))
             layout = self._level(keeps).scheme
-            return _now(replace(rank, keeps=replace(over, layout=layout)), keeps.in_force.now_on(keeps.tried))
+            return _now(
+                replace(rank, keeps=replace(over, layout=layout)),
+                keeps.in_force.now_on(keeps.tried),
+            )
         back = self._use(replace(rank, keeps=over), keeps.before)
         if keeps.in_force.ordered:
             return _now(back, keeps.in_force.followed(keeps.in_force.heard_order))

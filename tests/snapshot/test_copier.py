@@ -87,7 +87,8 @@ def filling_of(
 ) -> Iterator[tuple[ArenaWriter, LiveImages]]:
     half = len(tensors) // 2
     replicated, owned = (
-        SectionImage([(str(i), t) for i, t in enumerate(part)]) for part in (tensors[:half], tensors[half:])
+        SectionImage([(str(i), t) for i, t in enumerate(part)])
+        for part in (tensors[:half], tensors[half:])
     )
     placement = place_group(["a", "b", "c", "d"], copies, parities)
     plan = make_shard_plan(
@@ -120,7 +121,9 @@ def check(filling: ArenaWriter, images: LiveImages) -> None:
                 raw, expected_bytes(images, placed.key.section, block.start_bytes, block.nbytes)
             )
         assert filling.checksums.get(placed) == checksum(raw.numpy())
-    for key, expected in parity_of(filling.layout.plan, filling.layout.mine, images.replicated).items():
+    for key, expected in parity_of(
+        filling.layout.plan, filling.layout.mine, images.replicated
+    ).items():
         np.testing.assert_array_equal(filling.tensor(facts[key]).numpy(), expected)
 
 
@@ -148,7 +151,9 @@ def test_p5_what_is_copied_is_hashed_on_the_way_whatever_the_gate(
     block_bytes, chunk_bytes = cut
     tensors = [random_bytes(n, i) for i, n in enumerate(sizes)]
     folder = tmp_path_factory.mktemp("arena")
-    with filling_of(folder, tensors, copies=scheme[0], parities=scheme[1], block_bytes=block_bytes) as made:
+    with filling_of(
+        folder, tensors, copies=scheme[0], parities=scheme[1], block_bytes=block_bytes
+    ) as made:
         filling, images = made
         copier = Copier(CpuCopyEngine(), chunk_bytes)
         for _ in range(2):  # the second version finds the chunks cut
@@ -172,7 +177,10 @@ def test_p5_parities_are_encoded_on_a_device_by_what_is_there(
     tensors = [random_bytes(n, n).to(at_hand.type) for n in (50_000, 3001, 7000, 60_000)]
     made = case_or_skip("cupy").make() if backend == "cupy" else TorchBackend()
     monkeypatch.setitem(_tried, tensors[0].device, made)
-    with filling_of(tmp_path, tensors, copies=1, parities=2, block_bytes=16_384) as (filling, images):
+    with filling_of(tmp_path, tensors, copies=1, parities=2, block_bytes=16_384) as (
+        filling,
+        images,
+    ):
         copier = Copier(copy_engine_for(at_hand.type), 4096)
         assert copier.engine.register(filling.arena.data)
         for _ in range(2):  # the second version finds the chunks cut
@@ -193,7 +201,10 @@ def test_p2_what_was_staged_is_hashed_as_it_was_then(
     """At its sources there are other bytes by the time it is drained."""
     monkeypatch.setattr(DeviceCopyEngine, "least_chunk_bytes", 0)
     tensors = [random_bytes(50_000, 1).to("sim"), random_bytes(50_000, 2).to("sim")]
-    with filling_of(tmp_path, tensors, copies=1, parities=1, block_bytes=16_384) as (filling, images):
+    with filling_of(tmp_path, tensors, copies=1, parities=1, block_bytes=16_384) as (
+        filling,
+        images,
+    ):
         engine = copy_engine_for("sim")
         engine.register(filling.arena.data)
         area, gate = StagingArea(engine), StreamGate()
@@ -228,7 +239,10 @@ def test_memory_that_is_registered_shares_no_page_with_anything_else(
 ) -> None:
     """The driver refuses a copy to memory that is registered in part: a tensor of the heap on the same page."""
     tensors = [random_bytes(50_000, 1).to("sim")]
-    with filling_of(tmp_path, tensors, copies=0, parities=0, block_bytes=16_384) as (filling, images):
+    with filling_of(tmp_path, tensors, copies=0, parities=0, block_bytes=16_384) as (
+        filling,
+        images,
+    ):
         engine, begins = copy_engine_for("sim"), list[int]()
         copier = Copier(engine, 4096, peers=PeerCheck(False, 16_384))
         monkeypatch.setattr(engine, "register", lambda memory: begins.append(memory.data_ptr()))
@@ -238,9 +252,14 @@ def test_memory_that_is_registered_shares_no_page_with_anything_else(
         copier.close()
 
 
-def test_blocks_are_hashed_by_several_threads_while_others_arrive(tmp_path: Path, sim: Simulated) -> None:
+def test_blocks_are_hashed_by_several_threads_while_others_arrive(
+    tmp_path: Path, sim: Simulated
+) -> None:
     tensors = [random_bytes(300_000, 1).to("sim"), random_bytes(50_000, 2).to("sim")]
-    with filling_of(tmp_path, tensors, copies=0, parities=0, block_bytes=16_384) as (filling, images):
+    with filling_of(tmp_path, tensors, copies=0, parities=0, block_bytes=16_384) as (
+        filling,
+        images,
+    ):
         engine = copy_engine_for("sim")
         engine.register(filling.arena.data)
         copier = Copier(engine, 4096, hashers=3)
@@ -288,7 +307,10 @@ def test_p6_a_device_that_fails_while_blocks_arrive_fails_the_version(
 
 def test_faults_are_reached_in_the_middle_whatever_the_gate_lets_through(tmp_path: Path) -> None:
     tensors = [random_bytes(50_000, 1), random_bytes(50_000, 2)]
-    with filling_of(tmp_path, tensors, copies=0, parities=1, block_bytes=2**20) as (filling, images):
+    with filling_of(tmp_path, tensors, copies=0, parities=1, block_bytes=2**20) as (
+        filling,
+        images,
+    ):
         copier = Copier(CpuCopyEngine(), 4096)
         reached: dict[FaultPoint, int] = {}
         copier.begin()
@@ -298,7 +320,11 @@ def test_faults_are_reached_in_the_middle_whatever_the_gate_lets_through(tmp_pat
 
         copier.copy(images, filling, at_the_fence(), reach=reach, handed_over=lambda: None)
         total = sum(filling.traffic.to_host.values())
-        assert set(reached) == {FaultPoint.DURING_COPY, FaultPoint.BEFORE_PARITY, FaultPoint.DURING_PARITY}
+        assert set(reached) == {
+            FaultPoint.DURING_COPY,
+            FaultPoint.BEFORE_PARITY,
+            FaultPoint.DURING_PARITY,
+        }
         assert 0 < reached[FaultPoint.DURING_COPY] < reached[FaultPoint.BEFORE_PARITY]
         assert reached[FaultPoint.BEFORE_PARITY] < reached[FaultPoint.DURING_PARITY] < total
 
@@ -306,7 +332,10 @@ def test_faults_are_reached_in_the_middle_whatever_the_gate_lets_through(tmp_pat
 def test_p1_training_may_still_resize_what_was_copied(tmp_path: Path) -> None:
     """Torch refuses that for a storage that NumPy has seen."""
     tensors = [random_bytes(n, n) for n in (5000, 3001, 7000)]
-    with filling_of(tmp_path, tensors, copies=1, parities=1, block_bytes=2**12) as (filling, images):
+    with filling_of(tmp_path, tensors, copies=1, parities=1, block_bytes=2**12) as (
+        filling,
+        images,
+    ):
         copy_all(Copier(CpuCopyEngine(), 1024), filling, images, Gate())
         check(filling, images)
     for tensor in tensors:
@@ -327,7 +356,9 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
 ) -> None:
     """However small chunks are: 256 of data here, as in a GiB."""
     monkeypatch.setattr(DeviceCopyEngine, "least_chunk_bytes", 0)
-    monkeypatch.setattr(Copier, "_read_again", lambda *_: None)  # one block of a version, here all of it
+    monkeypatch.setattr(
+        Copier, "_read_again", lambda *_: None
+    )  # one block of a version, here all of it
     total, chunk, most = 2**20, 2**12, 2**15
     monkeypatch.setattr("reft.snapshot.copying.copier._BATCH_BYTES", most)
     # The storages of tensors do not touch each other: each is a piece of its own.
@@ -336,15 +367,23 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
         engine = copy_engine_for("sim")
         engine.register(filling.arena.data)
         gate, copier = Windows(), Copier(engine, chunk)
-        wanted = sum(b.block.nbytes for b in filling.local_blocks if b.key.section is not Section.HOST)
+        wanted = sum(
+            b.block.nbytes for b in filling.local_blocks if b.key.section is not Section.HOST
+        )
         copier.begin()
         gate.enter()
         for number in range(windows):
             gate.open(number, wanted // windows, engine.stamp())
         gate.expedite()
         sim.settings.recorded = sim.settings.waits = sim.settings.transfers = 0
-        records = copier.copy(images, filling, gate, reach=lambda point: None, handed_over=lambda: None)
-        recorded, waits, transfers = sim.settings.recorded, sim.settings.waits, sim.settings.transfers
+        records = copier.copy(
+            images, filling, gate, reach=lambda point: None, handed_over=lambda: None
+        )
+        recorded, waits, transfers = (
+            sim.settings.recorded,
+            sim.settings.waits,
+            sim.settings.transfers,
+        )
         copier.fence()
         copier.close()
     assert sum(record.nbytes for record in records) == wanted

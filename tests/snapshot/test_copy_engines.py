@@ -43,7 +43,9 @@ def take(engine: CopyEngine, pieces: list[Piece]) -> None:
     engine.synchronize()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     parts=st.lists(
         st.tuples(st.sampled_from(DTYPES), st.sampled_from([0, 1, 64, 65, 999, 12289])),
@@ -58,7 +60,9 @@ def test_every_bit_arrives_whatever_the_dtypes_sizes_and_offsets(
 ) -> None:
     tensors, raws = [], []
     for dtype, count in parts:
-        raw = random_bytes(count * dtype.itemsize)  # among them NaNs of every payload, infinities, denormals
+        raw = random_bytes(
+            count * dtype.itemsize
+        )  # among them NaNs of every payload, infinities, denormals
         raws.append(raw % 2 if dtype is torch.bool else raw)
         tensors.append((str(len(raws)), device.put(raws[-1].view(dtype))))
     image = SectionImage(tensors)
@@ -87,7 +91,9 @@ def test_pieces_that_go_on_in_memory_are_one_unless_their_tensors_are_two(
     memory = host_memory(engine, 200)
     whole = torch.frombuffer(data, dtype=torch.uint8)
     for sources, count in ((halves, 2), ((whole[:100], whole[100:]), 1)):
-        pieces = [(source, memory[at : at + 100]) for source, at in zip(sources, (0, 100), strict=True)]
+        pieces = [
+            (source, memory[at : at + 100]) for source, at in zip(sources, (0, 100), strict=True)
+        ]
         assert len(contiguous(pieces)) == count
         take(engine, pieces)
         assert bytes(memory.numpy()) == bytes(data)
@@ -98,11 +104,15 @@ def test_a_version_is_the_state_between_begin_and_fence(device: Cpu, engine: Cop
     live = device.put(torch.zeros(100_000, dtype=torch.uint8))
     memory = host_memory(engine, live.numel())
     # Streams run in an order that the seed draws from those that the events allow.
-    orders = [device.torch.by_hand(seed) for seed in range(16)] if type(device) is Simulated else [None]
+    orders = (
+        [device.torch.by_hand(seed) for seed in range(16)] if type(device) is Simulated else [None]
+    )
     for number, order in enumerate(orders):
         with order or nullcontext():
             release = device.hold() if order is None else lambda: None
-            device.write(live, 2 * number + 1)  # the optimizer step, which the device has not begun yet
+            device.write(
+                live, 2 * number + 1
+            )  # the optimizer step, which the device has not begun yet
             engine.begin()
             engine.copy([(live[:60_000], memory[:60_000])])
             engine.copy([(live[60_000:], memory[60_000:])])
@@ -129,7 +139,9 @@ def test_the_host_is_not_held_up_by_the_device(device: Cpu, engine: CopyEngine) 
     assert torch.equal(memory, live.cpu())
 
 
-def test_a_copy_after_a_mark_waits_until_the_device_is_there(device: Cpu, engine: CopyEngine) -> None:
+def test_a_copy_after_a_mark_waits_until_the_device_is_there(
+    device: Cpu, engine: CopyEngine
+) -> None:
     live = device.put(random_bytes(2000))
     memory = host_memory(engine, 2000)
     engine.begin()
@@ -146,7 +158,9 @@ def test_a_copy_after_a_mark_waits_until_the_device_is_there(device: Cpu, engine
     assert early.secs[0] <= early.secs[1] <= late.secs[0] <= late.secs[1]
 
 
-def test_stamps_tell_when_the_device_was_there_and_hold_up_nobody(device: Cpu, engine: CopyEngine) -> None:
+def test_stamps_tell_when_the_device_was_there_and_hold_up_nobody(
+    device: Cpu, engine: CopyEngine
+) -> None:
     before = time.perf_counter()
     first = engine.stamp()
     release = device.hold()
@@ -157,12 +171,16 @@ def test_stamps_tell_when_the_device_was_there_and_hold_up_nobody(device: Cpu, e
     assert engine.secs_of([]) == []
     assert before - CLOCK_ERROR_SECS <= times[0] <= times[1]
     if device.asynchronous:
-        assert times[1] >= handed_over - CLOCK_ERROR_SECS, "the device was still held when the host went on"
+        assert times[1] >= handed_over - CLOCK_ERROR_SECS, (
+            "the device was still held when the host went on"
+        )
     else:
         assert times[1] <= handed_over
 
 
-def test_the_fence_waits_for_a_copy_that_is_being_handed_over(device: Cpu, engine: CopyEngine) -> None:
+def test_the_fence_waits_for_a_copy_that_is_being_handed_over(
+    device: Cpu, engine: CopyEngine
+) -> None:
     inside, release = threading.Event(), threading.Event()
     ended: list[str] = []
 
@@ -276,7 +294,9 @@ def test_memory_may_be_registered_again(device: Cpu, engine: CopyEngine) -> None
 
 
 @pytest.mark.parametrize("early", ["unregistered", "freed"])
-def test_sources_and_targets_stay_until_all_is_copied(device: Cpu, engine: CopyEngine, early: str) -> None:
+def test_sources_and_targets_stay_until_all_is_copied(
+    device: Cpu, engine: CopyEngine, early: str
+) -> None:
     live = device.put(random_bytes(100_000))
     expected, memory = live.cpu().clone(), host_memory(engine, 100_000)
     if type(device) is Simulated:
@@ -292,7 +312,9 @@ def test_sources_and_targets_stay_until_all_is_copied(device: Cpu, engine: CopyE
     assert torch.equal(memory, expected)
 
 
-def test_memory_that_cannot_be_pinned_costs_speed_only(sim: Device, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_pinned_costs_speed_only(
+    sim: Device, caplog: pytest.LogCaptureFixture
+) -> None:
     device = Simulated(sim)
     sim.settings.refuse_registering = 1
     engine = device.engine()
@@ -304,7 +326,9 @@ def test_memory_that_cannot_be_pinned_costs_speed_only(sim: Device, caplog: pyte
             target = torch.frombuffer(memory, dtype=torch.uint8)
             engine.begin()
             engine.copy([(live, target)])
-            assert torch.equal(target, live.cpu()), "the copying thread waits where memory is not pinned"
+            assert torch.equal(target, live.cpu()), (
+                "the copying thread waits where memory is not pinned"
+            )
             engine.fence()
             engine.synchronize()
     (said,) = caplog.messages
@@ -364,11 +388,17 @@ def test_p6_copies_share_no_stream_with_communicators_where_the_driver_gives_som
     target = host_memory(engine, 100)
     take(engine, [(torch.full((100,), 7, dtype=torch.uint8, device="sim"), target)])
     assert target.tolist() == [7] * 100
-    assert sim.settings.own_streams == (0 if refused else 2), "to copy, and to drain; the clock needs none"
+    assert sim.settings.own_streams == (0 if refused else 2), (
+        "to copy, and to drain; the clock needs none"
+    )
     engine.close()
     Simulated(sim).engine().close()
-    assert sim.settings.own_streams == (0 if refused else 2), "the next engine takes those of the closed one"
-    assert ["may wait for copies" in message for message in caplog.messages] == [True] * (2 * refused)
+    assert sim.settings.own_streams == (0 if refused else 2), (
+        "the next engine takes those of the closed one"
+    )
+    assert ["may wait for copies" in message for message in caplog.messages] == [True] * (
+        2 * refused
+    )
 
 
 def test_memory_that_was_staged_in_is_given_back_after_its_engine_was_closed(sim: Device) -> None:

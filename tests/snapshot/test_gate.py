@@ -85,8 +85,12 @@ def test_a_version_begins_where_bytes_are_planned_and_goes_on_in_any_window(gate
     assert {p.tier for p in copying.permits} <= {0, 1}
 
 
-@pytest.mark.parametrize(("window", "permit"), [(0, Permit(1, 0)), (None, Permit(3))], ids=["window", "send"])
-def test_closing_waits_for_the_chunk_in_flight(gate: HostGate, window: int | None, permit: Permit) -> None:
+@pytest.mark.parametrize(
+    ("window", "permit"), [(0, Permit(1, 0)), (None, Permit(3))], ids=["window", "send"]
+)
+def test_closing_waits_for_the_chunk_in_flight(
+    gate: HostGate, window: int | None, permit: Permit
+) -> None:
     """Beside communication chunks are tier 3, and waited for too."""
     copying = Copying(gate, hold=True)
     gate.open(window, 64, None)
@@ -182,7 +186,9 @@ def test_a_stream_gate_hands_out_windows_in_order_with_their_marks_and_bytes() -
     assert not gate.wanted
 
 
-def test_a_stream_gate_hands_out_at_a_pace_beside_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_gate_hands_out_at_a_pace_beside_computation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, gate = Clock(monkeypatch, 0.004), StreamGate()
     gate.patience_secs = 1e9
     gate.share(0.1, 10**7, 1e8)
@@ -196,7 +202,9 @@ def test_a_stream_gate_hands_out_at_a_pace_beside_computation(monkeypatch: pytes
     assert copied == 10**7
 
 
-def test_a_stream_gate_without_windows_begins_beside_computation_with_what_was_planned_there() -> None:
+def test_a_stream_gate_without_windows_begins_beside_computation_with_what_was_planned_there() -> (
+    None
+):
     gate = StreamGate()
     gate.patience_secs = LONG
     gate.share(1.0, 1000)
@@ -212,7 +220,9 @@ def test_a_stream_gate_without_windows_begins_beside_computation_with_what_was_p
     assert gate.admit().tier == 0
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no thread affinity on this system")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="no thread affinity on this system"
+)
 def test_in_a_window_copies_run_on_the_core_of_training_and_then_anywhere_again() -> None:
     allowed = os.sched_getaffinity(0)
     gate = HostGate()

@@ -101,7 +101,9 @@ def test_p6_the_worker_says_what_it_stopped_for_not_only_that_nobody_came(tmp_pa
         control=control,
         on_skip=lambda step, cause: skips.append((step, cause)),
     )
-    requests = [SnapshotRequest(VersionId(1, n), None, cause=SkipCause("nothing to show")) for n in (1, 2)]
+    requests = [
+        SnapshotRequest(VersionId(1, n), None, cause=SkipCause("nothing to show")) for n in (1, 2)
+    ]
     for request in requests:
         worker.submit(request)
         assert request.done.wait(WAIT_SECS)
@@ -127,7 +129,9 @@ def test_a_cause_is_said_once_whichever_step_it_names(caplog: pytest.LogCaptureF
     peer_errors = PeerErrors()
     for step in range(5):
         peer_errors.record("a version broke off", TransferError(f"a peer is gone at step {step}"))
-    peer_errors.record("a version broke off", TransferError("ranks vote on different steps (3 and 4)"))
+    peer_errors.record(
+        "a version broke off", TransferError("ranks vote on different steps (3 and 4)")
+    )
     assert len(caplog.records) == 2
 
 

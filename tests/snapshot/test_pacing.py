@@ -93,17 +93,30 @@ class Clock:
         return list(stamps)
 
 
-TRAINING = ["RecvActivation", "ForwardPass", "BackwardPass", "SendGrad", "ReduceGrads", "OptimizerStep"]
+TRAINING = [
+    "RecvActivation",
+    "ForwardPass",
+    "BackwardPass",
+    "SendGrad",
+    "ReduceGrads",
+    "OptimizerStep",
+]
 EVALUATION = ["RecvActivation", "ForwardPass"]
 
 
-def make_pacer(clock: Clock, gate: Gate | None = None, stages: int = 2, micro: int = 1, **has: Any) -> Pacer:
+def make_pacer(
+    clock: Clock, gate: Gate | None = None, stages: int = 2, micro: int = 1, **has: Any
+) -> Pacer:
     settings = HasConfig.model_validate({"compute_share": 0.0, **has})
     return Pacer(settings, clock, gate=gate, stage_id=1, stages=stages, micro_batches=micro)
 
 
 def run_step(
-    pacer: Pacer, clock: Clock, names: list[str] = TRAINING, nbytes: int | None = None, **secs: float
+    pacer: Pacer,
+    clock: Clock,
+    names: list[str] = TRAINING,
+    nbytes: int | None = None,
+    **secs: float,
 ) -> dict[int, int]:
     """One schedule, each instruction of which takes 0.1 s or as is said; a version, if any. Which tiers are open
     in each that waits: -1 where none is."""
@@ -152,7 +165,9 @@ def test_nothing_is_planned_beside_the_optimizer_step() -> None:
         run_step(pacer, clock, nbytes=10**9, SendGrad=0.0, ReduceGrads=0.0, OptimizerStep=0.6)
     plan = pacer.plan
     assert plan.step_secs == pytest.approx(0.9)
-    assert [(p.start_secs, p.stop_secs) for p in plan.computing] == [(pytest.approx(0.1), pytest.approx(0.3))]
+    assert [(p.start_secs, p.stop_secs) for p in plan.computing] == [
+        (pytest.approx(0.1), pytest.approx(0.3))
+    ]
     # Beside the optimizer step there would have been room for all of it.
     assert plan.left_over_bytes == 10**9 - plan.tier_bytes[1] - plan.tier_bytes[2] > 0
 
@@ -165,7 +180,9 @@ def test_where_there_are_no_windows_what_training_waits_for_teaches_the_bandwidt
         pacer.begin_optimizer()
         pacer.end_optimizer()
         pacer.end_step("step", ())
-        pacer.version_done({"replicated": 10**9}, [ChunkRecord(0, 10**9, 0.0, 0.1, None, "replicated")])
+        pacer.version_done(
+            {"replicated": 10**9}, [ChunkRecord(0, 10**9, 0.0, 0.1, None, "replicated")]
+        )
     assert pacer.plan.left_over_secs == pytest.approx(0.1, rel=0.01)
     assert pacer.plan.advised_interval_steps == 4  # 0.1 s within 3 % of steps of a second
 
@@ -185,7 +202,9 @@ def test_plans_follow_the_schedule_that_trains_whatever_is_evaluated_between() -
     assert run_step(pacer, clock)[0] == 1
 
 
-def test_formulas_are_used_for_the_schedule_that_they_are_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_formulas_are_used_for_the_schedule_that_they_are_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """In another one their positions are instructions in which nothing waits."""
     other = [
         "RecvActivation",
@@ -197,7 +216,9 @@ def test_formulas_are_used_for_the_schedule_that_they_are_of(caplog: pytest.LogC
     ]
     for names in (stream(1), other):
         clock = Clock()
-        pacer = make_pacer(clock, None, STAGES, MICRO_BATCHES, windows="analytic", compute_share=0.0)
+        pacer = make_pacer(
+            clock, None, STAGES, MICRO_BATCHES, windows="analytic", compute_share=0.0
+        )
         for _ in range(4):
             pacer.begin_step("step")
             pacer.open(0, receives=True)
@@ -229,7 +250,11 @@ def test_queued_transfers_wait_where_they_are_carried_out() -> None:
     found = [waits(names[: p + 1], queues=True) for p in range(len(names))]
     assert [p for p, (may_wait, _) in enumerate(found) if may_wait] == [1, 6, 9, 10]
     assert [p for p, (_, receives) in enumerate(found) if receives] == [1, 6]
-    assert [window_kind(names, p) for p in (1, 6, 9)] == [WindowKind.FILL, WindowKind.MID, WindowKind.DRAIN]
+    assert [window_kind(names, p) for p in (1, 6, 9)] == [
+        WindowKind.FILL,
+        WindowKind.MID,
+        WindowKind.DRAIN,
+    ]
 
 
 WINDOW_SECS, BESIDE = 0.02, 0.8
@@ -344,7 +369,9 @@ def test_every_byte_is_planned_once_in_the_first_tier_that_has_room_before_the_d
     assert all(p.length_secs >= SHORTEST_WINDOW_SECS for p in plan.windows)
     tiers = [plan.windows, plan.computing, plan.communicating]
     for number, tier in enumerate(tiers):
-        assert all(0 <= p.nbytes <= p.capacity_bytes and p.stop_secs <= plan.step_secs for p in tier)
+        assert all(
+            0 <= p.nbytes <= p.capacity_bytes and p.stop_secs <= plan.step_secs for p in tier
+        )
         if sum(p.nbytes for t in tiers[number + 1 :] for p in t) + plan.left_over_bytes:
             assert all(p.nbytes == p.capacity_bytes for p in tier)
 
@@ -388,7 +415,9 @@ def test_the_rest_is_visible_with_its_policy() -> None:
         plan(Overflow.STAGING)
 
 
-observations = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans()), min_size=1, max_size=50)
+observations = st.lists(
+    st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans()), min_size=1, max_size=50
+)
 
 
 @given(observations)

@@ -46,13 +46,17 @@ def test_p2_what_is_staged_is_the_state_between_begin_and_fence(
     assert torch.all(memory == 1)
 
 
-def test_draining_goes_on_under_the_next_version_and_its_fence(device: Simulated, engine: CopyEngine) -> None:
+def test_draining_goes_on_under_the_next_version_and_its_fence(
+    device: Simulated, engine: CopyEngine
+) -> None:
     live = device.put(random_bytes(3000))
     before = live.cpu().clone()
     first, second = host_memory(engine, 3000), host_memory(engine, 3000)
     buffer = engine.staging_buffer(3000)
     engine.begin()
-    parts = [([(live[cut], first[cut])], buffer[cut], None) for cut in (slice(1000), slice(1000, 3000))]
+    parts = [
+        ([(live[cut], first[cut])], buffer[cut], None) for cut in (slice(1000), slice(1000, 3000))
+    ]
     staged = [piece for pieces in engine.stage(parts) for piece in pieces]
     engine.fence()
     device.write(live, 9)
@@ -89,7 +93,9 @@ def test_staging_out_of_order_or_place_is_refused(device: Simulated, engine: Cop
     assert torch.all(memory == 0xEE)
 
 
-def test_a_margin_of_device_memory_is_left_to_training(device: Simulated, engine: CopyEngine) -> None:
+def test_a_margin_of_device_memory_is_left_to_training(
+    device: Simulated, engine: CopyEngine
+) -> None:
     if type(device) is not Simulated:
         pytest.skip("only the simulated device can be made full")
     settings = device.torch.settings
@@ -132,7 +138,10 @@ def test_what_fits_the_area_is_the_end_of_a_version_which_is_staged_with_one_eve
     device: Simulated, engine: CopyEngine
 ) -> None:
     live, memory = device.put(random_bytes(10_000)), host_memory(engine, 10_000)
-    pieces = [CheckedPieces.of([piece]) for piece in zip(live.split(1000), memory.split(1000), strict=True)]
+    pieces = [
+        CheckedPieces.of([piece])
+        for piece in zip(live.split(1000), memory.split(1000), strict=True)
+    ]
     placed = PlacedBlock(Block(BlockKey(Section.OWNED, 0, 0), 0, 1000), 0)
     chunks = [Chunk(placed, ByteKind.OWNED, piece, (0, 0, 1000), last=True) for piece in pieces]
     area = StagingArea(engine)

@@ -65,7 +65,14 @@ def arenas_found(me: Rank) -> dict[str, tuple[int, str, int]]:
 def switch(rank: int, root: Path) -> dict[str, Any]:
     """Schemes ordered on one node each, some of which nobody can follow."""
     me = Rank(rank, root, FOUR)
-    orders = {2: (3, "aec"), 4: (0, "none"), 6: (1, "arc"), 8: (2, "rs:2"), 9: (1, "arc+aor"), 10: (3, "aec")}
+    orders = {
+        2: (3, "aec"),
+        4: (0, "none"),
+        6: (1, "arc"),
+        8: (2, "rs:2"),
+        9: (1, "arc+aor"),
+        10: (3, "aec"),
+    }
     outcome, found = {}, {}
     for step in range(1, 13):
         who, scheme = orders.get(step, (None, ""))
@@ -89,7 +96,9 @@ def switch(rank: int, root: Path) -> dict[str, Any]:
 
 def switch_killed(rank: int, root: Path) -> dict[str, Any]:
     point, step = (root / "fault").read_text().split()
-    me = Rank(rank, root, FOUR, faults=(FaultConfig(point=FaultPoint(point), step=int(step), pp=1, dp=1),))
+    me = Rank(
+        rank, root, FOUR, faults=(FaultConfig(point=FaultPoint(point), step=int(step), pp=1, dp=1),)
+    )
     for number in range(1, 6):
         if number == 3 and rank == 0:
             order(me, "aec")
@@ -120,11 +129,15 @@ def pressure(rank: int, root: Path) -> dict[str, Any]:
 
 
 @pytest.mark.process
-def test_p3_a_switch_keeps_the_old_version_until_the_first_under_the_new_scheme(tmp_path: Path) -> None:
+def test_p3_a_switch_keeps_the_old_version_until_the_first_under_the_new_scheme(
+    tmp_path: Path,
+) -> None:
     results = Results(tmp_path, switch, world=4).of(switch)
     assert all(result["records"] == results[0]["records"] for result in results)
     for rank, result in enumerate(results):
-        assert set(result["outcome"].values()) == {True}, "no version is lost where training waits for each"
+        assert set(result["outcome"].values()) == {True}, (
+            "no version is lost where training waits for each"
+        )
         found = {int(step): arenas for step, arenas in result["found"].items()}
         # The order of step 2 is heard in its vote: version 2 is still arc's, and stays beside an empty arena.
         assert [scheme for _, scheme, _ in found[2]] == ["", "arc"]
@@ -133,7 +146,9 @@ def test_p3_a_switch_keeps_the_old_version_until_the_first_under_the_new_scheme(
         assert len(sizes) == 1, "what arc took is given back at the first commit under aec"
         assert [(step, scheme) for step, scheme, _ in found[5]] == [(0, ""), (5, "none")]
         assert max(size for _, _, size in found[5]) < min(sizes)
-        assert [scheme for _, scheme, _ in found[9]] == ["none", "none"], "refused orders change nothing"
+        assert [scheme for _, scheme, _ in found[9]] == ["none", "none"], (
+            "refused orders change nothing"
+        )
         assert [scheme for _, scheme, _ in found[12]] == ["aec", "aec"]
         _check_content_of_parity(tmp_path / "switch", rank)
     records = [ProtectionRecord.from_json(record) for record in results[0]["records"]]
@@ -164,7 +179,9 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
     (root / "fault").write_text(fault)
     with pytest.raises(RankError, match="SIGKILL"):
         Results(tmp_path, switch_killed, world=4)
-    inventories = [ArenaStore(root / f"node{r}", FOUR.nodes[r], SECRET).inventory() for r in range(4)]
+    inventories = [
+        ArenaStore(root / f"node{r}", FOUR.nodes[r], SECRET).inventory() for r in range(4)
+    ]
     for lost in (None, 0, 1, 2, 3):
         present = [inventory for r, inventory in enumerate(inventories) if r != lost]
         plan = plan_recovery(present, FOUR, job_id="job")
@@ -179,7 +196,9 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
     for rank in range(4):
         for _, arena in scan(root / f"node{rank}", SECRET):
             if not isinstance(arena, Arena):
-                assert "no record" in arena, "a rank is killed, with the first, while it makes a slot anew"
+                assert "no record" in arena, (
+                    "a rank is killed, with the first, while it makes a slot anew"
+                )
                 continue
             header = arena.header()
             if header is not None and header.state.whole:
@@ -187,8 +206,12 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
                 assert all(arena.verify(entry) for entry in header.entries)
 
 
-def test_an_order_that_asks_for_recomputing_needs_a_job_that_was_started_with_it(tmp_path: Path) -> None:
-    assert write_order([tmp_path], "arc+aor").scheme == "arc+aor", "not known yet: the ranks will see to it"
+def test_an_order_that_asks_for_recomputing_needs_a_job_that_was_started_with_it(
+    tmp_path: Path,
+) -> None:
+    assert write_order([tmp_path], "arc+aor").scheme == "arc+aor", (
+        "not known yet: the ranks will see to it"
+    )
     write_record(tmp_path, ProtectionRecord("arc", "arc", aor=True))
     assert write_order([tmp_path], "rs:2+aor").scheme == "rs:2+aor"
     assert parse_order("rs:2+aor", aor=True) == parse_order("rs:2", aor=True) == Scheme(0, 2)
@@ -197,14 +220,18 @@ def test_an_order_that_asks_for_recomputing_needs_a_job_that_was_started_with_it
     with pytest.raises(ConfigError, match=r"'none\+aor' keeps nothing of a peer .*; order 'none'"):
         write_order([tmp_path], "none+aor")
     write_record(tmp_path, ProtectionRecord("arc", "arc"))
-    with pytest.raises(ConfigError, match=r"fixed at the start, .* order 'aec', or write 'aec\+aor' into"):
+    with pytest.raises(
+        ConfigError, match=r"fixed at the start, .* order 'aec', or write 'aec\+aor' into"
+    ):
         write_order([tmp_path], "aec+aor")
     newest = read_order(tmp_path)
     assert newest.scheme == "rs:2+aor"
 
 
 def test_the_block_counts_again_once_it_is_edited() -> None:
-    switched = ProtectionRecord("aec", "arc", number=7, step=12, incarnation=1, tolerance=1, ordered=True)
+    switched = ProtectionRecord(
+        "aec", "arc", number=7, step=12, incarnation=1, tolerance=1, ordered=True
+    )
     stale = ProtectionRecord("arc", "arc", number=3, step=2, incarnation=1, tolerance=1)
     assert resume([stale, switched], "arc") == switched
     edited = resume([stale, switched], "rs:2")
@@ -232,17 +259,23 @@ def test_p9_protection_goes_down_and_up_with_the_memory_of_the_poorest_rank(tmp_
     assert "reft.memory_limit_bytes leaves it 1.1 MiB" in causes[0]
     assert [r.step for r in records[3:5]] == [16, 20]
     for result in results:
-        assert set(result["outcome"].values()) == {True}, "no version is lost where training waits for each"
+        assert set(result["outcome"].values()) == {True}, (
+            "no version is lost where training waits for each"
+        )
         found = {int(step): arenas for step, arenas in result["found"].items()}
         assert [scheme for _, scheme, _ in found[3]] == ["none"] * 2
-        assert [scheme for _, scheme, _ in found[19]] == ["arc"] * 2, "a third version is given back"
+        assert [scheme for _, scheme, _ in found[19]] == ["arc"] * 2, (
+            "a third version is given back"
+        )
         # A version is given up by giving up its file: the others stay where they are.
         assert {ino for step in range(16, 20) for ino in result["files"][str(step)]} <= {
             *result["files"]["15"]
         }
         assert [scheme for _, scheme, _ in found[24]] == ["none"] * 2
         assert sum(size for *_, size in found[24]) < 0.6 * sum(size for *_, size in found[19])
-        assert [(step, scheme) for step, scheme, _ in found[40]] == [(n, "arc") for n in (38, 39, 40)]
+        assert [(step, scheme) for step, scheme, _ in found[40]] == [
+            (n, "arc") for n in (38, 39, 40)
+        ]
 
 
 def test_p9_a_node_has_room_for_what_its_ranks_want_together_beside_the_largest_margin() -> None:
@@ -257,9 +290,13 @@ def test_p9_a_node_has_room_for_what_its_ranks_want_together_beside_the_largest_
 
     fits = MemoryBudget(needed=30 * mib, held=10 * mib, free=100 * mib, limit=-1, margin=0)
     assert found(fits, fits, fits) is None
-    assert "needs 40.0 MiB more than now on node A" in str(found(fits, replace(fits, margin=61 * mib), fits))
+    assert "needs 40.0 MiB more than now on node A" in str(
+        found(fits, replace(fits, margin=61 * mib), fits)
+    )
     assert "on node B" in str(found(fits, fits, replace(fits, free=19 * mib)))
-    assert "memory_limit_bytes leaves it 29.0 MiB" in str(found(fits, fits, replace(fits, limit=29 * mib)))
+    assert "memory_limit_bytes leaves it 29.0 MiB" in str(
+        found(fits, fits, replace(fits, limit=29 * mib))
+    )
 
 
 def _damage(me: Rank, kind: str, which: str) -> None:
@@ -386,7 +423,9 @@ def test_p3_files_exchanged_between_local_ranks_are_told_apart(results: Results)
 
 
 @pytest.mark.process
-def test_p3_a_recovered_version_in_all_slots_of_a_rank_leaves_room_for_the_next(results: Results) -> None:
+def test_p3_a_recovered_version_in_all_slots_of_a_rank_leaves_room_for_the_next(
+    results: Results,
+) -> None:
     for result in results.of(swapped_before):
         assert result["before"] == [2, 2], "nothing of the recovered version is given up"
         assert result["committed"] == [True, True]

@@ -74,7 +74,9 @@ def test_frozen_slots_are_kept_until_something_newer_is_committed() -> None:
         slots.began(1, VersionId(2, 9))
     chosen, slots = taken(slots, (9, "committed"), (10, "committed"))
     assert (chosen, slots.frozen) == ([0, 1], ())
-    assert Slots.make(2, {5: VersionId(1, 7)}).choose() == 0  # a file of an incarnation with more slots
+    assert (
+        Slots.make(2, {5: VersionId(1, 7)}).choose() == 0
+    )  # a file of an incarnation with more slots
 
 
 def test_wrong_orders_are_refused() -> None:
@@ -96,7 +98,9 @@ def test_wrong_orders_are_refused() -> None:
     slots=st.integers(1, 4),
     frozen=st.booleans(),
     history=st.lists(
-        st.tuples(st.sampled_from(["committed", "aborted", "not copied"]), st.sets(st.integers(0, 3))),
+        st.tuples(
+            st.sampled_from(["committed", "aborted", "not copied"]), st.sets(st.integers(0, 3))
+        ),
         max_size=30,
     ),
 )
@@ -123,7 +127,9 @@ def test_what_every_holder_of_something_older_holds_is_preferred() -> None:
     assert preferred_label({old: "abc", new: "ab"}, None) == old
     assert preferred_label({old: "abc", new: "ab"}, old) == old
     assert preferred_label({old: "ab", new: "abc"}, None) == new
-    assert preferred_label({old: "abc", new: "ab"}, new) == new  # known to be committed: nothing older
+    assert (
+        preferred_label({old: "abc", new: "ab"}, new) == new
+    )  # known to be committed: nothing older
     assert preferred_label({old: "abc"}, new) == old  # beyond the tolerance: better than nothing
     assert preferred_label({old: "bc", later: "ac"}, None) == old
     assert preferred_label({old: "bc", later: "abc"}, None) == later
@@ -145,7 +151,9 @@ FIRST, SECOND = VersionId(1, 1), VersionId(1, 2)
 COPY = (Signal.TURN, Signal.BEGIN, SlotTaken(0), Released(), Signal.COPIED)
 
 
-def test_p2_what_has_not_begun_at_the_fence_is_voted_down_and_training_does_not_wait_for_it() -> None:
+def test_p2_what_has_not_begun_at_the_fence_is_voted_down_and_training_does_not_wait_for_it() -> (
+    None
+):
     state, _ = told(HandedOver(Version(FIRST)), FenceNear())
     assert not state.holds_training
     assert state.head.cause == NOT_STARTED
@@ -153,7 +161,9 @@ def test_p2_what_has_not_begun_at_the_fence_is_voted_down_and_training_does_not_
     assert (state.task, state.votes_yes) == (Task.VOTE_COPIED, False)
 
 
-def test_where_the_host_is_ahead_of_its_device_a_version_may_begin_until_the_device_is_at_the_fence() -> None:
+def test_where_the_host_is_ahead_of_its_device_a_version_may_begin_until_the_device_is_at_the_fence() -> (
+    None
+):
     state, _ = told(HandedOver(Version(FIRST)), FenceNear(ahead=True))
     assert (state.may_begin, state.head.cause) == (True, None)
     begun, _ = step(step(step(state, Signal.TURN)[0], Signal.BEGIN)[0], FenceNear())
@@ -164,26 +174,38 @@ def test_where_the_host_is_ahead_of_its_device_a_version_may_begin_until_the_dev
 def test_p2_what_must_be_taken_holds_training_and_what_is_overtaken_is_never_approved() -> None:
     state, _ = told(HandedOver(Version(FIRST, required=True)), FenceNear())
     assert state.holds_training
-    state, _ = told(HandedOver(Version(FIRST)), *COPY[:3], FenceNear(), Signal.TENSORS_CHANGE, *COPY[3:])
+    state, _ = told(
+        HandedOver(Version(FIRST)), *COPY[:3], FenceNear(), Signal.TENSORS_CHANGE, *COPY[3:]
+    )
     assert (state.task, state.votes_yes, state.head.cause) == (Task.VOTE_COPIED, False, OVERRUN)
     state, effects = step(state, Voted(False))
     assert effects == (Abort(0, FIRST), GiveUp(FIRST, OVERRUN))
 
 
-def test_a_layout_is_agreed_before_a_version_is_copied_and_costs_one_that_training_has_left() -> None:
+def test_a_layout_is_agreed_before_a_version_is_copied_and_costs_one_that_training_has_left() -> (
+    None
+):
     state, _ = told(HandedOver(Version(FIRST)), Signal.TURN, Signal.UNFIT)
     assert (state.wants_layout, state.holds_training) == (True, True)
     state, _ = step(step(state, Voted(False, relayout=True))[0], Signal.LAID_OUT)
     assert (state.task, state.holds_training) == (Task.COPY, True)
-    state, effects = told(HandedOver(Version(FIRST)), *COPY, Voted(False, relayout=True), Signal.LAID_OUT)
+    state, effects = told(
+        HandedOver(Version(FIRST)), *COPY, Voted(False, relayout=True), Signal.LAID_OUT
+    )
     assert (state.task, state.votes_yes, effects) == (Task.VOTE_COPIED, False, [Abort(0, FIRST)])
 
 
 @pytest.mark.parametrize(("known", "then"), [(FIRST, Commit(0, FIRST)), (None, Abort(0, FIRST))])
-def test_p3_what_was_sealed_stays_until_the_ranks_have_met(known: VersionId | None, then: object) -> None:
+def test_p3_what_was_sealed_stays_until_the_ranks_have_met(
+    known: VersionId | None, then: object
+) -> None:
     """What one of them knows to be committed is committed by all."""
     state, effects = told(
-        HandedOver(Version(FIRST)), *COPY, Voted(True), Signal.SEALED, ProtocolFailed("a peer vanished")
+        HandedOver(Version(FIRST)),
+        *COPY,
+        Voted(True),
+        Signal.SEALED,
+        ProtocolFailed("a peer vanished"),
     )
     assert (state.task, state.slots.open_slot) == (Task.REJOIN, 0)
     assert effects == [GiveUp(FIRST, SkipCause("interrupted", "a peer vanished"))]
@@ -208,8 +230,13 @@ def test_the_end_takes_what_was_handed_over_and_nothing_more() -> None:
         RejoinFailed("y"),
     )
     assert (state.task, state.broken, state.versions) == (Task.END, "y", ())
-    assert effects == [GiveUp(FIRST, SkipCause("interrupted", "x")), GiveUp(SECOND, SkipCause("broken", "y"))]
-    assert step(state, HandedOver(Version(SECOND)))[1] == (GiveUp(SECOND, SkipCause("broken", "y")),)
+    assert effects == [
+        GiveUp(FIRST, SkipCause("interrupted", "x")),
+        GiveUp(SECOND, SkipCause("broken", "y")),
+    ]
+    assert step(state, HandedOver(Version(SECOND)))[1] == (
+        GiveUp(SECOND, SkipCause("broken", "y")),
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,18 +275,24 @@ def test_an_event_that_does_not_fit_is_refused() -> None:
 # -- where the ranks go on after a version broke off ----
 
 
-def test_p3_a_version_that_any_rank_knows_to_be_committed_is_and_what_is_older_is_not_voted_on() -> None:
+def test_p3_a_version_that_any_rank_knows_to_be_committed_is_and_what_is_older_is_not_voted_on() -> (
+    None
+):
     standings = [
         RejoinState(VersionId(1, 7), VersionId(1, 5), None),
         RejoinState(VersionId(1, 8), VersionId(1, 6), None),
         RejoinState(VersionId(1, 7), None, None),
     ]
     assert resume_from(standings) == RejoinState(VersionId(1, 8), VersionId(1, 6), None)
-    assert resume_from([RejoinState(VersionId(1, 3), None, None)]) == RejoinState(VersionId(1, 3), None, None)
+    assert resume_from([RejoinState(VersionId(1, 3), None, None)]) == RejoinState(
+        VersionId(1, 3), None, None
+    )
 
 
 def test_p3_steps_that_are_taken_again_in_a_new_incarnation_are_newer() -> None:
-    agreed = resume_from([RejoinState(VersionId(1, 7), None, None), RejoinState(VersionId(2, 3), None, None)])
+    agreed = resume_from(
+        [RejoinState(VersionId(1, 7), None, None), RejoinState(VersionId(2, 3), None, None)]
+    )
     assert agreed.newest == VersionId(2, 3)
     assert resume_from([RejoinState(VersionId(1, 7), None, None)]).newest < VersionId(2, 1)
 

@@ -48,7 +48,13 @@ from reft.snapshot.version import (
     step,
 )
 from tests.snapshot import stop_model
-from tests.snapshot.restart_model import LOSSES, Crash, SecondCrash, crash_memories, crashes_in_a_row
+from tests.snapshot.restart_model import (
+    LOSSES,
+    Crash,
+    SecondCrash,
+    crash_memories,
+    crashes_in_a_row,
+)
 from tests.snapshot.version_model import PromiseError, Rules
 from tests.snapshot.version_search import Explorer, leaves, whole_jobs
 
@@ -165,7 +171,10 @@ WRONG: dict[str, tuple[str, Rules]] = {
     "copied twice": ("P2", Rules(step=copied_twice)),
     "peers not heard": ("P3", Rules(step=peers_not_heard, meetings=1)),
     "parted in silence": ("P6", Rules(step=parted_in_silence, steps=2, meetings=1)),
-    "write counts not compared": ("P2", Rules(step=counts_not_compared, writes=True, steps=2, meetings=0)),
+    "write counts not compared": (
+        "P2",
+        Rules(step=counts_not_compared, writes=True, steps=2, meetings=0),
+    ),
     "sealed unchecked": ("P2", Rules(step=sealed_unchecked, writes=True, steps=2, meetings=0)),
     "permit kept": ("P6", Rules(step=permit_kept, paced=True, steps=2, meetings=0)),
 }
@@ -245,7 +254,10 @@ def test_each_wrong_rule_has_a_counterexample(name: str) -> None:
 
 @pytest.mark.parametrize(
     "completes",
-    [pytest.param(True, id="completed"), pytest.param(False, id="taken again", marks=pytest.mark.nightly)],
+    [
+        pytest.param(True, id="completed"),
+        pytest.param(False, id="taken again", marks=pytest.mark.nightly),
+    ],
 )
 def test_p3_holds_when_the_restart_crashes_too(completes: bool) -> None:
     second = SecondCrash(completes=completes)
@@ -258,7 +270,9 @@ def test_p3_holds_when_the_restart_crashes_too(completes: bool) -> None:
 @pytest.mark.parametrize("completes", [True, False], ids=["completed", "taken again"])
 def test_p3_holds_through_three_crashes_in_a_row(completes: bool) -> None:
     seen: set[Crash] = set()
-    for (memory,), committed in crash_memories(explored(Rules(steps=2, meetings=0), 1, 3), groups=1):
+    for (memory,), committed in crash_memories(
+        explored(Rules(steps=2, meetings=0), 1, 3), groups=1
+    ):
         for lost in LOSSES:
             crash = Crash(memory, lost, lost, committed, incarnation=1)
             violation = next(crashes_in_a_row(crash, 3, seen, completes=completes), None)
@@ -284,7 +298,9 @@ BOTH = (
 
 
 def kept_rules(ladders: tuple[tuple[ProtectionLevel, ...], ...], **others: object) -> Rules:
-    return Rules(**{"ladders": ladders, "slots": Slots.make(ladders[0][0].arenas), "meetings": 0, **others})
+    return Rules(
+        **{"ladders": ladders, "slots": Slots.make(ladders[0][0].arenas), "meetings": 0, **others}
+    )
 
 
 def kept(explorer: Explorer) -> set[tuple[int, int]]:
@@ -292,7 +308,9 @@ def kept(explorer: Explorer) -> set[tuple[int, int]]:
         (rank.keeps.in_force.order, rank.keeps.in_force.level)
         for window in explorer.windows
         for rank in window.ranks
-        if any(h.state is ArenaState.COMMITTED and h.layout == rank.keeps.layout for h in rank.files)
+        if any(
+            h.state is ArenaState.COMMITTED and h.layout == rank.keeps.layout for h in rank.files
+        )
     }
 
 
@@ -336,7 +354,10 @@ WRONG_SWITCHES: dict[str, tuple[str, Rules]] = {
         "P3",
         kept_rules(SHORT, steps=3, errors=False, slots=GreedySlots.make(3)),
     ),
-    "switch: used before all agreed": ("P3", kept_rules(ORDERS, steps=2, errors=False, in_force=Hasty())),
+    "switch: used before all agreed": (
+        "P3",
+        kept_rules(ORDERS, steps=2, errors=False, in_force=Hasty()),
+    ),
     "memory short: gone down before all agreed": (
         "P6",
         kept_rules(SHORT, steps=2, errors=False, in_force=Hasty()),

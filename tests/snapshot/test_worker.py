@@ -43,7 +43,9 @@ def protocol(rank: int, root: Path) -> dict[str, Any]:
     outcome: dict[int, bool] = {}
     for step in range(1, 8):
         # Step 3: rank 2 says that it has nothing to show. Step 5: rank 1 fails after its seal.
-        outcome[step] = me.take(step, cause=SkipCause("nothing to show") if step == 3 and rank == 2 else None)
+        outcome[step] = me.take(
+            step, cause=SkipCause("nothing to show") if step == 3 and rank == 2 else None
+        )
     assert me.worker.drain(60)
     me.worker.close(10)
     return {"outcome": outcome, "stats": me.stats.to_json(), "skips": me.skips}
@@ -108,7 +110,9 @@ def wants(rank: int, root: Path) -> dict[str, Any]:
     me = Rank(rank, root, FOUR, pacer=pacer, wanted_persist_interval=lambda: wanted[0])
     for step in range(1, 11):
         wanted[0] = to_storage.get(step, wanted[0])
-        if rank == 2 and step == 3:  # what does not fit before its optimizer step makes versions rarer on all
+        if (
+            rank == 2 and step == 3
+        ):  # what does not fit before its optimizer step makes versions rarer on all
             pacer.plan = SimpleNamespace(advised_interval_steps=3, overflow=Overflow.INTERVAL)
         me.step(step)
         if step % me.worker.votes.interval_steps(step) == 0:
@@ -189,13 +193,23 @@ def test_p6_a_rank_without_memory_is_counted_and_recovers(results: Results) -> N
 
 
 @pytest.mark.process
-def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(results: Results) -> None:
+def test_p2_the_fence_waits_for_a_running_copy_and_cancels_one_not_started(
+    results: Results,
+) -> None:
     for result in results.of(fence):
-        assert result == {"approached": True, "waited": True, "held": True, "late": False, "copied": True}
+        assert result == {
+            "approached": True,
+            "waited": True,
+            "held": True,
+            "late": False,
+            "copied": True,
+        }
 
 
 @pytest.mark.process
-def test_ranks_agree_in_their_votes_how_often_versions_are_taken_and_go_to_storage(results: Results) -> None:
+def test_ranks_agree_in_their_votes_how_often_versions_are_taken_and_go_to_storage(
+    results: Results,
+) -> None:
     """The largest request wins, and every rank finds the same for the same version."""
     for result in results.of(wants):
         # Step 3 carries the request; it holds from step 5 on, everywhere.
@@ -208,7 +222,9 @@ BLOCK = 4096
 
 def images_of(tensors: list[torch.Tensor]) -> LiveImages:
     empty = SectionImage([])
-    return LiveImages(SectionImage([(f"t{i}", t) for i, t in enumerate(tensors)]), empty, "signature")
+    return LiveImages(
+        SectionImage([(f"t{i}", t) for i, t in enumerate(tensors)]), empty, "signature"
+    )
 
 
 def sums_of(check: PeerCheck, images: LiveImages, step: int, nbytes: int = 1000) -> dict[int, int]:
@@ -332,15 +348,21 @@ def corrupted_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.process
-def test_what_differs_or_is_not_finite_is_not_committed_and_named_by_all(corrupted_results: Results) -> None:
+def test_what_differs_or_is_not_finite_is_not_committed_and_named_by_all(
+    corrupted_results: Results,
+) -> None:
     differs = ["r0 of rank 1 on B differs from other ranks of its group", True]
     nan = ["weights or optimizer state held NaN or infinity in 2 versions in a row", True]
     for rank, result in enumerate(corrupted_results.of(corrupted)):
-        unequal = "a peer could not seal it" if rank == 2 else "peers differ"  # its successor is right
+        unequal = (
+            "a peer could not seal it" if rank == 2 else "peers differ"
+        )  # its successor is right
         poison = "not finite: NaN or infinity in o" if rank == WRONG else "a peer could not seal it"
         behind = [True, poison, poison, nan, True]
         assert result["full"] == [True, True, unequal, differs, unequal, differs, *behind]
-        assert result["rotate"] == result["off"] == [True, True, True, True, *behind]  # not that block's turn
+        assert (
+            result["rotate"] == result["off"] == [True, True, True, True, *behind]
+        )  # not that block's turn
 
 
 @pytest.mark.process

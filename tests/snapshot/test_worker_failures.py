@@ -107,8 +107,12 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "no slot": _once(ArenaSet, "begin", ArenaError("every slot is in use")),
     "copy": _once(Copier, "copy", _LOST),
     "what to vote": _once(SchemeSwitch, "wanted_level", _LOST),
-    "which orders there are": _once(SchemeSwitch, "newest_order", OSError(24, "too many open files")),
-    "request a rate": lambda me: mock.patch.object(me.worker.watchers, "wanted_interval", _raising(_LOST)),
+    "which orders there are": _once(
+        SchemeSwitch, "newest_order", OSError(24, "too many open files")
+    ),
+    "request a rate": lambda me: mock.patch.object(
+        me.worker.watchers, "wanted_interval", _raising(_LOST)
+    ),
     "cast the first vote": _once(Votes, "cast", _LOST),
     "cast the second vote": _once(Votes, "cast", _LOST, nth=2),
     "hash": _once(ArenaWriter, "hash_rest", _LOST),
@@ -124,7 +128,9 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "seal": _once(ArenaWriter, "seal", OSError(28, "no space left on device")),
     "note the commit": _once(Arena, "commit", ArenaError("both header copies are torn")),
     "after the commit": _once(SnapshotStats, "commit", _LOST),
-    "tell of the commit": lambda me: mock.patch.object(me.worker.watchers, "on_commit", _raising(_LOST)),
+    "tell of the commit": lambda me: mock.patch.object(
+        me.worker.watchers, "on_commit", _raising(_LOST)
+    ),
     "reserve behind the commit": _once(ArenaSet, "settle", OSError(12, "cannot allocate memory")),
     "switch": _once(SnapshotWorker, "_switch_layout", _LOST),
 }
@@ -137,7 +143,12 @@ def failures(rank: int, root: Path) -> dict[str, Any]:
         with _on_rank_1(me, patch):
             (during,) = me.take_next(1)
         after = me.take_next(3)  # while the ranks come together again, versions are given up
-        found[place] = {"during": during, "after": after, "in_files": me.steps_in_files(), "step": me.now}
+        found[place] = {
+            "during": during,
+            "after": after,
+            "in_files": me.steps_in_files(),
+            "step": me.now,
+        }
     found["skips"] = me.skips
     me.worker.close(10)
     return found
@@ -313,7 +324,10 @@ def stuck(rank: int, root: Path) -> dict[str, Any]:
             assert entered.wait(WAIT_SECS)
         return request
 
-    bounds = mock.patch.multiple(engine, STUCK_SECS=0.2), mock.patch.object(worker, "FENCE_SECS", 0.2)
+    bounds = (
+        mock.patch.multiple(engine, STUCK_SECS=0.2),
+        mock.patch.object(worker, "FENCE_SECS", 0.2),
+    )
     with _on_rank_1(me, lambda me: mock.patch.object(HashingCopier, "copy_chunks", held)):
         request = hold(2)
         if rank == 1:
@@ -358,10 +372,14 @@ _COMMITTED = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("workers")
-    return Results(root, failures, went_back, rates_agreed, astray, complains, layouts, slow, stuck, dead)
+    return Results(
+        root, failures, went_back, rates_agreed, astray, complains, layouts, slow, stuck, dead
+    )
 
 
-def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(results: Results) -> None:
+def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(
+    results: Results,
+) -> None:
     found_by = results.of(failures)
     for rank, result in enumerate(found_by):
         for place in FAILURES:
@@ -374,7 +392,9 @@ def test_p6_whatever_fails_on_one_worker_costs_its_version_and_no_later_one(resu
         assert found_by[0][place]["after"] == found_by[1][place]["after"], place
 
 
-def test_p3_after_an_interruption_a_job_that_went_back_commits_its_steps_again(results: Results) -> None:
+def test_p3_after_an_interruption_a_job_that_went_back_commits_its_steps_again(
+    results: Results,
+) -> None:
     for result in results.of(went_back):
         assert not result["before"][4]
         assert result["before"][-1]
@@ -408,7 +428,9 @@ def test_p6_peers_hear_with_the_next_vote_what_has_failed_on_a_rank(results: Res
     assert second["heard"] == []
 
 
-def test_p6_a_failure_while_ranks_agree_on_a_layout_or_a_switch_leaves_them_agreed(results: Results) -> None:
+def test_p6_a_failure_while_ranks_agree_on_a_layout_or_a_switch_leaves_them_agreed(
+    results: Results,
+) -> None:
     first, second = results.of(layouts)
     assert first == second
     for place, found in first.items():
@@ -418,7 +440,12 @@ def test_p6_a_failure_while_ranks_agree_on_a_layout_or_a_switch_leaves_them_agre
 
 def test_p6_a_worker_that_ends_for_good_holds_nobody_up(results: Results) -> None:
     for result in results.of(dead):
-        assert result == {"results": [False, False], "late": False, "broken": True, "drained": False}
+        assert result == {
+            "results": [False, False],
+            "late": False,
+            "broken": True,
+            "drained": False,
+        }
 
 
 def test_p6_a_slow_exchange_is_waited_for_once_and_then_no_more(results: Results) -> None:
@@ -435,7 +462,9 @@ def test_p2_p6_a_copy_that_does_not_end_costs_its_version_and_neither_a_step_nor
     assert [result["overrun"] for result in results.of(stuck)] == [False, True]
     for result in results.of(stuck):
         assert result["went on"] == [True, True]
-        assert result["slots"] == [True], "nothing else is written to a slot that is still written to"
+        assert result["slots"] == [True], (
+            "nothing else is written to a slot that is still written to"
+        )
         assert result["closed"]
         assert not result["committed"][0]
         assert result["committed"][-1]

@@ -76,7 +76,9 @@ class Rules:
     # whether there is a device, up to two steps behind the host: it reads and writes in the order of its two
     # streams
     behind: bool = False
-    stream_fence: bool = True  # whether its writes wait for what was queued to be copied before them
+    stream_fence: bool = (
+        True  # whether its writes wait for what was queued to be copied before them
+    )
     errors: bool = True  # whether anything fails
     meetings: int = 2  # most interruptions
     slots: Slots = field(default_factory=lambda: Slots.make(2))  # this rank's arenas at the start
@@ -113,7 +115,9 @@ class Rank:
     state: RankState  # of the transition system
     files: tuple[Held, ...]  # what a reader finds in its arenas
     tensors: int = 1  # step after which the live tensors are as they are, to the host
-    device: int = 1  # the same to the device, which may be behind; without one it follows the host at once
+    device: int = (
+        1  # the same to the device, which may be behind; without one it follows the host at once
+    )
     queued: bool = False  # whether a copy of the first version is queued there and has not run
     handed: bool = False  # whether that version was handed over
     # steps of which the version in the open slot has bytes; negative: with what the script wrote after the hand-over
@@ -166,9 +170,13 @@ class OneRank:
 
     def hears(self, rank: Rank, result: Voted | Verdict) -> Iterator[Move]:
         assert isinstance(result, Voted)
-        yield from self._effects(f"learns {say(result)}", replace(rank, cast=None, result=None), result)
+        yield from self._effects(
+            f"learns {say(result)}", replace(rank, cast=None, result=None), result
+        )
 
-    def results(self, cast: Sequence[tuple[Rank, Ballot]]) -> Iterator[tuple[Voted | Verdict, list[Rank]]]:
+    def results(
+        self, cast: Sequence[tuple[Rank, Ballot]]
+    ) -> Iterator[tuple[Voted | Verdict, list[Rank]]]:
         relayout = [r for r, ballot in cast if ballot.relayout]
         if any(ballot.ok for _, ballot in cast):
             yield Voted(True), [r for r, ballot in cast if ballot.ok]
@@ -201,7 +209,11 @@ class OneRank:
         gate = rank.gate
         for effect in effects:
             gate = isinstance(effect, EnterGate) or (gate and not isinstance(effect, LeaveGate))
-        waits = [v for v in after.versions if v.paced and v.cause is None and (v.holds_training or v.staged)]
+        waits = [
+            v
+            for v in after.versions
+            if v.paced and v.cause is None and (v.holds_training or v.staged)
+        ]
         if waits and not gate:
             raise PromiseError("P6", f"{waits[0].label} is to be copied, and has no permit")
         if gate and not after.versions:
@@ -243,13 +255,17 @@ class OneRank:
             if rules.behind:
                 ahead = self.tell(rank, FenceNear(ahead=True))
                 if rank.state.may_begin and not ahead.state.may_begin:
-                    raise PromiseError("P6", "a version is given up, and the device is not at the write")
+                    raise PromiseError(
+                        "P6", "a version is given up, and the device is not at the write"
+                    )
                 yield "comes to the fence, ahead of the device", ahead
         elif state.may_begin and rank.device == rank.tensors:
             yield "waits until the device is at the fence", self.tell(rank, FenceNear())
         elif (rules.errors or not state.holds_training) and rank.tensors - rank.device < 2:
             checked = (
-                self.tell(rank, TensorsChecked(SOME if rank.written else None)) if rules.writes else rank
+                self.tell(rank, TensorsChecked(SOME if rank.written else None))
+                if rules.writes
+                else rank
             )
             changed = self.tell(checked, Signal.TENSORS_CHANGE)
             after = rank.tensors + 1
@@ -360,7 +376,9 @@ class OneRank:
             yield f"{text}, cannot note it", after
 
     def interrupted(self, rank: Rank) -> Rank:
-        return self.tell(replace(rank, cast=None, result=None, queued=False), ProtocolFailed("some"))
+        return self.tell(
+            replace(rank, cast=None, result=None, queued=False), ProtocolFailed("some")
+        )
 
     def parted(self, rank: Rank) -> Rank:
         """The ranks do not come together again. Nothing is written any more."""
@@ -383,7 +401,10 @@ def _plain(state: RankState) -> RankState:
     if all(v.cause in (None, SOME) for v in state.versions):
         return state
     return replace(
-        state, versions=tuple(replace(v, cause=SOME) if v.cause is not None else v for v in state.versions)
+        state,
+        versions=tuple(
+            replace(v, cause=SOME) if v.cause is not None else v for v in state.versions
+        ),
     )
 
 

@@ -29,7 +29,16 @@ from reft.memory.header import ArenaState
 from reft.protect.placement import place_group
 from reft.snapshot.version import NONE_YET, Rejoined, RejoinState, Task, Voted, resume_from
 from tests.snapshot.switch_model import SwitchingRank
-from tests.snapshot.version_model import NOBODY, Choose, Held, OneRank, PromiseError, Rank, Rules, say
+from tests.snapshot.version_model import (
+    NOBODY,
+    Choose,
+    Held,
+    OneRank,
+    PromiseError,
+    Rank,
+    Rules,
+    say,
+)
 
 
 @dataclass
@@ -104,7 +113,9 @@ class Explorer:
             except PromiseError as violation:
                 raise replace(violation, trace=window.trace(rank)) from violation
             if stuck and rank.cast is None and rank.state.task is not Task.END:
-                raise PromiseError("P6", f"nothing happens any more: {rank.state}", window.trace(rank))
+                raise PromiseError(
+                    "P6", f"nothing happens any more: {rank.state}", window.trace(rank)
+                )
         self.windows.append(window)
         self.states += len(window.ranks)
         return window
@@ -114,20 +125,28 @@ class Explorer:
         for rank in window.ranks:
             for held in rank.files:
                 if held.state.whole and not held.good:
-                    what = f"{held.label} is sealed with bytes of another step, or without its peers'"
+                    what = (
+                        f"{held.label} is sealed with bytes of another step, or without its peers'"
+                    )
                     raise PromiseError("P2", what, window.trace(rank))
                 if held.state.whole and layouts.setdefault(held.label, held.layout) != held.layout:
                     what = f"{held.label} is sealed under {layouts[held.label]} and under {held.layout}"
                     raise PromiseError("P3", what, window.trace(rank))
             committed = rank.state.slots.committed_label
             self.deepest_commit = max(self.deepest_commit, committed.step if committed else 0)
-        votes = {(r.cast.label, r.cast.task) for r in window.ranks if r.cast is not None and r.result is None}
+        votes = {
+            (r.cast.label, r.cast.task)
+            for r in window.ranks
+            if r.cast is not None and r.result is None
+        }
         if len(votes) > 1:
             raise PromiseError("P6", f"ranks vote on different things: {sorted(map(str, votes))}")
         found = self.crash.check({leaves(rank): rank for rank in window.ranks})
         if found is not None:
             what, ranks = found
-            traces = (line for r in ranks for line in ("a rank:", *(f"  {t}" for t in window.trace(r))))
+            traces = (
+                line for r in ranks for line in ("a rank:", *(f"  {t}" for t in window.trace(r)))
+            )
             raise PromiseError("P3", what, tuple(traces))
 
     def _following(
@@ -164,7 +183,9 @@ class Explorer:
             }
             yield following, told, window.meetings + 1
 
-    def _train_on(self, ranks: Mapping[Rank, tuple[Window, Rank]]) -> dict[Rank, tuple[Window, Rank]]:
+    def _train_on(
+        self, ranks: Mapping[Rank, tuple[Window, Rank]]
+    ) -> dict[Rank, tuple[Window, Rank]]:
         """Training does not wait for the workers to come together."""
         found, queue = dict(ranks), deque(ranks)
         while queue:
@@ -200,7 +221,9 @@ def whole_jobs(rules: Rules, ranks: int) -> set[tuple[Left, ...]]:
     seen, queue = {first}, deque([first])
     while queue:
         job = queue.popleft()
-        following = [(*job[:i], after, *job[i + 1 :]) for i, rank in enumerate(job) for after in moves(rank)]
+        following = [
+            (*job[:i], after, *job[i + 1 :]) for i, rank in enumerate(job) for after in moves(rank)
+        ]
         ballots = [known[r].cast for r in job if known[r].result is None]
         cast = [ballot for ballot in ballots if ballot is not None]
         if len(cast) == ranks:
@@ -324,7 +347,11 @@ class Crashes:
             then = restored([group for group, _, _ in found], self._choose)
             if floor is not None and (then is None or then < floor):
                 lost_nodes = [lost for _, _, lost in found if lost != NOBODY]
-                what = f"{floor} was committed; after a crash what is restored is {then or 'nothing'}"
+                what = (
+                    f"{floor} was committed; after a crash what is restored is {then or 'nothing'}"
+                )
                 witness = next(ranks for group, ranks, _ in found if group.known == floor)
-                return f"{what} (nodes lost: {len(lost_nodes)})", [left[r] for r in dict.fromkeys(witness)]
+                return f"{what} (nodes lost: {len(lost_nodes)})", [
+                    left[r] for r in dict.fromkeys(witness)
+                ]
         return None

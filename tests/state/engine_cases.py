@@ -50,10 +50,17 @@ CASES: dict[str, Case] = {
         "scheduler": cosine,
     },
     "bf16_z1_fp32_accumulation": {
-        "config": bf16("fp32", optimizer=TORCH_ADAM, scheduler=WARMUP, gradient_clipping=1.0, **ZERO1)
+        "config": bf16(
+            "fp32", optimizer=TORCH_ADAM, scheduler=WARMUP, gradient_clipping=1.0, **ZERO1
+        )
     },
     "bf16_z1_bf16_accumulation": {"config": bf16("bf16", **ZERO1), "client": adamw},
-    "fp32_z0_before_first_step": {"client": momentum, "scheduler": cosine, "snap": 0, "fresh_steps": 2},
+    "fp32_z0_before_first_step": {
+        "client": momentum,
+        "scheduler": cosine,
+        "snap": 0,
+        "fresh_steps": 2,
+    },
     "bf16_z1_before_first_step": {
         "config": bf16("fp32", **ZERO1),
         "client": adamw,
@@ -62,7 +69,10 @@ CASES: dict[str, Case] = {
     },
     "disk_fp32_z0": {"client": adamw, "scheduler": lambda_lr, "disk": True},
     "disk_fp16_z0_fused": {"config": {"fp16": FP16}, "client": fused, "disk": True},
-    "disk_bf16_z1": {"config": bf16("fp32", optimizer=TORCH_ADAM, scheduler=WARMUP, **ZERO1), "disk": True},
+    "disk_bf16_z1": {
+        "config": bf16("fp32", optimizer=TORCH_ADAM, scheduler=WARMUP, **ZERO1),
+        "disk": True,
+    },
     # A stand-in for apex's FusedAdam, with the documented arithmetic.
     "apex_fp32_z0": {"client": apex_adam},
     "apex_bf16_z1": {
@@ -75,7 +85,10 @@ CASES: dict[str, Case] = {
     "pipe_fp16_z0_unfused": {"pipe": True, "config": {"optimizer": TORCH_ADAM, "fp16": FP16}},
     "pipe_fp16_z1": {"pipe": True, "config": {"optimizer": TORCH_ADAM, "fp16": FP16, **ZERO1}},
     "pipe_bf16_z0": {"pipe": True, "config": bf16("bf16", optimizer=TORCH_ADAM, scheduler=WARMUP)},
-    "pipe_bf16_z1_fp32_accumulation": {"pipe": True, "config": bf16("fp32", optimizer=TORCH_ADAM, **ZERO1)},
+    "pipe_bf16_z1_fp32_accumulation": {
+        "pipe": True,
+        "config": bf16("fp32", optimizer=TORCH_ADAM, **ZERO1),
+    },
     "pipe_bf16_z1_bf16_accumulation": {
         "pipe": True,
         "config": bf16("bf16", optimizer=TORCH_ADAM, **ZERO1),
@@ -95,7 +108,9 @@ _WRAPPERS = {
     "BF16Adapter BF16_Optimizer": "bf16_z1_fp32_accumulation bf16_z1_before_first_step disk_bf16_z1 apex_bf16_z1 "
     "pipe_bf16_z0 pipe_bf16_z1_fp32_accumulation",
 }
-ADAPTERS = {name: tuple(found.split()) for found, names in _WRAPPERS.items() for name in names.split()}
+ADAPTERS = {
+    name: tuple(found.split()) for found, names in _WRAPPERS.items() for name in names.split()
+}
 
 if VERSION < (0, 18, 6):
     del ADAPTERS["bf16_z0_unfused"]  # refused: these keep gradients over steps

@@ -112,7 +112,9 @@ def differences(a: object, b: object, path: str, problems: list[str]) -> None:
             return
         for key in a:
             differences(a[key], b[key], f"{path}[{key!r}]", problems)
-        differences(getattr(a, "__dict__", 0), getattr(b, "__dict__", 0), f"{path}.__dict__", problems)
+        differences(
+            getattr(a, "__dict__", 0), getattr(b, "__dict__", 0), f"{path}.__dict__", problems
+        )
     elif isinstance(a, (list, tuple)):
         if len(a) != len(b):
             problems.append(f"{path}: {len(a)} items against {len(b)}")

@@ -87,6 +87,9 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
     scheduler = torch.optim.lr_scheduler
     return scheduler.SequentialLR(
         optimizer,
-        [scheduler.ConstantLR(optimizer, 0.5, 2), scheduler.CosineAnnealingWarmRestarts(optimizer, 3)],
+        [
+            scheduler.ConstantLR(optimizer, 0.5, 2),
+            scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+        ],
         milestones=[2],
     )

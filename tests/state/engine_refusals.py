@@ -47,7 +47,9 @@ def refusals() -> dict[str, str]:
     said = {}
     base = {"optimizer": TORCH_ADAM}
     for stage in (2, 3):
-        said[f"zero{stage}"] = refusal(build({"config": {**base, "zero_optimization": {"stage": stage}}}))
+        said[f"zero{stage}"] = refusal(
+            build({"config": {**base, "zero_optimization": {"stage": stage}}})
+        )
     said["secretive"] = refusal(build({"client": lambda m: Secretive(groups(m), lr=0.1)}))
     said["scheduler"] = refusal(build({"config": base, "scheduler": Forgetful}))
 
@@ -83,7 +85,11 @@ def misfits() -> dict[str, str]:
         ("other optimizer", {"client": adamw}),
         (
             "other groups",
-            {"client": lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1)},
+            {
+                "client": lambda m: torch.optim.SGD(
+                    [p for p in m.parameters() if p.requires_grad], 0.1
+                )
+            },
         ),
     ):
         try:

@@ -56,7 +56,9 @@ def build(case: Case) -> Any:
             *(LayerSpec(Block) for _ in range(2)),
             TiedLayerSpec("embed", Embed, forward_fn=head, tied_weight_attr="weight"),
         ]
-        model: nn.Module = PipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform")
+        model: nn.Module = PipelineModule(
+            layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform"
+        )
     else:
         model = Net()
     client = case.get("client")
@@ -128,7 +130,9 @@ def restore(engine: Any, snap: dict[str, Any]) -> Any:
             image.write_from(start, source[start : start + 1001])
         source.fill_(0xEE)  # what was restored must not alias it
     restore_host_state(engine, adapter, host)
-    assert addresses == [p.data_ptr() for p in engine.module.parameters()], "parameters were rebound"
+    assert addresses == [p.data_ptr() for p in engine.module.parameters()], (
+        "parameters were rebound"
+    )
     return adapter
 
 
@@ -142,7 +146,9 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     if a["host"] != b["host"]:
         left, right = codec.decode(a["host"]), codec.decode(b["host"])
         differing = [key for key in left if codec.encode(left[key]) != codec.encode(right.get(key))]
-        found += [f"host.{key}: {left[key]} != {right.get(key)}"[:400] for key in differing] or ["host bytes"]
+        found += [f"host.{key}: {left[key]} != {right.get(key)}"[:400] for key in differing] or [
+            "host bytes"
+        ]
     return found
 
 
@@ -177,7 +183,9 @@ def restore_from_disk(engine: Any, directory: Path) -> Any:
     return adapter_for(engine)
 
 
-def files_of(engine: Any, case: Case, snap: dict[str, Any], template: bytes, root: Path) -> dict[str, Any]:
+def files_of(
+    engine: Any, case: Case, snap: dict[str, Any], template: bytes, root: Path
+) -> dict[str, Any]:
     at, tag = find_coordinate(engine)[0], f"global_step{engine.global_steps}"
     engine.save_checkpoint(str(root / "saved"), client_state=CLIENT)
     torch.distributed.barrier()
@@ -203,7 +211,9 @@ def watch(engine: Any, adapter: Any) -> list[str]:
         images[:], hooks = adapter.images(), 0
         before[:] = [read(image) for image in images]
         result = original(*args, **kwargs)
-        said.append("hooks" if hooks else "changed without hooks" if changed() else "nothing changed")
+        said.append(
+            "hooks" if hooks else "changed without hooks" if changed() else "nothing changed"
+        )
         return result
 
     def hook(*_: Any) -> None:
@@ -239,7 +249,11 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
     seed(4711 + int(os.environ["RANK"]), case)
     fresh = build(case)
     train(fresh, case, case.get("fresh_steps", 0))
-    restored = restore_from_disk(fresh, directory / "rebuilt") if case.get("disk") else restore(fresh, snap)
+    restored = (
+        restore_from_disk(fresh, directory / "rebuilt")
+        if case.get("disk")
+        else restore(fresh, snap)
+    )
     at_once = differences(snap, snapshot(fresh, restored))
     linked = links(fresh)
     resumed = train(fresh, case, END)
@@ -248,7 +262,9 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
         "optimizer": type(adapter.state.optimizer).__name__,
         "adapter": type(adapter).__name__,
         "bytes": [len(image) for image in snap["images"]],
-        "replicated": [hashlib.sha256(bytes(s["images"][0].numpy())).hexdigest() for s in (snap, final)],
+        "replicated": [
+            hashlib.sha256(bytes(s["images"][0].numpy())).hexdigest() for s in (snap, final)
+        ],
         "host_bytes": len(snap["host"]),
         "skipped_steps": skipped,
         "unchanged": unchanged,

@@ -35,7 +35,10 @@ def save_and_load(name: str, directory: Path) -> dict[str, str | None]:
     config |= {"zero_allow_untested_optimizer": True, **copy.deepcopy(CONFIGS[name])}
     optimizer = torch.optim.Adam(module.parameters())
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    said = {"said": explain_not_loadable(engine), "listed": unloadable(CONFIGS[name], deepspeed.__version__)}
+    said = {
+        "said": explain_not_loadable(engine),
+        "listed": unloadable(CONFIGS[name], deepspeed.__version__),
+    }
     batch = torch.ones(2, 4, dtype=torch.bfloat16 if "bf16" in CONFIGS[name] else torch.float32)
     with torch.set_grad_enabled(True):
         if pipeline:

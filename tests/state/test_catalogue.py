@@ -12,7 +12,14 @@ from reft.errors import LayoutError, UnsupportedStateError
 from reft.grid import ALIGNMENT_BYTES
 from reft.state.catalogue import Manifest, SectionImage
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
 
 
 def whole(image: SectionImage) -> torch.Tensor:

@@ -49,13 +49,25 @@ def bits(value: Any) -> Any:
     if isinstance(value, (float, complex)) and not isinstance(value, np.generic):
         return struct.pack("<dd", value.real, value.imag)
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (
+            value.dtype,
+            value.shape,
+            value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, (np.ndarray, np.generic)):
         return value.dtype, value.shape, value.tobytes()
     return value
 
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 
 
 @st.composite
@@ -74,7 +86,9 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @st.composite
 def arrays(draw: st.DrawFn) -> np.ndarray:
-    dtype = np.dtype(draw(st.sampled_from(["<f4", "<f8", ">i4", "<u2", "|b1", "<c8", "<M8[ns]", "<U3"])))
+    dtype = np.dtype(
+        draw(st.sampled_from(["<f4", "<f8", ">i4", "<u2", "|b1", "<c8", "<M8[ns]", "<U3"]))
+    )
     shape = draw(st.lists(st.integers(0, 3), max_size=2))
     count = math.prod(shape)
     if dtype.kind == "U":
@@ -104,9 +118,18 @@ leaves = (
     | st.sets(keys, max_size=4)
     | st.binary(max_size=9).map(bytearray)
     | st.sampled_from(
-        [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu"), Colour.RED, Path("/a/b"), range(3)]
+        [
+            torch.bfloat16,
+            torch.Size([2, 3]),
+            torch.device("cpu"),
+            Colour.RED,
+            Path("/a/b"),
+            range(3),
+        ]
     )
-    | st.sampled_from([np.float32(-0.0), np.int8(-3), np.bool_(True), np.dtype("<f8"), slice(1, None, 2)])
+    | st.sampled_from(
+        [np.float32(-0.0), np.int8(-3), np.bool_(True), np.dtype("<f8"), slice(1, None, 2)]
+    )
 )
 values = st.recursive(
     leaves,
@@ -118,7 +141,9 @@ values = st.recursive(
         | st.dictionaries(text, inner, max_size=4)
         | st.dictionaries(keys, inner, max_size=4)
         | st.lists(st.tuples(keys, inner), max_size=4).map(OrderedDict)
-        | st.dictionaries(st.text("ab_", max_size=3), inner, max_size=4).map(lambda v: Namespace(**v))
+        | st.dictionaries(st.text("ab_", max_size=3), inner, max_size=4).map(
+            lambda v: Namespace(**v)
+        )
     ),
     max_leaves=12,
 )

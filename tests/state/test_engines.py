@@ -28,7 +28,10 @@ needs_fp16 = pytest.mark.skipif(FP16_MISSING is not None, reason=str(FP16_MISSIN
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     ranks = run_ranks(
-        Path(__file__).with_name("engine_job.py"), tmp_path_factory.mktemp("cases"), WORLD, LIMIT_SECS
+        Path(__file__).with_name("engine_job.py"),
+        tmp_path_factory.mktemp("cases"),
+        WORLD,
+        LIMIT_SECS,
     )
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
@@ -38,14 +41,18 @@ def runs(results: Results) -> Results:
     return {name: found for name, found in results.items() if name != "refusals"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=needs_fp16 if "fp16" in n else ()) for n in ADAPTERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=needs_fp16 if "fp16" in n else ()) for n in ADAPTERS]
+)
 def test_p8_a_resumed_run_equals_the_uninterrupted_one(results: Results, name: str) -> None:
     for rank, found in enumerate(results[name]):
         assert (found["adapter"], found["wrapper"]) == ADAPTERS[name]
         assert found["after_restore"] == [], f"rank {rank}, right after the restore"
         assert found["losses"] == found["expected"], f"rank {rank}"
         assert found["end"] == [], f"rank {rank}, at the end"
-        assert found["linked"], f"rank {rank}: DeepSpeed's fragments are not views of the restored state"
+        assert found["linked"], (
+            f"rank {rank}: DeepSpeed's fragments are not views of the restored state"
+        )
         assert found["unchanged"], "the signature changed without a change"
         assert found["appeared"] == ("before_first_step" in name)
         assert found["skipped_steps"] == (2 if "fp16" in name else 0), "no overflow was injected"
@@ -56,7 +63,9 @@ def test_p8_what_is_written_from_a_version_is_what_deepspeed_writes(runs: Result
     for name, found in runs.items():
         files = [of_rank["files"] for of_rank in found]
         assert [f["problems"] for f in files] == [[]] * WORLD, name
-        assert files[0]["rebuilt"] == files[0]["saved"] == sorted(n for f in files for n in f["own"]), name
+        assert (
+            files[0]["rebuilt"] == files[0]["saved"] == sorted(n for f in files for n in f["own"])
+        ), name
         partitioned = ADAPTERS[name][0] in ("BF16Adapter", "ZeroAdapter")
         assert [f["scripts"] for f in files] == [partitioned, *[False] * (WORLD - 1)], name
 
@@ -98,7 +107,10 @@ def test_replicated_sections_are_equal_on_all_data_parallel_peers(runs: Results)
 
 
 REFUSALS = {
-    "zero2": ["stage_1_and_2.DeepSpeedZeroOptimizer at ZeRO stage 2", "set zero_optimization.stage to 1"],
+    "zero2": [
+        "stage_1_and_2.DeepSpeedZeroOptimizer at ZeRO stage 2",
+        "set zero_optimization.stage to 1",
+    ],
     "zero3": ["stage3.DeepSpeedZeroOptimizer_Stage3", "stage 0 or 1"],
     "secretive": ["Secretive", "state_dict of its own"],
     "scheduler": ["Forgetful", "no state_dict"],

@@ -40,7 +40,9 @@ OPTIMIZERS: dict[str, Make] = {
 
 def parameters(name: str = "") -> list[nn.Parameter]:
     """A plain, a transposed and a scalar parameter, and one that never gets a gradient."""
-    second = torch.randn(5, 3) if name == "LBFGS" else torch.randn(3, 5).t()  # LBFGS wants contiguous ones
+    second = (
+        torch.randn(5, 3) if name == "LBFGS" else torch.randn(3, 5).t()
+    )  # LBFGS wants contiguous ones
     return [nn.Parameter(s) for s in (torch.randn(4, 3), second, torch.randn(()), torch.randn(2))]
 
 
@@ -83,7 +85,9 @@ def restore(state: OptimizerState, captured: tuple[torch.Tensor, Any, bytes]) ->
 @pytest.mark.parametrize("fresh_steps", [0, 2])
 @pytest.mark.parametrize("snap", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_p8_a_resumed_optimizer_equals_the_uninterrupted_one(name: str, snap: int, fresh_steps: int) -> None:
+def test_p8_a_resumed_optimizer_equals_the_uninterrupted_one(
+    name: str, snap: int, fresh_steps: int
+) -> None:
     torch.manual_seed(0)
     params = parameters(name)
     optimizer = OPTIMIZERS[name](params)
@@ -175,7 +179,9 @@ def test_state_inside_containers_on_a_device_is_refused() -> None:
     param = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], 0.1)
     optimizer.state[param]["history"] = [torch.ones(2, device="meta")]
-    with pytest.raises(UnsupportedStateError, match=r"optimizer.0.0.history\[0\] is a tensor on meta"):
+    with pytest.raises(
+        UnsupportedStateError, match=r"optimizer.0.0.history\[0\] is a tensor on meta"
+    ):
         OptimizerState(optimizer).values()
 
 
@@ -206,7 +212,9 @@ class Own(FusedAdam):
 
 @pytest.mark.parametrize("cls", [FusedAdam, Own])
 @pytest.mark.parametrize("switch", ["master_weights", "capturable"])
-def test_state_in_other_places_is_refused_with_the_argument_to_change(cls: Any, switch: str) -> None:
+def test_state_in_other_places_is_refused_with_the_argument_to_change(
+    cls: Any, switch: str
+) -> None:
     said = refusal(cls(three(), **{switch: True}))
     assert f"{cls.__module__}.{cls.__qualname__} with {switch}=True" in said
     assert f"write {switch}=False" in said

@@ -101,7 +101,9 @@ def test_another_device_is_an_error() -> None:
             restore_rng(state)
 
 
-def test_a_device_s_generator_goes_on_where_it_was(vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_s_generator_goes_on_where_it_was(
+    vendor: Vendor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "deepspeed.accelerator", raising=False)  # which knows none
     torch.rand(3, device=vendor.type)
     state = codec.decode(codec.encode(capture_rng()))
@@ -132,9 +134,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw)
 
 
-@pytest.mark.parametrize("on_device", [set(), {"scalar"}, {"nan", "mask", "empty"}, set(BUFFERS)], ids=len)
+@pytest.mark.parametrize(
+    "on_device", [set(), {"scalar"}, {"nan", "mask", "empty"}, set(BUFFERS)], ids=len
+)
 def test_late_buffers_come_back_bit_by_bit(on_device: set[str], vendor: Vendor) -> None:
-    live = {name: b.to(vendor.type) if name in on_device else b.clone() for name, b in BUFFERS.items()}
+    live = {
+        name: b.to(vendor.type) if name in on_device else b.clone() for name, b in BUFFERS.items()
+    }
     block = encode({"buffers": live, "engine": {"global_steps": 4}})
     for buffer in live.values():
         buffer.zero_()  # the next forward pass changes them
@@ -155,7 +161,9 @@ def test_without_buffers_on_a_device_the_block_is_as_ever() -> None:
     assert type(encode({"buffers": {"a": torch.ones(2)}})) is bytes
 
 
-def test_values_of_a_device_are_those_of_the_boundary_and_nobody_waits_for_it(vendor: Vendor) -> None:
+def test_values_of_a_device_are_those_of_the_boundary_and_nobody_waits_for_it(
+    vendor: Vendor,
+) -> None:
     buffer = torch.zeros(1000, device=vendor.type)
     vendor.module.synchronize()
     go = hold(vendor)

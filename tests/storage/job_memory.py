@@ -19,7 +19,13 @@ from reft.state import codec
 from reft.state.catalogue import Manifest, SectionImage
 from reft.state.deepspeed_format import Template, read_shape
 from reft.state.template import TemplateBuilder
-from reft.storage.persisted import PersistedInfo, check_arenas, check_files, list_persisted, read_marker
+from reft.storage.persisted import (
+    PersistedInfo,
+    check_arenas,
+    check_files,
+    list_persisted,
+    read_marker,
+)
 from tests.recover.fleet import JOB, SECRET, Fleet, place
 
 DEGREES = Degrees(2, 2, 1)
@@ -67,7 +73,11 @@ class Memory:
         )
 
     def write(
-        self, label: VersionId, images: Images, slot: int = 0, only: Iterable[Coordinate] | None = None
+        self,
+        label: VersionId,
+        images: Images,
+        slot: int = 0,
+        only: Iterable[Coordinate] | None = None,
     ) -> None:
         """Commit one version on every node, or the arenas of some ranks only."""
         written = Written(self.topology, self.copies, block_bytes=4096, images=images)
@@ -127,7 +137,10 @@ def host_state(at: Coordinate, step: int) -> dict[str, Any]:
 
 def _made_up_rank(at: Coordinate, step: int) -> dict[Section, bytes]:
     weight, bias, moment = _tensors(at, step)
-    images = (SectionImage([("weight", weight), ("bias", bias)]), SectionImage([("moment", moment)]))
+    images = (
+        SectionImage([("weight", weight), ("bias", bias)]),
+        SectionImage([("moment", moment)]),
+    )
     state = host_state(at, step)
     contents = _files(at, weight, bias, moment, step)
 

@@ -126,7 +126,9 @@ def test_stopped_at_any_operation_the_older_start_changes_nothing(
         try:
             # As SIGKILL there would leave it. Without an exchange what is replaced has a name aside for an instant.
             there = whole(directory)
-            assert latest_tag(directory) in there or (there and not exchange), f"stopped at {number}"
+            assert latest_tag(directory) in there or (there and not exchange), (
+                f"stopped at {number}"
+            )
             fence.claim(directory, JOB, 3, alone=True)
             if publishes:
                 write(directory, VersionId(3, newer))
@@ -136,7 +138,9 @@ def test_stopped_at_any_operation_the_older_start_changes_nothing(
             go_on(pid)
         after = state(directory)
         if before != after or latest_tag(directory) not in whole(directory):
-            wrong.append(f"stopped at {number}: {before} has become {after}, whole: {whole(directory)}")
+            wrong.append(
+                f"stopped at {number}: {before} has become {after}, whole: {whole(directory)}"
+            )
         # The next one cleans up.
         write(directory, VersionId(4, 16))
         debris = [name for name in names(directory) if name.startswith(".")]
@@ -154,7 +158,9 @@ def prepare(directory: Path, label: VersionId, job_id: str = JOB) -> tuple[WorkD
     (work.scripts / "zero_to_fp32.py").write_text("# script")
     (work.root / "mp_rank_00_model_states.pt").write_text(f"state of {label} of {job_id}")
     files = {
-        p.name: FileRecord(p.stat().st_size, file_checksum(p)) for p in work.root.iterdir() if p.is_file()
+        p.name: FileRecord(p.stat().st_size, file_checksum(p))
+        for p in work.root.iterdir()
+        if p.is_file()
     }
     info = PersistedInfo(
         directory, format_tag(label), job_id, label, Degrees(1, 1, 1), time.time(), {}, files
@@ -210,7 +216,9 @@ def test_a_node_that_was_cut_off_cannot_overwrite_its_successors(tmp_path: Path)
 
 def test_p7_what_reft_or_this_job_did_not_write_is_not_replaced(tmp_path: Path) -> None:
     publish_version(tmp_path, VersionId(1, 8), job_id="one")
-    with pytest.raises(PersistError, match="is a checkpoint of job one; job two does not replace it"):
+    with pytest.raises(
+        PersistError, match="is a checkpoint of job one; job two does not replace it"
+    ):
         publish_version(tmp_path, VersionId(3, 8), job_id="two")
     assert state_of(latest_persisted(tmp_path, "one")) == "state of step 8 (incarnation 1) of one"
     (tmp_path / "global_step4").mkdir()
@@ -248,7 +256,11 @@ def test_p7_a_job_directory_lies_in_the_persist_directory(tmp_path: Path, job_id
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (b"mp_rank_00_model_states.pt", b"../global_step4/reft.json", "is not a file of the checkpoint"),
+        (
+            b"mp_rank_00_model_states.pt",
+            b"../global_step4/reft.json",
+            "is not a file of the checkpoint",
+        ),
         (b'"format": 1', b'"format": 1, \xff\xfe', "is not a marker"),
         (b"}", b"", "is not a marker"),
     ],

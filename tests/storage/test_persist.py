@@ -78,7 +78,9 @@ def persist_or_die(node: int, root: str, step: int, config: str, kill_at: str) -
             os.kill(os.getpid(), signal.SIGKILL)
 
     job_dir = Memory(Path(root)).job_dir(NODES[node])
-    persist_label(job_dir, VersionId(1, step), ReftConfig.model_validate_json(config), progress=progress)
+    persist_label(
+        job_dir, VersionId(1, step), ReftConfig.model_validate_json(config), progress=progress
+    )
 
 
 def check_checkpoint(directory: Path, label: VersionId) -> None:
@@ -137,9 +139,20 @@ def test_killed_while_writing_the_previous_checkpoint_stays(
     memory.write(V8, made_up_images(8), slot=1)
     fault = FaultConfig(point=FaultPoint.DURING_PERSIST, step=8, pp=0, dp=0)
     faulty = config.model_copy(update={"faults": (fault,)})
-    for phase, of_leader, nodes in (("fault", faulty, 1), ("written", config, 1), ("renaming", config, 2)):
+    for phase, of_leader, nodes in (
+        ("fault", faulty, 1),
+        ("written", config, 1),
+        ("renaming", config, 2),
+    ):
         with pytest.raises(RankError, match="rank 0: SIGKILL"):
-            spawn(persist_or_die, str(memory.root), 8, of_leader.model_dump_json(), phase, nprocs=nodes)
+            spawn(
+                persist_or_die,
+                str(memory.root),
+                8,
+                of_leader.model_dump_json(),
+                phase,
+                nprocs=nodes,
+            )
         check_checkpoint(directory, V4)
     # Another attempt on the same nodes succeeds, over what the killed ones left.
     assert not no_debris(directory)
@@ -148,7 +161,9 @@ def test_killed_while_writing_the_previous_checkpoint_stays(
     assert no_debris(directory)
 
 
-def test_a_corrupt_block_is_not_written_and_the_others_hear_of_it(memory: Memory, tmp_path: Path) -> None:
+def test_a_corrupt_block_is_not_written_and_the_others_hear_of_it(
+    memory: Memory, tmp_path: Path
+) -> None:
     directory = tmp_path / "checkpoints"
     job = memory.job_dir("n1")
     with Arena.open(job.path / "rank0-slot0.arena", job.secret, writable=True) as found:
@@ -168,7 +183,9 @@ def test_a_corrupt_block_is_not_written_and_the_others_hear_of_it(memory: Memory
 def test_a_missing_peer_is_named_after_the_timeout(memory: Memory, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     config = memory.config(directory, timeout_secs=0.3)
-    with pytest.raises(PersistError, match=r"the part of pp0\.dp1\.tp0, the part of pp1\.dp1\.tp0; check"):
+    with pytest.raises(
+        PersistError, match=r"the part of pp0\.dp1\.tp0, the part of pp1\.dp1\.tp0; check"
+    ):
         persist_label(memory.job_dir("n0"), V4, config)
     assert no_debris(directory)
     with pytest.raises(PersistError, match=r"the part of pp0\.dp0\.tp0"):
@@ -203,13 +220,17 @@ def test_p6_a_node_whose_memory_went_on_tells_the_others(
     assert no_debris(directory)
 
 
-def test_p6_a_node_that_is_waited_for_tells_that_its_memory_went_on(memory: Memory, tmp_path: Path) -> None:
+def test_p6_a_node_that_is_waited_for_tells_that_its_memory_went_on(
+    memory: Memory, tmp_path: Path
+) -> None:
     directory = tmp_path / "checkpoints"
     config = memory.config(directory)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(persist_label, memory.job_dir("n0"), V4, config)
         wait_for(lambda: len(list(directory.glob("*/.*/.staging/part-*"))) == 2, "the parts of n0")
-        memory.write(V8, made_up_images(8), only=[DEGREES.coordinates()[-1]])  # one of n1's two trainers
+        memory.write(
+            V8, made_up_images(8), only=[DEGREES.coordinates()[-1]]
+        )  # one of n1's two trainers
         with pytest.raises(OvertakenError, match=r"pp1\.dp1\.tp0"):
             persist_label(memory.job_dir("n1"), V4, config)
         with pytest.raises(OvertakenError, match=r"node n1 .*pp1\.dp1\.tp0"):
@@ -245,7 +266,9 @@ def test_offline_the_copies_replace_a_lost_node_and_the_result_is_the_same(
     seen: list[str] = []
     directory = tmp_path / "checkpoints"
     result = persist_offline(
-        [memory.job_dir("n1").path], directory, progress=lambda progress: seen.append(progress.phase)
+        [memory.job_dir("n1").path],
+        directory,
+        progress=lambda progress: seen.append(progress.phase),
     )
     assert result.corrupt_blocks == 0
     check_checkpoint(directory, V4)
@@ -265,7 +288,9 @@ class RunningJob:
             self.step, written, images = self.step + 1, 0, made_up_images(self.step + 1)
             for at in DEGREES.coordinates():
                 with suppress(ArenaError):
-                    self.memory.write(VersionId(1, self.step), images, slot=1 - self.slot, only=[at])
+                    self.memory.write(
+                        VersionId(1, self.step), images, slot=1 - self.slot, only=[at]
+                    )
                     written += 1
             if written == DEGREES.world_size:
                 self.committed, self.slot = self.step, 1 - self.slot
@@ -311,7 +336,9 @@ def test_nodes_of_a_running_job_that_are_a_version_apart_are_held_at_the_newer_o
     check_checkpoint(tmp_path / "out", VersionId(1, 7))
 
 
-def test_what_a_running_job_overwrites_is_no_damage(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_running_job_overwrites_is_no_damage(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job, lock_shared = RunningJob(memory), Arena.lock_shared
     job.train(2)
 

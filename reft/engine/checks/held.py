@@ -1,7 +1,9 @@
 """State that a training script holds outside the engine, as far as reading the script tells.
 
-Random generators that it makes, averaged copies of the model, and attributes of modules that training counts
-up: no engine leads to them, so only the script can name them in ``reft.attach(engine, state={...})``. Pure.
+Random generators that it makes, averaged copies of the model, and attributes of modules that
+training counts
+up: no engine leads to them, so only the script can name them in ``reft.attach(engine,
+state={...})``. Pure.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _OF_MODULES = frozenset(
 _UPDATES = (*("update", "update_parameters", "lerp_", "step"), *_OF_MODULES)
 _UPDATING_WORDS = ("ema", "update", "average", "momentum", "copy")
 """In names of functions that change a copy which they are given."""
-_CALLED_BY_TORCH = frozenset({"forward", "__getitem__", "__iter__", "training_step", "compute_loss"})
+_CALLED_BY_TORCH = frozenset(
+    {"forward", "__getitem__", "__iter__", "training_step", "compute_loss"}
+)
 
 
 class HeldFinding(NamedTuple):
@@ -58,19 +62,26 @@ class HeldState:
             yield from self._averages()
             yield from self._attributes()
 
-    # -- where the script trains ---------------------------------------------------------------------
+    # -- where the script trains -------------------------------------------------------------------
 
     def _training_code(self) -> set[ast.AST]:
         """Nodes of loops that train, and of the script's functions that are called from there."""
         trains = {name for name, f in self._functions.items() if _calls(f) & _TRAINS}
-        while more := {n for n, f in self._functions.items() if n not in trains and _calls(f) & trains}:
+        while more := {
+            n for n, f in self._functions.items() if n not in trains and _calls(f) & trains
+        }:
             trains |= more
         loops = [
-            n for n in self._nodes if isinstance(n, ast.For | ast.While) and _calls(n) & (_TRAINS | trains)
+            n
+            for n in self._nodes
+            if isinstance(n, ast.For | ast.While) and _calls(n) & (_TRAINS | trains)
         ]
         if not loops:
             return set()
-        todo: list[ast.AST] = [*loops, *(f for n, f in self._functions.items() if n in _CALLED_BY_TORCH)]
+        todo: list[ast.AST] = [
+            *loops,
+            *(f for n, f in self._functions.items() if n in _CALLED_BY_TORCH),
+        ]
         found: set[ast.AST] = set()
         while todo:
             part = todo.pop()
@@ -81,15 +92,17 @@ class HeldState:
 
     def _is_used_in_training(self, name: str) -> bool:
         return any(
-            isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Load) and ast.unparse(n) == name
+            isinstance(n, ast.Name | ast.Attribute)
+            and isinstance(n.ctx, ast.Load)
+            and ast.unparse(n) == name
             for n in self._training
         )
 
-    # -- what it keeps already -----------------------------------------------------------------------
+    # -- what it keeps already ---------------------------------------------------------------------
 
     def _kept_names(self) -> set[str]:
-        """Names and attributes that occur in ``state=`` and ``client_state=``, or in what these are made
-        of."""
+        """Names and attributes that occur in ``state=`` and ``client_state=``, or in what these are
+        made of."""
         todo: list[ast.AST] = [
             keyword.value
             for node in self._nodes
@@ -123,7 +136,8 @@ class HeldState:
                         yield target, node.value
 
     def _made(self) -> Iterator[tuple[str, ast.expr, ast.Call]]:
-        """Objects that are made outside training and used there, and not kept: name, target, and the call."""
+        """Objects that are made outside training and used there, and not kept: name, target, and
+        the call."""
         for target, value in self._assigned():
             call, name = _innermost_call(value), ast.unparse(target)
             if call is None or target in self._training or name in self._kept:
@@ -131,14 +145,15 @@ class HeldState:
             if isinstance(target, ast.Name | ast.Attribute) and self._is_used_in_training(name):
                 yield name, target, call
 
-    # -- findings ------------------------------------------------------------------------------------
+    # -- findings ----------------------------------------------------------------------------------
 
     def _generators(self) -> Iterator[HeldFinding]:
         for name, target, call in self._made():
             if _name(call) in _GENERATORS and not self._is_in_class(target, "Sampler"):
                 yield HeldFinding(
                     target,
-                    f"`{name}` ({ast.unparse(call.func)}) is a random generator of the script's own. After "
+                    f"`{name}` ({ast.unparse(call.func)}) is a random generator of the script's "
+                    "own. After "
                     f"a failure "
                     "it would begin again",
                     f"write {_attach(name)}",
@@ -150,15 +165,16 @@ class HeldState:
             if is_copy or _name(call) in _AVERAGES:
                 yield HeldFinding(
                     target,
-                    f"`{name}` ({ast.unparse(call.func)}) is a copy of the model that training updates. "
+                    f"`{name}` ({ast.unparse(call.func)}) is a copy of the model that training "
+                    "updates. "
                     f"After a "
                     "failure it would be made again from the initial weights",
                     f"write {_attach(name)}",
                 )
 
     def _is_updated(self, name: str) -> bool:
-        """Whether training writes, or may write, to a copy: by its methods, or by a function that is given
-        it."""
+        """Whether training writes, or may write, to a copy: by its methods, or by a function that
+        is given it."""
         for node in self._training:
             if not isinstance(node, ast.Call):
                 continue
@@ -179,12 +195,17 @@ class HeldState:
         modules = {
             ast.unparse(n.func.value)
             for n in self._nodes
-            if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in _OF_MODULES
+            if isinstance(n, ast.Call)
+            and isinstance(n.func, ast.Attribute)
+            and n.func.attr in _OF_MODULES
         }
         seen: set[str] = set()
         for node in sorted(self._training, key=lambda n: getattr(n, "lineno", 0)):
             target, value = _written(node)
-            if not isinstance(target, ast.Attribute) or (name := ast.unparse(target)) in seen | self._kept:
+            if (
+                not isinstance(target, ast.Attribute)
+                or (name := ast.unparse(target)) in seen | self._kept
+            ):
                 continue
             owner = ast.unparse(target.value)
             own = owner == "self" and self._is_in_class(target, "Module")
@@ -193,16 +214,20 @@ class HeldState:
                 seen.add(name)
                 yield HeldFinding(
                     target,
-                    f"`{name}` is computed from its last value, and is neither a parameter nor a buffer. "
+                    f"`{name}` is computed from its last value, and is neither a parameter nor a "
+                    "buffer. "
                     f"After a "
                     "failure it would have its first value again",
-                    f'make it a buffer: {owner}.register_buffer("{target.attr}", torch.tensor(...))',
+                    f'make it a buffer: {owner}.register_buffer("{target.attr}", '
+                    "torch.tensor(...))",
                 )
 
     def _is_in_class(self, node: ast.AST, base: str) -> bool:
         """Whether it is inside a class derived from one whose name ends so."""
         while (parent := self._parents.get(node)) is not None:
-            if isinstance(parent, ast.ClassDef) and any(ast.unparse(b).endswith(base) for b in parent.bases):
+            if isinstance(parent, ast.ClassDef) and any(
+                ast.unparse(b).endswith(base) for b in parent.bases
+            ):
                 return True
             node = parent
         return False
@@ -228,7 +253,8 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def _innermost_call(value: ast.expr) -> ast.Call | None:
-    """The call that makes an object, below methods that return it: ``Generator().manual_seed(3)``."""
+    """The call that makes an object, below methods that return it:
+    ``Generator().manual_seed(3)``."""
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         if not isinstance(value.func.value, ast.Call):
             break

@@ -1,6 +1,7 @@
 """What a preflight finds: one list for `reft plan`, `reft config --check` and the start of a job.
 
-Pure, and without torch. What the engine and the placement decide is found by the job at its start (P12).
+Pure, and without torch. What the engine and the placement decide is found by the job at its start
+(P12).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from reft.naming import BLOCK_NAME
 
 
 class Severity(StrEnum):
-    """REFUSED: the job does not start so. WARNING: it does, and with ``"strict": true`` it does not. NOTE: it
-    does."""
+    """REFUSED: the job does not start so. WARNING: it does, and with ``"strict": true`` it does
+    not. NOTE: it does."""
 
     REFUSED = "REFUSED"
     WARNING = "WARNING"
@@ -31,8 +32,8 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the list: what is there, and what that means; what to write; 0 or the line of the training
-    script."""
+    """One line of the list: what is there, and what that means; what to write; 0 or the line of the
+    training script."""
 
     severity: Severity
     found: str
@@ -45,11 +46,12 @@ class Finding:
 
 
 def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding]]:
-    """The checked ``reft`` block of a DeepSpeed configuration, and what that alone tells of the job; a
-    ConfigError where it has none, one that cannot be used, or parts that are no objects."""
+    """The checked ``reft`` block of a DeepSpeed configuration, and what that alone tells of the
+    job; a ConfigError where it has none, one that cannot be used, or parts that are no objects."""
     if BLOCK_NAME not in config:
         raise ConfigError(
-            f'the configuration has no "{BLOCK_NAME}" block, so that reft has no effect on the job; write '
+            f'the configuration has no "{BLOCK_NAME}" block, so that reft has no effect on the '
+            "job; write "
             f'"{BLOCK_NAME}": {{"enabled": true}}'
         )
     block = load_config(config)
@@ -63,11 +65,16 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if stage not in (0, 1) or isinstance(stage, bool):
-        yield refused(f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 and 1', "write 1")
+        yield refused(
+            f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 and 1', "write 1"
+        )
     for part in ("offload_optimizer", "offload_param"):
         device = find_part(zero, part).get("device", "none")
         if device != "none":
-            found = f'"zero_optimization.{part}.device" is {device!r}: reft does not support offloaded state'
+            found = (
+                f'"zero_optimization.{part}.device" is {device!r}: reft does not support '
+                "offloaded state"
+            )
             yield refused(found, "remove it")
     kind = str(find_part(config, "optimizer").get("type", "")).lower()
     if kind in ("onebitadam", "zerooneadam", "onebitlamb"):
@@ -104,14 +111,16 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
     if survived < block.tolerance and (survived or "tolerance" in block.model_fields_set):
         yield Finding(
             Severity.REFUSED,
-            f'"tolerance" is {block.tolerance}, but "protection": "{block.protection}" survives {survived} '
+            f'"tolerance" is {block.tolerance}, but "protection": "{block.protection}" survives '
+            f"{survived} "
             f"lost node(s): on several nodes the job is not started",
             f'write "protection": "auto", or "tolerance": {survived}',
         )
 
 
 def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
-    """What keeps peers from recomputing ZeRO-1 partitions; without partitions "+aor" has no effect."""
+    """What keeps peers from recomputing ZeRO-1 partitions; without partitions "+aor" has no
+    effect."""
     zero = find_part(config, "zero_optimization")
     if not block.recompute or block.variant is Variant.NONE or zero.get("stage", 0) != 1:
         return
@@ -126,14 +135,18 @@ def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterato
         yield refused(
             f'"{AOR}" needs the gradients of all partitions on every rank, but ZeRO-1 with '
             f"{' and '.join(kept)}, which are on by default, keeps those of the own partition only",
-            'write "zero_optimization": {"reduce_scatter": false, "contiguous_gradients": false}, or use '
+            'write "zero_optimization": {"reduce_scatter": false, "contiguous_gradients": false}, '
+            "or use "
             f'bf16 with "data_types": {{"grad_accum_dtype": "fp32"}}, or {leave_out}',
         )
 
 
 def _accumulates_bf16_in_fp32(config: Mapping[str, Any]) -> bool:
     bf16 = find_part(config, "bf16") or find_part(config, "bfloat16")
-    return bool(bf16.get("enabled")) and find_part(config, "data_types").get("grad_accum_dtype") == "fp32"
+    return (
+        bool(bf16.get("enabled"))
+        and find_part(config, "data_types").get("grad_accum_dtype") == "fp32"
+    )
 
 
 def block_findings(block: ReftConfig) -> Iterator[Finding]:
@@ -142,12 +155,17 @@ def block_findings(block: ReftConfig) -> Iterator[Finding]:
     if not block.enabled:
         yield warning(f'"{BLOCK_NAME}.enabled" is false: reft has no effect', "write true")
     if block.variant is Variant.NONE:
-        yield warning('"variant" is "none": no versions are taken, and nothing can be resumed', 'write "has"')
+        yield warning(
+            '"variant" is "none": no versions are taken, and nothing can be resumed', 'write "has"'
+        )
     if not block.chooses and not block.scheme.certain_losses:
-        yield warning('"protection" is "none": the loss of a node loses its memory for good', 'write "auto"')
+        yield warning(
+            '"protection" is "none": the loss of a node loses its memory for good', 'write "auto"'
+        )
     if block.persist.dir is None:
         yield warning(
-            "nothing is written to storage: when more nodes are lost than the job survives, it cannot be "
+            "nothing is written to storage: when more nodes are lost than the job survives, it "
+            "cannot be "
             "resumed",
             'write "persist": {"dir": ..., "interval_steps": ...}',
         )
@@ -156,7 +174,8 @@ def block_findings(block: ReftConfig) -> Iterator[Finding]:
 
 
 def find_part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object within the configuration; empty where it is missing; a ConfigError where it is none."""
+    """An object within the configuration; empty where it is missing; a ConfigError where it is
+    none."""
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f'"{key}" is {value!r}; expected an object')
@@ -170,26 +189,40 @@ def _enables(part: Any) -> bool:
     )
 
 
-# -- the training script ----------------------------------------------------------------------------------
+# -- the training script ---------------------------------------------------------------------------
 
 _TRAINS = frozenset({"backward", "train_batch"})
 _LOADS = ("load_checkpoint", "resume")
-_FILE_TESTS = {"exists", "isfile", "isdir", "is_file", "is_dir", "listdir", "glob", "iterdir", "scandir"}
+_FILE_TESTS = {
+    "exists",
+    "isfile",
+    "isdir",
+    "is_file",
+    "is_dir",
+    "listdir",
+    "glob",
+    "iterdir",
+    "scandir",
+}
 N = TypeVar("N", bound=ast.AST)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class ScriptLook:
-    """What a training script lacks to be resumed as it would have run, as far as reading it tells; a
-    ConfigError where it is no Python. What another module does for the script is not seen."""
+    """What a training script lacks to be resumed as it would have run, as far as reading it tells;
+    a ConfigError where it is no Python. What another module does for the script is not seen."""
 
     def __init__(self, source: str | bytes, name: str) -> None:
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ConfigError(f"{name} cannot be read as a Python script: {error}; correct it") from error
+            raise ConfigError(
+                f"{name} cannot be read as a Python script: {error}; correct it"
+            ) from error
         self._nodes = list(ast.walk(tree))
-        self._parents = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
+        self._parents = {
+            child: node for node in self._nodes for child in ast.iter_child_nodes(node)
+        }
 
     def findings(self) -> list[Finding]:
         resumed = (*self.conditional_loads(), *self.begins_anew())
@@ -216,32 +249,39 @@ class ScriptLook:
             calls = [call for call in ast.walk(loop.iter) if isinstance(call, ast.Call)]
             cuts = any(_name(call) in ("islice", "skip_first_batches") for call in calls)
             counter = None
-            if any(_name(call) == "enumerate" for call in calls) and isinstance(loop.target, ast.Tuple):
+            if any(_name(call) == "enumerate" for call in calls) and isinstance(
+                loop.target, ast.Tuple
+            ):
                 counter = _text(loop.target.elts[0])
             if read and (cuts or (counter is not None and self._continues_below(loop, counter))):
                 yield _finding(
                     loop,
-                    f"`{min(read)}` is resumable, and the script skips batches of it as well. Resumed, "
+                    f"`{min(read)}` is resumable, and the script skips batches of it as well. "
+                    "Resumed, "
                     f"they would be "
                     "skipped twice and never trained on",
-                    "leave the skipping out: the loader begins behind the batches that were trained on",
+                    "leave the skipping out: the loader begins behind the batches that were "
+                    "trained on",
                 )
 
     def cycles(self) -> Iterator[Finding]:
-        """Loaders that ``itertools.cycle`` reads once: it repeats what it has read since the process
-        began, which after a failure are other batches."""
+        """Loaders that ``itertools.cycle`` reads once: it repeats what it has read since the
+        process began, which after a failure are other batches."""
         for call in self._calls("cycle"):
             read = {_text(argument) for argument in call.args} & self._all_loaders()
             if read:
                 yield _finding(
                     call,
-                    f"`{_text(call)}` keeps the batches that it reads from `{min(read)}` and repeats them: "
+                    f"`{_text(call)}` keeps the batches that it reads from `{min(read)}` and "
+                    "repeats them: "
                     "resumed, it would keep those of the rest of a pass only",
                     f"while engine.global_steps < steps:\n    for batch in {min(read)}: ...",
                 )
 
     def _all_loaders(self) -> set[str]:
-        made = {_text(target) for target, call in self._assigned() if _name(call).endswith("DataLoader")}
+        made = {
+            _text(target) for target, call in self._assigned() if _name(call).endswith("DataLoader")
+        }
         return made | self._loaders()
 
     def _loaders(self) -> set[str]:
@@ -262,24 +302,29 @@ class ScriptLook:
         )
 
     def conditional_loads(self) -> Iterator[Finding]:
-        """Loads that stand behind a condition, such as a test for a file that is not there at the first
-        restart. None where another load has no condition."""
+        """Loads that stand behind a condition, such as a test for a file that is not there at the
+        first restart. None where another load has no condition."""
         loads = [(call, self._condition(call)) for call in self._calls(*_LOADS)]
         if any(test is None for _, test in loads):
             return
         for call, test in loads:
             assert test is not None
             on_file = any(_name(part) in _FILE_TESTS for part in ast.walk(test))
-            why = ", which finds nothing before the script has saved a checkpoint" if on_file else ""
+            why = (
+                ", which finds nothing before the script has saved a checkpoint" if on_file else ""
+            )
             yield _finding(
                 call,
-                f"`{_text(call)}` is called only if `{_text(test)}`{why}. Where the call is skipped, a job "
+                f"`{_text(call)}` is called only if `{_text(test)}`{why}. Where the call is "
+                "skipped, a job "
                 "that has state in memory is not resumed",
-                "call it without the condition: it returns (None, None) where there is nothing to load",
+                "call it without the condition: it returns (None, None) where there is nothing to "
+                "load",
             )
 
     def loops(self) -> Iterator[Finding]:
-        """Loops that count steps, or passes over a resumable loader, from 0: so they do when resumed."""
+        """Loops that count steps, or passes over a resumable loader, from 0: so they do when
+        resumed."""
         loaders = self._loaders()
         for loop in self._all(ast.For):
             if not (over := _counted_from_zero(loop.iter)):
@@ -291,20 +336,22 @@ class ScriptLook:
                 if not any(getattr(part, "attr", None) == "epoch" for part in ast.walk(loop)):
                     yield _finding(
                         loop,
-                        f"{begins} in pass N over `{min(read)}`, the job would train N passes too many",
+                        f"{begins} in pass N over `{min(read)}`, the job would train N passes too "
+                        "many",
                         f"write for {index} in range({min(read)}.epoch, {most})",
                     )
             elif self._always_trains(loop) and not _skips(loop):
                 yield _finding(
                     loop,
-                    f"{begins} at step N, the job would train N steps too many, and values computed from "
+                    f"{begins} at step N, the job would train N steps too many, and values "
+                    "computed from "
                     f"`{index}` would belong to another step",
                     f"write for {index} in range(engine.global_steps, {most})",
                 )
 
     def group_writes(self, key: str) -> Iterator[tuple[int, bool]]:
-        """Lines that write this number of a parameter group (``group["lr"] = ...``), and whether the value is
-        derived from the engine's step."""
+        """Lines that write this number of a parameter group (``group["lr"] = ...``), and whether
+        the value is derived from the engine's step."""
         writes = [(node, target) for node in self._all(ast.Assign) for target in node.targets]
         writes += [(node, node.target) for node in self._all(ast.AugAssign)]  # type: ignore[misc]
         for node, target in writes:
@@ -312,7 +359,8 @@ class ScriptLook:
                 yield node.lineno, isinstance(node, ast.Assign) and self._from_step(node.value)
 
     def _from_step(self, value: ast.expr) -> bool:
-        """Whether ``global_steps`` occurs in a value, or in what a name or function in it was made of."""
+        """Whether ``global_steps`` occurs in a value, or in what a name or function in it was made
+        of."""
         seen: set[str] = set()
         todo: list[ast.AST] = [value]
         while todo:
@@ -321,11 +369,14 @@ class ScriptLook:
                 return True
             names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} - seen
             seen |= names
-            todo += [n.value for n in self._all(ast.Assign) if {_text(t) for t in n.targets} & names]
+            todo += [
+                n.value for n in self._all(ast.Assign) if {_text(t) for t in n.targets} & names
+            ]
         return False
 
     def client_states(self) -> Iterator[Finding]:
-        """What is read from a checkpoint's client state; a version in memory has only what it was given."""
+        """What is read from a checkpoint's client state; a version in memory has only what it was
+        given."""
         attached = self._calls("attach", "initialize")
         if any(keyword.arg == "client_state" for call in attached for keyword in call.keywords):
             return
@@ -345,18 +396,25 @@ class ScriptLook:
             if _text(owner) in states:
                 yield _finding(
                     node,
-                    f"`{_text(node)}` is read from the client state of a checkpoint. A version in memory, "
+                    f"`{_text(node)}` is read from the client state of a checkpoint. A version in "
+                    "memory, "
                     f"which the job is resumed from after a failure, does not have it",
                     f"write reft.attach(engine, client_state=lambda: {{{_text(key)}: ...}}) after "
                     f"deepspeed.initialize, or derive it from engine.global_steps",
                 )
 
     def counted_early(self) -> Iterator[Finding]:
-        """Client state that a step without a loader changes before its forward pass, where a version is
+        """Client state that a step without a loader changes before its forward pass, where a
+        version is
         taken: a resumed step would change it once more."""
         attached = self._calls("attach", "resume")
         states = [k.value for call in attached for k in call.keywords if k.arg == "client_state"]
-        kept = {_text(part) for state in states for part in ast.walk(state) if isinstance(part, ast.expr)}
+        kept = {
+            _text(part)
+            for state in states
+            for part in ast.walk(state)
+            if isinstance(part, ast.expr)
+        }
         if not kept or self._calls("begin_step"):
             return
         for loop in self._all(ast.While):
@@ -369,7 +427,8 @@ class ScriptLook:
                 if early and _text(change.target) in kept:
                     yield _finding(
                         change,
-                        f"`{_text(change.target)}` is client state, and changes before the step's forward "
+                        f"`{_text(change.target)}` is client state, and changes before the step's "
+                        "forward "
                         "pass, where a version is taken: a resumed step would change it once more",
                         "write reft.begin_step(engine) where the loop begins, or change it after "
                         "engine.step()",
@@ -398,9 +457,11 @@ class ScriptLook:
         for call in self._calls("DataLoader"):
             yield _finding(
                 call,
-                "a DataLoader is read in the script's own loop. After a failure the script continues with "
+                "a DataLoader is read in the script's own loop. After a failure the script "
+                "continues with "
                 "other samples, unless it skips those that were already used",
-                "write loader = reft.resumable(loader), and for epoch in range(loader.epoch, epochs), and "
+                "write loader = reft.resumable(loader), and for epoch in range(loader.epoch, "
+                "epochs), and "
                 "leave out "
                 "any skipping of batches",
             )
@@ -418,21 +479,27 @@ class ScriptLook:
                 yield node.targets[0], node.value
 
     def _has_trainer(self) -> bool:
-        """Whether it makes a Hugging Face ``Trainer``, which loads by itself. A class of the script that is
-        derived from no other ``Trainer`` is none."""
+        """Whether it makes a Hugging Face ``Trainer``, which loads by itself. A class of the script
+        that is derived from no other ``Trainer`` is none."""
         classes = self._all(ast.ClassDef)
-        own = {c.name for c in classes if not any(_text(base).endswith("Trainer") for base in c.bases)}
-        return any(_name(call).endswith("Trainer") and _name(call) not in own for call in self._calls())
+        own = {
+            c.name for c in classes if not any(_text(base).endswith("Trainer") for base in c.bases)
+        }
+        return any(
+            _name(call).endswith("Trainer") and _name(call) not in own for call in self._calls()
+        )
 
     def _is_megatrons(self) -> bool:
         """Whether it calls Megatron's ``pretrain``, which loads by itself."""
-        imports = (i for i in self._all(ast.ImportFrom) if f"{i.module}.".startswith("megatron.training."))
+        imports = (
+            i for i in self._all(ast.ImportFrom) if f"{i.module}.".startswith("megatron.training.")
+        )
         names = (name for i in imports for name in i.names)
         return any(n.name == "pretrain" and self._calls(n.asname or n.name) for n in names)
 
     def _condition(self, node: ast.AST, within: ast.AST | None = None) -> ast.expr | None:
-        """The innermost test within its function, or ``within`` a loop, that decides whether ``node`` is
-        reached. One whose branches all load does not decide."""
+        """The innermost test within its function, or ``within`` a loop, that decides whether
+        ``node`` is reached. One whose branches all load does not decide."""
         while (parent := self._parents.get(node)) is not within and parent is not None:
             if isinstance(parent, _FUNCTIONS):
                 return None
@@ -445,14 +512,16 @@ class ScriptLook:
         return None
 
     def _always_trains(self, loop: ast.For) -> bool:
-        """Whether each turn of the loop trains. A loop within another one, or without an index, counts
-        micro-batches or repeats; so does one in a function that a loop calls."""
+        """Whether each turn of the loop trains. A loop within another one, or without an index,
+        counts micro-batches or repeats; so does one in a function that a loop calls."""
         around: ast.AST | None = loop
         while around is not None and not isinstance(around, _FUNCTIONS):
             around = self._parents.get(around)
         name = getattr(around, "name", None)
         callers = [self._parents[loop], *(self._calls(name) if name is not None else ())]
-        if _text(loop.target) == "_" or any(self._loop_around(node) is not None for node in callers):
+        if _text(loop.target) == "_" or any(
+            self._loop_around(node) is not None for node in callers
+        ):
             return False
         calls = (c for c in self._calls("train_batch", "backward") if self._loop_around(c) is loop)
         return any(self._condition(call, within=loop) is None for call in calls)
@@ -496,9 +565,15 @@ def _always_loads(test: ast.If) -> bool:
 
 def _counted_from_zero(over: ast.expr) -> ast.Call | None:
     """``range(steps)`` or ``range(0, steps)``, and not the rest of the steps."""
-    if not (isinstance(over, ast.Call) and _name(over) == "range" and over.args) or _reads_step(over):
+    if not (isinstance(over, ast.Call) and _name(over) == "range" and over.args) or _reads_step(
+        over
+    ):
         return None
-    return over if len(over.args) == 1 or (len(over.args) == 2 and _text(over.args[0]) == "0") else None
+    return (
+        over
+        if len(over.args) == 1 or (len(over.args) == 2 and _text(over.args[0]) == "0")
+        else None
+    )
 
 
 def _skips(loop: ast.For) -> bool:
@@ -515,8 +590,8 @@ def _reads_step(node: ast.AST) -> bool:
     return any(getattr(part, "attr", None) == "global_steps" for part in ast.walk(node))
 
 
-# -- DeepSpeed's releases: which loads its own checkpoints of which engine, and what reft was run with; the
-# one table, which docs/support.md prints and the cluster pages keep to
+# -- DeepSpeed's releases: which loads its own checkpoints of which engine, and what reft was run
+# with; the one table, which docs/support.md prints and the cluster pages keep to
 
 ZERO1_FP32 = 'ZeRO-1 with "grad_accum_dtype": "fp32"'
 ZERO0 = "ZeRO-0"
@@ -528,7 +603,8 @@ class Releases:
     """DeepSpeed's from ``first`` on, up to the next row's."""
 
     first: str
-    unloadable: tuple[str, ...] = ()  # engines in bf16 that it saves and cannot load; it loads all others
+    # engines in bf16 that it saves and cannot load; it loads all others
+    unloadable: tuple[str, ...] = ()
     torch: tuple[str, ...] = ()  # releases that tests were run with
     clusters: tuple[str, ...] = ()  # torch and its platform on the cluster pages; not run
     patch: str = ""  # in megatron_patches/, for Megatron-DeepSpeed
@@ -553,8 +629,8 @@ def release(deepspeed: str) -> Releases | None:
 
 
 def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
-    """The engine that a configuration asks for, if this DeepSpeed cannot load its own checkpoints of it.
-    Whether the script makes a pipeline is not known here."""
+    """The engine that a configuration asks for, if this DeepSpeed cannot load its own checkpoints
+    of it. Whether the script makes a pipeline is not known here."""
     bf16 = find_part(config, "bf16") or find_part(config, "bfloat16")
     row = release(deepspeed)
     if row is None or not bf16.get("enabled"):

@@ -1,9 +1,10 @@
-"""Checkpoints on disk, the last level of the ladder: which there are, in what order, and which are sound.
+"""Checkpoints on disk, the last level of the ladder: which there are, in what order, and which are
+sound.
 
-Rank 0 looks, and all ranks hear what it found. Arenas are recovered as those in memory are, their blocks
-verified as they come, or all before where the job has a state to lose; each of DeepSpeed's files is compared
-with its checksum by one rank before any rank loads any of it (P5). Whatever one rank finds wrong, all refuse
-alike (P6), and the next older checkpoint is tried.
+Rank 0 looks, and all ranks hear what it found. Arenas are recovered as those in memory are, their
+blocks verified as they come, or all before where the job has a state to lose; each of DeepSpeed's
+files is compared with its checksum by one rank before any rank loads any of it (P5). Whatever one
+rank finds wrong, all refuse alike (P6), and the next older checkpoint is tried.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def read_degrees(checkpoint: Path) -> Degrees | None:
 
 
 class CheckpointParts:
-    """Reads the tensors that a plan names. Keeps the files of one rank at a time. ``tied``: layers of the
-    model that a tied module's weights may lie under, by its key."""
+    """Reads the tensors that a plan names. Keeps the files of one rank at a time. ``tied``: layers
+    of the model that a tied module's weights may lie under, by its key."""
 
     def __init__(
         self,
@@ -86,7 +87,9 @@ class CheckpointParts:
             found = sorted(self._checkpoint.glob(name))
             # Weights, and objects of DeepSpeed's own, as its load_checkpoint reads them.
             loaded = (
-                torch.load(found[0], map_location="cpu", weights_only=False, mmap=True) if found else None
+                torch.load(found[0], map_location="cpu", weights_only=False, mmap=True)
+                if found
+                else None
             )
             self._files[name] = loaded
         return self._files[name]
@@ -117,9 +120,11 @@ class CheckpointParts:
         raise self._lacks(at, name)
 
     def _tied_layers(self, pp: int, key: str) -> list[int]:
-        """Layers that a tied module lies under, the stage's own first: what of it is not tied differs.
+        """Layers that a tied module lies under, the stage's own first: what of it is not tied
+        differs.
 
-        Stages have layers one after the other, but where each begins is told only by its other layers' names.
+        Stages have layers one after the other, but where each begins is told only by its other
+        layers' names.
         """
         layers = sorted(self._tied.get(key, []))
         numbers: dict[int, set[int]] = {stage: set() for stage in range(self._degrees.pp)}
@@ -140,7 +145,9 @@ class CheckpointParts:
             possible = (
                 before <= position < len(layers) - after
                 and all(n < layer for stage in range(pp) for n in numbers[stage])
-                and all(n > layer for stage in range(pp + 1, self._degrees.pp) for n in numbers[stage])
+                and all(
+                    n > layer for stage in range(pp + 1, self._degrees.pp) for n in numbers[stage]
+                )
             )
             return not (reached and not left), not possible
 
@@ -151,7 +158,9 @@ class CheckpointParts:
         group, position, kind = int(number), int(place), "".join(key) or MASTER
         held = self._held[at.pp, at.tp]
         if held.parted:
-            file = self._load(f"*zero_pp_rank_{at.dp}_mp_rank_{self._model_parallel(at):02d}_optim_states.pt")
+            file = self._load(
+                f"*zero_pp_rank_{at.dp}_mp_rank_{self._model_parallel(at):02d}_optim_states.pt"
+            )
             wrapper = (file or {}).get("optimizer_state_dict") or {}
             self._check_names(at, wrapper, held)
             if kind == MASTER:
@@ -163,7 +172,8 @@ class CheckpointParts:
         return self._is_tensor(state.get(index, {}).get(kind), at, name)
 
     def _check_names(self, at: Coordinate, wrapper: Mapping[str, Any], held: RankContents) -> None:
-        """That the file is the one of these ranks: an order of ranks that reft does not know has others."""
+        """That the file is the one of these ranks: an order of ranks that reft does not know has
+        others."""
         names = {name for group in wrapper.get("param_slice_mappings") or () for name in group}
         known = {name for group in held.groups for name in group}
         if not wrapper or not names <= known:
@@ -176,7 +186,8 @@ class CheckpointParts:
 
     def _lacks(self, at: Coordinate, what: str) -> LayoutError:
         return LayoutError(
-            f"{self._checkpoint} does not have {what} of {at} ({self._degrees}) where DeepSpeed's pipelines "
+            f"{self._checkpoint} does not have {what} of {at} ({self._degrees}) where DeepSpeed's "
+            "pipelines "
             f"put it; load it in the layout that wrote it"
         )
 
@@ -194,8 +205,10 @@ class DiskCheckpoint:
     label: VersionId | None = None
     job_id: str | None = None  # who wrote it; None where that is not known
     files: Mapping[str, FileRecord] | None = None  # checksums; None where nobody took any
-    arenas: Degrees | None = None  # of the job that wrote it as arenas; None: it has DeepSpeed's files
-    fingerprint: str | None = None  # of the job that wrote it, encoded; None where that is not known
+    # of the job that wrote it as arenas; None: it has DeepSpeed's files
+    arenas: Degrees | None = None
+    # of the job that wrote it, encoded; None where that is not known
+    fingerprint: str | None = None
 
     @property
     def path(self) -> Path:
@@ -205,8 +218,9 @@ class DiskCheckpoint:
         return str(self.path)
 
     def newer_than(self, label: VersionId) -> bool:
-        """Whether it is ahead of a version of this job. What was written before the job went back, by a
-        restart or on purpose, is not, whatever its step; without a label only steps can tell."""
+        """Whether it is ahead of a version of this job. What was written before the job went back,
+        by a restart or on purpose, is not, whatever its step; without a label only steps can
+        tell."""
         return self.step > label.step if self.label is None else self.label > label
 
 
@@ -235,18 +249,19 @@ class ResumePoint:
 
     @property
     def is_the_jobs_own(self) -> bool:
-        """Whether this job wrote it: a directory of the script may hold another training to start from."""
+        """Whether this job wrote it: a directory of the script may hold another training to start
+        from."""
         return isinstance(self.source, VersionId) or (
             self.source is not None and self.source.label is not None
         )
 
 
-# --- what is there -----------------------------------------------------------------------------------
+# --- what is there --------------------------------------------------------------------------------
 
 
 def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -> LoadedCheckpoint:
-    """The user's checkpoint that ``latest`` names and what reft persisted of this job. Never raises: the
-    other ranks wait for the one that looks."""
+    """The user's checkpoint that ``latest`` names and what reft persisted of this job. Never
+    raises: the other ranks wait for the one that looks."""
     persisted: list[DiskCheckpoint] = []
     problems: list[str] = []
     own: DiskCheckpoint | None = None
@@ -264,7 +279,9 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
                 # Written by reft: older ones beside it can stand in for it.
                 infos, bad = find_markers(load_dir, own.job_id)
                 known = {own.path.resolve(), *(c.path.resolve() for c in persisted)}
-                persisted += [_read_marker(i, job_id) for i in infos if i.path.resolve() not in known]
+                persisted += [
+                    _read_marker(i, job_id) for i in infos if i.path.resolve() not in known
+                ]
                 problems += bad
     except Exception as error:
         problems.append(_words(error))
@@ -275,8 +292,8 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
 
 
 def find_named(directory: Path, tag: Any, job_id: str) -> LoadedCheckpoint:
-    """The checkpoint of an explicit tag, or the one that ``latest`` names; nothing where there is no such
-    directory. Never raises."""
+    """The checkpoint of an explicit tag, or the one that ``latest`` names; nothing where there is
+    no such directory. Never raises."""
     try:
         tag = latest_tag(directory) if tag is None else str(tag)
         if tag is None or not (directory / tag).is_dir():
@@ -295,8 +312,8 @@ def in_order(
 ) -> tuple[list[DiskCheckpoint], list[str]]:
     """Checkpoints newest first, and a line for each that is left out: the job went back behind it.
 
-    A version of an older incarnation whose step a later incarnation has also passed belongs to a future
-    that was given up."""
+    A version of an older incarnation whose step a later incarnation has also passed belongs to a
+    future that was given up."""
     known = [*labelled, *([] if own is None else [own])]
     ours = [(c.label, not c.tag.startswith("."), c) for c in known if c.label is not None]
     ours.sort(key=lambda entry: entry[:2], reverse=True)
@@ -371,7 +388,7 @@ def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
     return {}, -1
 
 
-# --- whether it is sound -----------------------------------------------------------------------------
+# --- whether it is sound --------------------------------------------------------------------------
 
 
 class DamagedError(PersistError):
@@ -414,12 +431,14 @@ class DiskRestorer:
                 )
 
     def refused(self, found: LoadedCheckpoint) -> tuple[str, ...]:
-        """What should have been a checkpoint and cannot be loaded, so far; empty where there was nothing."""
+        """What should have been a checkpoint and cannot be loaded, so far; empty where there was
+        nothing."""
         return (*found.problems, *self._refused.values())
 
     def check(self, checkpoint: DiskCheckpoint, *, whole: bool = True) -> dict[str, Any] | None:
-        """Read the checkpoint's files, each by one rank. Returns this rank's host state if ``whole``; None if
-        not every rank saved it beside DeepSpeed's files. Raises DamagedError on all ranks alike."""
+        """Read the checkpoint's files, each by one rank. Returns this rank's host state if
+        ``whole``; None if not every rank saved it beside DeepSpeed's files. Raises DamagedError on
+        all ranks alike."""
         mine: list[str] = []
         state: dict[str, Any] | None = None
         try:  # whatever is wrong here, the others wait for what this rank says
@@ -431,16 +450,21 @@ class DiskRestorer:
                 state = read_host_state(checkpoint.path, self._coordinate) if whole else None
         except Exception as error:
             mine.append(_words(error))
-        told = [decode(data) for data in self._control.gather_bytes(encode([mine, state is not None]))]
+        told = [
+            decode(data) for data in self._control.gather_bytes(encode([mine, state is not None]))
+        ]
         complete = all(present for _, present in told)
         partly = not complete and any(present for _, present in told)
         if partly and self._control.rank == 0 and read_degrees(checkpoint.path) is None:
             logger.warning(
-                "%s: not every rank saved its host state there; random state and data position are not "
+                "%s: not every rank saved its host state there; random state and data position "
+                "are not "
                 "restored",
                 checkpoint,
             )
-        if problems := tuple(dict.fromkeys(problem for problems, _ in told for problem in problems)):
+        if problems := tuple(
+            dict.fromkeys(problem for problems, _ in told for problem in problems)
+        ):
             raise DamagedError(_some(problems))
         return state if complete else None
 
@@ -455,7 +479,8 @@ def _some(problems: Sequence[str]) -> str:
 
 def damaged(what: object, problems: Sequence[str]) -> PersistError:
     return PersistError(
-        f"{what} was asked for and is damaged: {_some(problems)}. Ask for another tag, or restore the "
+        f"{what} was asked for and is damaged: {_some(problems)}. Ask for another tag, or restore "
+        "the "
         f"directory from a copy"
     )
 
@@ -463,13 +488,15 @@ def damaged(what: object, problems: Sequence[str]) -> PersistError:
 def nothing_sound(refused: Sequence[str]) -> str:
     lines = "".join(f"\n  {line}" for line in refused)
     return (
-        f"no checkpoint on disk can be loaded:{lines}\nRestore one from a copy, or remove them to start "
+        f"no checkpoint on disk can be loaded:{lines}\nRestore one from a copy, or remove them to "
+        "start "
         f"without them"
     )
 
 
 def find_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:
-    """The files that ``rank`` reads: each file is read by one rank, and all read about as many bytes."""
+    """The files that ``rank`` reads: each file is read by one rank, and all read about as many
+    bytes."""
     loads = [(0, r) for r in range(ranks)]
     mine = {}
     for name, record in sorted(files.items(), key=lambda item: (-item[1].nbytes, item[0])):

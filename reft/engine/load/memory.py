@@ -1,6 +1,6 @@
-"""A session's memory as a level of the ladder: what is recovered from it is whole and protected again on
-every node before the first step, and what recovery reads is not overwritten until then (P3). The same for
-every engine."""
+"""A session's memory as a level of the ladder: what is recovered from it is whole and protected
+again on every node before the first step, and what recovery reads is not overwritten until then
+(P3). The same for every engine."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 class Target:
-    """The engine, while a version in arenas is written into it. ``state``: the host state, as this rank has
-    it now."""
+    """The engine, while a version in arenas is written into it. ``state``: the host state, as this
+    rank has it now."""
 
     def __init__(self, session: Session, version: str) -> None:
         self._session = session
@@ -54,7 +54,8 @@ class Target:
         self.state: dict[str, Any]
 
     def prepare(self, hosts: Mapping[Coordinate, bytes], was: Degrees) -> Sequence[ImageRange]:
-        """The host states are there: give the engine's state the shape it had, or has in this layout."""
+        """The host states are there: give the engine's state the shape it had, or has in this
+        layout."""
         session, engine = self._session, self._session.engine
         if was == session.topology.degrees:
             blob = DecodedBlob(hosts[session.coordinate])
@@ -70,8 +71,8 @@ class Target:
         return source.pieces
 
     def write(self, fetch: Fetch, data: torch.Tensor) -> int:
-        """Copy a block into the live tensors and return its checksum; into host memory in one pass. Several
-        threads may bring blocks at once."""
+        """Copy a block into the live tensors and return its checksum; into host memory in one pass.
+        Several threads may bring blocks at once."""
         parts = self._parts(fetch, data)
         if not self._on_host:
             for target, part in parts:
@@ -82,10 +83,13 @@ class Target:
         return write_and_hash(parts, data, self._own.hasher)
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # live bytes, and what goes there: 1-D uint8 of equal length
+# live bytes, and what goes there: 1-D uint8 of equal length
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _split_parts(images: tuple[SectionImage, SectionImage], fetch: Fetch, data: torch.Tensor) -> list[Pair]:
+def _split_parts(
+    images: tuple[SectionImage, SectionImage], fetch: Fetch, data: torch.Tensor
+) -> list[Pair]:
     image = images[0] if fetch.key.section is Section.REPLICATED else images[1]
     parts: list[Pair] = []
     image.write_from(fetch.start_bytes, data, lambda *pair: parts.append(pair))
@@ -93,8 +97,8 @@ def _split_parts(images: tuple[SectionImage, SectionImage], fetch: Fetch, data: 
 
 
 def write_and_hash(parts: Iterable[Pair], data: torch.Tensor, hasher: HashingCopier) -> int:
-    """Copy parts of ``data`` (1-D uint8, on the host as their targets are), which are in its order. Returns
-    the checksum of all of ``data``, what lies between them included."""
+    """Copy parts of ``data`` (1-D uint8, on the host as their targets are), which are in its order.
+    Returns the checksum of all of ``data``, what lies between them included."""
     ranges: list[Range] = []
     base, at = data.data_ptr(), 0
     for target, source in parts:
@@ -114,8 +118,9 @@ def participant(session: Session) -> Participant:
 
 
 def stored_participant(session: Session, version: Path, job_id: str) -> Participant:
-    """In the recovery of a version on storage, which another job may have written. All nodes see it, and each
-    reads a part: own arenas those that need them most; those of another layout are dealt out."""
+    """In the recovery of a version on storage, which another job may have written. All nodes see
+    it, and each reads a part: own arenas those that need them most; those of another layout are
+    dealt out."""
     topology = session.topology
     node, nodes = topology.nodes[session.control.rank], sorted(set(topology.nodes))
     homes = {str(c): n for c, n in zip(topology.coordinates, topology.nodes, strict=True)}
@@ -128,13 +133,15 @@ def stored_participant(session: Session, version: Path, job_id: str) -> Particip
 
 
 def completing(session: Session) -> StoreConfig | None:
-    """How the recovered version is completed on a node that holds nothing of it, in a slot without a file;
-    None where its arena cannot be laid out before the session starts."""
+    """How the recovered version is completed on a node that holds nothing of it, in a slot without
+    a file; None where its arena cannot be laid out before the session starts."""
     config = session.config
     if config.memory_limit_bytes is not None or config.recompute:
         return None
     record, at = session.protection.record, session.coordinate
-    slots = (session.memory.job_dir.path / arena_name(local_rank(), n) for n in range(config.arena_count))
+    slots = (
+        session.memory.job_dir.path / arena_name(local_rank(), n) for n in range(config.arena_count)
+    )
 
     def blueprint(replicated_bytes: int, owned_bytes: tuple[int, ...]) -> ArenaLayout:
         scheme, members = record.parsed, len(owned_bytes)
@@ -154,11 +161,14 @@ def completing(session: Session) -> StoreConfig | None:
     return StoreConfig(record.scheme, next((p for p in slots if not p.exists()), None), blueprint)
 
 
-def is_still_protected(session: Session, held: Iterable[ArenaHeader], outcome: RecoveryOutcome) -> bool:
-    """Whether the recovered version lies as this incarnation would store it: every rank has the arena of its
-    own coordinate, of a job of these degrees, whole, in its own slots, protected by the scheme in force,
-    and nothing had to be repaired. It then stays as it is until a newer version is committed; to take it
-    again would gain nothing. Collective. ``held``: the arenas in this rank's slots that hold the version."""
+def is_still_protected(
+    session: Session, held: Iterable[ArenaHeader], outcome: RecoveryOutcome
+) -> bool:
+    """Whether the recovered version lies as this incarnation would store it: every rank has the
+    arena of its own coordinate, of a job of these degrees, whole, in its own slots, protected by
+    the scheme in force, and nothing had to be repaired. It then stays as it is until a newer
+    version is committed; to take it again would gain nothing. Collective. ``held``: the arenas in
+    this rank's slots that hold the version."""
     scheme, at = session.protection.record.scheme, session.coordinate
     mine = at, session.topology.degrees, scheme
     here = not outcome.repaired and any((h.coordinate, h.degrees, h.scheme) == mine for h in held)
@@ -166,7 +176,8 @@ def is_still_protected(session: Session, held: Iterable[ArenaHeader], outcome: R
 
 
 def may_differ(was: Degrees, now: Degrees) -> tuple[str, ...]:
-    """Facts of the fingerprint that may be other ones where a version of another layout is taken up."""
+    """Facts of the fingerprint that may be other ones where a version of another layout is taken
+    up."""
     if was == now:
         return ()
     return BY_REPLICAS if only_replicas_differ(was, now) else BY_LAYOUT
@@ -178,9 +189,11 @@ class ClientStateView(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise ConfigError(
-            f"client_state[{key!r}] is not part of the snapshot in memory; it holds {sorted(self)}. A "
+            f"client_state[{key!r}] is not part of the snapshot in memory; it holds "
+            f"{sorted(self)}. A "
             f"snapshot is taken after every step, so reft must be able to ask for this value: pass "
-            f"client_state=lambda: {{{key!r}: ...}} to reft.attach or reft.attach_megatron, or derive it "
+            f"client_state=lambda: {{{key!r}: ...}} to reft.attach or reft.attach_megatron, or "
+            "derive it "
             f"from the number of steps made"
         )
 
@@ -191,15 +204,16 @@ class MemoryRestorer:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._rng: dict[str, Any] | None = None
-        self._is_read_by_script = False  # whether the script draws from these states before it trains
+        # whether the script draws from these states before it trains
+        self._is_read_by_script = False
         self.client_state = ClientStateView()
 
     @uncollected()
     def survey(
         self, me: Participant | None = None, *, any_layout: bool = True
     ) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
-        """What is in the memory of all nodes, or where ``me`` says, and what would be restored from it.
-        ``any_layout``: from whichever layout, if the engine can. Collective."""
+        """What is in the memory of all nodes, or where ``me`` says, and what would be restored from
+        it. ``any_layout``: from whichever layout, if the engine can. Collective."""
         session = self._session
         any_layout = any_layout and session.engine.resizing is not None
         how = completing(session) if me is None else None
@@ -232,7 +246,8 @@ class MemoryRestorer:
         was, now = outcome.plan.written, outcome.plan.degrees
         if was != now and session.is_rank_zero:
             logger.warning(
-                "%s was written by a job of %s and is resumed as one of %s, with the random states of a new "
+                "%s was written by a job of %s and is resumed as one of %s, with the random "
+                "states of a new "
                 "start%s. From here on the losses are those of a job of %s",
                 *(version, was, now, " on new replicas" * only_replicas_differ(was, now), now),
             )
@@ -281,12 +296,13 @@ class MemoryRestorer:
         session.restored()
 
     def keep_rng(self) -> None:
-        """The program has loaded its random states: what it draws until it trains is undone likewise."""
+        """The program has loaded its random states: what it draws until it trains is undone
+        likewise."""
         self._rng = capture_rng()
 
     def restore_rng(self, *, marked: bool = False) -> None:
-        """Training begins: whatever the script has drawn since it loaded is undone. ``marked``: the script
-        says that a step begins, and makes its batch after that."""
+        """Training begins: whatever the script has drawn since it loaded is undone. ``marked``: the
+        script says that a step begins, and makes its batch after that."""
         if self._rng is not None and (marked or not self._is_read_by_script):
             restore_rng(self._rng)
         self._rng = None
@@ -307,8 +323,8 @@ class MemoryRestorer:
     # -- refusals ---------------------------------------------------------------------------------
 
     def refuse_silent_restart(self, plan: RecoveryPlan | NotRecoverable, beside: str = "") -> None:
-        """Nothing to resume from: right for a new job, an error for one that had made progress. Collective.
-        ``beside``: what is wrong with the checkpoints on disk, in lines."""
+        """Nothing to resume from: right for a new job, an error for one that had made progress.
+        Collective. ``beside``: what is wrong with the checkpoints on disk, in lines."""
         session = self._session
         assert isinstance(plan, NotRecoverable)
         note = noted_commit(session.memory.record, session.control, session.job_id)
@@ -317,7 +333,8 @@ class MemoryRestorer:
                 raise UnrecoverableError(beside)
             if session.memory.identity.restarted and session.is_rank_zero:
                 logger.warning(
-                    "the job starts from the beginning: nothing was committed and no checkpoint is on "
+                    "the job starts from the beginning: nothing was committed and no checkpoint "
+                    "is on "
                     "storage%s",
                     report.after_failure(session.memory.job_dir.path),
                 )
@@ -325,7 +342,8 @@ class MemoryRestorer:
         where = session.config.persist.dir or "not configured (persist.dir)"
         progress = note or plan.newest_committed or "versions of another layout"
         raise UnrecoverableError(
-            f"job {session.job_id} had committed {progress}, but it cannot be recovered and no checkpoint "
+            f"job {session.job_id} had committed {progress}, but it cannot be recovered and no "
+            "checkpoint "
             f"is on disk (persist directory: {where}).\n{plan}\n"
             f"{beside + chr(10) if beside else ''}"
             f"{self.to_start_anew()}"
@@ -333,7 +351,8 @@ class MemoryRestorer:
 
     def refuse_half_written(self, outcome: NotRecoverable) -> NoReturn:
         raise UnrecoverableError(
-            f"the memory of job {self._session.job_id} was found to be corrupt after part of the state was "
+            f"the memory of job {self._session.job_id} was found to be corrupt after part of the "
+            "state was "
             f"restored, and no checkpoint is on disk.\n{outcome}\n{self.to_start_anew()}"
         )
 
@@ -353,7 +372,8 @@ class MemoryRestorer:
     def to_start_anew(self) -> str:
         job = self._session.job_id
         return (
-            f"To start from scratch on purpose, run 'reft clean --job {job} --force' on every node, or give "
+            f"To start from scratch on purpose, run 'reft clean --job {job} --force' on every "
+            "node, or give "
             f"the job another id."
         )
 

@@ -1,4 +1,5 @@
-"""A DeepSpeed engine takes up a version that a job of another layout wrote: a checkpoint, or arenas."""
+"""A DeepSpeed engine takes up a version that a job of another layout wrote: a checkpoint, or
+arenas."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ Live = Mapping[str, torch.Tensor]  # what a plan names, flat
 
 
 def other_layout(session: Session, checkpoint: Path) -> Degrees | None:
-    """The layout that the checkpoint was written in, if it is another one than this job's. Collective."""
+    """The layout that the checkpoint was written in, if it is another one than this job's.
+    Collective."""
     found = read_degrees(checkpoint) if session.is_rank_zero else None
     mine = encode(None if found is None else [found.pp, found.dp, found.tp])
     told = decode(session.control.gather_bytes(mine)[0])
@@ -77,8 +79,8 @@ class Relayout:
         self._was = source.degrees
 
     def prepare(self) -> dict[str, Any]:
-        """Give the engine's state the shape that it has in this job, and find its bytes. Returns the host
-        state, as this rank has it now; data and client state are left to the caller."""
+        """Give the engine's state the shape that it has in this job, and find its bytes. Returns
+        the host state, as this rank has it now; data and client state are left to the caller."""
         source, now = self._source, self._topology.degrees
         if isinstance(source, ArenaSource) and only_replicas_differ(self._was, now):
             return on_all(self._control, lambda: self._prepare_replica(source))
@@ -107,7 +109,8 @@ class Relayout:
             live[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
 
     def _prepare_replica(self, source: ArenaSource) -> dict[str, Any]:
-        """Stages and slices are as they were: what an image names is the same tensor, or a part of it."""
+        """Stages and slices are as they were: what an image names is the same tensor, or a part of
+        it."""
         was, now, at, adapter = self._was, self._topology.degrees, self._at, self._engine.adapter
         resize = Resize(was.dp, now.dp)
         blob = source.blob(replace(at, dp=resize.host_from(at.dp)))
@@ -144,12 +147,18 @@ class Relayout:
         """Who held what, and the host state that this rank goes on with."""
         held = {}
         for pp, tp in product(range(self._was.pp), range(self._was.tp)):
-            told = self._source.host_state(Coordinate(pp, 0, tp)).get(HELD, "an older reft wrote it")
+            told = self._source.host_state(Coordinate(pp, 0, tp)).get(
+                HELD, "an older reft wrote it"
+            )
             if isinstance(told, str):
-                raise LayoutError(f"{self._source} can only be loaded in the layout {self._was}: {told}")
+                raise LayoutError(
+                    f"{self._source} can only be loaded in the layout {self._was}: {told}"
+                )
             held[pp, tp] = RankContents.decode(told)
         # The first stage's: it reads the data.
-        of = Coordinate(0, Resize(self._was.dp, 1).host_from(self._at.dp), self._at.tp % self._was.tp)
+        of = Coordinate(
+            0, Resize(self._was.dp, 1).host_from(self._at.dp), self._at.tp % self._was.tp
+        )
         state = self._source.host_state(of)
         state["buffers"] = self.buffers()
         resizing = self._engine.resizing
@@ -176,7 +185,9 @@ class Relayout:
                 )
             found |= mine
         if wanted - found.keys():
-            raise LayoutError(f"{self._source} lacks the buffers {sorted(wanted - found.keys())[:4]}")
+            raise LayoutError(
+                f"{self._source} lacks the buffers {sorted(wanted - found.keys())[:4]}"
+            )
         return found
 
     @property
@@ -184,7 +195,8 @@ class Relayout:
         return self._was.tp != self._topology.degrees.tp
 
     def check_live_buffers(self) -> None:
-        """What was made for one tensor slice is not what another number of slices has. Collective."""
+        """What was made for one tensor slice is not what another number of slices has.
+        Collective."""
         if not self._resliced:
             return
         mine = compute_digests(
@@ -207,8 +219,10 @@ class Relayout:
     def _check_alike(self, mine: dict[str, bytes], other: dict[str, bytes]) -> None:
         if unlike := [name for name, digest in mine.items() if other.get(name) != digest]:
             raise LayoutError(
-                f"the buffers {unlike[:4]} are not equal on all tensor slices: which values another number "
-                f"of slices has is not known. Make them attributes instead of buffers where they follow from "
+                f"the buffers {unlike[:4]} are not equal on all tensor slices: which values "
+                "another number "
+                "of slices has is not known. Make them attributes instead of buffers where they "
+                "follow from "
                 f"the slice, or start with {self._was.tp} tensor slices"
             )
 
@@ -218,7 +232,8 @@ class Relayout:
         kinds = next(iter(old.held.values())).kinds
         if len(kinds) != len(held.groups):
             raise LayoutError(
-                f"the optimizer had {len(kinds)} groups of parameters on a stage, and has {len(held.groups)} "
+                f"the optimizer had {len(kinds)} groups of parameters on a stage, and has "
+                f"{len(held.groups)} "
                 f"on {self._at}; expected the same groups on every stage of either layout"
             )
         return replace(held, kinds=kinds)
@@ -232,7 +247,9 @@ def _find_master(tensor: str) -> str:
 
 def compute_digests(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """By which buffers of different ranks are compared."""
-    return {name: hashlib.blake2b(encode(b), digest_size=16).digest() for name, b in buffers.items()}
+    return {
+        name: hashlib.blake2b(encode(b), digest_size=16).digest() for name, b in buffers.items()
+    }
 
 
 def on_all(control: ControlGroup, act: Callable[[], _T]) -> _T:
@@ -244,13 +261,16 @@ def on_all(control: ControlGroup, act: Callable[[], _T]) -> _T:
         own = error
     told = control.gather_bytes(b"" if own is None else str(own).encode())
     if own is not None:
-        raise own if isinstance(own, ReftError) else LayoutError(f"{type(own).__name__}: {own}") from own
+        raise (
+            own if isinstance(own, ReftError) else LayoutError(f"{type(own).__name__}: {own}")
+        ) from own
     if failed := [text.decode() for text in told if text]:
         raise LayoutError(f"on another rank: {failed[0]}")
     return result
 
 
-_Image = tuple[int, int, Section, int]  # (pp, tp) of its sharding group; the member, -1 of the replicated one
+# (pp, tp) of its sharding group; the member, -1 of the replicated one
+_Image = tuple[int, int, Section, int]
 
 
 class _StoredImage(NamedTuple):
@@ -269,7 +289,8 @@ class _Range(NamedTuple):
 
 
 class ArenaSource:
-    """A version in arenas, of which the host states are here. ``pieces``: what was located of the images."""
+    """A version in arenas, of which the host states are here. ``pieces``: what was located of the
+    images."""
 
     def __init__(self, hosts: Mapping[Coordinate, bytes], degrees: Degrees, name: str) -> None:
         self._hosts = hosts
@@ -285,14 +306,19 @@ class ArenaSource:
         return DecodedBlob(self._hosts[at])
 
     def host_state(self, at: Coordinate) -> dict[str, Any]:
-        """Of a rank among those that :func:`~reft.recover.relayout.host_state_sources` names, a new object in
-        every call."""
+        """Of a rank among those that :func:`~reft.recover.relayout.host_state_sources` names, a new
+        object in every call."""
         return self.blob(at).state
 
     def locate(
-        self, moves: Sequence[ElementMove], live: Live, old: RankLayout | None = None, module: Any = None
+        self,
+        moves: Sequence[ElementMove],
+        live: Live,
+        old: RankLayout | None = None,
+        module: Any = None,
     ) -> None:
-        """Find the bytes of these moves; nothing is written. ``old``: where elements are told by names."""
+        """Find the bytes of these moves; nothing is written. ``old``: where elements are told by
+        names."""
         stored = {(at.pp, at.tp): self._stored(at) for at in self._hosts}
         ranges: dict[_Image, list[_Range]] = defaultdict(list)
         for move in moves:
@@ -300,7 +326,8 @@ class ArenaSource:
             found = stored[at.pp, at.tp].get(move.tensor)
             if found is None:
                 raise LayoutError(
-                    f"the memory of {at} does not have {move.tensor} as a tensor of its own; start the job "
+                    f"the memory of {at} does not have {move.tensor} as a tensor of its own; "
+                    "start the job "
                     f"in the layout that wrote it"
                 )
             spec = found.spec
@@ -317,11 +344,17 @@ class ArenaSource:
             self.pieces.append(ImageRange(at, found.section, start, nbytes))
             here = _Range(start, nbytes, target.view(torch.uint8), move.at * size)
             ranges[_image(at.pp, at.tp, found.section, at.dp)].append(here)
-        self._ranges = {image: sorted(of_image, key=lambda r: r.start) for image, of_image in ranges.items()}
+        self._ranges = {
+            image: sorted(of_image, key=lambda r: r.start) for image, of_image in ranges.items()
+        }
 
-    def parts(self, fetch: Fetch, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def parts(
+        self, fetch: Fetch, data: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Live bytes, and what of a block goes there, in its order."""
-        ranges = self._ranges.get(_image(fetch.pp, fetch.tp, fetch.key.section, fetch.key.member), [])
+        ranges = self._ranges.get(
+            _image(fetch.pp, fetch.tp, fetch.key.section, fetch.key.member), []
+        )
         first = max(0, bisect_right(ranges, fetch.start_bytes, key=lambda r: r.start) - 1)
         for part in ranges[first:]:
             begin = max(fetch.start_bytes, part.start)
@@ -337,9 +370,15 @@ class ArenaSource:
         """The same on all replicas."""
         manifest = self.blob(at).manifest
         found: dict[str, _StoredImage] = {}
-        for section, specs in ((Section.REPLICATED, manifest.replicated), (Section.OWNED, manifest.owned)):
+        for section, specs in (
+            (Section.REPLICATED, manifest.replicated),
+            (Section.OWNED, manifest.owned),
+        ):
             starts, _ = end_to_end(spec.nbytes for spec in specs)
-            found |= {s.name: _StoredImage(section, start, s) for s, start in zip(specs, starts, strict=True)}
+            found |= {
+                s.name: _StoredImage(section, start, s)
+                for s, start in zip(specs, starts, strict=True)
+            }
         return found
 
 
@@ -350,16 +389,18 @@ def _image(pp: int, tp: int, section: Section, member: int) -> _Image:
 def _check_numbers(move: ElementMove, dtype: torch.dtype, numel: int, target: torch.Tensor) -> None:
     if dtype != target.dtype or move.start + move.numel > numel:
         raise LayoutError(
-            f"{move.tensor} of {move.source} has {numel} numbers of {dtype}; expected {target.dtype}, and "
-            f"{move.start + move.numel} of them: start with the precision and the model that wrote it"
+            f"{move.tensor} of {move.source} has {numel} numbers of {dtype}; expected "
+            f"{target.dtype}, and "
+            f"{move.start + move.numel} of them: start with the precision and the model that "
+            "wrote it"
         )
 
 
 def take_up_checkpoint(
     session: Session, engine: DeepSpeedEngine, checkpoint: Path, was: Degrees
 ) -> dict[str, Any]:
-    """Write model, optimizer and counters of DeepSpeed's files into the engine. Returns the host state, as
-    this rank has it now; data and client state are left to the caller."""
+    """Write model, optimizer and counters of DeepSpeed's files into the engine. Returns the host
+    state, as this rank has it now; data and client state are left to the caller."""
     source = CheckpointSource(checkpoint, was, session.control)
     state = Relayout(session, engine, source).prepare()
     source.carry_out()
@@ -367,7 +408,8 @@ def take_up_checkpoint(
     now = session.topology.degrees
     if session.is_rank_zero:
         logger.warning(
-            "%s was written by a job of %s and is resumed as one of %s, with the random states of a new "
+            "%s was written by a job of %s and is resumed as one of %s, with the random states of "
+            "a new "
             "start. From here on the losses are those of a job of %s",
             *(source, was, now, now),
         )
@@ -389,10 +431,14 @@ class CheckpointSource:
     def host_state(self, at: Coordinate) -> dict[str, Any]:
         state = read_host_state(self._checkpoint, at)
         if state is None:
-            raise LayoutError(f"{self._checkpoint} has no host state of {at}; expected one of every rank")
+            raise LayoutError(
+                f"{self._checkpoint} has no host state of {at}; expected one of every rank"
+            )
         return state
 
-    def locate(self, moves: Sequence[ElementMove], live: Live, old: RankLayout, module: Any) -> None:
+    def locate(
+        self, moves: Sequence[ElementMove], live: Live, old: RankLayout, module: Any
+    ) -> None:
         parts = CheckpointParts(self._checkpoint, self.degrees, old.held, _tied_layers(module))
         self._located = parts, sorted(moves, key=lambda m: (m.source, m.tensor)), live
 
@@ -404,7 +450,9 @@ class CheckpointSource:
         for move in moves:
             stored, target = parts.tensor(move.source, move.tensor), live[move.target]
             _check_numbers(move, stored.dtype, stored.numel(), target)
-            target[move.at : move.at + move.numel].copy_(stored[move.start : move.start + move.numel])
+            target[move.at : move.at + move.numel].copy_(
+                stored[move.start : move.start + move.numel]
+            )
 
 
 def _tied_layers(module: Any) -> dict[str, list[int]]:

@@ -1,8 +1,8 @@
 """``load_checkpoint`` as reft gives it back.
 
-Loading returns the newest state there is: this job's memory, else the newest checkpoint on disk. The
-recovered version is whole and protected again on every node before the first step, and what recovery
-reads is not overwritten until then (P3).
+Loading returns the newest state there is: this job's memory, else the newest checkpoint on disk.
+The recovered version is whole and protected again on every node before the first step, and what
+recovery reads is not overwritten until then (P3).
 """
 
 from __future__ import annotations
@@ -50,18 +50,25 @@ logger = logging.getLogger(__name__)
 
 
 def find_replica_differences(session: Session, was: Degrees) -> bool:
-    """Whether this job differs from ``was`` in the number of replicas alone, and each has the whole state."""
-    return only_replicas_differ(was, session.topology.degrees) and not session.state.adapter.images()[1].specs
+    """Whether this job differs from ``was`` in the number of replicas alone, and each has the whole
+    state."""
+    return (
+        only_replicas_differ(was, session.topology.degrees)
+        and not session.state.adapter.images()[1].specs
+    )
 
 
 def find_replica_host_state(
     session: Session, engine: DeepSpeedEngine, checkpoint: Path, was: Degrees
 ) -> dict[str, Any]:
     """What this rank restores beside DeepSpeed's files, as one of this number of replicas: what its
-    replica left; where there was none, another's with the random states of a fresh start. Collective."""
+    replica left; where there was none, another's with the random states of a fresh start.
+    Collective."""
     at, resize = session.coordinate, Resize(was.dp, session.topology.degrees.dp)
     source = CheckpointSource(checkpoint, was, session.control)
-    state = on_all(session.control, lambda: source.host_state(replace(at, dp=resize.host_from(at.dp))))
+    state = on_all(
+        session.control, lambda: source.host_state(replace(at, dp=resize.host_from(at.dp)))
+    )
     engine.resizing.convert(state, resize, is_new=resize.is_new(at.dp))
     if session.is_rank_zero:
         logger.warning(
@@ -72,10 +79,13 @@ def find_replica_host_state(
 
 
 _BASE_ONLY = (("load_module_only", True), ("load_optimizer_states", False))
-"""Options by which DeepSpeed loads less than a training state: the start of a job, never its resumption."""
+"""Options by which DeepSpeed loads less than a training state: the start of a job, never its
+resumption."""
 
 
-def bind(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """The arguments of a call by name, defaults left out."""
     signature = inspect.signature(original)
     named = dict(signature.bind(*args, **kwargs).arguments)
@@ -92,7 +102,9 @@ class LoadCall:
     options: dict[str, Any]  # everything else, by name
 
     @classmethod
-    def of(cls, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LoadCall:
+    def of(
+        cls, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> LoadCall:
         named = bind(original, args, kwargs)
         return cls(named.pop("load_dir"), named.pop("tag", None), named)
 
@@ -102,7 +114,8 @@ class LoadCall:
 
     @property
     def base_only(self) -> str | None:
-        """The option by which this loads weights without the optimizer, as written; None: a whole state."""
+        """The option by which this loads weights without the optimizer, as written; None: a whole
+        state."""
         for name, value in _BASE_ONLY:
             if name in self.options and bool(self.options[name]) is value:
                 return f"{name}={value}"
@@ -117,7 +130,9 @@ class LoadCall:
         return f"load_checkpoint({', '.join(shown)})"
 
 
-def describe_restore(bases: Sequence[LoadCall], tagged: LoadCall | None, left_out: Sequence[str] = ()) -> str:
+def describe_restore(
+    bases: Sequence[LoadCall], tagged: LoadCall | None, left_out: Sequence[str] = ()
+) -> str:
     """What a script did before its first step that resumes nothing, as errors and warnings say it.
     ``left_out``: its loads that a condition has left out, in words."""
     if tagged is not None:
@@ -136,7 +151,8 @@ def describe_resume_lines(bases: Sequence[LoadCall], tagged: LoadCall | None) ->
     calls = [tagged] if tagged is not None else bases
     behind = str(calls[-1]) if calls else "deepspeed.initialize"
     return (
-        f"Write engine.load_checkpoint(save_dir), or reft.resume(engine), after {behind}, also at the first "
+        f"Write engine.load_checkpoint(save_dir), or reft.resume(engine), after {behind}, also at "
+        "the first "
         f"start, and let the loop begin at engine.global_steps"
     )
 
@@ -155,8 +171,8 @@ class Restorer:
         self._tagged: LoadCall | None = None
         """A load by tag before the first step, after which snapshots have not been started yet."""
         self._unprotected = False
-        """Whether a checkpoint without reft's state was loaded: its program has yet to read its counters and
-        random states from it."""
+        """Whether a checkpoint without reft's state was loaded: its program has yet to read its
+        counters and random states from it."""
         self._disk = DiskRestorer(
             session.control, session.coordinate, session.job_id, session.config.persist.dir
         )
@@ -165,8 +181,8 @@ class Restorer:
     # -- hooks ------------------------------------------------------------------------------------
 
     def before_batch(self, data_iter: Any) -> None:
-        """``train_batch`` begins, which takes its batches itself. The random states of the version hold from
-        here on: whatever the script has drawn since it loaded is undone."""
+        """``train_batch`` begins, which takes its batches itself. The random states of the version
+        hold from here on: whatever the script has drawn since it loaded is undone."""
         self.before_first_step(data_iter)
         self._engine.data.begin_batch(data_iter)
         self._memory.restore_rng()
@@ -224,8 +240,8 @@ class Restorer:
             return
         if self._resumed is None:
             require_first_version(session)
-        # By its client state the script restores the position in data that reft does not follow, and nothing
-        # else.
+        # By its client state the script restores the position in data that reft does not follow,
+        # and nothing else.
         is_clients = session.state.client_state is not None and not self._engine.data.comes_back()
         if text is not None and is_clients:
             if session.is_rank_zero:
@@ -237,9 +253,10 @@ class Restorer:
     def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """``engine.load_checkpoint``: the newest state of memory and disk.
 
-        A script may load several times before it trains: base weights without an optimizer, and its own
-        state. The newest state is resumed once (P3); loads of base weights are DeepSpeed's alone. An explicit
-        tag, or a load of a whole state in a job that trains, means that checkpoint and no other.
+        A script may load several times before it trains: base weights without an optimizer, and its
+        own state. The newest state is resumed once (P3); loads of base weights are DeepSpeed's
+        alone. An explicit tag, or a load of a whole state in a job that trains, means that
+        checkpoint and no other.
 
         Returns:
             DeepSpeed's ``(path, client_state)``; ``(None, None)`` where there is nothing at all.
@@ -269,7 +286,12 @@ class Restorer:
         rest = list(found.checkpoints)
         resumed, plan, outcome = self._load_from_memory(original, call, recovery, plan, rest)
         if resumed is None:
-            if rest and session.is_rank_zero and isinstance(plan, NotRecoverable) and not plan.empty:
+            if (
+                rest
+                and session.is_rank_zero
+                and isinstance(plan, NotRecoverable)
+                and not plan.empty
+            ):
                 logger.warning("resuming from disk (%s): %s", rest[0], plan)
             resumed = self._load_newest(original, call, rest)
         if resumed is not None:
@@ -292,9 +314,9 @@ class Restorer:
         plan: RecoveryPlan | NotRecoverable,
         checkpoints: list[DiskCheckpoint],
     ) -> tuple[tuple[Any, Any] | None, RecoveryPlan | NotRecoverable, NotRecoverable | None]:
-        """The newest of memory, and those ``checkpoints`` that are newer, which leave the list. Returns what
-        the call returns, if there was one; what is in memory; and why what was begun with could not be
-        finished."""
+        """The newest of memory, and those ``checkpoints`` that are newer, which leave the list.
+        Returns what the call returns, if there was one; what is in memory; and why what was begun
+        with could not be finished."""
         if not isinstance(plan, RecoveryPlan):
             return None, plan, None
         newer = [c for c in checkpoints if c.newer_than(plan.label)]
@@ -346,8 +368,8 @@ class Restorer:
     def _load_one(
         self, original: Load, call: LoadCall, disk: DiskCheckpoint, *, start: bool = True
     ) -> tuple[Any, Any]:
-        """Load this one. Collective. Raises DamagedError on all ranks alike; where the job has a state
-        that it could go on with, nothing has been written then."""
+        """Load this one. Collective. Raises DamagedError on all ranks alike; where the job has a
+        state that it could go on with, nothing has been written then."""
         if disk.arenas is None or self._resumed is not None or self._session.worker is not None:
             state = self._disk.check(disk)
         if self._session.worker is not None:
@@ -356,12 +378,15 @@ class Restorer:
         self._count_beyond(disk)
         if disk.arenas is not None:
             return self._load_arenas(disk, start=start)
-        return self._load_from_disk(original, disk.directory, disk.tag, call.options, state, start=start)
+        return self._load_from_disk(
+            original, disk.directory, disk.tag, call.options, state, start=start
+        )
 
     def _load_named(
         self, original: Load, call: LoadCall, *, start: bool = True
     ) -> tuple[DiskCheckpoint | None, tuple[Any, Any]]:
-        """The checkpoint that the call asks for by its tag; DeepSpeed says what it thinks of none."""
+        """The checkpoint that the call asks for by its tag; DeepSpeed says what it thinks of
+        none."""
         found = self._disk.find_named(call.directory, call.tag)
         if found is None:
             if self._session.worker is not None:
@@ -374,9 +399,12 @@ class Restorer:
             raise damaged(found, [str(error)]) from error
 
     def _load_arenas(self, disk: DiskCheckpoint, *, start: bool) -> tuple[Any, Any]:
-        """A version on storage is recovered as one in memory, its blocks verified as they come (P5)."""
+        """A version on storage is recovered as one in memory, its blocks verified as they come
+        (P5)."""
         session, began = self._session, time.perf_counter()
-        recovery, plan = self._memory.survey(stored_participant(session, disk.path, str(disk.job_id)))
+        recovery, plan = self._memory.survey(
+            stored_participant(session, disk.path, str(disk.job_id))
+        )
         outcome: RecoveryOutcome | NotRecoverable | RecoveryPlan = plan
         if isinstance(plan, RecoveryPlan):
             outcome, state = self._memory.take_up(recovery, str(disk))
@@ -403,8 +431,9 @@ class Restorer:
         self._memory.report(f"disk, {path}", began)
 
     def _count_beyond(self, *checkpoints: DiskCheckpoint) -> None:
-        """The versions to come are newer than these (P3): a directory of the script's may know incarnations
-        that memory, which was lost, does not. Equal on all ranks, as what was found is."""
+        """The versions to come are newer than these (P3): a directory of the script's may know
+        incarnations that memory, which was lost, does not. Equal on all ranks, as what was found
+        is."""
         seen = (c.label.incarnation for c in checkpoints if c.label is not None)
         self._session.memory.count_on(1 + max(seen, default=0))
 
@@ -415,7 +444,9 @@ class Restorer:
         if disk.arenas is None and but and not find_replica_differences(session, was):
             but = BY_LAYOUT
         own = disk.job_id == session.job_id
-        session.memory.identity.check_checkpoint(disk.fingerprint, f"the checkpoint {disk}", own=own, but=but)
+        session.memory.identity.check_checkpoint(
+            disk.fingerprint, f"the checkpoint {disk}", own=own, but=but
+        )
 
     def _load_from_disk(
         self,
@@ -461,7 +492,8 @@ class Restorer:
         return path, client_state
 
     def _leave_this_future(self) -> None:
-        """What is in memory is the abandoned future: the versions to come belong to a new incarnation."""
+        """What is in memory is the abandoned future: the versions to come belong to a new
+        incarnation."""
         session = self._session
         assert session.worker is not None
         session.worker.drain(session.config.commit_timeout_secs)
@@ -479,18 +511,20 @@ class Restorer:
         named, result = self._load_named(original, call)
         return self._has_resumed(*result, named)
 
-    # -- several loads before the first step ---------------------------------------------------------
+    # -- several loads before the first step -------------------------------------------------------
 
     def _load_base(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """Weights without an optimizer: what a job starts from, never what it resumes (P3).
 
-        Over what this job itself had trained they are not loaded: its script did so at its first start."""
+        Over what this job itself had trained they are not loaded: its script did so at its first
+        start."""
         session = self._session
         resumed = self._resumed
         if resumed is not None and not self._trains and resumed.is_the_jobs_own:
             if session.is_rank_zero:
                 logger.warning(
-                    "%s is not loaded: the job was resumed at step %d, and base weights would overwrite "
+                    "%s is not loaded: the job was resumed at step %d, and base weights would "
+                    "overwrite "
                     "what it has learnt",
                     *(call, session.engine.global_steps),
                 )
@@ -510,7 +544,8 @@ class Restorer:
             return
         if found.arenas is not None:
             raise PersistError(
-                f"{call}: {found} is in reft's own form, and DeepSpeed loads weights alone from its files: "
+                f"{call}: {found} is in reft's own form, and DeepSpeed loads weights alone from "
+                "its files: "
                 f"write them with 'reft persist --from {found.directory} --out DIR'"
             )
         try:
@@ -519,12 +554,14 @@ class Restorer:
             raise damaged(found, [str(error)]) from error
 
     def _load_once_more(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
-        """A second load of a whole state before the first step: only what is newer than memory, or another
-        checkpoint than the one from disk, takes its place."""
+        """A second load of a whole state before the first step: only what is newer than memory, or
+        another checkpoint than the one from disk, takes its place."""
         assert self._resumed is not None
         source = self._resumed.source
         for checkpoint in self._disk.find(call.directory).checkpoints:
-            if checkpoint == source or (isinstance(source, VersionId) and not checkpoint.newer_than(source)):
+            if checkpoint == source or (
+                isinstance(source, VersionId) and not checkpoint.newer_than(source)
+            ):
                 break
             if (resumed := self._load_newest(original, call, [checkpoint])) is not None:
                 return resumed
@@ -535,15 +572,18 @@ class Restorer:
     def _load_by_tag(
         self, original: Load, call: LoadCall, plan: RecoveryPlan | NotRecoverable
     ) -> tuple[Any, Any]:
-        """A checkpoint by name. Snapshots start with the first step: the newest state may be loaded yet."""
+        """A checkpoint by name. Snapshots start with the first step: the newest state may be loaded
+        yet."""
         _, result = self._load_named(original, call, start=False)
         if result[0] is None:
             return result
         self._tagged = call
         if isinstance(plan, RecoveryPlan) and self._session.is_rank_zero:
             logger.warning(
-                "the memory of job %s holds %s, but the script asks for tag %r. The job goes back to that "
-                "tag, unless the script calls engine.load_checkpoint(save_dir) without a tag before it "
+                "the memory of job %s holds %s, but the script asks for tag %r. The job goes back "
+                "to that "
+                "tag, unless the script calls engine.load_checkpoint(save_dir) without a tag "
+                "before it "
                 "trains",
                 *(self._session.job_id, plan.label, call.tag),
             )
@@ -552,16 +592,21 @@ class Restorer:
     # -- refusals ---------------------------------------------------------------------------------
 
     def _start_at_first_step(self) -> None:
-        """The script trains, and has not resumed anything. In time it is said what that means (P12)."""
+        """The script trains, and has not resumed anything. In time it is said what that means
+        (P12)."""
         session = self._session
-        did = describe_restore(self._bases, self._tagged, () if self._bases else conditional_loads())
+        did = describe_restore(
+            self._bases, self._tagged, () if self._bases else conditional_loads()
+        )
         to_write = describe_resume_lines(self._bases, self._tagged)
         if self._tagged is None:
             _, plan = self._memory.survey()
             if isinstance(plan, RecoveryPlan):
                 self._memory.refuse_to_overwrite(plan, did, to_write, persistable=True)
             self._memory.refuse_silent_restart(plan)
-            consequence = "After a failure the job would not be resumed: it would stop with an error."
+            consequence = (
+                "After a failure the job would not be resumed: it would stop with an error."
+            )
         else:
             consequence = "After every failure the job would go back to that checkpoint."
         warn(session, f"{did}. {consequence} {to_write}")

@@ -1,5 +1,5 @@
-"""How one node meets the others, and comes back to them: at reft's own store, which one of the nodes may have
-to serve, or at an etcd cluster."""
+"""How one node meets the others, and comes back to them: at reft's own store, which one of the
+nodes may have to serve, or at an etcd cluster."""
 
 from __future__ import annotations
 
@@ -12,8 +12,20 @@ from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig
 
-from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore, StoreError, relay_store
-from reft.control.wire import AuthenticatedServer, format_endpoint, is_loopback, listen, parse_endpoint
+from reft.control.keyvalue import (
+    KeyValueServer,
+    KeyValueStore,
+    RendezvousStore,
+    StoreError,
+    relay_store,
+)
+from reft.control.wire import (
+    AuthenticatedServer,
+    format_endpoint,
+    is_loopback,
+    listen,
+    parse_endpoint,
+)
 from reft.env import ENV_ETCD_PASSWORD
 from reft.errors import ConfigError, ReftError
 from reft.job.hosts import is_this_host
@@ -39,11 +51,13 @@ class JobEndedError(ReftError, RuntimeError):
 
 
 class ServedStore:
-    """reft's own store: of a ``reft rendezvous``, or of a launcher. ``advice``: what to do when the store is
-    lost. ``reopens``: when a run whose end the store has noted can be started again under its name."""
+    """reft's own store: of a ``reft rendezvous``, or of a launcher. ``advice``: what to do when the
+    store is lost. ``reopens``: when a run whose end the store has noted can be started again under
+    its name."""
 
     advice = (
-        "It lived in a launcher or process that died; serve it with `reft rendezvous` on a host that does "
+        "It lived in a launcher or process that died; serve it with `reft rendezvous` on a host "
+        "that does "
         "not train, so that any node may die"
     )
     reopens = "restart `reft rendezvous`"
@@ -59,27 +73,32 @@ class ServedStore:
         self._store: RendezvousStore | None = None
 
     def join(self) -> StoreRendezvous:
-        """Connect to the store, or serve it, as torchrun does, where none is served and the endpoint is this
-        machine's. Raises JobEndedError: nothing of reft's is served there; AuthenticationError: it has
-        another secret; ConfigError: it cannot be served at this address, or an option cannot be used."""
+        """Connect to the store, or serve it, as torchrun does, where none is served and the
+        endpoint is this machine's. Raises JobEndedError: nothing of reft's is served there;
+        AuthenticationError: it has another secret; ConfigError: it cannot be served at this
+        address, or an option cannot be used."""
         config, options = self._config, self._options
         store = self._store = self._open()
-        info = NodeInfo(options.node, config.nproc_per_node, options.rank_turn, options.restarts_renew)
+        info = NodeInfo(
+            options.node, config.nproc_per_node, options.rank_turn, options.restarts_renew
+        )
         try:
             rendezvous = StoreRendezvous(store, config, info, options.job_id)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"the rendezvous options cannot be used: {error}") from error
         if config.max_nodes > 1 and not self._outlives_nodes(store):
             logger.warning(
-                "the rendezvous store at %s lives in the launcher of a worker node and dies with it, and the "
-                "job then cannot restart. Serve it with `reft rendezvous` on a host that does not train",
+                "the rendezvous store at %s lives in the launcher of a worker node and dies with "
+                "it, and the "
+                "job then cannot restart. Serve it with `reft rendezvous` on a host that does not "
+                "train",
                 config.rdzv_endpoint,
             )
         return rendezvous
 
     def reconnect(self) -> None:
-        """Wait for a lost store to come back, as long as for a node. Raises JobEndedError: it does not;
-        AuthenticationError: another came, with another secret."""
+        """Wait for a lost store to come back, as long as for a node. Raises JobEndedError: it does
+        not; AuthenticationError: another came, with another secret."""
         timeout, endpoint = self._options.join_timeout_secs, self._config.rdzv_endpoint
         logger.warning("waiting up to %.0f s for the rendezvous store at %s", timeout, endpoint)
         deadline = time.monotonic() + timeout
@@ -109,8 +128,10 @@ class ServedStore:
             first.check([])
         except StoreError as error:
             raise JobEndedError(
-                f"what listens at the rendezvous endpoint {endpoint} did not answer within {secs:.0f} s as "
-                f"reft's rendezvous does ({error}). Check the address, start `reft rendezvous` there, or "
+                f"what listens at the rendezvous endpoint {endpoint} did not answer within "
+                f"{secs:.0f} s as "
+                f"reft's rendezvous does ({error}). Check the address, start `reft rendezvous` "
+                "there, or "
                 "wait longer for a slow one with --rdzv-conf connect_timeout=SECS,read_timeout=SECS"
             ) from error
         finally:
@@ -162,8 +183,10 @@ class ServedStore:
         while not is_reachable(endpoint):
             if time.monotonic() > deadline:
                 raise JobEndedError(
-                    f"nothing answers at the rendezvous endpoint {endpoint}; start `reft rendezvous` there "
-                    f"(or the launcher with --node-rank 0), and check that its port is open to the nodes"
+                    f"nothing answers at the rendezvous endpoint {endpoint}; start `reft "
+                    "rendezvous` there "
+                    "(or the launcher with --node-rank 0), and check that its port is open to "
+                    "the nodes"
                 )
             time.sleep(_LOOK_SECS)
         return False
@@ -181,32 +204,38 @@ class ServedStore:
         server = self._server = KeyValueServer(listener, self._secret)
         if self._config.max_nodes > 1 and is_loopback(server.host) and not is_loopback(host):
             logger.warning(
-                "%s is %s on this host, so other hosts cannot reach the rendezvous store here; give this "
+                "%s is %s on this host, so other hosts cannot reach the rendezvous store here; "
+                "give this "
                 "host's address as --rdzv-endpoint (or --master-addr)",
                 *(host, server.host),
             )
 
 
 class EtcdCluster(ServedStore):
-    """An etcd cluster; trainers reach it through this launcher, on loopback, and need neither its client nor
-    its password."""
+    """An etcd cluster; trainers reach it through this launcher, on loopback, and need neither its
+    client nor its password."""
 
     advice = "Start the members of the etcd cluster again: it needs more than half of them"
     reopens = f"wait {RUN_LEASE_SECS} s: etcd then forgets a run that has no launcher any more"
 
     def __init__(self, options: LaunchOptions, secret: bytes) -> None:
         super().__init__(options, secret)
-        settings = self._settings = EtcdSettings.of(self._config.rdzv_endpoint, self._conf, os.environ)
+        settings = self._settings = EtcdSettings.of(
+            self._config.rdzv_endpoint, self._conf, os.environ
+        )
         self._line = EtcdLine(settings)
         # Whoever reads the environment of a trainer has no business with it.
         os.environ.pop(ENV_ETCD_PASSWORD, None)
         if settings.password is not None and not settings.tls:
             logger.warning(
-                "the password of etcd's user %s crosses the network in the clear: set up TLS", settings.user
+                "the password of etcd's user %s crosses the network in the clear: set up TLS",
+                settings.user,
             )
 
     def _open(self) -> RendezvousStore:
-        store = EtcdStore(self._line, self._secret, self._config.run_id, timeout_secs=self._read_secs)
+        store = EtcdStore(
+            self._line, self._secret, self._config.run_id, timeout_secs=self._read_secs
+        )
         self._wait_for_the_cluster(store)
         self._server = relay_store(listen(LOOPBACK, 0), self._secret, store.lasting())
         return store
@@ -236,7 +265,8 @@ class EtcdCluster(ServedStore):
                 why = "; ".join(map(self._state_of, self._settings.endpoints)) or str(error)
                 if time.monotonic() > deadline:
                     raise JobEndedError(
-                        f"the etcd cluster {self._config.rdzv_endpoint} cannot be used: {why}. Start its "
+                        f"the etcd cluster {self._config.rdzv_endpoint} cannot be used: {why}. "
+                        "Start its "
                         f"members, and check that their client ports are open to the nodes"
                     ) from error
                 if why != told:
@@ -256,13 +286,15 @@ class EtcdCluster(ServedStore):
             return f"{endpoint} cannot be reached ({error.strerror or error})"
         tls = "with" if self._settings.tls else "without"
         return (
-            f"{endpoint} listens, but it is no etcd member that answers {tls} TLS: check --rdzv-endpoint "
-            "(etcd's client port is 2379) and the certificates (--rdzv-conf cacert=FILE,cert=FILE,key=FILE)"
+            f"{endpoint} listens, but it is no etcd member that answers {tls} TLS: check "
+            "--rdzv-endpoint "
+            "(etcd's client port is 2379) and the certificates (--rdzv-conf "
+            "cacert=FILE,cert=FILE,key=FILE)"
         )
 
 
 def find_store(options: LaunchOptions, secret: bytes) -> ServedStore:
-    """Where the job's nodes meet, for who knows the user's secret (P11). Raises ConfigError: it cannot be
-    used by what is written."""
+    """Where the job's nodes meet, for who knows the user's secret (P11). Raises ConfigError: it
+    cannot be used by what is written."""
     make = EtcdCluster if options.config.rdzv_backend == ETCD_BACKEND else ServedStore
     return make(options, secret)

@@ -1,12 +1,14 @@
 """The rendezvous store in an etcd cluster: any minority of its hosts may die.
 
-Every write is a transaction that compares the key's ``mod_revision``, so that a request that was slow, or
-done twice because its answer was lost, never undoes a newer one. Whoever may write to etcd could have written
-what is read here: a value carries a code keyed with the user's secret over its key and its bytes, which is
-checked before anything is parsed (P11). Values are readable to whoever may read etcd, and hold no secret.
+Every write is a transaction that compares the key's ``mod_revision``, so that a request that was
+slow, or done twice because its answer was lost, never undoes a newer one. Whoever may write to etcd
+could have written what is read here: a value carries a code keyed with the user's secret over its
+key and its bytes, which is checked before anything is parsed (P11). Values are readable to whoever
+may read etcd, and hold no secret.
 
-What a run writes hangs on one lease of the run, which every launcher of it keeps alive: it is gone a minute
-after the last one. Who lives is told by a lease of each launcher's own, not by rewriting the state.
+What a run writes hangs on one lease of the run, which every launcher of it keeps alive: it is gone
+a minute after the last one. Who lives is told by a lease of each launcher's own, not by rewriting
+the state.
 """
 
 from __future__ import annotations
@@ -47,8 +49,14 @@ from reft.job.options import ETCD_BACKEND
 
 DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")
-_ENVIRONMENT = {"user": ENV_ETCD_USER, "cacert": ENV_ETCD_CACERT, "cert": ENV_ETCD_CERT, "key": ENV_ETCD_KEY}
-"""What ``--rdzv-conf`` takes, and the variable that says it where that does not; the keys are etcdctl's."""
+_ENVIRONMENT = {
+    "user": ENV_ETCD_USER,
+    "cacert": ENV_ETCD_CACERT,
+    "cert": ENV_ETCD_CERT,
+    "key": ENV_ETCD_KEY,
+}
+"""What ``--rdzv-conf`` takes, and the variable that says it where that does not; the keys are
+etcdctl's."""
 _MOST_PASSWORD_BYTES = 4096
 _TRY_SECS = 2.0  # For one member, the first time round; twice as long the next time
 _PAUSE_SECS = 0.1
@@ -64,7 +72,8 @@ _RENEW = ("invalid auth token", "revision of auth store is old", "revision in he
 _ELSEWHERE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "CANCELLED", "UNKNOWN", "ABORTED")
 """Codes of gRPC after which another member is asked."""
 _WHEN_FULL = (
-    ". Start etcd with --auto-compaction-retention=10m; now: etcdctl compact REVISION, etcdctl defrag, "
+    ". Start etcd with --auto-compaction-retention=10m; now: etcdctl compact REVISION, etcdctl "
+    "defrag, "
     "etcdctl alarm disarm"
 )
 ROOT = "reft/"  # Before every key in etcd
@@ -90,19 +99,24 @@ class EtcdSettings:
 
     @classmethod
     def of(cls, endpoint: str, conf: Mapping[str, Any], environ: Mapping[str, str]) -> EtcdSettings:
-        """Read ``--rdzv-endpoint``, ``--rdzv-conf`` and the environment; the command line goes first. Raises
-        ConfigError: something is missing or does not fit together; says what to write."""
+        """Read ``--rdzv-endpoint``, ``--rdzv-conf`` and the environment; the command line goes
+        first. Raises ConfigError: something is missing or does not fit together; says what to
+        write."""
         if "password" in conf:
             raise ConfigError(
                 f"--rdzv-conf password=... would show it to everybody on this host, in /proc: set "
                 f"{ENV_ETCD_PASSWORD}, or {ENV_ETCD_PASSWORD_FILE} to a file that only you can read"
             )
-        said = {name: str(conf.get(name) or environ.get(env, "")) for name, env in _ENVIRONMENT.items()}
+        said = {
+            name: str(conf.get(name) or environ.get(env, "")) for name, env in _ENVIRONMENT.items()
+        }
         endpoints, tls = _members(endpoint)
         files = {name: _file(name, said[name]) for name in ("cacert", "cert", "key")}
         if (files["cert"] is None) != (files["key"] is None):
             there, missing = ("cert", "key") if files["cert"] else ("key", "cert")
-            raise ConfigError(f"etcd's {there} is given without {missing}: {_describe_setting(missing)}")
+            raise ConfigError(
+                f"etcd's {there} is given without {missing}: {_describe_setting(missing)}"
+            )
         password = _password(environ)
         if bool(said["user"]) != (password is not None):
             raise ConfigError(
@@ -132,7 +146,9 @@ def _members(endpoint: str) -> tuple[tuple[str, ...], bool]:
         )
     schemes = {next((s for s in _SCHEMES if e.startswith(s)), "") for e in given}
     if {"http://", "https://"} <= schemes:
-        raise ConfigError(f"--rdzv-endpoint is {endpoint}: write either http:// or https:// for all members")
+        raise ConfigError(
+            f"--rdzv-endpoint is {endpoint}: write either http:// or https:// for all members"
+        )
     bare = [e.removeprefix("http://").removeprefix("https://").rstrip("/") for e in given]
     members = [format_endpoint(*parse_endpoint(e, DEFAULT_PORT)) for e in bare]
     return tuple(dict.fromkeys(members)), "https://" in schemes
@@ -143,7 +159,9 @@ def _file(name: str, given: str) -> Path | None:
         return None
     path = Path(given)
     if not (path.is_file() and os.access(path, os.R_OK)):
-        raise ConfigError(f"etcd's {name} is {given}, which cannot be read; {_describe_setting(name)}")
+        raise ConfigError(
+            f"etcd's {name} is {given}, which cannot be read; {_describe_setting(name)}"
+        )
     return path
 
 
@@ -162,12 +180,15 @@ def _password(environ: Mapping[str, str]) -> str | None:
             if os.fstat(file.fileno()).st_mode & 0o077:
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
                 raise ConfigError(
-                    f"{ENV_ETCD_PASSWORD_FILE} is {name}, which others can use (mode {mode:04o}): chmod 600 "
+                    f"{ENV_ETCD_PASSWORD_FILE} is {name}, which others can use (mode {mode:04o}): "
+                    "chmod 600 "
                     f"{name}"
                 )
             return file.read(_MOST_PASSWORD_BYTES).decode().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{ENV_ETCD_PASSWORD_FILE} is {name}, which cannot be read ({error})") from error
+        raise ConfigError(
+            f"{ENV_ETCD_PASSWORD_FILE} is {name}, which cannot be read ({error})"
+        ) from error
 
 
 class RefusedError(StoreError):
@@ -181,17 +202,20 @@ class RefusedError(StoreError):
 
 
 class EtcdLine:
-    """Connections to the members of one cluster. Safe to use from several threads. Raises ConfigError:
-    ``python3-etcd3`` is not installed, or a certificate cannot be used."""
+    """Connections to the members of one cluster. Safe to use from several threads. Raises
+    ConfigError: ``python3-etcd3`` is not installed, or a certificate cannot be used."""
 
     def __init__(self, settings: EtcdSettings) -> None:
         try:
             self._grpc: Any = importlib.import_module("grpc")
             self.messages: Any = importlib.import_module("etcd3.etcdrpc")
-        except (ImportError, TypeError) as error:  # TypeError: etcd3's own messages, under a newer protobuf
+        # TypeError: etcd3's own messages, under a newer protobuf
+        except (ImportError, TypeError) as error:
             raise ConfigError(
-                f"--rdzv-backend {ETCD_BACKEND} needs PyPI's python3-etcd3 (not etcd3), which cannot be "
-                f"imported ({type(error).__name__}: {error}): pip install 'reft-ckpt[etcd]', or pip install "
+                f"--rdzv-backend {ETCD_BACKEND} needs PyPI's python3-etcd3 (not etcd3), which "
+                "cannot be "
+                f"imported ({type(error).__name__}: {error}): pip install 'reft-ckpt[etcd]', or "
+                "pip install "
                 f"python3-etcd3"
             ) from error
         self.settings = settings
@@ -212,9 +236,9 @@ class EtcdLine:
         return self.settings.endpoints[self._current]
 
     def ask(self, service: str, method: str, request: Any, deadline: float) -> Any:
-        """One request, which may be done twice where an answer was lost, until a deadline on the monotonic
-        clock. Raises AuthenticationError: user or password are wrong, or the user may not do this. Raises
-        ConfigError: etcd's authentication is off, and a user is given."""
+        """One request, which may be done twice where an answer was lost, until a deadline on the
+        monotonic clock. Raises AuthenticationError: user or password are wrong, or the user may not
+        do this. Raises ConfigError: etcd's authentication is off, and a user is given."""
         tried: dict[str, str] = {}
         patience, renewed = _TRY_SECS, False
         while True:
@@ -231,7 +255,11 @@ class EtcdLine:
                     return self._ask_member(at, service, method, request, secs)
                 except self._grpc.RpcError as error:
                     code, details = error.code().name, error.details() or ""
-                    if not renewed and self._token is not None and any(w in details for w in _RENEW):
+                    if (
+                        not renewed
+                        and self._token is not None
+                        and any(w in details for w in _RENEW)
+                    ):
                         # Tokens end, and a member that was started again knows none.
                         self._token, renewed = None, True
                         continue
@@ -247,10 +275,13 @@ class EtcdLine:
             patience *= 2  # no backoff: how long an answer is waited for, not a pause
 
     def leader_known_by(self, endpoint: str, secs: float) -> bool | None:
-        """Whether the member at ``endpoint`` has a leader; None if it is none, or does not answer."""
+        """Whether the member at ``endpoint`` has a leader; None if it is none, or does not
+        answer."""
         at = self.settings.endpoints.index(endpoint)
         try:
-            status = self._ask_member(at, "Maintenance", "Status", self.messages.StatusRequest(), secs)
+            status = self._ask_member(
+                at, "Maintenance", "Status", self.messages.StatusRequest(), secs
+            )
         except (self._grpc.RpcError, ValueError):
             return None
         return bool(status.leader)
@@ -281,7 +312,8 @@ class EtcdLine:
         user = self.settings.user
         if "authentication is not enabled" in details:
             return ConfigError(
-                f"etcd at {member} has authentication switched off, so anyone who reaches it can write: "
+                f"etcd at {member} has authentication switched off, so anyone who reaches it can "
+                "write: "
                 f"switch it on (etcdctl auth enable), or remove the user {user!r}"
             )
         if "user name is empty" in details:
@@ -291,16 +323,20 @@ class EtcdLine:
             )
         if "authentication failed" in details:
             return AuthenticationError(
-                f"etcd at {member} does not let user {user!r} in: {details}. Check REFT_ETCD_USER and "
+                f"etcd at {member} does not let user {user!r} in: {details}. Check REFT_ETCD_USER "
+                "and "
                 f"REFT_ETCD_PASSWORD (or REFT_ETCD_PASSWORD_FILE)"
             )
         if code == "PERMISSION_DENIED":
             return AuthenticationError(
-                f"user {user!r} of etcd at {member} may not read and write the keys under reft/: etcdctl "
+                f"user {user!r} of etcd at {member} may not read and write the keys under reft/: "
+                "etcdctl "
                 f"role grant-permission ROLE --prefix=true readwrite reft/"
             )
         if code == "UNIMPLEMENTED":
-            return ConfigError(f"{member} is not an etcd v3 server ({details}): check --rdzv-endpoint")
+            return ConfigError(
+                f"{member} is not an etcd v3 server ({details}): check --rdzv-endpoint"
+            )
         return RefusedError(member, code, details)
 
 
@@ -312,12 +348,14 @@ def _read(path: Path | None) -> bytes | None:
 
 
 class EtcdStore(RendezvousStore):
-    """A client of an etcd cluster. Its keys hang on the lease of the run; ``timeout_secs`` is for the keys
-    that :meth:`get` waits for, a request has 10 s of it at most."""
+    """A client of an etcd cluster. Its keys hang on the lease of the run; ``timeout_secs`` is for
+    the keys that :meth:`get` waits for, a request has 10 s of it at most."""
 
     keeps_leases = True
 
-    def __init__(self, line: EtcdLine, secret: bytes, run_id: str, *, timeout_secs: float = 30.0) -> None:
+    def __init__(
+        self, line: EtcdLine, secret: bytes, run_id: str, *, timeout_secs: float = 30.0
+    ) -> None:
         self._line = line
         self._secret = purpose_key(secret, "etcd")
         self._timeout_secs = timeout_secs
@@ -364,7 +402,9 @@ class EtcdStore(RendezvousStore):
         with self._write() as deadline:
             return bool(self._line.ask("KV", "DeleteRange", request, deadline).deleted)
 
-    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> tuple[bool, bytes | None]:
+    def compare_set(
+        self, key: str, expected: bytes | None, value: bytes
+    ) -> tuple[bool, bytes | None]:
         name = self._name(key)
         with self._write() as deadline:
             held = self._read(name, deadline)
@@ -386,7 +426,9 @@ class EtcdStore(RendezvousStore):
                 held.clear()
             if key not in held:
                 value = self._seal(key, b"")
-                request = self._line.messages.PutRequest(key=key, value=value, lease=self._own_lease)
+                request = self._line.messages.PutRequest(
+                    key=key, value=value, lease=self._own_lease
+                )
                 self._line.ask("KV", "Put", request, deadline)
                 held.add(key)
 
@@ -407,7 +449,9 @@ class EtcdStore(RendezvousStore):
     def left(self, prefix: str) -> dict[str, float]:
         """Since this client has seen the name missing; asks nobody."""
         first, now = self._name(prefix), time.monotonic()
-        return {self._bare(k): now - at for k, at in self._names.missed.items() if k.startswith(first)}
+        return {
+            self._bare(k): now - at for k, at in self._names.missed.items() if k.startswith(first)
+        }
 
     def _bare(self, key: bytes) -> str:
         return key[len(self._name("")) :].decode()
@@ -420,7 +464,9 @@ class EtcdStore(RendezvousStore):
         found = [address_towards(host, port) for host, port in members]
         known = [address for address in found if address is not None]
         if not known:
-            raise StoreError(f"cannot reach the etcd members {', '.join(self._line.settings.endpoints)}")
+            raise StoreError(
+                f"cannot reach the etcd members {', '.join(self._line.settings.endpoints)}"
+            )
         return next((a for a in known if not is_loopback(a)), known[0])
 
     def close(self) -> None:
@@ -446,8 +492,10 @@ class EtcdStore(RendezvousStore):
             return check_authentic(sealed, self._key_of(name), _PURPOSE)[_NONCE_BYTES:]
         except AuthenticationError as error:
             raise AuthenticationError(
-                f"etcd's key {name.decode(errors='replace')} was not written with this user's secret: "
-                f"another user has the run {self._run!r}, or somebody changed it. Every launcher needs the "
+                f"etcd's key {name.decode(errors='replace')} was not written with this user's "
+                "secret: "
+                f"another user has the run {self._run!r}, or somebody changed it. Every launcher "
+                "needs the "
                 f"same ~/.reft/secret or REFT_SECRET; take another --rdzv-id, or etcdctl del it"
             ) from error
 
@@ -457,8 +505,11 @@ class EtcdStore(RendezvousStore):
 
     @contextmanager
     def _asking(self) -> Iterator[float]:
-        """For one request: its deadline on the monotonic clock, earlier while the cluster does not answer."""
-        secs = min(self._answer_secs, _DOUBT_SECS) if self._health["in doubt"] else self._answer_secs
+        """For one request: its deadline on the monotonic clock, earlier while the cluster does not
+        answer."""
+        secs = (
+            min(self._answer_secs, _DOUBT_SECS) if self._health["in doubt"] else self._answer_secs
+        )
         try:
             yield time.monotonic() + secs
         except RefusedError:
@@ -473,7 +524,9 @@ class EtcdStore(RendezvousStore):
         """One at a time, in the order in which they were asked for."""
         with self._asking() as deadline:
             if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                raise StoreError(f"the etcd cluster at {self.endpoint} has not taken an earlier write yet")
+                raise StoreError(
+                    f"the etcd cluster at {self.endpoint} has not taken an earlier write yet"
+                )
             try:
                 yield deadline
             finally:
@@ -487,9 +540,14 @@ class EtcdStore(RendezvousStore):
         """Write if the key has not changed since ``revision`` (0: is not there)."""
         messages, lease = self._line.messages, self._run_lease or 0
         changed = messages.Compare(
-            target=messages.Compare.MOD, result=messages.Compare.EQUAL, key=name, mod_revision=revision
+            target=messages.Compare.MOD,
+            result=messages.Compare.EQUAL,
+            key=name,
+            mod_revision=revision,
         )
-        put = messages.RequestOp(request_put=messages.PutRequest(key=name, value=sealed, lease=lease))
+        put = messages.RequestOp(
+            request_put=messages.PutRequest(key=name, value=sealed, lease=lease)
+        )
         look = messages.RequestOp(request_range=messages.RangeRequest(key=name))
         request = messages.TxnRequest(compare=[changed], success=[put], failure=[look])
         if lease:
@@ -502,7 +560,9 @@ class EtcdStore(RendezvousStore):
             self._leases.forget(lease)
             return False
         # Ours after all, where it was asked twice.
-        return bool(answer.succeeded) or _held(answer.responses[0].response_range.kvs).sealed == sealed
+        return (
+            bool(answer.succeeded) or _held(answer.responses[0].response_range.kvs).sealed == sealed
+        )
 
 
 class _Held(NamedTuple):
@@ -513,8 +573,8 @@ class _Held(NamedTuple):
 
 
 class _Names:
-    """Names under which somebody is alive, as keys of etcd: those ``held`` by this client, and when others
-    were first ``missed``."""
+    """Names under which somebody is alive, as keys of etcd: those ``held`` by this client, and when
+    others were first ``missed``."""
 
     def __init__(self) -> None:
         self.held: set[bytes] = set()
@@ -543,8 +603,8 @@ class _Leases:
         self._kept: dict[int, float] = {}
 
     def keep(self, lease: int, ttl_secs: int, deadline: float) -> bool:
-        """Grant the lease, or lengthen it where a third of its time is over; whether it was there: where not,
-        its keys are gone."""
+        """Grant the lease, or lengthen it where a third of its time is over; whether it was there:
+        where not, its keys are gone."""
         now = time.monotonic()
         if now - self._kept.get(lease, float("-inf")) < ttl_secs / 3:
             return True

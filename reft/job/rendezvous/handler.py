@@ -51,10 +51,11 @@ logger = logging.getLogger(__name__)
 
 _JOIN_PART = 0.9  # of ``join_timeout``, after which whoever waits ends
 _ALONE_SECS = 5.0
-"""A node that is to be replaced takes its place again where for so long no other has waited for it."""
+"""A node that is to be replaced takes its place again where for so long no other has waited for
+it."""
 _GRACE_SECS = 0.5
-"""In which a node that lives, and has lost its connection, connects again; a lost lease is taken again with
-the next heartbeat."""
+"""In which a node that lives, and has lost its connection, connects again; a lost lease is taken
+again with the next heartbeat."""
 _LEAST_SECS, _MOST_SECS = 0.1, 1.0
 _NODES_PER_SEC = 500  # All nodes together look so often, whose state grows with their number
 _SKEW_SECS = 0.3  # Nodes that are started at once do not all ask the store at once
@@ -68,9 +69,12 @@ class LeftError(ReftError, RuntimeError):
 
 
 class StoreRendezvous:
-    """Elastic rendezvous of one node over reft's store. Raises ValueError: an option cannot be used."""
+    """Elastic rendezvous of one node over reft's store. Raises ValueError: an option cannot be
+    used."""
 
-    def __init__(self, store: RendezvousStore, config: LaunchConfig, info: NodeInfo, job_id: str) -> None:
+    def __init__(
+        self, store: RendezvousStore, config: LaunchConfig, info: NodeInfo, job_id: str
+    ) -> None:
         def number(name: str, default: int) -> int:
             found = int(config.rdzv_configs.get(name, default))
             if found <= 0:
@@ -82,7 +86,8 @@ class StoreRendezvous:
         self.info = replace(
             info, nnodes=":".join(map(str, nnodes))
         )  # that this node brings into the next round
-        self.other_nnodes: dict[str, str] = {}  # ``--nnodes`` of nodes that have another one, by node id
+        # ``--nnodes`` of nodes that have another one, by node id
+        self.other_nnodes: dict[str, str] = {}
         self.agreement: Agreement | None = None  # of the last round that this node took part in
         # Unique: in containers, launchers that follow each other have one number.
         address = config.local_addr or socket.getfqdn()
@@ -123,20 +128,22 @@ class StoreRendezvous:
         self._lost: str | None = None
         self.incarnations = IncarnationRecord(store, job_id)
         self.wait_secs: float | None = None
-        """How long those that are left wait for others in the place of lost nodes; None: as for any round."""
+        """How long those that are left wait for others in the place of lost nodes; None: as for any
+        round."""
         self._began = self._again_as_many_at = 0.0
         self.newest_incarnation = 0  # the newest one, as the last heartbeat found it in the store
 
-    # -- the clock -----------------------------------------------------------------------------------
+    # -- the clock ---------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        """Seconds since 1970 by the store's clock, with which shared ages and deadlines are compared: a host
-        whose own clock is an hour ahead would seem alive for an hour after its death."""
+        """Seconds since 1970 by the store's clock, with which shared ages and deadlines are
+        compared: a host whose own clock is an hour ahead would seem alive for an hour after its
+        death."""
         return time.monotonic() + self._offset_secs
 
     def _compare_clocks(self) -> None:
-        """Measure how far the store's clock is from this host's monotonic one, once a minute. Raises
-        StoreError."""
+        """Measure how far the store's clock is from this host's monotonic one, once a minute.
+        Raises StoreError."""
         began = time.monotonic()
         if began - self._compared_at < _COMPARE_SECS:
             return
@@ -145,23 +152,27 @@ class StoreRendezvous:
         # A store that tells no time has leases, which its own clock ends.
         offset = time.time() - now if told is None else told - (began + now) / 2
         if abs(offset - self._offset_secs) > self.rules.beat_secs and self._compared_at != _NEVER:
-            # It was set, or another host serves the store: what nodes wrote before is by another clock.
+            # It was set, or another host serves the store: what nodes wrote before is by another
+            # clock.
             self._trusts_after = now + self.rules.alive_secs
         self._offset_secs, self._compared_at = offset, now
 
     def _in_own_time(self, state: JobState, *, is_new: bool) -> JobState:
-        """The state of a store that tells no time: its times are by the clock of the host that wrote it last.
-        A new one was written since the last look, so that the clocks differ by its age."""
+        """The state of a store that tells no time: its times are by the clock of the host that
+        wrote it last. A new one was written since the last look, so that the clocks differ by its
+        age."""
         if is_new:
             self._writer_behind_secs = self._now() - state.written
         behind = self._writer_behind_secs
         return replace(
             state,
             deadline=None if state.deadline is None else state.deadline + behind,
-            nodes={name: node._replace(seen=node.seen + behind) for name, node in state.nodes.items()},
+            nodes={
+                name: node._replace(seen=node.seen + behind) for name, node in state.nodes.items()
+            },
         )
 
-    # -- what all share ------------------------------------------------------------------------------
+    # -- what all share ----------------------------------------------------------------------------
 
     def _poll(self) -> JobState:
         """What is shared now, or was a moment ago. Raises as :meth:`_exchange`."""
@@ -170,13 +181,14 @@ class StoreRendezvous:
         return self.state
 
     def _exchange(self, state: JobState | None) -> JobState:
-        """What is shared now; with ``state`` in its place, unless another node has written meanwhile. Raises
-        RendezvousConnectionError: the store does not answer; RendezvousStateError: it holds something else.
+        """What is shared now; with ``state`` in its place, unless another node has written
+        meanwhile. Raises RendezvousConnectionError: the store does not answer;
+        RendezvousStateError: it holds something else.
 
-        After a gap in its own view (this process or the store stood still) it gives the others the time
-        again in which a living node beats: their silence may have been its own. In a store that keeps leases,
-        a lease says that a node lives, and its heartbeats are written nowhere; who has lost it has that time,
-        too, to show itself again."""
+        After a gap in its own view (this process or the store stood still) it gives the others the
+        time again in which a living node beats: their silence may have been its own. In a store
+        that keeps leases, a lease says that a node lives, and its heartbeats are written nowhere;
+        who has lost it has that time, too, to show itself again."""
         try:
             self._store.hold(self._here + self.node, self._lease_secs)
             self._compare_clocks()
@@ -197,8 +209,11 @@ class StoreRendezvous:
         self._alive.update((name[bare:], at) for name in names)
         seen = [max(node.seen, self._alive.get(name, 0.0)) for name, node in found.nodes.items()]
         gap = now - self._looked_at
-        # On the first look there is none to go by: where nobody has beaten, the store may have stood still.
-        stood_still = max(seen, default=at) < at - self.rules.alive_secs if gap == float("inf") else True
+        # On the first look there is none to go by: where nobody has beaten, the store may have
+        # stood still.
+        stood_still = (
+            max(seen, default=at) < at - self.rules.alive_secs if gap == float("inf") else True
+        )
         if gap > self.rules.alive_secs and stood_still:
             self._trusts_after = now + self.rules.alive_secs
         ended = frozenset(name[bare:] for name, secs in left.items() if secs > self._grace_secs)
@@ -206,7 +221,7 @@ class StoreRendezvous:
         self.state, self._held, self._looked_at = step(found, looked, at, self.rules), held, now
         return self.state
 
-    # -- rounds --------------------------------------------------------------------------------------
+    # -- rounds ------------------------------------------------------------------------------------
 
     def is_closed(self) -> bool:
         """Looks at the store."""
@@ -220,8 +235,8 @@ class StoreRendezvous:
         return self.state.closed
 
     def shutdown(self, why: str) -> None:
-        """Tell all nodes, also those yet to come, that the job has ended; not from a node that it goes on
-        without."""
+        """Tell all nodes, also those yet to come, that the job has ended; not from a node that it
+        goes on without."""
         mine, newest = self.incarnation, 0
         with suppress(StoreError):
             newest = self.incarnations.read()
@@ -230,7 +245,9 @@ class StoreRendezvous:
                 self.is_closed()  # looks at the store: that start may not have come about
             if not self.has_place:
                 logger.error(
-                    "the job continues as start %d without this node, which belongs to start %d", newest, mine
+                    "the job continues as start %d without this node, which belongs to start %d",
+                    newest,
+                    mine,
                 )
                 return
         try:
@@ -245,10 +262,10 @@ class StoreRendezvous:
         return self._store.with_prefix(f"run/{self._run_id}/{self.info.round}")
 
     def next_rendezvous(self) -> Agreement:
-        """Wait for a place in a round, and for the round to be complete. Raises RendezvousClosedError: the
-        job has ended; RendezvousGracefulExitError: while this node was a spare; RendezvousTimeoutError: too
-        few nodes came; RendezvousConnectionError: the store does not answer; LeftError, FencedError: this
-        node has to go."""
+        """Wait for a place in a round, and for the round to be complete. Raises
+        RendezvousClosedError: the job has ended; RendezvousGracefulExitError: while this node was a
+        spare; RendezvousTimeoutError: too few nodes came; RendezvousConnectionError: the store does
+        not answer; LeftError, FencedError: this node has to go."""
         self._stop_heartbeats()
         self._trains, self._lost, self._was_spare = False, None, False
         self._again_as_many_at, self._said = 0.0, False
@@ -281,7 +298,7 @@ class StoreRendezvous:
         # The job goes on, or gathers, without this node: it joins again.
         return max(1, len(state.those(Role.WAITS)))
 
-    # -- joining -------------------------------------------------------------------------------------
+    # -- joining -----------------------------------------------------------------------------------
 
     def _refuse_if_replaced(self) -> None:
         """End where a round goes on that another node has joined in this one's place."""
@@ -293,8 +310,8 @@ class StoreRendezvous:
             raise replaced(self.incarnation, newest, by_another=self.is_full)
 
     def _join(self, told_to_leave: bool) -> Agreement:
-        """Join where there is a place: a spare waits until a node is struck out, one that leaves until it is
-        not needed any more, and then raises LeftError."""
+        """Join where there is a place: a spare waits until a node is struck out, one that leaves
+        until it is not needed any more, and then raises LeftError."""
         state = self._poll()
         deadline = time.monotonic() + self._join_secs
         while True:
@@ -315,9 +332,12 @@ class StoreRendezvous:
                     raise RendezvousTimeoutError
                 after = step(state, TrainersExited(self.node), self._now(), self.rules)
             if role is Role.SPARE and waits_on and told_to_leave and self._is_dispensable(state):
-                # One that fell silent meanwhile was struck out: nobody else knows any more that it leaves.
+                # One that fell silent meanwhile was struck out: nobody else knows any more that it
+                # leaves.
                 self.tell(SpareLeft(self.node))
-                raise LeftError("this node has left the job, as requested; the job continues without it")
+                raise LeftError(
+                    "this node has left the job, as requested; the job continues without it"
+                )
             if not waits_on:
                 self._say_what_is_waited_for(state)
             self._was_spare = waits_on
@@ -325,7 +345,8 @@ class StoreRendezvous:
                 there, train = len(state.participants | {self.node}), len(after.participants)
                 if after.complete and not state.complete and train < there:
                     logger.warning(
-                        "%d nodes have joined and %d of them train, as many as fit the job's layout and "
+                        "%d nodes have joined and %d of them train, as many as fit the job's "
+                        "layout and "
                         "batch; the others wait",
                         *(there, train),
                     )
@@ -335,8 +356,8 @@ class StoreRendezvous:
                 state = self._poll()
 
     def _joins(self, state: JobState) -> JoinRequested:
-        """What this node has to say of itself. The store may have lost lately that it is a spare: then it may
-        have lost as well who trains, and they tell it with their next heartbeats."""
+        """What this node has to say of itself. The store may have lost lately that it is a spare:
+        then it may have lost as well who trains, and they tell it with their next heartbeats."""
         now, scaling = time.monotonic(), state.scaling
         replaces = scaling is not None and scaling.replaces
         is_alone = self.is_leaving and replaces and not waits_for_them(state)
@@ -361,7 +382,8 @@ class StoreRendezvous:
         return self._again_as_many_at + self.rules.last_call_secs
 
     def _say_what_is_waited_for(self, state: JobState) -> None:
-        """Once, where trainers of this node have ended and no round has formed within a heartbeat."""
+        """Once, where trainers of this node have ended and no round has formed within a
+        heartbeat."""
         here = len(state.participants | state.seats)
         least, waited = self.rules.least, self._now() - self._began
         if self._said or not self._members or here >= least or waited < self.rules.beat_secs:
@@ -373,8 +395,8 @@ class StoreRendezvous:
         )
 
     def _report_other_nnodes(self, state: JobState) -> None:
-        """Once for each group of nodes that disagree: every node decides by its own ``--nnodes`` whether a
-        round is complete, so that some may wait while others train."""
+        """Once for each group of nodes that disagree: every node decides by its own ``--nnodes``
+        whether a round is complete, so that some may wait while others train."""
         found = {node.node: node.nnodes for node in state.nodes.values() if node.nnodes}
         others = {node: nnodes for node, nnodes in found.items() if nnodes != self.info.nnodes}
         if others and others != self.other_nnodes:
@@ -389,21 +411,23 @@ class StoreRendezvous:
         more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
         return (
             f"node {self.info.node} was started with --nnodes {self.info.nnodes}, but "
-            f"{', '.join(named[:_MOST_NAMED])}{more}: start all nodes of a job with the same --nnodes"
+            f"{', '.join(named[:_MOST_NAMED])}{more}: start all nodes of a job with the same "
+            "--nnodes"
         )
 
     def _is_dispensable(self, state: JobState) -> bool:
-        """Whether the others have committed without this node; until then they may need its memory."""
+        """Whether the others have committed without this node; until then they may need its
+        memory."""
         try:
             return state.complete and self.incarnations.committed() > self.incarnation
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
 
-    # -- while trainers run --------------------------------------------------------------------------
+    # -- while trainers run ------------------------------------------------------------------------
 
     def tell(self, event: Event, secs: float | None = None) -> None:
-        """Have an event count in what the nodes share; within so many seconds. Raises RendezvousError: the
-        store does not answer."""
+        """Have an event count in what the nodes share; within so many seconds. Raises
+        RendezvousError: the store does not answer."""
         deadline = time.monotonic() + (self._heartbeat_secs if secs is None else secs)
         with self._lock:
             state = self._poll()
@@ -413,18 +437,20 @@ class StoreRendezvous:
                 state = self._exchange(after)
 
     def note_sizes(self, sizes: Sizes) -> None:
-        """Have all nodes know with how many the job can train, as a version of this node's round tells, whose
-        members are filled in where it says what they hold. Raises RendezvousError: the store is silent."""
+        """Have all nodes know with how many the job can train, as a version of this node's round
+        tells, whose members are filled in where it says what they hold. Raises RendezvousError: the
+        store is silent."""
         members = self._members
         sizes = replace(sizes, members=members if sizes.groups else ())
         event = SizesKnown(self.info.round, len(members), sizes)
-        if step(self.state, event, self._now(), self.rules) != self.state:  # nobody waits for the store else
+        # nobody waits for the store else
+        if step(self.state, event, self._now(), self.rules) != self.state:
             self.tell(event)
 
     def refuse_size(self) -> bool:
-        """Trainers were refused with as many nodes as this round has: it is not tried again. Whether another
-        number may do: fewer, where this is not all that may come, or what fitted before. Raises
-        RendezvousError: the store does not answer."""
+        """Trainers were refused with as many nodes as this round has: it is not tried again.
+        Whether another number may do: fewer, where this is not all that may come, or what fitted
+        before. Raises RendezvousError: the store does not answer."""
         number = len(self._members)
         self.tell(SizeRejected(number))
         sizes, rules = self.state.sizes or Sizes(), self.rules
@@ -458,7 +484,7 @@ class StoreRendezvous:
             self._lost = str(error)
         self._known = self._known if self.state.is_empty else self.state
 
-    # -- what follows from that ----------------------------------------------------------------------
+    # -- what follows from that --------------------------------------------------------------------
 
     @property
     def incarnation(self) -> int:
@@ -509,7 +535,9 @@ class StoreRendezvous:
         waits, running = state.those(Role.WAITS), len(state.participants)
         if state.sizes is None or waits.intersection(self._members):
             return len(waits)
-        larger = state.sizes.largest(running + len(waits), self.rules.least, self.rules.limit(state))
+        larger = state.sizes.largest(
+            running + len(waits), self.rules.least, self.rules.limit(state)
+        )
         return len(waits) if larger > running else 0
 
     @property
@@ -523,7 +551,8 @@ class StoreRendezvous:
         return bool(self._members) and self.state.seats.issuperset(self._members)
 
     def goes_on_without(self, gone: int) -> bool:
-        """Whether enough nodes are left, with those that wait, where so many of this round have ended."""
+        """Whether enough nodes are left, with those that wait, where so many of this round have
+        ended."""
         state = self.state
         waiting = state.those(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
         left = len(self._members) - gone + len(waiting)
@@ -545,23 +574,30 @@ class StoreRendezvous:
 
     @property
     def is_left_by_silent(self) -> bool:
-        """Whether a node of the round that runs was struck out, no other has come, and those that are left
-        are enough for a round."""
+        """Whether a node of the round that runs was struck out, no other has come, and those that
+        are left are enough for a round."""
         state = self.state
         trains = state.participants
-        same = self._trains and state.complete and state.agreement == self.agreement and self.node in trains
+        same = (
+            self._trains
+            and state.complete
+            and state.agreement == self.agreement
+            and self.node in trains
+        )
         lost = set(self._members) - trains - state.leaving
         return self._lost is None and same and bool(lost) and len(trains) >= self.rules.least
 
 
 def replaced(mine: int, newest: int, *, by_another: bool) -> FencedError:
-    """Why this node ends: it took part in start ``mine`` of the job, was cut off, and ``newest`` runs without
-    it, with as many nodes as it may have (``by_another``) or with fewer."""
+    """Why this node ends: it took part in start ``mine`` of the job, was cut off, and ``newest``
+    runs without it, with as many nodes as it may have (``by_another``) or with fewer."""
     how = "another node has replaced it" if by_another else "the job continued with fewer nodes"
     then = "be a spare" if by_another else "join it"
     return FencedError(
-        f"this node was cut off and {how}: the job runs as start {newest}, this node as start {mine}. This "
-        "launcher ends, with its trainers and its daemon; start `reft launch` here again for the node to "
+        f"this node was cut off and {how}: the job runs as start {newest}, this node as start "
+        f"{mine}. This "
+        "launcher ends, with its trainers and its daemon; start `reft launch` here again for the "
+        "node to "
         f"{then}"
     )
 
@@ -579,18 +615,20 @@ class IncarnationRecord:
         return _number(self._store.peek(self._key))
 
     def committed(self) -> int:
-        """The start that has committed the newest version; 0 if none is known of. Raises StoreError."""
+        """The start that has committed the newest version; 0 if none is known of. Raises
+        StoreError."""
         held = self._store.peek(self._committed_key)
         return 0 if held is None else _number(held.partition(b":")[0])
 
     def forget_committed(self) -> None:
-        """The job's memory goes on purpose: a later start is not refused for want of it. Best effort."""
+        """The job's memory goes on purpose: a later start is not refused for want of it. Best
+        effort."""
         with suppress(StoreError):
             self._store.delete(self._committed_key)
 
     def raise_to(self, number: int) -> int:
-        """Have the store know of a start, as one that was lost and came back does not; returns the newest
-        that it knows of now. Raises StoreError."""
+        """Have the store know of a start, as one that was lost and came back does not; returns the
+        newest that it knows of now. Raises StoreError."""
         held = self._store.peek(self._key)
         while (known := _number(held)) < number:
             done, held = self._store.compare_set(self._key, held, str(number).encode())

@@ -1,14 +1,16 @@
-"""Who belongs to a job: which nodes take part in its rounds, which wait, are spare or have to leave.
+"""Who belongs to a job: which nodes take part in its rounds, which wait, are spare or have to
+leave.
 
-:func:`step` alone changes any of it, and is pure: what the nodes share, an event and the time go in, what
-they share next comes out. A node writes that by compare-and-set (:mod:`reft.job.rendezvous.handler`): of two
-steps from one state one counts, and the other is made again from what is there then.
+:func:`step` alone changes any of it, and is pure: what the nodes share, an event and the time go
+in, what they share next comes out. A node writes that by compare-and-set
+(:mod:`reft.job.rendezvous.handler`): of two steps from one state one counts, and the other is made
+again from what is there then.
 
-Three things are not as in TorchElastic's rendezvous. A node that was struck out while it stood still, or
-while the store did, takes its place again. A spare, a node beyond the largest number, takes the place of a
-dead node alone, and not that of a healthy one between two rounds, whose memory would then be out of the job's
-reach. And a job goes to another number of nodes on request: those that leave are spares, with their memory,
-until the others have committed a version without them.
+Three things are not as in TorchElastic's rendezvous. A node that was struck out while it stood
+still, or while the store did, takes its place again. A spare, a node beyond the largest number,
+takes the place of a dead node alone, and not that of a healthy one between two rounds, whose memory
+would then be out of the job's reach. And a job goes to another number of nodes on request: those
+that leave are spares, with their memory, until the others have committed a version without them.
 """
 
 from __future__ import annotations
@@ -34,13 +36,15 @@ class NodeInfo:
     node: str
     workers: int
     turn: int = 0  # how many ranks each node gets in its turn (`deal_ranks`)
-    renews: bool = False  # restarts are counted from the last new version on, not over the job's life
-    # last round this launcher took part in, with its number of nodes and ``restarts_used``; 0: it is new
+    # restarts are counted from the last new version on, not over the job's life
+    renews: bool = False
+    # last round this launcher took part in, with its number of nodes and ``restarts_used``; 0: it
+    # is new
     round: int = 0
     size: int = 0
     restarts_used: int = 0
-    # newest committed step that any node of that round knew of; ``newest_step``: that this node knows of now;
-    # -1: none
+    # newest committed step that any node of that round knew of; ``newest_step``: that this node
+    # knows of now; -1: none
     known_step: int = -1
     newest_step: int = -1
     incarnation: int = 0  # number of the newest start of the job that this node knows of
@@ -73,24 +77,28 @@ class Agreement:
     workers: tuple[int, ...]  # trainers of each node
     restarts_used: int  # of ``--max-restarts``, by the whole job
     known_step: int  # newest committed step that any of the nodes knows of; -1: none
-    # number of this start of the job, greater than any that a node, or the store, knows of. Whoever carries a
-    # lower one was replaced and is refused.
+    # number of this start of the job, greater than any that a node, or the store, knows of. Whoever
+    # carries a lower one was replaced and is refused.
     incarnation: int = 1
     # why trainers of the round before ended, on the nodes that are still there
     failures: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()  # members that have to go: they claim to be a node that another is
+    # members that have to go: they claim to be a node that another is
+    refused: tuple[str, ...] = ()
     turn: int = 0  # ranks that each node gets in its turn
 
     def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
-        return tuple(n for n, member in zip(self.nodes, self.members, strict=True) if member not in members)
+        return tuple(
+            n for n, member in zip(self.nodes, self.members, strict=True) if member not in members
+        )
 
 
 def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agreement:
-    """Work out a round from what its members bring, in the order of group ranks. ``before``: the newest round
-    that is known of, whoever took part in it.
+    """Work out a round from what its members bring, in the order of group ranks. ``before``: the
+    newest round that is known of, whoever took part in it.
 
-    A round that ended with at least one failure by own cause uses one restart of the job, however many nodes
-    failed in it; one that ended because a node vanished, or because somebody joined, uses none.
+    A round that ended with at least one failure by own cause uses one restart of the job, however
+    many nodes failed in it; one that ended because a node vanished, or because somebody joined,
+    uses none.
     """
     all_infos = tuple(infos.values())
     last_round = max(c.round for c in all_infos)
@@ -100,7 +108,9 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
     # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
     # Trainers that end well are to blame only if their peers lost them.
     ended_early = ExitCause.ENDED in causes and ExitCause.PEER in causes
-    own = ExitCause.OWN in causes or ((ExitCause.UNCLEAR in causes or ended_early) and not somebody_vanished)
+    own = ExitCause.OWN in causes or (
+        (ExitCause.UNCLEAR in causes or ended_early) and not somebody_vanished
+    )
     newest = max(c.newest_step for c in all_infos)
     known = max((c.known_step for c in last), default=-1)
     renewed = all_infos[0].renews and newest > known
@@ -117,7 +127,8 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
         workers=tuple(c.workers for c in all_infos),
         restarts_used=used + own,
         known_step=max(newest, known),
-        incarnation=1 + max([before.incarnation if before else 0, *(c.incarnation for c in all_infos)]),
+        incarnation=1
+        + max([before.incarnation if before else 0, *(c.incarnation for c in all_infos)]),
         failures=tuple(f"{c.node}, {c.failure}" for c in told),
         refused=tuple(name for same in doubles(infos) for name in _refused(same, infos)),
         turn=all_infos[0].turn,
@@ -148,8 +159,8 @@ class Role(StrEnum):
 class Node(NamedTuple):
     role: Role = Role.NONE
     seen: float = 0.0  # when it was last known to live, in seconds since 1970 by the store's clock
-    # it took part in the last complete round and has not been struck out since: it keeps its place from one
-    # round to the next
+    # it took part in the last complete round and has not been struck out since: it keeps its place
+    # from one round to the next
     seated: bool = False
     leaving: bool = False  # it is to leave the job, and is still there
     info: NodeInfo | None = None  # what it brings into a round that forms
@@ -163,7 +174,8 @@ class GrantedScale:
 
     number: int  # of the order
     nodes: int  # that the job is to have
-    limit: int  # nodes that the next round may have: fewer leave at once than the job survives the loss of
+    # nodes that the next round may have: fewer leave at once than the job survives the loss of
+    limit: int
     without: tuple[str, ...] = ()  # ids of the nodes that leave first
     round: int = -1  # in which those were told that are leaving; -1: nobody was
     replaces: bool = False  # nodes that wait take the places of those that leave
@@ -178,7 +190,8 @@ class JobState:
     closed: str = ""  # why the job has ended; empty: it has not
     deadline: float | None = None  # when those that have come are a round, if they are enough
     nodes: dict[str, Node] = field(default_factory=dict)
-    # members of the round that runs which have ended: 0: well; else the signal that stopped their launcher
+    # members of the round that runs which have ended: 0: well; else the signal that stopped their
+    # launcher
     ends: dict[str, int] = field(default_factory=dict)
     scaling: GrantedScale | None = None  # None: as many nodes take part as there may be
     sizes: Sizes | None = None  # with how many nodes the job can train; None: nothing is known
@@ -210,7 +223,9 @@ class JobState:
     @property
     def is_empty(self) -> bool:
         """Whether the store has lost it, or nobody was here yet."""
-        return not (self.complete or self.closed or self.agreement or self.those(Role.TRAINS, Role.WAITS))
+        return not (
+            self.complete or self.closed or self.agreement or self.those(Role.TRAINS, Role.WAITS)
+        )
 
     @property
     def is_between_rounds(self) -> bool:
@@ -227,8 +242,8 @@ def encode_state(state: JobState) -> bytes:
 
 
 def decode_state(data: bytes) -> JobState:
-    """Read what :func:`encode_state` wrote; TorchElastic unpickles it, so that whoever writes it runs code on
-    every node (P11). Raises RendezvousStateError: it is something else."""
+    """Read what :func:`encode_state` wrote; TorchElastic unpickles it, so that whoever writes it
+    runs code on every node (P11). Raises RendezvousStateError: it is something else."""
     try:
         found = json.loads(data)
         if not isinstance(found, dict) or found.keys() != _FIELDS:
@@ -236,7 +251,8 @@ def decode_state(data: bytes) -> JobState:
         return _STATE.validate_python(found)
     except (ValueError, RecursionError) as error:
         raise RendezvousStateError(
-            f"the rendezvous state in the store is none of reft's ({type(error).__name__}: {error}): all "
+            f"the rendezvous state in the store is none of reft's ({type(error).__name__}: "
+            f"{error}): all "
             f"nodes need the same version of reft"
         ) from error
 
@@ -264,14 +280,16 @@ class JobRules:
         return state.complete and len(state.participants) >= self.limit(state)
 
     def is_free(self, state: JobState, agreement: Agreement) -> bool:
-        """Whether a node that has lost its place in a round may take it again: the round still runs and it
-        was struck out, or the store came back empty."""
+        """Whether a node that has lost its place in a round may take it again: the round still runs
+        and it was struck out, or the store came back empty."""
         same = state.complete and state.agreement == agreement
         return state.is_empty or (same and len(state.participants) < self.most)
 
     def room(self, state: JobState, name: str, info: NodeInfo) -> int:
-        """Nodes that may train, as one of them sees it. While others do, as many as fit of those that are
-        there: a node that left their round comes back, any other waits until its coming makes it larger."""
+        """Nodes that may train, as one of them sees it. While others do, as many as fit of those
+        that are
+        there: a node that left their round comes back, any other waits until its coming makes it
+        larger."""
         most = self.limit(state)
         if state.sizes is None or not state.complete or info.round == state.round:
             return most
@@ -279,12 +297,13 @@ class JobRules:
         return state.sizes.largest(len(there | {name}), self.least, most)
 
 
-# -- events --------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
 
 
 class StateRead(NamedTuple):
-    """A node has read the state. ``alive``: when others were last known to live, as it knows of their leases;
-    ``ended``: those whose launchers have ended; ``trusts``: whether their silence is their own."""
+    """A node has read the state. ``alive``: when others were last known to live, as it knows of
+    their leases; ``ended``: those whose launchers have ended; ``trusts``: whether their silence is
+    their own."""
 
     node: str
     alive: Mapping[str, float]
@@ -299,9 +318,9 @@ class TrainersExited(NamedTuple):
 
 
 class JoinRequested(NamedTuple):
-    """It waits for a place in a round. ``forgotten``: the store has lately lost that it is a spare, and may
-    have lost as well who trains. ``alone``: for long no other node has waited. ``wait_until``: for others, in
-    the place of lost nodes; None: as all do."""
+    """It waits for a place in a round. ``forgotten``: the store has lately lost that it is a spare,
+    and may have lost as well who trains. ``alone``: for long no other node has waited.
+    ``wait_until``: for others, in the place of lost nodes; None: as all do."""
 
     node: str
     info: NodeInfo
@@ -311,8 +330,8 @@ class JoinRequested(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """It lives. ``agreement``: of the round that its trainers run in; None: in none. ``scaling, sizes``: as
-    it saw them last, for a store that has lost them."""
+    """It lives. ``agreement``: of the round that its trainers run in; None: in none. ``scaling,
+    sizes``: as it saw them last, for a store that has lost them."""
 
     node: str
     agreement: Agreement | None = None
@@ -340,8 +359,8 @@ class JobClosed(NamedTuple):
 
 
 class ScaleRequested(NamedTuple):
-    """``reft scale`` asks for so many nodes, of which ``running`` train. More may join now; fewer leave when
-    they are told."""
+    """``reft scale`` asks for so many nodes, of which ``running`` train. More may join now; fewer
+    leave when they are told."""
 
     number: int
     nodes: int
@@ -357,7 +376,8 @@ class LeaveNotified(NamedTuple):
 
 
 class ScaleCancelled(NamedTuple):
-    """The job stays at the number of nodes that it has, in the place of an order that went half way."""
+    """The job stays at the number of nodes that it has, in the place of an order that went half
+    way."""
 
     number: int
     running: int
@@ -421,7 +441,9 @@ def step(state: JobState, event: Event, now: float, rules: JobRules) -> JobState
             _note_sizes(after, event)
         case _:
             _scale(after, event)
-    after.nodes = {n: node for n, node in after.nodes.items() if node.role or node.seated or node.leaving}
+    after.nodes = {
+        n: node for n, node in after.nodes.items() if node.role or node.seated or node.leaving
+    }
     return after
 
 
@@ -454,9 +476,9 @@ def _poll(state: JobState, event: StateRead, now: float, rules: JobRules) -> Non
                 state.nodes[name] = node._replace(seated=seated)
     if not event.trusts:
         return
-    # Struck out are those that are silent, and while a round is left for the next one those whose launchers
-    # have ended: whoever waits for their places need not wait until they are silent for long. A node does not
-    # strike out itself.
+    # Struck out are those that are silent, and while a round is left for the next one those whose
+    # launchers have ended: whoever waits for their places need not wait until they are silent for
+    # long. A node does not strike out itself.
     ended = event.ended if state.is_between_rounds else frozenset[str]()
     expired = now - rules.alive_secs
     lost = {name for name, node in state.nodes.items() if node.seen < expired or name in ended}
@@ -470,7 +492,12 @@ def _poll(state: JobState, event: StateRead, now: float, rules: JobRules) -> Non
 
 def _beat(state: JobState, event: Heartbeat, now: float, rules: JobRules) -> None:
     role, mine = state.role(event.node), event.agreement
-    if mine is not None and role is not Role.TRAINS and not state.closed and rules.is_free(state, mine):
+    if (
+        mine is not None
+        and role is not Role.TRAINS
+        and not state.closed
+        and rules.is_free(state, mine)
+    ):
         if state.is_empty:
             state.scaling = event.scaling or state.scaling
             state.sizes = event.sizes or state.sizes
@@ -497,7 +524,8 @@ def _join(state: JobState, event: JoinRequested, now: float, rules: JobRules) ->
     is_free = len(taken) < room and _may_take_a_place(state, event) and not event.forgotten
     # One that the others went on without keeps nobody from training, although it had a seat.
     is_one_too_many = state.complete and name not in trains and len(trains - leaving) >= room
-    most = rules.most if state.complete else rules.limit(state)  # of a round that is over counts the room
+    # of a round that is over counts the room
+    most = rules.most if state.complete else rules.limit(state)
     if not is_free and (name not in taken or is_one_too_many):
         if role is not Role.SPARE and not (event.forgotten and state.is_empty):
             _set(state, name, role=Role.SPARE, seen=now)
@@ -516,8 +544,8 @@ def _join(state: JobState, event: JoinRequested, now: float, rules: JobRules) ->
 
 
 def _may_take_a_place(state: JobState, event: JoinRequested) -> bool:
-    """While nodes leave, a place that is free is theirs: one was lost. Where they are replaced it is that of
-    a node that waits, and theirs again where none has waited for long."""
+    """While nodes leave, a place that is free is theirs: one was lost. Where they are replaced it
+    is that of a node that waits, and theirs again where none has waited for long."""
     leaving, scaling = state.leaving, state.scaling
     if not leaving:
         return True
@@ -532,7 +560,9 @@ def waits_for_them(state: JobState) -> bool:
     return bool(state.those(Role.SPARE) - state.leaving)
 
 
-def _take_place(state: JobState, event: JoinRequested, now: float, rules: JobRules, most: int) -> None:
+def _take_place(
+    state: JobState, event: JoinRequested, now: float, rules: JobRules, most: int
+) -> None:
     name, role, count = event.node, state.role(event.node), len(state.participants)
     if state.complete:
         if role is Role.NONE:
@@ -556,8 +586,9 @@ def _take_place(state: JobState, event: JoinRequested, now: float, rules: JobRul
 
 
 def _complete(state: JobState, now: float, rules: JobRules, most: int) -> None:
-    """The round is complete with the nodes that fit, and the others become spares. Later, without any, or
-    while it is not clear which of two launchers that claim to be one node is still there."""
+    """The round is complete with the nodes that fit, and the others become spares. Later, without
+    any, or while it is not clear which of two launchers that claim to be one node is still
+    there."""
     there = sorted(state.participants)
     staying = frozenset(there)
     if state.sizes is not None:
@@ -593,7 +624,11 @@ def _note_sizes(state: JobState, event: SizesKnown | SizeRejected) -> None:
 def _scale(state: JobState, event: ScaleRequested | LeaveNotified | ScaleCancelled) -> None:
     scaling, running = state.scaling, event.running
     if isinstance(event, ScaleCancelled):
-        if scaling is not None and scaling.number == event.number and len(state.participants) == running:
+        if (
+            scaling is not None
+            and scaling.number == event.number
+            and len(state.participants) == running
+        ):
             state.scaling = replace(scaling, nodes=running, limit=running)
         return
     if not state.complete or state.closed:
@@ -602,7 +637,9 @@ def _scale(state: JobState, event: ScaleRequested | LeaveNotified | ScaleCancell
         if scaling is None or scaling.number < event.number:
             replaces = bool(event.without) and event.nodes == running
             most = max(event.nodes, running)
-            state.scaling = GrantedScale(event.number, event.nodes, most, event.without, replaces=replaces)
+            state.scaling = GrantedScale(
+                event.number, event.nodes, most, event.without, replaces=replaces
+            )
         return
     members = () if state.agreement is None else state.agreement.members
     whole = state.participants == set(members) and len(members) == running

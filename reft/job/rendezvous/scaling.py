@@ -1,11 +1,12 @@
 """Going to another number of nodes on request: ``reft scale``, or SIGUSR1 to a launcher.
 
-An order lies in the job's memory on any node that trains. Its launcher judges it, and asks for it in what
-all nodes share (:class:`reft.job.rendezvous.membership.GrantedScale`). More nodes: spares find places free,
-and join as any node does. Fewer: the launcher of the first node tells as many to leave as the job survives
-the loss of, since their memory goes with them; when the others have committed a version without them, it
-tells the next. As many, without a node that is named: one that waits takes its place in the next round. In
-all cases the trainers are told to stop, commit the step that they are in, and start anew.
+An order lies in the job's memory on any node that trains. Its launcher judges it, and asks for it
+in what all nodes share (:class:`reft.job.rendezvous.membership.GrantedScale`). More nodes: spares
+find places free, and join as any node does. Fewer: the launcher of the first node tells as many to
+leave as the job survives the loss of, since their memory goes with them; when the others have
+committed a version without them, it tells the next. As many, without a node that is named: one that
+waits takes its place in the next round. In all cases the trainers are told to stop, commit the step
+that they are in, and start anew.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from reft.errors import AuthenticationError, ReftError
 from reft.grid import Degrees
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
-from reft.job.rendezvous.membership import Agreement, LeaveNotified, Role, ScaleCancelled, ScaleRequested
+from reft.job.rendezvous.membership import (
+    Agreement,
+    LeaveNotified,
+    Role,
+    ScaleCancelled,
+    ScaleRequested,
+)
 from reft.job.rendezvous.sizes import Sizes, find_job_sizes
 from reft.memory.jobdir import (
     ORDER_FILE,
@@ -48,11 +55,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERANCE_SECS = 60.0
-"""An order waits so long, in each start of the job, until the job survives the losses that it means: for the
-first version, for a node that is replaced, or until the launchers have told each other again what a store
-has lost."""
+"""An order waits so long, in each start of the job, until the job survives the losses that it
+means: for the first version, for a node that is replaced, or until the launchers have told each
+other again what a store has lost."""
 _WHAT_TO_DO = (
-    "`reft status` says which nodes are gone and what is not protected. Start `reft launch` again for a "
+    "`reft status` says which nodes are gone and what is not protected. Start `reft launch` again "
+    "for a "
     "node that is gone, then repeat the order; if no node is gone, the placement or its protection "
     "survives too little (`reft plan` shows what would be enough)"
 )
@@ -99,8 +107,12 @@ class Scaler:
         config, record = self._options.config, read_record(self._path)
         state = self._handler.state
         sizes, members = state.sizes, () if state.agreement is None else state.agreement.members
-        known = sizes is not None and sizes.members == members and state.participants == set(members)
-        named = record is not None and not record.configured.startswith(AUTO) and record.parsed.parities
+        known = (
+            sizes is not None and sizes.members == members and state.participants == set(members)
+        )
+        named = (
+            record is not None and not record.configured.startswith(AUTO) and record.parsed.parities
+        )
         return ScaleSituation(
             least=config.min_nodes,
             most=config.max_nodes,
@@ -118,7 +130,11 @@ class Scaler:
         """Have all nodes know with how many the job can train, by its newest version."""
         if self._board.board is self._noted and self._handler.state.sizes is not None:
             return
-        self._noted, holders, now = self._board.board, self._board.holders, self._situation(agreement)
+        self._noted, holders, now = (
+            self._board.board,
+            self._board.holders,
+            self._situation(agreement),
+        )
         if now.tolerance is None or now.degrees is None:
             return
         fitting = [n for n in range(now.least, now.most + 1) if not now.why_not(n)]
@@ -156,7 +172,8 @@ class Scaler:
                 return  # the round is over: another look, in the next one
             if granted.number > order.number:
                 why = (
-                    "another node gave a later order: repeat this one, and synchronise the clocks of the "
+                    "another node gave a later order: repeat this one, and synchronise the clocks "
+                    "of the "
                     "nodes"
                 )
         self._seen, self._order = seen, order
@@ -168,12 +185,16 @@ class Scaler:
         if replaces(order, agreement.nodes):
             logger.warning("the job continues without %s, as requested", ", ".join(order.without))
         else:
-            logger.warning("the job changes from %d to %d nodes, as requested", running, order.nodes)
+            logger.warning(
+                "the job changes from %d to %d nodes, as requested", running, order.nodes
+            )
         self._answer(running)
 
     def _say_that_it_waits(self, order: ScaleOrder, running: int, missing: str) -> None:
         """Once, unless something else is missing."""
-        said = f"the order to go to {order.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: {missing}"
+        said = (
+            f"the order to go to {order.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: {missing}"
+        )
         self._board.warn(said)
         told = read_answer(self._path)
         if told is None or (told.number, told.waits) != (order.number, said):
@@ -181,13 +202,18 @@ class Scaler:
             logger.warning("%s", said)
 
     def _name_leavers(self, agreement: Agreement) -> None:
-        """Tell the next nodes to leave: of more than were asked for, or, once, those to be replaced."""
+        """Tell the next nodes to leave: of more than were asked for, or, once, those to be
+        replaced."""
         nodes, scaling = agreement.nodes, self._handler.state.scaling
         if scaling is None or self._handler.state.leaving:
             return
         if not scaling.replaces:
             fewer = scaling.nodes < len(nodes)
-            ranks = leave_next(scaling.nodes, scaling.without, self._situation(agreement)) if fewer else ()
+            ranks = (
+                leave_next(scaling.nodes, scaling.without, self._situation(agreement))
+                if fewer
+                else ()
+            )
         else:
             ranks = tuple(i for i, node in enumerate(nodes) if node in scaling.without)
             survived = self._board.tolerance_left(agreement.incarnation)
@@ -261,8 +287,8 @@ class ScaleSituation:
     sizes: Sizes | None = None
 
     def why_not(self, nodes: int, *, asked: bool = False) -> str:
-        """Why the job cannot train on so many nodes; "" where it can, as far as is known. ``asked``: for so
-        many, although the job could keep those it has."""
+        """Why the job cannot train on so many nodes; "" where it can, as far as is known.
+        ``asked``: for so many, although the job could keep those it has."""
         if self.degrees is None:
             return ""
         trainers, one = nodes * self.workers, self.degrees.pp * self.degrees.tp
@@ -272,11 +298,17 @@ class ScaleSituation:
                 f"{self.degrees.pp} stages x {self.degrees.tp} slices"
             )
         replicas, size = trainers // one, self.size
-        if size is not None and replicas != self.degrees.dp and size.why_not and (asked or size.fixed):
+        if (
+            size is not None
+            and replicas != self.degrees.dp
+            and size.why_not
+            and (asked or size.fixed)
+        ):
             return f"the job keeps its data-parallel degree of {self.degrees.dp}: {size.why_not}"
         if size is not None and size.batch % (size.micro * replicas):
             return (
-                f"{replicas} replicas cannot share the {size.batch} samples of a step in micro-batches of "
+                f"{replicas} replicas cannot share the {size.batch} samples of a step in "
+                "micro-batches of "
                 f"{size.micro}"
             )
         try:
@@ -288,40 +320,53 @@ class ScaleSituation:
 
     def way(self, wanted: int) -> tuple[int, ...]:
         """Numbers of nodes to which it can go on its way to fewer, ``wanted`` first."""
-        return tuple(n for n in range(wanted, len(self.nodes)) if n == wanted or not self.why_not(n))
+        return tuple(
+            n for n in range(wanted, len(self.nodes)) if n == wanted or not self.why_not(n)
+        )
 
 
 def refusal(order: ScaleOrder, now: ScaleSituation) -> str:
     """Why an order cannot be followed, however long it waits; "" where it can. Pure."""
     wanted, running, named = order.nodes, len(now.nodes), set(order.without)
-    unknown, leave, waiting = sorted(named - set(now.nodes)), max(0, running - wanted), now.spares or "none"
+    unknown, leave, waiting = (
+        sorted(named - set(now.nodes)),
+        max(0, running - wanted),
+        now.spares or "none",
+    )
     why = ""
     if not now.least <= wanted <= now.most:
         why = (
-            f"{wanted} nodes were asked for, but the job was started with --nnodes {now.least}:{now.most}; "
+            f"{wanted} nodes were asked for, but the job was started with --nnodes "
+            f"{now.least}:{now.most}; "
             f"give a number from {now.least} to {now.most}"
         )
     elif wanted > running + now.spares:
         why = (
-            f"{wanted} nodes were asked for, {running} train and {waiting} wait: start `reft launch` on "
+            f"{wanted} nodes were asked for, {running} train and {waiting} wait: start `reft "
+            "launch` on "
             f"{wanted - running - now.spares} more and repeat the order"
         )
     elif unknown:
         why = f"no node {', '.join(unknown)} trains; training nodes are {', '.join(now.nodes)}"
     elif wanted == running and len(named) > now.spares:
         why = (
-            f"{len(named)} of {running} nodes were named to be replaced, and {waiting} wait: start `reft "
+            f"{len(named)} of {running} nodes were named to be replaced, and {waiting} wait: "
+            "start `reft "
             f"launch` on {len(named) - now.spares} more and repeat the order"
         )
     elif wanted != running and len(named) > leave:
-        why = f"{len(named)} nodes were named to leave, but {leave} leave from {running} to {wanted} nodes"
+        why = (
+            f"{len(named)} nodes were named to leave, but {leave} leave from {running} to "
+            f"{wanted} nodes"
+        )
     elif why := now.why_not(wanted, asked=True):
         why = f"{why}. {_other_numbers(now)}"
     return why or count_leaving(order, now)
 
 
 def shortfall(order: ScaleOrder, now: ScaleSituation) -> str:
-    """Which losses, that the order means, the job does not survive at this moment; "": it does. Pure."""
+    """Which losses, that the order means, the job does not survive at this moment; "": it does.
+    Pure."""
     if now.tolerance is None:
         return "nothing is committed in this start of the job yet"
     named = len(set(order.without)) if replaces(order, now.nodes) else 0
@@ -339,9 +384,9 @@ def shortfall(order: ScaleOrder, now: ScaleSituation) -> str:
 def leave_next(
     wanted: int, first: tuple[str, ...], now: ScaleSituation, survived: int | None = None
 ) -> tuple[int, ...]:
-    """Group ranks of the nodes that leave next, on the way to fewer: as many as the job survives the loss of
-    (``survived``: losses, whichever they are; None: as now), down to a number that fits; () where there is
-    none. Pure."""
+    """Group ranks of the nodes that leave next, on the way to fewer: as many as the job survives
+    the loss of (``survived``: losses, whichever they are; None: as now), down to a number that
+    fits; () where there is none. Pure."""
     survived = (now.tolerance or 0) if survived is None else survived
     running, way = len(now.nodes), now.way(wanted)
     if survived < 0:
@@ -374,11 +419,13 @@ def count_leaving(order: ScaleOrder, now: ScaleSituation) -> str:
     if others:
         leave = " and ".join(now.nodes[rank] for rank in others)
         return (
-            f"{', '.join(order.without)} would leave at once and together hold state that the others need: "
+            f"{', '.join(order.without)} would leave at once and together hold state that the "
+            "others need: "
             f"without --without, {leave} would leave"
         )
     return (
-        f"{order.nodes} nodes were asked for and {running} train: {at_once} would leave at once, with their "
+        f"{order.nodes} nodes were asked for and {running} train: {at_once} would leave at once, "
+        "with their "
         f"parts of the state, and the job survives the loss of {survived or 'none'}. {protect}"
         f"{_other_numbers(now)}"
     )

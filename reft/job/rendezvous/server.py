@@ -1,7 +1,7 @@
 """``reft rendezvous``: the rendezvous store as a process of its own.
 
-Without it the store lives in the launcher of one worker node and dies with it, taking the job along.
-Served here, on a batch or login host, any worker node may die.
+Without it the store lives in the launcher of one worker node and dies with it, taking the job
+along. Served here, on a batch or login host, any worker node may die.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class RendezvousServer(KeyValueServer):
     Args:
         host: name or address under which nodes reach this machine, and the only one it listens on;
             None: its full host name.
-        state_dir: keeps what is stored, for a server that takes this one's place; None: memory alone.
+        state_dir: keeps what is stored, for a server that takes this one's place; None: memory
+            alone.
 
     Raises:
         ConfigError: the address cannot be listened on, or the directory not be used.
@@ -50,7 +51,9 @@ class RendezvousServer(KeyValueServer):
     ) -> None:
         name, secret = host or socket.getfqdn(), secret or user_secret()
         journal = Journal(state_dir, secret) if state_dir is not None else None
-        super().__init__(listen(name, port), secret, {_SERVED_KEY: str(os.getpid()).encode()}, journal)
+        super().__init__(
+            listen(name, port), secret, {_SERVED_KEY: str(os.getpid()).encode()}, journal
+        )
         self.name, self.endpoint = name, format_endpoint(name, self.port)
 
 
@@ -71,13 +74,15 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="reft rendezvous",
         allow_abbrev=False,
-        description="Serve the rendezvous store of `reft launch` from a host that is not a worker node, "
+        description="Serve the rendezvous store of `reft launch` from a host that is not a worker "
+        "node, "
         "until SIGTERM or Ctrl-C. Nodes join with --rdzv-endpoint HOST:PORT, and need the same "
         "secret: the file ~/.reft/secret, which is created at its first use, or REFT_SECRET.",
     )
     parser.add_argument(
         "--host",
-        help="name or address at which nodes reach this host; the store listens on that address only "
+        help="name or address at which nodes reach this host; the store listens on that address "
+        "only "
         "(default: this host's full name)",
     )
     parser.add_argument(
@@ -90,8 +95,10 @@ def main(argv: Sequence[str]) -> int:
         "--state-dir",
         type=Path,
         metavar="DIR",
-        help="keep the store's state in DIR, so that a rendezvous started again with the same port and "
-        "directory continues where this one ended (default: keep it in memory only; the job continues "
+        help="keep the store's state in DIR, so that a rendezvous started again with the same "
+        "port and "
+        "directory continues where this one ended (default: keep it in memory only; the job "
+        "continues "
         "after a restart of the rendezvous, but only its nodes then know what was committed)",
     )
     parser.add_argument("--json", action="store_true", help="print the endpoint as one JSON line")
@@ -107,7 +114,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if is_loopback(server.host) and not is_loopback(server.name):
         print(
-            f"reft rendezvous: {server.name} is {server.host} on this host, so other hosts cannot reach it; "
+            f"reft rendezvous: {server.name} is {server.host} on this host, so other hosts cannot "
+            "reach it; "
             f"give an address of this host with --host",
             file=sys.stderr,
         )

@@ -16,9 +16,10 @@ _MOST_TRIES = 500  # Choices of nodes that are looked at
 
 @dataclass(frozen=True)
 class Sizes:
-    """With how many nodes the job can train, and which of those that are there do so: what the first node's
-    launcher notes of the newest version. A round has the largest number of nodes that fits, and the others
-    wait as spares; those that stay can recover the version from their memory. Pure."""
+    """With how many nodes the job can train, and which of those that are there do so: what the
+    first node's launcher notes of the newest version. A round has the largest number of nodes that
+    fits, and the others wait as spares; those that stay can recover the version from their memory.
+    Pure."""
 
     # those that fit by the newest version; empty: there is none yet, any may fit
     fitting: tuple[int, ...] = ()
@@ -32,7 +33,9 @@ class Sizes:
     def of(self, least: int, most: int) -> tuple[int, ...]:
         """Those between two numbers that fit, as far as is known."""
         return tuple(
-            n for n in range(least, most + 1) if n not in self.refused and n in (self.fitting or (n,))
+            n
+            for n in range(least, most + 1)
+            if n not in self.refused and n in (self.fitting or (n,))
         )
 
     def largest(self, there: int, least: int, most: int) -> int:
@@ -44,8 +47,8 @@ class Sizes:
         return replace(self, refused=tuple(sorted({*self.refused, nodes})))
 
     def staying(self, there: Sequence[str], least: int, most: int) -> frozenset[str] | None:
-        """Which of the nodes that have come train; None: no number of them fits, or those that would stay
-        could not recover the newest version, but all can."""
+        """Which of the nodes that have come train; None: no number of them fits, or those that
+        would stay could not recover the newest version, but all can."""
         number = self.largest(len(there), least, most)
         if not number:
             return None
@@ -60,8 +63,8 @@ class Sizes:
         return frozenset(self.members[rank] for rank in (choices[0] if kept is None else kept))
 
     def leaving(self, number: int, first: Collection[int] = ()) -> tuple[int, ...]:
-        """Group ranks of so many nodes that may leave at once while no other is lost: the last ones of those
-        without which the others can recover the version; () where none are known."""
+        """Group ranks of so many nodes that may leave at once while no other is lost: the last ones
+        of those without which the others can recover the version; () where none are known."""
         everyone = frozenset(range(len(self.members)))
         stay, size = sorted(everyone - set(first)), len(everyone) - number
         if size < 1:
@@ -72,7 +75,8 @@ class Sizes:
         return ()
 
     def tolerance(self) -> int | None:
-        """Node losses that are survived, whichever they are, while none is lost; None: not known."""
+        """Node losses that are survived, whichever they are, while none is lost; None: not
+        known."""
         with suppress(ReftError):
             return min((self._tolerance(group, ()) for group in self.groups), default=None)
         return None
@@ -102,7 +106,10 @@ class Sizes:
         if not self.scheme or not self.groups:
             return unless_known
         try:
-            lost = {group: [at for at, rank in enumerate(group) if rank not in kept] for group in self.groups}
+            lost = {
+                group: [at for at, rank in enumerate(group) if rank not in kept]
+                for group in self.groups
+            }
             return all(self._tolerance(group, places) >= 0 for group, places in lost.items())
         except ReftError:  # another release's scheme
             return unless_known
@@ -119,7 +126,10 @@ def _shorten_sizes(paths: list[set[int]], number: int) -> Iterator[Iterable[set[
         return
     count, most = number // one, len(paths)
     if count <= most:
-        apart = ([paths[(first + i * most // count) % most] for i in range(count)] for first in range(most))
+        apart = (
+            [paths[(first + i * most // count) % most] for i in range(count)]
+            for first in range(most)
+        )
         yield from chain([paths[:count]], apart, combinations(paths, count))
 
 
@@ -130,8 +140,8 @@ def find_job_sizes(
     degrees: Degrees,
     scheme: str,
 ) -> Sizes:
-    """What the newest version tells of the nodes of this round, by group rank. ``holders``: node id and
-    failure domain of whoever holds each rank's part of it."""
+    """What the newest version tells of the nodes of this round, by group rank. ``holders``: node id
+    and failure domain of whoever holds each rank's part of it."""
     groups = set()
     for pp in range(degrees.pp):
         for tp in range(degrees.tp):

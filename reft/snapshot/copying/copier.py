@@ -1,5 +1,5 @@
-"""Copies the chunks of one version into its arena, when the gate lets them, and hashes them on the way;
-stages what there is no time for; takes the checksums that data-parallel peers compare."""
+"""Copies the chunks of one version into its arena, when the gate lets them, and hashes them on the
+way; stages what there is no time for; takes the checksums that data-parallel peers compare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from reft.config import FaultPoint
 from reft.control.wire import Backoff
 from reft.errors import CopyOrderError, StagingMemoryError
 from reft.grid import ALIGNMENT_BYTES, BlockKey, Section, aligned
-from reft.memory.stream import EXPONENTS, CutRanges, HashingCopier, Range, find_ranges, hashing_copier
+from reft.memory.stream import (
+    EXPONENTS,
+    CutRanges,
+    HashingCopier,
+    Range,
+    find_ranges,
+    hashing_copier,
+)
 from reft.protect.backend import backend_for, combine_ragged
 from reft.protect.rs import CELL_BYTES, needs_packets
 from reft.snapshot.arenas import ArenaWriter
@@ -48,11 +55,13 @@ logger = logging.getLogger(__name__)
 
 
 class ParityEncoder:
-    """Encodes the parity blocks of one rank. ``image``: the replicated section as it lies in the engine's
-    memory. ``blocks``: every replicated block of the group by key. ``chunk_bytes``: bytes to read for a
-    chunk, of all sources together."""
+    """Encodes the parity blocks of one rank. ``image``: the replicated section as it lies in the
+    engine's memory. ``blocks``: every replicated block of the group by key. ``chunk_bytes``: bytes
+    to read for a chunk, of all sources together."""
 
-    def __init__(self, image: SectionImage, blocks: Mapping[BlockKey, Block], chunk_bytes: int) -> None:
+    def __init__(
+        self, image: SectionImage, blocks: Mapping[BlockKey, Block], chunk_bytes: int
+    ) -> None:
         self._image = image
         self._blocks = blocks
         self._chunk_bytes = chunk_bytes
@@ -64,9 +73,9 @@ class ParityEncoder:
         self, placed: PlacedBlock, terms: tuple[tuple[BlockKey, int], ...], target: torch.Tensor
     ) -> Iterator[tuple[int, int, Encode]]:
         """The chunks of one parity block. ``placed``: the block. ``terms``: replicated blocks and
-        coefficients. ``target``: its bytes in the arena, 1-D uint8. Yields ``(start, stop, encode)``
-        within the block; ``encode`` encodes, on the current stream of a device, and returns what is to be
-        copied to the host."""
+        coefficients. ``target``: its bytes in the arena, 1-D uint8. Yields ``(start, stop,
+        encode)`` within the block; ``encode`` encodes, on the current stream of a device, and
+        returns what is to be copied to the host."""
         row = tuple(coefficient for _, coefficient in terms)
         unit = CELL_BYTES if needs_packets([row]) else ALIGNMENT_BYTES
         step = max(1, self._chunk_bytes // max(1, len(terms)) // unit) * unit
@@ -82,7 +91,8 @@ class ParityEncoder:
             yield at, stop, partial(self._encode, row, ranges, target[at:stop])
 
     def _room(self, number: int, nbytes: int) -> torch.Tensor:
-        """Where a source that does not lie together is gathered, and, at -1, what is computed; chunks share
+        """Where a source that does not lie together is gathered, and, at -1, what is computed;
+        chunks share
         it: they run one by one."""
         scratch = self._scratch.get(number)
         if scratch is None or len(scratch) < nbytes:
@@ -105,12 +115,14 @@ class ParityEncoder:
     def _encode(
         self, row: tuple[int, ...], ranges: Sequence[tuple[int, int]], target: torch.Tensor
     ) -> Sequence[Piece]:
-        """Write the combination of those ranges of the image to ``target``, or queue it; shorter ones count
-        as padded with zeros."""
+        """Write the combination of those ranges of the image to ``target``, or queue it; shorter
+        ones count as padded with zeros."""
         sources: list[Any] = [self._source(n, begin, end) for n, (begin, end) in enumerate(ranges)]
         if self._device.type == "cpu":
             out: Any = target.numpy()
-            combine_ragged(backend_for(out), [row], [np.asarray(host_bytes(s)) for s in sources], [out])
+            combine_ragged(
+                backend_for(out), [row], [np.asarray(host_bytes(s)) for s in sources], [out]
+            )
             return ()
         out = self._room(-1, len(target))
         combine_ragged(backend_for(out), [row], sources, [out])
@@ -142,9 +154,9 @@ class Chunk:
 
 
 def cut_chunks(images: LiveImages, filling: ArenaWriter, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """Cut everything that is copied from this rank's own device; padding in the arena is zeroed here.
-    ``images``: live tensors. ``filling``: any version in the arena. ``chunk_bytes``: most bytes of a
-    chunk, a multiple of 64."""
+    """Cut everything that is copied from this rank's own device; padding in the arena is zeroed
+    here. ``images``: live tensors. ``filling``: any version in the arena. ``chunk_bytes``: most
+    bytes of a chunk, a multiple of 64."""
     chunks: list[Chunk] = []
     for placed in filling.local_blocks:
         image = _find_image(images, placed)
@@ -197,7 +209,13 @@ def _cut_block(
         )
     for number, (part, of_part) in enumerate(zip(parts, pieces, strict=True)):
         yield Chunk(
-            placed, kind, of_part, _hashed_only(part), last=number == len(parts) - 1, cut=cut, number=number
+            placed,
+            kind,
+            of_part,
+            _hashed_only(part),
+            last=number == len(parts) - 1,
+            cut=cut,
+            number=number,
         )
 
 
@@ -205,9 +223,11 @@ def _hashed_only(memory: torch.Tensor) -> Range:
     return 0, memory.data_ptr(), memory.numel()
 
 
-def _in_order(image: SectionImage, at: int, pieces: CheckedPieces, part: torch.Tensor) -> Iterator[Range]:
-    """The bytes of a chunk, ``image[at : at + len(part)]``, in order: its pieces, and the padding between
-    them, which is in the arena."""
+def _in_order(
+    image: SectionImage, at: int, pieces: CheckedPieces, part: torch.Tensor
+) -> Iterator[Range]:
+    """The bytes of a chunk, ``image[at : at + len(part)]``, in order: its pieces, and the padding
+    between them, which is in the arena."""
     end = 0
     for target, source, nbytes in pieces.addresses:
         begin = target - part.data_ptr()
@@ -230,10 +250,11 @@ _COLUMNS = 64  # sums of a block, so that what has moved within it is seen
 class PeerCheck:
     """Whether what data-parallel peers must have alike is alike, and whose is not.
 
-    A device that computes wrong, or a bit that flips before the copy, is protected as faithfully as any other
-    state. Each member of a sharding group takes the checksum of the same bytes of its own replica with every
-    version, while training does not change them, and ring neighbours compare: what differs is not committed.
-    ``by_turns``: of a part of the replicated section's blocks with every version."""
+    A device that computes wrong, or a bit that flips before the copy, is protected as faithfully as
+    any other state. Each member of a sharding group takes the checksum of the same bytes of its own
+    replica with every version, while training does not change them, and ring neighbours compare:
+    what differs is not committed. ``by_turns``: of a part of the replicated section's blocks with
+    every version."""
 
     def __init__(self, by_turns: bool, block_bytes: int) -> None:
         self._turns, self._block_bytes = TURNS if by_turns else 1, block_bytes
@@ -250,23 +271,26 @@ class PeerCheck:
         return dict(zip(self.blocks, self.memory.tolist(), strict=False))
 
     def choose(self, images: LiveImages, step: int) -> int:
-        """Choose the blocks of a version. Returns how many sums ``memory`` needs at most, at any step."""
+        """Choose the blocks of a version. Returns how many sums ``memory`` needs at most, at any
+        step."""
         count = -(-images.replicated.nbytes // self._block_bytes)
         turn = step if self.turn is None else self.turn
         self.blocks = [b for b in range(count) if (b - turn) % self._turns == 0 or b in self.again]
         return count
 
     def sealed(self, step: int) -> None:
-        """The ranks have voted on a version that all could copy: all of them go on to the next turn."""
+        """The ranks have voted on a version that all could copy: all of them go on to the next
+        turn."""
         self.turn = (step if self.turn is None else self.turn) + 1
 
     def meet(self) -> None:
-        """The ranks have come together again, and do not know what each has heard of the last vote."""
+        """The ranks have come together again, and do not know what each has heard of the last
+        vote."""
         self.turn, self.again = None, frozenset()
 
     def parts(self, images: LiveImages, nbytes: int) -> Iterator[Encode]:
-        """Take the checksums: what is to be called, in host memory for so many bytes each; for a device it
-        queues all on the current stream, and returns what is to be copied."""
+        """Take the checksums: what is to be called, in host memory for so many bytes each; for a
+        device it queues all on the current stream, and returns what is to be copied."""
         image, size = images.replicated, self._block_bytes
         live = [image.live(b * size, min(image.nbytes, (b + 1) * size)) for b in self.blocks]
         if live and image.device.type != "cpu":
@@ -310,8 +334,8 @@ def _on_device(views: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def differing(sums: Mapping[int, Mapping[int, int]]) -> dict[int, tuple[int, ...]]:
-    """Blocks that differ among the members of a group, with the members that are not of the majority: all of
-    them where there is none. ``sums``: by member and block."""
+    """Blocks that differ among the members of a group, with the members that are not of the
+    majority: all of them where there is none. ``sums``: by member and block."""
     found = {}
     for block in next(iter(sums.values())):
         votes = Counter(of[block] for of in sums.values())
@@ -338,11 +362,11 @@ class StagedChunk:
 
 
 class StagingArea:
-    """Device memory for what of a version does not fit before the optimizer step (CheckFreq's GPU mode,
-    REFERENCE 2): the fence waits for a copy within the device instead of one to host memory, and the windows
-    of the following steps drain it. The memory is taken when a plan asks for it and device memory allows,
-    keeps a margin for training, and is given back to torch's allocator when plans have long not asked. Used
-    by the copying thread only."""
+    """Device memory for what of a version does not fit before the optimizer step (CheckFreq's GPU
+    mode, REFERENCE 2): the fence waits for a copy within the device instead of one to host memory,
+    and the windows of the following steps drain it. The memory is taken when a plan asks for it and
+    device memory allows, keeps a margin for training, and is given back to torch's allocator when
+    plans have long not asked. Used by the copying thread only."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
@@ -368,8 +392,8 @@ class StagingArea:
         return max(self.capacity_bytes, self._engine.free_bytes)
 
     def reserve(self, nbytes: int) -> bool:
-        """Have room for what a plan stages; nothing must be staged meanwhile. Returns whether there is. If
-        not, it was logged, and what does not fit waits at the fence."""
+        """Have room for what a plan stages; nothing must be staged meanwhile. Returns whether there
+        is. If not, it was logged, and what does not fit waits at the fence."""
         if not nbytes:
             self._unused_plans += 1
             if self._unused_plans >= _KEPT_PLANS:
@@ -387,7 +411,9 @@ class StagingArea:
             logger.warning("snapshots cannot be staged: %s", error)
             return False
         self._refusals.reset()
-        logger.info("%.1f MiB of %s memory stage snapshots", self.capacity_bytes / 2**20, self._engine.name)
+        logger.info(
+            "%.1f MiB of %s memory stage snapshots", self.capacity_bytes / 2**20, self._engine.name
+        )
         return True
 
     def first_fitting(self, chunks: Sequence[Chunk]) -> int:
@@ -411,25 +437,28 @@ class StagingArea:
 
 _KEPT_CHUNKS = 2**16
 _BATCH_BYTES = 32 * 2**20
-"""Most that is handed to a device at once, and timed: a millisecond of the link. More would hide that the
-rate is another one behind a window's end."""
+"""Most that is handed to a device at once, and timed: a millisecond of the link. More would hide
+that the rate is another one behind a window's end."""
 _Batch = Sequence[tuple[int, Chunk]]
 _Queued = list[tuple[_Batch, Permit, CopyTicket]]
 
 
 _MOST_HASHERS = 4
-"""Threads that hash what arrives from a device. One hashes 8 to 15 GB/s, the link brings 25 to 55."""
+"""Threads that hash what arrives from a device. One hashes 8 to 15 GB/s, the link brings 25 to
+55."""
 
 
 def hashing_threads(ranks_here: int = 1) -> int:
-    """How many threads of this rank hash: at most half of its share of the cores that it may use."""
+    """How many threads of this rank hash: at most half of its share of the cores that it may
+    use."""
     return max(1, min(_MOST_HASHERS, len(os.sched_getaffinity(0)) // ranks_here // 2))
 
 
 class Hashers:
     """Threads that hash blocks as they arrive, without the interpreter while they do.
 
-    They are daemons, unlike those of an executor: a device that hangs must not keep the process from ending.
+    They are daemons, unlike those of an executor: a device that hangs must not keep the process
+    from ending.
     """
 
     def __init__(self, count: int) -> None:
@@ -463,11 +492,11 @@ class Hashers:
 class Copier:
     """The copying half of the snapshot worker.
 
-    ``begin`` and ``fence`` are called by the training thread, ``copy`` and ``drain`` by the worker's.
-    ``engine``: moves the bytes. ``chunk_bytes``: bytes of a chunk; more where the engine copies such small
-    ones below the speed of its link (nothing waits for the end of a chunk there). ``staging``: takes what is
-    left at the fence; None: the fence waits for it. ``peers``: takes checksums that peers compare.
-    ``hashers``: threads that hash what arrives from a device."""
+    ``begin`` and ``fence`` are called by the training thread, ``copy`` and ``drain`` by the
+    worker's. ``engine``: moves the bytes. ``chunk_bytes``: bytes of a chunk; more where the engine
+    copies such small ones below the speed of its link (nothing waits for the end of a chunk there).
+    ``staging``: takes what is left at the fence; None: the fence waits for it. ``peers``: takes
+    checksums that peers compare. ``hashers``: threads that hash what arrives from a device."""
 
     def __init__(
         self,
@@ -489,7 +518,8 @@ class Copier:
         self.staged: Sequence[StagedChunk] = ()
         """Of the version that was copied last: what is still to be drained."""
         self.written: Sequence[str] = ()
-        """Of the version that was copied last: tensors of one block that changed while it was copied."""
+        """Of the version that was copied last: tensors of one block that changed while it was
+        copied."""
         self._scratch = torch.zeros(0, dtype=torch.uint8)
         self._read_again_count = 0
         self._begun = False
@@ -499,10 +529,11 @@ class Copier:
         self._fault: Callable[[FaultPoint], None] = lambda point: None
         self._points: dict[int, list[FaultPoint]] = {}
 
-    # -- training thread -----------------------------------------------------------------------------
+    # -- training thread ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The state is final; another version of the same state goes on under the first one's begin."""
+        """The state is final; another version of the same state goes on under the first one's
+        begin."""
         if not self._begun:
             self.begun = self.engine.begin()
             self._begun = True
@@ -536,7 +567,7 @@ class Copier:
         self._cut[filling.slot] = filling, images, chunks
         return chunks
 
-    # -- worker thread -------------------------------------------------------------------------------
+    # -- worker thread -----------------------------------------------------------------------------
 
     def copy(
         self,
@@ -548,7 +579,8 @@ class Copier:
         handed_over: Callable[[], None],
         may_stage: Callable[[], bool] | None = None,
     ) -> list[ChunkRecord]:
-        """Fill the arena from the live tensors; what there is no time for is staged, if there is room.
+        """Fill the arena from the live tensors; what there is no time for is staged, if there is
+        room.
 
         Args:
             images: live tensors.
@@ -559,8 +591,9 @@ class Copier:
             may_stage: asked when a chunk would be copied while training waits.
 
         Returns:
-            What was copied when. Checksums of blocks that were hashed on the way are in ``filling``.
-            What was staged is in :attr:`staged`; the version is whole after :meth:`drain`.
+            What was copied when. Checksums of blocks that were hashed on the way are in
+            ``filling``. What was staged is in :attr:`staged`; the version is whole after
+            :meth:`drain`.
         """
         chunks = self._chunks(images, filling)
         self.staged, self._hasher = (), hashing_copier()
@@ -574,7 +607,11 @@ class Copier:
             def hand_over(batch: _Batch, mark: Any) -> CopyTicket:
                 pieces = CheckedPieces(piece for _, chunk in batch for piece in chunk.pieces)
                 encodes = [chunk.encode for _, chunk in batch if chunk.encode is not None]
-                encode = (lambda: (piece for encode in encodes for piece in encode())) if encodes else None
+                encode = (
+                    (lambda: (piece for encode in encodes for piece in encode()))
+                    if encodes
+                    else None
+                )
                 return self.engine.copy(pieces, mark, encode)
 
             stages = self._stages(chunks, may_stage)
@@ -612,11 +649,15 @@ class Copier:
             finally:
                 gate.release(permit, time.perf_counter() - began)
 
-    def _read_again(self, images: LiveImages, filling: ArenaWriter, gate: Gate) -> PlacedBlock | None:
-        """Copy one block a second time, after all others: another one with each version, for ever. Writes
-        that torch does not count (through ``.data``, by other libraries) show in the difference (P2). Returns
-        the block; None where there is none to compare."""
-        own = [b for b in filling.local_blocks if b.block.nbytes and b.key.section in _COPIED_AS_IT_IS]
+    def _read_again(
+        self, images: LiveImages, filling: ArenaWriter, gate: Gate
+    ) -> PlacedBlock | None:
+        """Copy one block a second time, after all others: another one with each version, for ever.
+        Writes that torch does not count (through ``.data``, by other libraries) show in the
+        difference (P2). Returns the block; None where there is none to compare."""
+        own = [
+            b for b in filling.local_blocks if b.block.nbytes and b.key.section in _COPIED_AS_IT_IS
+        ]
         if not own or self.staged:
             return None
         self._read_again_count += 1
@@ -656,8 +697,8 @@ class Copier:
         return [spec.name for spec in image.tensors_at(at[0], at[1] + 1)]
 
     def drain(self, filling: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
-        """Bring what was staged to the arena; training goes on meanwhile, whatever it does. Returns what was
-        copied when."""
+        """Bring what was staged to the arena; training goes on meanwhile, whatever it does. Returns
+        what was copied when."""
         staged, self.staged = self.staged, ()
         pieces = {item.number: item.pieces for item in staged}
         queued = self._queue(
@@ -673,9 +714,10 @@ class Copier:
         return records
 
     def settle(self) -> None:
-        """Wait for what is under way of a version that is given up: it must not arrive in its arena when
-        that holds another version (P5)."""
-        with suppress(CopyOrderError, RuntimeError):  # closed, or failed: then nothing arrives any more
+        """Wait for what is under way of a version that is given up: it must not arrive in its arena
+        when that holds another version (P5)."""
+        # closed, or failed: then nothing arrives any more
+        with suppress(CopyOrderError, RuntimeError):
             self.engine.synchronize()
 
     def _stages(
@@ -701,7 +743,8 @@ class Copier:
         return records
 
     def _admitted(self, chunks: Sequence[Chunk], first: int, permit: Permit) -> Sequence[Chunk]:
-        """What is copied with one permit at most: chunks of one block, up to the next fault point."""
+        """What is copied with one permit at most: chunks of one block, up to the next fault
+        point."""
         stop, nbytes = first, 0
         goes_on = permit.until is not None and _at_once(chunks[first]) is not None
         most = UNLIMITED if goes_on else permit.nbytes
@@ -719,8 +762,8 @@ class Copier:
         gate: Gate,
         permit: Permit,
     ) -> tuple[ChunkRecord, int]:
-        """Chunks of one block, hashed on the way. Returns what was copied when, and how many of the chunks:
-        fewer where training did not wait for them."""
+        """Chunks of one block, hashed on the way. Returns what was copied when, and how many of the
+        chunks: fewer where training did not wait for them."""
         began = ended = time.perf_counter()
         first, cut = chunks[0], _at_once(chunks[0])
         hashes = first.section is not Section.GRADIENTS
@@ -753,8 +796,8 @@ class Copier:
         hand_over: Callable[[_Batch, Any], CopyTicket],
         stages: Callable[[int, Permit], bool],
     ) -> _Queued:
-        """Hand chunks to the device, a window's worth at a time, until the rest is staged; they are waited
-        for behind the fence."""
+        """Hand chunks to the device, a window's worth at a time, until the rest is staged; they are
+        waited for behind the fence."""
         queued: _Queued = []
         batch: list[tuple[int, Chunk]] = []  # of one permit
         permit, left, nbytes = Permit(0), 0, 0
@@ -762,7 +805,8 @@ class Copier:
         def flush() -> None:
             nonlocal batch, nbytes
             if batch:
-                follows = bool(queued) and queued[-1][1] is permit  # behind what waits for the mark already
+                # behind what waits for the mark already
+                follows = bool(queued) and queued[-1][1] is permit
                 ticket = hand_over(batch, None if follows else permit.mark)
                 queued.append((batch, permit, ticket))
                 self._hash_later(batch, ticket, filling)
@@ -785,7 +829,8 @@ class Copier:
         return queued
 
     def _hash_later(self, batch: _Batch, ticket: CopyTicket, filling: ArenaWriter) -> None:
-        """Have the blocks that end in a batch hashed when it has arrived: what was queued before has, too."""
+        """Have the blocks that end in a batch hashed when it has arrived: what was queued before
+        has, too."""
         ended = [c.placed for _, c in batch if c.last and c.section is not Section.GRADIENTS]
         if not ended:
             return
@@ -805,12 +850,14 @@ class Copier:
 
 
 def _at_once(chunk: Chunk) -> CutRanges | None:
-    """Chunks of its block that are copied and hashed by one call, which may end between any two of them."""
+    """Chunks of its block that are copied and hashed by one call, which may end between any two of
+    them."""
     return None if chunk.section is Section.GRADIENTS else chunk.cut
 
 
 def _next(gate: Gate, left: int) -> tuple[Permit, int]:
-    """The next permit and its bytes; beside computation those count by which the last chunk went too far."""
+    """The next permit and its bytes; beside computation those count by which the last chunk went
+    too far."""
     permit = gate.admit()
     gate.release(permit, 0.0)
     return permit, permit.nbytes + (left if permit.tier == 2 else 0)
@@ -827,7 +874,9 @@ def _settled(queued: _Queued) -> list[ChunkRecord]:
         for _, chunk in batch:
             end = begin + chunk.nbytes * secs_of_byte
             section = chunk.section.value
-            records.append(ChunkRecord(permit.tier, chunk.nbytes, begin, end, permit.window, section))
+            records.append(
+                ChunkRecord(permit.tier, chunk.nbytes, begin, end, permit.window, section)
+            )
             begin = end
     return records
 

@@ -4,8 +4,8 @@ The side stream waits for the compute stream's event, then DMA writes straight i
 was registered with the driver once; the fence makes the compute stream wait for the side stream. No
 thread waits for the device but the one in :meth:`DeviceCopyEngine.synchronize`.
 
-Where registering fails copies go through the driver's own buffers (P6): slower, one more host copy, and the
-copying thread waits.
+Where registering fails copies go through the driver's own buffers (P6): slower, one more host copy,
+and the copying thread waits.
 
 Sources need no ``record_stream``: tickets hold them until the side stream is done with them, and
 memory that nothing has freed is not given to anybody else.
@@ -46,24 +46,30 @@ logger = logging.getLogger(__name__)
 
 
 _left_streams: dict[torch.device, list[Any]] = {}
-"""Streams of closed engines, for the next ones of the process. A stream must not be destroyed while torch's
-allocator keeps blocks that were allocated on it: it synchronises the stream when it gives them back."""
+"""Streams of closed engines, for the next ones of the process. A stream must not be destroyed while
+torch's allocator keeps blocks that were allocated on it: it synchronises the stream when it gives
+them back."""
 _lock = threading.Lock()  # of these
 
-CHUNK_BYTES = 2**35  # most bytes of one driver call, 32 GiB; below the 64 GiB at which some drivers refuse
+# most bytes of one driver call, 32 GiB; below the 64 GiB at which some drivers refuse
+CHUNK_BYTES = 2**35
 
 
 class PinnedRanges:
     """Host memory that one device can write to directly: registered ("pinned") with its driver.
 
-    Pinning is done once per arena, in chunks: one call for a very large range fails on some drivers, a call
-    for zero bytes on all (trap 9). A copy must not cross from one chunk into the next, drivers take them for
-    different allocations; :meth:`split` cuts there. Safe to use from several threads. ``pin``: registers
-    ``(address, nbytes)``; raises what the driver says. ``unpin``: undoes that for a chunk, may raise.
-    ``chunk_bytes``: most bytes per call of ``pin``; a multiple of the page size."""
+    Pinning is done once per arena, in chunks: one call for a very large range fails on some
+    drivers, a call for zero bytes on all (trap 9). A copy must not cross from one chunk into the
+    next, drivers take them for different allocations; :meth:`split` cuts there. Safe to use from
+    several threads. ``pin``: registers ``(address, nbytes)``; raises what the driver says.
+    ``unpin``: undoes that for a chunk, may raise. ``chunk_bytes``: most bytes per call of ``pin``;
+    a multiple of the page size."""
 
     def __init__(
-        self, pin: Callable[[int, int], None], unpin: Callable[[int], None], chunk_bytes: int = CHUNK_BYTES
+        self,
+        pin: Callable[[int, int], None],
+        unpin: Callable[[int], None],
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._pin = pin
         self._unpin = unpin
@@ -74,9 +80,9 @@ class PinnedRanges:
         self._chunks: list[tuple[int, int]] = []
 
     def add(self, memory: memoryview | torch.Tensor) -> None:
-        """Register memory, or nothing of it where the driver refuses, which is raised; the same or a part of
-        it once more changes nothing. Whole pages are registered: memory that others register too must not
-        share a page with it (a mapping never does)."""
+        """Register memory, or nothing of it where the driver refuses, which is raised; the same or
+        a part of it once more changes nothing. Whole pages are registered: memory that others
+        register too must not share a page with it (a mapping never does)."""
         array = _view_bytes(memory)
         start, stop = _extent(array)
         if start == stop:
@@ -100,7 +106,8 @@ class PinnedRanges:
             self._index()
 
     def remove(self, memory: memoryview | torch.Tensor) -> None:
-        """Unregister memory that was added, exactly as it was added; other memory is left as it is."""
+        """Unregister memory that was added, exactly as it was added; other memory is left as it
+        is."""
         extent = _extent(_view_bytes(memory))
         with self._lock:
             if extent in self._pinned:
@@ -123,8 +130,8 @@ class PinnedRanges:
         self._chunks = sorted(c for chunks, _ in self._pinned.values() for c in chunks)
 
     def split(self, address: int, nbytes: int) -> list[tuple[int, bool]]:
-        """Cut ``[address, address + nbytes)`` into parts of one chunk each: ``(nbytes, pinned)`` of each, in
-        order."""
+        """Cut ``[address, address + nbytes)`` into parts of one chunk each: ``(nbytes, pinned)`` of
+        each, in order."""
         chunks, parts, stop = self._chunks, [], address + nbytes
         while address < stop:
             at = bisect_right(chunks, (address, sys.maxsize)) - 1
@@ -151,7 +158,8 @@ def _extent(array: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int]:
 
 
 _MARGIN_PART, _LEAST_MARGIN_BYTES = 0.05, 512 * 2**20
-"""Device memory that a staging buffer leaves alone: kernels load late, libraries take work space."""
+"""Device memory that a staging buffer leaves alone: kernels load late, libraries take work
+space."""
 
 _MS = 1e-3  # seconds in the unit of ``Event.elapsed_time``
 
@@ -186,8 +194,8 @@ class _DeviceTicket(CopyTicket):
         self.ended.synchronize()
 
     def settle(self, secs_of: Callable[[Any], float], free_secs: float) -> float:
-        """Take the times, once all events have passed: it began when it was queued, what it waits for was
-        there, and its stream had come to it, at ``free_secs``. Returns when it ended."""
+        """Take the times, once all events have passed: it began when it was queued, what it waits
+        for was there, and its stream had come to it, at ``free_secs``. Returns when it ended."""
         ended = secs_of(self.ended)
         began = max(self.queued_secs, free_secs, *map(secs_of, self.waits))
         self.secs = (min(began, ended), ended)
@@ -202,7 +210,9 @@ class DeviceCopyEngine(CopyEngine):
     asynchronous = True
     least_chunk_bytes = 4 * 2**20  # some 40 microseconds of the host; the link takes 75 at 55 GB/s
 
-    def __init__(self, device: torch.device, vendor: Vendor, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, device: torch.device, vendor: Vendor, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
         super().__init__()
         self._vendor, self._module = vendor, vendor.module
         index = vendor.module.current_device() if device.index is None else device.index
@@ -224,7 +234,8 @@ class DeviceCopyEngine(CopyEngine):
     # -- streams ---------------------------------------------------------------------------------
 
     def _own_stream(self) -> Any:
-        """A stream that nobody else has, if there is one: one that a closed engine has left, or a new one."""
+        """A stream that nobody else has, if there is one: one that a closed engine has left, or a
+        new one."""
         with _lock:
             left = _left_streams.setdefault(self.device, [])
             if left:
@@ -235,7 +246,8 @@ class DeviceCopyEngine(CopyEngine):
         except (RuntimeError, OSError, AttributeError) as error:
             self._warn_once(
                 "stream",
-                f"{self.device}: reft cannot create a stream of its own: {error}. Snapshots use one from "
+                f"{self.device}: reft cannot create a stream of its own: {error}. Snapshots use "
+                "one from "
                 "torch's pool, so a communicator's transfers may wait for copies",
             )
             return self._module.Stream(self.device)
@@ -251,8 +263,10 @@ class DeviceCopyEngine(CopyEngine):
         except (RuntimeError, ValueError, OSError) as error:
             self._warn_once(
                 "register",
-                f"{self.device}: memory cannot be pinned: {error}. Snapshots go through the driver's buffers "
-                f"with one more copy on the host, slower and with more load; raise the limit of locked "
+                f"{self.device}: memory cannot be pinned: {error}. Snapshots go through the "
+                "driver's buffers "
+                "with one more copy on the host, slower and with more load; raise the limit of "
+                "locked "
                 f"memory (ulimit -l) and see the driver's log",
             )
             return False
@@ -300,7 +314,9 @@ class DeviceCopyEngine(CopyEngine):
 
     # -- copying thread --------------------------------------------------------------------------
 
-    def copy(self, pieces: Sequence[Piece], after: Any = None, encode: Encode | None = None) -> CopyTicket:
+    def copy(
+        self, pieces: Sequence[Piece], after: Any = None, encode: Encode | None = None
+    ) -> CopyTicket:
         with self._of_version([(pieces, encode)], after) as (ticket, handed_over):
             for source, target in chain.from_iterable(handed_over):
                 self._copy_piece(source, target, self._side)
@@ -310,13 +326,15 @@ class DeviceCopyEngine(CopyEngine):
     def _of_version(
         self, parts: Sequence[tuple[Sequence[Piece], Encode | None]], after: Any = None
     ) -> Iterator[tuple[_DeviceTicket, Iterator[Iterator[Piece]]]]:
-        """Queue pieces of the open version, with one event at their end: each part's, then what it encodes
-        when it is asked for."""
+        """Queue pieces of the open version, with one event at their end: each part's, then what it
+        encodes when it is asked for."""
         checked = [contiguous(byte_views(pieces)) for pieces, _ in parts]
         views = list(chain.from_iterable(checked))
         for source, _ in views:
             if source.device.type != "cpu" and source.device != self.device:
-                raise CopyError(f"the source is on {source.device}; expected {self.device} or the CPU")
+                raise CopyError(
+                    f"the source is on {source.device}; expected {self.device} or the CPU"
+                )
         with self._order.copying() as version:
             self._vendor.enter(self.device)
             ticket = _DeviceTicket(self._module, views)
@@ -360,13 +378,19 @@ class DeviceCopyEngine(CopyEngine):
             with self._module.stream(self._side):
                 return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
-            raise StagingMemoryError(f"{self.device}: no memory to stage snapshots: {error}") from error
+            raise StagingMemoryError(
+                f"{self.device}: no memory to stage snapshots: {error}"
+            ) from error
 
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
-        with self._of_version([(pieces, encode) for pieces, _, encode in parts]) as (ticket, handed_over):
+        with self._of_version([(pieces, encode) for pieces, _, encode in parts]) as (
+            ticket,
+            handed_over,
+        ):
             self._staged = ticket
             return [
-                _into_buffer(views, place) for views, (_, place, _) in zip(handed_over, parts, strict=True)
+                _into_buffer(views, place)
+                for views, (_, place, _) in zip(handed_over, parts, strict=True)
             ]
 
     def drain(self, staged: Sequence[Piece], after: Any = None) -> CopyTicket:
@@ -427,7 +451,8 @@ class DeviceCopyEngine(CopyEngine):
         free_secs = {False: 0.0, True: 0.0}  # of the side stream, and of that which drains
         for ticket in tickets:
             free_secs[ticket.drains] = ticket.settle(
-                lambda event: anchor_secs - event.elapsed_time(anchor) * _MS, free_secs[ticket.drains]
+                lambda event: anchor_secs - event.elapsed_time(anchor) * _MS,
+                free_secs[ticket.drains],
             )
 
     def wait(self, ticket: CopyTicket) -> None:
@@ -444,7 +469,8 @@ class DeviceCopyEngine(CopyEngine):
     def _anchor(self) -> tuple[Any, float]:
         """An event that has passed, and when: what ties the device's clock to the host's."""
         anchor: Any = self._module.Event(enable_timing=True)
-        # Whoever copies has waited for all it queued there; behind another thread's copies it is only later.
+        # Whoever copies has waited for all it queued there; behind another thread's copies it is
+        # only later.
         anchor.record(self._side)
         anchor.synchronize()
         return anchor, time.perf_counter()
@@ -465,8 +491,8 @@ class DeviceCopyEngine(CopyEngine):
 
 
 def _into_buffer(views: Iterable[Piece], buffer: torch.Tensor) -> list[Piece]:
-    """Queue each source to its place in a staging buffer, before the next one is asked for. Returns pieces
-    from there to the targets."""
+    """Queue each source to its place in a staging buffer, before the next one is asked for. Returns
+    pieces from there to the targets."""
     staged, at = [], 0
     for source, target in views:
         begin, at = at, at + target.numel()

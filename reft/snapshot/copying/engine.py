@@ -1,35 +1,42 @@
-"""Copy engines: how bytes get from live tensors into an arena. One protocol, one engine per device type.
+"""Copy engines: how bytes get from live tensors into an arena. One protocol, one engine per device
+type.
 
 One version passes an engine like this, T being the thread that trains, W the one that copies::
 
     T  optimizer step │ begin() ─► forward, backward, stamp(), ... ─► fence() │ optimizer step
-    W                 │    copy(pieces) ─► copy(pieces, after=stamp) ─► ...    │ synchronize(), checksums
+    W                 │    copy(pieces) ─► copy(pieces, after=stamp) ─► ...    │ synchronize(),
+    checksums
 
-- **begin** (T): the state is final now. Nothing is read earlier than what T had given the device then.
-- **stamp** (T): a point in the device's own time line. The host runs ahead of a device; to copy inside a
-  bubble, T takes a stamp right before the receive that opens it, and W copies ``after`` that. On
-  a CPU the two time lines are one and a stamp says nothing.
-- **copy** (W): hand over pieces. An asynchronous engine (CUDA, ROCm) returns when they are queued; the
-  others return when the bytes have arrived. Call it from a thread that may wait.
-- **fence** (T): what T does afterwards cannot change what was handed over. On CUDA the compute stream
-  waits for the copies, the host does not; on a CPU T waits for the pieces in copying. It is called
-  before *every* optimizer step, also where there was no ``begin``.
-- **synchronize** (W): the bytes are in host memory: checksums may be taken, the arena may be sealed.
+- **begin** (T): the state is final now. Nothing is read earlier than what T had given the device
+  then.
+- **stamp** (T): a point in the device's own time line. The host runs ahead of a device; to copy
+  inside a bubble, T takes a stamp right before the receive that opens it, and W copies ``after``
+  that. On a CPU the two time lines are one and a stamp says nothing.
+- **copy** (W): hand over pieces. An asynchronous engine (CUDA, ROCm) returns when they are queued;
+  the others return when the bytes have arrived. Call it from a thread that may wait.
+- **fence** (T): what T does afterwards cannot change what was handed over. On CUDA the compute
+  stream waits for the copies, the host does not; on a CPU T waits for the pieces in copying. It is
+  called before *every* optimizer step, also where there was no ``begin``.
+- **synchronize** (W): the bytes are in host memory: checksums may be taken, the arena may be
+  sealed.
 
 What cannot be in host memory by the fence may be staged (CheckFreq's GPU mode)::
 
     T  ... ─► fence() │ optimizer step │ begin() ... stamp() ... ─► fence()
     W  stage(pieces)  │           drain(staged) ─► drain(staged, after=stamp) ... synchronize()
 
-- **stage** (W): like *copy*, but into memory of the engine's own device, which takes a fraction of the time.
-- **drain** (W): from there to host memory. Nobody writes there but the next *stage*: no fence waits for it.
+- **stage** (W): like *copy*, but into memory of the engine's own device, which takes a fraction of
+  the time.
+- **drain** (W): from there to host memory. Nobody writes there but the next *stage*: no fence waits
+  for it.
 
-Calls of ``begin``, ``stamp`` and ``fence`` come from one thread, ``copy`` and ``synchronize`` from one
-or several others. A call out of order raises :class:`~reft.errors.CopyOrderError`.
+Calls of ``begin``, ``stamp`` and ``fence`` come from one thread, ``copy`` and ``synchronize`` from
+one or several others. A call out of order raises :class:`~reft.errors.CopyOrderError`.
 
-Memory: an engine keeps sources and targets alive until the copy has ended, so that neither the caching
-allocator nor an unmapping can pull them away. It never hands out memory: what was copied shares no
-byte with its source (trap 21). The CUDA engine makes its device the current one of threads that call.
+Memory: an engine keeps sources and targets alive until the copy has ended, so that neither the
+caching allocator nor an unmapping can pull them away. It never hands out memory: what was copied
+shares no byte with its source (trap 21). The CUDA engine makes its device the current one of
+threads that call.
 """
 
 from __future__ import annotations
@@ -54,25 +61,28 @@ logger = logging.getLogger(__name__)
 
 
 Piece = tuple[torch.Tensor, torch.Tensor]
-"""``(source, target)``: a contiguous live tensor of any dtype, on the engine's device or on the CPU, and
-1-D uint8 CPU memory of exactly as many bytes. ``SectionImage.pieces_into`` cuts a range of an image so."""
+"""``(source, target)``: a contiguous live tensor of any dtype, on the engine's device or on the
+CPU, and 1-D uint8 CPU memory of exactly as many bytes. ``SectionImage.pieces_into`` cuts a range of
+an image so."""
 
 Encode = Callable[[], Iterable[Piece]]
-"""Work on the live state whose result is copied: it is done by the fence like a copy is. Each piece is handed
-over before the next one is asked for, which may be made in the same memory."""
+"""Work on the live state whose result is copied: it is done by the fence like a copy is. Each piece
+is handed over before the next one is asked for, which may be made in the same memory."""
 
 Part = tuple[Sequence[Piece], torch.Tensor, Encode | None]
-"""Pieces, their place in a staging buffer (1-D uint8 on the device), and what is encoded after them."""
+"""Pieces, their place in a staging buffer (1-D uint8 on the device), and what is encoded after
+them."""
 
 STUCK_SECS = 30.0
-"""Most that a fence, or the end, waits for a call of ``copy`` that does not return. Its version was given up
+"""Most that a fence, or the end, waits for a call of ``copy`` that does not return. Its version was
+given up
 before: nobody uses what it still copies, and its slot stays taken until it returns."""
 
 
 class CopyTicket:
     """What became of one :meth:`CopyEngine.copy`. ``secs``: when the copying began and ended, by
-    ``time.perf_counter()``; device time is mapped onto it within some ten microseconds. None until the
-    engine's ``synchronize`` has returned."""
+    ``time.perf_counter()``; device time is mapped onto it within some ten microseconds. None until
+    the engine's ``synchronize`` has returned."""
 
     def __init__(self, secs: tuple[float, float] | None = None) -> None:
         self.secs = secs
@@ -89,9 +99,10 @@ class CopyEngine(ABC):
     """Copies pieces of live tensors into host memory; see the module docstring for the contract."""
 
     name: str  # for messages and results: ``cpu``, ``cuda`` or ``rocm``
-    asynchronous: bool  # whether `copy` returns before the bytes have arrived (while memory is pinned)
-    # handing over takes the host as long as the link takes for about so many bytes: with smaller pieces or
-    # calls the link idles between them
+    # whether `copy` returns before the bytes have arrived (while memory is pinned)
+    asynchronous: bool
+    # handing over takes the host as long as the link takes for about so many bytes: with smaller
+    # pieces or calls the link idles between them
     least_chunk_bytes = 0
 
     def __init__(self) -> None:
@@ -101,9 +112,9 @@ class CopyEngine(ABC):
         return self._order.closed
 
     def register(self, memory: memoryview | torch.Tensor) -> bool:
-        """Tell the engine about an arena's data region, once, when it was made; takes seconds for tens of GB.
-        The engine keeps the memory mapped until :meth:`unregister`. Returns whether copies go straight there:
-        False costs speed only, and was logged."""
+        """Tell the engine about an arena's data region, once, when it was made; takes seconds for
+        tens of GB. The engine keeps the memory mapped until :meth:`unregister`. Returns whether
+        copies go straight there: False costs speed only, and was logged."""
         return True
 
     def unregister(self, memory: memoryview | torch.Tensor) -> None:  # noqa: B027 -- nothing to do
@@ -121,27 +132,32 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def stamp(self) -> Any:
-        """This point of the training thread's work for the device. On the training thread, at any time."""
+        """This point of the training thread's work for the device. On the training thread, at any
+        time."""
 
     @abstractmethod
     def secs_of(self, stamps: Sequence[Any]) -> list[float]:
-        """When the device got to each, by ``time.perf_counter()``; waits until it is there. Not on the
-        training thread."""
+        """When the device got to each, by ``time.perf_counter()``; waits until it is there. Not on
+        the training thread."""
 
     @abstractmethod
-    def copy(self, pieces: Sequence[Piece], after: Any = None, encode: Encode | None = None) -> CopyTicket:
+    def copy(
+        self, pieces: Sequence[Piece], after: Any = None, encode: Encode | None = None
+    ) -> CopyTicket:
         """Copy pieces of the open version.
 
         Args:
             pieces: sources and targets; zero-size ones are fine.
             after: begin no earlier than at that stamp.
-            encode: reads the state after the pieces were handed over, on the copying stream of a device; the
-                pieces that it returns are copied too.
+            encode: reads the state after the pieces were handed over, on the copying stream of a
+                device; the pieces that it returns are copied too.
 
         Raises:
-            CopyError: a source that is not contiguous, a target that is not 1-D uint8 CPU memory, or
+            CopyError: a source that is not contiguous, a target that is not 1-D uint8 CPU memory,
+            or
                 sizes that differ. Nothing was copied.
-            CopyOrderError: no version is open (not begun, fenced, closed meanwhile). Nothing was copied, or
+            CopyOrderError: no version is open (not begun, fenced, closed meanwhile). Nothing was
+            copied, or
                 (closed) the version is not whole.
             RuntimeError: the device failed.
         """
@@ -155,30 +171,32 @@ class CopyEngine(ABC):
 
     @property
     def free_bytes(self) -> int:
-        """Memory of the device that a staging buffer may take: what is free, but a margin for training."""
+        """Memory of the device that a staging buffer may take: what is free, but a margin for
+        training."""
         return 0
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        """A staging buffer, 1-D uint8, on the device. Not on the training thread. Raises StagingMemoryError:
-        there is not so much left beside the margin, or the device refused."""
+        """A staging buffer, 1-D uint8, on the device. Not on the training thread. Raises
+        StagingMemoryError: there is not so much left beside the margin, or the device refused."""
         raise StagingMemoryError(f"{self.name} copies stage nothing: both are in host memory")
 
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
-        """Copy parts of the open version into a staging buffer, by the fence. Returns what is to be drained
-        of each: pieces from the buffer to the same targets. Sources in host memory go straight to their
-        targets. Raises CopyError, CopyOrderError, RuntimeError: as in :meth:`copy`; also for a place that is
-        too small."""
+        """Copy parts of the open version into a staging buffer, by the fence. Returns what is to be
+        drained of each: pieces from the buffer to the same targets. Sources in host memory go
+        straight to their targets. Raises CopyError, CopyOrderError, RuntimeError: as in
+        :meth:`copy`; also for a place that is too small."""
         raise NotImplementedError
 
     def drain(self, staged: Sequence[Piece], after: Any = None) -> CopyTicket:
-        """Copy what :meth:`stage` returned to its targets, no earlier than a stamp; also while no version is
-        open. Raises CopyOrderError: the engine was closed; the version is not whole. Raises RuntimeError: the
-        device failed."""
+        """Copy what :meth:`stage` returned to its targets, no earlier than a stamp; also while no
+        version is open. Raises CopyOrderError: the engine was closed; the version is not whole.
+        Raises RuntimeError: the device failed."""
         raise NotImplementedError
 
     def fence(self) -> None:
-        """End the version. Harmless where none is open, and for what is being drained. A call of ``copy``
-        that does not return is waited for :data:`STUCK_SECS`, once: its version was given up."""
+        """End the version. Harmless where none is open, and for what is being drained. A call of
+        ``copy`` that does not return is waited for :data:`STUCK_SECS`, once: its version was given
+        up."""
         self._order.fence()
 
     @abstractmethod
@@ -187,16 +205,18 @@ class CopyEngine(ABC):
         CopyOrderError: the engine is closed. Raises RuntimeError: the device failed."""
 
     def close(self) -> None:
-        """Wait for copies in flight, unregister all memory. May be called again, from any thread. Where a
-        call does not return in :data:`STUCK_SECS`, the memory stays registered: it is still written to."""
+        """Wait for copies in flight, unregister all memory. May be called again, from any thread.
+        Where a call does not return in :data:`STUCK_SECS`, the memory stays registered: it is still
+        written to."""
         self._order.close()
 
 
-# --- shared by the engines -------------------------------------------------------------------------
+# --- shared by the engines ------------------------------------------------------------------------
 
 
 class CheckedPieces(tuple[Piece, ...]):
-    """Pieces as :func:`byte_views` leaves them: what is copied with every version is checked once."""
+    """Pieces as :func:`byte_views` leaves them: what is copied with every version is checked
+    once."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> CheckedPieces:
@@ -211,23 +231,28 @@ class CheckedPieces(tuple[Piece, ...]):
     @cached_property
     def addresses(self) -> tuple[tuple[int, int, int], ...]:
         """``(target, source, bytes)`` of each."""
-        return tuple((target.data_ptr(), source.data_ptr(), target.numel()) for source, target in self)
+        return tuple(
+            (target.data_ptr(), source.data_ptr(), target.numel()) for source, target in self
+        )
 
 
 def own_pages(nbytes: int) -> torch.Tensor:
-    """Zeroed host memory on pages of its own, 1-D uint8. Drivers register whole pages: a tensor of the heap
-    that begins on the last one would be registered in part, and every copy to it refused."""
+    """Zeroed host memory on pages of its own, 1-D uint8. Drivers register whole pages: a tensor of
+    the heap that begins on the last one would be registered in part, and every copy to it
+    refused."""
     return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
 
 def host_bytes(view: torch.Tensor) -> memoryview:
-    """The bytes of a live 1-D uint8 tensor in host memory, which the caller keeps. Not through NumPy: torch
-    refuses to resize a storage that was handed out to it, and this one is training's."""
+    """The bytes of a live 1-D uint8 tensor in host memory, which the caller keeps. Not through
+    NumPy: torch refuses to resize a storage that was handed out to it, and this one is
+    training's."""
     return memoryview((ctypes.c_ubyte * view.numel()).from_address(view.data_ptr())).cast("B")
 
 
 def byte_views(pieces: Iterable[Piece]) -> list[Piece]:
-    """Check pieces; sources become 1-D uint8 views of the same memory, zero-size ones are left out."""
+    """Check pieces; sources become 1-D uint8 views of the same memory, zero-size ones are left
+    out."""
     if isinstance(pieces, CheckedPieces):
         return list(pieces)
     views = []
@@ -235,7 +260,8 @@ def byte_views(pieces: Iterable[Piece]) -> list[Piece]:
         view = _byte_view(source)
         if target.device.type != "cpu" or target.dtype != torch.uint8 or target.dim() != 1:
             raise CopyError(
-                f"the target is a {target.dtype} tensor of {target.dim()} dimensions on {target.device}; "
+                f"the target is a {target.dtype} tensor of {target.dim()} dimensions on "
+                f"{target.device}; "
                 f"expected 1-D uint8 on the CPU"
             )
         if not target.is_contiguous() or target.numel() != view.numel():
@@ -276,8 +302,10 @@ def _byte_view(source: torch.Tensor) -> torch.Tensor:
     plain = source.layout == torch.strided and not (source.is_conj() or source.is_neg())
     if not plain or not source.is_contiguous():
         raise CopyError(
-            f"the source is a {source.dtype} tensor of shape {tuple(source.shape)}, layout {source.layout}, "
-            f"stride {tuple(source.stride()) if plain else 'unknown'}; expected a contiguous one, whose "
+            f"the source is a {source.dtype} tensor of shape {tuple(source.shape)}, layout "
+            f"{source.layout}, "
+            f"stride {tuple(source.stride()) if plain else 'unknown'}; expected a contiguous one, "
+            "whose "
             f"bytes are in order: hand over its memory, as SectionImage does"
         )
     return source.detach().reshape(-1).view(torch.uint8)
@@ -299,7 +327,8 @@ class _CopyScope(AbstractContextManager[int]):
 
 
 class CallOrder:
-    """Keeps the order of an engine's calls; knows which copies are inside :meth:`CopyEngine.copy`."""
+    """Keeps the order of an engine's calls; knows which copies are inside
+    :meth:`CopyEngine.copy`."""
 
     def __init__(self) -> None:
         self._open = self.closed = False
@@ -312,7 +341,9 @@ class CallOrder:
     def begin(self) -> None:
         with self._changed:
             if self._open or self.closed:
-                what = "the engine is closed" if self.closed else "the version before was not fenced"
+                what = (
+                    "the engine is closed" if self.closed else "the version before was not fenced"
+                )
                 raise CopyOrderError(f"begin: {what}; expected fence() before every optimizer step")
             self._open = True
             self._version += 1
@@ -352,8 +383,8 @@ class CallOrder:
                 self._changed.notify_all()
 
     def fence(self) -> bool:
-        """No copy begins any more, and none is inside ``copy`` unless it is stuck. Returns whether a version
-        was open."""
+        """No copy begins any more, and none is inside ``copy`` unless it is stuck. Returns whether
+        a version was open."""
         with self._changed:
             if not self._open:
                 return False
@@ -373,7 +404,8 @@ class CallOrder:
             raise CopyOrderError(f"{what}: the engine is closed; expected it before close()")
 
     def close(self) -> bool:
-        """Like :meth:`fence`, for good. Returns False if it was closed before, or a call is stuck."""
+        """Like :meth:`fence`, for good. Returns False if it was closed before, or a call is
+        stuck."""
         with self._changed:
             if self.closed:
                 return False
@@ -389,8 +421,8 @@ STRIDE_BYTES = 8 * 2**20
 
 
 def copy_on_host(source: torch.Tensor, target: torch.Tensor, closed: Callable[[], bool]) -> None:
-    """Copy ``source`` to ``target``, both 1-D uint8 on the CPU, with the GIL released. Raises CopyOrderError:
-    the engine was closed before all was copied."""
+    """Copy ``source`` to ``target``, both 1-D uint8 on the CPU, with the GIL released. Raises
+    CopyOrderError: the engine was closed before all was copied."""
     _copy_range(target.data_ptr(), source.data_ptr(), source.numel(), closed)
 
 
@@ -398,7 +430,9 @@ def _copy_range(target: int, source: int, nbytes: int, closed: Callable[[], bool
     copy = copier()
     for at in range(0, nbytes, STRIDE_BYTES):
         if closed():
-            raise CopyOrderError("copy: the engine was closed while it was copying; the version is not whole")
+            raise CopyOrderError(
+                "copy: the engine was closed while it was copying; the version is not whole"
+            )
         copy(target + at, source + at, min(STRIDE_BYTES, nbytes - at))
 
 
@@ -414,7 +448,9 @@ class CpuCopyEngine(CopyEngine):
     def secs_of(self, stamps: Sequence[float]) -> list[float]:
         return list(stamps)
 
-    def copy(self, pieces: Sequence[Piece], after: Any = None, encode: Encode | None = None) -> CopyTicket:
+    def copy(
+        self, pieces: Sequence[Piece], after: Any = None, encode: Encode | None = None
+    ) -> CopyTicket:
         checked = _on_host(pieces)
         with self._order.copying():
             began = time.perf_counter()
@@ -430,9 +466,9 @@ class CpuCopyEngine(CopyEngine):
         hasher: HashingCopier,
         until: ctypes.c_int | None = None,
     ) -> int:
-        """Like :meth:`copy`, and takes the checksum on the way: one call for a few MiB, since ``close`` and
-        ``fence`` wait for its end. Returns how many of the chunks were copied, at least one. Raises
-        CopyOrderError: as in :meth:`copy`."""
+        """Like :meth:`copy`, and takes the checksum on the way: one call for a few MiB, since
+        ``close`` and ``fence`` wait for its end. Returns how many of the chunks were copied, at
+        least one. Raises CopyOrderError: as in :meth:`copy`."""
         first, stop = chunks
         with self._order.copying():
             return hasher.copy_chunks(cut, first, stop, until)
@@ -448,5 +484,7 @@ class CpuCopyEngine(CopyEngine):
 def _on_host(pieces: Iterable[Piece]) -> CheckedPieces:
     checked = CheckedPieces.of(pieces)
     if checked.elsewhere is not None:
-        raise CopyError(f"the source is on {checked.elsewhere}; expected the CPU, as the engine was made")
+        raise CopyError(
+            f"the source is on {checked.elsewhere}; expected the CPU, as the engine was made"
+        )
     return checked

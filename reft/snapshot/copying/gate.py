@@ -1,16 +1,18 @@
 """The gate between training and the copying thread: a chunk is copied only while the gate lets it.
 
-The training thread opens it right before an instruction in which the device waits and closes it right
-after; the copying thread asks before every chunk. Two gates, one for each kind of copy engine:
+The training thread opens it right before an instruction in which the device waits and closes it
+right after; the copying thread asks before every chunk. Two gates, one for each kind of copy
+engine:
 
-- :class:`HostGate`: copies are done when the call returns. Closing waits for the chunk in flight, so no
-  chunk of tier 1 runs beside a training instruction other than the one it was let in for.
-- :class:`StreamGate`: copies are queued on a device, which is behind the host. The gate hands out the
-  bytes planned for each window, to be started after the mark that was taken where the window opens.
+- :class:`HostGate`: copies are done when the call returns. Closing waits for the chunk in flight,
+  so no chunk of tier 1 runs beside a training instruction other than the one it was let in for.
+- :class:`StreamGate`: copies are queued on a device, which is behind the host. The gate hands out
+  the bytes planned for each window, to be started after the mark that was taken where the window
+  opens.
 
-Besides windows (tier 1) a gate lets chunks through at a low share of the computing time (tier 2), within
-communication instructions that were opened for it (tier 3), when training has shown no sign of life for long
-(nothing is disturbed then), and all of them as soon as the fence waits (tier 0).
+Besides windows (tier 1) a gate lets chunks through at a low share of the computing time (tier 2),
+within communication instructions that were opened for it (tier 3), when training has shown no sign
+of life for long (nothing is disturbed then), and all of them as soon as the fence waits (tier 0).
 """
 
 from __future__ import annotations
@@ -51,10 +53,13 @@ logger = logging.getLogger(__name__)
 UNLIMITED = 2**62
 _TURN_SECS = 0.00002  # how often is looked whether training, which was to go first, has gone
 _BURST_SECS = 0.002
-"""Copies beside computation follow each other for so long: one alone, woken for it, takes twice its time."""
+"""Copies beside computation follow each other for so long: one alone, woken for it, takes twice its
+time."""
 _QUEUED_SECS = 0.01
-"""Copies beside computation are handed to a device for so long at a time, where they keep to a pace."""
-_CHUNK_SECS = 5.0  # most that training waits where a window closes; a chunk takes a few milliseconds
+"""Copies beside computation are handed to a device for so long at a time, where they keep to a
+pace."""
+# most that training waits where a window closes; a chunk takes a few milliseconds
+_CHUNK_SECS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,8 @@ class Permit:
     window: int | None = None  # number of the window; None outside of windows (tier 1)
     nbytes: int = 1  # how much may be copied before asking again; at least one chunk
     mark: Any = None  # start no earlier than there
-    # where a copy can be broken off between chunks, it goes on until training makes this anything but 0
+    # where a copy can be broken off between chunks, it goes on until training makes this anything
+    # but 0
     until: ctypes.c_int | None = field(default=None, compare=False)
 
 
@@ -75,9 +81,9 @@ _HURRY = Permit(0, nbytes=UNLIMITED)
 class Gate:
     """What the training thread (T) and the copying thread (W) share.
 
-    This one lets everything through at once: for versions that are not paced, and for the baselines.
-    ``tier``: what chunks count as; 0 where training waits for them. ``hurried``: whether the fence waits by
-    now; then chunks count as tier 0 too."""
+    This one lets everything through at once: for versions that are not paced, and for the
+    baselines. ``tier``: what chunks count as; 0 where training waits for them. ``hurried``: whether
+    the fence waits by now; then chunks count as tier 0 too."""
 
     patience_secs = 0.0  # how long training may be silent before copies go on without a window
     wanted = False  # whether a version is to be copied, or being copied, through this gate
@@ -87,11 +93,12 @@ class Gate:
         self._hurried = hurried
 
     def open(self, window: int | None, nbytes: int, mark: Any) -> None:
-        """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned for that."""
+        """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned
+        for that."""
 
     def close(self) -> float:
-        """T: the device goes on. Returns the seconds waited for the chunk in flight, which is not waited for
-        any more once it has lasted too long."""
+        """T: the device goes on. Returns the seconds waited for the chunk in flight, which is not
+        waited for any more once it has lasted too long."""
         return 0.0
 
     def expedite(self) -> None:
@@ -101,15 +108,18 @@ class Gate:
         """T: end of the version: nothing is to be copied until :meth:`enter`."""
 
     def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
-        """What may be copied outside of windows. ``part``: of the time in which chunks may run there, 0 to 1,
-        for engines that are done when a call returns. ``nbytes``: of each version, for engines that queue,
-        where the plan has no window to begin in. ``bytes_per_sec``: the pace of these."""
+        """What may be copied outside of windows. ``part``: of the time in which chunks may run
+        there, 0 to 1, for engines that are done when a call returns. ``nbytes``: of each version,
+        for engines that queue, where the plan has no window to begin in. ``bytes_per_sec``: the
+        pace of these."""
 
     def enter(self, draining: bool = False) -> None:
-        """T: a version was handed over; ``draining``: another one is not out yet, and goes on first."""
+        """T: a version was handed over; ``draining``: another one is not out yet, and goes on
+        first."""
 
     def begin(self) -> None:
-        """W: the newest version's copy begins; windows from before it was handed over are not its own."""
+        """W: the newest version's copy begins; windows from before it was handed over are not its
+        own."""
 
     def leave(self) -> None:
         """W: nothing any more."""
@@ -128,8 +138,9 @@ class HostGate(Gate):
     In a window the training thread's core is idle, and no other may be: so the copying thread goes
     there. Left to itself it is often woken on a core where another rank computes, and stays.
 
-    A version begins in a window that bytes are planned for, since what prepares it takes longer than many a
-    wait, such as that for the step's loss, which the other ranks wait for too. What has begun goes on in any.
+    A version begins in a window that bytes are planned for, since what prepares it takes longer
+    than many a wait, such as that for the step's loss, which the other ranks wait for too. What has
+    begun goes on in any.
     """
 
     def __init__(self) -> None:
@@ -143,7 +154,8 @@ class HostGate(Gate):
         self._beside = Permit(2, until=self._closing)
         self._communication = Permit(3, until=self._closing)
         self._changed = threading.Event()
-        self.opened: Permit | None = None  # what chunks may run with now; None while the gate is closed
+        # what chunks may run with now; None while the gate is closed
+        self.opened: Permit | None = None
         self._expedited = False
         self._share = 0.0
         self._begun = False
@@ -152,7 +164,7 @@ class HostGate(Gate):
         self.alive_at = time.perf_counter()  # when training was last heard of
         self._permits: dict[int, Permit] = {}  # by window, to be made once
 
-    # -- training thread: every line here is paid by training ---------------------------------------
+    # -- training thread: every line here is paid by training --------------------------------------
 
     def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         if window is None:
@@ -188,8 +200,10 @@ class HostGate(Gate):
             # Nothing is wrong with what it copies: the fence waits for that (P2).
             self._stuck = self._in_flight.locked()
             logger.warning(
-                "a chunk of a version has not ended after %.0f s; training goes on meanwhile and waits for "
-                "it before the optimizer step. Is the host short of memory, or the process stopped?",
+                "a chunk of a version has not ended after %.0f s; training goes on meanwhile and "
+                "waits for "
+                "it before the optimizer step. Is the host short of memory, or the process "
+                "stopped?",
                 self.chunk_secs,
             )
         self._closing.value = 0
@@ -212,7 +226,7 @@ class HostGate(Gate):
         self._next_beside = 0.0
         self.alive_at = time.perf_counter()
 
-    # -- copying thread ------------------------------------------------------------------------------
+    # -- copying thread ----------------------------------------------------------------------------
 
     def leave(self) -> None:
         self.wanted = self._begun = False
@@ -256,7 +270,9 @@ class HostGate(Gate):
         if permit.tier == 2 and self._share > 0:
             self._burst_secs += secs
             if self._burst_secs >= _BURST_SECS:
-                self._next_beside = time.perf_counter() + self._burst_secs * (1.0 / self._share - 1.0)
+                self._next_beside = time.perf_counter() + self._burst_secs * (
+                    1.0 / self._share - 1.0
+                )
                 self._burst_secs = 0.0
         elif permit.tier == 1:
             # Training may have got what it waited for, and wait for this core now.
@@ -264,7 +280,8 @@ class HostGate(Gate):
 
 
 class _CoreOfTraining:
-    """Puts the copying thread on the core of the training thread, and back where it may run otherwise.
+    """Puts the copying thread on the core of the training thread, and back where it may run
+    otherwise.
 
     Does nothing where the system cannot, or where somebody has kept the two threads apart.
     """
@@ -274,7 +291,8 @@ class _CoreOfTraining:
         self.active = False
         self._allowed: set[int] = set()
         self._placing = threading.Lock()
-        self._core: int | None = None  # where the copying thread was put; None: where it may run otherwise
+        # where the copying thread was put; None: where it may run otherwise
+        self._core: int | None = None
 
     def register(self) -> None:
         """W: this is the copying thread, and it has something to copy."""
@@ -322,7 +340,8 @@ def _of_libc(library: Callable[[None], ctypes.CDLL], name: str) -> Callable[[], 
     return function
 
 
-# Unlike os.sched_yield this lets go of the GIL; the other does not, and takes less than a microsecond.
+# Unlike os.sched_yield this lets go of the GIL; the other does not, and takes less than a
+# microsecond.
 _yield_core = _of_libc(ctypes.CDLL, "sched_yield") or (lambda: 0)
 _current_core = _of_libc(ctypes.PyDLL, "sched_getcpu") if hasattr(os, "sched_setaffinity") else None
 
@@ -330,8 +349,9 @@ _current_core = _of_libc(ctypes.PyDLL, "sched_getcpu") if hasattr(os, "sched_set
 class StreamGate(Gate):
     """For engines that queue copies on a device. See :class:`Gate`.
 
-    What is planned beside computation begins in windows, as part of their bytes, and runs on behind them.
-    Where there are none it begins at once, no more of it than planned: what is queued cannot be staged.
+    What is planned beside computation begins in windows, as part of their bytes, and runs on behind
+    them. Where there are none it begins at once, no more of it than planned: what is queued cannot
+    be staged.
     """
 
     def __init__(self) -> None:
@@ -405,13 +425,16 @@ class StreamGate(Gate):
 
     def _beside(self, now: float) -> Permit:
         """The next of what may be copied outside of windows."""
-        nbytes = min(self._beside_left, int(max(1.0, min(UNLIMITED, self._beside_rate * _QUEUED_SECS))))
+        nbytes = min(
+            self._beside_left, int(max(1.0, min(UNLIMITED, self._beside_rate * _QUEUED_SECS)))
+        )
         self._beside_left -= nbytes
         self._next_beside = now + nbytes / self._beside_rate
         return Permit(2, nbytes=nbytes)
 
 
-COMMUNICATING = ("Send", "Reduce")  # Beginnings of the names of instructions that move data between ranks
+# Beginnings of the names of instructions that move data between ranks
+COMMUNICATING = ("Send", "Reduce")
 _WAITING = ("Recv", "Send", "Reduce")
 _TRANSFERS = ("Recv", "Send")
 _RUNS_QUEUE = "CommitP2P"
@@ -428,8 +451,9 @@ def queues_transfers(names: Sequence[str]) -> bool:
 
 
 def waits(names: Sequence[str], queues: bool) -> tuple[bool, bool]:
-    """Whether a device may wait in the last of ``names``, all instructions up to that one, and whether that
-    is for something it receives. ``queues``: this schedule is known to queue its transfers."""
+    """Whether a device may wait in the last of ``names``, all instructions up to that one, and
+    whether that is for something it receives. ``queues``: this schedule is known to queue its
+    transfers."""
     name = names[-1]
     if name.startswith(_RUNS_QUEUE):
         queued = _queued(names, len(names) - 1)
@@ -457,7 +481,8 @@ def window_kind(names: Sequence[str], position: int) -> WindowKind:
 
 
 def _queued(names: Sequence[str], position: int) -> tuple[str, ...]:
-    """What the instruction at ``position`` carries out: the transfers since the last one of its kind."""
+    """What the instruction at ``position`` carries out: the transfers since the last one of its
+    kind."""
     found: list[str] = []
     if names[position].startswith(_RUNS_QUEUE):
         for at in range(position - 1, -1, -1):
@@ -469,7 +494,8 @@ def _queued(names: Sequence[str], position: int) -> tuple[str, ...]:
 
 
 SETTLED_STEPS = 2
-"""Steps that are seen before the first plan: what is made at first use takes long and never again."""
+"""Steps that are seen before the first plan: what is made at first use takes long and never
+again."""
 _MEMORY = 0.3
 _CLOCK_SECS = 0.0001  # by which two of a device's times, told by the host's clock, may be apart
 _SHARE_OF_A_STEP = 2.0
@@ -487,8 +513,8 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepObservation:
-    """What the training thread saw in one step. Until :meth:`timed` stamps of the device's clock stand for
-    seconds."""
+    """What the training thread saw in one step. Until :meth:`timed` stamps of the device's clock
+    stand for seconds."""
 
     key: Hashable
     names: Sequence[str]
@@ -508,7 +534,10 @@ class StepObservation:
         (step, *optimizer), waits, forwards, backwards = (
             [(next(secs), next(secs)) for _ in part] for part in parts
         )
-        timed = [w._replace(begin_secs=b, end_secs=e) for w, (b, e) in zip(self.waits, waits, strict=True)]
+        timed = [
+            w._replace(begin_secs=b, end_secs=e)
+            for w, (b, e) in zip(self.waits, waits, strict=True)
+        ]
         return StepObservation(self.key, self.names, step, timed, forwards, backwards, *optimizer)
 
 
@@ -519,14 +548,16 @@ def _median_secs(pairs: Sequence[tuple[float, float]]) -> float:
 
 @dataclass
 class WindowMeter:
-    """Windows of one schedule, measured step by step. A wait at ``len(names)`` is the drain. Pure."""
+    """Windows of one schedule, measured step by step. A wait at ``len(names)`` is the drain.
+    Pure."""
 
     names: Sequence[str]
     steps: int = 0
     step_secs: float = 0.0
     forward_secs: float = 0.0
     backward_secs: float = 0.0
-    # begin and length, exponentially smoothed over the steps: by position, and of the optimizer step
+    # begin and length, exponentially smoothed over the steps: by position, and of the optimizer
+    # step
     _waits: dict[int, tuple[float, float]] = field(default_factory=dict)
     _optimizer: tuple[float, float] | None = None
 
@@ -545,7 +576,10 @@ class WindowMeter:
             start, length = step.optimizer[0] - begin, step.optimizer[1] - step.optimizer[0]
             self._optimizer = _smoothed(self._optimizer, start, length)
         for wait in step.waits:
-            start, length = wait.begin_secs - begin, wait.end_secs - wait.begin_secs - wait.overrun_secs
+            start, length = (
+                wait.begin_secs - begin,
+                wait.end_secs - wait.begin_secs - wait.overrun_secs,
+            )
             self._waits[wait.position] = _smoothed(self._waits.get(wait.position), start, length)
 
     def windows(self) -> tuple[Window, ...]:
@@ -558,7 +592,8 @@ class WindowMeter:
         return tuple(found)
 
     def optimizers(self) -> tuple[Interval, ...]:
-        """The optimizer step, beside which nothing is planned; none if it is not told from the rest."""
+        """The optimizer step, beside which nothing is planned; none if it is not told from the
+        rest."""
         seen = self._optimizer
         return () if seen is None else (Interval(seen[0], sum(seen)),)
 
@@ -566,7 +601,9 @@ class WindowMeter:
 def _smoothed(known: tuple[float, float] | None, *seen: float) -> tuple[float, float]:
     """``known`` with one more step taken in."""
     old = known or seen
-    start, length = (before + _MEMORY * (now - before) for before, now in zip(old, seen, strict=True))
+    start, length = (
+        before + _MEMORY * (now - before) for before, now in zip(old, seen, strict=True)
+    )
     return start, length
 
 
@@ -583,8 +620,9 @@ def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator
 class BandwidthModel(Bandwidth):
     """What running steps teach, also of how much of each window can be used.
 
-    Exponential smoothing with bounds, of a tier's first bandwidths their mean. A window that was overrun (its
-    copies still ran when training wanted to go on) shrinks; one that had room left grows back."""
+    Exponential smoothing with bounds, of a tier's first bandwidths their mean. A window that was
+    overrun (its copies still ran when training wanted to go on) shrinks; one that had room left
+    grows back."""
 
     window: float = 2e9
     compute: float = 1e9
@@ -600,9 +638,11 @@ class BandwidthModel(Bandwidth):
         """From LOWEST to HIGHEST."""
         return self._factors.get(position, 1.0)
 
-    def observe_window(self, position: int, *, open_secs: float, overrun_secs: float, full: bool) -> None:
-        """One window of ``open_secs`` went by; training then waited ``overrun_secs`` for the copies.
-        ``full``: all that was planned for it was copied with time to spare."""
+    def observe_window(
+        self, position: int, *, open_secs: float, overrun_secs: float, full: bool
+    ) -> None:
+        """One window of ``open_secs`` went by; training then waited ``overrun_secs`` for the
+        copies. ``full``: all that was planned for it was copied with time to spare."""
         old = self.factor(position)
         if overrun_secs > 0.1 * max(open_secs, SHORTEST_WINDOW_SECS):
             wanted = old * open_secs / (open_secs + overrun_secs)
@@ -632,9 +672,9 @@ _BANDWIDTHS = {1: "window", 2: "compute", 3: "communication"}  # by tier
 
 
 class Pacer:
-    """Measures the windows of a running job, plans with HAS, opens and closes the gate: one per engine. The
-    training thread tells it what begins and ends (:mod:`reft.engine.deepspeed`); the copying thread asks its
-    gate before every chunk and has the plan renewed after every version.
+    """Measures the windows of a running job, plans with HAS, opens and closes the gate: one per
+    engine. The training thread tells it what begins and ends (:mod:`reft.engine.deepspeed`); the
+    copying thread asks its gate before every chunk and has the plan renewed after every version.
 
     Args:
         has: settings.
@@ -665,12 +705,14 @@ class Pacer:
         self._pipeline = stages, micro_batches, stage_id
         share = has.compute_share
         if share is None:
-            # All of the computing time where copies take nothing from training, by direct memory access from
-            # a device or on a core that no rank of the node uses. Else none: there, a chunk beside
-            # computation was measured to cost training more than waiting for it does.
+            # All of the computing time where copies take nothing from training, by direct memory
+            # access from a device or on a core that no rank of the node uses. Else none: there, a
+            # chunk beside computation was measured to cost training more than waiting for it does.
             spare = len(os.sched_getaffinity(0)) > ranks_here * torch.get_num_threads()
             share = 1.0 if engine.asynchronous or spare else 0.0
-        self._limits = HasLimits(share, has.separate_links, Overflow(has.overflow), has.max_overhead)
+        self._limits = HasLimits(
+            share, has.separate_links, Overflow(has.overflow), has.max_overhead
+        )
         # Until something was measured: beside computation, as slowly as ever allowed.
         nowhere_else = stages == 1 and share > 0
         pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
@@ -692,7 +734,7 @@ class Pacer:
         self._falls_back = False
         self._told_of_formulas = False
 
-    # -- training thread -----------------------------------------------------------------------------
+    # -- training thread ---------------------------------------------------------------------------
 
     def begin_step(self, key: Hashable) -> None:
         """The engine begins to execute a schedule; ``key`` tells schedules apart."""
@@ -701,8 +743,8 @@ class Pacer:
         self._began = self.stamp()
 
     def open(self, position: int, receives: bool) -> None:
-        """The instruction at ``position`` of the step's stream may make the device wait. Before anything was
-        measured, each receive is a window."""
+        """The instruction at ``position`` of the step's stream may make the device wait. Before
+        anything was measured, each receive is a window."""
         budget: tuple[int | None, int] | None = None
         mark: Any = None
         if self._planned_step:
@@ -744,28 +786,30 @@ class Pacer:
         forwards: Sequence[tuple[Any, Any]] = (),
         backwards: Sequence[tuple[Any, Any]] = (),
     ) -> None:
-        """The step is over: hand over what was seen. ``key``: as in :meth:`begin_step`; without that call the
-        step began where the last one ended. ``names``: class names of its instructions. ``forwards,
-        backwards``: :attr:`stamp` before and after each."""
+        """The step is over: hand over what was seen. ``key``: as in :meth:`begin_step`; without
+        that call the step began where the last one ended. ``names``: class names of its
+        instructions. ``forwards, backwards``: :attr:`stamp` before and after each."""
         ended = self.stamp()
         began = self._began if self._began is not None else self._ended
-        # Versions follow optimizer steps: an evaluation has other windows, and no version's deadline.
+        # Versions follow optimizer steps: an evaluation has other windows, and no version's
+        # deadline.
         if began is not None and trains(names):
             seen = (self._waits, forwards, backwards, self._optimizer)
             self._observed.append(StepObservation(key, names, (began, ended), *seen))
         self._waits, self._optimizer = [], None
         self._began, self._ended = None, ended
 
-    # -- copying thread ------------------------------------------------------------------------------
+    # -- copying thread ----------------------------------------------------------------------------
 
     def version_done(self, sections: Mapping[str, int], chunks: Sequence[ChunkRecord]) -> None:
-        """A version of so many bytes by section was copied by these chunks: learn from it, plan the next
-        ones."""
+        """A version of so many bytes by section was copied by these chunks: learn from it, plan the
+        next ones."""
         self._learn(chunks)
         # A version may be committed before its step is over: that one is judged with the next.
         queued, self._queued = [*self._queued, *chunks], chunks
         last: StepObservation | None = None
-        for _ in range(len(self._observed)):  # not those that come meanwhile: the device is always behind
+        # not those that come meanwhile: the device is always behind
+        for _ in range(len(self._observed)):
             last = self._observed.popleft().timed(self._engine)
             meter = self._meters.get(last.key)
             if meter is None or len(meter.names) != len(last.names):
@@ -788,14 +832,17 @@ class Pacer:
         # With a window starts its own, and, for engines that queue, its part of tier 2.
         part = -(-plan.tier_bytes[2] // max(1, len(plan.windows)))
         self._budgets = beside | {
-            p.position: (i, p.nbytes + part) for i, p in enumerate(plan.windows) if p.position is not None
+            p.position: (i, p.nbytes + part)
+            for i, p in enumerate(plan.windows)
+            if p.position is not None
         }
         self.plan, self._plan_key = plan, last.key
         self._share(plan)
 
     def _share(self, plan: HasSchedule) -> None:
         """Let the gate know what runs beside computation."""
-        # Where copies cost training nothing, spreading them would only bring them closer to the fence.
+        # Where copies cost training nothing, spreading them would only bring them closer to the
+        # fence.
         free = self._limits.compute_share >= 1.0
         nbytes = 0 if plan.windows else plan.tier_bytes[2]
         secs = sum(interval.length_secs for interval in plan.computing)
@@ -807,7 +854,11 @@ class Pacer:
         # Where copies are queued, how much of them was in a window is known when their step is.
         for tier in (2, 3) if in_windows and self._engine.asynchronous else (1, 2, 3):
             # Without windows, what training waits for is copied as it would be in one.
-            mine = [c for c in chunks if c.tier == tier or (tier == 1 and c.tier == 0 and not in_windows)]
+            mine = [
+                c
+                for c in chunks
+                if c.tier == tier or (tier == 1 and c.tier == 0 and not in_windows)
+            ]
             secs = sum(c.end_secs - c.begin_secs for c in mine)
             self.model.observe_copy(tier, sum(c.nbytes for c in mine), secs)
 
@@ -826,13 +877,16 @@ class Pacer:
                 )
 
     def _judge_queued(self, step: StepObservation, chunks: Sequence[ChunkRecord]) -> None:
-        """The same where copies are queued on a device, and run on after the window that they began in. Their
-        own times tell how much of them was within it, and how fast they are on either side of its end."""
+        """The same where copies are queued on a device, and run on after the window that they began
+        in. Their own times tell how much of them was within it, and how fast they are on either
+        side of its end."""
         behind_bytes = behind_secs = 0.0
         last_secs = step.whole[1] - _CLOCK_SECS
         for wait in (w for w in step.waits if w.window is not None):
             begin, end = wait.begin_secs - _CLOCK_SECS, wait.end_secs
-            mine = [c for c in chunks if c.window == wait.window and begin <= c.begin_secs < last_secs]
+            mine = [
+                c for c in chunks if c.window == wait.window and begin <= c.begin_secs < last_secs
+            ]
             if not mine:
                 continue
             nbytes = secs = 0.0
@@ -846,7 +900,9 @@ class Pacer:
                 behind_secs += length - within
             self.model.observe_copy(1, int(nbytes), secs)
             used_secs = secs + max(0.0, end - mine[-1].end_secs)
-            self.model.observe_used(wait.position, used_secs / max(used_secs, end - wait.begin_secs))
+            self.model.observe_used(
+                wait.position, used_secs / max(used_secs, end - wait.begin_secs)
+            )
         self.model.observe_copy(2, int(behind_bytes), behind_secs)
 
     def _plan(self, meter: WindowMeter, sections: Mapping[str, int]) -> HasSchedule:
@@ -907,21 +963,29 @@ class Pacer:
         pipeline = AnalyticEstimator(stages, micro_batches, meter.forward_secs, meter.backward_secs)
         paper = estimator == "paper"
         formula = paper_windows(pipeline, stage_id) if paper else pipeline.windows(stage_id)
-        # The formulas end a step with the reductions; the engine waits for the other stages after them.
+        # The formulas end a step with the reductions; the engine waits for the other stages after
+        # them.
         ends = len(meter.names)
         return tuple(
-            Window(w.kind, w.start_secs, w.stop_secs, ends if w.kind is WindowKind.DRAIN else w.position)
+            Window(
+                w.kind,
+                w.start_secs,
+                w.stop_secs,
+                ends if w.kind is WindowKind.DRAIN else w.position,
+            )
             for w in formula
         )
 
     def _is_of_formulas(self, meter: WindowMeter) -> bool:
-        """Whether the schedule is theirs: in another one nothing waits at the positions that they give."""
+        """Whether the schedule is theirs: in another one nothing waits at the positions that they
+        give."""
         if tuple(meter.names) == one_f_one_b_names(*self._pipeline):
             return True
         if not self._told_of_formulas:
             self._told_of_formulas = True
             logger.warning(
-                "has.windows is %r, a formula for 1F1B, but the engine executes another schedule: reft "
+                "has.windows is %r, a formula for 1F1B, but the engine executes another schedule: "
+                "reft "
                 "measures its windows instead; write 'profiled'",
                 self._has.windows,
             )

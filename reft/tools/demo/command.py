@@ -1,5 +1,5 @@
-"""``reft demo``: trains over nodes of this machine, kills some of them, trains again undisturbed and without
-reft, and compares every loss."""
+"""``reft demo``: trains over nodes of this machine, kills some of them, trains again undisturbed
+and without reft, and compares every loss."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ Losses = dict[int, list[str]]  # by step, as ``float.hex``, of every time that i
 
 
 class NodeFailure(NamedTuple):
-    """A node is lost while the step after ``step`` is computed; ``time``: when that was, in Unix seconds."""
+    """A node is lost while the step after ``step`` is computed; ``time``: when that was, in Unix
+    seconds."""
 
     step: int
     node: int
@@ -60,29 +61,32 @@ class NodeFailure(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft demo``. Returns 0: training finished and not one bit differs; 1: not so; 130:
-    told to stop. Raises ConfigError: the options do not fit together."""
+    """Command line of ``reft demo``. Returns 0: training finished and not one bit differs; 1: not
+    so; 130: told to stop. Raises ConfigError: the options do not fit together."""
     options = parse(argv)
     console = Console(stderr=options.json == "-", soft_wrap=True)
     handle_stop_signals()
     try:
         report = _run(options, console)
     except KeyboardInterrupt:
-        console.print("stopped; all processes are killed and their memory is removed", style="yellow")
+        console.print(
+            "stopped; all processes are killed and their memory is removed", style="yellow"
+        )
         return EXIT_INTERRUPTED
     return 0 if report["good"] else 1
 
 
-# -- options --------------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse, complete and check a command line: what the trainers would refuse is refused before anything is
-    started. Raises SystemExit: argparse's own refusals, and ``--help``."""
+    """Parse, complete and check a command line: what the trainers would refuse is refused before
+    anything is started. Raises SystemExit: argparse's own refusals, and ``--help``."""
     parser = Parser(
         prog="reft demo",
         allow_abbrev=False,
-        description="Train a small transformer over several nodes on this machine, kill nodes in the "
+        description="Train a small transformer over several nodes on this machine, kill nodes in "
+        "the "
         "middle of a step, watch the job continue from its peers' memory, and compare every "
         "loss, bit by bit, with an undisturbed run of the same job without reft. The exit code "
         "is 0 only if all losses are equal.",
@@ -91,16 +95,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ("--pp", int, 2, "N", "pipeline stages"),
         ("--dp", int, 2, "N", "replicas; every trainer has a node of its own"),
         ("--steps", int, 24, "N", "optimizer steps"),
-        ("--protection", str, "arc", "SCHEME", "as in the reft block: arc, aec, rs:K, ..., auto, none"),
+        (
+            "--protection",
+            str,
+            "arc",
+            "SCHEME",
+            "as in the reft block: arc, aec, rs:K, ..., auto, none",
+        ),
         ("--memory-dir", Path, _MEMORY_DIR, "DIR", "where to make the nodes' memory directories"),
         ("--json", str, None, "FILE", "write the report to FILE; - is standard output"),
     ):
         derived = "" if default is None else " (default: %(default)s)"
-        parser.add_argument(option, type=kind, default=default, metavar=metavar, help=says + derived)
+        parser.add_argument(
+            option, type=kind, default=default, metavar=metavar, help=says + derived
+        )
     parser.add_argument(
         "--kill",
         metavar="STEP:NODE[,...]",
-        help="failures: NODE is lost while the step after STEP is computed; several failures at one STEP "
+        help="failures: NODE is lost while the step after STEP is computed; several failures at "
+        "one STEP "
         "happen together; 'none' for none (default: node 1 after three eighths of the steps)",
     )
     options = parser.parse_args(list(argv))
@@ -112,7 +125,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             f"the model has {LAYERS} layers, but --pp {options.pp} needs one per stage; lower --pp"
         )
     if not os.access(options.memory_dir, os.W_OK):
-        raise ConfigError(f"--memory-dir {options.memory_dir} cannot be written; give another directory")
+        raise ConfigError(
+            f"--memory-dir {options.memory_dir} cannot be written; give another directory"
+        )
     config = parse_block(_block(options))
     if not config.chooses and config.scheme.parities:
         config.scheme.check_room(options.dp)
@@ -134,12 +149,15 @@ def _kills(text: str | None, steps: int, nodes: int) -> tuple[NodeFailure, ...]:
             ) from error
         if not (1 <= step < steps and 0 <= node < nodes):
             raise ConfigError(
-                f"--kill {part}: expected a step from 1 to {steps - 1}, since a node fails while the step "
+                f"--kill {part}: expected a step from 1 to {steps - 1}, since a node fails while "
+                "the step "
                 f"after it is computed, and one of the nodes 0 to {nodes - 1}"
             )
         kills.append(NodeFailure(step, node))
     if len(set(kills)) < len(kills):
-        raise ConfigError(f"--kill is {text!r}: a node can fail only once in a step; remove the repetition")
+        raise ConfigError(
+            f"--kill is {text!r}: a node can fail only once in a step; remove the repetition"
+        )
     return tuple(sorted(kills))
 
 
@@ -160,11 +178,12 @@ def deepspeed_config(options: argparse.Namespace, *, protected: bool) -> dict[st
     return config | ({BLOCK_NAME: _block(options)} if protected else {})
 
 
-# -- the runs ---------------------------------------------------------------------------------------------
+# -- the runs --------------------------------------------------------------------------------------
 
 
 def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run, compare and report. Memory and processes are gone afterwards, logs are kept if it failed."""
+    """Run, compare and report. Memory and processes are gone afterwards, logs are kept if it
+    failed."""
     began = time.monotonic()
 
     def say(text: str, style: str = "") -> None:
@@ -174,7 +193,8 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     kept, directory = False, Path(tempfile.mkdtemp(prefix="reft-demo-"))
     kills = ", ".join(f"node {k.node} in step {k.step + 1}" for k in options.kills) or "none"
     say(
-        f"a small transformer over {options.pp * options.dp} nodes, PP{options.pp} x DP{options.dp}, "
+        f"a small transformer over {options.pp * options.dp} nodes, PP{options.pp} x "
+        f"DP{options.dp}, "
         f"{options.steps} steps; failures: {kills}"
     )
     try:
@@ -221,22 +241,26 @@ class DemoJob:
         self.tolerance: int | None = None
         self.current: dict[int, LocalNode] = {}
         self._name, self._count = f"demo-{name}", options.pp * options.dp
-        self._recovered: list[dict[str, Any]] = []  # what nodes tell behind the first step of each start
+        # what nodes tell behind the first step of each start
+        self._recovered: list[dict[str, Any]] = []
         self._committed, self._skipped = (
             set[int](),
             0,
         )  # steps with a version, and versions given up, of rank 0
-        self._restored: list[dict[str, Any]] = []  # what each rank has restored since the last failure
+        # what each rank has restored since the last failure
+        self._restored: list[dict[str, Any]] = []
         self._states: dict[str, str] = {}  # what the launchers do, by node
         self._steps, self._say_now, self._said_at = options.steps, say, time.monotonic()
         self._pending = list(options.kills) if name == "training" else []
-        self._start = self._failed_in = 0  # of the job: the newest, and that in which nodes were lost last
+        # of the job: the newest, and that in which nodes were lost last
+        self._start = self._failed_in = 0
         self._step = 0  # of the newest start
         self._offsets: dict[str, int] = {}
         self._directory, self._memory = directory, memory
         self._events = directory / "events"
         directory.mkdir()
-        # Launchers that are killed leave files there. Its path is short: sockets of DataLoaders are in it.
+        # Launchers that are killed leave files there. Its path is short: sockets of DataLoaders are
+        # in it.
         (temporary := memory / "tmp").mkdir()
         environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         environment |= {ENV_EVENTS: str(self._events), "TMPDIR": str(temporary)}
@@ -253,8 +277,8 @@ class DemoJob:
         self._command = ["-m", "reft.tools.demo.train", json.dumps(trained)]
 
     def run(self, deadline: float) -> str | None:
-        """Run it to its end, or until ``deadline`` of ``time.monotonic``; its logs and events alone are left
-        afterwards. Returns why it could not finish; None: it did."""
+        """Run it to its end, or until ``deadline`` of ``time.monotonic``; its logs and events alone
+        are left afterwards. Returns why it could not finish; None: it did."""
         # In this process: a SIGKILL of it leaves no store behind.
         with closing(RendezvousServer("127.0.0.1", 0)) as store:
             self._endpoint = store.endpoint
@@ -270,7 +294,7 @@ class DemoJob:
             return f"the failures {left} could not be injected: the job had already ended"
         return problem
 
-    # -- nodes -----------------------------------------------------------------------------------------
+    # -- nodes -------------------------------------------------------------------------------------
 
     def _say(self, text: str, style: str = "") -> None:
         self._said_at = time.monotonic()
@@ -279,14 +303,17 @@ class DemoJob:
     def doing(self) -> str:
         """What the job is busy with while it makes no step."""
         states = {
-            self._states.get(node) for node in [node.name for node in self.current.values()] or self._states
+            self._states.get(node)
+            for node in [node.name for node in self.current.values()] or self._states
         }
         if not states - {None}:
             return "launchers start"
         if None in states or WAITING in states:
             return "nodes import torch and DeepSpeed, from which trainers are forked, and meet"
         if self._step:
-            return f"step {self._step + 1} is computed" if self._step < self._steps else "trainers end"
+            return (
+                f"step {self._step + 1} is computed" if self._step < self._steps else "trainers end"
+            )
         return "trainers build the model, and meet"
 
     def _start_node(self, index: int) -> LocalNode:
@@ -295,7 +322,14 @@ class DemoJob:
         name = f"node{index}.{before}" if before else f"node{index}"
         arguments = [
             *("--nnodes", str(self._count), "--nproc-per-node", "1"),
-            *("--rdzv-endpoint", self._endpoint, "--rdzv-id", self._name, "--local-addr", "127.0.0.1"),
+            *(
+                "--rdzv-endpoint",
+                self._endpoint,
+                "--rdzv-id",
+                self._name,
+                "--local-addr",
+                "127.0.0.1",
+            ),
             *("--node-id", name, "--rank-order", "across-nodes"),
             *("--max-restarts", "0"),  # a lost node uses up none
         ]
@@ -317,13 +351,16 @@ class DemoJob:
                 failed_at = failed_at or now
             ended = all(code is not None for code in codes.values())
             if failed_at is not None and (ended or now - failed_at > _END_SECS):
-                failed = ", ".join(f"{name} (exit code {code})" for name, code in codes.items() if code)
+                failed = ", ".join(
+                    f"{name} (exit code {code})" for name, code in codes.items() if code
+                )
                 return f"the run of {self._name} ended after step {self._step}: {failed}"
             if ended:
                 return None
             if now > deadline:
                 return (
-                    f"the time is up ({_MOST_SECS:.0f} s); the run of {self._name} has reached step "
+                    f"the time is up ({_MOST_SECS:.0f} s); the run of {self._name} has reached "
+                    "step "
                     f"{self._step} of {self._steps}"
                 )
             time.sleep(_POLL_SECS)
@@ -340,17 +377,23 @@ class DemoJob:
             self.failures.append(NodeFailure(self._step, kill.node, time.time()))
             lost = self.current[kill.node]
             self.nodes.lose(lost)
-            self._say(f"{lost.name} is killed, its memory is gone, in step {self._step + 1}", "bold red")
+            self._say(
+                f"{lost.name} is killed, its memory is gone, in step {self._step + 1}", "bold red"
+            )
         for kill in due:
             node = self._start_node(kill.node)
             said = (
-                "with empty memory, and cold: its launcher and its trainer import torch and DeepSpeed first"
+                "with empty memory, and cold: its launcher and its trainer import torch and "
+                "DeepSpeed first"
             )
-            self._say(f"{node.name} starts in its place, {said}. A spare node would have done so", "yellow")
+            self._say(
+                f"{node.name} starts in its place, {said}. A spare node would have done so",
+                "yellow",
+            )
 
     def take_in(self) -> None:
-        """The events since the last call, in the order of their times. A line that is not whole yet is left
-        for later; a killed process may leave one for good."""
+        """The events since the last call, in the order of their times. A line that is not whole yet
+        is left for later; a killed process may leave one for good."""
         found: list[dict[str, Any]] = []
         for path in self._events.glob("*.jsonl"):
             with path.open("rb") as file:
@@ -402,17 +445,20 @@ class DemoJob:
             f"{nbytes / 1e6:.2f} MB from {source}" for source, nbytes in found.items() if nbytes
         )
         secs = max(event["secs"] for event in told)
-        said = f"state of step {told[0]['version']} restored from {told[0]['source']} in {secs:.2f} s"
+        said = (
+            f"state of step {told[0]['version']} restored from {told[0]['source']} in {secs:.2f} s"
+        )
         self._say(f"{said}: {parts}", "bold magenta")
 
-    # -- the verdict -----------------------------------------------------------------------------------
+    # -- the verdict -------------------------------------------------------------------------------
 
     def report(self, reference: Losses, problem: str | None) -> dict[str, Any]:
         """What this run and an undisturbed one left behind, as plain values.
 
         ``losses`` are those of steps 1 to ``steps`` that stand at the end (None: never reached);
-        ``max_abs_loss_difference`` is over all times that a step was computed, 0.0 only if equal to the last
-        bit (None: some loss is missing); ``good``: training finished, and not one bit differs.
+        ``max_abs_loss_difference`` is over all times that a step was computed, 0.0 only if equal to
+        the last bit (None: some loss is missing); ``good``: training finished, and not one bit
+        differs.
         """
 
         def standing(losses: Losses) -> list[float | None]:
@@ -434,21 +480,28 @@ class DemoJob:
         }
 
     def _recoveries(self) -> Iterator[dict[str, Any]]:
-        """Of each, what the node tells that had made a step last, of those that saw the failure: where the
-        job went on, and the seconds from the failure to that step in their parts: ``detection`` (until its
-        launcher saw that a trainer had failed) and those of :data:`reft.node.report.PARTS`."""
+        """Of each, what the node tells that had made a step last, of those that saw the failure:
+        where the job went on, and the seconds from the failure to that step in their parts:
+        ``detection`` (until its launcher saw that a trainer had failed) and those of
+        :data:`reft.node.report.PARTS`."""
         after_failure = [event for event in self._recovered if event["failures"] or event["lost"]]
         for number in sorted({event["round"] for event in after_failure}):
             told = [event for event in after_failure if event["round"] == number]
-            last = max(told, key=lambda event: (event["failed_unix_secs"] is not None, event["time"]))
+            last = max(
+                told, key=lambda event: (event["failed_unix_secs"] is not None, event["time"])
+            )
             seen_at, step = last["failed_unix_secs"], last["resumed_step"] or 0
-            made = [failure.time for failure in self.failures if seen_at and failure.time <= seen_at]
+            made = [
+                failure.time for failure in self.failures if seen_at and failure.time <= seen_at
+            ]
             yield {
                 "source": (last["resumed_from"] or "none").partition(",")[0],
                 "version": step,
                 "lost_steps": max(0, last["newest_step"] - step),
                 "failure_to_step_secs": last["time"] - made[-1] if made else None,
-                "failure_to_step": {"detection": seen_at - made[-1], **last["secs"]} if made else {},
+                "failure_to_step": {"detection": seen_at - made[-1], **last["secs"]}
+                if made
+                else {},
             }
 
 
@@ -463,13 +516,17 @@ def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | No
             if one != other:
                 difference = abs(float.fromhex(one) - float.fromhex(other))
                 # Unequal bits never count as equal: not NaN against a number, not 0.0 against -0.0.
-                worst = max(worst, math.inf if math.isnan(difference) else difference or math.ulp(0.0))
+                worst = max(
+                    worst, math.inf if math.isnan(difference) else difference or math.ulp(0.0)
+                )
     return worst
 
 
 def _show_log(console: Console, job: DemoJob) -> None:
     """The end of one log that tells most; a failure of all is told alike by all."""
-    node = min(job.nodes.started, key=lambda n: (n not in job.current.values(), not n.process.poll()))
+    node = min(
+        job.nodes.started, key=lambda n: (n not in job.current.values(), not n.process.poll())
+    )
     console.print(f"\nthe end of {node.log}:", style="bold", highlight=False)
     lines = node.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     console.print("\n".join(lines), markup=False, highlight=False)
@@ -486,7 +543,9 @@ def _show(console: Console, report: dict[str, Any]) -> None:
             after = f"the next step was done {secs:.1f} s after the failure"
         if parts := describe_parts(recovery["failure_to_step"]):
             after += f" ({parts})"
-        console.print(Text(f"recovery: {resumed}, {recovery['lost_steps']} committed step(s) lost; {after}"))
+        console.print(
+            Text(f"recovery: {resumed}, {recovery['lost_steps']} committed step(s) lost; {after}")
+        )
     versions = report["snapshots"]
     console.print(
         f"snapshots: {versions['committed']} of {report['steps']} steps committed, "
@@ -507,6 +566,7 @@ def _verdict(report: dict[str, Any]) -> str:
         wrong = next((str(step) for step, (a, b) in pairs if a != b), "?")
         return f"FAILED: losses differ by up to {difference:.3g}; first at step {wrong}"
     return (
-        f"all {report['steps']} losses equal those of the undisturbed run without reft, to the last bit "
+        f"all {report['steps']} losses equal those of the undisturbed run without reft, to the "
+        "last bit "
         f"({len(report['failures'])} failure(s), {report['total_secs']:.0f} s in all)"
     )

@@ -1,6 +1,7 @@
 """What ``reft demo`` trains: a small transformer over bytes, as a pipeline of DeepSpeed's.
 
-It knows nothing of snapshots: ``reft launch`` installs them around ``deepspeed.initialize`` before it runs.
+It knows nothing of snapshots: ``reft launch`` installs them around ``deepspeed.initialize`` before
+it runs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class CausalBlock(nn.TransformerEncoderLayer):
     """A transformer block in which a byte sees those before it only."""
 
     def __init__(self) -> None:
-        super().__init__(_WIDTH, _HEADS, 4 * _WIDTH, _DROPOUT, "gelu", batch_first=True, norm_first=True)
+        super().__init__(
+            _WIDTH, _HEADS, 4 * _WIDTH, _DROPOUT, "gelu", batch_first=True, norm_first=True
+        )
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(_LENGTH))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -60,8 +63,8 @@ def compute_loss(scores: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
 
 
 def train(options: dict[str, Any]) -> None:
-    """One rank of the job. ``options``: ``steps``, ``stages``, ``layers``, ``save_dir``; ``deepspeed``: its
-    configuration."""
+    """One rank of the job. ``options``: ``steps``, ``stages``, ``layers``, ``save_dir``;
+    ``deepspeed``: its configuration."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -72,7 +75,9 @@ def train(options: dict[str, Any]) -> None:
     if get_accelerator().device_name() == "cpu":
         torch.set_flush_denormal(True)  # denormals would make a backward pass several times slower
     else:  # nothing that would make two runs differ
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]) % get_accelerator().device_count())
+        get_accelerator().set_device(
+            int(os.environ["LOCAL_RANK"]) % get_accelerator().device_count()
+        )
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     deepspeed.init_distributed()
@@ -89,7 +94,9 @@ def train(options: dict[str, Any]) -> None:
         loss_fn=compute_loss,
         partition_method=f"type:{CausalBlock.__name__}",
     )
-    engine, *_ = deepspeed.initialize(model=module, training_data=samples(), config=options["deepspeed"])
+    engine, *_ = deepspeed.initialize(
+        model=module, training_data=samples(), config=options["deepspeed"]
+    )
     set_random_seed(_SEED + 1 + engine.global_rank)
     engine.load_checkpoint(options["save_dir"])
     events = EventLog(engine.global_rank, writer="rank")

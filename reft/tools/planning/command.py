@@ -42,9 +42,13 @@ def plan_command(
     *,
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="CONFIG", help="the job's DeepSpeed JSON, with or without a reft block"),
+        typer.Argument(
+            metavar="CONFIG", help="the job's DeepSpeed JSON, with or without a reft block"
+        ),
     ] = None,
-    cluster: Annotated[str, typer.Option(help="v100, frontier, a100, h100, or a JSON file")] = "h100",
+    cluster: Annotated[
+        str, typer.Option(help="v100, frontier, a100, h100, or a JSON file")
+    ] = "h100",
     model: Annotated[
         str | None,
         typer.Option(
@@ -60,12 +64,15 @@ def plan_command(
     nodes: Annotated[int | None, typer.Option(min=1, help="nodes, instead of --dp")] = None,
     micro_batches: Annotated[
         int | None,
-        typer.Option(min=1, help="micro-batches per pipeline and step; default: gradient_accumulation_steps"),
+        typer.Option(
+            min=1, help="micro-batches per pipeline and step; default: gradient_accumulation_steps"
+        ),
     ] = None,
     rank_order: Annotated[
         str,
         typer.Option(
-            help="order of the axes in the ranks, slowest first, or auto, which puts data-parallel peers on "
+            help="order of the axes in the ranks, slowest first, or auto, which puts "
+            "data-parallel peers on "
             "different nodes where possible; default: DeepSpeed's own"
         ),
     ] = "pipe-data-model",
@@ -74,19 +81,24 @@ def plan_command(
         typer.Option(
             parser=_count,
             metavar="N",
-            help="count bytes for this many parameters (7B, 1.3e9), spread evenly, as publications do; "
+            help="count bytes for this many parameters (7B, 1.3e9), spread evenly, as "
+            "publications do; "
             "without --model, estimate the computing time of a Llama of that size",
         ),
     ] = None,
     seq_length: Annotated[
-        int | None, typer.Option(min=1, help="tokens per sample; default: the model's, at most 4096")
+        int | None,
+        typer.Option(min=1, help="tokens per sample; default: the model's, at most 4096"),
     ] = None,
     tolerance: Annotated[
         int | None,
-        typer.Option(min=0, help="node losses that every sharding group should survive; default: CONFIG's"),
+        typer.Option(
+            min=0, help="node losses that every sharding group should survive; default: CONFIG's"
+        ),
     ] = None,
     protection: Annotated[
-        str | None, typer.Option(help="protection to use instead of CONFIG's: a scheme such as aec, or auto")
+        str | None,
+        typer.Option(help="protection to use instead of CONFIG's: a scheme such as aec, or auto"),
     ] = None,
     host_memory_gb: Annotated[
         float | None,
@@ -96,22 +108,29 @@ def plan_command(
     ] = None,
     max_overhead: Annotated[
         float | None,
-        typer.Option(min=0, help="fraction of the training time that snapshots may cost; default: CONFIG's"),
+        typer.Option(
+            min=0, help="fraction of the training time that snapshots may cost; default: CONFIG's"
+        ),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="measured windows, from 'reft profile --json FILE', instead of estimated ones"),
+        typer.Option(
+            help="measured windows, from 'reft profile --json FILE', instead of estimated ones"
+        ),
     ] = None,
     print_cluster: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="print a cluster as JSON and exit, as a start for your own file"),
+        typer.Option(
+            metavar="NAME", help="print a cluster as JSON and exit, as a start for your own file"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
     """Predict what a job's protection costs and survives, before it is started.
 
-    Prints bytes per rank, host memory, idle windows, overhead, tolerance from the placement, the interval of
-    checkpoints on storage, and alternatives. All times are estimated from published hardware figures.
+    Prints bytes per rank, host memory, idle windows, overhead, tolerance from the placement, the
+    interval of checkpoints on storage, and alternatives. All times are estimated from published
+    hardware figures.
 
     Example: reft plan configs/bf16-zero1.json --model llama2-34b --tp 8 --pp 4 --nodes 64
 
@@ -144,9 +163,13 @@ def plan_command(
             measured = ProfileResult.load(profile)
         except ProfileError as error:
             raise ConfigError(f"--profile: {error}") from error
-    layouting = LayoutOptions(pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order)
+    layouting = LayoutOptions(
+        pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order
+    )
     machine = load_cluster(cluster)
-    job = plan_job(values | {BLOCK_NAME: block}, machine, model, layouting, parameters, seq_length=seq_length)
+    job = plan_job(
+        values | {BLOCK_NAME: block}, machine, model, layouting, parameters, seq_length=seq_length
+    )
     plan = make_plan(job, measured)
     if as_json:
         typer.echo(json.dumps(plan, indent=2))
@@ -156,7 +179,7 @@ def plan_command(
         raise typer.Exit(1)
 
 
-# -- for people ------------------------------------------------------------------------------------------
+# -- for people ------------------------------------------------------------------------------------
 
 Plan = dict[str, Any]  # as :func:`reft.tools.planning.plan.make_plan` makes it
 
@@ -167,7 +190,8 @@ def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
 
     step, source, protection = plan["step"], plan["step"]["source"], plan["protection"]
     say(
-        f"{job.training.name}, {plan['job']['nodes']} nodes, rank order {plan['job']['rank_order']}: a step "
+        f"{job.training.name}, {plan['job']['nodes']} nodes, rank order "
+        f"{plan['job']['rank_order']}: a step "
         f"takes {step['secs']:.3g} s, bubble {step['bubble_fraction']:.0%}, copies run at "
         f"{step['copy_bytes_per_sec'] / 1e9:.3g} GB/s ({source})"
     )
@@ -202,7 +226,10 @@ def _alternatives(plan: Plan) -> Table:
         *("protection", "survives", "to\nhost", "to\npeers", "node\nGiB", "overhead"),
     )
     table.add_column("", no_wrap=True)
-    moved = {a["name"]: a["bytes"]["to_host_bytes"] + a["bytes"]["sent_bytes"] for a in plan["alternatives"]}
+    moved = {
+        a["name"]: a["bytes"]["to_host_bytes"] + a["bytes"]["sent_bytes"]
+        for a in plan["alternatives"]
+    }
     for a in plan["alternatives"]:
         # A few words, compared with the one that ``auto`` takes.
         more = moved[a["name"]] - moved[plan["protection"]["auto_would_choose"]]
@@ -235,7 +262,8 @@ def _gb(nbytes: int) -> str:
 
 def _stages(plan: Plan) -> Table:
     table = numbers_table(
-        f"idle windows of each stage, with {plan['protection']['planned']} ({plan['step']['source']})",
+        f"idle windows of each stage, with {plan['protection']['planned']} "
+        f"({plan['step']['source']})",
         *("stage", "idle\ns", "of\nstep", "windows", "longest\nms", "GB that\nfit", "GB to\ncopy"),
     )
     for s in plan["stages"]:
@@ -255,7 +283,11 @@ def _stages(plan: Plan) -> Table:
 def numbers_table(title: str, first: str, *numbers: str) -> Table:
     """A table whose first column is text and whose others are numbers; none of them is cut."""
     table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     table.add_column(first, no_wrap=True)
     for column in numbers:

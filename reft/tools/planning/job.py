@@ -1,7 +1,8 @@
-"""A job to plan, read from a DeepSpeed configuration and a few options. Nothing is imported of DeepSpeed.
+"""A job to plan, read from a DeepSpeed configuration and a few options. Nothing is imported of
+DeepSpeed.
 
-DeepSpeed numbers the ranks row-major over an order of axes. The order decides which ranks are data-parallel
-peers; when they sit on one node, a lost node takes a shard and its copy together.
+DeepSpeed numbers the ranks row-major over an order of axes. The order decides which ranks are
+data-parallel peers; when they sit on one node, a lost node takes a shard and its copy together.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def parse_order(text: str) -> tuple[str, ...]:
     order = tuple(text.replace(",", "-").split("-"))
     if sorted(order) != sorted(AXES):
         raise ConfigError(
-            f"--rank-order is {text!r}; write 'auto' or pipe, data and model in some order, such as "
+            f"--rank-order is {text!r}; write 'auto' or pipe, data and model in some order, such "
+            "as "
             "data-pipe-model"
         )
     return order
@@ -88,7 +90,8 @@ def parse_order(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """How the job is spread; None is derived from the rest. ``order`` of the ranks: axes, or ``auto``."""
+    """How the job is spread; None is derived from the rest. ``order`` of the ranks: axes, or
+    ``auto``."""
 
     pp: int = 1
     tp: int = 1
@@ -100,11 +103,13 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    training: Training  # model, machine and degrees; whether the optimizer is partitioned (``zero_1``)
+    # model, machine and degrees; whether the optimizer is partitioned (``zero_1``)
+    training: Training
     block: ReftConfig
     half: bool  # 16-bit weights beside fp32 masters
     layout: JobLayout  # order of the ranks
-    parameters: float | None = None  # nominal, counted as if spread evenly; None counts those of each stage
+    # nominal, counted as if spread evenly; None counts those of each stage
+    parameters: float | None = None
     notes: tuple[str, ...] = ()  # what was assumed
 
     @cached_property
@@ -154,10 +159,10 @@ def plan_job(
     *,
     seq_length: int | None = None,
 ) -> PlannedJob:
-    """The job that a DeepSpeed configuration means. ``config, cluster, layouting``: what runs where.
-    ``model``: see :func:`reft.tools.planning.model.load_shape`; None: one with that many parameters.
-    ``parameters``: nominal number, to count bytes as publications do. ``seq_length``: tokens of a sample,
-    instead of the model's."""
+    """The job that a DeepSpeed configuration means. ``config, cluster, layouting``: what runs
+    where. ``model``: see :func:`reft.tools.planning.model.load_shape`; None: one with that many
+    parameters. ``parameters``: nominal number, to count bytes as publications do. ``seq_length``:
+    tokens of a sample, instead of the model's."""
     block = parse_block(dict(find_part(config, BLOCK_NAME)))
     if block.variant is not Variant.HAS:
         raise ConfigError(
@@ -173,7 +178,8 @@ def plan_job(
         shape, assumed = read_model_shape(parameters, layouting.tp, seq_length)
     else:
         raise ConfigError(
-            "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of a .json "
+            "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of "
+            "a .json "
             "file such as the config.json of a Hugging Face model, or --parameters 7e9"
         )
     notes += [assumed] if assumed else []
@@ -181,7 +187,8 @@ def plan_job(
     dp, micro_batches = _batches(config, cluster, layouting, samples, notes)
     if shape.heads % layouting.tp:
         raise ConfigError(
-            f"model {shape.name} has {shape.heads} heads, not divisible by --tp {layouting.tp}; change --tp"
+            f"model {shape.name} has {shape.heads} heads, not divisible by --tp {layouting.tp}; "
+            "change --tp"
         )
     degrees = Degrees(layouting.pp, dp, layouting.tp)
     training = Training(
@@ -190,7 +197,9 @@ def plan_job(
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
     auto = layouting.order == "auto"
-    layout = JobLayout(degrees, choose_order(degrees, nodes) if auto else parse_order(layouting.order))
+    layout = JobLayout(
+        degrees, choose_order(degrees, nodes) if auto else parse_order(layouting.order)
+    )
     return PlannedJob(training, block, half, layout, parameters, tuple(notes))
 
 
@@ -198,30 +207,40 @@ def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[
     """Whether weights have 16 bits, and whether the optimizer is partitioned over replicas."""
     for finding in engine_findings(config):
         raise ConfigError(str(finding))
-    enabled = {key: find_part(config, key).get("enabled", False) for key in ("fp16", "bf16", "bfloat16")}
+    enabled = {
+        key: find_part(config, key).get("enabled", False) for key in ("fp16", "bf16", "bfloat16")
+    }
     for key, value in enabled.items():
         if not isinstance(value, bool):
-            raise ConfigError(f'"{key}.enabled" is {value!r}; write true or false: it decides the bytes')
+            raise ConfigError(
+                f'"{key}.enabled" is {value!r}; write true or false: it decides the bytes'
+            )
     bf16 = enabled["bf16"] or enabled["bfloat16"]
     if bf16 and enabled["fp16"]:
         raise ConfigError('"fp16" and "bf16" are both enabled; DeepSpeed takes one of them')
     kind = find_part(config, "optimizer").get("type")
     if kind is None:
         notes.append(
-            "the configuration names no optimizer; planned with Adam, 8 bytes of moments a parameter"
+            "the configuration names no optimizer; planned with Adam, 8 bytes of moments a "
+            "parameter"
         )
     elif str(kind).lower() not in _ADAM:
         raise ConfigError(
-            f'"optimizer.type" is {kind!r}; reft plan knows the bytes of Adam and Lamb and their kin '
+            f'"optimizer.type" is {kind!r}; reft plan knows the bytes of Adam and Lamb and their '
+            "kin "
             f"({', '.join(_ADAM[:3])}, ...)"
         )
     partitions = find_part(config, "zero_optimization").get("stage", 0) == 1
     if bf16 and pp > 1 and not partitions:
         partitions = True
-        notes.append("in bf16 with a pipeline DeepSpeed partitions the optimizer at ZeRO stage 0 too")
+        notes.append(
+            "in bf16 with a pipeline DeepSpeed partitions the optimizer at ZeRO stage 0 too"
+        )
     half = bf16 or enabled["fp16"]
     if not half:
-        notes.append("computing times are those of half precision; fp32 takes longer, so snapshots cost less")
+        notes.append(
+            "computing times are those of half precision; fp32 takes longer, so snapshots cost less"
+        )
     return half, partitions
 
 
@@ -233,38 +252,53 @@ def _count(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def _batches(
-    config: Mapping[str, Any], cluster: Cluster, layouting: LayoutOptions, samples: int, notes: list[str]
+    config: Mapping[str, Any],
+    cluster: Cluster,
+    layouting: LayoutOptions,
+    samples: int,
+    notes: list[str],
 ) -> tuple[int, int]:
-    """Replicas, and micro-batches per pipeline and step: what is not given follows from the rest."""
+    """Replicas, and micro-batches per pipeline and step: what is not given follows from the
+    rest."""
     dp, replica = layouting.dp, layouting.pp * layouting.tp
     whole = _count(config, "train_batch_size")
     micro_batches = layouting.micro_batches or _count(config, "gradient_accumulation_steps")
     if dp is not None and layouting.nodes is not None:
-        raise ConfigError("--dp and --nodes both say how many replicas there are; leave one of them out")
+        raise ConfigError(
+            "--dp and --nodes both say how many replicas there are; leave one of them out"
+        )
     if layouting.nodes is not None:
         devices = layouting.nodes * cluster.devices_per_node
         if devices % replica:
             raise ConfigError(
-                f"{layouting.nodes} nodes have {devices} devices, not a multiple of --pp {layouting.pp} x "
+                f"{layouting.nodes} nodes have {devices} devices, not a multiple of --pp "
+                f"{layouting.pp} x "
                 f"--tp {layouting.tp}; change one of them"
             )
         dp = devices // replica
     if dp is None and (whole is None or micro_batches is None):
         raise ConfigError(
-            "the number of replicas is not known; write --dp N or --nodes N, or train_batch_size and "
+            "the number of replicas is not known; write --dp N or --nodes N, or train_batch_size "
+            "and "
             "gradient_accumulation_steps into the configuration"
         )
     if whole is None or (dp is not None and micro_batches is not None):
         if micro_batches is None:
-            said = "the configuration has no gradient_accumulation_steps: one micro-batch, as in DeepSpeed"
+            said = (
+                "the configuration has no gradient_accumulation_steps: one micro-batch, as in "
+                "DeepSpeed"
+            )
             notes.append(said)
         return dp or 1, micro_batches or 1
     known, what, option = (
-        (micro_batches or 1, "micro-batches", "--dp") if dp is None else (dp, "replicas", "--micro-batches")
+        (micro_batches or 1, "micro-batches", "--dp")
+        if dp is None
+        else (dp, "replicas", "--micro-batches")
     )
     if whole % (samples * known):
         raise ConfigError(
-            f"train_batch_size {whole} is not divisible by {samples} samples x {known} {what}; change it, or "
+            f"train_batch_size {whole} is not divisible by {samples} samples x {known} {what}; "
+            "change it, or "
             f"write {option}"
         )
     missing = whole // (samples * known)

@@ -1,8 +1,10 @@
-"""What a job trains, and on what, by published figures: models, clusters, and what a step costs there.
+"""What a job trains, and on what, by published figures: models, clusters, and what a step costs
+there.
 
-Models: the Llama-2 of the REFT paper, a Hugging Face ``config.json``, or a size alone. Clusters: a node from
-the view of one device, and how often nodes fail. The known ones are the files of ``clusters/``;
-docs/planning.md has the source of every number. Nothing was fitted to a result of reft or of its papers.
+Models: the Llama-2 of the REFT paper, a Hugging Face ``config.json``, or a size alone. Clusters: a
+node from the view of one device, and how often nodes fail. The known ones are the files of
+``clusters/``; docs/planning.md has the source of every number. Nothing was fitted to a result of
+reft or of its papers.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from reft.policy.rate import DAY_SECS
 from reft.protect.placement import Weibull
 
 LINK_EFFICIENCY = 0.8
-"""Part of a link's line rate that large pinned copies reach: packet headers and flow control leave 80 to
-85 % (NVIDIA's bandwidthTest: 12 to 13 GB/s on PCIe 3.0 x16)."""
+"""Part of a link's line rate that large pinned copies reach: packet headers and flow control leave
+80 to 85 % (NVIDIA's bandwidthTest: 12 to 13 GB/s on PCIe 3.0 x16)."""
 MEMORY_SHARE = 0.5
-"""Part of a node's memory that reft may take by default: what Linux lets a tmpfs such as /dev/shm hold."""
+"""Part of a node's memory that reft may take by default: what Linux lets a tmpfs such as /dev/shm
+hold."""
 
 
 class FailureRate(BaseModel):
@@ -57,10 +60,12 @@ class Cluster(BaseModel):
     devices_per_host_link: PositiveInt  # devices that share it when all copy at once
     network_bytes_per_sec: PositiveFloat  # of the whole node, one direction
     network_over_host_link: bool = True  # traffic of the network takes the device's host link
-    network_through_host: bool = False  # and is staged in host memory, so it takes the shared part too
+    # and is staged in host memory, so it takes the shared part too
+    network_through_host: bool = False
     host_memory_bytes: PositiveInt  # of a node. failures: why nodes fail.
     failures: tuple[FailureRate, ...] = Field(min_length=1)
-    storage_bytes_per_sec: PositiveFloat | None = None  # at which a node writes while all do; None: not known
+    # at which a node writes while all do; None: not known
+    storage_bytes_per_sec: PositiveFloat | None = None
 
     def to_json(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude_none=True)
@@ -78,8 +83,8 @@ class Cluster(BaseModel):
     def compute_slowdown(self, copy_bytes_per_sec: float) -> float:
         """How many times longer a computation takes during a copy.
 
-        The copy takes its part of the memory's bandwidth; a computation bound by memory loses all of
-        that part, so this is an upper bound for the others. Nothing else is shared: copy engines
+        The copy takes its part of the memory's bandwidth; a computation bound by memory loses all
+        of that part, so this is an upper bound for the others. Nothing else is shared: copy engines
         use no compute units.
         """
         return 1.0 + copy_bytes_per_sec / self.memory_bytes_per_sec
@@ -102,13 +107,14 @@ CLUSTERS = {
     for name in ("v100", "frontier", "a100", "h100")
 }
 _EXAMPLE = (
-    '{"like": "h100", "devices_per_node": 4, "host_memory_bytes": 1e12, "failures": [{"mtbf_days": 200}]}'
+    '{"like": "h100", "devices_per_node": 4, "host_memory_bytes": 1e12, "failures": '
+    '[{"mtbf_days": 200}]}'
 )
 
 
 def load_cluster(name: str) -> Cluster:
-    """A known cluster, or one from a JSON file, in which ``like`` names the known one that it differs
-    from."""
+    """A known cluster, or one from a JSON file, in which ``like`` names the known one that it
+    differs from."""
     if (known := CLUSTERS.get(name.lower())) is not None:
         return known
     path = Path(name)
@@ -116,14 +122,17 @@ def load_cluster(name: str) -> Cluster:
         near = get_close_matches(name.lower(), CLUSTERS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
-            f"no cluster named {name!r}; {hint}known: {', '.join(CLUSTERS)}, or the path of a .json file "
+            f"no cluster named {name!r}; {hint}known: {', '.join(CLUSTERS)}, or the path of a "
+            ".json file "
             f"such as {_EXAMPLE}"
         )
     given = dict(read_object(path, "the cluster file", f"an object such as {_EXAMPLE}"))
     base: dict[str, Any] = {}
     if (like := given.pop("like", None)) is not None:
         if str(like).lower() not in CLUSTERS:
-            raise ConfigError(f'the cluster file {path}: "like" is {like!r}; known: {", ".join(CLUSTERS)}')
+            raise ConfigError(
+                f'the cluster file {path}: "like" is {like!r}; known: {", ".join(CLUSTERS)}'
+            )
         base = CLUSTERS[like.lower()].to_json()
     try:
         found = Cluster.model_validate({**base, "name": path.stem, **given})
@@ -132,7 +141,8 @@ def load_cluster(name: str) -> Cluster:
     if found.achieved_flops > found.peak_flops:
         raise ConfigError(
             f"the cluster file {path}: achieved_flops {found.achieved_flops:.3g} exceed peak_flops "
-            f"{found.peak_flops:.3g}; write what training really reaches, usually 0.3 to 0.5 of the peak"
+            f"{found.peak_flops:.3g}; write what training really reaches, usually 0.3 to 0.5 of "
+            "the peak"
         )
     return found
 
@@ -154,10 +164,11 @@ def _explain(path: Path, error: ValidationError) -> str:
     return "\n".join(lines)
 
 
-# -- models -----------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 SEQ_LENGTH = 4096
-"""Tokens of a sample where nobody says: what a model can take (131,072 for Llama 3.1) is seldom used."""
+"""Tokens of a sample where nobody says: what a model can take (131,072 for Llama 3.1) is seldom
+used."""
 _HEAD_SIZE = 128
 _VOCAB_SIZE = 32_000
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -184,13 +195,14 @@ class PlannedShape:
 
 
 def read_shape(path: Path, seq_length: int | None = None) -> PlannedShape:
-    """The shape that a Hugging Face ``config.json`` describes; a ConfigError where it is of a kind that is
-    not known, or lacks a number."""
+    """The shape that a Hugging Face ``config.json`` describes; a ConfigError where it is of a kind
+    that is not known, or lacks a number."""
     values = read_object(path, "the model file", "an object")
     kind = values.get("model_type")
     if kind not in _KINDS:
         raise ConfigError(
-            f"the model file {path}: model_type is {kind!r}; known: {', '.join(_KINDS)}. Leave --model out "
+            f"the model file {path}: model_type is {kind!r}; known: {', '.join(_KINDS)}. Leave "
+            "--model out "
             f"and give the number of parameters: --parameters 7e9"
         )
 
@@ -198,7 +210,9 @@ def read_shape(path: Path, seq_length: int | None = None) -> PlannedShape:
         value = values.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"the model file {path}: {key} is {value!r}; expected a positive integer")
+            raise ConfigError(
+                f"the model file {path}: {key} is {value!r}; expected a positive integer"
+            )
         return value
 
     hidden, heads = count("hidden_size"), count("num_attention_heads")
@@ -234,10 +248,10 @@ SHAPES = {shape.name: shape for shape in sorted(_MODELS, key=lambda shape: shape
 
 
 def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
-    """A shape, and what was assumed of it. ``model``: one of :data:`SHAPES`, also as ``llama2-NAME``; the
-    ``config.json`` of a Hugging Face model, or the folder that holds it. ``seq_length``: tokens of a
-    sample, instead of the shape's. Raises ConfigError: unknown, unreadable, or of a kind that is not
-    known; says what to write."""
+    """A shape, and what was assumed of it. ``model``: one of :data:`SHAPES`, also as
+    ``llama2-NAME``; the ``config.json`` of a Hugging Face model, or the folder that holds it.
+    ``seq_length``: tokens of a sample, instead of the shape's. Raises ConfigError: unknown,
+    unreadable, or of a kind that is not known; says what to write."""
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".json" or not path.is_file():
@@ -246,8 +260,10 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
             near = get_close_matches(name, SHAPES, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}. For another one give the path "
-                f"of its Hugging Face config.json, or the nearest of these with --parameters, such as 70B"
+                f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}. For another one give "
+                "the path "
+                "of its Hugging Face config.json, or the nearest of these with --parameters, "
+                "such as 70B"
             )
         return replace(known, seq_length=seq_length or known.seq_length), ""
     shape = read_shape(path, seq_length)
@@ -255,8 +271,11 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
     return shape, said if seq_length else f"{said}; --seq-length says otherwise"
 
 
-def read_model_shape(parameters: float, tensor: int, seq_length: int | None) -> tuple[PlannedShape, str]:
-    """A shape of about so many parameters, in about Llama's proportions: heads of 128, as many as layers."""
+def read_model_shape(
+    parameters: float, tensor: int, seq_length: int | None
+) -> tuple[PlannedShape, str]:
+    """A shape of about so many parameters, in about Llama's proportions: heads of 128, as many as
+    layers."""
     square = round((parameters / (12 * _HEAD_SIZE**2)) ** (1 / 3))
     heads = max(1, round(square / tensor)) * tensor
     hidden = heads * _HEAD_SIZE
@@ -271,7 +290,8 @@ def read_model_shape(parameters: float, tensor: int, seq_length: int | None) -> 
         seq_length=seq_length or SEQ_LENGTH,
     )
     return shape, (
-        f"no model is given: computing time as of {layers} layers of width {hidden:,} and samples of "
+        f"no model is given: computing time as of {layers} layers of width {hidden:,} and samples "
+        "of "
         f"{shape.seq_length:,} tokens"
     )
 
@@ -283,7 +303,8 @@ OPTIMIZER_TRAFFIC_BYTES = HALF_BYTES + 2 * OPTIMIZER_BYTES + MODEL_BYTES
 
 @dataclass(frozen=True)
 class Training:
-    """A job. Stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data, tensor)."""
+    """A job. Stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data,
+    tensor)."""
 
     shape: PlannedShape  # of the model
     machine: Cluster  # what it runs on
@@ -292,8 +313,8 @@ class Training:
     data: int
     micro_batches: int  # m, per pipeline and step
     samples: int = 1  # per micro-batch, of the model's full sequence length
-    # every rank makes the optimizer's step of its partition only. Scattering gradients and gathering weights
-    # move together what reducing gradients does.
+    # every rank makes the optimizer's step of its partition only. Scattering gradients and
+    # gathering weights move together what reducing gradients does.
     zero_1: bool = False
 
     def __post_init__(self) -> None:
@@ -301,7 +322,8 @@ class Training:
             raise ConfigError(f"parallel degrees and micro-batches are at least 1; got {self.name}")
         if self.stages > self.shape.layers:
             raise ConfigError(
-                f"model {self.shape.name} has {self.shape.layers} layers, but --pp {self.stages} needs at "
+                f"model {self.shape.name} has {self.shape.layers} layers, but --pp {self.stages} "
+                "needs at "
                 f"least one per stage; lower --pp"
             )
 
@@ -312,7 +334,10 @@ class Training:
     @property
     def name(self) -> str:
         degrees = f"TP{self.tensor} PP{self.stages} DP{self.data}"
-        return f"{self.shape.name} {degrees} m{self.micro_batches} on {self.devices:,} {self.machine.name}"
+        return (
+            f"{self.shape.name} {degrees} m{self.micro_batches} on {self.devices:,} "
+            f"{self.machine.name}"
+        )
 
     def stage_parameters(self, stage_id: int) -> float:
         """Of one device: its part of the stage's blocks, embedding and head."""
@@ -330,8 +355,8 @@ class Training:
 
     @property
     def fits_device(self) -> bool:
-        """Model, optimizer (of ZeRO-1 this rank's part) and half-precision gradients fit; activations are not
-        counted."""
+        """Model, optimizer (of ZeRO-1 this rank's part) and half-precision gradients fit;
+        activations are not counted."""
         largest = max(self.stage_parameters(p) for p in range(self.stages))
         per_parameter = MODEL_BYTES + OPTIMIZER_BYTES / self._optimizer_shares + HALF_BYTES
         return largest * per_parameter <= self.machine.memory_bytes
@@ -342,7 +367,9 @@ class Training:
 
         2 operations per parameter and token, and attention.
         """
-        return tuple(self._forward_flops(p) / self.machine.achieved_flops for p in range(self.stages))
+        return tuple(
+            self._forward_flops(p) / self.machine.achieved_flops for p in range(self.stages)
+        )
 
     @property
     def activation_bytes(self) -> int:
@@ -355,7 +382,9 @@ class Training:
         ring = 2 * (self.data - 1) / self.data * HALF_BYTES
         rings = min(self.tensor, self.machine.devices_per_node)
         ring_bytes_per_sec = self.machine.network_bytes_per_sec / rings
-        return tuple(ring * self.stage_parameters(p) / ring_bytes_per_sec for p in range(self.stages))
+        return tuple(
+            ring * self.stage_parameters(p) / ring_bytes_per_sec for p in range(self.stages)
+        )
 
     @property
     def optimizer_secs(self) -> tuple[float, ...]:

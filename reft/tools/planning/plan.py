@@ -1,7 +1,9 @@
-"""Everything that can be said of a job before it is started: ``reft plan``. Estimated, and labelled so.
+"""Everything that can be said of a job before it is started: ``reft plan``. Estimated, and labelled
+so.
 
-What copies would cost its step follows from whether they fit the time in which training leaves the link
-alone, by formulas over published figures, or by windows that ``reft profile`` has measured. Pure.
+What copies would cost its step follows from whether they fit the time in which training leaves the
+link alone, by formulas over published figures, or by windows that ``reft profile`` has measured.
+Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, ChoiceI
 from reft.policy.loads import LinkRates, TrafficEstimate
 from reft.policy.rate import DAY_SECS, REPAIR_SECS, best_interval, memory_risk, whole_interval
 from reft.profile.result import Activity, ProfileResult
-from reft.snapshot.schedule import AnalyticEstimator, Bandwidth, HasLimits, Interval, Window, plan_schedule
+from reft.snapshot.schedule import (
+    AnalyticEstimator,
+    Bandwidth,
+    HasLimits,
+    Interval,
+    Window,
+    plan_schedule,
+)
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.model import MEMORY_SHARE, Training
 
@@ -33,20 +42,24 @@ IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
 
 
 def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str, Any]:
-    """Plan a job: what ``reft plan --json`` prints. ``profile``: measured windows, instead of estimated ones.
-    Raises ConfigError: a protection that has no room in the groups; a profile of something else."""
+    """Plan a job: what ``reft plan --json`` prints. ``profile``: measured windows, instead of
+    estimated ones. Raises ConfigError: a protection that has no room in the groups; a profile of
+    something else."""
     block, training, cluster, notes = job.block, job.training, job.training.machine, list(job.notes)
     allowed = block.has.max_overhead
     memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * cluster.host_memory_bytes)
     pace = estimated_pace(training)
     if profile is not None:
         share = block.has.compute_share
-        if share is None:  # as a job takes it; whether its hosts have a core to spare is not known here
+        # as a job takes it; whether its hosts have a core to spare is not known here
+        if share is None:
             share = 1.0 if profile.clock == "device" else 0.0
         pace = measured_pace(profile, training, share)
     recomputed = block.recompute and training.zero_1
     if block.recompute:
-        notes.append(IN_VAIN if recomputed else f'nothing is partitioned: "{AOR}" has nothing to do')
+        notes.append(
+            IN_VAIN if recomputed else f'nothing is partitioned: "{AOR}" has nothing to do'
+        )
     choice = choose(
         ChoiceInputs(
             job.topology,
@@ -55,7 +68,9 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
             block_bytes=block.block_bytes,
             memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
             exact=False,  # all clusters have GPUs
-            rates=LinkRates(cluster.copy_bytes_per_sec, cluster.network_share_bytes_per_sec, HOST_ADAM, 1),
+            rates=LinkRates(
+                cluster.copy_bytes_per_sec, cluster.network_share_bytes_per_sec, HOST_ADAM, 1
+            ),
         ),
         block.tolerance,
         recompute=recomputed,
@@ -65,8 +80,8 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
     name = f"{AUTO if block.chooses else block.scheme}{AOR if recomputed else ''}"
     planned = choice.chosen if block.chooses else choice.of(name)
     fits = {alternative.name: pace(alternative.loads) for alternative in choice.alternatives}
-    # Steps between two snapshots that are worth their cost: training waits for the cost, and what else a copy
-    # takes runs beside it.
+    # Steps between two snapshots that are worth their cost: training waits for the cost, and what
+    # else a copy takes runs beside it.
     step, stages = pace.step_secs, sorted(pace.stages.items())
     cost = fits[planned.name].overhead * step
     copy = max(planned.loads[p].to_host_bytes / s.bandwidth.window for p, s in stages)
@@ -117,7 +132,8 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
             "configured": name,
             "planned": planned.name,
             "auto_would_choose": choice.chosen.name,
-            "why": f"{choice.reason}; {fits[choice.chosen.name].overhead:.1%} of a step ({pace.estimator})",
+            "why": f"{choice.reason}; {fits[choice.chosen.name].overhead:.1%} of a step "
+            f"({pace.estimator})",
             "needed": list(choice.needed),
             "wished_tolerance": choice.wanted,
             "tolerance": planned.tolerance,
@@ -186,14 +202,15 @@ def _explain(best: int, every: int, allowed: float, *, adapts: bool) -> str:
     return f"every {every} step(s), {said}; {lost}"
 
 
-# -- what copies cost a step ---------------------------------------------------------------------------------
+# -- what copies cost a step -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StageWindows:
     """The step of one stage as it was measured or estimated."""
 
-    windows: Sequence[Window]  # while the device waits. computing, communicating: while it does not.
+    # while the device waits. computing, communicating: while it does not.
+    windows: Sequence[Window]
     # of copies in each situation. step_secs: without snapshots. limits: what copies may do.
     bandwidth: Bandwidth
     step_secs: float
@@ -210,14 +227,16 @@ class FitPrediction(NamedTuple):
     """A prediction for a snapshot in every step."""
 
     overhead: float  # part of the step that is added
-    in_windows: float  # part of the bytes that is copied while devices wait, on the stage where it is least
-    left_over_secs: float  # for which the optimizer waits for copies, on the stage that waits longest
+    # part of the bytes that is copied while devices wait, on the stage where it is least
+    in_windows: float
+    # for which the optimizer waits for copies, on the stage that waits longest
+    left_over_secs: float
 
 
 @dataclass(frozen=True)
 class WindowPace:
-    """What copies cost the step: what is left at the optimizer step is waited for, the rest is free.
-    ``training``: on whose network partitions are sent to peers; None: that is not counted."""
+    """What copies cost the step: what is left at the optimizer step is waited for, the rest is
+    free. ``training``: on whose network partitions are sent to peers; None: that is not counted."""
 
     stages: Mapping[int, StageWindows]
     estimator: str
@@ -252,33 +271,37 @@ class WindowPace:
         )
 
     def _delays_secs(self, sent_bytes: int) -> float:
-        """What transfers to peers delay: roughly at most, as they begin with the step and run while all else
-        does. Transfers between stages are slowed for their share of the time."""
+        """What transfers to peers delay: roughly at most, as they begin with the step and run while
+        all else does. Transfers between stages are slowed for their share of the time."""
         if (training := self.training) is None:
             return 0.0
         share = training.machine.network_share_bytes_per_sec
         rate = min(training.machine.copy_bytes_per_sec, share)
         forward_secs, transfer_secs = max(training.forward_secs), training.activation_bytes / share
-        in_transfers = transfer_secs / (forward_secs + transfer_secs) if training.stages > 1 else 0.0
+        in_transfers = (
+            transfer_secs / (forward_secs + transfer_secs) if training.stages > 1 else 0.0
+        )
         slower = training.machine.compute_slowdown(rate) - 1.0 + in_transfers
         sending_secs = sent_bytes / rate
         return max(0.0, sending_secs - self.step_secs) + min(sending_secs, self.step_secs) * slower
 
 
 def measured_pace(profile: ProfileResult, training: Training, compute_share: float) -> WindowPace:
-    """The pace of a job that ``reft profile`` has measured. ``profile``: of a job with the same stages and
-    tensor-parallel degree as ``training``, that is planned. ``compute_share``: most of the computing time
-    that copies may run beside (tier 2), 0 to 1."""
+    """The pace of a job that ``reft profile`` has measured. ``profile``: of a job with the same
+    stages and tensor-parallel degree as ``training``, that is planned. ``compute_share``: most of
+    the computing time that copies may run beside (tier 2), 0 to 1."""
     pp, _, tp = profile.degrees
     if (pp, tp) != (training.stages, training.tensor):
         raise ConfigError(
-            f"the profile is of {pp} pipeline stages and a tensor-parallel degree of {tp}, the plan of "
+            f"the profile is of {pp} pipeline stages and a tensor-parallel degree of {tp}, the "
+            "plan of "
             f"{training.stages} and {training.tensor}; profile the job with the planned layout"
         )
     rate = profile.bandwidth_bytes_per_sec
     if not rate:
         raise ConfigError(
-            "the profile has no bandwidth into host memory; profile the job with snapshots, without "
+            "the profile has no bandwidth into host memory; profile the job with snapshots, "
+            "without "
             "--without-snapshots"
         )
     ranks = {rank.stage_id: rank for rank in profile.timeline()}
@@ -303,7 +326,9 @@ def estimated_pace(training: Training) -> WindowPace:
     """From the idle windows of 1F1B with equal stages and free transfers between them."""
     rate = training.machine.copy_bytes_per_sec
     forward_secs = max(training.forward_secs)
-    pipeline = AnalyticEstimator(training.stages, training.micro_batches, forward_secs, 2 * forward_secs)
+    pipeline = AnalyticEstimator(
+        training.stages, training.micro_batches, forward_secs, 2 * forward_secs
+    )
     reduced_secs = pipeline.step_secs + max(training.reduce_secs)
     separate = training.machine.link_slowdown(rate) == 1.0
     stages = {}
@@ -317,28 +342,32 @@ def estimated_pace(training: Training) -> WindowPace:
             step_secs=reduced_secs + max(training.optimizer_secs),
             computing=[Interval(b, e) for b, e in zip(begins, ends, strict=True) if e > b],
             communicating=[Interval(pipeline.step_secs, reduced_secs)],
-            limits=HasLimits(compute_share=1.0, separate_links=separate),  # copy engines take no turns
+            # copy engines take no turns
+            limits=HasLimits(compute_share=1.0, separate_links=separate),
         )
     return WindowPace(stages, ESTIMATED, training)
 
 
-# -- on storage --------------------------------------------------------------------------------------------
+# -- on storage ------------------------------------------------------------------------------------
 
 
 def plan_storage(
     job: PlannedJob, planned: Alternative, step_secs: float, version_steps: int
 ) -> dict[str, Any]:
-    """How often versions would go to storage, by the rule of ``"persist": {"interval_steps": "auto"}`` (from
-    the costs, from how often nodes fail and memory with them, and from the bounds of the block), and as the
-    block says; 0: only when the job is told to stop, or nothing at all. Steps take ``step_secs`` with what
-    snapshots cost, and a version is taken in memory every ``version_steps``."""
+    """How often versions would go to storage, by the rule of ``"persist": {"interval_steps":
+    "auto"}`` (from the costs, from how often nodes fail and memory with them, and from the bounds
+    of the block), and as the block says; 0: only when the job is told to stop, or nothing at all.
+    Steps take ``step_secs`` with what snapshots cost, and a version is taken in memory every
+    ``version_steps``."""
     config, cluster, topology = job.block.persist, job.training.machine, job.topology
     per_day = sum(1 / failure.mtbf_days for failure in cluster.failures)
     if "node_mtbf_days" in config.model_fields_set:
         per_day = 1 / config.node_mtbf_days
     # As a job counts them: losses within the tolerance.
     causes = [failure.weibull for failure in cluster.failures]
-    mtbf, carried = memory_risk(topology, planned.tolerance, per_day / DAY_SECS, config.survival, causes)
+    mtbf, carried = memory_risk(
+        topology, planned.tolerance, per_day / DAY_SECS, config.survival, causes
+    )
     speed = cluster.storage_bytes_per_sec or _ASSUMED_BYTES_PER_SEC
     stages = range(job.training.stages)
     nodes = len(set(topology.nodes))
@@ -369,16 +398,19 @@ def plan_storage(
     fails = "never" if mtbf == inf else f"once in {duration(mtbf)}"
     assumed = "" if cluster.storage_bytes_per_sec else _ASSUMED
     why = (
-        f"{said}. A node fails once in {duration(DAY_SECS / per_day)}; memory fails {fails}, if every lost "
+        f"{said}. A node fails once in {duration(DAY_SECS / per_day)}; memory fails {fails}, if "
+        "every lost "
         f"node is replaced within {duration(REPAIR_SECS)}. Writing takes {duration(write_secs)} at "
-        f"{speed / 1e9:.3g} GB/s a node{assumed} and delays training by {COST_PART:.0%} of that (assumed)"
+        f"{speed / 1e9:.3g} GB/s a node{assumed} and delays training by {COST_PART:.0%} of that "
+        "(assumed)"
     )
     return {
         "interval_steps": steps,
         "auto_steps": auto_steps,
         "because": str(because),
         "overhead": overhead,
-        "memory_mtbf_secs": None if mtbf == inf else mtbf,  # until more nodes are lost than memory survives
+        # until more nodes are lost than memory survives
+        "memory_mtbf_secs": None if mtbf == inf else mtbf,
         "costs": {"step_secs": step_secs, "cost_secs": cost_secs, "write_secs": write_secs},
         "why": why,
     }

@@ -40,7 +40,9 @@ def fail_if_due(fault: str, step: int) -> None:
 def main() -> None:
     steps = int(sys.argv[1])
     faults = sys.argv[2:]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("TEST_TIMEOUT", "60"))))
+    dist.init_process_group(
+        "gloo", timeout=timedelta(seconds=float(os.environ.get("TEST_TIMEOUT", "60")))
+    )
     record(event="start", world=dist.get_world_size(), memory=os.environ.get("REFT_MEMORY_DIR"))
     for step in range(steps):
         for fault in faults:

@@ -19,7 +19,12 @@ from tests.job.grid_job import WIDTH, engine_of
 
 
 def main() -> None:
-    out, how, lives, steps = Path(os.environ["TEST_EVENTS"]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    out, how, lives, steps = (
+        Path(os.environ["TEST_EVENTS"]),
+        sys.argv[2],
+        int(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(5)
     rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
@@ -28,7 +33,9 @@ def main() -> None:
         said.tell = lambda *_: None
     else:
         model = nn.Linear(8, 8)
-        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+        engine = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=sys.argv[1]
+        )[0]
     engine.load_checkpoint(str(out / "checkpoints"))
     began = engine.global_steps
     with (out / f"lives-{rank}").open("a") as file:

@@ -88,7 +88,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(5)
     model = Model()
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=sys.argv[1]
+    )[0]
     engine.load_checkpoint(str(OUT / "checkpoints"))
     if KIND == "slow" and RANK == 0:
         time.sleep(float(os.environ["TEST_SLOW_SECS"]))

@@ -30,7 +30,9 @@ def main() -> None:
     torch.manual_seed(5)
     width = Samples.width
     model = nn.Sequential(nn.Linear(width, 9), nn.Tanh(), nn.Linear(9, width))
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[
+        0
+    ]
     loader = reft.data.loader(Samples(), BATCH, shuffle=True, seed=SEED, num_workers=WORKERS)
     engine.load_checkpoint(str(Path(os.environ["TEST_EVENTS"]) / "checkpoints"))
     if engine.global_steps == 0:
@@ -43,7 +45,10 @@ def main() -> None:
     )
 
     def write(**fields: object) -> None:
-        os.write(out, (json.dumps({"life": life, "rank": RANK, "replicas": WORLD, **fields}) + "\n").encode())
+        os.write(
+            out,
+            (json.dumps({"life": life, "rank": RANK, "replicas": WORLD, **fields}) + "\n").encode(),
+        )
 
     write(begins=engine.global_steps)
     for _ in range(loader.epoch, 10**6):

@@ -36,7 +36,9 @@ def train() -> None:
     if BEHAVIOUR == "raise":
         raise ValueError("a bad sample")
     if BEHAVIOUR == "uneven":
-        ended = os.path.join(os.environ["TEST_EVENTS"], "ended-" + os.environ["TORCHELASTIC_RESTART_COUNT"])
+        ended = os.path.join(
+            os.environ["TEST_EVENTS"], "ended-" + os.environ["TORCHELASTIC_RESTART_COUNT"]
+        )
         if os.environ["RANK"] == "0":
             open(ended, "w").close()
             return
@@ -48,7 +50,9 @@ def train() -> None:
     if BEHAVIOUR == "needs" and os.environ["WORLD_SIZE"] != ARGS[0]:
         from reft.errors import SizeError
 
-        raise SizeError(f"{os.environ['WORLD_SIZE']} replicas cannot share the batch; {ARGS[0]} can")
+        raise SizeError(
+            f"{os.environ['WORLD_SIZE']} replicas cannot share the batch; {ARGS[0]} can"
+        )
     if BEHAVIOUR == "wait":
         # A loader's process, which nobody but its process group knows.
         subprocess.Popen(["sh", "-c", "trap '' TERM INT; sleep 300"])

@@ -40,7 +40,9 @@ def main() -> None:
         partition_method="uniform",
         topology=reft.topology(pp=2, dp=2),
     )
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=sys.argv[1]
+    )[0]
     engine.load_checkpoint(str(events / "checkpoints"))
     data, last = Batches(), int(sys.argv[2])
     leaks = int(sys.argv[4]) if sys.argv[3:4] == [str(rank)] else 0

@@ -23,7 +23,9 @@ def main() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(5)
     model = nn.Linear(8, 8)
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=sys.argv[1]
+    )[0]
     engine.load_checkpoint(str(out / "checkpoints"))
     began = engine.global_steps
     with (out / "lives").open("a") as file:

@@ -18,12 +18,18 @@ from torch import nn
 CONFIG = json.loads(Path(sys.argv[1]).read_text())
 BATCH, MICRO = CONFIG["train_batch_size"], CONFIG["train_micro_batch_size_per_gpu"]
 WIDTH, HIDDEN, PAUSE_SECS = 8, 33, 0.1
-OUT, RANK, WORLD = Path(os.environ["TEST_EVENTS"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+OUT, RANK, WORLD = (
+    Path(os.environ["TEST_EVENTS"]),
+    int(os.environ["RANK"]),
+    int(os.environ["WORLD_SIZE"]),
+)
 
 
 def record(event: str, **fields: object) -> None:
     with (OUT / f"worker-{os.getpid()}.jsonl").open("a") as file:
-        file.write(json.dumps({"event": event, "time": time.time(), "replicas": WORLD, **fields}) + "\n")
+        file.write(
+            json.dumps({"event": event, "time": time.time(), "replicas": WORLD, **fields}) + "\n"
+        )
 
 
 def main() -> None:
@@ -31,7 +37,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=sys.argv[1]
+    )[0]
     engine.load_checkpoint(str(OUT / "checkpoints"))
     record("begins", step=engine.global_steps)
     while True:

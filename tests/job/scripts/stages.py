@@ -43,8 +43,12 @@ def main() -> None:
 
         how = {"topology": reft.topology(pp=2, dp=2)}
     layers = [LayerSpec(nn.Linear, WIDTH, 16), LayerSpec(nn.Linear, 16, WIDTH)]
-    model = PipelineModule(layers, loss_fn=nn.functional.mse_loss, partition_method="uniform", **how)
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])[0]
+    model = PipelineModule(
+        layers, loss_fn=nn.functional.mse_loss, partition_method="uniform", **how
+    )
+    engine = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=sys.argv[1]
+    )[0]
     engine.load_checkpoint(str(out / "checkpoints"))
     data = Batches(engine.grid.get_data_parallel_id())
     data.taken = engine.global_steps * engine.gradient_accumulation_steps()

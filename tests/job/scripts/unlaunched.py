@@ -30,7 +30,9 @@ def main() -> None:
     out, rank = Path(os.environ["TEST_OUT"]), int(os.environ["RANK"])
     torch.manual_seed(5)
     model = nn.Linear(8, 8)
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ARGS[0])[0]
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ARGS[0])[
+        0
+    ]
     if "attach" in ARGS:
         reft.attach(engine, config={"enabled": True, "memory_dir": str(out / "memory")})
     path, _ = engine.load_checkpoint(str(out / "checkpoints"))

@@ -53,7 +53,9 @@ def main(source: str) -> None:
     torch.manual_seed(7)
     library.srand48(7)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 8))
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=CONFIG
+    )
     factor = SOURCES.get(source, SOURCES["nothing"])
     reft.resume(engine)
     for step in range(engine.global_steps, 10):

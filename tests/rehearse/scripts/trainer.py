@@ -12,7 +12,10 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True},
+    },
     "zero_optimization": {"stage": 1},
     "steps_per_print": 1000000,
     "reft": {"enabled": True, "allow_unprotected": True},
@@ -53,7 +56,9 @@ def main() -> None:
         num_attention_heads=2,
         attention_dropout=0.1,
     )
-    trainer = Trainer(LlamaForCausalLM(shape), options, train_dataset=Numbers(), eval_dataset=Numbers())
+    trainer = Trainer(
+        LlamaForCausalLM(shape), options, train_dataset=Numbers(), eval_dataset=Numbers()
+    )
     reft.hf.resumable(trainer).train()
 
 

@@ -18,7 +18,12 @@ UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 
 def check_checkpoint_args(saved: Any) -> None:
     args = get_args()
-    for name in ("hidden_size", "seq_length", "tensor_model_parallel_size", "pipeline_model_parallel_size"):
+    for name in (
+        "hidden_size",
+        "seq_length",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+    ):
         assert getattr(saved, name) == getattr(args, name), name
 
 

@@ -64,8 +64,14 @@ class PipelineModel(_Described, deepspeed.pipe.PipelineModule):  # type: ignore[
 class Model(_Described, nn.Sequential):
     """Has its state dict in a form of its own in checkpoints, as the program's models have without a pipeline."""
 
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        return {"language_model": {"encoder": nn.Sequential.state_dict(self, prefix="", keep_vars=keep_vars)}}
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        return {
+            "language_model": {
+                "encoder": nn.Sequential.state_dict(self, prefix="", keep_vars=keep_vars)
+            }
+        }
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         return super().load_state_dict(state_dict["language_model"]["encoder"], strict, assign)
@@ -98,7 +104,10 @@ def _iterator(seed: int, consumed: int) -> Iterator[Any]:
     args = get_args()
     samples = args.samples
     text = torch.randint(
-        0, _VOCABULARY, (samples, args.seq_length + 1), generator=torch.Generator().manual_seed(seed)
+        0,
+        _VOCABULARY,
+        (samples, args.seq_length + 1),
+        generator=torch.Generator().manual_seed(seed),
     )
     data = TensorDataset(text[:, :-1], text[:, 1:])
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -116,8 +125,19 @@ def _cyclic_iter(loader: DataLoader[Any]) -> Iterator[Any]:
 def parse_args() -> Namespace:
     parser = ArgumentParser()
     for name, value in (
-        *(("hidden-size", 16), ("seq-length", 8), ("micro-batch-size", 2), ("global-batch-size", 8)),
-        *(("train-iters", 8), ("eval-interval", 3), ("eval-iters", 2), ("exit-interval", 0), ("seed", 7)),
+        *(
+            ("hidden-size", 16),
+            ("seq-length", 8),
+            ("micro-batch-size", 2),
+            ("global-batch-size", 8),
+        ),
+        *(
+            ("train-iters", 8),
+            ("eval-interval", 3),
+            ("eval-iters", 2),
+            ("exit-interval", 0),
+            ("seed", 7),
+        ),
         *(("tensor-model-parallel-size", 1), ("pipeline-model-parallel-size", 1)),
         *(("local_rank", 0), ("save-interval", 0), ("samples", 512)),
     ):
@@ -138,7 +158,9 @@ def _engine(args: Namespace) -> Any:
         module = PipelineModel(layers, num_stages=1, loss_fn=_loss)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scheduler: Any = Scheduler(optimizer)
-    engine, *_ = deepspeed.initialize(args=args, model=module, optimizer=optimizer, lr_scheduler=scheduler)
+    engine, *_ = deepspeed.initialize(
+        args=args, model=module, optimizer=optimizer, lr_scheduler=scheduler
+    )
     return engine
 
 

@@ -11,7 +11,12 @@ _args: list[Namespace] = []
 def parse_args() -> Namespace:
     parser = ArgumentParser()
     for name, value in (
-        *(("micro-batch-size", 2), ("global-batch-size", 8), ("train-iters", 9), ("log-interval", 1)),
+        *(
+            ("micro-batch-size", 2),
+            ("global-batch-size", 8),
+            ("train-iters", 9),
+            ("log-interval", 1),
+        ),
         *(("eval-interval", 4), ("eval-iters", 2), ("exit-interval", 0), ("save-interval", 0)),
         *(("non-persistent-save-interval", 0), ("replication-jump", 0), ("replication-factor", 2)),
         ("samples", 512),

@@ -42,7 +42,10 @@ def save_checkpoint(  # noqa: PLR0917 - as it is called
 
 
 def load_checkpoint(
-    ddp_model: list[Any], optimizer: Any, opt_param_scheduler: Any, checkpointing_context: Any = None
+    ddp_model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    checkpointing_context: Any = None,
 ) -> tuple[int, float]:
     args = get_args()
     tracker = Path(args.load) / _TRACKER

@@ -55,7 +55,9 @@ def pretrain() -> None:
     torch.rand(1)  # as loaders do where they begin
     iteration, operations = train(*training, train_iterator, valid_iterator, context)
     if args.save and not (args.save_interval and iteration % args.save_interval == 0):
-        save_checkpoint_and_time(iteration, model, optimizer, opt_param_scheduler, operations, context)
+        save_checkpoint_and_time(
+            iteration, model, optimizer, opt_param_scheduler, operations, context
+        )
     dist.barrier()
 
 
@@ -85,7 +87,9 @@ def _batches(args: Namespace, kind: int, consumed: int) -> Iterator[torch.Tensor
     """Micro-batches of this rank behind the samples that were consumed, pass by pass."""
     rank, ranks = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
     order = args.dataloader_type if kind == 1 else "single"
-    sampler = Sampler(order, args.samples, consumed, args.micro_batch_size, rank, ranks, kept=kind == 1)
+    sampler = Sampler(
+        order, args.samples, consumed, args.micro_batch_size, rank, ranks, kept=kind == 1
+    )
     while True:
         for batch in sampler:
             yield torch.stack([_sample(kind, number) for number in batch])
@@ -112,7 +116,10 @@ def _run(iterator: Iterator[torch.Tensor], model: list[Any], *, forward_only: bo
 
 
 def train_step(
-    data_iterator: Iterator[torch.Tensor], model: list[Any], optimizer: Any, opt_param_scheduler: Any
+    data_iterator: Iterator[torch.Tensor],
+    model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
 ) -> tuple[dict[str, torch.Tensor], float]:
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -126,7 +133,9 @@ def train_step(
 
 def _batch_size() -> int:
     args = get_args()
-    return int(get_num_microbatches() * args.micro_batch_size * groups.get_data_parallel_world_size())
+    return int(
+        get_num_microbatches() * args.micro_batch_size * groups.get_data_parallel_world_size()
+    )
 
 
 def training_log(  # noqa: PLR0917 - as it is called
@@ -208,7 +217,13 @@ def checkpoint_and_decide_exit(  # noqa: PLR0917 - as it is called
     exits = bool(args.exit_interval and iteration % args.exit_interval == 0)
     if saves or (exits and args.save):
         save_checkpoint_and_time(
-            *(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far),
+            *(
+                iteration,
+                model,
+                optimizer,
+                opt_param_scheduler,
+                num_floating_point_operations_so_far,
+            ),
             checkpointing_context,
         )
     return exits
