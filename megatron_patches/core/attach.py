@@ -37,10 +37,10 @@ from reft.engine.load.memory import MemoryRestorer
 from reft.engine.on_import import wrap
 from reft.engine.session import Session, record
 from reft.errors import ConfigError, UnrecoverableError
+from reft.pacing.pacer import Pacer
+from reft.pacing.schedule import InstructionRecord
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
-from reft.snapshot.copying.gate import Pacer
-from reft.snapshot.schedule import InstructionRecord
 
 logger = logging.getLogger(f"reft.{__name__}")
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from reft.aor.gradients import GradientCapture
+from reft.aor.recompute import OptimizerStep, PeerOptimizers
 from reft.config import AUTO, ReftConfig, Variant
 from reft.control.control import WorkerControl
 from reft.device import find_vendor
@@ -25,22 +27,22 @@ from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees, VersionId
 from reft.memory.files import default_margin_bytes
 from reft.node.client import ProtectionRecord, read_record, resume, write_record
+from reft.pacing.pacer import Pacer
+from reft.pacing.schedule import InstructionRecord, Overflow, StepTrace
+from reft.pacing.staging import StagingArea
+from reft.policy.switching import RequestPoll, RetentionConfig, SchemeSwitch
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
 from reft.snapshot.arenas import ArenaSet
-from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea, hashing_threads, shortened
-from reft.snapshot.copying.device import copy_engine_for
-from reft.snapshot.copying.gate import Pacer
+from reft.snapshot.copier import Copier, hashing_threads, shortened
+from reft.snapshot.device_engine import copy_engine_for
+from reft.snapshot.gate import ChunkRecord
 from reft.snapshot.plan import LiveImages
-from reft.snapshot.recompute import OptimizerStep
-from reft.snapshot.schedule import ChunkRecord, InstructionRecord, Overflow, StepTrace
-from reft.snapshot.switching import RequestPoll, RetentionConfig, SchemeSwitch
 from reft.snapshot.version import SkipCause
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob, capture_rng
 from reft.state.catalogue import Adapter, SectionImage
-from reft.state.gradients import GradientCapture
 
 if TYPE_CHECKING:
     from reft.engine.data import DataPosition
@@ -153,7 +155,7 @@ class EngineState:
                 label,
                 images,
                 encode=encode,
-                step=self._step_made(label.step),
+                captured=self._captured(label.step),
                 required=required or images is not known,
                 # Training waits for a version that must be taken, and writes nothing meanwhile.
                 written=None if required else lambda: images.written_since(counts),
@@ -234,15 +236,15 @@ class EngineState:
         self._copied_at_boundary = written
         return sections
 
-    def _step_made(self, step: int) -> OptimizerStep | None:
-        """What is known of the step that was just made, for peers that repeat it."""
+    def _captured(self, step: int) -> dict[str, Any]:
+        """What features need to know of the step that was just made, for peers that repeat it."""
         taken = self.gradients.take(step) if self.gradients is not None else None
         if self.gradients is None or taken is None:
-            return None
+            return {}
         # The thread that recomputes must do as this one, whose processor may take denormals for
         # zero. Torch's kernels for devices keep them.
         flush = not self.gradients.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
-        return OptimizerStep(*taken, flush_denormal=flush)
+        return {PeerOptimizers.name: OptimizerStep(*taken, flush_denormal=flush)}
 
     def replaced(self) -> None:
         """Something was loaded: the images may be other tensors."""
@@ -581,9 +583,6 @@ class CopySetup:
         self._staging = StagingArea(self.engine) if stages_bytes else None
         self._chunk_bytes = config.has.chunk_bytes
         self._hashers = hashing_threads(session.ranks_here)
-        self._peers = None
-        if config.verify.peers != "off":
-            self._peers = PeerCheck(config.verify.peers == "rotate", config.block_bytes)
         self.pacer = Pacer(
             config.has,
             self.engine,
@@ -591,7 +590,7 @@ class CopySetup:
             stages=session.topology.degrees.pp,
             micro_batches=session.engine.micro_batches,
             ranks_here=session.ranks_here,
-            staging_room=None if self._staging is None else self._staging.room,
+            staging=self._staging,
         )
 
     @property
@@ -600,7 +599,7 @@ class CopySetup:
 
     def copier(self) -> Copier:
         """Made anew for every worker."""
-        return Copier(self.engine, self._chunk_bytes, self._staging, self._peers, self._hashers)
+        return Copier(self.engine, self._chunk_bytes, self._staging, self._hashers)
 
 
 class OptimizerFence:

@@ -31,6 +31,7 @@ from reft.durable import write_durably
 from reft.errors import PersistError
 from reft.grid import Topology, VersionId, given_up
 from reft.node.report import read_history
+from reft.policy.agreed import AgreedRates
 from reft.policy.rate import (
     DueSteps,
     IntervalController,
@@ -119,6 +120,9 @@ class IntervalRates:
         self._session, self._config = session, session.config
         config, persist = session.config, session.config.persist
         self._versions = DueSteps(session.engine.global_steps)
+        self.agreed = AgreedRates(
+            self.wanted_interval, self.wanted_persist_interval, session.peer_errors
+        )
         self.memory: IntervalController | None = None
         self.storage: StorageIntervalController | None = None
         if not (config.adapts or persist.adapts):
@@ -191,7 +195,8 @@ class IntervalRates:
 
     # -- asked in every vote -----------------------------------------------------------------------
 
-    def wanted_interval(self, windows: int) -> int:
+    def wanted_interval(self) -> int:
+        windows = self._session.copying.pacer.advised_interval_steps
         return windows if self.memory is None else self.memory.wanted_interval(windows)
 
     def wanted_persist_interval(self) -> int:
@@ -208,9 +213,8 @@ class IntervalRates:
             told["memory_rate"] = self.memory.to_json() | {"agreed_steps": every}
         if self.storage is None:
             return False, told
-        assert self._session.worker is not None  # it has voted
-        agreed, most = self._session.worker.votes.persist_steps, self._config.persist.max_lost_steps
-        agreed = whole_interval(agreed, every)
+        most = self._config.persist.max_lost_steps
+        agreed = whole_interval(self.agreed.persist_steps, every)
         if most is not None:
             agreed = min(agreed, max(1, most // 2 // every) * every)
         due = self.storage.committed(label, agreed, every)
@@ -230,10 +234,7 @@ class IntervalRates:
 
     def version_steps(self, step: int) -> int:
         """How often versions are taken around ``step``, as the ranks agreed."""
-        worker = self._session.worker
-        return max(
-            self._config.version_steps, 1 if worker is None else worker.votes.interval_steps(step)
-        )
+        return max(self._config.version_steps, self.agreed.interval_steps(step))
 
 
 def newest_step(config: ReftConfig, until_step: int) -> int:

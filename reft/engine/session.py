@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from reft import log
+from reft.aor.recompute import PeerOptimizers
 from reft.config import FaultPoint, ReftConfig, Variant
-from reft.control.control import ControlGroup
+from reft.control.control import ControlGroup, WorkerControl
 from reft.device import find_vendor
 from reft.engine.checks.choice import check_device, choose_protection
 from reft.engine.checks.start import check_start, warn
@@ -44,9 +45,13 @@ from reft.memory.jobdir import read_environment_secret
 from reft.node.client import DaemonClient, write_order
 from reft.node.progress import DeviceUse, ProgressPage, open_page
 from reft.node.report import read_history, restarts_among
+from reft.pacing.mirror import MirrorToPeer
 from reft.snapshot.arenas import ArenaSet
+from reft.snapshot.extension import VersionFeature
 from reft.snapshot.stats import PeerErrors, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallbacks
+from reft.verify.finite import FiniteCheck
+from reft.verify.peers import PeerCheck
 
 logger = logging.getLogger(__name__)
 
@@ -304,32 +309,47 @@ class Session:
             engine=self.copying.engine,
             remake=self._remake_memory,
         )
+        scheme = self.protection.switch(control, arenas)
         self.worker = SnapshotWorker(
             control=control,
             topology=self.topology,
             arenas=arenas,
             block_bytes=self.config.block_bytes,
             host_bytes=self.config.host_state_bytes,
-            recompute=None if self.state.gradients is None else self.state.gradients.recipe,
-            verify=self.config.verify,
-            switch=self.protection.switch(control, arenas),
             copier=self.copying.copier(),
-            pacer=self.copying.pacer,
-            watchers=WorkerCallbacks(
-                self.stats,
-                self.faults,
-                self._committed,
-                self._skipped,
-                self.peer_errors,
-                self.rates.wanted_persist_interval,
-                self.rates.wanted_interval,
+            callbacks=WorkerCallbacks(
+                self.stats, self.faults, self._committed, self._skipped, self.peer_errors
             ),
+            scheme=scheme,
+            features=self._features(control),
+            gate=self.copying.pacer.gate,
         )
         self.daemon.configure(self.config)
         self.tracer.profile(self)
         # Without versions there are no votes to stop by.
         if self.copying.takes_versions and (lacks := self.stopping.install(self)):
             warn(self, lacks)
+
+    def _features(self, control: WorkerControl) -> list[VersionFeature]:
+        """Everything that takes part in the versions of this job. The order counts: partitions are
+        recomputed before their checksums are compared."""
+        config, verify = self.config, self.config.verify
+        features: list[VersionFeature] = [self.rates.agreed, self.copying.pacer]
+        if self.state.gradients is not None:
+            features.append(PeerOptimizers(self.state.gradients.recipe, self.stats.recompute))
+        if verify.suspects:
+            features.append(FiniteCheck(verify.suspects))
+        if verify.peers != "off":
+            features.append(
+                PeerCheck(
+                    by_turns=verify.peers == "rotate",
+                    block_bytes=config.block_bytes,
+                    chunk_bytes=config.has.chunk_bytes,
+                    on_difference=verify.on_difference,
+                ).connect(control, self.topology)
+            )
+        features.append(MirrorToPeer(control, self.topology, config.block_bytes))
+        return features
 
     def _remake_memory(self) -> None:
         self.memory.remake()

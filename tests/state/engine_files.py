@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from reft.grid import Coordinate, Section, VersionId
-from reft.recover.offline import export_stored
 from reft.state import codec
 from reft.state.adapters import StateAdapter
 from reft.state.deepspeed_format import (
@@ -19,6 +18,7 @@ from reft.state.deepspeed_format import (
     write_checkpoint,
 )
 from reft.state.template import same_value
+from reft.storage.offline import export_stored
 from reft.storage.persist import persist_label
 from reft.storage.persisted import job_directory
 from tests.storage.job_memory import JOB, Memory, verify_persisted

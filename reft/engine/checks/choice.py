@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from reft.aor.gradients import check_recomputable
 from reft.config import AOR, ReftConfig
 from reft.device import Vendor, find_vendor
 from reft.engine.engine import margin_bytes
@@ -38,9 +39,8 @@ from reft.policy.loads import (
 from reft.protect.backend import NumpyBackend, backend_for
 from reft.protect.placement import LEAST_ARENAS
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, parity_rows
-from reft.snapshot.copying.device import DeviceCopyEngine
+from reft.snapshot.device_engine import DeviceCopyEngine
 from reft.state.adapters import StateAdapter
-from reft.state.gradients import check_recomputable
 
 if TYPE_CHECKING:
     from reft.engine.session import Session

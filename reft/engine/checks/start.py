@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reft.aor.host_adam import AdamRecipe
 from reft.config import ReftConfig, Variant
 from reft.data.order import shares_store
 from reft.engine.checks.choice import choice_inputs, device_paragraph
@@ -26,7 +27,7 @@ from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
 from reft.policy.choose import node_bytes, rank_loads
 from reft.policy.loads import PartitionSurvival
-from reft.protect.host_adam import AdamKind, AdamRecipe
+from reft.state.adam import AdamKind
 
 if TYPE_CHECKING:
     from reft.engine.session import Session
