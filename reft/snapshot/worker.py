@@ -971,9 +971,10 @@ class SnapshotWorker:
         mine = versions.RejoinState(state.newest, state.slots.committed_label, self.votes.stop_step)
         told = self.control.gather_bytes(_STANDING.dump_json(mine))
         agreed = versions.resume_from(list(map(_STANDING.validate_json, told)))
-        self.votes.resync(agreed.stop_step)
         for feature in self.features:
             feature.rejoined()
+        # Last: training reads that votes lag, and must then see what the features start again with.
+        self.votes.resync(agreed.stop_step)
         self._release_arenas()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version
         logger.warning(
