@@ -168,7 +168,7 @@ MUTATIONS = {
         ("tests/storage/test_persist.py",),
     ),
     "p7-fused-matrices-are-taken-for-one": Mutation(
-        "recover/relayout.py",
+        "relayout/element_map.py",
         "whole = whole or (1,)",
         "whole = (1,)",
         ("tests/recover/test_relayout.py",),

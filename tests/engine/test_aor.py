@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import reft
-from reft.engine.checks.start import explain_inexact
+from reft.checks.start import explain_inexact
 from reft.engine.deepspeed import find_session
 from reft.errors import UnsupportedStateError
 from reft.protect.host_adam import AdamKind, AdamRecipe

@@ -32,7 +32,6 @@ from reft.job.rendezvous.membership import (
     ScaleCancelled,
     ScaleRequested,
 )
-from reft.job.rendezvous.sizes import Sizes, find_job_sizes
 from reft.memory.jobdir import (
     ORDER_FILE,
     ScaleAnswer,
@@ -47,6 +46,7 @@ from reft.memory.jobdir import (
 from reft.node.client import read_record
 from reft.node.report import ReportBoard
 from reft.protect.codes import Scheme
+from reft.relayout.sizes import Sizes, find_job_sizes
 
 if TYPE_CHECKING:
     from reft.job.launch import StopSignals
