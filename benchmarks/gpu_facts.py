@@ -451,8 +451,8 @@ def sealing() -> dict:
 def exact_adam() -> dict:
     """Equal bits on device and host; seconds of 100 million parameters beside torch's fused
     AdamW."""
-    from reft.engine.checks.choice import _try_adam
     from reft.optim import ExactAdam
+    from reft.policy.choice import _try_adam
 
     exact, per_sec = _try_adam(DEVICE)
     out = {"equal": exact, "host_parameters_per_sec": round(per_sec)}

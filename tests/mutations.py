@@ -168,10 +168,10 @@ MUTATIONS = {
         ("tests/storage/test_persist.py",),
     ),
     "p7-fused-matrices-are-taken-for-one": Mutation(
-        "recover/relayout.py",
+        "relayout/element_map.py",
         "whole = whole or (1,)",
         "whole = (1,)",
-        ("tests/recover/test_relayout.py",),
+        ("tests/relayout/test_element_map.py",),
     ),
     "p3-a-spare-takes-a-healthy-nodes-place": Mutation(
         "job/rendezvous/membership.py",

@@ -24,7 +24,7 @@ from typing import Any
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from reft.config import Variant
-from reft.engine.on_import import wrap
+from reft.engine.marks import wrap
 from reft.engine.session import Session
 from reft.pacing.pacer import queues_transfers, waits
 from reft.pacing.schedule import InstructionRecord

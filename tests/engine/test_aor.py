@@ -16,7 +16,7 @@ import torch
 import reft
 from reft.aor.host_adam import AdamRecipe
 from reft.aor.recompute import PeerOptimizers
-from reft.engine.checks.start import explain_inexact
+from reft.checks.start import explain_inexact
 from reft.engine.deepspeed import find_session
 from reft.errors import UnsupportedStateError
 from reft.snapshot.version import SkipCause

@@ -13,8 +13,8 @@ import pytest
 import reft
 from reft.config import ReftConfig
 from reft.engine.deepspeed import find_session
-from reft.engine.rates import newest_step
 from reft.grid import Degrees, VersionId
+from reft.policy.rates import newest_step
 from reft.storage.persisted import MARKER_NAME, PersistedInfo, format_tag
 from tests.engine.ranks import be_a_rank, block_of, run_life
 from tests.engine.test_engine import make, train

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
+from reft.checks.preflight import Finding, Severity, block_findings
 from reft.config import AOR, AUTO
-from reft.engine.checks.preflight import Finding, Severity, block_findings
 from reft.errors import ConfigError
 from reft.pacing.schedule import (
     AnalyticEstimator,

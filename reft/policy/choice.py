@@ -23,10 +23,9 @@ import torch
 from reft.aor.gradients import check_recomputable
 from reft.config import AOR, ReftConfig
 from reft.device import Vendor, find_vendor
-from reft.engine.engine import margin_bytes
 from reft.errors import UnsupportedStateError
 from reft.grid import ring_order
-from reft.memory.files import free_bytes
+from reft.memory.files import free_bytes, margin_bytes
 from reft.optim import ExactAdam
 from reft.policy.choose import Choice, ChoiceInputs, choose
 from reft.policy.loads import (
@@ -59,7 +58,7 @@ def choice_inputs(session: Session) -> ChoiceInputs:
     job_dir, limit = session.memory.job_dir.path, config.memory_limit_bytes
     # What may be reserved on this node: what is free but the margin, and what the job's arenas hold
     # already, which make room for the new ones; at most the limit.
-    room = max(0, free_bytes(job_dir) - margin_bytes(config, job_dir))
+    room = max(0, free_bytes(job_dir) - margin_bytes(config.memory_margin_bytes, job_dir))
     room += sum(path.stat().st_size for path in job_dir.glob("*.arena"))
     usable = room if limit is None else min(room, limit)
     gathered = session.control.gather_ints(

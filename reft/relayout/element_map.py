@@ -17,14 +17,14 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 import msgpack
 
 from reft.errors import LayoutError
-from reft.grid import Coordinate, Degrees
+from reft.grid import Coordinate, Degrees, Resize
 from reft.recover.inventory import listing
 from reft.recover.plan import Group
 
@@ -162,41 +162,6 @@ def tensor_name(kind: str, group: int, position: int) -> str:
     if kind == MASTER:
         return f"{MASTER}.{group}.{position}"
     return f"optimizer.{group}.{position}.{kind}"
-
-
-@dataclass(frozen=True)
-class Resize:
-    """Other replicas: what a rank takes up that is not a part of an image."""
-
-    old: int
-    new: int
-
-    def host_from(self, dp: int) -> int:
-        """The old member whose host state the new member ``dp`` takes up: its own where there was
-        one, else another one's, for what is equal on all."""
-        return dp % self.old
-
-    def is_new(self, dp: int) -> bool:
-        """Whether there was no such member before: what is a rank's own is not in the version."""
-        return dp >= self.old
-
-    def __str__(self) -> str:
-        return f"DP{self.old} to DP{self.new}"
-
-
-def only_replicas_differ(was: Degrees, now: Degrees) -> bool:
-    return was != now and (was.pp, was.tp) == (now.pp, now.tp)
-
-
-def host_state_sources(was: Degrees, now: Degrees, at: Coordinate) -> set[Coordinate]:
-    """The old ranks whose host state the new rank ``at`` reads: its own, or that of another
-    replica. In another layout the first replica's, which say what is held, and those of its own
-    replica, which have its buffers."""
-    if (was.pp, was.tp) == (now.pp, now.tp):
-        return {Coordinate(at.pp, at.dp % was.dp, at.tp)}
-    groups = set(product(range(was.pp), range(was.tp)))
-    own = {Coordinate(pp, at.dp % was.dp, at.tp % was.tp) for pp in range(was.pp)}
-    return own | {Coordinate(pp, 0, tp) for pp, tp in groups}
 
 
 class ElementMove(NamedTuple):

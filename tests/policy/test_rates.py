@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from reft.engine.rates import RateCache, dividing, learned_risk
 from reft.grid import Coordinate, Degrees, Topology, VersionId
 from reft.node.report import STARTED, note
 from reft.policy.rate import (
@@ -23,6 +22,7 @@ from reft.policy.rate import (
     StorageIntervalController,
     whole_interval,
 )
+from reft.policy.rates import RateCache, dividing, learned_risk
 from reft.snapshot.version import Stage, Version
 from reft.snapshot.worker import SnapshotRequest
 

@@ -13,7 +13,7 @@ import pytest
 
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
-from reft.recover.relayout import (
+from reft.relayout.element_map import (
     WHOLE,
     ElementMove,
     Parameter,

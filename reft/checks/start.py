@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reft.aor.host_adam import AdamRecipe
+from reft.checks.preflight import Finding, ScriptLook, Severity
 from reft.config import ReftConfig, Variant
 from reft.data.order import shares_store
-from reft.engine.checks.choice import choice_inputs, device_paragraph
-from reft.engine.checks.preflight import Finding, ScriptLook, Severity
-from reft.engine.data import Orders, difference, dynamic_refused
-from reft.engine.identity import declared_on_one_host
+from reft.data.position import Orders, difference, dynamic_refused
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
+from reft.policy.choice import choice_inputs, device_paragraph
 from reft.policy.choose import node_bytes, rank_loads
 from reft.policy.loads import PartitionSurvival
 from reft.state.adam import AdamKind
@@ -106,7 +105,7 @@ def _notes(session: Session) -> Iterator[str]:
         yield device_paragraph(session.device_findings, session.topology.nodes)
     if short := timeout_is_short(session.config, group_timeout_secs()):
         yield short
-    if claimed := declared_on_one_host(session.places):
+    if claimed := session.declared_on_one_host:
         yield (
             f"nodes {', '.join(claimed)} are declared (--node-id or {ENV_NODE_ID}) and share a "
             "host: "

@@ -9,29 +9,36 @@ from typing import Any
 
 import torch
 
-from reft.engine.data import LEFT, move_data
+from reft.data.position import LEFT, move_data
 from reft.errors import LayoutError
-from reft.grid import Coordinate
-from reft.recover.relayout import (
+from reft.grid import Coordinate, Resize
+from reft.relayout.element_map import (
     MASTER,
     WEIGHT,
     WHOLE,
     Parameter,
     RankContents,
     RankLayout,
-    Resize,
     tensor_name,
 )
 from reft.state.adapters import StateAdapter
 from reft.state.blob import capture_rng
 
 
-class DegreeChange:
-    """What is another one at another data-parallel degree. ``why_not``: why this job would not be
-    the same there; ``data_is_bound``: why its program's data would not be; "" where they would."""
+class LayoutChange:
+    """What a DeepSpeed engine restores from a version of another layout or data-parallel degree.
 
-    def __init__(self, micro_batches: int, config: Mapping[str, Any]) -> None:
-        self._micro_batches = micro_batches
+    Attributes:
+        engine: DeepSpeed's own.
+        adapter: of its optimizer.
+        why_not: why a step of this job would differ at another degree; "" if it would not.
+        data_is_bound: why its program's data would differ there; "" if they would not.
+    """
+
+    def __init__(self, engine: Any, adapter: StateAdapter, config: Mapping[str, Any]) -> None:
+        self.engine = engine
+        self.adapter = adapter
+        self._micro_batches = int(engine.gradient_accumulation_steps())
         self.why_not = _why_not(config)
         self.data_is_bound = ""
 

@@ -14,14 +14,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from reft.data.position import READ_BY_SCRIPT
 from reft.data.watch import WATCH
-from reft.engine import on_import
-from reft.engine.data import READ_BY_SCRIPT
-from reft.engine.identity import BY_LAYOUT, BY_REPLICAS, local_rank, noted_commit
-from reft.engine.on_import import uncollected
+from reft.engine import marks
+from reft.engine.fingerprint import BY_LAYOUT, BY_REPLICAS
+from reft.engine.identity import local_rank, noted_commit
+from reft.engine.marks import uncollected
 from reft.engine.session import Session
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
-from reft.grid import Coordinate, Degrees, Section
+from reft.grid import Coordinate, Degrees, Section, only_replicas_differ
 from reft.memory.arena import arena_name, slots_with
 from reft.memory.header import ArenaHeader, checksum
 from reft.memory.stream import HashingCopier, Range, copy_tensor, find_ranges, hashing_copier
@@ -32,7 +33,6 @@ from reft.recover.inventory import ArenaStore
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import ArenaLayout, BlockSlot, StoreConfig
 from reft.recover.recover import Participant, Recovery, RecoveryOutcome
-from reft.recover.relayout import only_replicas_differ
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.blob import DecodedBlob, capture_rng, restore_rng
 from reft.state.catalogue import SectionImage
@@ -63,10 +63,12 @@ class Target:
             images = engine.adapter.prepare(blob.manifest, self.state["adapter"])
             self._parts = lambda fetch, data: _split_parts(images, fetch, data)
             return ()
-        from reft.engine.load.relayout import ArenaSource, Relayout
+        from reft.relayout.restore import ArenaSource, Relayout
 
         source = ArenaSource(hosts, was, self._version)
-        self.state = Relayout(session, engine, source).prepare()  # type: ignore[arg-type]
+        assert engine.resizing is not None  # else no version of another layout was surveyed
+        relayout = Relayout(session.control, session.topology, engine.resizing, source)
+        self.state = relayout.prepare()
         self._parts = source.parts
         return source.pieces
 
@@ -218,9 +220,9 @@ class MemoryRestorer:
         any_layout = any_layout and session.engine.resizing is not None
         how = completing(session) if me is None else None
         recovery = Recovery(me or participant(session), completing=how, any_layout=any_layout)
-        on_import.mark(on_import.SURVEY)
+        marks.mark(marks.SURVEY)
         plan = recovery.survey()
-        on_import.mark(on_import.AGREED)
+        marks.mark(marks.AGREED)
         return recovery, plan
 
     def check_identity(self, plan: RecoveryPlan) -> None:
@@ -382,7 +384,7 @@ class MemoryRestorer:
     def report(self, source: str, began: float) -> None:
         """Say from where the job was resumed. ``began``: when, by ``time.perf_counter``."""
         secs, step = time.perf_counter() - began, self._session.engine.global_steps
-        self.note(report.RESUMED, source=source, step=step, secs=secs, times=on_import.times())
+        self.note(report.RESUMED, source=source, step=step, secs=secs, times=marks.times())
         if self._session.is_rank_zero:
             after = report.after_failure(self._session.memory.job_dir.path)
             logger.warning("resumed at step %d from %s in %.2f s%s", step, source, secs, after)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from reft.errors import LayoutError
-from reft.grid import Coordinate, Degrees, Section, Topology
+from reft.grid import Coordinate, Degrees, Resize, Section, Topology
 from reft.protect.placement import tolerance
 from reft.recover.decide import GroupStatus, ImageRange, decide, judge, plan_decided, plan_recovery
 from reft.recover.inventory import merge_summaries, summarize
 from reft.recover.plan import NotRecoverable
-from reft.recover.relayout import RankImages, Resize, plan_replica
+from reft.relayout.element_map import RankImages, plan_replica
 from reft.snapshot.plan import SectionSizes
 
 from .fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reft.device import Vendor
-from reft.engine.session import DeviceMemory
+from reft.node.monitors import DeviceMemory
 from reft.node.progress import DeviceUse, ProgressPage, read_pages
 from tests.device.conftest import at_hand, sim
 from tests.device.simulated import NAME, Simulated

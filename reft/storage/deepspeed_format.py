@@ -1,7 +1,7 @@
 """DeepSpeed's checkpoint files, written from a snapshot instead of from a live engine.
 
 While training runs, each rank records once what ``engine.save_checkpoint`` would write there, as a
-*template* (:mod:`reft.state.template`) that travels in the host block of every version. Whoever
+*template* (:mod:`reft.storage.template`) that travels in the host block of every version. Whoever
 holds the images and host blocks of a version, be it the node daemon or a tool after the job's
 death, fills the templates in and gets the files that ``save_checkpoint`` would have written at that
 very
@@ -37,8 +37,8 @@ from reft.grid import Coordinate
 from reft.state import codec
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
-from reft.state.template import HostState, ReadSection, Rebuilder, Resolve, TemplateBuilder
-from reft.state.template import Path as Keys
+from reft.storage.template import HostState, ReadSection, Rebuilder, Resolve, TemplateBuilder
+from reft.storage.template import Path as Keys
 
 TEMPLATE_FORMAT = 1
 HOST_FILE_MAGIC = b"REFTHOST1"

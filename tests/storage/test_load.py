@@ -13,21 +13,16 @@ from hypothesis import strategies as st
 
 from reft.config import PersistConfig, ReftConfig
 from reft.engine.deepspeed import find_session, save_with_host_state
-from reft.engine.load.disk import (
-    CheckpointParts,
-    DiskCheckpoint,
-    find_on_disk,
-    find_share,
-    in_order,
-)
-from reft.engine.load.memory import write_and_hash
+from reft.engine.load_memory import write_and_hash
 from reft.grid import Coordinate, Degrees, Section, VersionId
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
 from reft.memory.jobdir import JobDir
 from reft.memory.stream import PlainHashingCopier, hashing_copier
-from reft.recover.relayout import WHOLE, Parameter, RankContents
+from reft.relayout.element_map import WHOLE, Parameter, RankContents
+from reft.relayout.restore import CheckpointParts
 from reft.state.catalogue import SectionImage
+from reft.storage.load import DiskCheckpoint, find_on_disk, find_share, in_order
 from reft.storage.persist import persist_label
 from reft.storage.persisted import STORAGE_KEY, FileRecord
 from tests.attack import test_p7_disk as disk_job

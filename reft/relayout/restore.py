@@ -12,35 +12,30 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from reft.control.control import ControlGroup
-from reft.engine.layouts import HELD, check_stages, describe, live_tensors
-from reft.engine.load.disk import CheckpointParts, host_file, read_degrees, read_host_state
-from reft.engine.session import Session
 from reft.errors import LayoutError, ReftError
-from reft.grid import Coordinate, Degrees, Section
+from reft.grid import Coordinate, Degrees, Resize, Section, Topology, only_replicas_differ
 from reft.recover.decide import ImageRange
 from reft.recover.plan import Fetch
-from reft.recover.relayout import (
+from reft.relayout.element_map import (
     MASTER,
+    WEIGHT,
     ElementMove,
     RankContents,
     RankImages,
     RankLayout,
-    Resize,
-    only_replicas_differ,
     plan_layout,
     plan_replica,
 )
+from reft.relayout.layouts import HELD, LayoutChange, check_stages, describe, live_tensors
 from reft.state.blob import DecodedBlob, capture_rng
 from reft.state.catalogue import Manifest, TensorSpec, end_to_end
 from reft.state.codec import decode, encode
-
-if TYPE_CHECKING:
-    from reft.engine.deepspeed import DeepSpeedEngine
+from reft.storage.load import host_file, read_degrees, read_host_state
 
 logger = logging.getLogger(__name__)
 
@@ -49,32 +44,36 @@ _T = TypeVar("_T")
 Live = Mapping[str, torch.Tensor]  # what a plan names, flat
 
 
-def other_layout(session: Session, checkpoint: Path) -> Degrees | None:
+def other_layout(control: ControlGroup, topology: Topology, checkpoint: Path) -> Degrees | None:
     """The layout that the checkpoint was written in, if it is another one than this job's.
     Collective."""
-    found = read_degrees(checkpoint) if session.is_rank_zero else None
+    found = read_degrees(checkpoint) if control.rank == 0 else None
     mine = encode(None if found is None else [found.pp, found.dp, found.tp])
-    told = decode(session.control.gather_bytes(mine)[0])
+    told = decode(control.gather_bytes(mine)[0])
     was = None if told is None else Degrees(*told)
-    if was is None or was == session.topology.degrees:
+    if was is None or was == topology.degrees:
         return None
     # Rank 0 sees a part of the files where every node keeps those of its own ranks.
-    at = session.coordinate
+    at = topology.coordinates[control.rank]
     outside = at.pp >= was.pp or at.dp >= was.dp or at.tp >= was.tp
     has_own = outside and host_file(checkpoint, at).is_file()
-    return None if any(session.control.gather_bytes(b"own" if has_own else b"")) else was
+    return None if any(control.gather_bytes(b"own" if has_own else b"")) else was
 
 
 class Relayout:
     """Takes up one version. Collective: all methods, on all ranks."""
 
     def __init__(
-        self, session: Session, engine: DeepSpeedEngine, source: ArenaSource | CheckpointSource
+        self,
+        control: ControlGroup,
+        topology: Topology,
+        change: LayoutChange,
+        source: ArenaSource | CheckpointSource,
     ) -> None:
-        self._control: ControlGroup = session.control
-        self._at: Coordinate = session.coordinate
-        self._topology = session.topology
-        self._engine = engine
+        self._control = control
+        self._at = topology.coordinates[control.rank]
+        self._topology = topology
+        self._change = change
         self._source = source
         self._was = source.degrees
 
@@ -90,7 +89,7 @@ class Relayout:
         told = [RankContents.decode(body) for body in self._control.gather_bytes(mine.encode())]
         at = self._topology.coordinates
         new = RankLayout(now, {(c.pp, c.tp): h for c, h in zip(at, told, strict=True)})
-        on_all(self._control, lambda: check_stages(self._engine.engine.module, old, new, self._at))
+        on_all(self._control, lambda: check_stages(self._change.engine.module, old, new, self._at))
         moves = on_all(self._control, lambda: plan_layout(old, new, self._at))
         on_all(self._control, lambda: self._locate_named(old, new, moves, state))
         return state
@@ -98,10 +97,10 @@ class Relayout:
     def _locate_named(
         self, old: RankLayout, new: RankLayout, moves: Sequence[ElementMove], state: dict[str, Any]
     ) -> None:
-        adapter = self._engine.adapter
+        adapter = self._change.adapter
         adapter.state_like_masters(state["adapter"])
-        live = live_tensors(self._engine.engine, adapter)
-        self._source.locate(moves, live, old, self._engine.engine.module)
+        live = live_tensors(self._change.engine, adapter)
+        self._source.locate(moves, live, old, self._change.engine.module)
         self._pad(new.held[self._at.pp, self._at.tp], live)
 
     def _pad(self, held: RankContents | RankImages, live: Live) -> None:
@@ -111,7 +110,7 @@ class Relayout:
     def _prepare_replica(self, source: ArenaSource) -> dict[str, Any]:
         """Stages and slices are as they were: what an image names is the same tensor, or a part of
         it."""
-        was, now, at, adapter = self._was, self._topology.degrees, self._at, self._engine.adapter
+        was, now, at, adapter = self._was, self._topology.degrees, self._at, self._change.adapter
         resize = Resize(was.dp, now.dp)
         blob = source.blob(replace(at, dp=resize.host_from(at.dp)))
         lengths, stored = adapter.partitioned(), {spec.name: spec for spec in blob.manifest.owned}
@@ -140,7 +139,7 @@ class Relayout:
         }
         source.locate(plan_replica(held(blob.manifest.owned), new, resize, at), tensors)
         self._pad(new, tensors)
-        self._engine.resizing.convert(blob.state, resize, is_new=resize.is_new(at.dp))
+        self._change.convert(blob.state, resize, is_new=resize.is_new(at.dp))
         return blob.state
 
     def _read(self) -> tuple[RankLayout, dict[str, Any]]:
@@ -161,14 +160,13 @@ class Relayout:
         )
         state = self._source.host_state(of)
         state["buffers"] = self.buffers()
-        resizing = self._engine.resizing
-        resizing.convert(state, Resize(self._was.dp, self._topology.degrees.dp), is_new=True)
+        self._change.convert(state, Resize(self._was.dp, self._topology.degrees.dp), is_new=True)
         state["rng"] = capture_rng()
         return RankLayout(self._was, held), state
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Those of this rank's module, from whichever stage had them."""
-        wanted = {name for name, _ in self._engine.engine.module.named_buffers()}
+        wanted = {name for name, _ in self._change.engine.module.named_buffers()}
         found: dict[str, torch.Tensor] = {}
         for pp in range(self._was.pp):
             if not wanted - found.keys():
@@ -200,7 +198,7 @@ class Relayout:
         if not self._resliced:
             return
         mine = compute_digests(
-            {name: b.detach().cpu() for name, b in self._engine.engine.module.named_buffers()}
+            {name: b.detach().cpu() for name, b in self._change.engine.module.named_buffers()}
         )
         told = self._control.gather_bytes(encode(mine))
         at = self._topology.coordinates
@@ -228,7 +226,7 @@ class Relayout:
 
     def _describe(self, old: RankLayout) -> RankContents:
         """What this rank will hold: the optimizer has no state before its first step."""
-        held = describe(self._engine.engine, self._engine.adapter)
+        held = describe(self._change.engine, self._change.adapter)
         kinds = next(iter(old.held.values())).kinds
         if len(kinds) != len(held.groups):
             raise LayoutError(
@@ -306,7 +304,7 @@ class ArenaSource:
         return DecodedBlob(self._hosts[at])
 
     def host_state(self, at: Coordinate) -> dict[str, Any]:
-        """Of a rank among those that :func:`~reft.recover.relayout.host_state_sources` names, a new
+        """Of a rank among those that :func:`~reft.recover.decide.host_state_sources` names, a new
         object in every call."""
         return self.blob(at).state
 
@@ -396,22 +394,59 @@ def _check_numbers(move: ElementMove, dtype: torch.dtype, numel: int, target: to
         )
 
 
-def take_up_checkpoint(
-    session: Session, engine: DeepSpeedEngine, checkpoint: Path, was: Degrees
+def restore_checkpoint(
+    control: ControlGroup,
+    topology: Topology,
+    change: LayoutChange,
+    checkpoint: Path,
+    was: Degrees,
+    *,
+    restore: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Write model, optimizer and counters of DeepSpeed's files into the engine. Returns the host
-    state, as this rank has it now; data and client state are left to the caller."""
-    source = CheckpointSource(checkpoint, was, session.control)
-    state = Relayout(session, engine, source).prepare()
+    """Write model, optimizer and counters of DeepSpeed's files into the engine. Collective.
+
+    Args:
+        checkpoint: the directory that DeepSpeed's files are in.
+        was: the layout of the job that wrote them.
+        restore: gives the host state to the engine, after its tensors have been written.
+
+    Returns:
+        The host state, as this rank has it now. Data position and client state are left to the
+        caller.
+    """
+    source = CheckpointSource(checkpoint, was, control)
+    state = Relayout(control, topology, change, source).prepare()
     source.carry_out()
-    on_all(session.control, lambda: engine.restore(state))
-    now = session.topology.degrees
-    if session.is_rank_zero:
+    on_all(control, lambda: restore(state))
+    if control.rank == 0:
         logger.warning(
             "%s was written by a job of %s and is resumed as one of %s, with the random states of "
-            "a new "
-            "start. From here on the losses are those of a job of %s",
-            *(source, was, now, now),
+            "a new start. From here on the losses are those of a job of %s",
+            *(source, was, topology.degrees, topology.degrees),
+        )
+    return state
+
+
+def read_replica_host_state(
+    control: ControlGroup,
+    topology: Topology,
+    change: LayoutChange,
+    checkpoint: Path,
+    was: Degrees,
+) -> dict[str, Any]:
+    """Read what this rank restores besides DeepSpeed's files, which every replica has in full.
+
+    A replica restores what its predecessor left. Where there was none, it restores another
+    replica's state with the random states of a fresh start. Collective.
+    """
+    at, resize = topology.coordinates[control.rank], Resize(was.dp, topology.degrees.dp)
+    source = CheckpointSource(checkpoint, was, control)
+    state = on_all(control, lambda: source.host_state(replace(at, dp=resize.host_from(at.dp))))
+    change.convert(state, resize, is_new=resize.is_new(at.dp))
+    if control.rank == 0:
+        logger.warning(
+            "%s is resumed from %s. From here on the losses are those of a DP%d job",
+            *(checkpoint, resize, resize.new),
         )
     return state
 
@@ -462,3 +497,139 @@ def _tied_layers(module: Any) -> dict[str, list[int]]:
         if isinstance(key, str):
             found.setdefault(key, []).append(number)
     return found
+
+
+class CheckpointParts:
+    """Reads the tensors that a plan names. Keeps the files of one rank at a time. ``tied``: layers
+    of the model that a tied module's weights may lie under, by its key."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        degrees: Degrees,
+        held: Mapping[tuple[int, int], RankContents],
+        tied: Mapping[str, list[int]],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._degrees = degrees
+        self._held = held
+        self._tied = tied
+        self._at: Coordinate | None = None
+        self._files: dict[str, Any] = {}
+
+    def tensor(self, at: Coordinate, name: str) -> torch.Tensor:
+        if at != self._at:
+            self._at, self._files = at, {}
+        kind, _, rest = name.partition(".")
+        found = self._weight(at, rest) if kind == WEIGHT else self._of_optimizer(at, name)
+        return found.detach().reshape(-1)
+
+    def _load(self, name: str) -> Any:
+        """The only file of that pattern; None where there is none."""
+        if name not in self._files:
+            found = sorted(self._checkpoint.glob(name))
+            # Weights, and objects of DeepSpeed's own, as its load_checkpoint reads them.
+            loaded = (
+                torch.load(found[0], map_location="cpu", weights_only=False, mmap=True)
+                if found
+                else None
+            )
+            self._files[name] = loaded
+        return self._files[name]
+
+    def _model_parallel(self, at: Coordinate) -> int:
+        return at.pp * self._degrees.tp + at.tp
+
+    def _model_file(self, at: Coordinate) -> Any:
+        return self._load(f"mp_rank_{self._model_parallel(at):02d}_model_states.pt") or {}
+
+    def _weight(self, at: Coordinate, name: str) -> torch.Tensor:
+        module = self._model_file(at).get("module") or {}
+        if name in module:
+            return self._is_tensor(module[name], at, name)
+        head, _, inside = name.partition(".")
+        layers = [int(head)] if head.isdigit() else []
+        if head == "tied_modules":
+            key, _, inside = inside.partition(".")
+            layers = self._tied_layers(at.pp, key)
+        for layer in layers:
+            for file in (
+                f"layer_{layer:02d}-model_{at.tp:02d}-model_states.pt",
+                f"layer_{layer:02d}-model_states.pt",
+            ):
+                content = self._load(file) or {}
+                if inside in content:
+                    return self._is_tensor(content[inside], at, name)
+        raise self._lacks(at, name)
+
+    def _tied_layers(self, pp: int, key: str) -> list[int]:
+        """Layers that a tied module lies under, the stage's own first: what of it is not tied
+        differs.
+
+        Stages have layers one after the other, but where each begins is told only by its other
+        layers' names.
+        """
+        layers = sorted(self._tied.get(key, []))
+        numbers: dict[int, set[int]] = {stage: set() for stage in range(self._degrees.pp)}
+        holders = set()
+        for (stage, _), held in self._held.items():
+            heads = [part.name.split(".") for part in held.parameters]
+            numbers[stage] |= {int(head[0]) for head in heads if head[0].isdigit()}
+            if ["tied_modules", key] in (head[:2] for head in heads):
+                holders.add(stage)
+        own = numbers[pp]
+        before = len([stage for stage in holders if stage < pp])
+        after = len([stage for stage in holders if stage > pp])
+
+        def other(layer: int) -> tuple[bool, bool]:
+            reached = pp == 0 or any(n < layer for n in own)
+            left = pp < self._degrees.pp - 1 and not any(n > layer for n in own)
+            position = layers.index(layer)
+            possible = (
+                before <= position < len(layers) - after
+                and all(n < layer for stage in range(pp) for n in numbers[stage])
+                and all(
+                    n > layer for stage in range(pp + 1, self._degrees.pp) for n in numbers[stage]
+                )
+            )
+            return not (reached and not left), not possible
+
+        return sorted(layers, key=other)
+
+    def _of_optimizer(self, at: Coordinate, name: str) -> torch.Tensor:
+        _, number, place, *key = name.split(".", 3)  # reft.relayout.element_map.tensor_name
+        group, position, kind = int(number), int(place), "".join(key) or MASTER
+        held = self._held[at.pp, at.tp]
+        if held.parted:
+            file = self._load(
+                f"*zero_pp_rank_{at.dp}_mp_rank_{self._model_parallel(at):02d}_optim_states.pt"
+            )
+            wrapper = (file or {}).get("optimizer_state_dict") or {}
+            self._check_names(at, wrapper, held)
+            if kind == MASTER:
+                return self._is_tensor(wrapper["single_partition_of_fp32_groups"][group], at, name)
+            state, index = wrapper["base_optimizer_state"]["state"], group
+        else:
+            state = (self._model_file(at).get("optimizer") or {}).get("state") or {}
+            index = sum(len(names) for names in held.groups[:group]) + position
+        return self._is_tensor(state.get(index, {}).get(kind), at, name)
+
+    def _check_names(self, at: Coordinate, wrapper: Mapping[str, Any], held: RankContents) -> None:
+        """That the file is the one of these ranks: an order of ranks that reft does not know has
+        others."""
+        names = {name for group in wrapper.get("param_slice_mappings") or () for name in group}
+        known = {name for group in held.groups for name in group}
+        if not wrapper or not names <= known:
+            raise self._lacks(at, "the partitions of its stage")
+
+    def _is_tensor(self, value: Any, at: Coordinate, name: str) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            raise self._lacks(at, name)
+        return value
+
+    def _lacks(self, at: Coordinate, what: str) -> LayoutError:
+        return LayoutError(
+            f"{self._checkpoint} does not have {what} of {at} ({self._degrees}) where DeepSpeed's "
+            "pipelines "
+            f"put it; load it in the layout that wrote it"
+        )

@@ -15,8 +15,8 @@ from functools import partial
 from importlib.metadata import distributions
 from typing import Any, TypeVar
 
+from reft.checks.held import HeldState
 from reft.config import AOR, ReftConfig, Variant, load_config
-from reft.engine.checks.held import HeldState
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
 

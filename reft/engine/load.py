@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reft.config import Variant
-from reft.engine.checks.start import (
+from reft.checks.start import (
     check_orders,
     conditional_loads,
     describe_fresh_state,
@@ -25,8 +24,16 @@ from reft.engine.checks.start import (
     require_first_version,
     warn,
 )
-from reft.engine.identity import BY_LAYOUT
-from reft.engine.load.disk import (
+from reft.config import Variant
+from reft.engine.fingerprint import BY_LAYOUT
+from reft.engine.load_memory import MemoryRestorer, may_differ, stored_participant
+from reft.engine.session import Session
+from reft.errors import LayoutError, PersistError, UnrecoverableError
+from reft.grid import Degrees, VersionId, only_replicas_differ
+from reft.recover.plan import NotRecoverable, RecoveryPlan
+from reft.recover.recover import Recovery, RecoveryOutcome
+from reft.relayout.restore import other_layout, read_replica_host_state, restore_checkpoint
+from reft.storage.load import (
     DamagedError,
     DiskCheckpoint,
     DiskRestorer,
@@ -34,48 +41,11 @@ from reft.engine.load.disk import (
     damaged,
     nothing_sound,
 )
-from reft.engine.load.memory import MemoryRestorer, may_differ, stored_participant
-from reft.engine.load.relayout import CheckpointSource, on_all, other_layout, take_up_checkpoint
-from reft.engine.session import Session
-from reft.errors import LayoutError, PersistError, UnrecoverableError
-from reft.grid import Degrees, VersionId
-from reft.recover.plan import NotRecoverable, RecoveryPlan
-from reft.recover.recover import Recovery, RecoveryOutcome
-from reft.recover.relayout import Resize, only_replicas_differ
 
 if TYPE_CHECKING:
     from reft.engine.deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
-
-
-def find_replica_differences(session: Session, was: Degrees) -> bool:
-    """Whether this job differs from ``was`` in the number of replicas alone, and each has the whole
-    state."""
-    return (
-        only_replicas_differ(was, session.topology.degrees)
-        and not session.state.adapter.images()[1].specs
-    )
-
-
-def find_replica_host_state(
-    session: Session, engine: DeepSpeedEngine, checkpoint: Path, was: Degrees
-) -> dict[str, Any]:
-    """What this rank restores beside DeepSpeed's files, as one of this number of replicas: what its
-    replica left; where there was none, another's with the random states of a fresh start.
-    Collective."""
-    at, resize = session.coordinate, Resize(was.dp, session.topology.degrees.dp)
-    source = CheckpointSource(checkpoint, was, session.control)
-    state = on_all(
-        session.control, lambda: source.host_state(replace(at, dp=resize.host_from(at.dp)))
-    )
-    engine.resizing.convert(state, resize, is_new=resize.is_new(at.dp))
-    if session.is_rank_zero:
-        logger.warning(
-            "%s is resumed from %s. From here on the losses are those of a DP%d job",
-            *(checkpoint, resize, resize.new),
-        )
-    return state
 
 
 _BASE_ONLY = (("load_module_only", True), ("load_optimizer_states", False))
@@ -439,9 +409,9 @@ class Restorer:
 
     def _check_identity(self, disk: DiskCheckpoint) -> None:
         session, now = self._session, self._session.topology.degrees
-        was = disk.arenas or other_layout(session, disk.path) or now
+        was = disk.arenas or self._other_layout(disk.path) or now
         but = may_differ(was, now)
-        if disk.arenas is None and but and not find_replica_differences(session, was):
+        if disk.arenas is None and but and not self._every_replica_has_all(was):
             but = BY_LAYOUT
         own = disk.job_id == session.job_id
         session.memory.identity.check_checkpoint(
@@ -462,14 +432,16 @@ class Restorer:
         session = self._session
         began = time.perf_counter()
         checkpoint = None if directory is None or tag is None else directory / str(tag)
-        was = None if checkpoint is None else other_layout(session, checkpoint)
+        was = None if checkpoint is None else self._other_layout(checkpoint)
         relaid: dict[str, Any] | None = None
         if checkpoint is not None and was is not None:
-            if find_replica_differences(session, was):
-                state = find_replica_host_state(session, self._engine, checkpoint, was)
+            change = self._engine.resizing
+            where = session.control, session.topology, change, checkpoint, was
+            if self._every_replica_has_all(was):
+                state = read_replica_host_state(*where)
             else:
                 # DeepSpeed does not load it.
-                relaid = take_up_checkpoint(session, self._engine, checkpoint, was)
+                relaid = restore_checkpoint(*where, restore=self._engine.restore)
         if relaid is None:
             path, client_state = original(str(directory), tag=tag, **options)
         else:
@@ -490,6 +462,18 @@ class Restorer:
         self._unprotected = start and foreign and self._engine.data.left_to_program
         self._was_loaded(path, began)
         return path, client_state
+
+    def _other_layout(self, checkpoint: Path) -> Degrees | None:
+        """The layout that the checkpoint was written in, if it is not this job's. Collective."""
+        return other_layout(self._session.control, self._session.topology, checkpoint)
+
+    def _every_replica_has_all(self, was: Degrees) -> bool:
+        """Whether this job differs from ``was`` in the number of replicas alone, and no part of
+        the state is partitioned over them."""
+        return (
+            only_replicas_differ(was, self._session.topology.degrees)
+            and not self._session.state.adapter.images()[1].specs
+        )
 
     def _leave_this_future(self) -> None:
         """What is in memory is the abandoned future: the versions to come belong to a new

@@ -12,11 +12,11 @@ import torch
 
 from megatron_patches.deepspeed import warn_attention
 from reft.engine.deepspeed import DeepSpeedEngine
-from reft.engine.layouts import check_stages, describe_layouts, find_splits, same_on_stages
-from reft.engine.load.relayout import Relayout, other_layout
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
-from reft.recover.relayout import Parameter, RankContents, RankLayout
+from reft.relayout.element_map import Parameter, RankContents, RankLayout
+from reft.relayout.layouts import check_stages, describe_layouts, find_splits, same_on_stages
+from reft.relayout.restore import Relayout, other_layout
 from reft.state.codec import encode
 
 
@@ -189,15 +189,11 @@ def test_p12_what_deepspeeds_configuration_alone_tells_is_refused_at_the_start()
 def test_a_job_of_many_replicas_is_told_what_layout_wrote_a_checkpoint(tmp_path: Path) -> None:
     for dp in range(300):
         (tmp_path / f"reft_host-pp0.dp{dp}.tp0.msgpack").touch()
-    session: Any = Namespace(
-        is_rank_zero=True,
-        control=Namespace(gather_bytes=lambda mine: [mine]),
-        topology=Namespace(degrees=Degrees(1, 300, 1)),
-        coordinate=Coordinate(0, 0, 0),
-    )
-    assert other_layout(session, tmp_path) is None
-    session.topology.degrees = Degrees(2, 150, 1)
-    assert other_layout(session, tmp_path) == Degrees(1, 300, 1)
+    control: Any = Namespace(rank=0, gather_bytes=lambda mine: [mine])
+    topology: Any = Namespace(degrees=Degrees(1, 300, 1), coordinates=[Coordinate(0, 0, 0)])
+    assert other_layout(control, topology, tmp_path) is None
+    topology.degrees = Degrees(2, 150, 1)
+    assert other_layout(control, topology, tmp_path) == Degrees(1, 300, 1)
 
 
 def test_files_that_lie_on_the_node_of_their_ranks_are_not_those_of_a_smaller_job(
@@ -209,32 +205,30 @@ def test_files_that_lie_on_the_node_of_their_ranks_are_not_those_of_a_smaller_jo
     def gather(mine: bytes) -> list[bytes]:
         return [encode(sees) if mine == encode(None) else b"", mine]
 
-    session: Any = Namespace(
-        is_rank_zero=False,
-        control=Namespace(gather_bytes=gather),
-        topology=Namespace(degrees=Degrees(1, 2, 1)),
-        coordinate=Coordinate(0, 1, 0),
+    control: Any = Namespace(rank=1, gather_bytes=gather)
+    topology: Any = Namespace(
+        degrees=Degrees(1, 2, 1), coordinates=[Coordinate(0, 0, 0), Coordinate(0, 1, 0)]
     )
-    assert other_layout(session, tmp_path) == Degrees(1, 1, 1)
+    assert other_layout(control, topology, tmp_path) == Degrees(1, 1, 1)
     (tmp_path / "reft_host-pp0.dp1.tp0.msgpack").touch()
-    assert other_layout(session, tmp_path) is None
+    assert other_layout(control, topology, tmp_path) is None
 
 
 def relayout(was: Degrees, now: Degrees, buffers: Sequence[dict[str, torch.Tensor]]) -> Relayout:
     """Of slice 0; ``buffers`` are those of all slices of either job that has several."""
-    from reft.engine.load import relayout as module
+    from reft.relayout import restore as module
 
     model = torch.nn.Module()
     for name, value in buffers[0].items():
         model.register_buffer(name, value.clone())
     told = [encode(module.compute_digests(b)) for b in buffers]
-    session: Any = Namespace(
-        control=Namespace(gather_bytes=lambda mine: told if mine else [b""] * len(told)),
-        coordinate=Coordinate(0, 0, 0),
-        topology=Namespace(degrees=now, coordinates=[Coordinate(0, 0, tp) for tp in range(now.tp)]),
+    control: Any = Namespace(rank=0, gather_bytes=lambda mine: told if mine else [b""] * len(told))
+    topology: Any = Namespace(
+        degrees=now, coordinates=[Coordinate(0, 0, tp) for tp in range(now.tp)]
     )
+    change: Any = Namespace(engine=Namespace(module=model))
     source: Any = Namespace(degrees=was, host_state=lambda at: {"buffers": buffers[at.tp]})
-    return Relayout(session, Namespace(engine=Namespace(module=model)), source)  # type: ignore[arg-type]
+    return Relayout(control, topology, change, source)
 
 
 class Embedding(torch.nn.Module):

@@ -43,7 +43,7 @@ from reft.data.passes import (
 )
 from reft.data.watch import DISPATCHED, LOADERS, WATCH, ResumePhase, is_dispatched, is_shard
 from reft.env import ENV_NODES
-from reft.recover.relayout import Resize
+from reft.grid import Resize
 from reft.state.codec import class_path
 
 if TYPE_CHECKING:
