@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from reft import integrations
 from reft.control.transport import (
     CONNECT_SECS,
     PEER_ENDED,
@@ -56,7 +57,7 @@ from reft.grid import VersionId
 if TYPE_CHECKING:
     import torch
 
-SOCKETS, MPI = "sockets", "mpi"  # what can carry the control plane: ``transport`` of the block
+SOCKETS = "sockets"  # The ``transport`` of the block that needs no integration
 _MESSAGE = b"reft-message-1"
 _GATHERED = b"reft-gathered-1"
 _LENGTH_BYTES = 8
@@ -113,7 +114,7 @@ class ControlGroup:
         timeout_secs: how long a silent peer is waited for.
         node: the node that this rank runs on; by default its host.
         secret: what ranks prove to each other; None: the first one writes one to torch's store.
-        transport: what carries it, ``sockets`` or ``mpi``.
+        transport: what carries it: ``sockets``, or that of an integration.
 
     Raises:
         TransferError: a peer did not come in time, or cannot be reached.
@@ -147,11 +148,11 @@ class ControlGroup:
         self.on_silence: OnSilence = lambda missing, secs: None
         """Told, next to the log, whose answer is missing for long."""
         self._times = itertools.count()
-        self._over_mpi: Open | None = None
-        if transport == MPI:
-            from reft.control.mpi import mpi_carrier  # mpi4py starts MPI when it is imported
-
-            self._over_mpi = mpi_carrier(self.rank, self.world_size, self._node, timeout_secs)
+        self._carrier = transport
+        self._open_transport: Open | None = None
+        if transport != SOCKETS:
+            make_open = integrations.find("TRANSPORTS", transport)
+            self._open_transport = make_open(self.rank, self.world_size, self._node, timeout_secs)
         self._transport: Transport | None = None
         self._connect(lambda: True)
 
@@ -159,8 +160,8 @@ class ControlGroup:
         def silent(missing: list[str], secs: float) -> None:
             self.on_silence(missing, secs)  # which may be set later
 
-        if self._over_mpi is not None:
-            self._transport = self._over_mpi(self.timeout_secs, go_on, silent)
+        if self._open_transport is not None:
+            self._transport = self._open_transport(self.timeout_secs, go_on, silent)
             return
         self._transport = connect(
             self._store,
@@ -188,7 +189,7 @@ class ControlGroup:
             self.timeout_secs,
             node=self._node,
             secret=secret or self._secret,
-            transport=MPI if self._over_mpi else SOCKETS,
+            transport=self._carrier,
         )
         worker.on_silence = self.on_silence
         return worker
@@ -196,7 +197,7 @@ class ControlGroup:
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """All-gather bytes of any length; entry r is what rank r gave. Raises TransferError, and
         over MPI AuthenticationError (sockets see to that themselves)."""
-        if self._over_mpi is None:
+        if self._open_transport is None:
             return self._connections.gather(data)
         told = self._connections.gather(authenticate(data, self._secret, _GATHERED))
         return [check_authentic(body, self._secret, _GATHERED) for body in told]

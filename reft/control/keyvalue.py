@@ -2,7 +2,7 @@
 wanted.
 
 It takes the place of torch's TCPStore, which serves whoever reaches its port and has no option to
-ask for a secret. etcd (:mod:`reft.job.rendezvous.etcd`) outlives its host, but is one more server
+ask for a secret. etcd (:mod:`reft_etcd`) outlives its host, but is one more server
 to install and to keep; this one lives in a launcher. One request, one answer: ``[operation,
 arguments...]`` and ``[True, result]`` or ``[False, why not]``.
 """

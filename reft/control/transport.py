@@ -2,7 +2,7 @@
 named.
 
 Sockets (:class:`reft.control.control.TreeTransport`) authenticate every connection and hear of a
-process that dies. MPI (:mod:`reft.control.mpi`) takes the fabric of the job that ``mpiexec``
+process that dies. MPI (:mod:`reft_mpi`) takes the fabric of the job that ``mpiexec``
 started. tests/control/test_transport.py is the contract of both; docs/mpi.md says what each
 survives.
 

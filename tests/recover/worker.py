@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from reft.config import FaultConfig, FaultPoint
 from reft.control.control import ControlGroup
-from reft.control.mpi import load_mpi
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Section, VersionId
@@ -41,6 +40,7 @@ from reft.recover.relayout import (
     only_replicas_differ,
     plan_replica,
 )
+from reft_mpi.mpi import load_mpi
 from tests.control.mpi_job import refuse_pickling
 
 from .fleet import (

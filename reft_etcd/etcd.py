@@ -98,7 +98,9 @@ class EtcdSettings:
     key: Path | None = None
 
     @classmethod
-    def of(cls, endpoint: str, conf: Mapping[str, Any], environ: Mapping[str, str]) -> EtcdSettings:
+    def parse(
+        cls, endpoint: str, conf: Mapping[str, Any], environ: Mapping[str, str]
+    ) -> EtcdSettings:
         """Read ``--rdzv-endpoint``, ``--rdzv-conf`` and the environment; the command line goes
         first. Raises ConfigError: something is missing or does not fit together; says what to
         write."""
