@@ -26,9 +26,10 @@ from typing import Any, NamedTuple, NoReturn
 import msgpack
 import psutil
 
+from reft.authentication import mac
 from reft.config import parse_block
 from reft.control.transport import Transport, listen_remotely
-from reft.control.wire import format_endpoint, mac
+from reft.control.wire import format_endpoint
 from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 from reft.job import script

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from reft.backoff import Backoff
 from reft.config import FaultPoint
-from reft.control.wire import Backoff
 from reft.errors import CopyOrderError, StagingMemoryError
 from reft.grid import ALIGNMENT_BYTES, BlockKey, Section, aligned
 from reft.memory.stream import (
