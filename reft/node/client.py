@@ -26,8 +26,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from reft.authentication import purpose_key
+from reft.backoff import Backoff
 from reft.config import AOR, ReftConfig
-from reft.control.wire import Backoff, Channel, purpose_key
+from reft.control.wire import Channel
 from reft.env import (
     ENV_JOB_ID,
     ENV_LAUNCHER_PID,

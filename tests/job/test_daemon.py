@@ -21,7 +21,6 @@ from reft.config import PersistConfig, ReftConfig, parse_block
 from reft.control.wire import Channel
 from reft.errors import AuthenticationError, OvertakenError
 from reft.grid import Coordinate, VersionId
-from reft.job.mpi_run import end_daemon, keep_daemon
 from reft.memory.arena import arena_name
 from reft.memory.files import JobLock
 from reft.memory.header import ArenaState
@@ -39,6 +38,7 @@ from reft.node.daemon import Daemon
 from reft.storage import fence
 from reft.storage.persist import PersistProgress
 from reft.storage.persister import committed_labels
+from reft_mpi.mpi_run import end_daemon, keep_daemon
 from tests.attack.jobs import runs
 from tests.job.daemons import ROOT, answers, commit, log_path, request_status, spawn, wait_for
 
