@@ -20,7 +20,7 @@ from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena, SlotFiles, scan
-from reft.node.client import ProtectionRecord
+from reft.memory.protection_record import ProtectionRecord
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CopyEngine

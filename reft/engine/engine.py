@@ -24,7 +24,12 @@ from reft.engine.identity import Fact, local_rank
 from reft.errors import LayoutError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees, VersionId
 from reft.memory.files import default_margin_bytes
-from reft.node.client import ProtectionRecord, read_record, resume, write_record
+from reft.memory.protection_record import (
+    ProtectionRecord,
+    read_record,
+    resume_record,
+    write_record,
+)
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
 from reft.snapshot.arenas import ArenaSet
@@ -316,7 +321,7 @@ class Protection:
             for d in session.control.gather_bytes(told)
             if d
         ]
-        found = resume(records, f"{AUTO}:{config.tolerance}" if chosen else scheme, scheme)
+        found = resume_record(records, f"{AUTO}:{config.tolerance}" if chosen else scheme, scheme)
         self.record = replace(
             found,
             tolerance=tolerance(session.topology, found.parsed.copies, found.parsed.parities),

@@ -40,10 +40,11 @@ from reft.faults import FaultPlan, kill_this_node
 from reft.grid import VersionId
 from reft.log import EventLog
 from reft.memory.arena import SlotFiles
-from reft.memory.jobdir import read_environment_secret
-from reft.node.client import DaemonClient, write_order
+from reft.memory.job_secret import read_environment_secret
+from reft.memory.protection_record import write_request
+from reft.node.client import DaemonClient
+from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage, open_page
-from reft.node.report import read_history, restarts_among
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.stats import PeerErrors, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallbacks
@@ -285,7 +286,7 @@ class Session:
         """Switch the protection of the versions to come, at one version boundary on all ranks. One
         rank that asks is enough; ``reft protect`` does the same from outside. Raises ConfigError:
         there is no such scheme."""
-        write_order([self.memory.job_dir.path], scheme)
+        write_request([self.memory.job_dir.path], scheme)
 
     # -- start and end -----------------------------------------------------------------------------
 

@@ -44,13 +44,13 @@ from torch.distributed.elastic.utils.api import macros
 from reft.control.keyvalue import StoreError
 from reft.env import ENV_EXIT_DIR
 from reft.errors import ConfigError, FencedError, ReftError
+from reft.job.node_memory import EXITS_PREFIX
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.client import JobEndedError, ServedStore
 from reft.job.rendezvous.handler import StoreRendezvous, replaced
 from reft.job.rendezvous.membership import Agreement, NodeFinished
 from reft.job.script import ExitCause, ExitNote, TrainerFailure, WorkerExit, judge, name_ended_early
 from reft.job.trainer_store import TrainerStore, deal_ranks, trainer_environ
-from reft.node.client import EXITS_PREFIX
 
 if TYPE_CHECKING:
     from reft.job.launch import Launcher

@@ -32,7 +32,9 @@ from reft.engine.on_import import warn_abandoned_builds
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
+from reft.job.daemon_supervisor import DaemonSupervisor
 from reft.job.hosts import show_devices
+from reft.job.node_memory import NodeMemory
 from reft.job.options import LaunchOptions, find_warnings, parse_options
 from reft.job.rendezvous.client import JobEndedError, find_store
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
@@ -48,20 +50,22 @@ from reft.job.script import (
 )
 from reft.job.warm import ForkServer
 from reft.log import EventLog, set_place, to_stderr
-from reft.memory.jobdir import read_json, user_secret
+from reft.memory.job_secret import user_secret
+from reft.memory.jobdir import read_json
 from reft.naming import kernel_id
-from reft.node.client import DaemonKeeper, NodeMemory
+from reft.node.commit_watch import CommitWatch
 from reft.node.hangs import (
     STOPPED,
     WAITING,
-    HangConfig,
+    ActivityTracker,
     TrainerActivity,
     name_culprit,
     step_limit_secs,
 )
-from reft.node.observe import CommitWatch, JobStatus
+from reft.node.history import ENDED, STARTED, note
+from reft.node.job_status import JobStatus
 from reft.node.progress import STACKS_SUFFIX, read_pages
-from reft.node.report import CONFIG_FILE, ENDED, ENDED_WELL, STARTED, NodeReport, note
+from reft.node.report import CONFIG_FILE, ENDED_WELL, NodeReport
 from reft.storage.persisted import job_directory
 
 logger = logging.getLogger("reft.job.launch")
@@ -146,7 +150,7 @@ class Launcher:
         self.rendezvous: StoreRendezvous  # Once it has joined the place
         self._events = EventLog(-1)
         self._signals = StopSignals()
-        self._daemon: DaemonKeeper | None = None
+        self._daemon: DaemonSupervisor | None = None
         self.hangs = HangDetector(options.node, self._memory.path)
         self._agent: Agent | None = None
         self._warm: ForkServer | None = None
@@ -181,7 +185,7 @@ class Launcher:
         )
         if self._options.daemon and self._daemon is None:
             assert self._memory.job_dir is not None
-            self._daemon = DaemonKeeper(self._memory.job_dir)
+            self._daemon = DaemonSupervisor(self._memory.job_dir)
             self._daemon.start()
         if self._daemon is not None:
             self._daemon.incarnation = agreement.incarnation
@@ -528,7 +532,7 @@ class HangDetector:
     def __init__(self, node: str, job_dir: Path) -> None:
         self._node = node
         self._job_dir = job_dir
-        self._watch = HangConfig()
+        self._watch = ActivityTracker()
         self.waiting: list[TrainerActivity] = []  # At what they were when they were looked at last
         self._looked_at = time.monotonic()
         self.clear()
@@ -549,7 +553,7 @@ class HangDetector:
         if elapsed >= _ASK_SECS:
             self._looked_at += elapsed
             seen = [page for page in read_pages(self._job_dir) if page.pid in pids]
-            self.waiting = [replace(w, node=self._node) for w in self._watch.look(seen, elapsed)]
+            self.waiting = [replace(w, node=self._node) for w in self._watch.poll(seen, elapsed)]
         return [w for w in self.waiting if w.seen.pid in pids]
 
     def judge(

@@ -36,11 +36,11 @@ from reft.log import set_place, to_stderr
 from reft.memory.files import holder
 from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
 from reft.node.client import END_SIGNAL, PURPOSE, SOCKET_NAME, short_path
+from reft.node.commit_watch import CommitWatch
 from reft.node.hangs import STOPPED, ChangeTimer
-from reft.node.observe import CommitWatch
+from reft.node.metrics import MetricsServer
 from reft.node.progress import process_state
 from reft.node.report import CONFIG_FILE
-from reft.node.status import MetricsServer
 from reft.storage.persist import persist_label
 from reft.storage.persister import Persister, PersistStatus, label_json
 
@@ -305,7 +305,7 @@ class Daemon:
         job."""
         stopped = bool(self._launcher_pid) and process_state(self._launcher_pid) == STOPPED
         if (
-            self._launcher_still.look(stopped, elapsed_secs) <= _LAUNCHER_STOPPED_SECS
+            self._launcher_still.update(stopped, elapsed_secs) <= _LAUNCHER_STOPPED_SECS
             or not stopped
         ):
             return
@@ -319,7 +319,7 @@ class Daemon:
     def look_at_storage(self, elapsed_secs: float) -> None:
         """A file system that hangs raises no error."""
         persist, config = self.status.persist, self.persister.config
-        secs = self._writes.look((persist.writing, self.persister.progress), elapsed_secs)
+        secs = self._writes.update((persist.writing, self.persister.progress), elapsed_secs)
         if (
             persist.writing is None
             or config is None

@@ -18,23 +18,18 @@ from reft import cli
 from reft.cli import COMMANDS, EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
 from reft.config import explain
 from reft.grid import VersionId
+from reft.job.node_memory import NodeMemory
 from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
 from reft.node.advice import SpeedSample, situation
-from reft.node.client import NodeMemory
 from reft.node.daemon import NodeStatus
+from reft.node.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
 from reft.node.progress import ProgressPage
 from reft.node.report import (
     BOARD_FILE,
     CONFIG_FILE,
-    ENDED,
     ENDED_WELL,
-    HISTORY_FILE,
-    RESUMED,
-    STARTED,
-    STEPPED,
     NodeReport,
     ReportBoard,
-    note,
     read_board,
 )
 from reft.storage.persister import PersistStatus

@@ -28,7 +28,7 @@ from reft.engine.session import Session
 from reft.errors import TransferError
 from reft.grid import Coordinate, Degrees, VersionId
 from reft.log import EventLog
-from reft.node import report
+from reft.node import history
 from reft.recover.plan import NotRecoverable
 from reft.snapshot.stats import PeerErrors, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest
@@ -94,9 +94,9 @@ def test_p4_a_start_says_in_a_line_what_is_protected(
 def restarted(job_dir: Path) -> Any:
     """A session on rank 0 whose launcher has seen a trainer fail."""
     failed = dict(failures=["b, rank 1, killed by SIGKILL"], failed_unix_secs=time.time() - 100)
-    report.note(
+    history.note(
         job_dir,
-        report.STARTED,
+        history.STARTED,
         round=2,
         nodes=["a", "b"],
         lost=[],

@@ -15,7 +15,7 @@ import pytest
 
 from reft.engine.rates import RateCache, dividing, learned_risk
 from reft.grid import Coordinate, Degrees, Topology, VersionId
-from reft.node.report import STARTED, note
+from reft.node.history import STARTED, note
 from reft.policy.rate import (
     DueSteps,
     IntervalController,

@@ -31,8 +31,8 @@ from reft.job.options import LaunchOptions, find_warnings, parse_options
 from reft.job.rendezvous.client import JobEndedError, find_store
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import safe_name
+from reft.node.history import PARTS, note, read_history
 from reft.node.progress import process_state
-from reft.node.report import PARTS, note, read_history
 from tests.job.conftest import SECRET
 
 from .cluster import WatchedCluster, cluster, deepspeed_json

@@ -23,6 +23,8 @@ from reft.config import MetricsConfig, parse_block
 from reft.grid import VersionId
 from reft.memory.jobdir import JobDir, write_json
 from reft.node.daemon import NodeStatus
+from reft.node.goodput import GoodputTimes
+from reft.node.history import STARTED, RoundReport, note
 from reft.node.memory_watch import (
     MemoryForecast,
     MemorySample,
@@ -30,20 +32,16 @@ from reft.node.memory_watch import (
     MemoryUse,
     fullest,
 )
-from reft.node.observe import NodeObserver
+from reft.node.metrics import METRICS, MetricsServer, values
+from reft.node.observer import NodeObserver
 from reft.node.progress import DeviceUse, ProgressPage
 from reft.node.report import (
     BOARD_FILE,
-    STARTED,
-    GoodputTimes,
     HealthSignal,
     NodeReport,
     ReportBoard,
-    RoundReport,
     Shard,
-    note,
 )
-from reft.node.status import METRICS, MetricsServer, values
 from reft.node.stragglers import RankSpeed, SlownessKind, Straggler
 from reft.storage.persister import PersistStatus
 from tests.commands import command
@@ -345,11 +343,11 @@ def test_every_node_tells_of_its_memory_and_of_its_devices(
         NodeObserver(job_dir.path, has_daemon=False),
         NodeReport(node="node0", domain="node0"),
     )
-    assert watch.look(mine).memory == ()
+    assert watch.poll(mine).memory == ()
     page.end_step(1)
     page.set_device(DeviceUse(1000, 100, 700))
     clock.sleep(0.6)  # it looks twice a second at most
-    report = watch.look(mine)
+    report = watch.poll(mine)
     device = next(use for use in report.memory if use.device)
     assert (device.name, device.peak_bytes, device.limit_bytes) == (
         "the device of rank 5",

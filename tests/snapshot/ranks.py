@@ -22,7 +22,7 @@ from reft.control.control import ControlGroup, WorkerControl
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena, SlotFiles, scan
-from reft.node.client import ProtectionRecord, write_record
+from reft.memory.protection_record import ProtectionRecord, write_record
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.copying.copier import Copier
 from reft.snapshot.copying.engine import CpuCopyEngine
