@@ -146,7 +146,7 @@ class IntervalRates:
                 known=cache.known.storage,
                 on_change=partial(cache.note, "storage"),
             )
-            session.daemon.on_answer = self.storage.answered
+            session.daemon.on_storage_state = self.storage.answered
 
     def _facts(self) -> dict[str, Any]:
         """What the costs of versions depend on, on this machine."""

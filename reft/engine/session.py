@@ -196,7 +196,6 @@ class Session:
             )
             undo.callback(self.progress.close)
             self._put_together(client_state)
-            undo.callback(self.daemon.close)
             undo.callback(self.state.close)
             check_start(self)
             undo.pop_all()
@@ -226,7 +225,9 @@ class Session:
         self.fence = OptimizerFence(self)
         self.state = EngineState(self, client_state)
         memory = self.memory
-        self.daemon = DaemonClient(memory.job_dir.path, memory.job_dir.secret, memory.incarnation)
+        self.daemon = DaemonClient(
+            memory.job_dir.path, memory.job_dir.secret, self.progress, memory.incarnation
+        )
         self.monitoring = MonitorWriter(self)
         self.stopping = StopController(self.config.grace_secs)
         self.tracer = Tracer()
@@ -361,7 +362,6 @@ class Session:
         if self.worker is not None:
             self.worker.close(self.config.grace_secs if timeout_secs is None else timeout_secs)
         self.state.close()
-        self.daemon.close()
         self.memory.record.close()
         self.memory.close()
         self.control.leave()
@@ -381,9 +381,8 @@ class Session:
             self.peer_errors.record("the rates of versions cannot be computed", error)
         self.peer_errors.run_guarded(
             "the daemon cannot be informed of a commit",
-            lambda: self.daemon.notify_commit(
+            lambda: self.daemon.report_commit(
                 label,
-                self.coordinate,
                 stats | told_of_rates,
                 unprotected=self.protection.lost,
                 due=due,
@@ -398,7 +397,7 @@ class Session:
             self.memory.record.committed(label, self.peer_errors)
 
     def _skipped(self, step: int, cause: str) -> None:
-        self.daemon.notify_skip(step, cause, self.stats.to_json())
+        self.daemon.report_skip(cause, self.stats.to_json())
         self.events.write("skip", step=step, cause=cause)
 
     # -- every step --------------------------------------------------------------------------------

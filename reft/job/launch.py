@@ -51,7 +51,7 @@ from reft.job.script import (
 from reft.job.warm import ForkServer
 from reft.log import EventLog, set_place, to_stderr
 from reft.memory.job_secret import user_secret
-from reft.memory.jobdir import read_json
+from reft.memory.jobdir import CONFIG_FILE, read_json
 from reft.naming import kernel_id
 from reft.node.commit_watch import CommitWatch
 from reft.node.hangs import (
@@ -65,7 +65,7 @@ from reft.node.hangs import (
 from reft.node.history import ENDED, STARTED, note
 from reft.node.job_status import JobStatus
 from reft.node.progress import STACKS_SUFFIX, read_pages
-from reft.node.report import CONFIG_FILE, ENDED_WELL, NodeReport
+from reft.node.report import ENDED_WELL, NodeReport
 from reft.storage.persisted import job_directory
 
 logger = logging.getLogger("reft.job.launch")

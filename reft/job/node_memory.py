@@ -21,6 +21,7 @@ from reft.memory.arena import ARENA_SUFFIX, Arena, scan
 from reft.memory.files import LOCK_FILE, JobLock
 from reft.memory.job_secret import SECRET_FILE
 from reft.memory.jobdir import (
+    CONFIG_FILE,
     JobDir,
     make_job_directory,
     read_json,
@@ -28,7 +29,6 @@ from reft.memory.jobdir import (
 )
 from reft.memory.ownership import check_place
 from reft.node.history import keep_history
-from reft.node.report import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 

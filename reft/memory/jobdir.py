@@ -35,6 +35,7 @@ JOB_FILE = "job.json"
 DAEMON_FILE = "daemon.json"
 STATUS_FILE = "status.json"
 INCARNATION_FILE = "incarnation.json"
+CONFIG_FILE = "config.json"  # the block, as the trainers wrote it for the daemon
 # Start times of processes are computed from the kernel's boot time, which clock corrections move.
 _START_TIME_SLACK_SECS = 2.0
 

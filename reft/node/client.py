@@ -1,8 +1,9 @@
-"""The connection of trainers and tools to the node daemon.
+"""What trainers and tools tell the node daemon.
 
-A trainer's notes never raise and never wait: they go to a bounded queue, from which a thread sends
-each over a connection of its own (a third of a millisecond). A dead daemon costs a log line, not a
-step (P6); the next daemon receives the configuration and the newest notes again.
+A trainer writes the block into a file, and after each version a report onto its progress page.
+Then it wakes the daemon through a named pipe. It neither waits for the daemon nor fails without one
+(P6), and the next daemon reads the same file and the same pages. Requests over an authenticated
+connection are for launchers, tools, and a trainer that waits for a version on storage.
 """
 
 from __future__ import annotations
@@ -11,29 +12,32 @@ import logging
 import os
 import signal
 import socket
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from reft.config import ReftConfig
 from reft.control.wire import Channel, purpose_key
 from reft.errors import ReftError
-from reft.grid import Coordinate, VersionId
+from reft.grid import VersionId
+from reft.memory.jobdir import CONFIG_FILE, STATUS_FILE, read_json, write_json
+from reft.node.progress import ProgressPage, read_reports
 
 logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "daemon.sock"
+WAKE_NAME = "daemon.wake"  # a named pipe
 PURPOSE = "node daemon"
 END_SIGNAL = signal.SIGUSR1  # the launcher ends its daemon with it
 # Errors of a request to a daemon that is dead, dying, busy or another job's.
 UNREACHABLE = (OSError, EOFError, ReftError)
-_MAX_NOTES = 64
 _ANSWER_SECS = 5.0
-_RECONNECT_SECS = 1.0
+_RETRY_SECS = 0.2
 
 
 class DaemonError(ReftError):
@@ -96,38 +100,72 @@ def request(
     return answer.get("result")
 
 
+@dataclass(frozen=True)
+class TrainerReport:
+    """What a trainer reports of its versions."""
+
+    incarnation: int
+    committed: tuple[int, int] | None = None  # newest committed version: incarnation and step
+    due: tuple[int, int] | None = None  # newest version that the ranks agreed to persist
+    unprotected: bool = False  # memory is too short to survive the loss of a node
+    stale_cause: str | None = None  # why the last version was skipped
+    stats: dict[str, Any] = field(default_factory=dict)  # see SnapshotStats.to_json
+
+    @property
+    def is_stale(self) -> bool:
+        return self.stats.get("stale_since_step") is not None
+
+
+_REPORT = TypeAdapter(TrainerReport)
+
+
+def find_stale(reports: Iterable[TrainerReport]) -> tuple[int, str] | None:
+    """The first step since which no version was committed, and why; None if versions are taken."""
+    since = [(r.stats["stale_since_step"], r.stale_cause or "") for r in reports if r.is_stale]
+    return min(since, default=None)
+
+
+def read_trainer_reports(job_dir: Path) -> dict[int, TrainerReport]:
+    """The newest report of each trainer of this node, by local rank."""
+    reports = {}
+    for local_rank, fields in read_reports(job_dir).items():
+        with suppress(ValueError):  # a trainer of another release
+            reports[local_rank] = _REPORT.validate_python(fields)
+    return reports
+
+
 class DaemonClient:
-    """A trainer's side of the connection.
+    """A trainer's side. Its reports are written by one thread.
 
     Args:
         job_dir: the job's memory on this node.
         secret: the job's secret.
-        incarnation: of the trainer. The daemon refuses incarnations that were replaced.
+        page: the trainer's progress page.
+        incarnation: of the trainer. The daemon ignores incarnations that were replaced.
     """
 
-    def __init__(self, job_dir: Path, secret: bytes, incarnation: int = 0) -> None:
+    def __init__(
+        self, job_dir: Path, secret: bytes, page: ProgressPage, incarnation: int = 0
+    ) -> None:
         self._job_dir = job_dir
         self._secret = secret
-        self._incarnation = incarnation
-        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self._config: dict[str, Any] | None = None
-        self._notes: deque[dict[str, Any]] = deque(maxlen=_MAX_NOTES)
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread: threading.Thread | None = None
-        self._cause: str | None = None
-        # Receives the daemon's answer to the note of a commit, on the thread that sends notes.
-        self.on_answer: Callable[[Mapping[str, Any]], None] = lambda answer: None
+        self._page = page
+        self._report = TrainerReport(incarnation)
+        self._logged: str | None = None
+        # Receives the state of storage after each commit; None: it is not read.
+        self.on_storage_state: Callable[[Mapping[str, Any]], None] | None = None
 
     def configure(self, config: ReftConfig) -> None:
-        """Send the daemon the block: what it persists, and how often."""
-        self._config = config.as_block()
-        self._enqueue("configure", config=self._config)
+        """Write the block for the daemon: what it persists, and how often."""
+        try:
+            write_json(self._job_dir / CONFIG_FILE, config.as_block())
+        except OSError as error:
+            logger.warning("the node daemon does not receive the block: %s", error)
+        self._wake()
 
-    def notify_commit(
+    def report_commit(
         self,
         label: VersionId,
-        coordinate: Coordinate,
         stats: Mapping[str, Any],
         *,
         unprotected: bool = False,
@@ -137,26 +175,23 @@ class DaemonClient:
 
         Args:
             label: the version.
-            coordinate: of this rank.
             stats: this rank's statistics.
             unprotected: memory has become too short to survive the loss of a node.
             due: the ranks agreed that this version goes to storage.
         """
-        self._enqueue(
-            "committed",
-            label=[label.incarnation, label.step],
-            coordinate=str(coordinate),
+        committed = label.incarnation, label.step
+        self._write(
+            committed=committed,
+            due=committed if due else self._report.due,
             unprotected=unprotected,
-            due=due,
-            local_rank=self._local_rank,
             stats=dict(stats),
         )
+        if self.on_storage_state is not None:
+            self.on_storage_state(read_storage_state(self._job_dir))
 
-    def notify_skip(self, step: int, cause: str, stats: Mapping[str, Any]) -> None:
-        """The version of ``step`` was not taken, or not committed."""
-        self._enqueue(
-            "skipped", step=step, cause=cause, local_rank=self._local_rank, stats=dict(stats)
-        )
+    def report_skip(self, cause: str, stats: Mapping[str, Any]) -> None:
+        """A version was not taken, or not committed."""
+        self._write(stale_cause=cause, stats=dict(stats))
 
     def persist_now(self, label: VersionId, timeout_secs: float) -> str | None:
         """Have a version written to storage, and wait for it.
@@ -167,10 +202,11 @@ class DaemonClient:
         deadline = time.monotonic() + timeout_secs
         while (left := deadline - time.monotonic()) > 0:
             try:
-                if self._config is not None:
-                    self._request("configure", config=self._config)
-                path = self._request(
+                path = request(
+                    self._job_dir,
+                    self._secret,
                     "persist",
+                    incarnation=self._report.incarnation,
                     label=[label.incarnation, label.step],
                     wait_secs=left,
                     timeout_secs=left + _ANSWER_SECS,
@@ -181,68 +217,51 @@ class DaemonClient:
                 return None
             except UNREACHABLE as error:
                 # The launcher starts a new daemon, which may still be in time.
-                self._log_once(error)
-                time.sleep(min(0.2, left))
+                cause = f"{type(error).__name__}: {error}"
+                if cause != self._logged:
+                    self._logged = cause
+                    logger.warning("the node daemon cannot be reached (%s)", cause)
+                time.sleep(min(_RETRY_SECS, left))
         logger.warning(
             "%s was not persisted: the daemon did not finish in %.1f s", label, timeout_secs
         )
         return None
 
-    def close(self, timeout_secs: float = 2.0) -> None:
-        """Send what is queued, for at most ``timeout_secs``."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(timeout_secs)
+    def _write(self, **changes: Any) -> None:
+        self._report = replace(self._report, **changes)
+        try:
+            self._page.write_report(asdict(self._report))
+        except ValueError as error:
+            # Storage needs the versions, people the statistics.
+            logger.warning("the statistics are left out: %s", error)
+            self._page.write_report(asdict(replace(self._report, stats={})))
+        self._wake()
 
-    def _request(self, op: str, **fields: Any) -> Any:
-        return request(self._job_dir, self._secret, op, incarnation=self._incarnation, **fields)
-
-    def _enqueue(self, op: str, **fields: Any) -> None:
-        with self._changed:
-            if self._closing:
-                return
-            self._notes.append({"op": op, **fields})
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=self._send_notes, name="reft-notes", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify()
-
-    def _send_notes(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._notes or self._closing)
-                if not self._notes:
-                    return
-                note = self._notes.popleft()
+    def _wake(self) -> None:
+        # NONBLOCK: without a daemon, or with one that stands still, nothing is written.
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+        with suppress(OSError):
+            fd = os.open(self._job_dir / WAKE_NAME, flags)
             try:
-                if self._cause is not None and self._config is not None:
-                    # After an error another daemon may listen.
-                    self._request("configure", config=self._config)
-                answer = self._request(**note)
-                self._cause = None
-                if isinstance(answer, Mapping):
-                    self.on_answer(answer)
-            except DaemonError as error:
-                self._log_once(error)
-            except UNREACHABLE as error:
-                self._log_once(error)
-                with self._changed:
-                    if len(self._notes) < _MAX_NOTES:  # newer notes have priority
-                        self._notes.appendleft(note)
-                    if self._changed.wait_for(lambda: self._closing, timeout=_RECONNECT_SECS):
-                        return
-            except Exception:
-                # A note must never end a trainer, whatever it holds.
-                logger.exception(
-                    "the daemon missed the report of a version; the next report reaches it"
-                )
+                os.write(fd, b"\0")
+            finally:
+                os.close(fd)
 
-    def _log_once(self, error: BaseException) -> None:
-        cause = f"{type(error).__name__}: {error}"
-        if cause != self._cause:
-            self._cause = cause
-            logger.warning("the node daemon cannot be reached (%s); training goes on", cause)
+
+def read_storage_state(job_dir: Path) -> dict[str, Any]:
+    """What the daemon last wrote about storage.
+
+    Returns:
+        ``persisted`` and ``overtaken``, versions as incarnation and step or None, and ``failing``.
+    """
+    persist = (read_json(job_dir / STATUS_FILE) or {}).get("persist") or {}
+
+    def version(name: str) -> list[int] | None:
+        fields = persist.get(name)
+        return None if fields is None else [fields["incarnation"], fields["step"]]
+
+    return {
+        "persisted": version("last"),
+        "failing": persist.get("stale_since_step") is not None,
+        "overtaken": version("overtaken"),
+    }

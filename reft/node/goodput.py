@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from reft.memory.jobdir import STATUS_FILE, read_json
+from reft.node.client import read_trainer_reports
 from reft.node.history import read_history
 from reft.node.progress import Phase, TrainerView, read_pages, read_times
 from reft.node.stragglers import Straggler
@@ -152,8 +152,8 @@ class GoodputCounters:
     def _stall_secs(self) -> float:
         """Seconds that training waited for versions since the last poll: the versions taken since
         then, times the median wait."""
-        status = read_json(self._path / STATUS_FILE) or {}
-        stats = ((status.get("trainers") or {}).get("0") or {}).get("stats") or {}
+        report = read_trainer_reports(self._path).get(0)
+        stats = report.stats if report is not None else {}
         before, self._versions_taken = self._versions_taken, int(stats.get("taken") or 0)
         taken = max(0, self._versions_taken - before)
         return taken * float(stats.get("stall_secs_median") or 0.0)

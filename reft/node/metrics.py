@@ -77,7 +77,7 @@ METRICS = {
     "reft_snapshot_seconds": "median seconds that the copy of a version took, by local rank",
     "reft_stall_seconds": "median seconds that training waited for a version, by local rank",
     "reft_snapshot_bytes": "bytes of the newest version, by way (to_host, sent) and kind",
-    "reft_versions_committed_total": "versions committed since this daemon started",
+    "reft_versions_committed_total": "versions committed since the trainers started",
     "reft_versions_skipped_total": "versions given up, by cause",
     "reft_stale": "1 from a version that was given up until the next commit, else 0",
     "reft_persisted_step": "optimizer step of the newest checkpoint on storage",

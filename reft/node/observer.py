@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from reft.grid import Coordinate, VersionId
 from reft.memory.header import ArenaHeader, ArenaState
 from reft.memory.jobdir import DAEMON_FILE, STATUS_FILE, JobDir, is_running, read_json
 from reft.memory.protection_record import ProtectionRecord, read_record
+from reft.node.client import find_stale, read_trainer_reports
 from reft.node.commit_watch import CommitWatch
 from reft.node.history import RoundReport, read_history, restarts_among
 from reft.node.memory_watch import MemoryWatch
@@ -85,7 +86,8 @@ class NodeObserver:
         with suppress(OSError, ReftError):
             self._arenas = self._arenas or CommitWatch(JobDir.open(self._path))
             headers = self._arenas.headers()
-        status = read_json(self._path / STATUS_FILE) or {}
+        persist = (read_json(self._path / STATUS_FILE) or {}).get("persist") or {}
+        stale = find_stale(read_trainer_reports(self._path).values())
         record = read_record(self._path)
         restarts = restarts_among(read_history(self._path))
         # Trainers remove their pages when they end; the last step that was seen stays.
@@ -96,10 +98,9 @@ class NodeObserver:
             self._memory = MemoryWatch(self._path)
         if self._memory is not None:
             self._memory.poll(pages, steps_per_sec)
-        why, stale_since = mine.why, status.get("stale_since_step")
-        stale_steps = 0 if step is None or stale_since is None else step - stale_since
-        if not why and stale_steps >= _STALE_STEPS:
-            why = _describe_stale(status)
+        why = mine.why
+        if not why and stale and step is not None and step - stale[0] >= _STALE_STEPS:
+            why = _describe_stale(*stale)
         started = mine.times.get(HealthSignal.HEALTHY, 0.0)
         known = self._times.get(HealthSignal.HEALTHY)
         self._times[HealthSignal.HEALTHY] = started or known or time.time()
@@ -115,7 +116,7 @@ class NodeObserver:
             "tolerance": None if record is None else record.tolerance,
             "restarts": len(restarts),
             "recovery": _bounded(restarts[-1]) if restarts else None,
-            "warnings": tuple(self._warnings(mine, status, record)),
+            "warnings": tuple(self._warnings(mine, stale, persist, record)),
             "memory": self._memory.uses[:_MAX_MEMORIES] if self._memory else (),
             "runs_out": self._memory.runs_out[:_MAX_RUNNING_OUT] if self._memory else (),
             "ranks": tuple(
@@ -158,12 +159,15 @@ class NodeObserver:
         return HealthSignal.COMPLETED
 
     def _warnings(
-        self, mine: NodeReport, status: dict[str, Any], record: ProtectionRecord | None
+        self,
+        mine: NodeReport,
+        stale: tuple[int, str] | None,
+        persist: Mapping[str, Any],
+        record: ProtectionRecord | None,
     ) -> Iterator[str]:
         yield from mine.warnings
-        if status.get("stale_since_step") is not None:
-            yield _describe_stale(status)
-        persist = status.get("persist") or {}
+        if stale is not None:
+            yield _describe_stale(*stale)
         if (since := persist.get("stale_since_step")) is not None:
             yield f"no checkpoint on storage since step {since}: {persist.get('error')}"
         daemon = read_json(self._path / DAEMON_FILE)
@@ -232,5 +236,5 @@ def _bounded(row: RoundReport) -> RoundReport:
     )
 
 
-def _describe_stale(status: dict[str, Any]) -> str:
-    return f"no version since step {status['stale_since_step']}: {status.get('stale_cause')}"
+def _describe_stale(since_step: int, cause: str) -> str:
+    return f"no version since step {since_step}: {cause}"

@@ -23,7 +23,6 @@ from reft.node.progress import RankSteps
 from reft.node.stragglers import RankSpeed, Straggler
 
 BOARD_FILE = "board.json"
-CONFIG_FILE = "config.json"  # the block, as the trainers sent it to the daemon
 WAITING, FAILED = "waiting for nodes", "a trainer has failed"  # values of NodeReport.doing
 ENDED_WELL = "the job ended well"  # value of NodeReport.why
 MAX_TEXT_CHARS = 200  # longer texts of a report are cut

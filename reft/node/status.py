@@ -10,14 +10,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from reft.memory.jobdir import DAEMON_FILE, JobDir, is_running, read_json
+from reft.memory.jobdir import CONFIG_FILE, DAEMON_FILE, JobDir, is_running, read_json
 from reft.memory.protection_record import read_record
 from reft.node.advice import advise, situation
 from reft.node.history import read_history, restarts_among, why
 from reft.node.observer import NodeObserver
 from reft.node.progress import Phase, read_pages
 from reft.node.report import (
-    CONFIG_FILE,
     ENDED_WELL,
     FAILED,
     WAITING,

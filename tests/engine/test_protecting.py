@@ -236,7 +236,7 @@ def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon_and_peer
 ):
     heard: list[object] = []
     peer_errors, daemon = PeerErrors(), mock.Mock()
-    daemon.notify_commit.side_effect = lambda label, *rest, **options: heard.append(label)
+    daemon.report_commit.side_effect = lambda label, *rest, **options: heard.append(label)
     record = JobRecord(None, "job")
     record.note_commit = mock.Mock(side_effect=KeyError("the store"))  # type: ignore[method-assign]
     session: Any = SimpleNamespace(

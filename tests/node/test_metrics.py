@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reft.config import MetricsConfig, parse_block
 from reft.grid import VersionId
 from reft.memory.jobdir import JobDir, write_json
+from reft.node.client import TrainerReport
 from reft.node.daemon import NodeStatus
 from reft.node.goodput import GoodputTimes
 from reft.node.history import STARTED, RoundReport, note
@@ -89,12 +90,13 @@ def job(tmp_path: Path) -> JobDir:
 @pytest.fixture
 def status(job: JobDir) -> NodeStatus:
     status = NodeStatus(job.path, {}, PersistStatus())
-    status.committed(VersionId(1, 7))
-    status.skip(8, "no memory")
+    status.add_commit(VersionId(1, 7))
     traffic = {"to_host": {"shard": 100}, "sent": {"owned": 7}}
     for rank in range(2):
         stats = {"copy_secs_median": 0.25, "stall_secs_median": 0.001, "traffic": traffic}
-        status.trainer(rank, stats=stats)
+        if rank == 0:
+            stats |= {"skipped": {"no memory": 1}, "stale_since_step": 8}
+        status.set_report(rank, TrainerReport(1, stats=stats))
     status.persist.update(dir="/disk", last=VersionId(1, 5), lag_steps=2)
     return status
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from reft.grid import VersionId
 from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir, write_json
 from reft.node import goodput
-from reft.node.daemon import NodeStatus
+from reft.node.client import DaemonClient
 from reft.node.goodput import GoodputCounters, GoodputTimes
 from reft.node.history import RESUMED, STARTED, RoundReport, note
 from reft.node.job_status import forget_replaced
@@ -31,7 +32,6 @@ from reft.node.report import (
 )
 from reft.node.summary import is_well, summary
 from reft.node.tolerance import tolerance_now
-from reft.storage.persister import PersistStatus
 from tests.machine import Clock
 from tests.memory.arena_tools import SECRET, make, write_version
 
@@ -306,7 +306,6 @@ def test_signals_follow_the_arenas(job: JobDir) -> None:
 
 def test_software_that_fails_is_unhealthy_and_says_why(job: JobDir) -> None:
     watch = observer(job)
-    status = NodeStatus(job.path, {}, PersistStatus())
     page = ProgressPage(job.path, 0, 0, 10.0, 600.0)
     runs = doing("running", round=1, since=time.time())
     assert watch.poll(runs).signal is HealthSignal.HEALTHY
@@ -314,8 +313,8 @@ def test_software_that_fails_is_unhealthy_and_says_why(job: JobDir) -> None:
     assert (failed.signal, failed.why) == (HealthSignal.UNHEALTHY, "rank 3 was killed by SIGKILL")
     assert watch.poll(runs).signal is HealthSignal.HEALTHY
 
-    status.skip(1, "no memory")
-    status.write_if_changed()
+    daemon = DaemonClient(job.path, SECRET, page)
+    daemon.report_skip("no memory", {"stale_since_step": 1})
     page.end_step(9)
     skipped = watch.poll(runs)
     assert (skipped.signal, skipped.warnings) == (
@@ -461,13 +460,10 @@ def test_counts_outlive_trainers_and_launchers(
     look(first)
     page.begin_step()
     page.end_step(12)
-    write_json(
-        tmp_path / "status.json",
-        {"trainers": {"0": {"stats": {"taken": 5, "stall_secs_median": 0.2}}}},
-    )
+    daemon = DaemonClient(tmp_path, SECRET, page)
+    daemon.report_commit(VersionId(1, 12), {"taken": 5, "stall_secs_median": 0.2})
     assert (look(first).samples, look(first).snapshot_secs) == (40, 1.0)
     page.close()
-    (tmp_path / "status.json").unlink()
     look(first)
 
     # Trainers and launcher start again, at step 8; the number of the process is another one.
