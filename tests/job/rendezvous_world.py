@@ -28,9 +28,9 @@ from reft.job.rendezvous import handler as handler_module
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import LeaveNotified, NodeInfo, ScaleRequested, decode_state
 from reft.job.rendezvous.scaling import leavers
-from reft.job.rendezvous.sizes import Sizes
 from reft.memory.scale_request import ScaleRequest
 from reft.naming import committed_key
+from reft.relayout.sizes import Sizes
 
 JOB = "job"
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
@@ -277,7 +277,7 @@ class Node:
             store.set(committed_key(JOB), b"%d:1" % self.incarnation)
             running = len(members)
             if (order := self.world.order) is not None:
-                handler.tell(ScaleRequested(order.number, order.nodes, order.without, running))
+                handler.submit(ScaleRequested(order.number, order.nodes, order.without, running))
             scaling = handler.state.scaling
             if scaling is None or handler.state.leaving:
                 return
@@ -289,7 +289,7 @@ class Node:
                 return
             else:
                 ranks = leavers(members, 1, scaling.without)
-            handler.tell(LeaveNotified(ranks, running))
+            handler.submit(LeaveNotified(ranks, running))
 
     def _note_sizes(self, handler: StoreRendezvous, nodes: int) -> None:
         """As :class:`reft.job.rendezvous.scaling.Scaler` does, of replicas of ``world.stages`` nodes that keep a copy."""
