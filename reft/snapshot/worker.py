@@ -318,7 +318,7 @@ class SnapshotWorker:
         self._vote_missed = False
         self._broke_off = ""
         self._gate = gate or Gate()
-        self._filling: ArenaWriter | None = None
+        self._writer: ArenaWriter | None = None
         """The slot that a version is written to, until it is known what becomes of that."""
         self._version: CopiedVersion | None = None  # the one that was copied last
         self._records: list[ChunkRecord] = []
@@ -657,7 +657,7 @@ class SnapshotWorker:
             return Signal.UNFIT
         # Without a permit: to wait for a reader, or to make an arena that is not there, may take a
         # minute, and training waits where a window closes for whoever has a permit.
-        self._filling = self.arenas.begin(
+        self._writer = self.arenas.begin(
             request.label,
             layout,
             wait=request.required,
@@ -673,26 +673,26 @@ class SnapshotWorker:
                 return Signal.UNFIT
         finally:
             gate.release(permit, time.perf_counter() - began)
-        self._copy_bytes(request, self._filling, gate)
+        self._copy_bytes(request, self._writer, gate)
         self.callbacks.stats.copy_secs.append(time.perf_counter() - began)
         return Signal.COPIED
 
-    def _copy_bytes(self, request: SnapshotRequest, filling: ArenaWriter, gate: Gate) -> None:
+    def _copy_bytes(self, request: SnapshotRequest, writer: ArenaWriter, gate: Gate) -> None:
         assert request.images is not None
         step = request.label.step
         self._records = self.copier.copy(
             request.images,
-            filling,
+            writer,
             gate,
             reach=lambda point: self.callbacks.faults.reach(point, step),
             handed_over=self._released,
             may_stage=(lambda: self._fence_waiting) if request.paced else None,
         )
         # Last: it may wait for the device, and training does not wait for it.
-        for placed in filling.local_blocks:
+        for placed in writer.local_blocks:
             if placed.key.section is Section.HOST:
-                filling.write_host(placed, request.host_blob)
-                filling.hash(placed)
+                writer.write_host(placed, request.host_blob)
+                writer.hash(placed)
         self.callbacks.stats.tier_bytes.update(bytes_by_tier(self._records))
         if self.copier.written:
             self.written_tensors.update(self.copier.written)
@@ -710,14 +710,14 @@ class SnapshotWorker:
             self.callbacks.stats.staged_bytes += staged
         self._apply(versions.Released(staged=bool(staged)))
 
-    def _drain(self, request: SnapshotRequest, filling: ArenaWriter) -> SkipCause | None:
+    def _drain(self, request: SnapshotRequest, writer: ArenaWriter) -> SkipCause | None:
         """Bring what was staged to host memory, in the windows of the steps after the version's
         own. Returns why that failed, if it did."""
         if not request.version.staged:
             return None
         began, stats = time.perf_counter(), self.callbacks.stats
         try:
-            records = self.copier.drain(filling, self._gate_for(request))
+            records = self.copier.drain(writer, self._gate_for(request))
             stats.tier_bytes.update(bytes_by_tier(records))
             self._records = [*self._records, *records]
             return None
@@ -729,14 +729,14 @@ class SnapshotWorker:
 
     def _drop(self) -> None:
         """Nothing of the version is kept; nothing of it may arrive in its slot any more (P5)."""
-        filling, self._filling = self._filling, None
+        writer, self._writer = self._writer, None
         try:
             self.copier.settle()
         finally:
             self.copier.staged = ()
-            if filling is not None:
-                self.arenas.abort(filling)
-                self.callbacks.stats.total_traffic.add(filling.traffic)
+            if writer is not None:
+                self.arenas.abort(writer)
+                self.callbacks.stats.total_traffic.add(writer.traffic)
 
     def _gate_for(self, request: SnapshotRequest) -> Gate:
         """What is asked before every chunk of a version."""
@@ -787,20 +787,20 @@ class SnapshotWorker:
     def _seal(self, request: SnapshotRequest) -> versions.Event:
         """Collective in the group: also a rank that cannot seal takes part, since its peers wait
         for what it sends. They are told in the vote."""
-        filling = self._filling
-        assert filling is not None  # the version was copied into it
-        failure = self._drain(request, filling)
+        writer = self._writer
+        assert writer is not None  # the version was copied into it
+        failure = self._drain(request, writer)
         self.callbacks.stats.taken += 1
         assert request.images is not None
         version = self._version = CopiedVersion(
             request.images,
-            filling,
+            writer,
             captured=request.captured,
             variant=request.variant,
             is_paced=request.paced,
             records=self._records,
         )
-        failure = failure or _attempt(filling.hash_rest)
+        failure = failure or _attempt(writer.hash_rest)
         for feature in self.features:
             failure = failure or feature.inspect(version)
         try:
@@ -813,7 +813,7 @@ class SnapshotWorker:
                 f"the exchange broke off: {type(error).__name__}: {error}"
             ) from error
         failure = failure or differs or self._await_check()
-        failure = failure or _attempt(lambda: self._seal_arena(filling, arrived))
+        failure = failure or _attempt(lambda: self._seal_arena(writer, arrived))
         return Signal.SEALED if failure is None else versions.SealFailed(failure)
 
     def _await_check(self) -> SkipCause | None:
@@ -840,25 +840,25 @@ class SnapshotWorker:
             feature.exchanged(version)
         return arrived, differs
 
-    def _seal_arena(self, filling: ArenaWriter, arrived: Sequence[PlacedBlock]) -> None:
-        self.callbacks.stats.peer_bytes += filling.check_received(arrived)
-        faults, number = self.callbacks.faults, filling.label.step
+    def _seal_arena(self, writer: ArenaWriter, arrived: Sequence[PlacedBlock]) -> None:
+        self.callbacks.stats.peer_bytes += writer.check_received(arrived)
+        faults, number = self.callbacks.faults, writer.label.step
         faults.reach(FaultPoint.BEFORE_SEAL, number)
-        filling.seal()
+        writer.seal()
         # What was written to a file that is not there any more is no version (P3).
-        lost = filling.arena.lost()
+        lost = writer.arena.lost()
         if lost is not None:
-            raise ArenaError(f"{filling.arena.path} {lost}")
+            raise ArenaError(f"{writer.arena.path} {lost}")
         faults.reach(FaultPoint.AFTER_SEAL, number)
 
     # -- what became of it -------------------------------------------------------------------------
 
     def _commit(self, label: VersionId) -> None:
         """All ranks have sealed the version."""
-        filling, self._filling = self._filling, None
-        assert filling is not None  # it was sealed here
-        self.arenas.commit(filling)
-        self.callbacks.stats.commit(label.step, filling.traffic)
+        writer, self._writer = self._writer, None
+        assert writer is not None  # it was sealed here
+        self.arenas.commit(writer)
+        self.callbacks.stats.commit(label.step, writer.traffic)
         self.callbacks.faults.reach(FaultPoint.AFTER_COMMIT, label.step)
         self._peer_errors.run_guarded(
             "a commit cannot be reported", lambda: self.callbacks.on_commit(label)
@@ -871,7 +871,7 @@ class SnapshotWorker:
                 partial(feature.committed, self._version),
             )
         self._peer_errors.run_guarded(
-            "memory cannot be reserved", lambda: self.arenas.settle(filling.layout)
+            "memory cannot be reserved", lambda: self.arenas.settle(writer.layout)
         )
 
     def _tell_given_up(self, label: VersionId, cause: SkipCause) -> None:
