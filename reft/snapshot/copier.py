@@ -461,6 +461,8 @@ class Copier:
         for feature in self.features:
             feature.read(images, writer.label, self.engine, gate)
         again = self._read_again(images, writer, gate)
+        # Training is released before the wait: on a device all copies are queued by now, and the
+        # fence makes the device's next writes wait for them. The host need not.
         handed_over()
         self.engine.synchronize()
         self.written = self._differing_tensors(images, writer, again)
