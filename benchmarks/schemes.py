@@ -97,7 +97,6 @@ def run_rank(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import reft
-    from reft.engine import engine as engine_module
     from reft.snapshot.copying.copier import PeerCheck
 
     torch.set_num_threads(1)
@@ -119,7 +118,7 @@ def run_rank(options: argparse.Namespace) -> None:
             "has": {"compute_share": 0.0},  # the ranks share this machine: no core is left over
         },
     )
-    stats, kept_members = session.stats, engine_module.kept_members
+    stats, kept_members = session.stats, session.protection.kept_members
 
     def settle(scheme: str) -> None:
         if scheme == PLAIN:
@@ -129,7 +128,7 @@ def run_rank(options: argparse.Namespace) -> None:
         scheme, _, peers = scheme.partition("/")
         session.worker.copier.peers = PeerCheck(peers == "rotate", BLOCK_BYTES) if peers else None
         kept = scheme.removesuffix(AOR)
-        engine_module.kept_members = kept_members if kept != scheme else lambda session: ()
+        session.protection.kept_members = kept_members if kept != scheme else tuple
         if os.environ["RANK"] == "0" and session.protection.record.parsed != parse(kept):
             session.protect(kept)
         dist.barrier()

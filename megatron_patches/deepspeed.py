@@ -14,18 +14,15 @@ import random
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from reft.checks.start import warn
 from reft.data.position import nodes_may_change
+from reft.engine.context import JobContext
 from reft.engine.marks import wrap
 from reft.errors import ConfigError, UnsupportedStateError
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
 
 logger = logging.getLogger(f"reft.{__name__}")
 
@@ -124,24 +121,24 @@ class MegatronProgram:
         kind = check_options(args, _REFUSED | _REFUSED_ABOVE_ONE)
         self.data_is_bound = _BOUND if kind == _CYCLIC else ""
 
-    def join(self, session: Session) -> None:
+    def join(self, context: JobContext) -> None:
         """Leave the position in the data to the program, which derives it from the samples that it
         has consumed. Without ``--load`` it would not call ``load_checkpoint``: the job is resumed
         here, if there is anything, and the program is given a directory, to ask for the
         counters."""
-        session.state.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
+        context.engine.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
         warn_attention(self._engine.module)
         wrap(self._engine, "load_checkpoint", self._load)
         if self.data_is_bound and (nodes := nodes_may_change()):
-            warn(session, f"the number of nodes may change ({nodes}). {self.data_is_bound}")
-        if session.is_rank_zero:
+            context.warn(f"the number of nodes may change ({nodes}). {self.data_is_bound}")
+        if context.is_rank_zero:
             logger.info(
                 "the program is Megatron-DeepSpeed. It needs no patch; its iteration, consumed "
                 "samples and "
                 "tokens, arguments and random states are part of every version. reft refuses %s",
                 ", ".join(map(_option, sorted((*_REFUSED, *_REFUSED_ABOVE_ONE)))),
             )
-        if session.is_rank_zero and getattr(self._args, "exit_signal_handler", False):
+        if context.is_rank_zero and getattr(self._args, "exit_signal_handler", False):
             logger.warning(
                 "with reft, --exit-signal-handler has no effect: on SIGTERM the job commits its "
                 "step in "
@@ -150,12 +147,12 @@ class MegatronProgram:
                 'then, write "persist": {"dir": ...} into the reft block'
             )
         if self._args.load is None:
-            if session.is_rank_zero:
+            if context.is_rank_zero:
                 logger.info(
                     "Megatron was started without --load: it resumes from the job's memory only"
                 )
             if self._engine.load_checkpoint(None)[0] is not None:
-                self._args.load = str(session.memory.job_dir.path)
+                self._args.load = str(context.job_dir.path)
 
     def client_state(self) -> dict[str, Any]:
         """What the program's ``save_checkpoint`` gives DeepSpeed after the step that the engine

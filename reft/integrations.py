@@ -13,8 +13,10 @@ Importing the module must be cheap: it is imported before the training script. I
 - ``PROGRAMS``: name of a module of the program -> ``"module:function"``, called with an engine of a
   program that has imported it; returns a :class:`~reft.engine.deepspeed.Program`, or None for an
   engine of nobody's;
-- ``FOLLOWERS``: any name -> ``"module:function"``, called with a session; returns the
-  :class:`~reft.engine.host_state.HostState` objects that follow the state of its script;
+- ``FOLLOWERS``: any name -> ``"module:function"``, called with the session's
+  :class:`~reft.engine.context.JobContext` and a function that returns the objects which the script
+  has given; returns the :class:`~reft.engine.host_state.HostState` objects that follow the state of
+  the script;
 - ``NAMES``: public name, found in ``reft`` -> module that holds it.
 
 Features of reft itself that the core does not import (:data:`OWN`) are found in the same way.

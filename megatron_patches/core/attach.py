@@ -30,13 +30,11 @@ import torch
 
 from megatron_patches.core.engine import MegatronEngine, check_release
 from reft import log
-from reft.checks.start import warn, warn_untried_device
 from reft.config import parse_block
-from reft.engine.engine import Tracer
-from reft.engine.load_memory import MemoryRestorer
 from reft.engine.marks import wrap
 from reft.engine.protocol import ClientState
 from reft.engine.session import Session, record
+from reft.engine.tracer import Tracer
 from reft.errors import ConfigError, UnrecoverableError
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
@@ -108,10 +106,9 @@ def attach_megatron(
         )
     engine = MegatronEngine(list(model), optimizer, scheduler, micro_batches or _micro_batches())
     session = Session(engine, parsed, client_state)
-    session.state.followed.give(state or {})
+    session.give(state or {})
     protection = MegatronProtection(engine, session)
     record(session)
-    warn_untried_device(session)
     atexit.register(session.close)
     return protection
 
@@ -121,14 +118,15 @@ class MegatronProtection:
 
     def __init__(self, engine: MegatronEngine, session: Session) -> None:
         self.session = session
-        self._engine = engine
-        self.memory = MemoryRestorer(session)
+        self._engine, self._context, self._state = engine, session.context, session.state
+        self.progress = session.progress
+        self.memory = session.memory_restorer()
         self.half_written = False
         """Whether a version turned out corrupt while it was restored: all of the state has to be
         loaded."""
         self._begun = self._stepped = self._said = False
         self._weaver: MegatronWeaver | None = None
-        if session.topology.degrees.pp > 1:
+        if self._context.topology.degrees.pp > 1:
             self._weaver = MegatronWeaver(session.copying.pacer, session.tracer)
         for chunk in engine.chunks:
             wrap(chunk, "zero_grad_buffer", self._beginning)
@@ -154,7 +152,7 @@ class MegatronProtection:
             UnrecoverableError: the job made progress, but nothing of it is left.
             ConfigError: it was loaded already, or has begun to train.
         """
-        if self.session.worker is not None:
+        if self.session.started:
             raise ConfigError(
                 "load() was called a second time, or after the first step; call it once, before "
                 "the first "
@@ -176,7 +174,7 @@ class MegatronProtection:
             self.memory.refuse_silent_restart(plan)
             self.session.start({})
             return None
-        if self.session.is_rank_zero and not plan.empty:
+        if self._context.is_rank_zero and not plan.empty:
             logger.warning("resuming from disk: %s", plan)
         self._engine.global_steps = steps
         self.session.restored()
@@ -201,9 +199,8 @@ class MegatronProtection:
         if not self._said:
             self._said = True
             self.memory.made_first_step()
-            if self.session.state.client_state is None:
-                warn(
-                    self.session,
+            if self._state.client_state is None:
+                self._context.warn(
                     "reft does not know how many samples were consumed: after a failure the job "
                     "continues "
                     "with other data, unless batches follow from the iteration that load() "
@@ -216,13 +213,13 @@ class MegatronProtection:
         if self._begun:
             return
         self._begun = True
-        if self.session.worker is None:
+        if not self.session.started:
             self._start_at_first_step()
         self.end_step()
         self.memory.restore_rng()
-        self.session.state.followed.begin_step(is_first=True)
-        self.session.progress.begin_step()
-        self.session.state.restored_client = None
+        self._state.followed.begin_step(is_first=True)
+        self.progress.begin_step()
+        self._state.restored_client = None
         if self._weaver is not None:
             self._weaver.begin_step()
 
@@ -253,7 +250,7 @@ class MegatronProtection:
         try:
             result = original(*args, **kwargs)
         finally:
-            self.session.fence.after_optimizer_step()
+            self.session.after_optimizer_step()
         self._engine.global_steps += 1
         self.session.after_step()
         self._begun, self._stepped = False, True
@@ -266,7 +263,8 @@ class MegatronProtection:
         the ranks have loaded different steps."""
         steps = None if otherwise is None else otherwise()
         told = {
-            found[0] for found in self.session.control.gather_ints([-1 if steps is None else steps])
+            found[0]
+            for found in self._context.control.gather_ints([-1 if steps is None else steps])
         }
         if len(told) > 1:
             raise UnrecoverableError(
@@ -284,8 +282,8 @@ class MegatronProtection:
         if isinstance(plan, RecoveryPlan):
             self.memory.refuse_to_overwrite(plan, did, f"Write{_LINES}", persistable=False)
         self.memory.refuse_silent_restart(plan)
-        warn(
-            self.session, f"{did}. After a failure the job would stop with an error. Write{_LINES}"
+        self._context.warn(
+            f"{did}. After a failure the job would stop with an error. Write{_LINES}"
         )
         self.session.start({})
 

@@ -193,7 +193,7 @@ class TrainingProgram:
             try:
                 self._protection.end_step()
             except SystemExit:
-                if self._protection.session.stopping.together:
+                if self._protection.session.stops_together:
                     self._save(call)
                 raise
         return exits
@@ -201,7 +201,7 @@ class TrainingProgram:
     def during(self, phase: Phase, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self._protection is None:
             return original(*args, **kwargs)
-        with self._protection.session.progress.during(phase):
+        with self._protection.progress.during(phase):
             return original(*args, **kwargs)
 
     # -- start -------------------------------------------------------------------------------------
@@ -249,7 +249,9 @@ class TrainingProgram:
 
         resumed = protection.load(None if load is None else from_disk)
         if resumed is not None and not found:
-            found = list(self._go_on(resumed.client_state, protection.session.engine.device))
+            found = list(
+                self._go_on(resumed.client_state, protection.session.context.engine.device)
+            )
         self._protection = protection
         self._iteration, self._operations = found or (0, 0)
         return self._iteration, self._operations

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
@@ -45,9 +45,6 @@ from reft.data.watch import DISPATCHED, LOADERS, WATCH, ResumePhase, is_dispatch
 from reft.env import ENV_NODES
 from reft.grid import Resize
 from reft.state.codec import class_path
-
-if TYPE_CHECKING:
-    from reft.engine.boundary import StepBoundary
 
 Orders = dict[str, dict[str, Any]]
 """What one rank reads: of each loader that it names, plain values that must be equal on all
@@ -88,6 +85,16 @@ _AHEAD = (
 )
 
 
+class ReadListener(Protocol):
+    """Receives what the script reads between two steps: a session's ``StepBoundary``."""
+
+    def mark(self) -> None: ...
+    def begins_pass(self) -> None: ...
+    def began_pass(self, read: PassReader) -> None: ...
+    def before_read(self, read: PassReader) -> None: ...
+    def evaluated(self, read: PassReader | None) -> None: ...
+
+
 class DataPosition:
     """Follows the data that feeds an engine: loaders are watched from now on. ``replica``: says
     which replica it trains; None: nobody is told."""
@@ -106,7 +113,7 @@ class DataPosition:
         self._repeating = False
         self._inside = False
         self._read_inside = False  # whether the last ``train_batch`` read from a loader itself
-        self.boundary: StepBoundary | None = None
+        self.boundary: ReadListener | None = None
         """Is told of reads between two steps; None where nothing is captured."""
         self._upcoming: PassReader | None = None
         """The pass that the script is about to read, while the state before that is captured."""

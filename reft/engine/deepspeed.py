@@ -28,14 +28,17 @@ import torch
 
 from reft import integrations, log
 from reft.checks.preflight import engine_findings
-from reft.checks.start import warn, warn_untried_device
 from reft.config import load_config, parse_block
 from reft.data.position import DataPosition
+from reft.engine.capture import EngineState
+from reft.engine.context import JobContext
 from reft.engine.fingerprint import Fact, read_argument_facts
+from reft.engine.identity import JobMemory
 from reft.engine.load import LoadCall, Restorer, bind
 from reft.engine.marks import find_ds_config, wrap
 from reft.engine.protocol import ClientState, find_coordinate, flat_facts, read_shapes
 from reft.engine.session import Session, record
+from reft.engine.steps import StepHooks
 from reft.engine.weave import Weaver
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
@@ -54,35 +57,41 @@ logger = logging.getLogger(__name__)
 
 
 def save_with_host_state(
-    session: Session, original: Callable[..., Any], call: Mapping[str, Any]
+    context: JobContext,
+    memory: JobMemory,
+    state: EngineState,
+    original: Callable[..., Any],
+    call: Mapping[str, Any],
 ) -> Any:
-    """``engine.save_checkpoint``, with the client state that was attached and the one that is
-    given."""
-    attached = dict(session.state.client_state()) if session.state.client_state else {}
+    """``engine.save_checkpoint``, with the host state in a file next to DeepSpeed's own.
+
+    Args:
+        context: of the job.
+        memory: says whose checkpoint it is.
+        state: captures the host state.
+        original: DeepSpeed's method.
+        call: its arguments, by name. The client state that was attached is added.
+    """
+    attached = dict(state.client_state()) if state.client_state else {}
     client_state = {**attached, **(call.get("client_state") or {})}
     result = original(**{**call, "client_state": client_state})
     from reft.storage.deepspeed_format import write_host_file
 
-    step = session.engine.global_steps
+    step = context.engine.global_steps
     name = f"global_step{step}" if call.get("tag") is None else str(call["tag"])
-    kept: dict[str, Any] | None = client_state
+    stored: dict[str, Any] | None = client_state
     if attached:
-        kept = {k: v for k, v in client_state.items() if k in attached}
+        stored = {key: value for key, value in client_state.items() if key in attached}
     try:
         try:
-            encode(kept)
+            encode(stored)
         except UnsupportedStateError:
-            kept = None  # DeepSpeed's own file holds it
-        state = session.state.host_state(kept)
-        state[SAVED_BY] = {
-            "job_id": session.job_id,
-            "incarnation": session.memory.incarnation,
-            "step": step,
-            "fingerprint": session.memory.identity.fingerprint.encode().decode(),
-        }
-        write_host_file(host_file(Path(call["save_dir"]) / name, session.coordinate), state)
+            stored = None  # DeepSpeed's own file holds it
+        host_state = {**state.host_state(stored), SAVED_BY: memory.describe_save(step)}
+        directory = Path(call["save_dir"]) / name
+        write_host_file(host_file(directory, context.coordinate), host_state)
     except Exception as error:
-        # Whatever it is: the other ranks have their checkpoint and go on (P6).
+        # Whatever the error is, the other ranks have their checkpoint and continue (P6).
         logger.warning(
             "the checkpoint is complete, but without random and data state: %s: %s",
             *(type(error).__name__, error),
@@ -161,7 +170,7 @@ class Program(Protocol):
     def client_state(self) -> dict[str, Any]:
         """What its own checkpoint of the engine's step would hold beside the engine's files."""
 
-    def join(self, session: Session) -> None:
+    def join(self, context: JobContext) -> None:
         """Called once on all ranks, before the program loads."""
 
 
@@ -221,15 +230,14 @@ def attach(
     session = find_session(engine)
     if session is not None:
         if config is not None:
-            warn(
-                session,
+            session.context.warn(
                 "reft.attach was given a config, but the reft block of its DeepSpeed "
-                "configuration already "
-                "protects the engine, and that block stays in force; write the settings into it",
+                "configuration already protects the engine, and that block stays in force; write "
+                "the settings into it"
             )
         if client_state is not None:
-            session.state.client_state = client_state
-        session.state.followed.give(state or {})
+            session.set_client_state(client_state)
+        session.give(state or {})
         return session
     log.install()
     end_in_words()
@@ -240,34 +248,32 @@ def attach(
     )
     if not parsed.enabled:
         raise ConfigError(
-            'reft.attach was called, but reft is not enabled; write "reft": {"enabled": true} '
-            "into the "
-            'DeepSpeed configuration or pass config={"enabled": True}'
+            'reft.attach was called, but reft is not enabled; write "reft": {"enabled": true} into '
+            'the DeepSpeed configuration or pass config={"enabled": True}'
         )
     program = running_program(engine) if client_state is None else None
     seen = DeepSpeedEngine(engine)
     if program is not None and program.data_is_bound:
         seen.resizing.bind(program.data_is_bound)
     session = Session(seen, parsed, client_state if program is None else program.client_state)
+    context = session.context
     if (unloadable := explain_not_loadable(engine)) is not None:
-        warn(session, unloadable)
+        context.warn(unloadable)
+    own = own_flops_per_token(engine, context.coordinate)
+    flops = flops_per_token(row[0] for row in context.control.gather_ints([own]))
     session.progress.set_samples(int(engine.train_batch_size()))
-    own = own_flops_per_token(engine, session.coordinate)
-    session.progress.set_flops(
-        flops_per_token(row[0] for row in session.control.gather_ints([own]))
-    )
+    session.progress.set_flops(flops)
     setattr(engine, _SESSION, session)
     innermost = seen.adapter.state.optimizer
     if isinstance(innermost, torch.optim.Optimizer):
         innermost.register_step_pre_hook(session.fence.before_write)
     _wrap(seen, session)
-    session.state.followed.give(state or {})
+    session.give(state or {})
     record(session)
-    warn_untried_device(session)
     _sessions.append(session)
     atexit.register(session.close)
     if program is not None:
-        program.join(session)
+        program.join(context)
     return session
 
 
@@ -292,7 +298,7 @@ def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, An
     session = find_session(engine)
     if session is None:
         return None, None
-    session.state.followed.give(state or {})
+    session.give(state or {})
     path, client_state = engine.load_checkpoint(None)
     return path, client_state
 
@@ -334,8 +340,11 @@ def _during(
 
 
 def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- one wrapper after the other
-    engine, restorer, progress = seen.engine, Restorer(session, seen), session.progress
-    setattr(engine, _BEGIN_STEP, restorer.begin_by_script)
+    engine, progress, context = seen.engine, session.progress, session.context
+    memory = session.memory_restorer()
+    restorer = Restorer(context, seen, session, memory, session.memory)
+    hooks = StepHooks(context, session, session.state, restorer, memory, seen.data)
+    setattr(engine, _BEGIN_STEP, hooks.begin_by_script)
     micro_batch, tokens = int(engine.train_micro_batch_size_per_gpu()), 0
 
     def look_for_tokens(inputs: Any) -> None:
@@ -348,23 +357,23 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- 
         try:
             return original(*args, **kwargs)
         finally:
-            session.fence.after_optimizer_step()
+            session.after_optimizer_step()
 
     def stepped() -> None:
         session.after_step()
-        restorer.after_step()
+        hooks.after_step()
 
     def train_batch(
         original: Callable[..., Any], data_iter: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         session.begin_step()
-        restorer.before_batch(data_iter)
+        hooks.before_batch(data_iter)
         progress.begin_step()
         try:
             result = original(data_iter, *args, **kwargs)
         finally:
-            restorer.after_batch()
-        if session.coordinate.pp == 0:
+            hooks.after_batch()
+        if context.coordinate.pp == 0:
             look_for_tokens(engine.pipe_buffers.get("inputs"))
         stepped()
         return result
@@ -373,7 +382,7 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- 
         training = engine.training and torch.is_grad_enabled()
         if training:
             session.begin_step()
-        restorer.before_forward(training=training)
+        hooks.before_forward(training=training)
         if not training:
             return _during(progress, Phase.EVALUATION, original, *args, **kwargs)
         progress.begin_step()
@@ -398,7 +407,7 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- 
 
     def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         session.begin_step()
-        restorer.before_first_step()
+        hooks.before_step()
         result = original(*args, **kwargs)
         stepped()
         return result
@@ -407,14 +416,15 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- 
         return restorer.load(original, LoadCall.of(original, args, kwargs))
 
     def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return save_with_host_state(session, original, bind(original, args, kwargs))
+        call = bind(original, args, kwargs)
+        return save_with_host_state(context, session.memory, session.state, original, call)
 
     wrap(engine, "_take_model_step", model_step)
     if hasattr(engine, "grid"):
         wrap(engine, "train_batch", train_batch)
         wrap(engine, "eval_batch", evaluate_batch)
         wrap(engine, "eval_batch", partial(_during, progress, Phase.EVALUATION))
-        Weaver(engine, session)
+        Weaver(engine, session.copying, session.tracer, progress, session)
     else:
         for name in ("forward", "backward", "step"):
             wrap(engine, name, at_instruction(progress, name.capitalize()))

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from reft import integrations
+from reft.engine.context import JobContext
 from reft.errors import ConfigError, ReftError
 from reft.state import objects
 from reft.state.codec import class_path, encode
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +240,10 @@ class HostStates:
             follower.close()
 
 
-def host_states(session: Session) -> HostStates:
+def host_states(context: JobContext) -> HostStates:
     """The registry of a session, with the followers that features bring."""
-    made = [integrations.load(function)(session) for _, function in integrations.found("FOLLOWERS")]
-    return HostStates([one for some in made for one in some], session.config.accept_changes)
+    states = HostStates(accepted=context.config.accept_changes)
+    for _, function in integrations.found("FOLLOWERS"):
+        for follower in integrations.load(function)(context, states.given):
+            states.add(follower)
+    return states

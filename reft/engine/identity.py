@@ -19,13 +19,14 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakValueDictionary
 
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
 from reft.control.keyvalue import KeyValueStore, StoreError
 from reft.engine.fingerprint import AT_LAUNCH, Fact, Fingerprint, differences, require_same
+from reft.engine.protocol import TrainingEngine
 from reft.env import (
     ENV_INCARNATION,
     ENV_LAUNCHER_PID,
@@ -63,10 +64,6 @@ from reft.snapshot.stats import PeerErrors
 from reft.state.codec import decode, encode
 from reft.storage import fence
 from reft.storage.persisted import job_directory, newest_incarnation
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
-
 
 logger = logging.getLogger(__name__)
 
@@ -246,17 +243,19 @@ class Identity:
     is_one_size: bool = False
 
     @classmethod
-    def of_session(cls, session: Session) -> Identity:
-        """Of what trains: rank 0's settings, everybody's shapes. Collective."""
-        engine, control, degrees = session.engine, session.control, session.topology.degrees
+    def gather(
+        cls, config: ReftConfig, engine: TrainingEngine, control: ControlGroup, topology: Topology
+    ) -> Identity:
+        """The fingerprint of rank 0's settings and of the shapes of all ranks. Collective."""
+        degrees, at = topology.degrees, topology.coordinates[control.rank]
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
-        mine = encode([str(session.coordinate), engine.shapes(), restarts])
-        told = [decode(data) for data in control.gather_bytes(mine)]
+        message = encode([str(at), engine.shapes(), restarts])
+        replies = [decode(data) for data in control.gather_bytes(message)]
         layout = {"layout.pp": degrees.pp, "layout.dp": degrees.dp, "layout.tp": degrees.tp}
         facts: dict[str, Fact] = {**engine.settings(), **layout}
         facts |= {
             f"model.{where.replace('.dp0', '')}": shapes
-            for where, shapes, _ in told
+            for where, shapes, _ in replies
             if ".dp0." in where
         }
         common = control.gather_bytes(Fingerprint(facts).encode() if control.rank == 0 else b"")[0]
@@ -268,9 +267,9 @@ class Identity:
         )
         return cls(
             Fingerprint.decode(common),
-            session.config,
+            config,
             control,
-            restarted=any(restarts for _, _, restarts in told),
+            restarted=any(restarts for _, _, restarts in replies),
             why_one_size=why,
             # Data that belong to a degree do not keep a job from another one.
             is_one_size=resizing is None or why not in ("", resizing.data_is_bound),
@@ -561,23 +560,35 @@ def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGr
 
 
 class JobMemory:
-    """What the job has on this node, unless another engine of this process, or another job, has it
-    (ConfigError, JobInUseError). Collective."""
+    """What the job has on this node. Made collectively.
 
-    def __init__(self, session: Session) -> None:
-        config, job_id, control = session.config, session.job_id, session.control
-        self.identity = Identity.of_session(session)
+    Attributes:
+        identity: the fingerprint of the job.
+        job_dir: the directory of its memory.
+        record: what the rendezvous store knows of the job; for rank 0.
+        incarnation: which start of the job this is; incremented where the job goes back to an older
+            version.
+
+    Raises:
+        ConfigError: another engine of this process has the job's memory.
+        JobInUseError: another job, or another start of this one, has it on some node.
+    """
+
+    def __init__(
+        self, config: ReftConfig, engine: TrainingEngine, control: ControlGroup, topology: Topology
+    ) -> None:
+        assert config.job_id is not None  # name_job() has set it
+        job_id, node = config.job_id, topology.nodes[control.rank]
+        self.identity = Identity.gather(config, engine, control, topology)
         self.closed = False
-        self._writes = session.is_first_on_node
+        self._writes = topology.local_ranks(node)[0] == control.rank
         self._lock = hold_memory(config, job_id, control)
         try:
             _require_own_files(config.job_memory_dir, control)
-            self.job_dir = open_job_dir(config, job_id, session.node, control)
-            store = os.environ.get(ENV_STORE) if session.is_rank_zero else None
+            self.job_dir = open_job_dir(config, job_id, node, control)
+            store = os.environ.get(ENV_STORE) if control.rank == 0 else None
             self.record = JobRecord.at(store, job_id)
-            """What the rendezvous store knows of the job; for rank 0."""
             self.incarnation = agree_on_incarnation(config, self.job_dir, control)
-            """Which start of the job this is; counted on where it goes back to an older version."""
             self._note()
         except BaseException:
             self.close()
@@ -610,6 +621,15 @@ class JobMemory:
         JobDir.open_or_create(made.path.parent, made.job_id, node=made.node, secret=made.secret)
         self.record_identity()
         self._note()
+
+    def describe_save(self, step: int) -> dict[str, Any]:
+        """What a host file next to DeepSpeed's checkpoint says of the job that saved it."""
+        return {
+            "job_id": self.job_dir.job_id,
+            "incarnation": self.incarnation,
+            "step": step,
+            "fingerprint": self.identity.fingerprint.encode().decode(),
+        }
 
     def close(self) -> None:
         self.closed = True

@@ -14,24 +14,25 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from reft.checks.start import (
-    check_orders,
-    conditional_loads,
-    describe_fresh_state,
-    report_findings,
-    require_first_version,
-    warn,
-)
-from reft.config import Variant
+from reft.checks.start import conditional_loads
+from reft.data.position import DataPosition
+from reft.engine.context import JobContext
 from reft.engine.fingerprint import BY_LAYOUT
-from reft.engine.load_memory import MemoryRestorer, may_differ, stored_participant
-from reft.engine.session import Session
+from reft.engine.identity import JobMemory
+from reft.engine.load_memory import (
+    MemoryRestorer,
+    RestorableSession,
+    may_differ,
+    stored_participant,
+)
+from reft.engine.protocol import TrainingEngine
 from reft.errors import LayoutError, PersistError, UnrecoverableError
 from reft.grid import Degrees, VersionId, only_replicas_differ
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import Recovery, RecoveryOutcome
+from reft.relayout.layouts import LayoutChange
 from reft.relayout.restore import other_layout, read_replica_host_state, restore_checkpoint
 from reft.storage.load import (
     DamagedError,
@@ -41,9 +42,6 @@ from reft.storage.load import (
     damaged,
     nothing_sound,
 )
-
-if TYPE_CHECKING:
-    from reft.engine.deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -130,95 +128,73 @@ def describe_resume_lines(bases: Sequence[LoadCall], tagged: LoadCall | None) ->
 Load = Callable[..., tuple[Any, Any]]
 
 
+class CheckpointEngine(TrainingEngine, Protocol):
+    """A training engine whose program loads checkpoints of its own: DeepSpeed's."""
+
+    @property
+    def data(self) -> DataPosition: ...
+
+    @property
+    def resizing(self) -> LayoutChange: ...
+
+    def restore_beside_checkpoint(self, state: dict[str, Any], *, scheduler: bool) -> None:
+        """The program has loaded its checkpoint: restore what that does not hold."""
+
+
+class LoadedSession(RestorableSession, Protocol):
+    """What loads of checkpoints need of a session, too."""
+
+    def hold(self) -> None: ...
+
+    def go_back(self) -> None: ...
+
+
 class Restorer:
-    def __init__(self, session: Session, engine: DeepSpeedEngine) -> None:
-        self._session = session
-        self._engine = engine
-        self._memory = MemoryRestorer(session)
+    """Answers ``engine.load_checkpoint``.
+
+    Args:
+        context: of the job.
+        engine: the context's, which loads checkpoints of its own.
+        session: whose state is restored.
+        memory: restores it from the job's memory.
+        job_memory: says whose memory that is.
+    """
+
+    def __init__(
+        self,
+        context: JobContext,
+        engine: CheckpointEngine,
+        session: LoadedSession,
+        memory: MemoryRestorer,
+        job_memory: JobMemory,
+    ) -> None:
+        self._context, self._engine, self._session = context, engine, session
+        self._memory, self._job_memory = memory, job_memory
         self._trains = False  # whether this process has begun to train
         self._resumed: ResumePoint | None = None
         self._bases: list[LoadCall] = []  # loads of base weights before the first step
         self._tagged: LoadCall | None = None
-        """A load by tag before the first step, after which snapshots have not been started yet."""
+        """A load by tag before the first step, after which the session is not started yet."""
         self._unprotected = False
         """Whether a checkpoint without reft's state was loaded: its program has yet to read its
         counters and random states from it."""
         self._disk = DiskRestorer(
-            session.control, session.coordinate, session.job_id, session.config.persist.dir
+            context.control, context.coordinate, context.job_id, context.config.persist.dir
         )
-        self._first_step, self._advised = session.engine.global_steps, False
 
-    # -- hooks ------------------------------------------------------------------------------------
+    @property
+    def has_resumed(self) -> bool:
+        """Whether a whole training state was loaded in this process."""
+        return self._resumed is not None
 
-    def before_batch(self, data_iter: Any) -> None:
-        """``train_batch`` begins, which takes its batches itself. The random states of the version
-        hold from here on: whatever the script has drawn since it loaded is undone."""
-        self.before_first_step(data_iter)
-        self._engine.data.begin_batch(data_iter)
-        self._memory.restore_rng()
-
-    def begin_by_script(self) -> None:
-        """The script says that a step begins here."""
-        if self._trains:
-            self._engine.data.mark()
-        else:
-            self._memory.restore_rng(marked=True)
-
-    def after_batch(self) -> None:
-        self._engine.data.end_batch()
-
-    def before_forward(self, *, training: bool) -> None:
-        """A plain engine computes on a batch that the script has read."""
-        session = self._session
-        if training:
-            self.before_first_step()
-        moved = self._engine.data.forward(training=training)
-        if moved is not None:
-            warn(session, moved)
-
-    def before_first_step(self, data_iter: Any = None) -> None:
-        """Called before every step; does its work once."""
-        if not self._trains:
-            data = self._engine.data
-            check_orders(self._session, data.orders(data_iter), data.why_equal)
-            self._first_step = self._session.engine.global_steps
-            if (left := self._engine.data.left_behind()) is not None:
-                warn(self._session, left)
-            if self._session.worker is None:
-                self._start_at_first_step()
+    def begin_step(self) -> None:
+        """A training step begins: whatever was loaded until now is what the job starts from."""
+        if not self._trains and not self._session.started:
+            self._start_at_first_step()
+        self._trains = True
         if self._unprotected:
             self._unprotected = False
             self._memory.protect()
-        self._session.state.followed.begin_step(is_first=not self._trains)
-        self._trains = True
-        self._session.state.restored_client = None
-        self._engine.data.trains()
-
-    def after_step(self) -> None:
-        """A step has returned: after the first one it is known how the script reads its data."""
-        session = self._session
-        for said in session.state.followed.end_step():
-            warn(session, said)
-        if session.stepped and (found := self._engine.data.found_on_the_way()) is not None:
-            warn(session, found)
-        if self._advised or session.engine.global_steps == self._first_step:
-            return
-        self._advised = True
-        self._memory.made_first_step()
-        text = self._engine.data.advice()
-        if session.copying.variant is Variant.NONE:
-            return
-        if self._resumed is None:
-            require_first_version(session)
-        # By its client state the script restores the position in data that reft does not follow,
-        # and nothing else.
-        is_clients = session.state.client_state is not None and not self._engine.data.comes_back()
-        if text is not None and is_clients:
-            if session.is_rank_zero:
-                logger.info("the attached client state restores the position in the data")
-            text = None
-        findings = filter(None, (text, *session.state.followed.findings(), *describe_fresh_state()))
-        report_findings(session, list(findings))
 
     def load(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """``engine.load_checkpoint``: the newest state of memory and disk.
@@ -239,14 +215,13 @@ class Restorer:
             return self._load_base(original, call)
         if self._resumed is not None and not self._trains and call.tag is None:
             return self._load_once_more(original, call)
-        if self._session.worker is not None:
+        if self._session.started:
             # Without a directory it is reft.resume, which a job that trains does not need.
             return (None, None) if call.load_dir is None else self._load_again(original, call)
         return self._resume(original, call)
 
     def _resume(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """The first load of a whole state in this process."""
-        session = self._session
         recovery, plan = self._memory.survey()
         if call.tag is not None:
             return self._load_by_tag(original, call, plan)
@@ -258,7 +233,7 @@ class Restorer:
         if resumed is None:
             if (
                 rest
-                and session.is_rank_zero
+                and self._context.is_rank_zero
                 and isinstance(plan, NotRecoverable)
                 and not plan.empty
             ):
@@ -273,7 +248,7 @@ class Restorer:
         result: tuple[Any, Any] = (None, None)
         if call.load_dir is not None:
             result = original(call.load_dir, tag=call.tag, **call.options)
-        session.start({})
+        self._session.start({})
         return result
 
     def _load_from_memory(
@@ -301,8 +276,8 @@ class Restorer:
                 raise
             # Nothing has been written. What is left is of the own layout, and older.
             why = f"{plan.label} of {plan.written}: {error}"
-            if self._session.is_rank_zero:
-                logger.warning("the memory of job %s is not used: %s", self._session.job_id, why)
+            if self._context.is_rank_zero:
+                logger.warning("the memory of job %s is not used: %s", self._context.job_id, why)
             recovery, own = self._memory.survey(any_layout=False)
             if isinstance(own, NotRecoverable):
                 return None, replace(own, reasons=(why,)), None
@@ -319,7 +294,7 @@ class Restorer:
         return path, client_state
 
     def _has_resumed_from_memory(self, label: VersionId) -> tuple[Any, Any]:
-        path = f"memory:{self._session.job_id}/{label.step}"
+        path = f"memory:{self._context.job_id}/{label.step}"
         return self._has_resumed(path, self._memory.client_state, label)
 
     # -- disk -------------------------------------------------------------------------------------
@@ -340,10 +315,10 @@ class Restorer:
     ) -> tuple[Any, Any]:
         """Load this one. Collective. Raises DamagedError on all ranks alike; where the job has a
         state that it could go on with, nothing has been written then."""
-        if disk.arenas is None or self._resumed is not None or self._session.worker is not None:
+        if disk.arenas is None or self._resumed is not None or self._session.started:
             state = self._disk.check(disk)
-        if self._session.worker is not None:
-            self._leave_this_future()
+        if self._session.started:
+            self._session.go_back()
         self._check_identity(disk)
         self._count_beyond(disk)
         if disk.arenas is not None:
@@ -359,8 +334,8 @@ class Restorer:
         none."""
         found = self._disk.find_named(call.directory, call.tag)
         if found is None:
-            if self._session.worker is not None:
-                self._leave_this_future()
+            if self._session.started:
+                self._session.go_back()
             args = original, call.directory, call.tag, call.options, None
             return None, self._load_from_disk(*args, start=start)
         try:
@@ -371,9 +346,9 @@ class Restorer:
     def _load_arenas(self, disk: DiskCheckpoint, *, start: bool) -> tuple[Any, Any]:
         """A version on storage is recovered as one in memory, its blocks verified as they come
         (P5)."""
-        session, began = self._session, time.perf_counter()
+        began = time.perf_counter()
         recovery, plan = self._memory.survey(
-            stored_participant(session, disk.path, str(disk.job_id))
+            stored_participant(self._context, disk.path, str(disk.job_id))
         )
         outcome: RecoveryOutcome | NotRecoverable | RecoveryPlan = plan
         if isinstance(plan, RecoveryPlan):
@@ -382,21 +357,20 @@ class Restorer:
             kind = LayoutError if outcome.layout_mismatch else DamagedError
             raise kind(f"{disk}: {'; '.join(outcome.reasons)}")
         self._memory.after_restore(state)
-        if session.worker is None and start:
-            session.start({})
+        if not self._session.started and start:
+            self._session.start({})
         self._was_loaded(disk.path, began)
         return str(disk.path), self._memory.client_state
 
     def _was_loaded(self, path: Any, began: float) -> None:
-        session = self._session
-        session.events.write(
+        self._context.events.write(
             "restored",
             source="disk",
-            version=session.engine.global_steps,
-            bytes_from={"disk": sum(image.nbytes for image in session.state.adapter.images())},
+            version=self._engine.global_steps,
+            bytes_from={"disk": sum(image.nbytes for image in self._engine.adapter.images())},
             secs=time.perf_counter() - began,
         )
-        if session.worker is not None and not self._unprotected:
+        if self._session.started and not self._unprotected:
             self._memory.protect()
         self._memory.report(f"disk, {path}", began)
 
@@ -405,16 +379,16 @@ class Restorer:
         incarnations that memory, which was lost, does not. Equal on all ranks, as what was found
         is."""
         seen = (c.label.incarnation for c in checkpoints if c.label is not None)
-        self._session.memory.count_on(1 + max(seen, default=0))
+        self._job_memory.count_on(1 + max(seen, default=0))
 
     def _check_identity(self, disk: DiskCheckpoint) -> None:
-        session, now = self._session, self._session.topology.degrees
+        now = self._context.topology.degrees
         was = disk.arenas or self._other_layout(disk.path) or now
         but = may_differ(was, now)
         if disk.arenas is None and but and not self._every_replica_has_all(was):
             but = BY_LAYOUT
-        own = disk.job_id == session.job_id
-        session.memory.identity.check_checkpoint(
+        own = disk.job_id == self._context.job_id
+        self._job_memory.identity.check_checkpoint(
             disk.fingerprint, f"the checkpoint {disk}", own=own, but=but
         )
 
@@ -429,14 +403,14 @@ class Restorer:
         start: bool = True,
     ) -> tuple[Any, Any]:
         """Load what was checked (P5). ``state``: this rank's host state from there."""
-        session = self._session
+        session, context = self._session, self._context
         began = time.perf_counter()
         checkpoint = None if directory is None or tag is None else directory / str(tag)
         was = None if checkpoint is None else self._other_layout(checkpoint)
         relaid: dict[str, Any] | None = None
         if checkpoint is not None and was is not None:
             change = self._engine.resizing
-            where = session.control, session.topology, change, checkpoint, was
+            where = context.control, context.topology, change, checkpoint, was
             if self._every_replica_has_all(was):
                 state = read_replica_host_state(*where)
             else:
@@ -446,7 +420,7 @@ class Restorer:
             path, client_state = original(str(directory), tag=tag, **options)
         else:
             path, client_state = str(checkpoint), read_client_state(relaid)
-        if session.worker is None and start:
+        if not session.started and start:
             session.start({})
         if path is None:
             return path, client_state
@@ -465,24 +439,15 @@ class Restorer:
 
     def _other_layout(self, checkpoint: Path) -> Degrees | None:
         """The layout that the checkpoint was written in, if it is not this job's. Collective."""
-        return other_layout(self._session.control, self._session.topology, checkpoint)
+        return other_layout(self._context.control, self._context.topology, checkpoint)
 
     def _every_replica_has_all(self, was: Degrees) -> bool:
         """Whether this job differs from ``was`` in the number of replicas alone, and no part of
         the state is partitioned over them."""
         return (
-            only_replicas_differ(was, self._session.topology.degrees)
-            and not self._session.state.adapter.images()[1].specs
+            only_replicas_differ(was, self._context.topology.degrees)
+            and not self._engine.adapter.images()[1].specs
         )
-
-    def _leave_this_future(self) -> None:
-        """What is in memory is the abandoned future: the versions to come belong to a new
-        incarnation."""
-        session = self._session
-        assert session.worker is not None
-        session.worker.drain(session.config.commit_timeout_secs)
-        session.worker.fence()
-        session.memory.count_on(session.memory.incarnation + 1)
 
     def _load_again(self, original: Load, call: LoadCall) -> tuple[Any, Any]:
         """A load in a running job, for example back to before a loss spike."""
@@ -505,16 +470,15 @@ class Restorer:
         session = self._session
         resumed = self._resumed
         if resumed is not None and not self._trains and resumed.is_the_jobs_own:
-            if session.is_rank_zero:
+            if self._context.is_rank_zero:
                 logger.warning(
                     "%s is not loaded: the job was resumed at step %d, and base weights would "
                     "overwrite "
                     "what it has learnt",
-                    *(call, session.engine.global_steps),
+                    *(call, self._engine.global_steps),
                 )
             return resumed.path, resumed.client_state
-        if session.worker is not None:
-            session.worker.fence()  # P2: nothing is copied while weights are written
+        session.hold()  # P2: nothing is copied while weights are written
         self._check_base(call)
         if not self._trains:
             self._bases.append(call)
@@ -549,7 +513,7 @@ class Restorer:
                 break
             if (resumed := self._load_newest(original, call, [checkpoint])) is not None:
                 return resumed
-        if self._session.is_rank_zero:
+        if self._context.is_rank_zero:
             logger.info("%s found nothing newer: the job has been resumed already", call)
         return self._resumed.path, self._resumed.client_state
 
@@ -562,14 +526,14 @@ class Restorer:
         if result[0] is None:
             return result
         self._tagged = call
-        if isinstance(plan, RecoveryPlan) and self._session.is_rank_zero:
+        if isinstance(plan, RecoveryPlan) and self._context.is_rank_zero:
             logger.warning(
                 "the memory of job %s holds %s, but the script asks for tag %r. The job goes back "
                 "to that "
                 "tag, unless the script calls engine.load_checkpoint(save_dir) without a tag "
                 "before it "
                 "trains",
-                *(self._session.job_id, plan.label, call.tag),
+                *(self._context.job_id, plan.label, call.tag),
             )
         return result
 
@@ -578,7 +542,6 @@ class Restorer:
     def _start_at_first_step(self) -> None:
         """The script trains, and has not resumed anything. In time it is said what that means
         (P12)."""
-        session = self._session
         did = describe_restore(
             self._bases, self._tagged, () if self._bases else conditional_loads()
         )
@@ -593,8 +556,8 @@ class Restorer:
             )
         else:
             consequence = "After every failure the job would go back to that checkpoint."
-        warn(session, f"{did}. {consequence} {to_write}")
-        session.start({})
+        self._context.warn(f"{did}. {consequence} {to_write}")
+        self._session.start({})
 
 
 def read_client_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from reft.engine.context import JobContext
 from reft.engine.host_state import HostState
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
 
 logger = logging.getLogger(__name__)
 
 
-def followers(session: Session) -> Iterable[HostState]:
-    engine = getattr(session.engine, "engine", None)
+def followers(context: JobContext, given: Callable[[], list[Any]]) -> Iterable[HostState]:
+    engine = getattr(context.engine, "engine", None)
     return () if engine is None else (Flags(engine),)
 
 

@@ -72,7 +72,7 @@ def main(root: Path) -> dict[str, Any]:
     return {
         "flops": page.flops_per_token,
         "tokens": page.tokens_per_sample,
-        "pp": session.coordinate.pp,
+        "pp": session.context.coordinate.pp,
     }
 
 

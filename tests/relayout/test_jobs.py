@@ -176,7 +176,7 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     engine, said = with_reft(root, case, life)
     path, _ = engine.load_checkpoint(str(root / "none"))
     session = find_session(engine)
-    if session.config.recompute:
+    if session.context.config.recompute:
         commit_every_version(session)
     out = {
         "refused": told,

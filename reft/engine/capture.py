@@ -1,41 +1,31 @@
-"""The program that trains as a session sees it: the seam between reft and DeepSpeed or
-Megatron-core, what is captured of it after a step, and by what and when that is copied."""
+"""What a version holds: images of the engine's tensors, and the host state."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from reft.config import Variant
-from reft.device import find_vendor
 from reft.engine.boundary import Encoded, StepBoundary
+from reft.engine.context import JobContext
+from reft.engine.copying import OptimizerFence
 from reft.engine.host_state import DRAWN, host_states
-from reft.engine.protection import kept_members
+from reft.engine.protection import Protection
 from reft.engine.protocol import ClientState
 from reft.errors import ReftError, UnsupportedStateError
 from reft.grid import VersionId
-from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea, hashing_threads, shortened
-from reft.snapshot.copying.device import copy_engine_for
-from reft.snapshot.copying.gate import Pacer
+from reft.snapshot.copying.copier import shortened
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.recompute import OptimizerStep
-from reft.snapshot.schedule import ChunkRecord, InstructionRecord, Overflow, StepTrace
 from reft.snapshot.version import SkipCause
-from reft.snapshot.worker import SnapshotRequest
+from reft.snapshot.worker import SnapshotRequest, SnapshotWorker
 from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob, capture_rng
 from reft.state.catalogue import SectionImage
 from reft.state.gradients import GradientCapture
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
-    from reft.profile.profiler import Profiler
-
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +33,22 @@ logger = logging.getLogger(__name__)
 class EngineState:
     """Captures the state with which a step begins. Used by the training thread."""
 
-    def __init__(self, session: Session, client_state: ClientState | None) -> None:
-        self._session = session
-        self._engine = engine = session.engine
+    def __init__(
+        self,
+        context: JobContext,
+        protection: Protection,
+        fence: OptimizerFence,
+        client_state: ClientState | None,
+    ) -> None:
+        self._engine = engine = context.engine
+        self._protection = protection
         self.adapter = engine.adapter
-        self.gradients = gradient_capture(session)
+        self.gradients = gradient_capture(context, protection, fence)
         self.client_state = client_state
         self.restored_client: dict[str, Any] | None = None
         """Client state of the version that was restored, until the script trains on."""
         self.data = engine.data
-        self.followed = host_states(session)
+        self.followed = host_states(context)
         """State of the script that versions hold besides the engine's own."""
         self.listener: Callable[[VersionId, LiveImages, Encoded], None] | None = None
         """Called with every state that is captured; for `reft rehearse`."""
@@ -64,13 +60,16 @@ class EngineState:
         )
         if engine.data is not None:
             engine.data.boundary = self.boundary
+        self.worker: SnapshotWorker | None = None
+        """Knows which tensors the script writes while they are copied; None before the session
+        starts."""
         self._images: LiveImages | None = None
         self._copied_at_boundary: frozenset[str] = frozenset()
         """Names of tensors that the script writes while they are copied: the images have copies of
         them."""
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Strict: a version of which no checkpoint could be written is not taken.
-        self._blob = HostBlob(strict=session.config.strict)
+        self._blob = HostBlob(strict=context.config.strict)
         self._failures: set[type[Exception]] = set()
 
     def capture(self, label: VersionId, *, required: bool, variant: Variant) -> SnapshotRequest:
@@ -136,10 +135,9 @@ class EngineState:
 
     def _current_images(self) -> LiveImages:
         signature, gradients = self.adapter.signature(), self.gradients
-        if gradients is not None and gradients.follow(kept_members(self._session)):
+        if gradients is not None and gradients.follow(self._protection.kept_members()):
             self._images = None
-        worker = self._session.worker
-        written = frozenset() if worker is None else frozenset(worker.written_tensors)
+        written = frozenset() if self.worker is None else frozenset(self.worker.written_tensors)
         if (
             self._images is None
             or self._images.signature != signature
@@ -198,11 +196,13 @@ class EngineState:
         self.followed.close()
 
 
-def gradient_capture(session: Session) -> GradientCapture | None:
+def gradient_capture(
+    context: JobContext, protection: Protection, fence: OptimizerFence
+) -> GradientCapture | None:
     """What AOR takes of every step; None unless it was asked for and there are partitions. Raises
     UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept; says what to
     change."""
-    config, adapter = session.config, session.engine.adapter
+    config, adapter = context.config, context.engine.adapter
     if not config.recompute:
         return None
     if not isinstance(adapter, StateAdapter):
@@ -213,8 +213,8 @@ def gradient_capture(session: Session) -> GradientCapture | None:
             "block"
         )
     if adapter.owned:
-        return GradientCapture(adapter, kept_members(session), session.fence.hold)
-    if session.is_rank_zero:
+        return GradientCapture(adapter, protection.kept_members(), fence.hold)
+    if context.is_rank_zero:
         logger.info(
             "%s partitions nothing: %s protects all of its state, and +aor has no effect",
             type(adapter.wrapper).__name__,
@@ -223,164 +223,4 @@ def gradient_capture(session: Session) -> GradientCapture | None:
     return None
 
 
-class Tracer:
-    """Collects the traces of one rank; what executes the instructions of a pipeline notes them
-    here. Used by the training thread."""
-
-    def __init__(self) -> None:
-        # set to a bounded deque to have every step traced
-        self.traces: deque[StepTrace] | None = None
-        self.profiler: Profiler | None = None
-        self.woven = False  # whether the instructions of a pipeline are noted
-        self.mark: Callable[[], Any] | None = None
-        """Set to have the device's time marked before and after every traced instruction, too."""
-        self.records: list[InstructionRecord] = []  # of this step
-        self.marks: list[tuple[Any, Any]] = []  # before and after each of them
-        self.began = 0.0  # the last schedule
-
-    @property
-    def active(self) -> bool:
-        return self.traces is not None or (self.profiler is not None and self.profiler.measuring)
-
-    def profile(self, session: Session) -> None:
-        """Begin a profile, if the session's block wants one. Collective."""
-        config = session.config.profile
-        if not config.steps:
-            return
-        if not self.woven:
-            name = session.engine.name
-            logger.warning("%s cannot be profiled; only a pipeline engine can", name)
-            return
-        from reft.profile.profiler import DeviceClock, Profiler
-
-        # On a device calls return before their work is done; its own clock is read, without
-        # waiting.
-        vendor = find_vendor(session.engine.device)
-        clock = None if vendor is None else DeviceClock(vendor)
-        self.mark = None if clock is None else clock.mark
-        self.profiler = Profiler(
-            config,
-            clock,
-            job_id=session.job_id,
-            at=session.coordinate,
-            degrees=session.topology.degrees,
-            control=session.control,
-            snapshot_bytes=lambda: session.stats.device_bytes,
-        )
-
-    def add(
-        self, session: Session, step: int, chunks: deque[ChunkRecord], fence_secs: float
-    ) -> None:
-        """A step has ended. ``chunks``: what was copied since the step before; emptied.
-        ``fence_secs``: what training waited for copies."""
-        records, self.records = self.records, []
-        marks, self.marks = self.marks, []
-        copied = []
-        while chunks:  # the thread that copies adds more
-            copied.append(chunks.popleft())
-        trace = StepTrace(
-            step=step,
-            rank=session.control.rank,
-            stage_id=session.coordinate.pp,
-            begin_secs=self.began,
-            end_secs=time.perf_counter(),
-            instructions=tuple(records),
-            chunks=tuple(copied),
-            fence_secs=fence_secs,
-        )
-        if self.traces is not None:
-            self.traces.append(trace)
-        if self.profiler is not None:
-            self.profiler.add(trace, marks)
-            if not self.profiler.measuring:
-                self.mark = None
-
-
 # -- facts of an engine ----------------------------------------------------------------------------
-
-
-class CopySetup:
-    """How one rank's bytes are copied."""
-
-    def __init__(self, session: Session) -> None:
-        config = session.config
-        self.variant = config.variant
-        self.engine = copy_engine_for(session.engine.device)
-        stages_bytes = (
-            self.engine.asynchronous and Overflow(config.has.overflow) is Overflow.STAGING
-        )
-        self._staging = StagingArea(self.engine) if stages_bytes else None
-        self._chunk_bytes = config.has.chunk_bytes
-        self._hashers = hashing_threads(session.ranks_here)
-        self._peers = None
-        if config.verify.peers != "off":
-            self._peers = PeerCheck(config.verify.peers == "rotate", config.block_bytes)
-        self.pacer = Pacer(
-            config.has,
-            self.engine,
-            stage_id=session.coordinate.pp,
-            stages=session.topology.degrees.pp,
-            micro_batches=session.engine.micro_batches,
-            ranks_here=session.ranks_here,
-            staging_room=None if self._staging is None else self._staging.room,
-        )
-
-    @property
-    def takes_versions(self) -> bool:
-        return self.variant is not Variant.NONE
-
-    def copier(self) -> Copier:
-        """Made anew for every worker."""
-        return Copier(self.engine, self._chunk_bytes, self._staging, self._peers, self._hashers)
-
-
-class OptimizerFence:
-    """Stands before the optimizer step or, where it was seen to come within it, before the first
-    write.
-
-    A step with clipping or overflow checks meets the other ranks before it writes; copies may go on
-    so long.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.is_within = False  # whether `before_write` is known to come before anything is written
-        self._writes_seen = False
-        self._waited_secs = 0.0
-
-    def before_optimizer_step(self) -> None:
-        """The fence, or its approach."""
-        self._writes_seen = False
-        if self._session.copying.takes_versions:
-            self._session.copying.pacer.begin_optimizer()
-        worker = self._session.worker
-        if self.is_within and worker is not None:
-            worker.near_fence()
-        else:
-            self.hold()
-
-    def before_write(self, *_: object) -> None:
-        """The innermost optimizer is about to write."""
-        self._writes_seen = True
-        self.hold()
-
-    def after_optimizer_step(self) -> None:
-        """Nothing may have been written, on overflow: the fence comes here, and next time before
-        the step."""
-        if not self._writes_seen:
-            self.hold()
-        self.is_within = self._writes_seen
-        if self._session.copying.takes_versions:
-            self._session.copying.pacer.end_optimizer()
-
-    def hold(self) -> None:
-        """Hold training until no copy reads the live tensors."""
-        if self._session.worker is not None:
-            secs = self._session.worker.fence()
-            self._waited_secs += secs
-            self._session.stats.stalls_secs.add_to_newest(secs)
-
-    def take_waited_secs(self) -> float:
-        """What training has waited here since this was asked last."""
-        secs, self._waited_secs = self._waited_secs, 0.0
-        return secs

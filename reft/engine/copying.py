@@ -1,0 +1,100 @@
+"""How one rank's bytes are copied, and where training waits for the copies."""
+
+from __future__ import annotations
+
+from reft.config import Variant
+from reft.engine.context import JobContext
+from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea, hashing_threads
+from reft.snapshot.copying.device import copy_engine_for
+from reft.snapshot.copying.gate import Pacer
+from reft.snapshot.schedule import Overflow
+from reft.snapshot.stats import SnapshotStats
+from reft.snapshot.worker import SnapshotWorker
+
+
+class CopySetup:
+    """How one rank's bytes are copied."""
+
+    def __init__(self, context: JobContext) -> None:
+        config, engine = context.config, context.engine
+        self.variant = config.variant
+        self.engine = copy_engine_for(engine.device)
+        stages_bytes = (
+            self.engine.asynchronous and Overflow(config.has.overflow) is Overflow.STAGING
+        )
+        self._staging = StagingArea(self.engine) if stages_bytes else None
+        self._chunk_bytes = config.has.chunk_bytes
+        self._hashers = hashing_threads(context.ranks_here)
+        self._peers = None
+        if config.verify.peers != "off":
+            self._peers = PeerCheck(config.verify.peers == "rotate", config.block_bytes)
+        self.pacer = Pacer(
+            config.has,
+            self.engine,
+            stage_id=context.coordinate.pp,
+            stages=context.topology.degrees.pp,
+            micro_batches=engine.micro_batches,
+            ranks_here=context.ranks_here,
+            staging_room=None if self._staging is None else self._staging.room,
+        )
+
+    @property
+    def takes_versions(self) -> bool:
+        return self.variant is not Variant.NONE
+
+    def copier(self) -> Copier:
+        """Made anew for every worker."""
+        return Copier(self.engine, self._chunk_bytes, self._staging, self._peers, self._hashers)
+
+
+class OptimizerFence:
+    """Stands before the optimizer step or, where it was seen to come within it, before the first
+    write.
+
+    A step with clipping or overflow checks meets the other ranks before it writes; copies may go on
+    so long.
+    """
+
+    def __init__(self, copying: CopySetup, stats: SnapshotStats) -> None:
+        self._copying = copying
+        self._stats = stats
+        self.worker: SnapshotWorker | None = None  # from the session's start on
+        self.is_within = False  # whether `before_write` is known to come before anything is written
+        self._writes_seen = False
+        self._waited_secs = 0.0
+
+    def before_optimizer_step(self) -> None:
+        """The fence, or its approach."""
+        self._writes_seen = False
+        if self._copying.takes_versions:
+            self._copying.pacer.begin_optimizer()
+        if self.is_within and self.worker is not None:
+            self.worker.near_fence()
+        else:
+            self.hold()
+
+    def before_write(self, *_: object) -> None:
+        """The innermost optimizer is about to write."""
+        self._writes_seen = True
+        self.hold()
+
+    def after_optimizer_step(self) -> None:
+        """Nothing may have been written, on overflow: the fence comes here, and next time before
+        the step."""
+        if not self._writes_seen:
+            self.hold()
+        self.is_within = self._writes_seen
+        if self._copying.takes_versions:
+            self._copying.pacer.end_optimizer()
+
+    def hold(self) -> None:
+        """Hold training until no copy reads the live tensors."""
+        if self.worker is not None:
+            secs = self.worker.fence()
+            self._waited_secs += secs
+            self._stats.stalls_secs.add_to_newest(secs)
+
+    def take_waited_secs(self) -> float:
+        """Returns the seconds that training has waited here since the last call."""
+        secs, self._waited_secs = self._waited_secs, 0.0
+        return secs
