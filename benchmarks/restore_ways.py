@@ -211,7 +211,7 @@ class ReftWay(Way):
     name = "reft_all_local"
 
     def before(self) -> None:
-        from reft.snapshot.copying.device import copy_engine_for
+        from reft.snapshot.device_engine import copy_engine_for
 
         session = self.rank.session
         session.worker.close(600.0)

@@ -97,7 +97,7 @@ def run_rank(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import reft
-    from reft.snapshot.copying.copier import PeerCheck
+    from reft.verify.peers import PeerCheck
 
     torch.set_num_threads(1)
     if not options.verbose:
@@ -126,7 +126,12 @@ def run_rank(options: argparse.Namespace) -> None:
             return
         session.use("has")
         scheme, _, peers = scheme.partition("/")
-        session.worker.copier.peers = PeerCheck(peers == "rotate", BLOCK_BYTES) if peers else None
+        worker = session.worker
+        others = [f for f in worker.features if not isinstance(f, PeerCheck)]
+        if peers:
+            check = PeerCheck(by_turns=peers == "rotate", block_bytes=BLOCK_BYTES)
+            others.append(check.connect(worker.control, session.context.topology))
+        worker.features = worker.copier.features = tuple(others)
         kept = scheme.removesuffix(AOR)
         session.protection.kept_members = kept_members if kept != scheme else tuple
         if os.environ["RANK"] == "0" and session.protection.record.parsed != parse(kept):
@@ -205,13 +210,7 @@ def host_adam(engine: Any, quick: bool) -> list[dict[str, float]]:
     import torch
     import torch.distributed as dist
 
-    from reft.protect.host_adam import (
-        AdamReplica,
-        OwnerStep,
-        ReplicaTensors,
-        read_recipe,
-        read_step,
-    )
+    from reft.aor.host_adam import AdamReplica, OwnerStep, ReplicaTensors, read_recipe, read_step
 
     found = []
     dist.barrier()

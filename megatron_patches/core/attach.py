@@ -36,10 +36,10 @@ from reft.engine.protocol import ClientState
 from reft.engine.session import Session, record
 from reft.engine.tracer import Tracer
 from reft.errors import ConfigError, UnrecoverableError
+from reft.pacing.pacer import Pacer
+from reft.pacing.schedule import InstructionRecord
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
-from reft.snapshot.copying.gate import Pacer
-from reft.snapshot.schedule import InstructionRecord
 
 logger = logging.getLogger(f"reft.{__name__}")
 

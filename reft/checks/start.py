@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from reft.aor.host_adam import AdamRecipe
 from reft.checks.preflight import Finding, ScriptLook, Severity
 from reft.config import ReftConfig, Variant
 from reft.control.control import ControlGroup
@@ -30,7 +31,7 @@ from reft.node.client import ProtectionRecord
 from reft.policy.choice import JobFacts, choice_inputs, device_paragraph
 from reft.policy.choose import node_bytes, rank_loads
 from reft.policy.loads import PartitionSurvival
-from reft.protect.host_adam import AdamKind, AdamRecipe
+from reft.state.adam import AdamKind
 
 _NODES_SHOWN = 8
 

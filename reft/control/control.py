@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -84,25 +84,14 @@ class Ballot:
     stop_after_step: int = 0
     # the state of this rank has another shape than the plan (result: any rank's has)
     relayout: bool = False
-    # how often this rank could take versions at the allowed overhead (result: the largest of all
-    # ranks)
-    interval_steps: int = 1
-    # number of the newest order to switch protection that this rank knows of (result: the newest)
-    order: int = 0
     late: bool = False  # the next votes will lag behind training here (result: anywhere)
-    # how far this rank would degrade the protection for want of memory (result: the farthest)
-    level: int = 0
-    # how often versions should go to storage for this rank (result: the largest of all); 0: as the
-    # block says
-    persist_steps: int = 0
-    # weights or optimizer state hold a NaN or an infinity here (result: anywhere)
-    not_finite: bool = False
-    differs: bool = False  # what all members must have alike is not (result: in any group)
     # something failed here that the peers have not heard of (result: anywhere)
     has_errors: bool = False
+    # numbers of each feature, opaque here (result: each the largest of all ranks)
+    features: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-_RAISED = tuple(f.name for f in fields(Ballot) if f.name != "ok")
+_RAISED = ("stop_after_step", "relayout", "late", "has_errors")
 
 
 class ControlGroup:
@@ -295,10 +284,12 @@ class WorkerControl(ControlGroup):
         incarnation; everybody gets the same result. Raises TransferError: a peer is gone, or votes
         on another version."""
         # A minimum is all that is reduced: what any rank may raise is sent negated.
-        said = [getattr(ballot, name) for name in _RAISED]
-        word = [int(ballot.ok), *(-int(value) for value in said)]
-        word += [version.step, -version.step, version.incarnation, -version.incarnation]
-        ok, *raised, lowest, highest, oldest, newest = self._connections.reduce_min(word)
+        raised = [getattr(ballot, name) for name in _RAISED]
+        names = sorted(ballot.features)
+        numbers = [number for name in names for number in ballot.features[name]]
+        word = [version.step, -version.step, version.incarnation, -version.incarnation]
+        word += [int(ballot.ok), *(-int(value) for value in (*raised, *numbers))]
+        lowest, highest, oldest, newest, ok, *largest = self._connections.reduce_min(word)
         if oldest != -newest:
             raise TransferError(
                 f"ranks of different starts of the job vote (incarnations {oldest} and "
@@ -312,9 +303,10 @@ class WorkerControl(ControlGroup):
                 f"{version.step}. "
                 f"Every rank must take the same optimizer steps"
             )
-        kinds = [type(value) for value in said]
-        results = {n: kind(-value) for n, kind, value in zip(_RAISED, kinds, raised, strict=True)}
-        return Ballot(ok=bool(ok), **results)
+        results = iter(-value for value in largest)
+        fields = {name: type(own)(next(results)) for name, own in zip(_RAISED, raised, strict=True)}
+        features = {name: tuple(next(results) for _ in ballot.features[name]) for name in names}
+        return Ballot(ok=bool(ok), features=features, **fields)
 
 
 def _to_bytes(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[memoryview]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from reft.aor.gradients import GradientCapture
+from reft.aor.recompute import OptimizerStep, PeerOptimizers
 from reft.config import Variant
 from reft.engine.boundary import Encoded, StepBoundary
 from reft.engine.context import JobContext
@@ -17,15 +19,13 @@ from reft.engine.protection import Protection
 from reft.engine.protocol import ClientState
 from reft.errors import ReftError, UnsupportedStateError
 from reft.grid import VersionId
-from reft.snapshot.copying.copier import shortened
+from reft.snapshot.copier import shortened
 from reft.snapshot.plan import LiveImages
-from reft.snapshot.recompute import OptimizerStep
 from reft.snapshot.version import SkipCause
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker
 from reft.state.adapters import StateAdapter
 from reft.state.blob import HostBlob, capture_rng
 from reft.state.catalogue import SectionImage
-from reft.state.gradients import GradientCapture
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class EngineState:
                 label,
                 images,
                 encode=encode,
-                step=self._step_made(label.step),
+                captured=self._captured(label.step),
                 required=required or images is not known,
                 # Training waits for a version that must be taken, and writes nothing meanwhile.
                 written=None if required else lambda: images.written_since(counts),
@@ -172,15 +172,15 @@ class EngineState:
         self._copied_at_boundary = written
         return sections
 
-    def _step_made(self, step: int) -> OptimizerStep | None:
-        """What is known of the step that was just made, for peers that repeat it."""
+    def _captured(self, step: int) -> dict[str, Any]:
+        """What features need to know of the step that was just made, for peers that repeat it."""
         taken = self.gradients.take(step) if self.gradients is not None else None
         if self.gradients is None or taken is None:
-            return None
+            return {}
         # The thread that recomputes must do as this one, whose processor may take denormals for
         # zero. Torch's kernels for devices keep them.
         flush = not self.gradients.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
-        return OptimizerStep(*taken, flush_denormal=flush)
+        return {PeerOptimizers.name: OptimizerStep(*taken, flush_denormal=flush)}
 
     def replaced(self) -> None:
         """Something was loaded: the images may be other tensors."""
@@ -221,6 +221,3 @@ def gradient_capture(
             config.scheme,
         )
     return None
-
-
-# -- facts of an engine ----------------------------------------------------------------------------

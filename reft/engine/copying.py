@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from reft.config import Variant
 from reft.engine.context import JobContext
-from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea, hashing_threads
-from reft.snapshot.copying.device import copy_engine_for
-from reft.snapshot.copying.gate import Pacer
-from reft.snapshot.schedule import Overflow
+from reft.pacing.pacer import Pacer
+from reft.pacing.schedule import Overflow
+from reft.pacing.staging import StagingArea
+from reft.snapshot.copier import Copier, hashing_threads
+from reft.snapshot.device_engine import copy_engine_for
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotWorker
 
@@ -25,9 +26,6 @@ class CopySetup:
         self._staging = StagingArea(self.engine) if stages_bytes else None
         self._chunk_bytes = config.has.chunk_bytes
         self._hashers = hashing_threads(context.ranks_here)
-        self._peers = None
-        if config.verify.peers != "off":
-            self._peers = PeerCheck(config.verify.peers == "rotate", config.block_bytes)
         self.pacer = Pacer(
             config.has,
             self.engine,
@@ -35,7 +33,7 @@ class CopySetup:
             stages=context.topology.degrees.pp,
             micro_batches=engine.micro_batches,
             ranks_here=context.ranks_here,
-            staging_room=None if self._staging is None else self._staging.room,
+            staging=self._staging,
         )
 
     @property
@@ -43,8 +41,8 @@ class CopySetup:
         return self.variant is not Variant.NONE
 
     def copier(self) -> Copier:
-        """Made anew for every worker."""
-        return Copier(self.engine, self._chunk_bytes, self._staging, self._peers, self._hashers)
+        """A new one, for one snapshot worker."""
+        return Copier(self.engine, self._chunk_bytes, self._staging, self._hashers)
 
 
 class OptimizerFence:

@@ -13,10 +13,10 @@ from reft.engine.identity import local_rank
 from reft.faults import FaultPlan
 from reft.memory.files import margin_bytes
 from reft.node.client import ProtectionRecord, read_record, resume, write_record
+from reft.policy.switching import RequestPoll, RetentionConfig, SchemeSwitch
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
 from reft.snapshot.arenas import ArenaSet
-from reft.snapshot.switching import RequestPoll, RetentionConfig, SchemeSwitch
 
 logger = logging.getLogger(__name__)
 

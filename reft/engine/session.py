@@ -14,9 +14,10 @@ from importlib import import_module
 from typing import Any
 
 from reft import log
+from reft.aor.recompute import PeerOptimizers
 from reft.checks.start import StartFacts, end_dry_run, is_dry_run, start_findings
 from reft.config import FaultPoint, ReftConfig, Variant
-from reft.control.control import ControlGroup
+from reft.control.control import ControlGroup, WorkerControl
 from reft.engine.capture import EngineState
 from reft.engine.context import JobContext
 from reft.engine.copying import CopySetup, OptimizerFence
@@ -43,11 +44,15 @@ from reft.memory.jobdir import read_environment_secret
 from reft.node.client import DaemonClient, write_order
 from reft.node.monitors import DeviceMemory, MonitorWriter
 from reft.node.progress import open_page
+from reft.pacing.mirror import MirrorToPeer
 from reft.policy.choice import JobFacts, check_device, choose_protection
 from reft.policy.rates import IntervalRates
 from reft.snapshot.arenas import ArenaSet
+from reft.snapshot.extension import VersionFeature
 from reft.snapshot.stats import PeerErrors, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallbacks
+from reft.verify.finite import FiniteCheck
+from reft.verify.peers import PeerCheck
 
 logger = logging.getLogger(__name__)
 
@@ -320,6 +325,8 @@ class Session:
             job_dir=job_dir.path,
             scheme=self.protection.record.in_force,
             tolerance=lambda: self.tolerance,
+            advised_steps=lambda: self.copying.pacer.advised_interval_steps,
+            peer_errors=self.peer_errors,
             from_memory=bool(frozen),
         )
         if self.rates.storage is not None:
@@ -335,26 +342,20 @@ class Session:
             engine=self.copying.engine,
             remake=self._remake_memory,
         )
+        scheme = self.protection.switch(control, arenas, self.faults)
         self.worker = worker = SnapshotWorker(
             control=control,
             topology=topology,
             arenas=arenas,
             block_bytes=config.block_bytes,
             host_bytes=config.host_state_bytes,
-            recompute=None if self.state.gradients is None else self.state.gradients.recipe,
-            verify=config.verify,
-            switch=self.protection.switch(control, arenas, self.faults),
             copier=self.copying.copier(),
-            pacer=self.copying.pacer,
-            watchers=WorkerCallbacks(
-                context.stats,
-                self.faults,
-                self._committed,
-                self._skipped,
-                self.peer_errors,
-                self.rates.wanted_persist_interval,
-                self.rates.wanted_interval,
+            callbacks=WorkerCallbacks(
+                context.stats, self.faults, self._committed, self._skipped, self.peer_errors
             ),
+            scheme=scheme,
+            features=self._features(control),
+            gate=self.copying.pacer.gate,
         )
         self.fence.worker = self.state.worker = worker
         self.rates.votes = worker.votes
@@ -363,6 +364,28 @@ class Session:
         # Without versions there are no votes to stop by.
         if self.copying.takes_versions and (found := self.stopping.install(self, worker)):
             context.warn(found)
+
+    def _features(self, control: WorkerControl) -> list[VersionFeature]:
+        """Everything that takes part in the versions of this job. The order counts: partitions are
+        recomputed before their checksums are compared."""
+        context, config = self.context, self.context.config
+        verify = config.verify
+        features: list[VersionFeature] = [self.rates.agreed, self.copying.pacer]
+        if self.state.gradients is not None:
+            features.append(PeerOptimizers(self.state.gradients.recipe, context.stats.recompute))
+        if verify.suspects:
+            features.append(FiniteCheck(verify.suspects))
+        if verify.peers != "off":
+            features.append(
+                PeerCheck(
+                    by_turns=verify.peers == "rotate",
+                    block_bytes=config.block_bytes,
+                    chunk_bytes=config.has.chunk_bytes,
+                    on_difference=verify.on_difference,
+                ).connect(control, context.topology)
+            )
+        features.append(MirrorToPeer(control, context.topology, config.block_bytes))
+        return features
 
     def _remake_memory(self) -> None:
         self.memory.remake()

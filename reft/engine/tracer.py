@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from reft.device import find_vendor
 from reft.engine.context import JobContext
-from reft.snapshot.schedule import ChunkRecord, InstructionRecord, StepTrace
+from reft.pacing.schedule import InstructionRecord, StepTrace
+from reft.snapshot.gate import ChunkRecord
 
 if TYPE_CHECKING:
     from reft.profile.profiler import Profiler

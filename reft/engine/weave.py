@@ -28,8 +28,8 @@ from reft.engine.copying import CopySetup
 from reft.engine.marks import wrap
 from reft.engine.tracer import Tracer
 from reft.node.progress import ProgressPage
-from reft.snapshot.copying.gate import queues_transfers, waits
-from reft.snapshot.schedule import InstructionRecord
+from reft.pacing.pacer import queues_transfers, waits
+from reft.pacing.schedule import InstructionRecord
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]

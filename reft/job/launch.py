@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Sequence
 from enum import Enum, auto
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -32,130 +28,63 @@ from reft.engine.on_import import warn_abandoned_builds
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
+from reft.job.hang_verdict import HangDetector
 from reft.job.hosts import show_devices
 from reft.job.options import LaunchOptions, find_warnings, parse_options
-from reft.job.rendezvous.client import JobEndedError, find_store
+from reft.job.rendezvous.backend import JobEndedError, find_backend
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Agreement
 from reft.job.rendezvous.scaling import Scaler
-from reft.job.script import (
-    EX_FENCED,
-    EX_PEER_FAILED,
-    STOP_SIGNALS,
-    ExitCause,
-    TrainerFailure,
-    not_ignored,
-)
+from reft.job.script import EX_FENCED, ExitCause
+from reft.job.signals import StopSignals
 from reft.job.warm import ForkServer
 from reft.log import EventLog, set_place, to_stderr
 from reft.memory.jobdir import read_json, user_secret
 from reft.naming import kernel_id
 from reft.node.client import DaemonKeeper, NodeMemory
-from reft.node.hangs import (
-    STOPPED,
-    WAITING,
-    HangConfig,
-    TrainerActivity,
-    name_culprit,
-    step_limit_secs,
-)
 from reft.node.observe import CommitWatch, JobStatus
-from reft.node.progress import STACKS_SUFFIX, read_pages
 from reft.node.report import CONFIG_FILE, ENDED, ENDED_WELL, STARTED, NodeReport, note
 from reft.storage.persisted import job_directory
 
 logger = logging.getLogger("reft.job.launch")
 
 _GRACE_MARGIN_SECS = 5.0
-_LEAST_FLUSH_SECS = 1.0
-LEAVE_SIGNAL = signal.SIGUSR1
-_IMPATIENT_SECS = 1.0
+_MIN_FLUSH_SECS = 1.0
 _TORCHS_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # TorchElastic's default
 
 
-class StopSignals:
-    """Turns the first signal to stop into TorchElastic's exception; later ones do not disturb the
-    end, but a second Ctrl-C by a person cuts the grace short. ``received``: the signal to stop;
-    None: there was none. ``asked_to_leave``: SIGUSR1 asks for this node to leave the job; whoever
-    has seen to it resets it."""
-
-    def __init__(self) -> None:
-        self.agent: Agent | None = None
-        # Looked up once: TorchElastic sets handlers of its own whenever it starts trainers.
-        self._handled = not_ignored(STOP_SIGNALS)
-        self.received: signal.Signals | None = None
-        self.asked_to_leave = False
-        self._at = 0.0
-        # the launcher tidies up from here on, which is bounded and not interrupted
-        self.quiet = False
-
-    def install(self) -> None:
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._handle if number in self._handled else signal.SIG_IGN)
-        signal.signal(LEAVE_SIGNAL, self._ask_to_leave)
-
-    def handled_names(self, names: str) -> str:
-        """Remove ignored signals from ``names``, which are separated by commas: if TorchElastic
-        handles one while it starts trainers, they do not inherit that it is ignored."""
-        ignored = {number.name for number in STOP_SIGNALS if number not in self._handled}
-        return ",".join(name for name in names.split(",") if name.strip() not in ignored)
-
-    def elapsed_secs(self) -> float:
-        return time.monotonic() - self._at if self.received is not None else 0.0
-
-    def ignore(self) -> None:
-        """The exit code stands: the interpreter would restore the default actions while it ends."""
-        for number in (*STOP_SIGNALS, LEAVE_SIGNAL):
-            signal.signal(number, signal.SIG_IGN)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.received is not None or self.quiet:
-            if (
-                number == signal.SIGINT
-                and now - self._at > _IMPATIENT_SECS
-                and self.agent is not None
-            ):
-                self.agent.wait_no_more()
-            return
-        self.received, self._at = signal.Signals(number), now
-        if self.agent is not None:
-            self.agent.told_to_stop = True
-        raise SignalException(f"stopped by {self.received.name}", sigval=self.received)
-
-    def _ask_to_leave(self, number: int, frame: FrameType | None) -> None:
-        self.asked_to_leave = True
-
-
 class JobEnd(Enum):
-    UNFINISHED = auto()  # Told to stop, or the job has failed: it may be started again
+    """How the job ended on this node; decides what happens to its memory."""
+
+    UNFINISHED = auto()  # It was stopped or has failed, and may be started again
     WELL = auto()
-    LEFT = auto()  # It was told to leave, and the others have a version without it
-    REPLACED = auto()  # It was cut off, and the job went on without it
+    LEFT = auto()  # This node left on request, and the others have a version without it
+    REPLACED = auto()  # This node was cut off, and the job continued without it
 
 
-_WHY = {JobEnd.WELL: ENDED_WELL, JobEnd.LEFT: "it has left, as requested"}
+_STATUS_AT_END = {JobEnd.WELL: ENDED_WELL, JobEnd.LEFT: "it has left, as requested"}
 
 
 class Launcher:
+    """One node's part of a job: its memory, daemon, status and agent, from start to end."""
+
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
         self._secret = user_secret()
         self._memory = NodeMemory(options.memory_dir, options.job_id, options.node)
-        self.place = find_store(options, self._secret)
-        self.rendezvous: StoreRendezvous  # Once it has joined the place
+        self.backend = find_backend(options, self._secret)
+        self.rendezvous: StoreRendezvous  # Set when the backend is connected
         self._events = EventLog(-1)
         self._signals = StopSignals()
         self._daemon: DaemonKeeper | None = None
-        self.hangs = HangDetector(options.node, self._memory.path)
+        self._hangs = HangDetector(options.node, self._memory.path)
         self._agent: Agent | None = None
-        self._warm: ForkServer | None = None
-        # What fails as one with this node: itself if somebody declared it to be one, else its host
-        # (P4).
+        self._fork_server: ForkServer | None = None
+        # P4: a node whose id was given is a failure domain of its own; otherwise its host is.
         host = f"host {socket.gethostname()} {kernel_id()[:8]}"
         domain = options.node if options.node_declared else host
         self._board = JobStatus(
-            self.place.connect_for_status,
+            self.backend.connect_for_status,
             NodeReport(node=options.node, domain=domain),
             self._memory.path,
             job_id=options.job_id,
@@ -163,22 +92,19 @@ class Launcher:
         )
         self._end = JobEnd.UNFINISHED
         self._scaler: Scaler | None = None
-        self._before: Agreement | None = None
-        self._failed_at: float | None = None
-        self._over_at: float | None = None
+        self._last_round: Agreement | None = None
+        self._failed_at: float | None = None  # When trainers of this round failed, unix seconds
+        self._round_ended_at: float | None = None  # Unix seconds
 
-    # -- what the agent tells and asks -------------------------------------------------------------
+    # -- callbacks of the agent --------------------------------------------------------------------
 
     def round_formed(self, agreement: Agreement) -> None:
         self._memory.make_again(self._secret)
-        os.environ.update(
-            {
-                ENV_STORE: self.place.trainers_endpoint(),
-                ENV_ROUND: str(agreement.round),
-                ENV_INCARNATION: str(agreement.incarnation),
-                ENV_NODES: f"{self._options.config.min_nodes}:{self._options.config.max_nodes}",
-            }
-        )
+        config = self._options.config
+        os.environ[ENV_STORE] = self.backend.trainers_endpoint()
+        os.environ[ENV_ROUND] = str(agreement.round)
+        os.environ[ENV_INCARNATION] = str(agreement.incarnation)
+        os.environ[ENV_NODES] = f"{config.min_nodes}:{config.max_nodes}"
         if self._options.daemon and self._daemon is None:
             assert self._memory.job_dir is not None
             self._daemon = DaemonKeeper(self._memory.job_dir)
@@ -192,7 +118,7 @@ class Launcher:
             sum(agreement.workers),
             ", ".join(agreement.nodes),
             agreement.restarts_used,
-            self._options.config.max_restarts,
+            config.max_restarts,
         )
         self._events.write(
             "round",
@@ -201,99 +127,103 @@ class Launcher:
             nodes=list(agreement.nodes),
             restarts_used=agreement.restarts_used,
         )
-        # At a restart too: a trainer may have been killed while it built.
+        # At a restart, too: a trainer may have been killed while it built an operator.
         warn_abandoned_builds()
         self._note_start(agreement)
 
     def _note_start(self, agreement: Agreement) -> None:
-        """Note in the history what this round follows, as far as this node has seen it."""
-        before = self._before or agreement
-        ranks = self.rendezvous.left
+        """Write into the job's history why this round follows the last one."""
+        before = self._last_round or agreement
         gone = before.nodes_without(agreement.members)
-        left = tuple(n for rank, n in enumerate(before.nodes) if rank in ranks and n in gone)
-        lost = tuple(n for n in gone if n not in left)
+        left = tuple(
+            node
+            for rank, node in enumerate(before.nodes)
+            if rank in self.rendezvous.left and node in gone
+        )
         note(
             self._memory.path,
             STARTED,
             round=agreement.round,
             nodes=agreement.nodes,
             failures=agreement.failures,
-            lost=lost,
+            lost=tuple(node for node in gone if node not in left),
             left=left,
             joined=agreement.nodes_without(before.members),
             newest_step=agreement.known_step,
-            gathering_secs=_between(self._over_at, time.time()),
-            ending_secs=_between(self._failed_at, self._over_at),
+            gathering_secs=_seconds_between(self._round_ended_at, time.time()),
+            ending_secs=_seconds_between(self._failed_at, self._round_ended_at),
             failed_unix_secs=self._failed_at,
         )
-        self._before, self._over_at, self._failed_at = agreement, None, None
+        self._last_round = agreement
+        self._round_ended_at = self._failed_at = None
 
-    def failure_seen(self) -> None:
-        """A trainer of this node has failed; the others are still to be ended."""
-        if self._failed_at is None:
-            self._board.tell("a trainer has failed", failed="a trainer has failed")
-        self._failed_at = self._failed_at or time.time()
-
-    def round_over(self) -> None:
-        self._over_at = time.time()
-        # So long the next round waits for others in the place of lost nodes, as the job's block
-        # says.
-        told = (read_json(self._memory.path / CONFIG_FILE) or {}).get("elastic", {})
-        self.rendezvous.wait_secs = told.get("wait_secs")
-
-    def workers_started(self, pids: list[int]) -> None:
-        self.hangs.clear()
-        # TorchElastic has just set its own handlers.
-        self._signals.install()
+    def trainers_started(self, pids: list[int]) -> None:
         if self._daemon is not None:
             self._daemon.workers = tuple(pids)
 
-    def trainers_run(self, group_rank: int) -> None:
-        """The agent has looked at the trainers, and all is well. ``group_rank``: of this node."""
-        if self._scaler is not None and self._before is not None:
-            self._scaler.look(self._before, group_rank)
+    def trainers_healthy(self, group_rank: int) -> None:
+        if self._scaler is not None and self._last_round is not None:
+            self._scaler.poll(self._last_round, group_rank)
+
+    def failure_seen(self) -> None:
+        if self._failed_at is None:
+            self._board.tell("a trainer has failed", failed="a trainer has failed")
+            self._failed_at = time.time()
+
+    def round_over(self) -> None:
+        self._round_ended_at = time.time()
+        # How long the next round waits for replacements of lost nodes, by the job's block.
+        elastic = (read_json(self._memory.path / CONFIG_FILE) or {}).get("elastic", {})
+        self.rendezvous.wait_secs = elastic.get("wait_secs")
 
     def state_changed(self, state: str, **facts: Any) -> None:
         failure = self._agent.failure if self._agent is not None else None
-        own = failure is not None and failure.cause is not ExitCause.PEER
-        self._board.tell(
-            state, round=facts.get("round"), failed=failure.reason if failure and own else ""
-        )
+        reason = ""
+        if failure is not None and failure.cause is not ExitCause.PEER:
+            reason = failure.reason
+        self._board.tell(state, round=facts.get("round"), failed=reason)
         self._events.write("launcher", node=self._options.node, state=state, **facts)
 
     def newest_step(self) -> int:
-        """Step of the newest committed version; -1 if none is known of."""
         if self._memory.job_dir is None:
             return -1
         try:
             newest = CommitWatch(self._memory.job_dir).newest()
         except OSError as error:
             logger.warning("the versions in %s cannot be read: %s", self._memory.path, error)
-            newest = None
+            return -1
         return -1 if newest is None else newest.step
 
     def newest_incarnation(self) -> int:
-        """Number of the newest start of the job that this node knows of; 0 if there was none."""
+        if self._memory.job_dir is None:
+            return 0
         try:
-            return 0 if self._memory.job_dir is None else self._memory.job_dir.newest_incarnation()
+            return self._memory.job_dir.newest_incarnation()
         except (OSError, ReftError) as error:
             logger.warning("the starts recorded in %s cannot be read: %s", self._memory.path, error)
             return 0
 
     def fenced(self) -> str:
-        """Why this node has to end, as shared storage told its daemon; empty if it goes on."""
         return "" if self._daemon is None else self._daemon.fenced
 
     # -- life --------------------------------------------------------------------------------------
 
     def run(self) -> int:
+        """Run this node's part of the job to its end.
+
+        Returns:
+            The exit code.
+
+        Raises:
+            JobEndedError: the job cannot continue.
+        """
         self._signals.install()
         try:
             self._memory.prepare(self._secret)
             return self._run()
         except SignalException as stop:
             logger.warning("%s; the trainers have ended", stop)
-            self.place.wait_for_others()
+            self.backend.wait_for_others()
             return 128 + int(stop.sigval)
         except FencedError as error:
             self._end = JobEnd.REPLACED
@@ -303,10 +233,10 @@ class Launcher:
                 return 0
             logger.error("%s (exit code %d)", error, EX_FENCED)
             return EX_FENCED
-        except LeftError as left:
+        except LeftError as error:
             self._end = JobEnd.LEFT
-            note(self._memory.path, ENDED, reason=str(left))
-            logger.warning("%s (exit code 0)", left)
+            note(self._memory.path, ENDED, reason=str(error))
+            logger.warning("%s (exit code 0)", error)
             if self._scaler is not None:
                 self._scaler.left()
             return 0
@@ -314,86 +244,101 @@ class Launcher:
             note(self._memory.path, ENDED, reason=str(error))
             raise
         finally:
-            self._signals.quiet = True
-            self._tidy_up()
+            self._signals.closing = True
+            self._shut_down()
             self._signals.ignore()
 
     def _run(self) -> int:
         options = self._options
-        node = self._memory.environ(self._secret, os.getpid(), declared=options.node_declared)
-        os.environ.update({**node, ENV_DRY_RUN: str(int(options.dry_run))})
-        if options.block_file is not None:
-            os.environ[ENV_CONFIG] = str(options.block_file)
-        if options.devices is not None:
-            show_devices(options.devices, os.environ)
+        self._prepare_environment()
         if options.warm:
-            # The last is what TorchElastic gives its trainers.
+            # TorchElastic gives its trainers this variable, too.
             shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-            self._warm = ForkServer(options.preload, shared)
-        handler = self.rendezvous = self.place.join()
+            self._fork_server = ForkServer(options.preload, shared)
+        rendezvous = self.rendezvous = self.backend.join()
         self._board.start(
-            lambda: handler.is_spare, lambda: handler.nodes, lambda: self.hangs.waiting
+            lambda: rendezvous.is_spare, lambda: rendezvous.nodes, lambda: self._hangs.activities
         )
-        names = getattr(options.config, "signals_to_handle", _TORCHS_SIGNALS)
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self._signals.handled_names(names)
         agent = self._agent = Agent(
             options,
-            place=self.place,
-            handler=handler,
+            backend=self.backend,
+            rendezvous=rendezvous,
             secret=self._secret,
             launcher=self,
+            signals=self._signals,
+            hangs=self._hangs,
             exits_dir=self._memory.path,
             grace_secs=lambda: self._grace_secs() + _GRACE_MARGIN_SECS,
         )
-        self._scaler = Scaler(handler, options, self._memory.path, self._board, self._signals)
-        self._signals.agent = agent
+        self._scaler = Scaler(rendezvous, options, self._memory.path, self._board, self._signals)
         try:
-            return self.judge(agent, agent.run())
+            return self.conclude(agent, agent.run())
         except RendezvousTimeoutError as error:
-            least, most, fitting = (
-                options.config.min_nodes,
-                options.config.max_nodes,
-                handler.fitting,
-            )
-            wanted = str(least)
-            if fitting and not set(range(least, most + 1)) <= set(fitting):
-                said = ", ".join(map(str, fitting))
-                wanted = f"{said} (of --nnodes {least}:{most}, what the layout and the batch allow)"
-            message = (
-                f"{wanted} nodes did not join in "
-                f"{options.join_timeout_secs:.0f} s: no node replaced a missing one. Start `reft "
-                "launch` "
-                "on another node in time, or wait longer with --rdzv-conf join_timeout=SECS. Only "
-                "nodes "
-                f"with one run id meet, here {options.config.run_id!r}; without --rdzv-id it is "
-                "made of "
-                "user, directory, program and arguments"
-            )
-            if disagree := handler.describe_other_nnodes():
-                message = f"too few nodes joined in {options.join_timeout_secs:.0f} s: {disagree}"
-            if handler.incarnation:  # it has taken part; else others may train, or wait longer
-                self.rendezvous.shutdown(message)
+            message = self._describe_timeout()
+            # A node that never took part does not close the run: others may train, or wait longer.
+            if rendezvous.incarnation:
+                rendezvous.shutdown(message)
             raise JobEndedError(message) from error
         except RendezvousClosedError as error:
-            outcome = self.rendezvous.outcome() or "the job ended on another node"
+            outcome = rendezvous.outcome() or "the job ended on another node"
             if outcome == ENDED_WELL and agent.agreement is not None:
-                # This node was cut off, and the job went on to its end with another in its place.
+                # This node was cut off; the job ended well with another node in its place.
                 self._end = JobEnd.WELL
                 return 0
             raise JobEndedError(
                 f"the rendezvous of run {options.config.run_id!r} is closed: {outcome}. To start "
-                "the job "
-                f"again, take a new --rdzv-id, and --job-id {options.job_id} to find its memory, "
-                "or "
-                f"{self.place.reopens}"
+                f"the job again, take a new --rdzv-id, and --job-id {options.job_id} to find its "
+                f"memory, or {self.backend.reopens}"
             ) from error
         except JobEndedError as error:
-            self.rendezvous.shutdown(str(error))
+            rendezvous.shutdown(str(error))
             raise
 
-    def judge(self, agent: Agent, failures: dict[int, ProcessFailure] | None) -> int:
-        """What the end of this node's trainers means for the job (:meth:`Agent.run`); the exit
-        code."""
+    def _prepare_environment(self) -> None:
+        """Set the variables that trainers inherit from this process."""
+        options = self._options
+        os.environ.update(
+            self._memory.environ(self._secret, os.getpid(), declared=options.node_declared)
+        )
+        os.environ[ENV_DRY_RUN] = str(int(options.dry_run))
+        if options.block_file is not None:
+            os.environ[ENV_CONFIG] = str(options.block_file)
+        if options.devices is not None:
+            show_devices(options.devices, os.environ)
+        names = getattr(options.config, "signals_to_handle", _TORCHS_SIGNALS)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self._signals.handled_names(names)
+
+    def _describe_timeout(self) -> str:
+        """Why no round formed in time."""
+        options, rendezvous = self._options, self.rendezvous
+        secs = options.join_timeout_secs
+        if disagreement := rendezvous.describe_other_nnodes():
+            return f"too few nodes joined in {secs:.0f} s: {disagreement}"
+        min_nodes, max_nodes = options.config.min_nodes, options.config.max_nodes
+        required = str(min_nodes)
+        fitting = rendezvous.fitting
+        if fitting and not set(range(min_nodes, max_nodes + 1)) <= set(fitting):
+            numbers = ", ".join(map(str, fitting))
+            allowed = f"of --nnodes {min_nodes}:{max_nodes}, what the layout and the batch allow"
+            required = f"{numbers} ({allowed})"
+        return (
+            f"{required} nodes did not join in {secs:.0f} s: no node replaced a missing one. Start "
+            "`reft launch` on another node in time, or wait longer with --rdzv-conf "
+            "join_timeout=SECS. Only nodes with one run id meet, here "
+            f"{options.config.run_id!r}; without --rdzv-id it is made of user, directory, program "
+            "and arguments"
+        )
+
+    def conclude(self, agent: Agent, failures: dict[int, ProcessFailure] | None) -> int:
+        """Decide what the end of this node's trainers means for the job.
+
+        Args:
+            agent: of this node.
+            failures: as :meth:`Agent.run` returns them.
+
+        Returns:
+            The exit code.
+        """
         if failures is None:
             if self.rendezvous.outcome() == ENDED_WELL:
                 self._end = JobEnd.WELL
@@ -405,7 +350,7 @@ class Launcher:
                     self.rendezvous.incarnations.forget_committed()
             self.rendezvous.shutdown(ENDED_WELL)
             if agent.all_ended_well:
-                self.place.wait_for_others()
+                self.backend.wait_for_others()
             else:
                 logger.warning(
                     "this node's trainers ended well, but not all nodes reported so; memory is kept"
@@ -415,46 +360,63 @@ class Launcher:
         reason = failure.reason if failure else "the trainers failed"
         self.rendezvous.shutdown(f"node {self._options.node} gave up: {reason}")
         note(self._memory.path, ENDED, reason=reason)
-        if failure is None or failure.cause is not ExitCause.REFUSED:  # that has been told in words
+        # A refusal was explained when it happened; TorchElastic's table of exit codes adds nothing.
+        if failure is None or failure.cause is not ExitCause.REFUSED:
             words = (a for a in self._options.arguments if not a.startswith("-"))
             name = next(words, self._options.entrypoint)
             logger.error("%s", ChildFailedError(name, failures))
         return failure.exit_code if failure else 1
 
     def _grace_secs(self) -> float:
-        """What the command line says, else the job's own ``reft`` block, which the daemon was
-        told."""
+        """The grace period of the command line, or else of the job's ``reft`` block."""
         if self._options.grace_secs is not None:
             return self._options.grace_secs
-        told = read_json(self._memory.path / CONFIG_FILE) or {}
-        return float(told.get("grace_secs", parse_block({}).grace_secs))
+        # Trainers write the block there, for the daemon.
+        block = read_json(self._memory.path / CONFIG_FILE) or {}
+        return float(block.get("grace_secs", parse_block({}).grace_secs))
 
-    def _tidy_up(self) -> None:
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _shut_down(self) -> None:
         if self._agent is not None:
             self._agent.close()
-        self._board.close(_WHY.get(self._end, "it was stopped, or the job has failed"))
-        self.place.close()
-        if self._warm is not None:
-            self._warm.close()
+        status = _STATUS_AT_END.get(self._end, "it was stopped, or the job has failed")
+        self._board.close(status)
+        self.backend.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
         if self._daemon is not None:
-            # To write the newest version it has what the trainers left of the grace.
-            left_secs = max(_LEAST_FLUSH_SECS, self._grace_secs() - self._signals.elapsed_secs())
-            persist = parse_block(read_json(self._memory.path / CONFIG_FILE) or {}).persist
-            stops = self._end is JobEnd.UNFINISHED and self._signals.received is not None
-            exports = persist.export_at_end is not None and (stops or self._end is JobEnd.WELL)
-            # The last version is taken when the script ends; its memory is removed next.
-            stores = exports or (persist.dir is not None and self._end is JobEnd.WELL)
-            if stores and not stops:
-                left_secs = persist.timeout_secs
-            self._daemon.end(left_secs if stores or self._end is JobEnd.UNFINISHED else 0.0)
-            if exports and self._agent is not None and self._agent.leads:
-                assert persist.dir is not None
-                stored = job_directory(persist.dir, self._options.job_id)
-                words = ["persist", "--from", stored, "--out", persist.export_at_end]
-                subprocess.run(
-                    [sys.executable, "-P", "-m", "reft.cli", *map(str, words)], check=False
-                )
-        if self._end in (JobEnd.WELL, JobEnd.LEFT) and not self._options.keep_memory:
+            self._end_daemon(self._daemon)
+        self._release_memory()
+
+    def _end_daemon(self, daemon: DaemonKeeper) -> None:
+        """End the daemon, after it has written the newest version if storage needs it."""
+        persist = parse_block(read_json(self._memory.path / CONFIG_FILE) or {}).persist
+        ended_well = self._end is JobEnd.WELL
+        was_stopped = self._end is JobEnd.UNFINISHED and self._signals.received is not None
+        exports = persist.export_at_end is not None and (was_stopped or ended_well)
+        # The last version is taken when the script ends, and its memory is removed after this.
+        stores = exports or (persist.dir is not None and ended_well)
+        if stores and not was_stopped:
+            flush_secs = persist.timeout_secs
+        elif stores or self._end is JobEnd.UNFINISHED:
+            # The daemon has what the trainers left of the grace period.
+            left_secs = self._grace_secs() - self._signals.elapsed_secs()
+            flush_secs = max(_MIN_FLUSH_SECS, left_secs)
+        else:
+            flush_secs = 0.0
+        daemon.end(flush_secs)
+        if exports and self._agent is not None and self._agent.leads:
+            assert persist.dir is not None
+            stored = job_directory(persist.dir, self._options.job_id)
+            words = ["persist", "--from", stored, "--out", persist.export_at_end]
+            command = [sys.executable, "-P", "-m", "reft.cli", *map(str, words)]
+            subprocess.run(command, check=False)
+
+    def _release_memory(self) -> None:
+        """Remove the job's memory on this node, or say where it stays for the next start."""
+        keep = self._options.keep_memory
+        if self._end in (JobEnd.WELL, JobEnd.LEFT) and not keep:
             logs = self._options.config.logs_specs
             self._memory.remove(None if logs is None else Path(logs.root_log_dir))
         elif self._agent is None or self._agent.agreement is None:
@@ -463,19 +425,26 @@ class Launcher:
             logger.warning(
                 "the memory of job %s stays in %s", self._options.job_id, self._memory.path
             )
-        elif not (self._options.keep_memory or self._end is JobEnd.REPLACED):
+        elif not keep and self._end is not JobEnd.REPLACED:
             self._memory.discard_unused()
 
 
-def _between(began: float | None, ended: float | None) -> float | None:
-    """Seconds, as a clock that may be set meanwhile tells them; None where one is not known."""
-    return None if began is None or ended is None else max(0.0, ended - began)
+def _seconds_between(start: float | None, end: float | None) -> float | None:
+    """Seconds between two wall-clock times, at least 0 since the clock may be set in between.
+
+    Returns:
+        None if one of them is not known.
+    """
+    return None if start is None or end is None else max(0.0, end - start)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft launch``; returns the exit code: 0, the first failed trainer's or 1,
-    128 + n only when told to stop by signal n, 2 for wrong use, 76 where another node has taken
-    this one's place."""
+    """Command line of ``reft launch``.
+
+    Returns:
+        The exit code: 0; 1 or that of the first failed trainer; 2 for wrong use; 76 if another node
+        took this one's place; 128 + n only after a stop by signal n.
+    """
     _log_to_stderr("", "launcher")
     try:
         options = parse_options(argv)
@@ -486,6 +455,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(options: LaunchOptions) -> int:
+    """Run a launcher with parsed options; returns the exit code, as :func:`main`."""
     _log_to_stderr(options.job_id, f"launcher {options.node}")
     if options.script is not None and not options.script.exists():
         logger.error(
@@ -505,164 +475,11 @@ def launch(options: LaunchOptions) -> int:
         return 1
 
 
-def _log_to_stderr(job: str, who: str) -> None:
-    set_place(job, who)
+def _log_to_stderr(job: str, process: str) -> None:
+    set_place(job, process)
     to_stderr()
-    # The agent says itself what a trainer ended of; TorchElastic would show the signal it was sent.
+    # The agent reports why a trainer ended; TorchElastic would report the signal that ended it.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-
-
-# -- trainers that stand still: the other nodes are asked, the culprit is named --------------------
-
-_ASK_SECS = 0.5
-_COURTESY_SECS = 2.0  # the culprit's node ends its trainers first: it has their stacks written
-# a node that was struck out and lives takes its place again with its next heartbeat
-_SILENT_SECS = 2.0
-_STACKS_SECS = 3.0
-_MOST_STACK_CHARS = 16_000
-
-
-class HangDetector:
-    """Of one node's trainers, in one round at a time."""
-
-    def __init__(self, node: str, job_dir: Path) -> None:
-        self._node = node
-        self._job_dir = job_dir
-        self._watch = HangConfig()
-        self.waiting: list[TrainerActivity] = []  # At what they were when they were looked at last
-        self._looked_at = time.monotonic()
-        self.clear()
-
-    def clear(self) -> None:
-        self._watch.clear()
-        self.waiting = []
-        self._told: bytes | None = None
-        self._cannot_ask = False
-        self._asked_at = 0.0
-        self._open_since: float | None = None
-        self._named_at: float | None = None
-        self._silent_since: float | None = None
-
-    def look(self, pids: Collection[int]) -> list[TrainerActivity]:
-        """What those of these processes are at that have a page, for how long."""
-        elapsed = time.monotonic() - self._looked_at
-        if elapsed >= _ASK_SECS:
-            self._looked_at += elapsed
-            seen = [page for page in read_pages(self._job_dir) if page.pid in pids]
-            self.waiting = [replace(w, node=self._node) for w in self._watch.look(seen, elapsed)]
-        return [w for w in self.waiting if w.seen.pid in pids]
-
-    def judge(
-        self,
-        mine: list[TrainerActivity],
-        table: Any,
-        index: int,
-        size: int,
-        *,
-        silent: bool = False,
-    ) -> TrainerFailure | None:
-        """Why the trainers have to be restarted; None: go on. Looks at the table of the round in
-        the store only while one of them is quiet. ``mine``: at what they are. ``silent``: a node of
-        this round was struck out for its silence, and the others may go on without it."""
-        now = time.monotonic()
-        self._silent_since = (self._silent_since or now) if silent else None
-        # It waits for another node: it is quiet, and not at what may take its time alone.
-        waits = any(w.suspected or (w.quiet and w.communicates) for w in mine)
-        if self._silent_since is not None and now - self._silent_since > _SILENT_SECS and waits:
-            reason = (
-                "a node was removed because it is silent, and its peers wait for it; they "
-                "continue without it"
-            )
-            logger.error("the job hangs: %s (%s)", reason, "; ".join(map(str, mine)))
-            return TrainerFailure(ExitCause.PEER, mine[0].seen.local_rank, EX_PEER_FAILED, reason)
-        quiet = any(w.quiet for w in mine)
-        if (not quiet and self._told is None) or now - self._asked_at < _ASK_SECS:
-            return None
-        self._asked_at = now
-        reports = self._exchange(table, index, size, mine if quiet else [])
-        known = [w for report in reports.values() for w in report]
-        # A node that has told, and tells of nobody now, goes on.
-        verdict = name_culprit(known) if all(reports.values()) else None
-        if verdict is None:
-            self._open_since = self._named_at = None
-            return None
-        self._open_since = self._open_since or now
-        # The trainers of nodes that have not told go on, as far as these know.
-        limit = max(max(w.seen.hang_timeout_secs, step_limit_secs(w.seen)) for w in known)
-        if len(reports) < size and now - self._open_since < limit:
-            return None
-        self._named_at = self._named_at or now
-        own = [w for w in mine if w.seen.rank in verdict.ranks]
-        if verdict.ranks and not own and now - self._named_at < _COURTESY_SECS:
-            return None
-        logger.error("the job hangs: %s", verdict.reason)
-        for waiting in own or mine:
-            logger.error("%s\n%s", waiting, stacks(self._job_dir, waiting))
-        cause, code = (ExitCause.OWN, 1) if own else (ExitCause.PEER, EX_PEER_FAILED)
-        return TrainerFailure(cause, (own or mine)[0].seen.local_rank, code, verdict.reason)
-
-    def _exchange(
-        self, table: Any, index: int, size: int, mine: list[TrainerActivity]
-    ) -> dict[int, list[TrainerActivity]]:
-        """Tell what this node's trainers are at, and hear of the others'; by number of the node."""
-        reports = {index: mine}
-        try:
-            told = WAITING.dump_json(mine) if mine else None
-            if told != self._told:
-                table.set(f"hang/{index}", told or b"[]")
-                self._told = told
-            for other in range(size):
-                if other != index and (report := table.peek(f"hang/{other}")) is not None:
-                    reports[other] = WAITING.validate_json(report)
-        except (ReftError, RuntimeError, OSError, ValueError) as error:
-            if not self._cannot_ask:
-                logger.warning("cannot ask other nodes what their trainers wait for: %s", error)
-            self._cannot_ask = True
-        return reports
-
-
-def stacks(job_dir: Path, waiting: TrainerActivity) -> str:
-    """Where a trainer's threads are, by itself if it runs; and what the kernel tells."""
-    seen, told = waiting.seen, ""
-    if seen.state == STOPPED:
-        told = "a stopped process cannot write its stacks"
-    elif seen.stack_signal:
-        told = _read_trainer_stack(
-            job_dir / f"{seen.local_rank}{STACKS_SUFFIX}", seen.pid, seen.stack_signal
-        )
-    return "\n".join(filter(None, (_read_kernel_stack(seen.pid), told)))
-
-
-def _read_trainer_stack(path: Path, pid: int, number: int) -> str:
-    try:
-        before = told = path.read_bytes()
-        os.kill(pid, number)
-        deadline, written = time.monotonic() + _STACKS_SECS, False
-        while not written and time.monotonic() < deadline:
-            time.sleep(0.2)
-            so_far, told = told, path.read_bytes()
-            written = told == so_far != before
-    except OSError as error:
-        return f"its stacks cannot be read: {error}"
-    text = told[len(before) :].decode(errors="replace").strip()
-    return text[:_MOST_STACK_CHARS] or f"it has written no stacks in {_STACKS_SECS:.0f} s"
-
-
-def _read_kernel_stack(pid: int) -> str:
-    """Its state; where it waits in the kernel, as far as this user may see that."""
-    told = []
-    for name in ("status", "wchan", "stack"):
-        with suppress(OSError):
-            text = Path(f"/proc/{pid}/{name}").read_text().strip()
-            if name == "status":
-                told += [
-                    " ".join(line.split())
-                    for line in text.splitlines()
-                    if line.startswith("State:")
-                ]
-            elif text not in ("", "0"):
-                told.append(f"{name}: {text}")
-    return "\n".join(told)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from tempfile import TemporaryFile
 
 import torch
 
+from reft.aor.gradients import check_recomputable
 from reft.config import AOR, ReftConfig
 from reft.control.control import ControlGroup
 from reft.device import Vendor, find_vendor
@@ -38,11 +39,10 @@ from reft.policy.loads import (
 from reft.protect.backend import NumpyBackend, backend_for
 from reft.protect.placement import LEAST_ARENAS
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, parity_rows
-from reft.snapshot.copying.device import DeviceCopyEngine
-from reft.snapshot.copying.engine import CopyEngine
+from reft.snapshot.copy_engine import CopyEngine
+from reft.snapshot.device_engine import DeviceCopyEngine
 from reft.state.adapters import StateAdapter
 from reft.state.catalogue import Adapter
-from reft.state.gradients import check_recomputable
 
 logger = logging.getLogger(__name__)
 

@@ -33,6 +33,7 @@ from reft.durable import write_durably
 from reft.errors import PersistError
 from reft.grid import Topology, VersionId, given_up
 from reft.node.report import read_history
+from reft.policy.agreed import AgreedRates
 from reft.policy.rate import (
     DueSteps,
     IntervalController,
@@ -42,6 +43,7 @@ from reft.policy.rate import (
     whole_interval,
 )
 from reft.protect.placement import Weibull
+from reft.snapshot.stats import PeerErrors
 from reft.snapshot.worker import SnapshotRequest, Votes
 from reft.storage.persisted import job_directory, list_persisted
 
@@ -133,12 +135,15 @@ class IntervalRates:
         job_dir: the job's memory on this node.
         scheme: the protection in force, by name.
         tolerance: returns the node losses that every sharding group survives.
+        advised_steps: returns the smallest interval that keeps within the allowed overhead.
+        peer_errors: records where this rank cannot compute its interval.
         from_memory: whether this node's memory holds the version from which the job continues.
 
     Attributes:
+        agreed: what the ranks have agreed on, in their votes.
         memory: the controller of the tier; None where the block has a number.
         storage: likewise.
-        votes: what the ranks have agreed on; None until the snapshot worker runs.
+        votes: of the snapshot worker; None until it runs.
     """
 
     def __init__(
@@ -151,11 +156,14 @@ class IntervalRates:
         job_dir: Path,
         scheme: str,
         tolerance: Callable[[], int],
+        advised_steps: Callable[[], int],
+        peer_errors: PeerErrors,
         from_memory: bool,
     ) -> None:
-        self._config = config
+        self._config, self._advised_steps = config, advised_steps
         persist, step = config.persist, engine.global_steps
         self._versions = DueSteps(step)
+        self.agreed = AgreedRates(self.wanted_interval, self.wanted_persist_interval, peer_errors)
         self.votes: Votes | None = None
         self.memory: IntervalController | None = None
         self.storage: StorageIntervalController | None = None
@@ -196,8 +204,9 @@ class IntervalRates:
 
     # -- asked in every vote -----------------------------------------------------------------------
 
-    def wanted_interval(self, windows: int) -> int:
-        return windows if self.memory is None else self.memory.wanted_interval(windows)
+    def wanted_interval(self) -> int:
+        advised = self._advised_steps()
+        return advised if self.memory is None else self.memory.wanted_interval(advised)
 
     def wanted_persist_interval(self) -> int:
         return 0 if self.storage is None else self.storage.wanted_interval()
@@ -213,9 +222,8 @@ class IntervalRates:
             told["memory_rate"] = self.memory.to_json() | {"agreed_steps": every}
         if self.storage is None:
             return False, told
-        assert self.votes is not None  # a commit follows votes
-        agreed, most = self.votes.persist_steps, self._config.persist.max_lost_steps
-        agreed = whole_interval(agreed, every)
+        most = self._config.persist.max_lost_steps
+        agreed = whole_interval(self.agreed.persist_steps, every)
         if most is not None:
             agreed = min(agreed, max(1, most // 2 // every) * every)
         due = self.storage.committed(label, agreed, every)
@@ -234,8 +242,7 @@ class IntervalRates:
 
     def version_steps(self, step: int) -> int:
         """How often versions are taken around ``step``, as the ranks agreed."""
-        voted = 1 if self.votes is None else self.votes.interval_steps(step)
-        return max(self._config.version_steps, voted)
+        return max(self._config.version_steps, self.agreed.interval_steps(step))
 
 
 def newest_step(config: ReftConfig, until_step: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from reft import optim
 from reft.device import Cuda, Vendor
 from reft.policy.choice import DeviceFindings, device_paragraph, memory_node, try_device
-from reft.snapshot.copying.device import DeviceCopyEngine
+from reft.snapshot.device_engine import DeviceCopyEngine
 from tests.device.simulated import NAME, Simulated, SimulatedVendor
 from tests.protect.test_backends import WrongBytes
 

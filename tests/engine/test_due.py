@@ -30,7 +30,7 @@ def main(root: Path) -> dict[str, Any]:
     assert session.worker is not None
     while engine.global_steps < life["until"]:
         wanted = max(int(step) for step in life["wants"] if int(step) <= engine.global_steps)
-        session.worker.watchers.wanted_interval = lambda windows, k=life["wants"][str(wanted)]: k
+        session.rates.agreed._wanted_interval = lambda k=life["wants"][str(wanted)]: k
         train(engine, engine.global_steps + 1)
         assert session.worker.drain(60)  # every vote is known, whatever the machine does
     if life.get("killed"):

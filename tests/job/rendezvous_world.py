@@ -277,7 +277,7 @@ class Node:
             store.set(committed_key(JOB), b"%d:1" % self.incarnation)
             running = len(members)
             if (order := self.world.order) is not None:
-                handler.tell(ScaleRequested(order.number, order.nodes, order.without, running))
+                handler.submit(ScaleRequested(order.number, order.nodes, order.without, running))
             scaling = handler.state.scaling
             if scaling is None or handler.state.leaving:
                 return
@@ -289,7 +289,7 @@ class Node:
                 return
             else:
                 ranks = leavers(members, 1, scaling.without)
-            handler.tell(LeaveNotified(ranks, running))
+            handler.submit(LeaveNotified(ranks, running))
 
     def _note_sizes(self, handler: StoreRendezvous, nodes: int) -> None:
         """As :class:`reft.job.rendezvous.scaling.Scaler` does, of replicas of ``world.stages`` nodes that keep a copy."""

@@ -86,9 +86,9 @@ def training(least: int = 2, **nodes: Node) -> StoreRendezvous:
 def test_a_round_that_a_silent_node_has_left_is_told_where_enough_are_left(
     least: int, goes_on: bool
 ) -> None:
-    assert not training(least, a=TRAINS, b=TRAINS).is_left_by_silent
-    assert training(least, a=TRAINS).is_left_by_silent is goes_on
-    assert not training(least, a=TRAINS, b=Node(leaving=True)).is_left_by_silent
+    assert not training(least, a=TRAINS, b=TRAINS).has_lost_silent_node
+    assert training(least, a=TRAINS).has_lost_silent_node is goes_on
+    assert not training(least, a=TRAINS, b=Node(leaving=True)).has_lost_silent_node
 
 
 def test_a_job_goes_on_without_a_node_that_was_told_to_stop_where_a_spare_waits() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.local_cluster import KillKind
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
-from reft.job.launch import HangDetector
+from reft.job.hang_verdict import HangDetector
 from reft.job.script import EX_FENCED, ExitCause, TrainerFailure
 from reft.memory.jobdir import JobDir
 from reft.node.hangs import TrainerActivity
@@ -186,7 +186,7 @@ def of(rank: int, quiet_secs: float = 9.0, **seen: Any) -> list[TrainerActivity]
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("reft.job.launch.time", made)
+    monkeypatch.setattr("reft.job.hang_verdict.time", made)
     return made
 
 
@@ -239,7 +239,7 @@ def test_what_trainers_are_at_is_read_from_their_pages_and_forgotten_with_the_ro
 
     def quiet_secs(pid: int) -> list[float]:
         clock.sleep(2.0)
-        return [waiting.quiet_secs for waiting in nodes[0].look([pid])]
+        return [waiting.quiet_secs for waiting in nodes[0].poll([pid])]
 
     assert [quiet_secs(os.getpid()) for _ in range(3)] == [[0.0], [2.0], [4.0]]
     assert quiet_secs(1) == [], "it is none of this round's trainers"

@@ -24,12 +24,13 @@ from reft.control.keyvalue import KeyValueStore
 from reft.engine.on_import import abandoned_locks
 from reft.env import ENV_EXTENSIONS
 from reft.errors import ConfigError
-from reft.job.agent import Trainers
-from reft.job.launch import Launcher, StopSignals, main
+from reft.job.launch import Launcher, main
 from reft.job.local import LocalNodes, handle_stop_signals
 from reft.job.options import LaunchOptions, find_warnings, parse_options
-from reft.job.rendezvous.client import JobEndedError, find_store
+from reft.job.rendezvous.backend import JobEndedError, find_backend
 from reft.job.rendezvous.server import RendezvousServer
+from reft.job.signals import StopSignals
+from reft.job.trainers import Trainers
 from reft.naming import safe_name
 from reft.node.progress import process_state
 from reft.node.report import PARTS, note, read_history
@@ -220,7 +221,7 @@ def test_a_lost_store_is_waited_for_and_then_explained() -> None:
     server = RendezvousServer("127.0.0.1", 0, SECRET)
     endpoint = server.endpoint
     options = parse("--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
-    place, late = (find_store(options, SECRET) for _ in range(2))
+    place, late = (find_backend(options, SECRET) for _ in range(2))
     rendezvous = place.join()
     assert place.trainers_endpoint() == endpoint
     rendezvous.shutdown("node a gave up: local rank 0: ValueError")
@@ -240,7 +241,7 @@ def test_what_listens_at_the_endpoint_and_never_answers_is_found_within_the_time
         )
         began = time.monotonic()
         with pytest.raises(JobEndedError, match=r"did not answer within 1 s.*connect_timeout"):
-            find_store(options, SECRET).join()
+            find_backend(options, SECRET).join()
         assert time.monotonic() - began < 20.0, "a request may take 30 s"
 
 
@@ -261,11 +262,11 @@ def test_a_good_end_clears_the_note_of_what_was_committed(
     with closing(RendezvousServer("127.0.0.1", 0, SECRET)) as server:
         where = ("--memory-dir", str(tmp_path), "--rdzv-endpoint", server.endpoint)
         launcher = Launcher(parse(*where, "--job-id", "job", *options))
-        launcher.rendezvous = launcher.place.join()
+        launcher.rendezvous = launcher.backend.join()
         store = KeyValueStore(server.endpoint, SECRET)
         store.set("reft/job/committed", "1:7")
         agent: Any = SimpleNamespace(all_ended_well=True)
-        assert launcher.judge(agent, {}) == 0
+        assert launcher.conclude(agent, {}) == 0
         assert store.check(["reft/job/committed"]) is stays
         assert launcher.rendezvous.outcome() == "the job ended well"
 
@@ -587,7 +588,7 @@ def test_a_trainer_told_to_stop_has_its_workers_until_it_ends(
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        trainers = Trainers(parse(), tmp_path)
+        trainers = Trainers(parse(), tmp_path, StopSignals())
         trainers._context = SimpleNamespace(subprocess_handlers={0: SimpleNamespace(proc=process)})
         trainers.end(signal.SIGTERM, 60)
         assert process.stdout.read() == loaded  # to its end: the worker has ended as well

@@ -14,7 +14,6 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, main
 from reft.grid import Coordinate, Degrees
-from reft.job.launch import StopSignals
 from reft.job.rendezvous import scaling
 from reft.job.rendezvous.membership import (
     Agreement,
@@ -27,6 +26,7 @@ from reft.job.rendezvous.membership import (
 )
 from reft.job.rendezvous.membership import Node as Member
 from reft.job.rendezvous.scaling import Scaler, ScaleSituation, leave_next, refusal, shortfall
+from reft.job.signals import StopSignals
 from reft.memory.jobdir import (
     SIZE_FILE,
     ScaleAnswer,
@@ -354,7 +354,7 @@ class Node:
             raise RendezvousConnectionError("the store does not answer")
         return False
 
-    def tell(self, event: Event) -> None:
+    def submit(self, event: Event) -> None:
         self.state = step(self.state, event, 0.0, JobRules(1, 3, 10, 1, 5))
 
     def trains(self, names: str) -> None:
@@ -373,7 +373,7 @@ class Node:
     def look(self, nodes: str = "abc", group_rank: int = 1) -> ScaleAnswer | None:
         self.trains(nodes)
         assert self.state.agreement is not None
-        self.scaler.look(self.state.agreement, group_rank)
+        self.scaler.poll(self.state.agreement, group_rank)
         return read_answer(self.path)
 
 

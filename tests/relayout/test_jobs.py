@@ -21,7 +21,7 @@ from reft.engine.deepspeed import find_session
 from reft.grid import BlockKey, Degrees, Section
 from reft.memory.arena import Arena
 from reft.memory.jobdir import JobDir, read_secret
-from reft.recover.offline import persist_offline
+from reft.storage.offline import persist_offline
 from reft.storage.persist import persist_label
 from reft.storage.persister import committed_labels
 from tests.engine.ranks import be_a_rank, commit_every_version, images_of, run_life

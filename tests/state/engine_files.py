@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from reft.grid import Coordinate, Section, VersionId
-from reft.recover.offline import export_stored
 from reft.state import codec
 from reft.state.adapters import StateAdapter
 from reft.storage.deepspeed_format import (
@@ -18,6 +17,7 @@ from reft.storage.deepspeed_format import (
     read_host_file,
     write_checkpoint,
 )
+from reft.storage.offline import export_stored
 from reft.storage.persist import persist_label
 from reft.storage.persisted import job_directory
 from reft.storage.template import same_value

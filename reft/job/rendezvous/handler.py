@@ -252,7 +252,7 @@ class StoreRendezvous:
                 return
         try:
             self._stop_heartbeats()
-            self.tell(JobClosed(why), self._close_secs)
+            self.submit(JobClosed(why), self._close_secs)
         except (RuntimeError, RendezvousError) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
 
@@ -271,7 +271,7 @@ class StoreRendezvous:
         self._again_as_many_at, self._said = 0.0, False
         if self.state.agreement is None:
             time.sleep(random.uniform(0, _SKEW_SECS))
-        self.tell(TrainersExited(self.node), self._join_secs)
+        self.submit(TrainersExited(self.node), self._join_secs)
         self._began = self._now()
         members, leaving = self._members, self.state.leaving
         told_to_leave = self.node in leaving
@@ -334,7 +334,7 @@ class StoreRendezvous:
             if role is Role.SPARE and waits_on and told_to_leave and self._is_dispensable(state):
                 # One that fell silent meanwhile was struck out: nobody else knows any more that it
                 # leaves.
-                self.tell(SpareLeft(self.node))
+                self.submit(SpareLeft(self.node))
                 raise LeftError(
                     "this node has left the job, as requested; the job continues without it"
                 )
@@ -425,7 +425,7 @@ class StoreRendezvous:
 
     # -- while trainers run ------------------------------------------------------------------------
 
-    def tell(self, event: Event, secs: float | None = None) -> None:
+    def submit(self, event: Event, secs: float | None = None) -> None:
         """Have an event count in what the nodes share; within so many seconds. Raises
         RendezvousError: the store does not answer."""
         deadline = time.monotonic() + (self._heartbeat_secs if secs is None else secs)
@@ -445,14 +445,14 @@ class StoreRendezvous:
         event = SizesKnown(self.info.round, len(members), sizes)
         # nobody waits for the store else
         if step(self.state, event, self._now(), self.rules) != self.state:
-            self.tell(event)
+            self.submit(event)
 
     def refuse_size(self) -> bool:
         """Trainers were refused with as many nodes as this round has: it is not tried again.
         Whether another number may do: fewer, where this is not all that may come, or what fitted
         before. Raises RendezvousError: the store does not answer."""
         number = len(self._members)
-        self.tell(SizeRejected(number))
+        self.submit(SizeRejected(number))
         sizes, rules = self.state.sizes or Sizes(), self.rules
         return number < rules.most or bool(sizes.fitting and sizes.of(rules.least, rules.most))
 
@@ -475,7 +475,7 @@ class StoreRendezvous:
         """Tell that this node lives, and look at what all share."""
         try:
             agreement = self.agreement if self._trains else None
-            self.tell(Heartbeat(self.node, agreement, self._known.scaling, self._known.sizes))
+            self.submit(Heartbeat(self.node, agreement, self._known.scaling, self._known.sizes))
             self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
             self._lost = None
         except RendezvousTimeoutError:
@@ -573,7 +573,7 @@ class StoreRendezvous:
         return {node: number for member, node in nodes if (number := ends.get(member, 0))}
 
     @property
-    def is_left_by_silent(self) -> bool:
+    def has_lost_silent_node(self) -> bool:
         """Whether a node of the round that runs was struck out, no other has come, and those that
         are left are enough for a round."""
         state = self.state

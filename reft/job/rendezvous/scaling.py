@@ -15,7 +15,7 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -32,6 +32,7 @@ from reft.job.rendezvous.membership import (
     ScaleCancelled,
     ScaleRequested,
 )
+from reft.job.signals import StopSignals
 from reft.memory.jobdir import (
     ORDER_FILE,
     ScaleAnswer,
@@ -44,13 +45,10 @@ from reft.memory.jobdir import (
     write_order,
 )
 from reft.node.client import read_record
+from reft.node.observe import JobStatus
 from reft.node.report import ReportBoard
 from reft.protect.codes import Scheme
 from reft.relayout.sizes import Sizes, find_job_sizes
-
-if TYPE_CHECKING:
-    from reft.job.launch import StopSignals
-    from reft.node.observe import JobStatus
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +86,7 @@ class Scaler:
         self._waits_since = 0.0
         self._noted: ReportBoard | None = None
 
-    def look(self, agreement: Agreement, group_rank: int) -> None:
+    def poll(self, agreement: Agreement, group_rank: int) -> None:
         """Take up a new order, and go on with an old one. Best effort: it looks again."""
         try:
             self._take_order(agreement)
@@ -166,7 +164,7 @@ class Scaler:
                 return
         why = why or (missing and f"{missing}. {_WHAT_TO_DO}")
         if not why:
-            self._handler.tell(ScaleRequested(order.number, order.nodes, order.without, running))
+            self._handler.submit(ScaleRequested(order.number, order.nodes, order.without, running))
             granted = self._handler.state.scaling
             if granted is None or granted.number < order.number:
                 return  # the round is over: another look, in the next one
@@ -221,7 +219,7 @@ class Scaler:
                 return
         if not ranks:  # not yet
             return
-        self._handler.tell(LeaveNotified(ranks, len(nodes)))
+        self._handler.submit(LeaveNotified(ranks, len(nodes)))
         if self._handler.state.leaving:  # else the round is over
             logger.warning("asked to leave: %s", ", ".join(nodes[rank] for rank in ranks))
 
@@ -250,7 +248,7 @@ class Scaler:
         why = running > order.nodes and count_leaving(order, self._situation(agreement))
         if not why:
             return
-        self._handler.tell(ScaleCancelled(order.number, running))
+        self._handler.submit(ScaleCancelled(order.number, running))
         logger.warning("the job stays at %d nodes: %s", running, why)
         self._answer(running, refused=f"the job stays at {running} nodes: {why}")
 

@@ -5,16 +5,13 @@ partitions. This module copies the slices of given partitions beside the trainin
 that they can go to the host during the next step, and notes the hyper-parameters at the instant of
 the optimizer's step:
 
-=============================  ================================
-======================================= wrapper                        gradients are taken
-    and are =============================  ================================
-======================================= ``BF16_Optimizer``             right before the step
-    final: averaged, clipped ``DeepSpeedZeroOptimizer``     when all buckets are reduced
-    averaged, still scaled: the factor
-of
-                                                                 unscaling and clipping is taken too
-=============================  ================================
-=======================================
+=========================== ============================= =======================================
+wrapper                     gradients are taken           and are
+=========================== ============================= =======================================
+``BF16_Optimizer``          right before the step         final: averaged, clipped
+``DeepSpeedZeroOptimizer``  when all buckets are reduced  averaged, still scaled: the factor of
+                                                          unscaling and clipping is taken too
+=========================== ============================= =======================================
 """
 
 from __future__ import annotations
@@ -29,8 +26,8 @@ from typing import Any
 
 import torch
 
+from reft.aor.host_adam import AdamRecipe, OwnerStep, read_recipe, read_step
 from reft.errors import UnsupportedStateError
-from reft.protect.host_adam import AdamRecipe, OwnerStep, read_recipe, read_step
 from reft.state.adapters import BF16Adapter, StateAdapter, ZeroAdapter
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path

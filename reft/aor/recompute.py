@@ -23,12 +23,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from reft.aor.host_adam import AdamRecipe, AdamReplica, OwnerStep, ReplicaTensors
 from reft.errors import ReftError, StaleReplicaError, UnsupportedStateError
 from reft.grid import Section
-from reft.protect.host_adam import AdamRecipe, AdamReplica, OwnerStep, ReplicaTensors
 from reft.snapshot.arenas import ArenaWriter
+from reft.snapshot.extension import CopiedVersion, VersionFeature
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import RecomputeStats
+from reft.snapshot.version import SkipCause
 from reft.state.catalogue import SectionImage, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -47,8 +49,10 @@ class OptimizerStep:
     flush_denormal: bool = False  # whether the training thread's processor takes denormals for zero
 
 
-class PeerOptimizers:
+class PeerOptimizers(VersionFeature):
     """The optimizers of the members whose partitions this rank keeps."""
+
+    name = "aor"
 
     def __init__(self, recipe: AdamRecipe, stats: RecomputeStats | None = None) -> None:
         self._recipe = recipe
@@ -75,7 +79,9 @@ class PeerOptimizers:
         self.stats.secs += time.perf_counter() - began
         self.stats.cpu_secs += time.thread_time() - cpu
 
-    def compare(self, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None) -> None:
+    def count_equal(
+        self, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None
+    ) -> None:
         """The owners' checksums are known: count what became what its owner has, and what did not
         (P5)."""
         for member in _kept(filling, images):
@@ -101,8 +107,18 @@ class PeerOptimizers:
                 self._refused_steps[member] += 1
                 self._warn_if_in_vain(member, filling)
 
-    def forget(self) -> None:
-        """The layout changed: begin anew."""
+    def fill(self, version: CopiedVersion) -> None:
+        self.recompute(version.writer, version.images, version.captured.get(self.name))
+
+    def compare(self, version: CopiedVersion) -> SkipCause | None:
+        self.count_equal(version.writer, version.images, version.captured.get(self.name))
+        return None
+
+    def committed(self, version: CopiedVersion) -> None:
+        """The next version's partitions are recomputed from this one."""
+        self.base = version.writer
+
+    def release_arenas(self) -> None:
         self.base = None
         self.replicas.clear()
 

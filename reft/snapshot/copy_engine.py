@@ -437,7 +437,7 @@ def _copy_range(target: int, source: int, nbytes: int, closed: Callable[[], bool
 
 
 class CpuCopyEngine(CopyEngine):
-    """The copy engine of training on CPUs. See :mod:`reft.snapshot.copying.engine`."""
+    """The copy engine of training on CPUs. See :mod:`reft.snapshot.copy_engine`."""
 
     name = "cpu"
     asynchronous = False

@@ -14,19 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from reft.config import FaultPoint
-from reft.control.wire import Backoff
-from reft.errors import CopyOrderError, StagingMemoryError
-from reft.grid import ALIGNMENT_BYTES, BlockKey, Section, aligned
+from reft.errors import CopyOrderError
+from reft.grid import ALIGNMENT_BYTES, BlockKey, Section
 from reft.memory.stream import (
     EXPONENTS,
     CutRanges,
-    HashingCopier,
     Range,
     find_ranges,
     hashing_copier,
@@ -34,20 +32,19 @@ from reft.memory.stream import (
 from reft.protect.backend import backend_for, combine_ragged
 from reft.protect.rs import CELL_BYTES, needs_packets
 from reft.snapshot.arenas import ArenaWriter
-from reft.snapshot.copying.engine import (
+from reft.snapshot.copy_engine import (
     CheckedPieces,
     CopyEngine,
     CopyTicket,
     CpuCopyEngine,
     Encode,
-    Part,
     Piece,
     host_bytes,
     own_pages,
 )
-from reft.snapshot.copying.gate import UNLIMITED, Gate, Permit
+from reft.snapshot.extension import VersionFeature
+from reft.snapshot.gate import UNLIMITED, ChunkRecord, Gate, Permit
 from reft.snapshot.plan import Block, LiveImages, PlacedBlock
-from reft.snapshot.schedule import ChunkRecord
 from reft.snapshot.stats import ByteKind, find_byte_kind
 from reft.state.catalogue import SectionImage
 
@@ -242,114 +239,11 @@ def _in_order(
 
 _COPIED_AS_IT_IS = frozenset({Section.REPLICATED, Section.OWNED})
 
-TURNS = 61
-"""Versions after which every block was compared once by turns."""
-_COLUMNS = 64  # sums of a block, so that what has moved within it is seen
-
-
-class PeerCheck:
-    """Whether what data-parallel peers must have alike is alike, and whose is not.
-
-    A device that computes wrong, or a bit that flips before the copy, is protected as faithfully as
-    any other state. Each member of a sharding group takes the checksum of the same bytes of its own
-    replica with every version, while training does not change them, and ring neighbours compare:
-    what differs is not committed. ``by_turns``: of a part of the replicated section's blocks with
-    every version."""
-
-    def __init__(self, by_turns: bool, block_bytes: int) -> None:
-        self._turns, self._block_bytes = TURNS if by_turns else 1, block_bytes
-        self.again: frozenset[int] = frozenset()
-        """Blocks that differed: compared with every version until they do not."""
-        self.turn: int | None = None
-        """Of the next version; None: its step, until the ranks have sealed one together."""
-        self.blocks: Sequence[int] = ()  # of the newest version
-        self.memory = torch.zeros(0, dtype=torch.int64)
-
-    @property
-    def sums(self) -> dict[int, int]:
-        """By block, of the newest version; of a device once it is waited for."""
-        return dict(zip(self.blocks, self.memory.tolist(), strict=False))
-
-    def choose(self, images: LiveImages, step: int) -> int:
-        """Choose the blocks of a version. Returns how many sums ``memory`` needs at most, at any
-        step."""
-        count = -(-images.replicated.nbytes // self._block_bytes)
-        turn = step if self.turn is None else self.turn
-        self.blocks = [b for b in range(count) if (b - turn) % self._turns == 0 or b in self.again]
-        return count
-
-    def sealed(self, step: int) -> None:
-        """The ranks have voted on a version that all could copy: all of them go on to the next
-        turn."""
-        self.turn = (step if self.turn is None else self.turn) + 1
-
-    def meet(self) -> None:
-        """The ranks have come together again, and do not know what each has heard of the last
-        vote."""
-        self.turn, self.again = None, frozenset()
-
-    def parts(self, images: LiveImages, nbytes: int) -> Iterator[Encode]:
-        """Take the checksums: what is to be called, in host memory for so many bytes each; for a
-        device it queues all on the current stream, and returns what is to be copied."""
-        image, size = images.replicated, self._block_bytes
-        live = [image.live(b * size, min(image.nbytes, (b + 1) * size)) for b in self.blocks]
-        if live and image.device.type != "cpu":
-            target = self.memory[: len(live)].view(torch.uint8)
-            yield lambda: [(torch.stack([*map(_on_device, live)]).view(torch.uint8), target)]
-            return
-        hasher = hashing_copier()
-        for place, views in enumerate(live):
-            for view in views:
-                for at in range(0, view.numel(), nbytes):
-                    yield partial(_hash, hasher, view[at : at + nbytes])
-            self.memory[place] = hasher.take() - 2**63
-
-    def names(self, images: LiveImages, blocks: Sequence[int]) -> str:
-        """Of the tensors in those blocks."""
-        size, image = self._block_bytes, images.replicated
-        return shortened(t.name for b in blocks for t in image.tensors_at(b * size, (b + 1) * size))
-
 
 def shortened(names: Iterable[str]) -> str:
     """The first few."""
     found = [*dict.fromkeys(names)]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-
-
-def _hash(hasher: HashingCopier, view: torch.Tensor) -> Sequence[Piece]:
-    hasher.copy(find_ranges([(0, view.data_ptr(), view.numel())]))
-    return ()
-
-
-def _on_device(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One number for those bytes: exact, whatever the order in which the device adds."""
-    total = torch.zeros(_COLUMNS, dtype=torch.int64, device=views[0].device)
-    for view in views:
-        wide = view.data_ptr() % 4 == view.numel() % 4 == 0
-        words = view.view(torch.int32) if wide else view
-        whole = words.numel() // _COLUMNS * _COLUMNS
-        total = total * 31 + words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
-        total[: len(words) - whole] += words[whole:]
-    return (total * torch.arange(1, 2 * _COLUMNS, 2, device=total.device)).sum()
-
-
-def differing(sums: Mapping[int, Mapping[int, int]]) -> dict[int, tuple[int, ...]]:
-    """Blocks that differ among the members of a group, with the members that are not of the
-    majority: all of them where there is none. ``sums``: by member and block."""
-    found = {}
-    for block in next(iter(sums.values())):
-        votes = Counter(of[block] for of in sums.values())
-        most, count = votes.most_common(1)[0]
-        if len(votes) > 1:
-            clear = 2 * count > len(sums)
-            found[block] = tuple(m for m, of in sums.items() if not clear or of[block] != most)
-    return found
-
-
-_ALIGNMENT_BYTES = 256
-_HEADROOM = 1.125  # More than was planned: windows are not equally long in every step
-_KEPT_PLANS = 16
-_MOST_PLANS_WITHOUT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,80 +253,6 @@ class StagedChunk:
     number: int
     chunk: Chunk
     pieces: Sequence[Piece]
-
-
-class StagingArea:
-    """Device memory for what of a version does not fit before the optimizer step (CheckFreq's GPU
-    mode, REFERENCE 2): the fence waits for a copy within the device instead of one to host memory,
-    and the windows of the following steps drain it. The memory is taken when a plan asks for it and
-    device memory allows, keeps a margin for training, and is given back to torch's allocator when
-    plans have long not asked. Used by the copying thread only."""
-
-    def __init__(self, engine: CopyEngine) -> None:
-        self._engine = engine
-        self._memory: torch.Tensor | None = None
-        self._unused_plans = 0
-        self._refusals = Backoff(2, _MOST_PLANS_WITHOUT)
-        self._plans_without = 0
-
-    @property
-    def capacity_bytes(self) -> int:
-        """What can be staged now."""
-        return 0 if self._memory is None else self._memory.numel()
-
-    def room(self) -> int:
-        """Bytes that the next plan may stage; asked once for each.
-
-        After the device has refused, some plans get no more than there is.
-        """
-        if self._plans_without:
-            self._plans_without -= 1
-            return self.capacity_bytes
-        # Not their sum: what is given up stays in torch's cache, where free_bytes does not see it.
-        return max(self.capacity_bytes, self._engine.free_bytes)
-
-    def reserve(self, nbytes: int) -> bool:
-        """Have room for what a plan stages; nothing must be staged meanwhile. Returns whether there
-        is. If not, it was logged, and what does not fit waits at the fence."""
-        if not nbytes:
-            self._unused_plans += 1
-            if self._unused_plans >= _KEPT_PLANS:
-                self._memory = None
-            return True
-        self._unused_plans = 0
-        if nbytes <= self.capacity_bytes:
-            return True
-        self._memory = None  # first: both together may be more than there is
-        wanted = max(nbytes, min(int(_HEADROOM * nbytes), self._engine.free_bytes))
-        try:
-            self._memory = self._engine.staging_buffer(wanted + _ALIGNMENT_BYTES)
-        except StagingMemoryError as error:
-            self._plans_without = int(self._refusals.failed())
-            logger.warning("snapshots cannot be staged: %s", error)
-            return False
-        self._refusals.reset()
-        logger.info(
-            "%.1f MiB of %s memory stage snapshots", self.capacity_bytes / 2**20, self._engine.name
-        )
-        return True
-
-    def first_fitting(self, chunks: Sequence[Chunk]) -> int:
-        """Number of the first chunk from which on all fit; ``len(chunks)`` if none does."""
-        left, number = self.capacity_bytes, len(chunks)
-        while number and (left := left - aligned(chunks[number - 1].nbytes, _ALIGNMENT_BYTES)) >= 0:
-            number -= 1
-        return number
-
-    def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
-        """Copy the chunks from ``first`` on into the staging area, by the fence."""
-        assert self._memory is not None
-        parts: list[Part] = []
-        at = 0
-        for chunk in chunks[first:]:
-            parts.append((chunk.pieces, self._memory[at : at + chunk.nbytes], chunk.encode))
-            at += aligned(chunk.nbytes, _ALIGNMENT_BYTES)
-        staged = enumerate(self._engine.stage(parts), first)
-        return [StagedChunk(number, chunks[number], pieces) for number, pieces in staged]
 
 
 _KEPT_CHUNKS = 2**16
@@ -489,27 +309,44 @@ class Hashers:
                 future.set_result(None)
 
 
+class Staging(Protocol):
+    """Device memory for chunks that cannot reach the host before the fence."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that can be staged now."""
+
+    def first_fitting(self, chunks: Sequence[Chunk]) -> int:
+        """Number of the first chunk from which on all fit; ``len(chunks)`` if none does."""
+
+    def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
+        """Copy the chunks from ``first`` on into the staging memory, by the fence."""
+
+
 class Copier:
     """The copying half of the snapshot worker.
 
     ``begin`` and ``fence`` are called by the training thread, ``copy`` and ``drain`` by the
     worker's. ``engine``: moves the bytes. ``chunk_bytes``: bytes of a chunk; more where the engine
     copies such small ones below the speed of its link (nothing waits for the end of a chunk there).
-    ``staging``: takes what is left at the fence; None: the fence waits for it. ``peers``: takes
-    checksums that peers compare. ``hashers``: threads that hash what arrives from a device."""
+    ``staging``: takes what is left at the fence; None: the fence waits for it. ``hashers``: threads
+    that hash what arrives from a device.
+
+    Attributes:
+        features: read more of the live tensors, after the chunks."""
 
     def __init__(
         self,
         engine: CopyEngine,
         chunk_bytes: int,
-        staging: StagingArea | None = None,
-        peers: PeerCheck | None = None,
+        staging: Staging | None = None,
         hashers: int | None = None,
     ) -> None:
         self.engine = engine
         count = hashing_threads() if hashers is None else hashers
         self._hashers = Hashers(count) if engine.asynchronous else None
-        self.staging, self.peers = staging, peers
+        self.staging = staging
+        self.features: Sequence[VersionFeature] = ()
         self._chunk_bytes = max(chunk_bytes, engine.least_chunk_bytes)
         self._cut: dict[int, tuple[ArenaWriter, LiveImages, tuple[Chunk, ...]]] = {}
         """The chunks of each slot's arena, with the first version that was copied there."""
@@ -621,7 +458,8 @@ class Copier:
                 self.staged = self.staging.stage(chunks, count)
         else:
             records = self._copy(chunks, filling, gate)
-        self._poll(images, filling, gate)
+        for feature in self.features:
+            feature.read(images, filling.label, self.engine, gate)
         again = self._read_again(images, filling, gate)
         handed_over()
         self.engine.synchronize()
@@ -629,25 +467,6 @@ class Copier:
         records += _settled(queued)
         self.records.extend(records)
         return records
-
-    def _poll(self, images: LiveImages, filling: ArenaWriter, gate: Gate) -> None:
-        """Take what peers compare, while the tensors are those of the version (P2)."""
-        if self.peers is None:
-            return
-        if (count := self.peers.choose(images, filling.label.step)) > len(self.peers.memory):
-            if len(self.peers.memory):
-                self.engine.unregister(self.peers.memory)
-            self.peers.memory = own_pages(8 * count).view(torch.int64)
-            self.engine.register(self.peers.memory)
-        for part in self.peers.parts(images, self._chunk_bytes):
-            if self.engine.asynchronous:
-                self.engine.copy((), encode=part)
-                continue
-            permit, began = gate.admit(), time.perf_counter()
-            try:
-                self.engine.copy((), encode=part)
-            finally:
-                gate.release(permit, time.perf_counter() - began)
 
     def _read_again(
         self, images: LiveImages, filling: ArenaWriter, gate: Gate
@@ -670,14 +489,7 @@ class Copier:
         image = _find_image(images, placed)
         assert image is not None
         pieces = image.pieces_into(placed.block.start_bytes, self._scratch[: placed.block.nbytes])
-        if self.engine.asynchronous:
-            self.engine.copy(pieces)
-            return placed
-        permit, began = gate.admit(), time.perf_counter()
-        try:
-            self.engine.copy(pieces)
-        finally:
-            gate.release(permit, time.perf_counter() - began)
+        copy_when_admitted(self.engine, gate, pieces)
         return placed
 
     def _differing_tensors(
@@ -847,6 +659,21 @@ class Copier:
         """Before a chunk, once."""
         for point in self._points.pop(number, ()):
             self._fault(point)
+
+
+def copy_when_admitted(
+    engine: CopyEngine, gate: Gate, pieces: Sequence[Piece] = (), encode: Encode | None = None
+) -> None:
+    """Copy pieces of the open version next to its chunks: queue them on a device, or wait for the
+    gate where the copy is made at once."""
+    if engine.asynchronous:
+        engine.copy(pieces, encode=encode)
+        return
+    permit, began = gate.admit(), time.perf_counter()
+    try:
+        engine.copy(pieces, encode=encode)
+    finally:
+        gate.release(permit, time.perf_counter() - began)
 
 
 def _at_once(chunk: Chunk) -> CutRanges | None:

@@ -1,42 +1,23 @@
-"""The gate between training and the copying thread: a chunk is copied only while the gate lets it.
-
-The training thread opens it right before an instruction in which the device waits and closes it
-right after; the copying thread asks before every chunk. Two gates, one for each kind of copy
-engine:
-
-- :class:`HostGate`: copies are done when the call returns. Closing waits for the chunk in flight,
-  so no chunk of tier 1 runs beside a training instruction other than the one it was let in for.
-- :class:`StreamGate`: copies are queued on a device, which is behind the host. The gate hands out
-  the bytes planned for each window, to be started after the mark that was taken where the window
-  opens.
-
-Besides windows (tier 1) a gate lets chunks through at a low share of the computing time (tier 2),
-within communication instructions that were opened for it (tier 3), when training has shown no sign
-of life for long (nothing is disturbed then), and all of them as soon as the fence waits (tier 0).
-"""
+"""Measures the windows of a running job, plans copies for them, and opens and closes the gate."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
-import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from reft.config import HasConfig
-from reft.snapshot.copying.engine import CopyEngine
-from reft.snapshot.schedule import (
+from reft.pacing.gate import HostGate, StreamGate
+from reft.pacing.schedule import (
     SHORTEST_WINDOW_SECS,
     AnalyticEstimator,
     Bandwidth,
-    ChunkRecord,
     HasLimits,
     HasSchedule,
     Interval,
@@ -47,396 +28,24 @@ from reft.snapshot.schedule import (
     paper_windows,
     plan_schedule,
 )
+from reft.pacing.staging import StagingArea
+from reft.snapshot.copy_engine import CopyEngine
+from reft.snapshot.extension import CopiedVersion, VersionFeature
+from reft.snapshot.gate import UNLIMITED, ChunkRecord, Gate
 
 logger = logging.getLogger(__name__)
-
-UNLIMITED = 2**62
-_TURN_SECS = 0.00002  # how often is looked whether training, which was to go first, has gone
-_BURST_SECS = 0.002
-"""Copies beside computation follow each other for so long: one alone, woken for it, takes twice its
-time."""
-_QUEUED_SECS = 0.01
-"""Copies beside computation are handed to a device for so long at a time, where they keep to a
-pace."""
-# most that training waits where a window closes; a chunk takes a few milliseconds
-_CHUNK_SECS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Permit:
-    """Leave to copy."""
-
-    tier: int  # 1, 2, 3, or 0 for what the fence waits for
-    window: int | None = None  # number of the window; None outside of windows (tier 1)
-    nbytes: int = 1  # how much may be copied before asking again; at least one chunk
-    mark: Any = None  # start no earlier than there
-    # where a copy can be broken off between chunks, it goes on until training makes this anything
-    # but 0
-    until: ctypes.c_int | None = field(default=None, compare=False)
-
-
-_HURRY = Permit(0, nbytes=UNLIMITED)
-
-
-class Gate:
-    """What the training thread (T) and the copying thread (W) share.
-
-    This one lets everything through at once: for versions that are not paced, and for the
-    baselines. ``tier``: what chunks count as; 0 where training waits for them. ``hurried``: whether
-    the fence waits by now; then chunks count as tier 0 too."""
-
-    patience_secs = 0.0  # how long training may be silent before copies go on without a window
-    wanted = False  # whether a version is to be copied, or being copied, through this gate
-
-    def __init__(self, tier: int = 2, hurried: Callable[[], bool] = lambda: False) -> None:
-        self._permit = Permit(tier, nbytes=UNLIMITED)
-        self._hurried = hurried
-
-    def open(self, window: int | None, nbytes: int, mark: Any) -> None:
-        """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned
-        for that."""
-
-    def close(self) -> float:
-        """T: the device goes on. Returns the seconds waited for the chunk in flight, which is not
-        waited for any more once it has lasted too long."""
-        return 0.0
-
-    def expedite(self) -> None:
-        """T: let everything through until :meth:`reset`; the fence waits."""
-
-    def reset(self) -> None:
-        """T: end of the version: nothing is to be copied until :meth:`enter`."""
-
-    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
-        """What may be copied outside of windows. ``part``: of the time in which chunks may run
-        there, 0 to 1, for engines that are done when a call returns. ``nbytes``: of each version,
-        for engines that queue, where the plan has no window to begin in. ``bytes_per_sec``: the
-        pace of these."""
-
-    def enter(self, draining: bool = False) -> None:
-        """T: a version was handed over; ``draining``: another one is not out yet, and goes on
-        first."""
-
-    def begin(self) -> None:
-        """W: the newest version's copy begins; windows from before it was handed over are not its
-        own."""
-
-    def leave(self) -> None:
-        """W: nothing any more."""
-
-    def admit(self) -> Permit:
-        """W: wait until a chunk may run. Each permit is given back with :meth:`release`."""
-        return _HURRY if self._hurried() else self._permit
-
-    def release(self, permit: Permit, secs: float) -> None:
-        """W: the chunk was copied and took ``secs``."""
-
-
-class HostGate(Gate):
-    """For engines whose copies are done when the call returns (CPU). See :class:`Gate`.
-
-    In a window the training thread's core is idle, and no other may be: so the copying thread goes
-    there. Left to itself it is often woken on a core where another rank computes, and stays.
-
-    A version begins in a window that bytes are planned for, since what prepares it takes longer
-    than many a wait, such as that for the step's loss, which the other ranks wait for too. What has
-    begun goes on in any.
-    """
-
-    def __init__(self) -> None:
-        self.patience_secs = 1.0
-        self.chunk_secs = _CHUNK_SECS  # most that training waits for the chunk in flight
-        self._core = _CoreOfTraining()
-        self._in_flight = threading.Lock()
-        self._stuck = False  # whether training has waited in vain for the chunk in flight
-        self._closing = ctypes.c_int(0)
-        """Not 0: training waits for the chunk in flight, no other one may take its turn."""
-        self._beside = Permit(2, until=self._closing)
-        self._communication = Permit(3, until=self._closing)
-        self._changed = threading.Event()
-        # what chunks may run with now; None while the gate is closed
-        self.opened: Permit | None = None
-        self._expedited = False
-        self._share = 0.0
-        self._begun = False
-        self._next_beside = 0.0
-        self._burst_secs = 0.0
-        self.alive_at = time.perf_counter()  # when training was last heard of
-        self._permits: dict[int, Permit] = {}  # by window, to be made once
-
-    # -- training thread: every line here is paid by training --------------------------------------
-
-    def open(self, window: int | None, nbytes: int, mark: Any) -> None:
-        if window is None:
-            self.opened = self._communication
-            if self.wanted:
-                self._changed.set()  # the core is at work: it moves the data
-            return
-        if not (nbytes or self._begun):
-            return
-        permit = self._permits.get(window)
-        if permit is None:
-            permit = self._permits[window] = Permit(1, window)
-        self.opened = permit
-        if self.wanted:
-            self._core.follow()
-            self._changed.set()
-
-    def close(self) -> float:
-        if self.opened is None:
-            return 0.0
-        self.opened = None
-        self.alive_at = time.perf_counter()
-        if not self.wanted:
-            return 0.0
-        if not self._expedited:
-            self._changed.clear()
-        if self._stuck:
-            return 0.0
-        self._closing.value = 1
-        if self._in_flight.acquire(timeout=self.chunk_secs):
-            self._in_flight.release()
-        else:
-            # Nothing is wrong with what it copies: the fence waits for that (P2).
-            self._stuck = self._in_flight.locked()
-            logger.warning(
-                "a chunk of a version has not ended after %.0f s; training goes on meanwhile and "
-                "waits for "
-                "it before the optimizer step. Is the host short of memory, or the process "
-                "stopped?",
-                self.chunk_secs,
-            )
-        self._closing.value = 0
-        return time.perf_counter() - self.alive_at
-
-    def expedite(self) -> None:
-        self._expedited = True
-        self._changed.set()
-
-    def reset(self) -> None:
-        self._expedited = self.wanted = False
-        self.alive_at = time.perf_counter()
-        self._changed.clear()
-
-    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
-        self._share = part
-
-    def enter(self, draining: bool = False) -> None:
-        self.wanted = True
-        self._next_beside = 0.0
-        self.alive_at = time.perf_counter()
-
-    # -- copying thread ----------------------------------------------------------------------------
-
-    def leave(self) -> None:
-        self.wanted = self._begun = False
-        self._core.release()
-
-    def admit(self) -> Permit:
-        self._core.register()
-        while True:
-            while self._closing.value:
-                time.sleep(_TURN_SECS)
-            self._in_flight.acquire()
-            if self._expedited:
-                return _HURRY
-            permit = self.opened
-            if permit is not None:
-                if permit is self._communication:
-                    self._core.release()  # training's core is at work then
-                return permit
-            wait_secs = self._until_beside()
-            if wait_secs <= 0:
-                self._core.release()
-                return self._beside
-            self._in_flight.release()
-            if self._share > 0:
-                self._core.leave()  # before it is woken beside computation
-            self._changed.wait(wait_secs)
-
-    def _until_beside(self) -> float:
-        now = time.perf_counter()
-        silent_at = self.alive_at + self.patience_secs
-        if now >= silent_at:
-            return 0.0
-        if self._share <= 0:
-            return silent_at - now
-        return min(self._next_beside, silent_at) - now
-
-    def release(self, permit: Permit, secs: float) -> None:
-        self._begun = True
-        self._stuck = False
-        self._in_flight.release()
-        if permit.tier == 2 and self._share > 0:
-            self._burst_secs += secs
-            if self._burst_secs >= _BURST_SECS:
-                self._next_beside = time.perf_counter() + self._burst_secs * (
-                    1.0 / self._share - 1.0
-                )
-                self._burst_secs = 0.0
-        elif permit.tier == 1:
-            # Training may have got what it waited for, and wait for this core now.
-            _yield_core()
-
-
-class _CoreOfTraining:
-    """Puts the copying thread on the core of the training thread, and back where it may run
-    otherwise.
-
-    Does nothing where the system cannot, or where somebody has kept the two threads apart.
-    """
-
-    def __init__(self) -> None:
-        self._thread = 0
-        self.active = False
-        self._allowed: set[int] = set()
-        self._placing = threading.Lock()
-        # where the copying thread was put; None: where it may run otherwise
-        self._core: int | None = None
-
-    def register(self) -> None:
-        """W: this is the copying thread, and it has something to copy."""
-        if not self.active and _current_core is not None:
-            found = os.sched_getaffinity(0)
-            if self._core is None or found != {self._core}:  # else it is our own doing
-                self._allowed = found
-            self._thread = threading.get_native_id()
-            self.active = True
-
-    def follow(self) -> None:
-        """T: let the copying thread run on the core where this one does."""
-        if self.active and _current_core is not None:
-            core = _current_core()
-            with self._placing:
-                if core != self._core and core in self._allowed:
-                    self._core = core
-                    self._place({core})
-
-    def release(self) -> None:
-        """W: run anywhere, whatever training does, until :meth:`register`."""
-        self.active = False
-        self.leave()
-
-    def leave(self) -> None:
-        """W: run anywhere until the next :meth:`follow`."""
-        with self._placing:
-            if self._core is not None:
-                self._core = None
-                self._place(self._allowed)
-
-    def _place(self, cores: set[int]) -> None:
-        try:
-            os.sched_setaffinity(self._thread, cores)
-        except OSError:
-            self._allowed = set()  # cores were taken from the process: leave it to the system
-
-
-def _of_libc(library: Callable[[None], ctypes.CDLL], name: str) -> Callable[[], int] | None:
-    """A function of the C library without arguments; None where there is none."""
-    try:
-        function: Callable[[], int] = getattr(library(None), name)
-    except (OSError, AttributeError):
-        return None
-    return function
-
-
-# Unlike os.sched_yield this lets go of the GIL; the other does not, and takes less than a
-# microsecond.
-_yield_core = _of_libc(ctypes.CDLL, "sched_yield") or (lambda: 0)
-_current_core = _of_libc(ctypes.PyDLL, "sched_getcpu") if hasattr(os, "sched_setaffinity") else None
-
-
-class StreamGate(Gate):
-    """For engines that queue copies on a device. See :class:`Gate`.
-
-    What is planned beside computation begins in windows, as part of their bytes, and runs on behind
-    them. Where there are none it begins at once, no more of it than planned: what is queued cannot
-    be staged.
-    """
-
-    def __init__(self) -> None:
-        self.patience_secs = 1.0
-        self._changed = threading.Condition()
-        self._windows: deque[Permit | None] = deque()  # None: a version was handed over here
-        self._expedited = False
-        self.alive_at = time.perf_counter()
-        self._beside_bytes, self._beside_rate = 0, math.inf
-        self._beside_left, self._next_beside = 0, 0.0
-
-    def open(self, window: int | None, nbytes: int, mark: Any) -> None:
-        self.alive_at = time.perf_counter()
-        if nbytes and mark is not None and self.wanted:
-            with self._changed:
-                self._windows.append(Permit(3 if window is None else 1, window, nbytes, mark))
-                self._changed.notify()
-
-    def expedite(self) -> None:
-        with self._changed:
-            self._expedited = True
-            self._changed.notify()
-
-    def reset(self) -> None:
-        with self._changed:
-            self._expedited = self.wanted = False
-            self._windows.clear()
-            self.alive_at = time.perf_counter()
-
-    def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
-        with self._changed:
-            self._beside_bytes, self._beside_rate = nbytes, bytes_per_sec
-
-    def enter(self, draining: bool = False) -> None:
-        with self._changed:
-            if draining:
-                self._windows.append(None)
-            else:
-                self._windows.clear()
-            self._beside_left, self._next_beside = self._beside_bytes, 0.0
-            self.wanted = True
-            self._changed.notify()
-
-    def begin(self) -> None:
-        with self._changed:
-            while None in self._windows:
-                self._windows.popleft()
-
-    def leave(self) -> None:
-        with self._changed:
-            self._windows.clear()
-
-    def admit(self) -> Permit:
-        with self._changed:
-            while True:
-                # Also when expedited: the host is ahead, and the windows may lie before the device.
-                while self._windows:
-                    if (permit := self._windows.popleft()) is not None:
-                        return permit
-                if self._expedited:
-                    return Permit(0, nbytes=UNLIMITED)
-                now = time.perf_counter()
-                left = self.alive_at + self.patience_secs - now
-                if left <= 0:
-                    return Permit(2, nbytes=UNLIMITED)
-                if self._beside_left > 0:
-                    if now >= self._next_beside:
-                        return self._beside(now)
-                    left = min(left, self._next_beside - now)
-                self._changed.wait(left)
-
-    def _beside(self, now: float) -> Permit:
-        """The next of what may be copied outside of windows."""
-        nbytes = min(
-            self._beside_left, int(max(1.0, min(UNLIMITED, self._beside_rate * _QUEUED_SECS)))
-        )
-        self._beside_left -= nbytes
-        self._next_beside = now + nbytes / self._beside_rate
-        return Permit(2, nbytes=nbytes)
 
 
 # Beginnings of the names of instructions that move data between ranks
 COMMUNICATING = ("Send", "Reduce")
+
+
 _WAITING = ("Recv", "Send", "Reduce")
+
+
 _TRANSFERS = ("Recv", "Send")
+
+
 _RUNS_QUEUE = "CommitP2P"
 
 
@@ -496,8 +105,14 @@ def _queued(names: Sequence[str], position: int) -> tuple[str, ...]:
 SETTLED_STEPS = 2
 """Steps that are seen before the first plan: what is made at first use takes long and never
 again."""
+
+
 _MEMORY = 0.3
+
+
 _CLOCK_SECS = 0.0001  # by which two of a device's times, told by the host's clock, may be apart
+
+
 _SHARE_OF_A_STEP = 2.0
 
 
@@ -671,7 +286,7 @@ class BandwidthModel(Bandwidth):
 _BANDWIDTHS = {1: "window", 2: "compute", 3: "communication"}  # by tier
 
 
-class Pacer:
+class Pacer(VersionFeature):
     """Measures the windows of a running job, plans with HAS, opens and closes the gate: one per
     engine. The training thread tells it what begins and ends (:mod:`reft.engine.deepspeed`); the
     copying thread asks its gate before every chunk and has the plan renewed after every version.
@@ -681,7 +296,7 @@ class Pacer:
         engine: tells when the device was where.
         stage_id, stages, micro_batches: of the pipeline.
         ranks_here: ranks that compute on this node.
-        staging_room: bytes that a staging copy may take now; None: nothing is staged.
+        staging: device memory for what does not fit; None: nothing is staged.
         gate: between training and the copying thread; None: the engine's.
     """
 
@@ -694,14 +309,14 @@ class Pacer:
         stages: int,
         micro_batches: int,
         ranks_here: int = 1,
-        staging_room: Callable[[], int] | None = None,
+        staging: StagingArea | None = None,
         gate: Gate | None = None,
     ) -> None:
         self.gate = gate or (StreamGate() if engine.asynchronous else HostGate())
         self.plan: HasSchedule | None = None
         self.model = BandwidthModel()
         self.stamp = engine.stamp
-        self._has, self._engine, self._staging_room = has, engine, staging_room
+        self._has, self._engine, self._staging = has, engine, staging
         self._pipeline = stages, micro_batches, stage_id
         share = has.compute_share
         if share is None:
@@ -800,6 +415,23 @@ class Pacer:
         self._began, self._ended = None, ended
 
     # -- copying thread ----------------------------------------------------------------------------
+
+    @property
+    def advised_interval_steps(self) -> int:
+        """Steps between versions at which each fits into the windows."""
+        plan = self.plan
+        if plan is None or plan.overflow is Overflow.STALL:
+            return 1
+        return plan.advised_interval_steps
+
+    def committed(self, version: CopiedVersion) -> None:
+        """Have the next versions planned by what this one took; without a new plan the old one
+        stays."""
+        if not version.is_paced:
+            return
+        self.version_done(version.writer.layout.mine.device_bytes, version.records)
+        if self._staging is not None and self.plan is not None:
+            self._staging.reserve(self.plan.staged_bytes)
 
     def version_done(self, sections: Mapping[str, int], chunks: Sequence[ChunkRecord]) -> None:
         """A version of so many bytes by section was copied by these chunks: learn from it, plan the
@@ -937,7 +569,7 @@ class Pacer:
         """What the plan may do with the memory that there is now."""
         if self._limits.overflow is not Overflow.STAGING:
             return self._limits
-        room = self._staging_room() if self._staging_room is not None else 0
+        room = 0 if self._staging is None else self._staging.room()
         falls_back, before = room <= 0, self._falls_back
         self._falls_back = falls_back
         if not falls_back:

@@ -32,6 +32,7 @@ from enum import StrEnum
 from typing import Any
 
 from reft.errors import ConfigError
+from reft.snapshot.gate import ChunkRecord
 
 
 class WindowKind(StrEnum):
@@ -213,19 +214,6 @@ class InstructionRecord:
     micro_batch: int | None  # the micro batch it works on; None where the schedule does not say
     begin_secs: float  # begin_secs, end_secs: when its call began and returned
     end_secs: float
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRecord:
-    """One piece of state that was copied."""
-
-    # 1 in a bubble, 2 beside computation, 3 beside communication; 0 at the fence or forced
-    tier: int
-    nbytes: int
-    begin_secs: float
-    end_secs: float
-    window: int | None  # index into the windows of the plan; None outside of windows
-    section: str  # section of the stage image ("replicated", "owned", "host")
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ import torch
 
 from reft.device import Vendor, find_vendor
 from reft.errors import CopyError, StagingMemoryError, UnsupportedStateError
-from reft.snapshot.copying.engine import (
+from reft.snapshot.copy_engine import (
     CopyEngine,
     CopyTicket,
     CpuCopyEngine,
@@ -204,7 +204,7 @@ class _DeviceTicket(CopyTicket):
 
 
 class DeviceCopyEngine(CopyEngine):
-    """The copy engine of devices. See :mod:`reft.snapshot.copying.engine`. ``device``: that trains.
+    """The copy engine of devices. See :mod:`reft.snapshot.copy_engine`. ``device``: that trains.
     ``vendor``: its own. ``chunk_bytes``: most bytes registered by one call of the driver."""
 
     asynchronous = True

@@ -41,9 +41,12 @@ from reft.node.client import (
     parse_order,
     read_order,
 )
+from reft.protect.codes import Scheme
 from reft.protect.placement import ProtectionLevel, ladder, tolerance
 from reft.snapshot.arenas import ArenaSet
+from reft.snapshot.extension import CopiedVersion, Halt, SchemePolicy, VoteResult
 from reft.snapshot.plan import GroupLayout, layout_under
+from reft.snapshot.version import SkipCause
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +251,7 @@ class RetentionConfig:
     calm_secs: float = CALM_SECS  # how long there must have been room before something comes back
 
 
-class SchemeSwitch:
+class SchemeSwitch(SchemePolicy):
     """The protection in force on one rank, and how it changes. Used by the worker thread.
 
     Args:
@@ -295,7 +298,29 @@ class SchemeSwitch:
         """What is kept if there is memory."""
         return self._ladder[0]
 
+    @property
+    def scheme(self) -> Scheme:
+        return self.wanted.scheme
+
     # -- votes -------------------------------------------------------------------------------------
+
+    def neutral_ballot(self) -> tuple[int, ...]:
+        return self.record.number, self.in_force.level
+
+    def ballot(self, cause: SkipCause | None, layout: GroupLayout | None) -> tuple[int, ...]:
+        return self.newest_order(), self.wanted_level(layout)
+
+    def delays_votes(self, numbers: tuple[int, ...]) -> bool:
+        order, level = numbers
+        return self.in_force.would_change(order, level)
+
+    def voted(self, result: VoteResult, numbers: tuple[int, ...]) -> Halt | None:
+        order, level = numbers
+        self.in_force = self.in_force.heard(order, level)
+        return None
+
+    def committed(self, version: CopiedVersion) -> None:
+        self.settled = True
 
     def newest_order(self) -> int:
         """Number of the newest order that this rank knows of: what it says in a vote."""
@@ -334,13 +359,9 @@ class SchemeSwitch:
         node = self._topology.nodes[self._control.rank]
         return room.growth_bytes * len(self._topology.local_ranks(node))
 
-    def hear(self, order: int, level: int) -> None:
-        """A vote named this order and this level, on all ranks the same."""
-        self.in_force = self.in_force.heard(order, level)
-
     # -- changes, collective -----------------------------------------------------------------------
 
-    def resync(self) -> None:
+    def rejoined(self) -> None:
         """The ranks have come together again: some may have carried out what others have not. The
         newest record counts; how far down the ladder is found out anew with the layout
         (:meth:`fit`)."""
@@ -379,7 +400,11 @@ class SchemeSwitch:
             needed = self._arenas.needed_bytes(layout, count)
             return MemoryBudget(needed, 0, 0, _NO_LIMIT, self._keeping.margin_bytes)
 
-    def carry_out(self, label: VersionId, layout: GroupLayout | None) -> GroupLayout | None:
+    @property
+    def is_due(self) -> bool:
+        return self.in_force.due
+
+    def change(self, label: VersionId, layout: GroupLayout | None) -> GroupLayout | None:
         """Do what is due, between two versions; returns the layout to go on with. ``label``: the
         version after which the change takes place. ``layout``: in force; None before the first
         version."""

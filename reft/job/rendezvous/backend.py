@@ -50,7 +50,7 @@ class JobEndedError(ReftError, RuntimeError):
     """The job cannot go on; the message says why and what was kept."""
 
 
-class ServedStore:
+class RendezvousBackend:
     """reft's own store: of a ``reft rendezvous``, or of a launcher. ``advice``: what to do when the
     store is lost. ``reopens``: when a run whose end the store has noted can be started again under
     its name."""
@@ -211,7 +211,7 @@ class ServedStore:
             )
 
 
-class EtcdCluster(ServedStore):
+class EtcdBackend(RendezvousBackend):
     """An etcd cluster; trainers reach it through this launcher, on loopback, and need neither its
     client nor its password."""
 
@@ -293,8 +293,8 @@ class EtcdCluster(ServedStore):
         )
 
 
-def find_store(options: LaunchOptions, secret: bytes) -> ServedStore:
+def find_backend(options: LaunchOptions, secret: bytes) -> RendezvousBackend:
     """Where the job's nodes meet, for who knows the user's secret (P11). Raises ConfigError: it
     cannot be used by what is written."""
-    make = EtcdCluster if options.config.rdzv_backend == ETCD_BACKEND else ServedStore
+    make = EtcdBackend if options.config.rdzv_backend == ETCD_BACKEND else RendezvousBackend
     return make(options, secret)
