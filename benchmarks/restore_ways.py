@@ -221,7 +221,8 @@ class ReftWay(Way):
         self.rank.barrier()
 
     def restore(self) -> dict[str, Any]:
-        from reft.engine.load import LoadCall, Restorer
+        from reft.engine.load import Restorer
+        from reft.engine.load_call import LoadCall
 
         rank, session = self.rank, self.rank.session
         _watch_parts(rank.watch)
@@ -233,7 +234,7 @@ class ReftWay(Way):
             session.memory,
         )
         rank.watch.take()
-        path, _ = restorer.load(_never, LoadCall(str(rank.space.disk / "nothing"), None, {}))
+        path, _ = restorer.load(LoadCall(_never, str(rank.space.disk / "nothing"), None, {}))
         taken = rank.watch.take()
         # Beside the transfer, by several threads: only their processor time adds up.
         _, completing = taken.pop(_COMPLETING, (0.0, 0.0))

@@ -34,8 +34,9 @@ from reft.engine.capture import EngineState
 from reft.engine.context import JobContext
 from reft.engine.fingerprint import Fact, read_argument_facts
 from reft.engine.identity import JobMemory
-from reft.engine.load import LoadCall, Restorer, bind
-from reft.engine.marks import find_ds_config, wrap
+from reft.engine.load import Restorer
+from reft.engine.load_call import LoadCall
+from reft.engine.marks import bind, find_ds_config, wrap
 from reft.engine.protocol import ClientState, find_coordinate, flat_facts, read_shapes
 from reft.engine.session import Session, record
 from reft.engine.steps import StepHooks
@@ -413,7 +414,7 @@ def _wrap(seen: DeepSpeedEngine, session: Session) -> None:  # noqa: PLR0915 -- 
         return result
 
     def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return restorer.load(original, LoadCall.of(original, args, kwargs))
+        return restorer.load(LoadCall.of(original, args, kwargs))
 
     def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = bind(original, args, kwargs)
