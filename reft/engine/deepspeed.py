@@ -33,7 +33,7 @@ from reft.data.position import DataPosition
 from reft.engine.capture import EngineState
 from reft.engine.context import JobContext
 from reft.engine.fingerprint import Fact, read_argument_facts
-from reft.engine.identity import JobMemory
+from reft.engine.job_memory import JobMemory
 from reft.engine.load import Restorer
 from reft.engine.load_call import LoadCall
 from reft.engine.marks import bind, find_ds_config, wrap

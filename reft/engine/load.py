@@ -14,7 +14,7 @@ from typing import Any
 
 from reft.checks.start import conditional_loads
 from reft.engine.context import JobContext
-from reft.engine.identity import JobMemory
+from reft.engine.job_memory import JobMemory
 from reft.engine.load_call import LoadCall, describe_restore, describe_resume_lines
 from reft.engine.load_disk import CheckpointEngine, CheckpointLoader, LoadedSession
 from reft.engine.load_memory import MemoryRestorer

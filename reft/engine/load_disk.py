@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from reft.data.position import DataPosition
 from reft.engine.context import JobContext
 from reft.engine.fingerprint import BY_LAYOUT
-from reft.engine.identity import JobMemory
+from reft.engine.job_memory import JobMemory
 from reft.engine.load_call import LoadCall
 from reft.engine.load_memory import (
     MemoryRestorer,

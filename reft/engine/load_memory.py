@@ -20,8 +20,10 @@ from reft.engine import marks
 from reft.engine.capture import EngineState
 from reft.engine.context import JobContext
 from reft.engine.fingerprint import BY_LAYOUT, BY_REPLICAS
-from reft.engine.identity import JobMemory, local_rank, noted_commit
+from reft.engine.job_memory import JobMemory
+from reft.engine.job_record import noted_commit
 from reft.engine.marks import uncollected
+from reft.engine.nodes import local_rank
 from reft.engine.protection import Protection
 from reft.errors import ConfigError, NotResumedError, UnrecoverableError
 from reft.faults import FaultPlan

@@ -9,7 +9,7 @@ from dataclasses import replace
 from reft.config import AUTO
 from reft.control.control import WorkerControl
 from reft.engine.context import JobContext
-from reft.engine.identity import local_rank
+from reft.engine.nodes import local_rank
 from reft.faults import FaultPlan
 from reft.memory.files import margin_bytes
 from reft.node.client import ProtectionRecord, read_record, resume, write_record

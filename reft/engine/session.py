@@ -22,15 +22,10 @@ from reft.engine.capture import EngineState
 from reft.engine.context import JobContext
 from reft.engine.copying import CopySetup, OptimizerFence
 from reft.engine.host_state import HostState
-from reft.engine.identity import (
-    JobMemory,
-    NodeIdentity,
-    declared_on_one_host,
-    gather_topology,
-    local_rank,
-    name_job,
-)
+from reft.engine.identity import name_job
+from reft.engine.job_memory import JobMemory
 from reft.engine.load_memory import MemoryRestorer
+from reft.engine.nodes import NodeIdentity, declared_on_one_host, gather_topology, local_rank
 from reft.engine.protection import Protection
 from reft.engine.protocol import ClientState, TrainingEngine
 from reft.engine.stopping import StopController

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from reft.engine.context import JobContext
-from reft.engine.identity import JobMemory
+from reft.engine.job_memory import JobMemory
 from reft.env import ENV_REPLAY
 from reft.errors import CorruptionError, CorruptJobError
 from reft.grid import VersionId

@@ -33,7 +33,7 @@ from reft.engine.boundary import Encoded
 from reft.engine.capture import EngineState
 from reft.engine.context import JobContext
 from reft.engine.copying import OptimizerFence
-from reft.engine.identity import JobMemory
+from reft.engine.job_memory import JobMemory
 from reft.engine.marks import wrap
 from reft.engine.stopping import StopController
 from reft.env import ENV_REHEARSE

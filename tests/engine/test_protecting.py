@@ -22,7 +22,7 @@ from reft.checks.start import describe_protection, group_timeout_secs, timeout_i
 from reft.config import ReftConfig, parse_block
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
 from reft.control.wire import listen
-from reft.engine.identity import JobRecord, noted_commit
+from reft.engine.job_record import JobRecord, noted_commit
 from reft.engine.load_memory import MemoryRestorer
 from reft.engine.session import Session
 from reft.errors import TransferError
