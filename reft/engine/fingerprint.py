@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from re import Pattern
 from typing import TYPE_CHECKING
 
 from reft.errors import FingerprintError
@@ -36,29 +35,37 @@ BY_LAYOUT = (*BY_REPLICAS, "layout", "model")
 """Likewise where a version of another layout is taken up; the model is then compared name by
 name."""
 
-_AROUND = re.compile(
-    r"accept|cache|checkpoint(s|ed|ing)?|ckpt|debug|deepspeed|disable|eval|exit|host(file)?|hub|job|kill|load|log"
-    r"|logdir|logging|logs|nodes?|out|output|pin|port|predict|print|prof|profile|project|push|quiet|reft|report"
-    r"|restore|resume|run|saves?|tensorboard|test|threads|timeout|timing|tmp|tqdm|val|valid|validation|verbose"
-    r"|wandb|workers"
+
+def _word_set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_AROUND = _word_set(
+    """
+    accept cache checkpoint checkpoints checkpointed checkpointing ckpt debug deepspeed disable eval
+    exit host hostfile hub job kill load log logdir logging logs node nodes out output pin port
+    predict print prof profile project push quiet reft report restore resume run save saves
+    tensorboard test threads timeout timing tmp tqdm val valid validation verbose wandb workers
+    """
 )
 """Words of an option for what goes on around training, whatever its other words are:
 ``eval_steps``."""
-
-_DECIDES = re.compile(
-    r"accumulation|anneal|annealing|batch|corpora|corpus|data|datasets?|decay|drop|files?|lr|merges?|model|rampup"
-    r"|rate|scheduler|seed|split|tokenizer|vocab|vocabulary|warmup"
+_DECIDES = _word_set(
+    """
+    accumulation anneal annealing batch corpora corpus data dataset datasets decay drop file files
+    lr merge merges model rampup rate scheduler seed split tokenizer vocab vocabulary warmup
+    """
 )
-"""Words that make an option one for the numbers, whatever else is in its name:
+"""Words of an option that changes the numbers, whatever its other words are:
 ``lr-decay-iters``."""
-
-_HOW_LONG_AND_WHERE = re.compile(
-    r"config|dir|directory|epochs?|every|folder|interval|iter|iterations?|iters|keep|memory|path|rank|steps?|stop"
-    r"|until|wait"
+_HOW_LONG_AND_WHERE = _word_set(
+    """
+    config dir directory epoch epochs every folder interval iter iters iteration iterations keep
+    memory path rank step steps stop until wait
+    """
 )
 """Words for how long a job trains, how often it does something, and where things are:
 ``max_steps``."""
-
 _LENGTHS = frozenset({("skip", "train"), ("train", "samples"), ("train", "tokens")})
 
 
@@ -139,18 +146,15 @@ def _words(name: str) -> list[str]:
     return re.split(r"[-_.]+", name.lower().replace("drop_out", "drop").replace("drop-out", "drop"))
 
 
-def _any(words: Pattern[str], name: str) -> bool:
-    return any(words.fullmatch(word) for word in _words(name))
-
-
 def _decides(name: str) -> bool:
-    return _any(_DECIDES, name)
+    return not _DECIDES.isdisjoint(_words(name))
 
 
 def _counts(name: str) -> bool:
-    if _any(_AROUND, name) or tuple(_words(name)) in _LENGTHS:
+    words = _words(name)
+    if not _AROUND.isdisjoint(words) or tuple(words) in _LENGTHS:
         return False
-    return _decides(name) or not _any(_HOW_LONG_AND_WHERE, name)
+    return not _DECIDES.isdisjoint(words) or _HOW_LONG_AND_WHERE.isdisjoint(words)
 
 
 def _last_part(value: str) -> str:
