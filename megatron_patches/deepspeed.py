@@ -31,8 +31,7 @@ _CHECKPOINT_VERSION = 3.0
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
 _START_ONCE = (
     "Start once without the reft block and with --save DIR --save-interval 1 --exit-interval 1, "
-    "then train "
-    "with --load DIR"
+    "then train with --load DIR"
 )
 _REFUSED = {
     "finetune": "every restart after a failure would start again from the weights alone. "
@@ -56,10 +55,8 @@ _DEGREES = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 _SINGLE, _CYCLIC = "single", "cyclic"
 _BOUND = (
     "Megatron's MegatronPretrainingRandomSampler (--dataloader-type cyclic) distributes a pass by "
-    "the "
-    "data-parallel degree: at another degree, some samples of the pass are used twice and others "
-    "never. "
-    "Use --dataloader-type single, whose order is the same at every degree"
+    "the data-parallel degree: at another degree, some samples of the pass are used twice and "
+    "others never. Use --dataloader-type single, whose order is the same at every degree"
 )
 _IN_CONFIG = {
     "curriculum_learning_legacy": "curriculum_learning",
@@ -141,10 +138,8 @@ class MegatronProgram:
         if context.is_rank_zero and getattr(self._args, "exit_signal_handler", False):
             logger.warning(
                 "with reft, --exit-signal-handler has no effect: on SIGTERM the job commits its "
-                "step in "
-                "memory and ends, and the program writes no checkpoint to --save. To get a "
-                "checkpoint "
-                'then, write "persist": {"dir": ...} into the reft block'
+                "step in memory and ends, and the program writes no checkpoint to --save. To get a "
+                'checkpoint then, write "persist": {"dir": ...} into the reft block'
             )
         if self._args.load is None:
             if context.is_rank_zero:
@@ -163,8 +158,7 @@ class MegatronProgram:
         if step != counted:
             raise UnsupportedStateError(
                 f"Megatron is in iteration {counted}, the engine has made {step} steps; expected "
-                "the same "
-                f"number"
+                "the same number"
             )
         args = Namespace(**{name: value for name, value in vars(args).items() if _is_plain(value)})
         return {
@@ -227,8 +221,7 @@ def check_options(args: Any, refused: Mapping[str, str]) -> str:
     if kind not in {_SINGLE, _CYCLIC}:
         raise ConfigError(
             f"Megatron was started with --dataloader-type {kind}, whose position reft does not "
-            "know; use "
-            f"{_SINGLE} or {_CYCLIC}"
+            f"know; use {_SINGLE} or {_CYCLIC}"
         )
     return str(kind)
 

@@ -98,11 +98,9 @@ def attach_megatron(
         )
     if parsed.persist.dir is not None:
         raise ConfigError(
-            f"persist.dir is {parsed.persist.dir}, but reft writes no checkpoints of "
-            "Megatron-core to "
-            "disk; remove it, save with Megatron's own functions, and pass to load() the function "
-            "that "
-            "loads such a checkpoint"
+            f"persist.dir is {parsed.persist.dir}, but reft writes no checkpoints of Megatron-core "
+            "to disk; remove it, save with Megatron's own functions, and pass to load() the "
+            "function that loads such a checkpoint"
         )
     engine = MegatronEngine(list(model), optimizer, scheduler, micro_batches or _micro_batches())
     session = Session(engine, parsed, client_state)
@@ -155,8 +153,7 @@ class MegatronProtection:
         if self.session.started:
             raise ConfigError(
                 "load() was called a second time, or after the first step; call it once, before "
-                "the first "
-                "step"
+                "the first step"
             )
         recovery, plan = self.memory.survey()
         if isinstance(plan, RecoveryPlan):
@@ -202,10 +199,8 @@ class MegatronProtection:
             if self._state.client_state is None:
                 self._context.warn(
                     "reft does not know how many samples were consumed: after a failure the job "
-                    "continues "
-                    "with other data, unless batches follow from the iteration that load() "
-                    "returns. "
-                    f"Write{_LINES}",
+                    "continues with other data, unless batches follow from the iteration that "
+                    f"load() returns. Write{_LINES}",
                 )
 
     def begin_step(self) -> None:
@@ -239,10 +234,8 @@ class MegatronProtection:
         if not self._begun:
             raise ConfigError(
                 "optimizer.step() was called, but zero_grad_buffer() of the model chunks was not "
-                "called "
-                "since the previous step; call it on every chunk when a step begins: reft takes "
-                "its versions "
-                "there"
+                "called since the previous step; call it on every chunk when a step begins: reft "
+                "takes its versions there"
             )
         if self._weaver is not None:
             self._weaver.pause()
@@ -269,8 +262,7 @@ class MegatronProtection:
         if len(told) > 1:
             raise UnrecoverableError(
                 f"the ranks have loaded checkpoints of different steps: {sorted(told)}, -1 where "
-                "there was "
-                f"none; expected the same one on all ranks"
+                "there was none; expected the same one on all ranks"
             )
         return steps
 

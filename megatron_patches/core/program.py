@@ -98,9 +98,8 @@ def install(module: ModuleType) -> None:
     if missing := [name for name in names if not callable(getattr(module, name, None))]:
         raise ConfigError(
             f"{ENV_CONFIG} is set, but {module.__name__} has no {', '.join(missing)}: reft does "
-            "not know "
-            f"this release of Megatron-LM; use core_v0.16, or unset {ENV_CONFIG} and call "
-            f"reft.attach_megatron in the script"
+            f"not know this release of Megatron-LM; use core_v0.16, or unset {ENV_CONFIG} and call "
+            "reft.attach_megatron in the script"
         )
     program.modules[module.__name__] = module
     for name in names:
@@ -216,10 +215,9 @@ class TrainingProgram:
         if args.rank == 0:
             logger.warning(
                 "--non-persistent-ckpt-type local: reft's versions in memory replace local "
-                "checkpoints. "
-                '"interval_steps" and "protection" of the reft block say how often they are taken '
-                "and how "
-                "many nodes may be lost; --replication-factor and the directory are not used"
+                'checkpoints. "interval_steps" and "protection" of the reft block say how often '
+                "they are taken and how many nodes may be lost; --replication-factor and the "
+                "directory are not used"
             )
         args.non_persistent_ckpt_type = args.non_persistent_save_interval = None
         args.replication, args.replication_jump = False, None
@@ -262,10 +260,8 @@ class TrainingProgram:
         if protection.half_written and partly:
             raise UnrecoverableError(
                 "the job's memory was found to be corrupt during the restore, after part of the "
-                "optimizer "
-                "was written, and the program loads without its optimizer: leave --no-load-optim "
-                "and "
-                "--finetune out"
+                "optimizer was written, and the program loads without its optimizer: leave "
+                "--no-load-optim and --finetune out"
             )
 
     def _go_on(self, client_state: dict[str, Any], device: torch.device) -> tuple[int, float]:

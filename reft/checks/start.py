@@ -143,18 +143,14 @@ def describe_missing(persists: bool) -> str | None:
         missing.insert(1, 'the checkpoints of "persist" are not written')
     said = (
         "`reft launch` did not start this job. Snapshots and recovery from memory work: killed "
-        "trainers "
-        f"resume when the launcher restarts them. But {', '.join(missing)}. Start the script with "
-        "`reft "
-        "launch` instead; it accepts torchrun's options"
+        f"trainers resume when the launcher restarts them. But {', '.join(missing)}. Start the "
+        "script with `reft launch` instead; it accepts torchrun's options"
     )
     if shares_store():
         said += (
             '. If it stays with torchrun: a restart may hang or end with "Gloo connectFullMesh '
-            'failed", also '
-            "without reft, because torchrun keeps the addresses of killed trainers in its store; "
-            "set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 to prevent it"
+            'failed", also without reft, because torchrun keeps the addresses of killed trainers '
+            "in its store; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 to prevent it"
         )
     return said
 
@@ -186,11 +182,9 @@ def timeout_is_short(config: ReftConfig, timeout_secs: float | None) -> str | No
         return None
     return (
         f"collectives time out after {timeout_secs:.0f} s, but a first step, an evaluation or a "
-        "save may "
-        f"take {limit_secs:.0f} s (hang_timeout_secs) before reft reports a hang: the ranks that "
-        "wait would "
-        f"fail first, and no log would name the rank that they waited for. Write "
-        f"deepspeed.init_distributed(timeout=timedelta(seconds={2 * limit_secs:.0f})), or "
+        f"save may take {limit_secs:.0f} s (hang_timeout_secs) before reft reports a hang: the "
+        "ranks that wait would fail first, and no log would name the rank that they waited for. "
+        f"Write deepspeed.init_distributed(timeout=timedelta(seconds={2 * limit_secs:.0f})), or "
         f'"hang_timeout_secs": {timeout_secs / 2:.3g} into the reft block'
     )
 
@@ -213,8 +207,7 @@ def _persist_dir_lacks(wanted: Path | None) -> str:
     found = "cannot be written to" if there.is_dir() else "is no directory"
     return (
         f"checkpoints cannot be written to persist.dir, {wanted}: {there} {found}. Make it, or "
-        "write "
-        'another "dir" into "persist"; until then the job can resume from memory only'
+        'write another "dir" into "persist"; until then the job can resume from memory only'
     )
 
 
@@ -310,8 +303,7 @@ def _shortfall(start: StartFacts) -> str | None:
         )
     return (
         f"TOLERANCE IS 0: {start.why_unprotected}. The loss of one node loses its memory for good; "
-        f"then the job can resume only from disk (persist.dir is "
-        f"{config.persist.dir or 'not set'})"
+        f"then the job can resume only from disk (persist.dir is {config.persist.dir or 'not set'})"
     )
 
 

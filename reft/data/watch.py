@@ -456,8 +456,7 @@ class Registry:
         if self._named.get((loader.kind, loader.name)) is not loader:
             raise ConfigError(
                 f"found two loaders that are resumable under the name {loader.name!r}; expected "
-                "one name "
-                f"each: write {loader.call}, name='...')"
+                f"one name each: write {loader.call}, name='...')"
             )
 
     def wrong(self) -> str | None:

@@ -160,12 +160,10 @@ class EngineState:
             sections, self._copies = (replicated, owned), [*first, *second]
         if new := written - self._copied_at_boundary:
             logger.warning(
-                "the script writes %s after the forward pass of a step has begun. From now on "
-                "reft copies %s "
-                "(%.1f MiB) within the device's or the host's own memory where each step begins, "
-                "and training"
-                " waits for it. Write the tensors after engine.step() instead, before the next "
-                "forward pass",
+                "the script writes %s after the forward pass of a step has begun. From now on reft "
+                "copies %s (%.1f MiB) within the device's or the host's own memory where each step "
+                "begins, and training waits for it. Write the tensors after engine.step() instead, "
+                "before the next forward pass",
                 *(shortened(sorted(new)), "them" if len(new) > 1 else "it"),
                 sum(copy.numel() for copy, _ in self._copies) / 2**20,
             )
@@ -208,9 +206,8 @@ def gradient_capture(
     if not isinstance(adapter, StateAdapter):
         raise UnsupportedStateError(
             f"found {type(adapter).__name__}, whose optimizers reft cannot repeat on a host; "
-            "expected a "
-            f'DeepSpeed engine for "+aor": write "protection": "{config.scheme}" into the reft '
-            "block"
+            f'expected a DeepSpeed engine for "+aor": write "protection": "{config.scheme}" into '
+            "the reft block"
         )
     if adapter.owned:
         return GradientCapture(adapter, protection.kept_members(), fence.hold)

@@ -193,12 +193,10 @@ def require_same(
         + "".join(f"  {line}\n" for line in differences(was, now))
         + (
             "Restore these settings to continue it; give this job a name of its own (--job-id "
-            "NAME, or "
-            '"job_id" in the reft block), or remove the old memory (`reft clean --job NAME`), to '
-            "start "
-            f'from the beginning; or, to resume in spite of the differences, write "{ACCEPT_KEY}": '
-            f"{json.dumps(names)} into the reft block{_describe_arguments(names)}"
-            f"{_describe_batch(was, names)}"
+            'NAME, or "job_id" in the reft block), or remove the old memory (`reft clean --job '
+            "NAME`), to start from the beginning; or, to resume in spite of the differences, write "
+            f'"{ACCEPT_KEY}": {json.dumps(names)} into the reft '
+            f"block{_describe_arguments(names)}{_describe_batch(was, names)}"
         )
     )
 
@@ -225,9 +223,8 @@ def _describe_batch(was: Fingerprint, names: Sequence[str]) -> str:
         return ""
     return (
         f". To go on with fewer or more replicas, write {' and '.join(keys)} into DeepSpeed's "
-        "JSON, and no "
-        '"gradient_accumulation_steps", which DeepSpeed then derives: the global batch stays '
-        "what it was"
+        'JSON, and no "gradient_accumulation_steps", which DeepSpeed then derives: the global '
+        "batch stays what it was"
     )
 
 

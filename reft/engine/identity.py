@@ -58,10 +58,8 @@ def log_sibling_jobs(memory_dir: Path, name: str) -> None:
     if name not in others and (others := [n for n in others if n.rpartition("-")[0] == program]):
         logger.warning(
             "there is no memory of job %s, but there is memory of the same program with other "
-            "arguments: "
-            "%s. To continue one of these jobs, give its name: --job-id NAME, or REFT_JOB_ID=NAME "
-            "under "
-            "plain torchrun",
+            "arguments: %s. To continue one of these jobs, give its name: --job-id NAME, or "
+            "REFT_JOB_ID=NAME under plain torchrun",
             *(name, ", ".join(others)),
         )
 
@@ -147,8 +145,7 @@ class Identity:
         if not found and self.control.rank == 0:
             logger.warning(
                 "%s has no record of the settings it was written with; whether they are those of "
-                "this "
-                "job cannot be checked",
+                "this job cannot be checked",
                 of,
             )
         for fingerprint in found:

@@ -68,14 +68,11 @@ def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLo
         other = held.get(os.path.realpath(path))
         if other is not None and not other.closed:
             raise ConfigError(
-                f"a second engine asks for reft in job {job_id!r}, but a job's memory has room "
-                "for the state "
-                f"of one engine, and another one of this process has it ({path}). Leave the block "
-                "to one of "
-                f'them: write "reft": {{"enabled": false}} into the configuration of the other, '
-                "or, where "
-                "the first engine is done with, call reft.attach(engine).close() before the "
-                "second is made"
+                f"a second engine asks for reft in job {job_id!r}, but a job's memory has room for "
+                f"the state of one engine, and another one of this process has it ({path}). Leave "
+                'the block to one of them: write "reft": {"enabled": false} into the configuration '
+                "of the other, or, where the first engine is done with, call "
+                "reft.attach(engine).close() before the second is made"
             )
         make_job_directory(config.memory_dir, job_id)
         if first and not _held_by_launcher(path):
@@ -145,9 +142,8 @@ def _require_own_files(path: Path, control: ControlGroup) -> None:
         if (first := places.index(place)) < rank:
             raise ConfigError(
                 f"ranks {first} and {rank} have the same memory and the same LOCAL_RANK; expected "
-                "a memory "
-                f"directory ({ENV_MEMORY_DIR}) for each node of a host, a LOCAL_RANK for each "
-                "rank of a node"
+                f"a memory directory ({ENV_MEMORY_DIR}) for each node of a host, a LOCAL_RANK for "
+                "each rank of a node"
             )
 
 

@@ -70,8 +70,7 @@ class JobRecord:
                 if not done and held is not None and _label(held).incarnation > label.incarnation:
                     logger.error(
                         "the commit of %s is not recorded: %s was committed by a newer start of "
-                        "the job. "
-                        "This start was cut off and replaced",
+                        "the job. This start was cut off and replaced",
                         *(label, _label(held)),
                     )
                     self._store = None
@@ -152,8 +151,7 @@ def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
     if error:
         raise TransferError(
             f"no version of job {job_id} is in memory or on disk, and it is not known whether it "
-            "had "
-            f"committed any: {error}. Start it again when the store answers; a new job takes "
+            f"had committed any: {error}. Start it again when the store answers; a new job takes "
             "another id"
         )
     return str(note)

@@ -230,11 +230,9 @@ class ClientStateView(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         raise ConfigError(
             f"client_state[{key!r}] is not part of the snapshot in memory; it holds "
-            f"{sorted(self)}. A "
-            f"snapshot is taken after every step, so reft must be able to ask for this value: pass "
-            f"client_state=lambda: {{{key!r}: ...}} to reft.attach or reft.attach_megatron, or "
-            "derive it "
-            f"from the number of steps made"
+            f"{sorted(self)}. A snapshot is taken after every step, so reft must be able to ask "
+            f"for this value: pass client_state=lambda: {{{key!r}: ...}} to reft.attach or "
+            "reft.attach_megatron, or derive it from the number of steps made"
         )
 
 
@@ -301,9 +299,8 @@ class MemoryRestorer:
         was, now = outcome.plan.written, outcome.plan.degrees
         if was != now and context.is_rank_zero:
             logger.warning(
-                "%s was written by a job of %s and is resumed as one of %s, with the random "
-                "states of a new "
-                "start%s. From here on the losses are those of a job of %s",
+                "%s was written by a job of %s and is resumed as one of %s, with the random states "
+                "of a new start%s. From here on the losses are those of a job of %s",
                 *(version, was, now, " on new replicas" * only_replicas_differ(was, now), now),
             )
         return outcome, target.state
@@ -388,9 +385,8 @@ class MemoryRestorer:
                 raise UnrecoverableError(beside)
             if self._job_memory.identity.restarted and context.is_rank_zero:
                 logger.warning(
-                    "the job starts from the beginning: nothing was committed and no checkpoint "
-                    "is on "
-                    "storage%s",
+                    "the job starts from the beginning: nothing was committed and no checkpoint is "
+                    "on storage%s",
                     report.after_failure(context.job_dir.path),
                 )
             return
@@ -428,8 +424,7 @@ class MemoryRestorer:
         job = self._context.job_id
         return (
             f"To start from scratch on purpose, run 'reft clean --job {job} --force' on every "
-            "node, or give "
-            f"the job another id."
+            "node, or give the job another id."
         )
 
     # -- what is said -----------------------------------------------------------------------------

@@ -91,8 +91,7 @@ class Protection:
         if len(set(topology.failure_domains)) == 1:
             return (
                 "all ranks share a node with their copies: killed trainers are survived, the loss "
-                "of the "
-                "node is not"
+                "of the node is not"
             )
         nodes = [topology.group_nodes(*group) for group in topology.groups()]
         order = "across-nodes" if d.tp == 1 else f"across-nodes:{d.tp}"
@@ -104,15 +103,13 @@ class Protection:
         if others:
             return (
                 "a node holds several data-parallel members of a stage, more than "
-                f"{self.record.in_force} "
-                f"restores (found nodes {nodes}); write {others}, which survive the loss of a "
-                "node here, or "
-                f"put the members on different nodes: {to_write}"
+                f"{self.record.in_force} restores (found nodes {nodes}); write {others}, which "
+                "survive the loss of a node here, or put the members on different nodes: "
+                f"{to_write}"
             )
         return (
             "data-parallel members of a stage share a node with their copies (found nodes "
-            f"{nodes}); put "
-            f"them on different nodes: {to_write}"
+            f"{nodes}); put them on different nodes: {to_write}"
         )
 
     def _changed(self, record: ProtectionRecord) -> None:
@@ -129,8 +126,7 @@ class Protection:
             refused = now.refused
             return (
                 f"protection stays {before.in_force}; {refused.scheme} was refused at step "
-                f"{refused.step}: "
-                f"{refused.cause}"
+                f"{refused.step}: {refused.cause}"
             )
         survives = f"it survives the loss of {now.tolerance} node(s) per sharding group"
         if not now.tolerance:

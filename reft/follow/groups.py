@@ -128,14 +128,10 @@ class ParamGroups(HostState):
             return None
         what = "the learning rate" if key == "lr" else f'"{key}"'
         return (
-            f"{lines}{what} of parameter group {index} was changed from {was} to {now} between "
-            "two steps, "
-            f"by nothing "
-            "that reft follows. After a failure the script computes it from values that it has to "
-            "restore "
-            "itself. "
-            "Compute it from engine.global_steps, or give the object that changes it: "
-            'reft.attach(engine, state={"scheduler": ...})'
+            f"{lines}{what} of parameter group {index} was changed from {was} to {now} between two "
+            "steps, by nothing that reft follows. After a failure the script computes it from "
+            "values that it has to restore itself. Compute it from engine.global_steps, or give "
+            'the object that changes it: reft.attach(engine, state={"scheduler": ...})'
         )
 
     def end_step(self) -> str | None:

@@ -104,10 +104,8 @@ class Schedulers(HostState):
         kinds = ", ".join(state["class"] for state in self._waiting)
         return (
             f"the version holds the state of learning-rate schedulers ({kinds}) that the script "
-            "has not "
-            f"made in "
-            "this start: the learning rate stays what it was. Make them at every start, before "
-            "training"
+            "has not made in this start: the learning rate stays what it was. Make them at every "
+            "start, before training"
         )
 
     def findings(self) -> Iterator[str]:

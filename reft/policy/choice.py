@@ -178,8 +178,7 @@ def _describe(choice: Choice) -> None:
     else:
         logger.warning(
             "THE WANTED TOLERANCE OF %d IS NOT REACHED; protection auto chose the best possible: "
-            "%s, %s. "
-            "To reach it: %s",
+            "%s, %s. To reach it: %s",
             *(choice.wanted, choice.chosen.name, choice.reason, "; ".join(choice.needed)),
         )
     for other in choice.alternatives:
@@ -244,20 +243,17 @@ def device_paragraph(ranks: Sequence[DeviceFindings], nodes: Sequence[str]) -> s
     # 0: said above, it could not be tried out
     usual = median([rate for rate in rates if rate] or [0.0])
     change += [
-        f"rank {rank} on node {nodes[rank]} copies at {rate / 1e9:.3g} GB/s, less than half of "
-        "the median "
-        f"{usual / 1e9:.3g}: look at its link to the host, or replace the node"
+        f"rank {rank} on node {nodes[rank]} copies at {rate / 1e9:.3g} GB/s, less than half of the "
+        f"median {usual / 1e9:.3g}: look at its link to the host, or replace the node"
         for rank, rate in enumerate(rates)
         if 0 < rate < usual / 2
     ]
     return (
         f"tried on {ranks[0].name}: reft.ExactAdam steps "
         f"{'as' if all(one.adam_is_exact for one in ranks) else 'NOT as'} on a host; copies into "
-        "host memory "
-        f"run at {slowest / 1e9:.3g} (rank {rates.index(slowest)}) to {max(rates) / 1e9:.3g} "
-        "GB/s; every "
-        f"rank has {min(one.free_cores for one in ranks)} cores or more to spare. "
-        f"To change: {'; '.join(change) or 'nothing'}"
+        f"host memory run at {slowest / 1e9:.3g} (rank {rates.index(slowest)}) to "
+        f"{max(rates) / 1e9:.3g} GB/s; every rank has {min(one.free_cores for one in ranks)} cores "
+        f"or more to spare. To change: {'; '.join(change) or 'nothing'}"
     )
 
 

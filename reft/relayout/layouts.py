@@ -266,10 +266,9 @@ def check_stages(module: Any, old: RankLayout, new: RankLayout, at: Coordinate) 
         raise LayoutError(
             f"each of the stages {sorted(was[unlike[0]])} of {old.degrees} has a different copy of "
             f"{', '.join(unlike[:4])}: DeepSpeed keeps only the tensors equal that "
-            "tied_weight_attr names. "
-            f"Start with {old.degrees.pp} stages; or, if the first stage's is the one that "
-            "counts, name it "
-            'as "pipeline_replicated_parameter_patterns" in universal_checkpoint_info of the model'
+            f"tied_weight_attr names. Start with {old.degrees.pp} stages; or, if the first stage's "
+            'is the one that counts, name it as "pipeline_replicated_parameter_patterns" in '
+            "universal_checkpoint_info of the model"
         )
 
 

@@ -218,10 +218,9 @@ class Relayout:
         if unlike := [name for name, digest in mine.items() if other.get(name) != digest]:
             raise LayoutError(
                 f"the buffers {unlike[:4]} are not equal on all tensor slices: which values "
-                "another number "
-                "of slices has is not known. Make them attributes instead of buffers where they "
-                "follow from "
-                f"the slice, or start with {self._was.tp} tensor slices"
+                "another number of slices has is not known. Make them attributes instead of "
+                f"buffers where they follow from the slice, or start with {self._was.tp} tensor "
+                "slices"
             )
 
     def _describe(self, old: RankLayout) -> RankContents:
@@ -324,9 +323,8 @@ class ArenaSource:
             found = stored[at.pp, at.tp].get(move.tensor)
             if found is None:
                 raise LayoutError(
-                    f"the memory of {at} does not have {move.tensor} as a tensor of its own; "
-                    "start the job "
-                    f"in the layout that wrote it"
+                    f"the memory of {at} does not have {move.tensor} as a tensor of its own; start "
+                    "the job in the layout that wrote it"
                 )
             spec = found.spec
             if (
@@ -388,9 +386,8 @@ def _check_numbers(move: ElementMove, dtype: torch.dtype, numel: int, target: to
     if dtype != target.dtype or move.start + move.numel > numel:
         raise LayoutError(
             f"{move.tensor} of {move.source} has {numel} numbers of {dtype}; expected "
-            f"{target.dtype}, and "
-            f"{move.start + move.numel} of them: start with the precision and the model that "
-            "wrote it"
+            f"{target.dtype}, and {move.start + move.numel} of them: start with the precision and "
+            "the model that wrote it"
         )
 
 
@@ -630,6 +627,5 @@ class CheckpointParts:
     def _lacks(self, at: Coordinate, what: str) -> LayoutError:
         return LayoutError(
             f"{self._checkpoint} does not have {what} of {at} ({self._degrees}) where DeepSpeed's "
-            "pipelines "
-            f"put it; load it in the layout that wrote it"
+            "pipelines put it; load it in the layout that wrote it"
         )
