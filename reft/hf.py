@@ -187,7 +187,7 @@ class Resumption:
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The engine is made."""
-        from reft.engine.deepspeed import attach, find_session
+        from reft.engine.attach import attach, find_session
         from reft.state.blob import capture_rng
 
         result = original(*args, **kwargs)

@@ -11,7 +11,7 @@ Importing the module must be cheap: it is imported before the training script. I
 - ``ON_IMPORT``: name of a module of the program -> ``"module:function"``, called with the module
   right after it was imported, where ``REFT_CONFIG`` names a block;
 - ``PROGRAMS``: name of a module of the program -> ``"module:function"``, called with an engine of a
-  program that has imported it; returns a :class:`~reft.engine.deepspeed.Program`, or None for an
+  program that has imported it; returns a :class:`~reft.engine.attach.Program`, or None for an
   engine of nobody's;
 - ``FOLLOWERS``: any name -> ``"module:function"``, called with the session's
   :class:`~reft.engine.context.JobContext` and a function that returns the objects which the script

@@ -261,7 +261,7 @@ def _initialize(
         from reft.config import load_config
 
         with uncollected():
-            hook = import_module("reft.engine.deepspeed")
+            hook = import_module("reft.engine.attach")
         attached = hook.find_session(engine) is not None
         if (attached and client_state is not None) or (
             not attached and load_config(find_ds_config(engine)).enabled

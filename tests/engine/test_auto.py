@@ -10,7 +10,7 @@ import pytest
 
 from reft.config import parse_block
 from reft.engine import session as session_module
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.errors import ConfigError
 from reft.policy.choice import DeviceFindings
 from reft.snapshot.copy_engine import CpuCopyEngine

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.engine.stopping import StopController
 from reft.errors import TransferError
 from reft.grid import VersionId

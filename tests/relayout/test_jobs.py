@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import reft
 from reft.config import PersistConfig, ReftConfig
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.grid import BlockKey, Degrees, Section
 from reft.memory.arena import Arena
 from reft.memory.jobdir import JobDir, read_secret

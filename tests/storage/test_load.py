@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.config import PersistConfig, ReftConfig
-from reft.engine.deepspeed import find_session, save_with_host_state
+from reft.engine.attach import find_session, save_with_host_state
 from reft.engine.load_memory import write_and_hash
 from reft.grid import Coordinate, Degrees, Section, VersionId
 from reft.memory.arena import Arena
