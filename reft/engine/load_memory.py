@@ -90,7 +90,8 @@ class Target:
             images = engine.adapter.prepare(blob.manifest, self.state["adapter"])
             self._parts = lambda fetch, data: _split_parts(images, fetch, data)
             return ()
-        from reft.relayout.restore import ArenaSource, Relayout
+        from reft.relayout.arenas import ArenaSource
+        from reft.relayout.restore import Relayout
 
         source = ArenaSource(hosts, was, self._version)
         assert engine.resizing is not None  # else no version of another layout was surveyed

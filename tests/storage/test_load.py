@@ -19,8 +19,8 @@ from reft.memory.arena import Arena
 from reft.memory.header import checksum
 from reft.memory.jobdir import JobDir
 from reft.memory.stream import PlainHashingCopier, hashing_copier
+from reft.relayout.checkpoint_files import CheckpointParts
 from reft.relayout.element_map import WHOLE, Parameter, RankContents
-from reft.relayout.restore import CheckpointParts
 from reft.state.catalogue import SectionImage
 from reft.storage.load import DiskCheckpoint, find_on_disk, find_share, in_order
 from reft.storage.persist import persist_label
