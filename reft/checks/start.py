@@ -27,7 +27,7 @@ from reft.data.position import Orders, difference, dynamic_refused
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
 from reft.grid import Topology
-from reft.node.client import ProtectionRecord
+from reft.memory.protection_record import ProtectionRecord
 from reft.policy.choice import JobFacts, choice_inputs, device_paragraph
 from reft.policy.choose import node_bytes, rank_loads
 from reft.policy.loads import PartitionSurvival

@@ -20,12 +20,9 @@ from reft.errors import (
     FingerprintError,
 )
 from reft.grid import Topology, VersionId
-from reft.memory.jobdir import (
-    find_jobs,
-    newest_record,
-    note_size,
-    record_fingerprint,
-)
+from reft.memory.fingerprint_record import newest_record, record_fingerprint
+from reft.memory.jobdir import find_jobs
+from reft.memory.scale_request import note_size
 from reft.naming import find_process_name
 from reft.state.codec import decode, encode
 

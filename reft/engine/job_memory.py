@@ -33,13 +33,8 @@ from reft.errors import (
 )
 from reft.grid import Topology
 from reft.memory.files import JobLock, holder
-from reft.memory.jobdir import (
-    SECRET_BYTES,
-    SECRET_FILE,
-    JobDir,
-    make_job_directory,
-    read_secret,
-)
+from reft.memory.job_secret import SECRET_BYTES, SECRET_FILE, read_secret
+from reft.memory.jobdir import JobDir, make_job_directory
 from reft.naming import kernel_id
 from reft.storage import fence
 from reft.storage.persisted import job_directory, newest_incarnation

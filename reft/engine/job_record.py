@@ -15,9 +15,7 @@ from reft.errors import (
     TransferError,
 )
 from reft.grid import VersionId
-from reft.memory.jobdir import (
-    user_secret,
-)
+from reft.memory.job_secret import user_secret
 from reft.naming import committed_key
 from reft.snapshot.stats import PeerErrors
 from reft.state.codec import decode, encode

@@ -12,7 +12,12 @@ from reft.engine.context import JobContext
 from reft.engine.nodes import local_rank
 from reft.faults import FaultPlan
 from reft.memory.files import margin_bytes
-from reft.node.client import ProtectionRecord, read_record, resume, write_record
+from reft.memory.protection_record import (
+    ProtectionRecord,
+    read_record,
+    resume_record,
+    write_record,
+)
 from reft.policy.switching import RequestPoll, RetentionConfig, SchemeSwitch
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
@@ -43,7 +48,7 @@ class Protection:
         message = b"" if local is None else json.dumps(local.to_json()).encode()
         replies = context.control.gather_bytes(message)
         records = [ProtectionRecord.from_json(json.loads(reply)) for reply in replies if reply]
-        found = resume(records, f"{AUTO}:{config.tolerance}" if chosen else scheme, scheme)
+        found = resume_record(records, f"{AUTO}:{config.tolerance}" if chosen else scheme, scheme)
         self.record = replace(
             found,
             tolerance=tolerance(context.topology, found.parsed.copies, found.parsed.parities),

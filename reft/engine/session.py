@@ -35,8 +35,9 @@ from reft.faults import FaultPlan, kill_this_node
 from reft.grid import VersionId
 from reft.log import EventLog
 from reft.memory.arena import SlotFiles
-from reft.memory.jobdir import read_environment_secret
-from reft.node.client import DaemonClient, write_order
+from reft.memory.job_secret import read_environment_secret
+from reft.memory.protection_record import write_request
+from reft.node.client import DaemonClient
 from reft.node.monitors import DeviceMemory, MonitorWriter
 from reft.node.progress import open_page
 from reft.pacing.mirror import MirrorToPeer
@@ -138,7 +139,6 @@ class Session:
             self.copying = CopySetup(context)
             job = self._choose_protection(context)
             self._make_parts(client_state)
-            undo.callback(self.daemon.close)
             undo.callback(self.state.close)
             self._check_start(job, declared_on_one_host(places))
             undo.pop_all()
@@ -179,7 +179,7 @@ class Session:
         )
         self.fence = OptimizerFence(self.copying, context.stats)
         self.state = EngineState(context, self.protection, self.fence, client_state)
-        self.daemon = DaemonClient(path, context.job_dir.secret, memory.incarnation)
+        self.daemon = DaemonClient(path, context.job_dir.secret, self.progress, memory.incarnation)
         self.stopping = StopController(context, memory, self.daemon)
         self.tracer = Tracer(context)
         self._monitor = MonitorWriter(
@@ -288,7 +288,7 @@ class Session:
         Raises:
             ConfigError: there is no such scheme.
         """
-        write_order([self.context.job_dir.path], scheme)
+        write_request([self.context.job_dir.path], scheme)
 
     def give(self, state: Mapping[str, Any]) -> None:
         """Follow objects of the script, by name: see :func:`reft.attach`."""
@@ -325,7 +325,7 @@ class Session:
             from_memory=bool(frozen),
         )
         if self.rates.storage is not None:
-            self.daemon.on_answer = self.rates.storage.answered
+            self.daemon.on_storage_state = self.rates.storage.answered
         context.control.end_pairs()  # of the load, with all of the sharding group
         control = context.control.for_worker(job_dir.secret)
         limit, ranks = config.memory_limit_bytes, context.ranks_here
@@ -413,7 +413,6 @@ class Session:
                 self.context.config.grace_secs if timeout_secs is None else timeout_secs
             )
         self.state.close()
-        self.daemon.close()
         self.memory.record.close()
         self.memory.close()
         self.context.control.leave()
@@ -435,9 +434,8 @@ class Session:
             self.peer_errors.record("the rates of versions cannot be computed", error)
         self.peer_errors.run_guarded(
             "the daemon cannot be informed of a commit",
-            lambda: self.daemon.notify_commit(
+            lambda: self.daemon.report_commit(
                 label,
-                self.context.coordinate,
                 stats | rate_stats,
                 unprotected=self.protection.lost,
                 due=due,
@@ -454,7 +452,7 @@ class Session:
             self.memory.record.committed(label, self.peer_errors)
 
     def _skipped(self, step: int, cause: str) -> None:
-        self.daemon.notify_skip(step, cause, self.stats.to_json())
+        self.daemon.report_skip(cause, self.stats.to_json())
         self.context.events.write("skip", step=step, cause=cause)
 
     # -- every step --------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from reft.device import find_vendor
+from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage
-from reft.node.report import read_history, restarts_among
 
 logger = logging.getLogger(__name__)
 

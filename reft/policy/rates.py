@@ -32,7 +32,7 @@ from reft.device import find_vendor
 from reft.durable import write_durably
 from reft.errors import PersistError
 from reft.grid import Topology, VersionId, given_up
-from reft.node.report import read_history
+from reft.node.history import read_history
 from reft.policy.agreed import AgreedRates
 from reft.policy.rate import (
     DueSteps,
