@@ -31,7 +31,21 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState:
-    """Captures the state with which a step begins. Used by the training thread."""
+    """Captures the state with which a step begins. Used by the training thread.
+
+    Args:
+        context: of the job.
+        protection: says which members' gradients are needed.
+        fence: held before gradients are freed.
+        client_state: returns the script's own values; None if there are none.
+
+    Attributes:
+        adapter: of the engine's optimizer.
+        gradients: captures gradients for peers that repeat the step (AOR); None if they do not.
+        data: the position in the data; None if the program keeps it.
+        followed: state of the script that versions hold besides the engine's.
+        boundary: which host state a step begins with.
+    """
 
     def __init__(
         self,
@@ -51,7 +65,7 @@ class EngineState:
         self.followed = host_states(context)
         """State of the script that versions hold besides the engine's own."""
         self.listener: Callable[[VersionId, LiveImages, Encoded], None] | None = None
-        """Called with every state that is captured; for `reft rehearse`."""
+        """Called with every captured state; used by `reft rehearse`."""
         # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its
         # batch.
         repeats_draws = engine.data is not None and not engine.data.is_pipeline
@@ -65,24 +79,32 @@ class EngineState:
         starts."""
         self._images: LiveImages | None = None
         self._copied_at_boundary: frozenset[str] = frozenset()
-        """Names of tensors that the script writes while they are copied: the images have copies of
+        """Names of tensors that the script writes while they are copied. The images hold copies of
         them."""
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Strict: a version of which no checkpoint could be written is not taken.
+        # Strict: a version that no checkpoint could be written from is not taken.
         self._blob = HostBlob(strict=context.config.strict)
         self._failures: set[type[Exception]] = set()
 
     def capture(self, label: VersionId, *, required: bool, variant: Variant) -> SnapshotRequest:
-        """What the snapshot worker needs of the version; a cause where it cannot be had. Never
-        raises.
+        """Capture a version for the snapshot worker. Never raises.
 
-        The first version of a layout is taken whatever it takes: memory is reserved at the start
-        (P9), not at the expense of the versions that follow."""
+        The first version of a layout is required: it reserves memory at the start (P9), so that the
+        versions after it are not delayed.
+
+        Args:
+            label: of the version.
+            required: whether it is taken even if training has to wait.
+            variant: when its bytes are copied.
+
+        Returns:
+            The request, with a cause if the state could not be captured.
+        """
         try:
             known = self._images
             images = self._current_images()
             for copy, live in self._copies:
-                # The device does it in the order of its stream; the host waits on a CPU alone.
+                # On a device this is queued on its stream; only on a CPU the host waits.
                 copy.copy_(live)
             counts = images.write_counts()
             encode = self.boundary.take(None if self.data is None else self.data.read_to_train())
@@ -94,13 +116,13 @@ class EngineState:
                 encode=encode,
                 captured=self._captured(label.step),
                 required=required or images is not known,
-                # Training waits for a version that must be taken, and writes nothing meanwhile.
+                # Training waits for a required version, and writes nothing meanwhile.
                 written=None if required else lambda: images.written_since(counts),
                 variant=variant,
             )
         except Exception as error:
-            # Whatever it is, training goes on (P6). This rank still has to say no in the vote, or
-            # its peers would wait.
+            # Training continues after any error (P6). This rank must still vote against the
+            # version, or its peers would wait.
             level = logging.WARNING if isinstance(error, ReftError) else logging.ERROR
             if type(error) not in self._failures:
                 self._failures.add(type(error))
@@ -112,11 +134,11 @@ class EngineState:
             )
 
     def host_state(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What a version holds besides tensors of the engine."""
+        """The part of a version that is not tensors of the engine."""
         return {**self._engine.capture(client_state), "followed": self.followed.capture()}
 
     def _random_states(self) -> dict[str, Any]:
-        """Of the generators of this process, and of those that the script has given."""
+        """States of the generators of this process, and of those that the script has given."""
         return {"rng": capture_rng(), "followed": self.followed.generators()}
 
     def _encode_host_state(self, drawn: dict[str, Any] | None) -> Encoded:
@@ -150,7 +172,7 @@ class EngineState:
         return self._images
 
     def _sections(self, written: frozenset[str]) -> tuple[SectionImage, SectionImage]:
-        """Both sections; copies stand for the tensors that the script writes after the boundary."""
+        """Both sections. Copies replace the tensors that the script writes after the boundary."""
         sections = self.adapter.images()
         self._copies = []
         if written:
@@ -175,18 +197,17 @@ class EngineState:
         taken = self.gradients.take(step) if self.gradients is not None else None
         if self.gradients is None or taken is None:
             return {}
-        # The thread that recomputes must do as this one, whose processor may take denormals for
-        # zero. Torch's kernels for devices keep them.
+        # The thread that recomputes must treat denormals as this thread's processor does, which may
+        # flush them to zero. Torch's kernels for devices keep them.
         flush = not self.gradients.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
         return {PeerOptimizers.name: OptimizerStep(*taken, flush_denormal=flush)}
 
     def replaced(self) -> None:
-        """Something was loaded: the images may be other tensors."""
+        """The engine's state was loaded: the images may be other tensors."""
         self._images = None
 
     def close(self) -> None:
-        """Leave nothing in the optimizer and in the loaders. No version is being copied any
-        more."""
+        """Remove all hooks of the optimizer and the loaders. No version is being copied any more."""
         if self.gradients is not None:
             self.gradients.close()
         if self.data is not None:
@@ -197,9 +218,15 @@ class EngineState:
 def gradient_capture(
     context: JobContext, protection: Protection, fence: OptimizerFence
 ) -> GradientCapture | None:
-    """What AOR takes of every step; None unless it was asked for and there are partitions. Raises
-    UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept; says what to
-    change."""
+    """Captures of every step what peers need in order to repeat it (AOR).
+
+    Returns:
+        None if the block does not ask for it, or nothing is partitioned.
+
+    Raises:
+        UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept. Says
+            what to change.
+    """
     config, adapter = context.config, context.engine.adapter
     if not config.recompute:
         return None

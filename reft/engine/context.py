@@ -1,7 +1,7 @@
-"""What every part of a session knows of its job: made before the parts, and handed to each of them.
+"""What every part of a session knows of its job. It is made before the parts, and handed to each.
 
-A part takes the context, and beside it only what it works on. It never takes the session, which
-holds all parts and would let each of them reach every other one.
+A part takes the context, and besides it only the parts that it works with. It never takes the
+session, through which each part could reach every other one.
 """
 
 from __future__ import annotations

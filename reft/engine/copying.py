@@ -14,7 +14,13 @@ from reft.snapshot.worker import SnapshotWorker
 
 
 class CopySetup:
-    """How one rank's bytes are copied."""
+    """How one rank's bytes are copied.
+
+    Attributes:
+        variant: when they are copied.
+        engine: copies them, by a thread or on a stream of the device.
+        pacer: when training leaves room for copies.
+    """
 
     def __init__(self, context: JobContext) -> None:
         config, engine = context.config, context.engine
@@ -46,23 +52,29 @@ class CopySetup:
 
 
 class OptimizerFence:
-    """Stands before the optimizer step or, where it was seen to come within it, before the first
-    write.
+    """Holds training before the optimizer writes, until no copy reads the live tensors.
 
-    A step with clipping or overflow checks meets the other ranks before it writes; copies may go on
-    so long.
+    It holds before the optimizer step; or before the first write within the step, once a step has
+    shown that the hooks of the innermost optimizer run first. A step with clipping or overflow
+    checks exchanges messages with the other ranks before it writes, and copies continue in that
+    time.
+
+    Attributes:
+        is_within: whether :meth:`before_write` is known to run before anything is written.
+        worker: takes the versions; None before the session starts.
     """
 
     def __init__(self, copying: CopySetup, stats: SnapshotStats) -> None:
         self._copying = copying
         self._stats = stats
-        self.worker: SnapshotWorker | None = None  # from the session's start on
-        self.is_within = False  # whether `before_write` is known to come before anything is written
+        self.worker: SnapshotWorker | None = None
+        self.is_within = False
         self._writes_seen = False
         self._waited_secs = 0.0
 
     def before_optimizer_step(self) -> None:
-        """The fence, or its approach."""
+        """The optimizer step begins. Holds training, or lets copies end before
+        :meth:`before_write`."""
         self._writes_seen = False
         if self._copying.takes_versions:
             self._copying.pacer.begin_optimizer()
@@ -72,13 +84,13 @@ class OptimizerFence:
             self.hold()
 
     def before_write(self, *_: object) -> None:
-        """The innermost optimizer is about to write."""
+        """The innermost optimizer is about to write. Holds training."""
         self._writes_seen = True
         self.hold()
 
     def after_optimizer_step(self) -> None:
-        """Nothing may have been written, on overflow: the fence comes here, and next time before
-        the step."""
+        """The optimizer step has ended. On overflow nothing was written: training is held here, and
+        before the next step."""
         if not self._writes_seen:
             self.hold()
         self.is_within = self._writes_seen
