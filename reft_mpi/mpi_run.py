@@ -310,7 +310,7 @@ def main(argv: Sequence[str]) -> int:
         return code
     # The version of the last step is taken while sessions close: later, it would make the memory
     # again.
-    if (hook := sys.modules.get("reft.engine.deepspeed")) is not None:
+    if (hook := sys.modules.get("reft.engine.attach")) is not None:
         hook.close_sessions()
     try:
         return step.end(code)

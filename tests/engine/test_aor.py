@@ -17,7 +17,7 @@ import reft
 from reft.aor.host_adam import AdamRecipe
 from reft.aor.recompute import PeerOptimizers
 from reft.checks.start import explain_inexact
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.errors import UnsupportedStateError
 from reft.snapshot.version import SkipCause
 from reft.state.adam import AdamKind
