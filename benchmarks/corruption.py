@@ -26,7 +26,7 @@ from common import enter_worker, launch, leave_worker, parser, scratch, write_re
 from results import machine
 
 from reft.memory.arena import Arena, headers
-from reft.snapshot.copying.copier import TURNS
+from reft.verify.peers import TURNS
 from tests.engine.ranks import Mlp, join_group
 
 WRONG, WIDTH, INNER, BLOCK_BYTES = 1, 64, 1000, 4096
@@ -62,7 +62,7 @@ class Trainer:
         self.engine.load_checkpoint("none")
         self.session = find_session(self.engine)
         self.worker = worker = self.session.worker
-        self.submit, worker.submit, worker.watchers.faults.reach = (
+        self.submit, worker.submit, worker.callbacks.faults.reach = (
             worker.submit,
             self.take,
             self.reach,

@@ -28,9 +28,9 @@ from replay_stage import SimulatedDevice
 from results import estimate, machine
 
 from reft.config import Variant
+from reft.snapshot import copier
 from reft.snapshot.arenas import ArenaWriter
-from reft.snapshot.copying import copier
-from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
+from reft.snapshot.device_engine import DeviceCopyEngine, copy_engine_for
 from reft.snapshot.plan import PlacedBlock
 
 VERSION_GB, LINK_GB_PER_SEC, STEP_SECS = 24.1, 50.0, 1.0  # what is scaled down

@@ -63,7 +63,7 @@ PATHS = {
     "buffers that are late": "tests/state/test_rng.py",
     "random states of a device": "tests/state/test_rng.py",
     "restoring to a device": "tests/engine/test_engine.py",
-    "watching the memory of a device": "tests/engine/test_device_memory.py",
+    "watching the memory of a device": "tests/node/test_device_memory.py",
 }
 """What only a device can prove, and the file whose tests marked ``gpu`` prove it."""
 

@@ -294,7 +294,7 @@ def copies() -> dict:
 @fact
 def engine_copies() -> dict:
     """reft's own engine: GB/s, microseconds of the host for a batch, and wrong bytes."""
-    from reft.snapshot.copying.device import DeviceCopyEngine
+    from reft.snapshot.device_engine import DeviceCopyEngine
 
     nbytes, batch = ((8 * MIB), MIB) if OPTIONS.small else (2 * GIB, 32 * MIB)
     out = {}
@@ -345,7 +345,7 @@ def engine_copies() -> dict:
 def beside_training() -> dict:
     """What copies cost matrix products of a full device, and a thread that launches small
     kernels."""
-    from reft.snapshot.copying.device import DeviceCopyEngine
+    from reft.snapshot.device_engine import DeviceCopyEngine
 
     nbytes, batch = ((8 * MIB), MIB) if OPTIONS.small else (4 * GIB, 32 * MIB)
     size = 256 if OPTIONS.small else 8192
@@ -413,7 +413,7 @@ def sealing() -> dict:
     """Checksums with a look for NaN, GB/s, by threads; whether reft's threads keep up with the
     link."""
     from reft.memory.stream import EXPONENTS, choose_loop, find_ranges, hashing_copier
-    from reft.snapshot.copying.copier import hashing_threads
+    from reft.snapshot.copier import hashing_threads
 
     nbytes = (8 * MIB) if OPTIONS.small else 2 * GIB
     arena = Mapped(nbytes, OPTIONS.shm)
@@ -451,8 +451,8 @@ def sealing() -> dict:
 def exact_adam() -> dict:
     """Equal bits on device and host; seconds of 100 million parameters beside torch's fused
     AdamW."""
-    from reft.engine.checks.choice import _try_adam
     from reft.optim import ExactAdam
+    from reft.policy.choice import _try_adam
 
     exact, per_sec = _try_adam(DEVICE)
     out = {"equal": exact, "host_parameters_per_sec": round(per_sec)}
@@ -529,7 +529,7 @@ def parities() -> dict:
 
 @fact
 def peer_sums() -> dict:
-    from reft.snapshot.copying.copier import _on_device
+    from reft.verify.peers import _on_device
 
     nbytes = (4 * MIB) if OPTIONS.small else 256 * MIB
     block = 4 * MIB
@@ -547,7 +547,7 @@ def peer_sums() -> dict:
 @fact
 def clock() -> dict:
     """By how much a device's time, told by the host's clock, is wrong; busy and idle."""
-    from reft.snapshot.copying.device import DeviceCopyEngine
+    from reft.snapshot.device_engine import DeviceCopyEngine
 
     engine = DeviceCopyEngine(DEVICE, VENDOR)
     errors = []
@@ -617,7 +617,7 @@ def capture() -> dict:
     if OPTIONS.device == "sim":
         return {"skipped": "tests have it"}
     from reft.protect.backend import backend_for
-    from reft.snapshot.copying.device import DeviceCopyEngine
+    from reft.snapshot.device_engine import DeviceCopyEngine
 
     engine = DeviceCopyEngine(DEVICE, VENDOR)
     state = torch.ones(MIB, dtype=torch.uint8, device=DEVICE)
@@ -659,7 +659,7 @@ def capture() -> dict:
 def closed_streams() -> dict:
     """What happens to blocks that outlive a closed engine, in the caching allocator."""
     code = """
-from reft.snapshot.copying.device import DeviceCopyEngine
+from reft.snapshot.device_engine import DeviceCopyEngine
 engine = DeviceCopyEngine(DEVICE, VENDOR)
 buffer = engine.staging_buffer(256 * 2**20)
 engine.begin(); del buffer; engine.fence(); engine.close()

@@ -61,7 +61,7 @@ from examples.llama.model_config import LlamaConfig, load_model
 from reft.config import Variant
 from reft.errors import OutOfMemoryError
 from reft.memory.files import free_bytes
-from reft.snapshot.copying.device import copy_engine_for
+from reft.snapshot.device_engine import copy_engine_for
 
 GOAL_OVERHEAD = 0.01
 GOAL_LINK = 0.9

@@ -8,15 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from reft.grid import ALIGNMENT_BYTES
+from reft.pacing.schedule import Bandwidth, HasLimits, HasSchedule, Interval, Window, plan_schedule
 from reft.snapshot.plan import shard_cuts
-from reft.snapshot.schedule import (
-    Bandwidth,
-    HasLimits,
-    HasSchedule,
-    Interval,
-    Window,
-    plan_schedule,
-)
 from reft.state.catalogue import SectionImage
 
 NONE = "none"

@@ -23,7 +23,7 @@ from replay_savers import NoSaver
 from examples.llama.model import Embedding, FinalNorm, Head, LlamaBlock
 from examples.llama.model_config import LlamaConfig
 from examples.llama.tensor_parallel import TensorParallel, cross_entropy
-from reft.snapshot.schedule import AnalyticEstimator, Window
+from reft.pacing.schedule import AnalyticEstimator, Window
 
 BYTES_PER_PARAMETER = 2 + 3 * 4
 """State of a parameter: bf16 weight, fp32 master and Adam's two moments."""

@@ -20,14 +20,14 @@ from reft.control.control import ControlGroup
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena, SlotFiles, scan
-from reft.node.client import ProtectionRecord
+from reft.pacing.pacer import Pacer
+from reft.protect.codes import Scheme
 from reft.snapshot.arenas import ArenaSet
-from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.engine import CopyEngine
-from reft.snapshot.copying.gate import Pacer
+from reft.snapshot.copier import Copier
+from reft.snapshot.copy_engine import CopyEngine
+from reft.snapshot.extension import FixedScheme
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.switching import SchemeSwitch
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallbacks
 from reft.state.catalogue import SectionImage
 
@@ -94,10 +94,11 @@ class Production:
             arenas=arenas,
             block_bytes=_BLOCK_BYTES,
             host_bytes=_HOST_BYTES,
-            switch=SchemeSwitch(control, topology, arenas, ProtectionRecord("none", "none")),
-            watchers=WorkerCallbacks(self.stats, FaultPlan((), topology.coordinates[0])),
+            scheme=FixedScheme(Scheme()),
+            callbacks=WorkerCallbacks(self.stats, FaultPlan((), topology.coordinates[0])),
             copier=Copier(engine, chunk_bytes),
-            pacer=self.pacer,
+            features=[self.pacer],
+            gate=self.pacer.gate,
         )
         self.step = 0
         # Memory is reserved for the first one, whatever it takes.

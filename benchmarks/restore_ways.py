@@ -195,7 +195,7 @@ class PlainCopyWay(Way):
 def _watch_parts(watch: Stopwatch) -> None:
     """Have the parts of a restore told apart."""
     from reft.engine import deepspeed
-    from reft.engine.load.memory import MemoryRestorer
+    from reft.engine.load_memory import MemoryRestorer
     from reft.recover.rebuild import ArenaRebuilder
 
     for stage in ("begin", "take", "seal"):
@@ -211,7 +211,7 @@ class ReftWay(Way):
     name = "reft_all_local"
 
     def before(self) -> None:
-        from reft.snapshot.copying.device import copy_engine_for
+        from reft.snapshot.device_engine import copy_engine_for
 
         session = self.rank.session
         session.worker.close(600.0)
@@ -221,7 +221,7 @@ class ReftWay(Way):
         self.rank.barrier()
 
     def restore(self) -> dict[str, Any]:
-        from reft.engine.load.restore import LoadCall, Restorer
+        from reft.engine.load import LoadCall, Restorer
 
         rank = self.rank
         _watch_parts(rank.watch)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from training import Shape
 
-from reft.snapshot.schedule import HasSchedule
+from reft.pacing.schedule import HasSchedule
 
 MIB = 2**20
 

@@ -98,7 +98,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
     import reft
     from reft.engine import engine as engine_module
-    from reft.snapshot.copying.copier import PeerCheck
+    from reft.verify.peers import PeerCheck
 
     torch.set_num_threads(1)
     if not options.verbose:
@@ -127,7 +127,12 @@ def run_rank(options: argparse.Namespace) -> None:
             return
         session.use("has")
         scheme, _, peers = scheme.partition("/")
-        session.worker.copier.peers = PeerCheck(peers == "rotate", BLOCK_BYTES) if peers else None
+        worker = session.worker
+        others = [f for f in worker.features if not isinstance(f, PeerCheck)]
+        if peers:
+            check = PeerCheck(by_turns=peers == "rotate", block_bytes=BLOCK_BYTES)
+            others.append(check.connect(worker.control, session.topology))
+        worker.features = worker.copier.features = tuple(others)
         kept = scheme.removesuffix(AOR)
         engine_module.kept_members = kept_members if kept != scheme else lambda session: ()
         if os.environ["RANK"] == "0" and session.protection.record.parsed != parse(kept):
@@ -206,13 +211,7 @@ def host_adam(engine: Any, quick: bool) -> list[dict[str, float]]:
     import torch
     import torch.distributed as dist
 
-    from reft.protect.host_adam import (
-        AdamReplica,
-        OwnerStep,
-        ReplicaTensors,
-        read_recipe,
-        read_step,
-    )
+    from reft.aor.host_adam import AdamReplica, OwnerStep, ReplicaTensors, read_recipe, read_step
 
     found = []
     dist.barrier()

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from reft.engine.checks.start import warn
-from reft.engine.data import nodes_may_change
-from reft.engine.on_import import wrap
+from reft.checks.start import warn
+from reft.data.position import nodes_may_change
+from reft.engine.marks import wrap
 from reft.errors import ConfigError, UnsupportedStateError
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from reft.engine.on_import import hook_imports, uncollected
+from reft.engine.marks import uncollected
+from reft.engine.on_import import hook_imports
 
 if TYPE_CHECKING:
     from reft.config import ReftConfig

@@ -274,3 +274,27 @@ def given_up(labels: Iterable[VersionId]) -> dict[VersionId, VersionId]:
         else:
             line.append(label)
     return passed
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Other replicas: what a rank takes up that is not a part of an image."""
+
+    old: int
+    new: int
+
+    def host_from(self, dp: int) -> int:
+        """The old member whose host state the new member ``dp`` takes up: its own where there was
+        one, else another one's, for what is equal on all."""
+        return dp % self.old
+
+    def is_new(self, dp: int) -> bool:
+        """Whether there was no such member before: what is a rank's own is not in the version."""
+        return dp >= self.old
+
+    def __str__(self) -> str:
+        return f"DP{self.old} to DP{self.new}"
+
+
+def only_replicas_differ(was: Degrees, now: Degrees) -> bool:
+    return was != now and (was.pp, was.tp) == (now.pp, now.tp)

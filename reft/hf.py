@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from reft.engine.host_state import HostState
-from reft.engine.on_import import wrap
+from reft.engine.marks import wrap
 from reft.errors import ConfigError
 from reft.state import attributes
 from reft.state.codec import class_path

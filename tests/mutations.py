@@ -36,7 +36,7 @@ class Mutation(NamedTuple):
 WORKER, VERSION = "snapshot/worker.py", "snapshot/version.py"
 MODEL = ("tests/snapshot/test_version.py", "tests/snapshot/test_version_model.py")
 KEPT = "frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})"
-DEVICE = "snapshot/copying/device.py"
+DEVICE = "snapshot/device_engine.py"
 VERSION_ON_DEVICE = (
     "tests/snapshot/test_copy_engines.py::test_a_version_is_the_state_between_begin_and_fence",
 )
@@ -69,14 +69,14 @@ MUTATIONS = {
         WORKER, "names = waiting[0].written()", "names = []", ("tests/follow/test_written.py",)
     ),
     "p3-peers-that-differ-are-committed": Mutation(
-        "snapshot/worker.py",
-        "self._differs = Cause(versions.PEERS_DIFFER) if differs else None",
-        "self._differs = None",
+        "verify/peers.py",
+        "return None if torch.equal(mine, theirs) else SkipCause(PEERS_DIFFER)",
+        "return None",
         ("tests/snapshot/test_worker.py",),
     ),
     "p3-a-nan-is-committed": Mutation(
-        "snapshot/worker.py",
-        "if not found or not self._verify.suspects:",
+        "verify/finite.py",
+        "if not names:",
         "if True:",
         ("tests/snapshot/test_worker.py",),
     ),
@@ -168,10 +168,10 @@ MUTATIONS = {
         ("tests/storage/test_persist.py",),
     ),
     "p7-fused-matrices-are-taken-for-one": Mutation(
-        "recover/relayout.py",
+        "relayout/element_map.py",
         "whole = whole or (1,)",
         "whole = (1,)",
-        ("tests/recover/test_relayout.py",),
+        ("tests/relayout/test_element_map.py",),
     ),
     "p3-a-spare-takes-a-healthy-nodes-place": Mutation(
         "job/rendezvous/membership.py",
@@ -207,7 +207,7 @@ MUTATIONS = {
         DEVICE, "ticket.follow(self._begun, self._side)", "pass", VERSION_ON_DEVICE
     ),
     "device-scratch-of-another-stream": Mutation(
-        "snapshot/copying/copier.py",
+        "snapshot/copier.py",
         "return torch.empty(nbytes, dtype=torch.uint8, device=self._device)",
         "side = torch.accelerator.current_stream()\n"
         "        torch.accelerator.set_stream(torch.Stream(stream_id=0, device_index=0, device_type=side.device_type))\n"

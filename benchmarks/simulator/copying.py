@@ -17,7 +17,7 @@ from .instructions import Compute, Instruction, OptimizerStep, Reduction, Transf
 
 
 class Tier(IntEnum):
-    """Beside what a piece was copied, as :class:`reft.snapshot.schedule.ChunkRecord` has it."""
+    """Beside what a piece was copied, as :class:`reft.snapshot.gate.ChunkRecord` has it."""
 
     FENCE = 0
     WAITING = 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from reft.snapshot.schedule import Window
+from reft.pacing.schedule import Window
 from reft.tools.planning.command import numbers_table
 
 from .copying import Tier

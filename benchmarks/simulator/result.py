@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from reft.snapshot.schedule import ChunkRecord, InstructionRecord, StepTrace, Window
+from reft.pacing.schedule import InstructionRecord, StepTrace, Window
+from reft.snapshot.gate import ChunkRecord
 
 from .copying import Piece, Tier, bytes_by_tier
 from .instructions import Compute, Instruction, MicroBatchInstruction

@@ -15,7 +15,7 @@ How they disturb the step (see :mod:`.copying` and
 - ``inter_node``: the whole state goes to a peer over the network, half of which transfers and
   reductions then have.
 - ``has``: in the windows first, then beside computation and, on separate links, beside
-  communication, as :func:`reft.snapshot.schedule.plan_schedule` says.
+  communication, as :func:`reft.pacing.schedule.plan_schedule` says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from reft.config import Variant
 from reft.errors import ConfigError
-from reft.snapshot.schedule import Bandwidth, HasLimits, HasSchedule, Interval, plan_schedule
+from reft.pacing.schedule import Bandwidth, HasLimits, HasSchedule, Interval, plan_schedule
 from reft.tools.planning.model import Training
 
 from .copying import Beside, Copying, Tier, bytes_by_tier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from reft.snapshot.schedule import Window, WindowKind
+from reft.pacing.schedule import Window, WindowKind
 
 from .instructions import Compute, ForwardPass, Reduction
 from .result import Interval

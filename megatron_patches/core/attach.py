@@ -30,17 +30,18 @@ import torch
 
 from megatron_patches.core.engine import MegatronEngine, check_release
 from reft import log
+from reft.checks.start import warn, warn_untried_device
 from reft.config import parse_block
-from reft.engine.checks.start import warn, warn_untried_device
-from reft.engine.engine import ClientState, Tracer
-from reft.engine.load.memory import MemoryRestorer
-from reft.engine.on_import import wrap
+from reft.engine.engine import Tracer
+from reft.engine.load_memory import MemoryRestorer
+from reft.engine.marks import wrap
+from reft.engine.protocol import ClientState
 from reft.engine.session import Session, record
 from reft.errors import ConfigError, UnrecoverableError
+from reft.pacing.pacer import Pacer
+from reft.pacing.schedule import InstructionRecord
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
-from reft.snapshot.copying.gate import Pacer
-from reft.snapshot.schedule import InstructionRecord
 
 logger = logging.getLogger(f"reft.{__name__}")
 

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reft.engine.engine import flat_facts, read_shapes
-from reft.engine.identity import Fact, read_argument_facts
+from reft.engine.fingerprint import Fact, read_argument_facts
+from reft.engine.protocol import flat_facts, read_shapes
 from reft.errors import ConfigError, LayoutError, UnsupportedStateError
 from reft.grid import Coordinate, Degrees
 from reft.naming import own_program
@@ -358,7 +358,7 @@ def _trackers(wrapper: Any) -> dict[str, int]:
 
 
 class MegatronEngine:
-    """A :class:`~reft.engine.engine.TrainingEngine`, of what :func:`reft.attach_megatron` is
+    """A :class:`~reft.engine.protocol.TrainingEngine`, of what :func:`reft.attach_megatron` is
     given."""
 
     name = "MegatronEngine"

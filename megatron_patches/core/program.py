@@ -37,8 +37,8 @@ from megatron_patches.core.engine import PROGRAM_RELEASES, check_release
 from megatron_patches.deepspeed import check_options
 from reft import log
 from reft.config import parse_block, read_block
-from reft.engine.load.restore import bind
-from reft.engine.on_import import wrap
+from reft.engine.load import bind
+from reft.engine.marks import wrap
 from reft.env import ENV_CONFIG
 from reft.errors import ConfigError, UnrecoverableError
 from reft.node.progress import Phase

@@ -50,14 +50,8 @@ def config_command(
 
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
+    from reft.checks.preflight import Finding, ScriptLook, Severity, config_findings, installed
     from reft.config import read_object
-    from reft.engine.checks.preflight import (
-        Finding,
-        ScriptLook,
-        Severity,
-        config_findings,
-        installed,
-    )
     from reft.storage.persist import MAKE_WRITABLE, reason_unwritable
 
     block = None

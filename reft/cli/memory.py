@@ -19,7 +19,7 @@ from reft.env import ENV_MEMORY_DIR
 from reft.errors import ConfigError, ReftError
 from reft.grid import VersionId
 from reft.memory.jobdir import JobSummary, list_jobs, live_processes, remove_job, summarise
-from reft.recover.inspect import ArenaReport, JobReport, find_job_dirs, inspect_job, inspect_stored
+from reft.storage.inspect import ArenaReport, JobReport, find_job_dirs, inspect_job, inspect_stored
 from reft.storage.persist import PersistProgress
 
 EXIT_NOT_WELL = 1
@@ -134,7 +134,7 @@ def persist_command(  # noqa: PLR0917 - options of the command line
 
     Give --memory-dir once per node that is left; blocks of lost nodes come from their copies.
     """
-    from reft.recover.offline import export_stored, persist_offline
+    from reft.storage.offline import export_stored, persist_offline
 
     screen = Console(stderr=True)
 

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -86,21 +86,14 @@ class Ballot:
     # Step after which this rank can stop, since it received a signal; 0 if not (the latest)
     stop_after_step: int = 0
     relayout: bool = False  # The shapes of this rank's state differ from the plan (of any rank)
-    # Steps between versions at which this rank keeps the allowed overhead (the maximum)
-    interval_steps: int = 1
-    # Number of the newest request to switch protection that this rank knows (the newest)
-    order: int = 0
     late: bool = False  # The next votes of this rank lag behind its training (of any rank)
-    level: int = 0  # Degradation of the protection that this rank's memory needs (the maximum)
-    # Steps between versions on storage that this rank needs; 0: as in the block (the maximum)
-    persist_steps: int = 0
-    not_finite: bool = False  # The state holds NaN or infinity on this rank (on any rank)
-    differs: bool = False  # Replicated state differs within this rank's group (within any group)
     # This rank has an error that it has not reported to its peers (any rank has)
     has_errors: bool = False
+    # Numbers of each feature by its name, opaque here (the maximum of each)
+    features: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-_RAISED = tuple(f.name for f in fields(Ballot) if f.name != "ok")
+_RAISED = ("stop_after_step", "relayout", "late", "has_errors")
 
 
 class ControlGroup:
@@ -344,10 +337,12 @@ class WorkerControl(ControlGroup):
         """
         # The transport only has a minimum. Fields whose maximum is needed are sent negated, and the
         # version is sent twice, so that its minimum and its maximum can be compared.
-        values = [getattr(ballot, name) for name in _RAISED]
-        word = [int(ballot.ok), *(-int(value) for value in values)]
-        word += [version.step, -version.step, version.incarnation, -version.incarnation]
-        ok, *raised, lowest, highest, oldest, newest = self._connections.reduce_min(word)
+        raised = [getattr(ballot, name) for name in _RAISED]
+        names = sorted(ballot.features)
+        numbers = [number for name in names for number in ballot.features[name]]
+        word = [version.step, -version.step, version.incarnation, -version.incarnation]
+        word += [int(ballot.ok), *(-int(value) for value in (*raised, *numbers))]
+        lowest, highest, oldest, newest, ok, *largest = self._connections.reduce_min(word)
         if oldest != -newest:
             raise TransferError(
                 f"ranks of different starts of the job vote (incarnations {oldest} and {-newest}); "
@@ -359,11 +354,10 @@ class WorkerControl(ControlGroup):
                 f"ranks vote on different steps ({lowest} and {-highest}); expected all at "
                 f"{version.step}. Every rank must take the same optimizer steps"
             )
-        results = {
-            name: type(value)(-result)
-            for name, value, result in zip(_RAISED, values, raised, strict=True)
-        }
-        return Ballot(ok=bool(ok), **results)
+        results = iter(-value for value in largest)
+        fields = {name: type(own)(next(results)) for name, own in zip(_RAISED, raised, strict=True)}
+        features = {name: tuple(next(results) for _ in ballot.features[name]) for name in names}
+        return Ballot(ok=bool(ok), features=features, **fields)
 
 
 def _to_bytes(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[memoryview]]:

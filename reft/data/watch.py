@@ -40,7 +40,7 @@ from reft.state.blob import restore_host_rng, restore_rng
 from reft.state.codec import class_path
 
 if TYPE_CHECKING:
-    from reft.engine.data import DataPosition
+    from reft.data.position import DataPosition
 
 # -- Accelerate's loaders read a batch ahead, to know the last one: what counts is what they handed
 # out

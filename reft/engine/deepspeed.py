@@ -27,16 +27,14 @@ from typing import Any, Protocol
 import torch
 
 from reft import integrations, log
+from reft.checks.preflight import engine_findings
+from reft.checks.start import warn, warn_untried_device
 from reft.config import load_config, parse_block
-from reft.engine.checks.preflight import engine_findings
-from reft.engine.checks.start import warn, warn_untried_device
-from reft.engine.data import DataPosition
-from reft.engine.engine import ClientState, find_coordinate, flat_facts, read_shapes
-from reft.engine.identity import Fact, read_argument_facts
-from reft.engine.layouts import HELD, DegreeChange, describe_layouts
-from reft.engine.load.disk import SAVED_BY, host_file
-from reft.engine.load.restore import LoadCall, Restorer, bind
-from reft.engine.on_import import find_ds_config, wrap
+from reft.data.position import DataPosition
+from reft.engine.fingerprint import Fact, read_argument_facts
+from reft.engine.load import LoadCall, Restorer, bind
+from reft.engine.marks import find_ds_config, wrap
+from reft.engine.protocol import ClientState, find_coordinate, flat_facts, read_shapes
 from reft.engine.session import Session, record
 from reft.engine.weave import Weaver
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
@@ -44,11 +42,13 @@ from reft.grid import Coordinate, Degrees
 from reft.naming import own_program
 from reft.node.progress import Phase, ProgressPage, at_instruction
 from reft.refusal import end_in_words
+from reft.relayout.layouts import HELD, LayoutChange, describe_layouts
 from reft.state.adapters import adapter_for
 from reft.state.blob import capture_host_state, restore_data_free_state, restore_host_state
 from reft.state.catalogue import SectionImage
 from reft.state.codec import encode
 from reft.state.supported import explain_not_loadable
+from reft.storage.load import SAVED_BY, host_file
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def save_with_host_state(
     attached = dict(session.state.client_state()) if session.state.client_state else {}
     client_state = {**attached, **(call.get("client_state") or {})}
     result = original(**{**call, "client_state": client_state})
-    from reft.state.deepspeed_format import write_host_file
+    from reft.storage.deepspeed_format import write_host_file
 
     step = session.engine.global_steps
     name = f"global_step{step}" if call.get("tag") is None else str(call["tag"])
@@ -452,8 +452,11 @@ _ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_
 
 
 class DeepSpeedEngine:
-    """A :class:`~reft.engine.engine.TrainingEngine`; an UnsupportedStateError where it holds state
-    reft does not know."""
+    """One rank's part of a DeepSpeed training (:class:`~reft.engine.protocol.TrainingEngine`).
+
+    Raises:
+        UnsupportedStateError: the engine holds state that reft does not know.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -465,7 +468,7 @@ class DeepSpeedEngine:
         self.micro_batches = int(engine.gradient_accumulation_steps())
         self.data = DataPosition(engine, self._replica)
         self._held: tuple[Any, bytes | str] = (None, "")
-        self.resizing = DegreeChange(self.micro_batches, find_ds_config(engine))
+        self.resizing = LayoutChange(engine, self.adapter, find_ds_config(engine))
 
     @property
     def global_steps(self) -> int:
@@ -525,7 +528,7 @@ class DeepSpeedEngine:
         restore_data_free_state(self.engine, state, scheduler=scheduler)
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
-        from reft.state.deepspeed_format import capture_template
+        from reft.storage.deepspeed_format import capture_template
 
         return capture_template(self.engine, images, state)
 

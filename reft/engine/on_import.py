@@ -6,13 +6,12 @@ script does, and for a job without the block nothing happens, and nothing more i
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -21,26 +20,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from reft.engine.marks import (
+    BUILT,
+    ENGINE,
+    GROUPED,
+    GROUPS,
+    find_ds_config,
+    mark,
+    uncollected,
+    wrap,
+)
 from reft.env import ENV_CONFIG, ENV_EXTENSIONS, ENV_LAUNCHER_PID, ENV_PROFILE
 
 if TYPE_CHECKING:
-    from reft.engine.engine import ClientState
+    from reft.engine.protocol import ClientState
     from reft.errors import ConfigError
-
-BEGAN, GROUPS, GROUPED, ENGINE, BUILT = "began", "groups", "grouped", "engine", "built"
-SURVEY, AGREED = "survey", "agreed"
-_times: dict[str, float] = {}
-
-
-def mark(name: str) -> None:
-    _times.setdefault(name, time.time())
-
-
-def times() -> dict[str, float]:
-    """Unix seconds of this host, by name: the script begins, process groups are made and are there,
-    the engine likewise, memory is looked at, and all ranks agree on what to restore. What did not
-    happen is missing."""
-    return dict(_times)
 
 
 class PostImportFinder(MetaPathFinder):
@@ -73,34 +67,6 @@ class PostImportFinder(MetaPathFinder):
         # On the instance: the spec keeps its real loader for whoever asks for resources or sources.
         spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without garbage collections: a full one reads all that torch and DeepSpeed have imported, for
-    tenths of a second, and what is made here is kept or freed by its references."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-def wrap(where: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put ``around``, which is given the original and its arguments, in the place of a method of an
-    instance or of a function of a module; others and the class stay as they are."""
-    original = getattr(where, name)
-    setattr(where, name, functools.wraps(original)(partial(around, original)))
-
-
-def find_ds_config(engine: Any) -> Mapping[str, Any]:
-    params = getattr(getattr(engine, "_config", None), "_param_dict", None)
-    if isinstance(params, Mapping):
-        return params
-    config = getattr(engine, "config", None)
-    return config if isinstance(config, Mapping) else {}
 
 
 def hook_imports() -> None:

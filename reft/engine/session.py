@@ -5,137 +5,50 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib import import_module
-from types import FrameType
 from typing import Any
 
-import torch
-
 from reft import log
+from reft.aor.recompute import PeerOptimizers
+from reft.checks.start import check_start, warn
 from reft.config import FaultPoint, ReftConfig, Variant
-from reft.control.control import ControlGroup
-from reft.device import find_vendor
-from reft.engine.checks.choice import check_device, choose_protection
-from reft.engine.checks.start import check_start, warn
-from reft.engine.engine import (
-    ClientState,
-    CopySetup,
-    EngineState,
-    OptimizerFence,
-    Protection,
-    Tracer,
-    TrainingEngine,
+from reft.control.control import ControlGroup, WorkerControl
+from reft.engine.engine import CopySetup, EngineState, OptimizerFence, Tracer
+from reft.engine.identity import (
+    JobMemory,
+    NodeIdentity,
+    declared_on_one_host,
+    gather_topology,
+    local_rank,
+    name_job,
 )
-from reft.engine.identity import JobMemory, NodeIdentity, gather_topology, local_rank, name_job
-from reft.engine.rates import IntervalRates
-from reft.env import ENV_REHEARSE, ENV_REPLAY
-from reft.errors import CorruptionError, CorruptJobError
+from reft.engine.protection import Protection
+from reft.engine.protocol import ClientState, TrainingEngine
+from reft.engine.stopping import StopController
+from reft.env import ENV_REHEARSE
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import VersionId
 from reft.log import EventLog
 from reft.memory.arena import SlotFiles
 from reft.memory.jobdir import read_environment_secret
 from reft.node.client import DaemonClient, write_order
-from reft.node.progress import DeviceUse, ProgressPage, open_page
-from reft.node.report import read_history, restarts_among
+from reft.node.monitors import DeviceMemory, MonitorWriter
+from reft.node.progress import open_page
+from reft.pacing.mirror import MirrorToPeer
+from reft.policy.choice import check_device, choose_protection
+from reft.policy.rates import IntervalRates
 from reft.snapshot.arenas import ArenaSet
+from reft.snapshot.extension import VersionFeature
 from reft.snapshot.stats import PeerErrors, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallbacks
+from reft.verify.finite import FiniteCheck
+from reft.verify.peers import PeerCheck
 
 logger = logging.getLogger(__name__)
-
-_STEPS = 10
-"""Between two writes where ``steps_per_print`` says nothing: monitors open files, or talk to
-servers."""
-
-
-class MonitorWriter:
-    """Feeds DeepSpeed's monitor, on rank 0, if its engine has one that is on."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._engine: Any = (
-            getattr(session.engine, "engine", None) if session.is_rank_zero else None
-        )
-        self._newest: int | None = None
-        if not getattr(getattr(self._engine, "monitor", None), "enabled", False):
-            self._engine = None
-            return
-        self._newest = session.engine.global_steps
-        self._recoveries = len(restarts_among(read_history(session.memory.job_dir.path)))
-        """Restarts that followed a failure, before this start of the trainers."""
-
-    def starts_at(self, step: int) -> None:
-        """The engine has this step, which it did not make now."""
-        self._newest = step
-
-    def after_step(self, step: int) -> None:
-        """Write once for each step, if it is time to; ``step`` is the same again behind each of its
-        micro-batches but the last. Never raises (P6)."""
-        if self._engine is None or step == self._newest:
-            return
-        self._newest = step
-        try:
-            if step % (self._engine.steps_per_print() or _STEPS) == 0:
-                samples = int(self._engine.global_samples)
-                self._engine.monitor.write_events([(*told, samples) for told in self._events(step)])
-        except Exception as error:
-            self._engine = None
-            logger.warning(
-                "DeepSpeed's monitor does not accept reft's events (%s: %s); reft sends no more "
-                "of them",
-                type(error).__name__,
-                error,
-            )
-
-    def _events(self, step: int) -> Iterable[tuple[str, float]]:
-        stats = self._session.stats
-        if stats.copy_secs.newest is not None:
-            yield "Reft/snapshot_seconds", stats.copy_secs.newest
-        if stats.committed_step is not None:
-            yield "Reft/committed_step", stats.committed_step
-            yield "Reft/commit_lag_steps", max(0, step - stats.committed_step)
-        yield "Reft/tolerance_left", self._session.tolerance
-        yield "Reft/recoveries", self._recoveries
-
-
-class DeviceMemory:
-    def __init__(
-        self, page: ProgressPage, device: torch.device, *, every_secs: float = 1.0
-    ) -> None:
-        self._page = page
-        self._device = device
-        self._vendor = find_vendor(device)
-        self._every_secs = every_secs
-        self._total = 0
-        self._next = 0.0
-
-    def after_step(self) -> None:
-        """Note it, if it is time. It never raises."""
-        now = time.monotonic()
-        if self._vendor is None or now < self._next:
-            return
-        self._next = now + self._every_secs
-        try:
-            if stats := self._vendor.module.memory_stats_as_nested_dict(self._device):
-                allocated, reserved = (
-                    stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved")
-                )
-                if not self._total:
-                    free, _ = self._vendor.module.mem_get_info(self._device)
-                    self._total = free + reserved["current"]
-                self._page.set_device(
-                    DeviceUse(self._total, allocated["current"], allocated["peak"])
-                )
-        except (RuntimeError, KeyError, TypeError) as error:  # another allocator counts nothing
-            logger.info("the memory of %s is not watched: %s", self._device, error)
-            self._vendor = None
 
 
 def _fails() -> bool:
@@ -156,7 +69,8 @@ class Session:
 
     Attributes:
         control: agrees with the other ranks, on the training thread.
-        topology: where all ranks are; ``places`` says what that is known from.
+        topology: where all ranks are.
+        declared_on_one_host: declared nodes that share a host with another one.
         memory: what the job has on this node.
         fence: training waits there (P2).
         progress: what this rank is at, for its node's daemon.
@@ -178,7 +92,8 @@ class Session:
         )
         self.config = config = name_job(config, self.control)
         log.set_place(self.job_id, str(self.coordinate), engine.global_steps)
-        self.topology, self.places = gather_topology(self.control, self.coordinate, degrees)
+        self.topology, places = gather_topology(self.control, self.coordinate, degrees)
+        self.declared_on_one_host = declared_on_one_host(places)
         # Whoever goes on with another engine, should this one be refused, may have the memory.
         with ExitStack() as undo:
             undo.callback(self.control.leave)
@@ -304,32 +219,47 @@ class Session:
             engine=self.copying.engine,
             remake=self._remake_memory,
         )
+        scheme = self.protection.switch(control, arenas)
         self.worker = SnapshotWorker(
             control=control,
             topology=self.topology,
             arenas=arenas,
             block_bytes=self.config.block_bytes,
             host_bytes=self.config.host_state_bytes,
-            recompute=None if self.state.gradients is None else self.state.gradients.recipe,
-            verify=self.config.verify,
-            switch=self.protection.switch(control, arenas),
             copier=self.copying.copier(),
-            pacer=self.copying.pacer,
-            watchers=WorkerCallbacks(
-                self.stats,
-                self.faults,
-                self._committed,
-                self._skipped,
-                self.peer_errors,
-                self.rates.wanted_persist_interval,
-                self.rates.wanted_interval,
+            callbacks=WorkerCallbacks(
+                self.stats, self.faults, self._committed, self._skipped, self.peer_errors
             ),
+            scheme=scheme,
+            features=self._features(control),
+            gate=self.copying.pacer.gate,
         )
         self.daemon.configure(self.config)
         self.tracer.profile(self)
         # Without versions there are no votes to stop by.
         if self.copying.takes_versions and (lacks := self.stopping.install(self)):
             warn(self, lacks)
+
+    def _features(self, control: WorkerControl) -> list[VersionFeature]:
+        """Everything that takes part in the versions of this job. The order counts: partitions are
+        recomputed before their checksums are compared."""
+        config, verify = self.config, self.config.verify
+        features: list[VersionFeature] = [self.rates.agreed, self.copying.pacer]
+        if self.state.gradients is not None:
+            features.append(PeerOptimizers(self.state.gradients.recipe, self.stats.recompute))
+        if verify.suspects:
+            features.append(FiniteCheck(verify.suspects))
+        if verify.peers != "off":
+            features.append(
+                PeerCheck(
+                    by_turns=verify.peers == "rotate",
+                    block_bytes=config.block_bytes,
+                    chunk_bytes=config.has.chunk_bytes,
+                    on_difference=verify.on_difference,
+                ).connect(control, self.topology)
+            )
+        features.append(MirrorToPeer(control, self.topology, config.block_bytes))
+        return features
 
     def _remake_memory(self) -> None:
         self.memory.remake()
@@ -487,217 +417,3 @@ def record(session: Session) -> None:
     around them."""
     if os.environ.get(ENV_REHEARSE):
         import_module("reft.rehearse.record").attach(session)
-
-
-_REPEAT_SECS = 2.0
-_STOP_NEXT_SECS = 1.0
-"""After a step at least this long the job stops after the next one; after shorter ones it does one
-more."""
-_LONG_STEP_SECS = 0.5
-"""From here on every boundary waits for the vote before it. Well below _STOP_NEXT_SECS: the ranks
-do not measure exactly the same, and all of them must have heard the vote before they decide whether
-to stop."""
-_VOTE_SECS = 5.0
-_VOTE_SHARE = 0.1  # of a step: most that it waits for a vote that does not come
-_CLOSE_SECS = 1.0
-_ALONE_SHARE = 0.5
-"""Of the grace: after that the votes are not waited for, which would tell when all ranks stop."""
-_BOUNDARY_SECS = 1.0
-"""Where a step begins within so much more, the rank stops there by itself: its state is newer."""
-
-
-class StopController:
-    """Notes the request to stop, and decides after which step one rank does. The next votes carry
-    the request to all ranks, so that all stop after the same step.
-
-    Batch systems signal every process of a job and the launcher passes its own on, so repeats
-    within two seconds mean the same; a later one acts at once, as if reft were not there.
-
-    The job ends where the next step would begin: what the script does after its last step, such as
-    saving, is done. Where no step begins within half of the grace, as in a long evaluation, the
-    newest committed version is persisted instead and the process exits."""
-
-    def __init__(self, grace_secs: float) -> None:
-        self._grace_secs = grace_secs
-        self.requested = False
-        self._session: Session | None = None
-        self._signal = signal.SIGTERM
-        self._since_secs = 0.0
-        self._previous: dict[signal.Signals, Any] = {}
-        self.together = False  # whether the job is being stopped, and all ranks after the same step
-        self._at_boundary = False  # whether the job is being stopped where a step begins
-        self.replayed_step = int(os.environ.get(ENV_REPLAY) or 0)
-
-    # -- the request -------------------------------------------------------------------------------
-
-    def install(self, session: Session) -> str | None:
-        """Take over SIGTERM and SIGINT; only the main thread can. Returns what to say where it
-        cannot."""
-        self._session = session
-        if threading.current_thread() is not threading.main_thread():
-            return (
-                "reft was attached outside the main thread: SIGTERM will not flush a snapshot. "
-                "Call "
-                "deepspeed.initialize in the main thread"
-            )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) is signal.SIG_IGN:
-                continue  # as nohup and background jobs of a shell have it
-            self._previous[number] = signal.signal(number, self._handle)
-        return None
-
-    def uninstall(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number, previous in self._previous.items():
-                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
-        self._previous.clear()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.requested:
-            self._since_secs, self.requested = time.monotonic(), True
-            self._signal = signal.Signals(number)
-            # A thread: the main one may be in a call that does not return for minutes.
-            watch = threading.Timer(
-                _ALONE_SHARE * self._grace_secs + _BOUNDARY_SECS, self._stop_between_steps
-            )
-            watch.daemon = True
-            watch.start()
-        elif self.waited_secs >= _REPEAT_SECS:
-            self.uninstall()
-            signal.raise_signal(number)
-
-    @property
-    def waited_secs(self) -> float:
-        """Time since the request; 0 if there was none."""
-        return time.monotonic() - self._since_secs if self.requested else 0.0
-
-    # -- the end -----------------------------------------------------------------------------------
-
-    def stop_if_due(self, session: Session, step: int, step_secs: float) -> None:
-        """Stop the job after ``step``, which took ``step_secs``, if the ranks have agreed on it or
-        this rank can wait no longer. Exits then."""
-        worker = session.worker
-        assert worker is not None
-        votes = worker.votes
-        if 0 < self.replayed_step <= step:
-            self._at_boundary = True
-            stop_replay(session, step)
-        if self.requested or votes.halt is not None:
-            # The vote that carries this is over when training gets there: all ranks know by then.
-            votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
-        if step_secs > _LONG_STEP_SECS:
-            worker.await_vote(step - 1, min(_VOTE_SECS, _VOTE_SHARE * step_secs))
-        if votes.stop_step is not None and step >= votes.stop_step:
-            self._at_boundary = True
-            self.together = votes.halt is None
-            if self.together:
-                stop_together(session, step)
-            else:
-                stop_for_corruption(session, step)
-        # P6: this rank was told to stop, and no vote will say in time after which step all do.
-        elif (
-            votes.stop_step is None
-            and self.requested
-            and (self.waited_secs > _ALONE_SHARE * self._grace_secs or worker.broken is not None)
-        ):
-            self._at_boundary = True
-            stop_alone(session, step)
-
-    def _stop_between_steps(self) -> None:
-        """No step has begun in time since the request: persist the newest committed version and
-        exit. What was trained since is made again after the restart. Runs on a thread of its
-        own."""
-        session = self._session
-        if session is None or session.closed or self._at_boundary or not session.stepped:
-            return
-        step = session.stats.committed_step
-        persisted = None
-        left = self._grace_secs - self.waited_secs - _CLOSE_SECS
-        if step is not None and session.config.persist.dir is not None:
-            persisted = session.daemon.persist_now(
-                VersionId(session.memory.incarnation, step), max(0.0, left)
-            )
-        logger.warning(
-            "stopping on request between two steps, %.0f s after it: no step has begun. Last "
-            "committed: step "
-            "%s%s",
-            self.waited_secs,
-            step,
-            "" if persisted is None else f", persisted: {persisted}",
-        )
-        session.events.write("stopped", step=step, committed=False, persisted=bool(persisted))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(128 + int(self._signal))  # the main thread cannot be asked to
-
-    def end(self, session: Session, *timeout_secs: float) -> None:
-        session.close(*timeout_secs)
-        raise SystemExit(128 + int(self._signal))  # as a shell reports it
-
-
-def stop_together(session: Session, step: int) -> None:
-    """Told to stop, and all ranks know: one last version, committed and on disk. Exits."""
-    committed, persisted = _take_last_version(session, step, session.config.grace_secs)
-    logger.warning(
-        "stopping on request: step %d is %s%s",
-        *(step, "committed in memory" if committed else "NOT committed", persisted),
-    )
-    session.stopping.end(session)
-
-
-def stop_replay(session: Session, step: int) -> None:
-    """The step that was asked for is made: its version is there to be compared. Exits."""
-    _take_last_version(session, step, session.config.commit_timeout_secs)
-    session.close()
-    raise SystemExit(0)
-
-
-def stop_for_corruption(session: Session, step: int) -> None:
-    """Nothing of what was trained since the newest version is kept. Raises CorruptionError, or
-    CorruptJobError."""
-    assert session.worker is not None
-    halt = session.worker.votes.halt
-    assert halt is not None
-    session.events.write("halted", step=step, why=halt.why, restarts=halt.restarts)
-    session.close(_CLOSE_SECS)
-    if halt.restarts:
-        raise CorruptionError(
-            f"{halt.why}; the job goes back to step {session.stats.committed_step}"
-        )
-    raise CorruptJobError(
-        f"{halt.why}, and this start has committed nothing: another one would end alike. Look for "
-        "the cause "
-        f"(data, learning rate, a device), then start from an earlier checkpoint"
-    )
-
-
-def stop_alone(session: Session, step: int) -> None:
-    """Exit after the step that has just ended. It is taken in what is left of the grace: where
-    steps are longer than half of it, no vote could name one to stop after, but all ranks that were
-    told get here alike."""
-    left = session.config.grace_secs - session.stopping.waited_secs - _CLOSE_SECS
-    committed, persisted = _take_last_version(session, step, max(0.0, left))
-    why = (
-        "grace_secs is too short for another step" if committed else "the other ranks do not answer"
-    )
-    outcome = f"Committed in memory{persisted}"
-    if not committed:
-        outcome = f"Last committed: step {session.stats.committed_step}"
-    logger.warning("stopping on request after step %d, without a vote: %s. %s", step, why, outcome)
-    session.stopping.end(session, _CLOSE_SECS)
-
-
-def _take_last_version(session: Session, step: int, secs: float) -> tuple[bool, str]:
-    """Whether the state after the last step was committed within the time; where it was persisted,
-    in words."""
-    deadline = time.monotonic() + secs
-    request = session.submit(required=True)
-    assert session.worker is not None
-    session.worker.drain(max(0.0, deadline - time.monotonic()))
-    persisted = None
-    if request.committed and session.config.persist.dir is not None:
-        persisted = session.daemon.persist_now(request.label, max(0.0, deadline - time.monotonic()))
-    session.events.write(
-        "stopped", step=step, committed=request.committed, persisted=bool(persisted)
-    )
-    return request.committed, "" if persisted is None else f", persisted: {persisted}"

@@ -24,10 +24,10 @@ from typing import Any
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from reft.config import Variant
-from reft.engine.on_import import wrap
+from reft.engine.marks import wrap
 from reft.engine.session import Session
-from reft.snapshot.copying.gate import queues_transfers, waits
-from reft.snapshot.schedule import InstructionRecord
+from reft.pacing.pacer import queues_transfers, waits
+from reft.pacing.schedule import InstructionRecord
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reft.engine.checks.start import rates_from_step
+from reft.checks.start import rates_from_step
 from reft.engine.host_state import HostState
 
 if TYPE_CHECKING:

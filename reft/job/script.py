@@ -38,7 +38,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from reft.engine import on_import
+from reft.engine.marks import BEGAN, mark
 from reft.engine.on_import import hook_imports
 from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
 from reft.refusal import EX_REFUSED, is_refusal, write_error_file, write_refusal
@@ -435,7 +435,7 @@ def leave(code: int) -> NoReturn:
 def run(argv: list[str]) -> int:
     """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify`
     does. ``sys.path`` gets the first entry that ``python`` would give it."""
-    on_import.mark(on_import.BEGAN)
+    mark(BEGAN)
     hook_imports()
     if not os.environ.get("PYTHONSAFEPATH"):  # the flag is reft's own
         if argv[0] == "-m":

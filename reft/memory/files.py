@@ -397,3 +397,13 @@ def _who(fd: int) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return told if isinstance(told, dict) else {}
+
+
+def margin_bytes(configured: int | None, directory: Path) -> int:
+    """Memory of a node that versions leave free.
+
+    Args:
+        configured: ``memory_margin_bytes`` of the ``reft`` block; None if it is not set.
+        directory: on the file system that holds the job's memory.
+    """
+    return default_margin_bytes(directory) if configured is None else configured

@@ -35,6 +35,8 @@ from typing import Any
 
 import numpy as np
 
+from reft.pacing.pacer import window_kind
+from reft.pacing.schedule import InstructionRecord, StepTrace
 from reft.profile.result import (
     Activity,
     MeasuredWindow,
@@ -47,8 +49,6 @@ from reft.profile.result import (
     StageProfile,
     activity_of,
 )
-from reft.snapshot.copying.gate import window_kind
-from reft.snapshot.schedule import InstructionRecord, StepTrace
 
 _LEAST_STEPS = 5
 _LEAST_SLOPE = 0.5

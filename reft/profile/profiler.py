@@ -33,9 +33,10 @@ from reft.device import Vendor, find_local_vendor
 from reft.env import ENV_PROFILE
 from reft.grid import Coordinate, Degrees
 from reft.naming import kernel_id
+from reft.pacing.schedule import StepTrace
 from reft.profile.analysis import ClockOffset, RankTraces, analyse, only_group_calls
 from reft.profile.result import PROFILE_FILE, ProfileError, ProfileResult
-from reft.snapshot.schedule import ChunkRecord, StepTrace
+from reft.snapshot.gate import ChunkRecord
 
 logger = logging.getLogger(__name__)
 

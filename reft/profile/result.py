@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from reft.errors import ReftError
-from reft.snapshot.schedule import StepTrace, Window, WindowKind
+from reft.pacing.schedule import StepTrace, Window, WindowKind
 
 FORMAT = "reft-profile-2"
 PROFILE_FILE = "profile.json"  # Its name in the folder that a job leaves it in

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -47,7 +47,6 @@ from reft.recover.plan import (
     find_lost,
     plan_fetches,
 )
-from reft.recover.relayout import host_state_sources
 
 
 def preferred_label(
@@ -557,3 +556,14 @@ def _holding(sources: GroupSources, pieces: Iterable[ImageRange]) -> tuple[Sourc
     return tuple(
         sources.images[image][number] for image in sorted(found) for number in sorted(found[image])
     )
+
+
+def host_state_sources(was: Degrees, now: Degrees, at: Coordinate) -> set[Coordinate]:
+    """The old ranks whose host state the new rank ``at`` reads: its own, or that of another
+    replica. In another layout the first replica's, which say what is held, and those of its own
+    replica, which have its buffers."""
+    if (was.pp, was.tp) == (now.pp, now.tp):
+        return {Coordinate(at.pp, at.dp % was.dp, at.tp)}
+    groups = set(product(range(was.pp), range(was.tp)))
+    own = {Coordinate(pp, at.dp % was.dp, at.tp % was.tp) for pp in range(was.pp)}
+    return own | {Coordinate(pp, 0, tp) for pp, tp in groups}

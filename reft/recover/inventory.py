@@ -536,7 +536,7 @@ def merge_summaries(
 
 def _misfit(arena: ArenaHeader | Head, topology: Topology, *, any_layout: bool) -> str | None:
     """Why an arena of this job cannot serve the running one, in words. ``any_layout``: one of
-    another layout may (:mod:`reft.recover.relayout`)."""
+    another layout may (:mod:`reft.relayout.element_map`)."""
     written, at = arena.degrees, arena.coordinate
     if written != topology.degrees and not any_layout:
         return f"{written} instead of {topology.degrees}"

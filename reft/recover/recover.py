@@ -288,7 +288,7 @@ def unpack_sources(body: bytes) -> frozenset[BlockSource]:
 
 
 Prepare = Callable[[Mapping[Coordinate, bytes], Degrees], Sequence[ImageRange]]
-"""Takes the verified host images that :func:`~reft.recover.relayout.host_state_sources` names, and
+"""Takes the verified host images that :func:`~reft.recover.decide.host_state_sources` names, and
 the layout that they are of, and gives the live state the shape they describe. Where that is another
 layout than this job's, what is returned says which bytes of the other images this coordinate
 needs."""

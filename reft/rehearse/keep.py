@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reft.engine.load.restore import bind
-from reft.engine.on_import import wrap
+from reft.engine.load import bind
+from reft.engine.marks import wrap
 from reft.errors import ConfigError
 
 SAVED = "saved"

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 
 from reft.engine.boundary import Encoded
-from reft.engine.on_import import wrap
+from reft.engine.marks import wrap
 from reft.engine.session import Session
 from reft.env import ENV_REHEARSE
 from reft.grid import VersionId

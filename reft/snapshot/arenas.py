@@ -31,7 +31,7 @@ from reft.snapshot.version import Slots
 from reft.state.blob import LateBlob
 
 if TYPE_CHECKING:
-    from reft.snapshot.copying.engine import CopyEngine
+    from reft.snapshot.copy_engine import CopyEngine
 
 logger = logging.getLogger(__name__)
 
@@ -202,15 +202,11 @@ class ArenaWriter:
 
 
 class RingExchange:
-    """The exchange of one rank with the members of its sharding group. ``block_bytes``: most of a
-    mirrored version that is handed to the network at once."""
+    """The exchange of one rank with the members of its sharding group."""
 
-    def __init__(self, control: WorkerControl, topology: Topology, block_bytes: int) -> None:
+    def __init__(self, control: WorkerControl, topology: Topology) -> None:
         self._control = control
         self._topology = topology
-        self._block_bytes = block_bytes
-        self._kept_bytes: Sequence[int] = ()  # by rank
-        self._mirror: torch.Tensor | None = None
 
     @property
     def _members(self) -> tuple[int, ...]:
@@ -234,18 +230,6 @@ class RingExchange:
             self._count(filling, rank, Counter({ByteKind.CHECKSUMS: facts.nbytes}))
         for member, peer_facts in incoming.items():
             filling.expect(member, peer_facts)
-
-    def differs(self, sums: Mapping[int, int]) -> bool:
-        """Whether the successor has other sums. Collective in the group."""
-        ranks = self._members
-        me = ranks.index(self._control.rank)
-        before, behind = (ranks[(me + way) % len(ranks)] for way in (-1, 1))
-        if len(ranks) == 1 or not sums:
-            return False
-        mine = torch.tensor([checksum(np.array([*sums.items()]).tobytes()) - 2**63])
-        theirs = torch.empty_like(mine)
-        self._control.exchange({before: [mine]}, {behind: [theirs]})
-        return not torch.equal(mine, theirs)
 
     def blocks(self, filling: ArenaWriter) -> list[PlacedBlock]:
         """Send the blocks that the predecessors lack, take those that this rank lacks. Collective.
@@ -276,10 +260,7 @@ class RingExchange:
         return [*chain.from_iterable(lacking.values())]
 
     def _count(self, filling: ArenaWriter, rank: int, sent: Counter[ByteKind]) -> None:
-        """Note what was sent to a rank, if it is on another node."""
-        nodes = self._topology.nodes
-        if nodes[rank] != nodes[self._control.rank]:
-            filling.traffic.sent.update(sent)
+        count_sent(filling, self._topology, self._control.rank, rank, sent)
 
     def _peers(self, filling: ArenaWriter) -> tuple[dict[int, int], dict[int, int]]:
         """Ranks by member: of those that keep this rank's bytes, and of those whose bytes it
@@ -290,29 +271,13 @@ class RingExchange:
             {m: ranks[m] for m in placement.kept_by(me)[1:]},
         )
 
-    # -- Gemini's traffic between nodes: all that a rank keeps, to another rank, over the network.
-    # It lands in memory that recovery knows nothing of; what that uses is the same in every
-    # variant.
 
-    def agree(self, nbytes: int) -> None:
-        """Tell all ranks how much this one keeps. Collective."""
-        self._kept_bytes = [size for (size,) in self._control.gather_ints([nbytes])]
-        self._mirror = None
-
-    def mirror(self, filling: ArenaWriter) -> None:
-        """Send to the next rank and receive from the one before. Collective."""
-        rank, world, sizes = self._control.rank, self._control.world_size, self._kept_bytes
-        if world == 1:
-            return
-        if self._mirror is None:
-            self._mirror = torch.empty(sizes[rank - 1], dtype=torch.uint8)
-        mine = torch.frombuffer(filling.arena.data, dtype=torch.uint8)[: sizes[rank]]
-        following = (rank + 1) % world
-        self._control.exchange(
-            {following: torch.split(mine, self._block_bytes)},
-            {(rank - 1) % world: torch.split(self._mirror, self._block_bytes)},
-        )
-        self._count(filling, following, Counter({ByteKind.MIRROR: mine.numel()}))
+def count_sent(
+    filling: ArenaWriter, topology: Topology, rank: int, to_rank: int, sent: Counter[ByteKind]
+) -> None:
+    """Count bytes that were sent for a version, if the receiver is on another node."""
+    if topology.nodes[to_rank] != topology.nodes[rank]:
+        filling.traffic.sent.update(sent)
 
 
 _PIN_POLL_SECS = 0.005

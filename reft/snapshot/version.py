@@ -515,8 +515,6 @@ class RankState:
 NOT_STARTED = SkipCause("not started before the next optimizer step")
 OVERRUN = SkipCause("the next optimizer step did not wait for the copy any longer")
 LAID_OUT_ANEW = SkipCause("the layout changed")
-NOT_FINITE = "not finite"  # kinds of causes
-PEERS_DIFFER = "peers differ"
 WRITTEN = "written while it was copied"
 PEER_SKIPPED = SkipCause("a peer skipped it")
 PEER_NOT_SEALED = SkipCause("a peer could not seal it")

@@ -14,29 +14,33 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import msgpack
 from pydantic import TypeAdapter
 
-from reft.config import FaultPoint, Variant, VerifyConfig
+from reft.config import FaultPoint, Variant
 from reft.control.control import Ballot, WorkerControl
 from reft.errors import ArenaError, ReftError, TransferError
 from reft.faults import FaultPlan
 from reft.grid import Section, Topology, VersionId
-from reft.protect.host_adam import AdamRecipe
 from reft.snapshot import version as versions
 from reft.snapshot.arenas import ArenaSet, ArenaWriter, RingExchange
-from reft.snapshot.copying.copier import Copier, bytes_by_tier, differing, shortened
-from reft.snapshot.copying.gate import Gate, Pacer, Permit
+from reft.snapshot.copier import Copier, bytes_by_tier, shortened
+from reft.snapshot.extension import (
+    CopiedVersion,
+    Halt,
+    SchemePolicy,
+    VersionFeature,
+    VoteResult,
+)
+from reft.snapshot.gate import ChunkRecord, Gate, Permit
 from reft.snapshot.plan import GroupLayout, LiveImages, PlacedBlock, agree_on_layout
-from reft.snapshot.recompute import OptimizerStep, PeerOptimizers
-from reft.snapshot.schedule import ChunkRecord, Overflow
 from reft.snapshot.stats import PeerErrors, SnapshotStats, log_peer_errors
-from reft.snapshot.switching import SchemeSwitch
 from reft.snapshot.version import RankState, Signal, SkipCause, Stage, Task, Version
 
 logger = logging.getLogger(__name__)
@@ -51,8 +55,8 @@ class SnapshotRequest:
     images: LiveImages | None
     host_blob: bytes | bytearray = b""  # encoded host state; or
     encode: Callable[[], bytes | bytearray] | None = None  # makes it, on the worker thread
-    # how the optimizer got here, if peers' partitions are recomputed
-    step: OptimizerStep | None = None
+    # what features captured of this state on the training thread, by feature
+    captured: Mapping[str, Any] = field(default_factory=dict)
     # wait for a free slot and never cancel (restore, last snapshot before an exit)
     required: bool = False
     # nothing to take after this step; the ranks only vote, so that a request to stop gets around
@@ -114,31 +118,24 @@ class SnapshotRequest:
 
 @dataclass
 class WorkerCallbacks:
-    """Who watches the versions of one rank."""
+    """What a worker reports to the rest of its process.
+
+    Attributes:
+        stats: counters of this rank.
+        faults: disturbs versions, where a test asks for it.
+        on_commit: called on the worker thread after each global commit.
+        on_skip: called with (step, cause) for each version given up.
+        peer_errors: unexpected errors, for this rank's log and its peers'.
+    """
 
     stats: SnapshotStats
-    faults: FaultPlan  # disturbs them, where a test asks for it
-    # called on the worker thread after each global commit
+    faults: FaultPlan
     on_commit: Callable[[VersionId], None] = lambda label: None
-    # called with (step, cause) for each version given up
     on_skip: Callable[[int, str], None] = lambda step, cause: None
-    peer_errors: PeerErrors = field(default_factory=PeerErrors)  # of what nobody foresaw
-    # the same of versions that go to storage; 0: as the block says
-    wanted_persist_interval: Callable[[], int] = lambda: 0
-    # asked in every vote how often versions should be taken, given how often one fits into the idle
-    # time
-    wanted_interval: Callable[[int], int] = lambda windows: windows
+    peer_errors: PeerErrors = field(default_factory=PeerErrors)
 
 
-# -- what the ranks agree on in their votes besides the version itself: how often, and when to stop
-
-
-@dataclass(frozen=True)
-class Halt:
-    """What is trained is not to be gone on with. ``restarts``: the newest version may be."""
-
-    why: str
-    restarts: bool
+# -- what the ranks agree on in their votes besides the version itself: when to stop
 
 
 def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int:
@@ -160,120 +157,98 @@ def may_lag(holds_up: bool, *, step: int, newest_step: int, late: bool) -> bool:
 
 
 class Votes:
-    """Casts the ballots of one rank and remembers what came of them.
+    """Casts the ballots of one rank and keeps the results.
 
     A version of which some rank still drains a staged part, or behind which memory is reserved for
-    another protection, holds the next votes up. Training does not wait for those (:attr:`late`), so
-    a request to stop that is voted on then has to name a step that no rank has passed when it hears
-    of it: the one after the next. ``watchers``: say how often versions are wanted, which is advice:
-    where they cannot, the last agreed number stays; the peers hear of their peer_errors with the
-    next vote (P6)."""
+    another protection, delays the next votes. Training does not wait for those (:attr:`late`), so a
+    request to stop that is voted on then has to name a step that no rank has passed when it
+    receives the result: the one after the next.
+    """
 
-    def __init__(self, control: WorkerControl, watchers: WorkerCallbacks) -> None:
+    def __init__(self, control: WorkerControl, callbacks: WorkerCallbacks) -> None:
         self._control = control
-        self._watchers = watchers
-        self.persist_steps = 0
-        """How often versions go to storage, as the ranks agreed in the last vote: the one that
-        commits a version says whether it does."""
-        self._interval = (0, 1, 1)
+        self._peer_errors = callbacks.peer_errors
+        # Replaced as a whole by the worker thread, so that the training thread reads it without a
+        # lock.
         self._given_up: tuple[int, ...] = ()
-        # whether votes may lag behind training, as the ranks agreed in the last one
-        self.late = False
-        self.newest_step = 0  # the last step whose version was handed over
+        self.late = False  # whether votes may lag behind training, as the last vote agreed
+        self.newest_step = 0  # step of the newest version that was handed over
         self._incarnation = -1
-        self.voted_step = -1  # the last step that was voted on
+        self.voted_step = -1  # step of the newest version that was voted on
         self.stop_proposal = 0
-        """Step after which this rank would stop; set by the training thread, 0 means go on."""
+        """Step after which this rank would stop; set by the training thread; 0: it would not."""
         self.stop_step: int | None = None
         """Step after which all ranks stop: the first that a vote named, the same everywhere."""
-        self.halt: Halt | None = None  # found by all ranks in the same vote
-
-    def interval_steps(self, step: int) -> int:
-        """How often versions are taken around ``step``, as the ranks agreed; 1 unless they had
-        to."""
-        since, now, before = self._interval
-        return now if step >= since else before
+        self.halt: Halt | None = None
+        """Found by all ranks in the same vote."""
 
     def given_up_step(self, step: int) -> int:
-        """The newest step whose version all ranks gave up, as far as that counts at ``step``: from
-        the step after the next on, as every vote; -1 if there is none."""
+        """Step of the newest version that all ranks gave up, as far as that counts at ``step``:
+        from the step after the next on, as every vote; -1 if there is none."""
         return max((at for at in self._given_up if at + 2 <= step), default=-1)
 
     def gave_up(self, step: int) -> None:
         """A vote said no to a version that was to be taken."""
-        # replaced as a whole: the training thread reads it
         self._given_up = (*self._given_up[-3:], step)
 
-    def handed_over(self, version: VersionId) -> None:
-        """Training hands a version over. Where it goes back, no step is left that keeps to an older
-        rate."""
-        if version.incarnation != self._incarnation or version.step < self.newest_step:
-            self._interval = (0, self._interval[1], self._interval[1])
+    def handed_over(self, version: VersionId) -> bool:
+        """Training hands a version over. Returns whether it goes back: what was agreed for the
+        steps after an older version counts no more."""
+        goes_back = version.incarnation != self._incarnation or version.step < self.newest_step
+        if goes_back:
             self._given_up = ()
         self._incarnation, self.newest_step = version.incarnation, version.step
+        return goes_back
 
-    def cast(self, version: VersionId, mine: Ballot, windows: int = 1) -> Ballot:
-        """Vote on a version. Collective. ``mine``: what this rank says of it; ``late``: before the
-        next vote, it has more to do than seal the version. The rest is filled in here. ``windows``:
-        how often one fits into the idle time. Raises TransferError: a peer is gone, or votes on
-        another version."""
-        step, watchers = version.step, self._watchers
-        interval_steps = self._wanted(lambda: watchers.wanted_interval(windows), self._interval[1])
-        persist_steps = self._wanted(watchers.wanted_persist_interval, self.persist_steps)
-        pending = watchers.peer_errors.pending()
+    def cast(self, version: VersionId, own: Ballot) -> Ballot:
+        """Vote on a version. Collective.
+
+        Args:
+            own: what this rank says of it. ``own.late``: this rank has more to do before the next
+                vote than to seal the version. The rest is filled in here.
+
+        Raises:
+            TransferError: a peer is gone, or votes on another version.
+        """
+        step = version.step
+        pending = self._peer_errors.pending()
         ballot = replace(
-            mine,
+            own,
             stop_after_step=named_step(
                 self.stop_proposal, step=step, newest_step=self.newest_step, late=self.late
             ),
-            interval_steps=interval_steps,
-            late=may_lag(mine.late, step=step, newest_step=self.newest_step, late=self.late),
-            persist_steps=persist_steps,
+            late=may_lag(own.late, step=step, newest_step=self.newest_step, late=self.late),
             has_errors=bool(pending),
         )
-        verdict = self._control.vote(ballot, version)
-        if verdict.stop_after_step and self.stop_step is None:
-            self.stop_step = verdict.stop_after_step
-        if verdict.interval_steps != self._interval[1]:
-            logger.info(
-                "a version every %d steps, from step %d on", verdict.interval_steps, step + 2
-            )
-            self._interval = (step + 2, verdict.interval_steps, self._interval[1])
-        self.persist_steps = verdict.persist_steps
-        self.late = verdict.late
+        result = self._control.vote(ballot, version)
+        if result.stop_after_step and self.stop_step is None:
+            self.stop_step = result.stop_after_step
+        self.late = result.late
         self.voted_step = step
-        if verdict.has_errors:
-            self._pass_on(pending)
-        return verdict
+        if result.has_errors:
+            self._exchange_errors(pending)
+        return result
 
-    def _pass_on(self, pending: list[str]) -> None:
-        """Tell the peers what has failed here, and say what has failed there. Collective."""
+    def _exchange_errors(self, pending: list[str]) -> None:
+        """Send the errors of this rank to its peers, and log theirs. Collective."""
         try:
-            told = self._control.gather_bytes(msgpack.packb(pending))
+            packed = self._control.gather_bytes(msgpack.packb(pending))
         except TransferError as error:
-            # The vote was taken. Who is gone is missing from the next one too, which is given up
-            # for that.
-            self._watchers.peer_errors.record("failures of other ranks cannot be received", error)
+            # The vote was taken. A peer that is gone is missing from the next one too, which is
+            # given up for that.
+            self._peer_errors.record("failures of other ranks cannot be received", error)
             return
-        self._watchers.peer_errors.mark_sent(pending)
+        self._peer_errors.mark_sent(pending)
         causes = {
             rank: msgpack.unpackb(body)
-            for rank, body in enumerate(told)
+            for rank, body in enumerate(packed)
             if rank != self._control.rank
         }
-        log_peer_errors({rank: said for rank, said in causes.items() if said})
-
-    def _wanted(self, wanted: Callable[[], int], agreed: int) -> int:
-        try:
-            return wanted()
-        except Exception as error:
-            self._watchers.peer_errors.record(f"a rate cannot be computed, {agreed} stays", error)
-            return agreed
+        log_peer_errors({rank: errors for rank, errors in causes.items() if errors})
 
     def resync(self, stop_step: int | None) -> None:
-        """The ranks have come together again and do not know what each has heard: take what they
-        agree on, and every step's version until they have voted."""
-        self._interval = (0, 1, 1)
+        """The ranks have met again and do not know what each has received: take what they agree
+        on."""
         self.late = True
         self.stop_step = stop_step
 
@@ -299,14 +274,13 @@ class SnapshotWorker:
     Args:
         control: votes and exchange.
         arenas: this rank's memory.
-        switch: the scheme in force and orders to change it.
         copier: copies the bytes.
-        pacer: knows the windows; without one no version is paced.
-        watchers: who counts, disturbs and is told of versions.
+        callbacks: counters, faults, and functions to call for versions.
+        scheme: decides which protection the versions have.
+        features: take part in every version, in this order.
+        gate: admits the chunks of paced versions.
         block_bytes: most bytes of a block.
         host_bytes: reserved for the host state of a version; more once it has grown.
-        recompute: how partitions that ring peers alone have are recomputed; None: they are always
-            sent.
     """
 
     def __init__(
@@ -315,47 +289,41 @@ class SnapshotWorker:
         control: WorkerControl,
         topology: Topology,
         arenas: ArenaSet,
-        switch: SchemeSwitch,
         copier: Copier,
-        pacer: Pacer | None = None,
-        watchers: WorkerCallbacks,
+        callbacks: WorkerCallbacks,
+        scheme: SchemePolicy,
+        features: Sequence[VersionFeature] = (),
+        gate: Gate | None = None,
         block_bytes: int,
         host_bytes: int,
-        recompute: AdamRecipe | None = None,
-        verify: VerifyConfig | None = None,
     ) -> None:
         self.control = control
         self.arenas = arenas
-        self.switch = switch
         self.copier = copier
-        self.watchers = watchers
-        self.votes = Votes(control, watchers)
-        self.peer_optimizers = (
-            None if recompute is None else PeerOptimizers(recompute, watchers.stats.recompute)
-        )
-        """Recompute what ring peers alone have; without them it is always sent."""
+        self.callbacks = callbacks
+        self.votes = Votes(control, callbacks)
+        self.scheme = scheme
+        self.features = (scheme, *features)
+        copier.features = self.features
         self.layout: GroupLayout | None = None
         """Of the next version, agreed by all ranks; None before the first agreement."""
-        self._ring = RingExchange(control, topology, block_bytes)
+        self._ring = RingExchange(control, topology)
         self.written_tensors: set[str] = set()
         """Names of tensors that the script wrote while a version of them was copied."""
         self._signature: object = None
         self._images: LiveImages | None = None
         self._topology = topology
         self._block_bytes, self._host_bytes = block_bytes, host_bytes
-        self._peer_errors = watchers.peer_errors
-        self._verify, self._in_a_row = verify or VerifyConfig(), 0  # versions that were not finite
-        self._differs: SkipCause | None = None
+        self._peer_errors = callbacks.peer_errors
         self._vote_missed = False
         self._broke_off = ""
-        self._pacer = pacer
-        self._gate: Gate = Gate() if pacer is None else pacer.gate  # of the windows
+        self._gate = gate or Gate()
         self._filling: ArenaWriter | None = None
         """The slot that a version is written to, until it is known what becomes of that."""
+        self._version: CopiedVersion | None = None  # the one that was copied last
         self._records: list[ChunkRecord] = []
         # by the training thread, the last time
         self._handed_over_at = self._fenced_at = time.perf_counter()
-        self._paced = False
         self._state = RankState(arenas.slots)
         self._requests: deque[SnapshotRequest] = deque()
         """What belongs to the state's versions, in the same order."""
@@ -414,7 +382,9 @@ class SnapshotWorker:
 
     def submit(self, request: SnapshotRequest) -> None:
         """Hand a version over. Returns at once."""
-        self.votes.handed_over(request.label)
+        goes_back = self.votes.handed_over(request.label)
+        for feature in self.features:
+            feature.handed_over(request.label, goes_back=goes_back)
         with self._changed:
             version = request.version
             if self._state.accepts:
@@ -668,7 +638,6 @@ class SnapshotWorker:
         self._notify(Signal.BEGIN)
         if self._state.task is not Task.COPY:
             return None
-        self._paced = request.paced
         try:
             return self._fill(request, self._gate_for(request))
         except WrittenError as error:
@@ -681,8 +650,8 @@ class SnapshotWorker:
     def _fill(self, request: SnapshotRequest, gate: Gate) -> versions.Event:
         gate.begin()
         if self.arenas.look_after():
-            self._unmap()
-        self.watchers.faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
+            self._release_arenas()
+        self.callbacks.faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
         layout = self.layout
         if layout is None:  # it went with the files
             return Signal.UNFIT
@@ -705,7 +674,7 @@ class SnapshotWorker:
         finally:
             gate.release(permit, time.perf_counter() - began)
         self._copy_bytes(request, self._filling, gate)
-        self.watchers.stats.copy_secs.append(time.perf_counter() - began)
+        self.callbacks.stats.copy_secs.append(time.perf_counter() - began)
         return Signal.COPIED
 
     def _copy_bytes(self, request: SnapshotRequest, filling: ArenaWriter, gate: Gate) -> None:
@@ -715,7 +684,7 @@ class SnapshotWorker:
             request.images,
             filling,
             gate,
-            reach=lambda point: self.watchers.faults.reach(point, step),
+            reach=lambda point: self.callbacks.faults.reach(point, step),
             handed_over=self._released,
             may_stage=(lambda: self._fence_waiting) if request.paced else None,
         )
@@ -724,7 +693,7 @@ class SnapshotWorker:
             if placed.key.section is Section.HOST:
                 filling.write_host(placed, request.host_blob)
                 filling.hash(placed)
-        self.watchers.stats.tier_bytes.update(bytes_by_tier(self._records))
+        self.callbacks.stats.tier_bytes.update(bytes_by_tier(self._records))
         if self.copier.written:
             self.written_tensors.update(self.copier.written)
             raise WrittenError(
@@ -737,8 +706,8 @@ class SnapshotWorker:
         """Training may go on: all was copied, or is kept on the device."""
         staged = sum(item.chunk.nbytes for item in self.copier.staged)
         if staged:
-            self.watchers.stats.staged += 1
-            self.watchers.stats.staged_bytes += staged
+            self.callbacks.stats.staged += 1
+            self.callbacks.stats.staged_bytes += staged
         self._apply(versions.Released(staged=bool(staged)))
 
     def _drain(self, request: SnapshotRequest, filling: ArenaWriter) -> SkipCause | None:
@@ -746,7 +715,7 @@ class SnapshotWorker:
         own. Returns why that failed, if it did."""
         if not request.version.staged:
             return None
-        began, stats = time.perf_counter(), self.watchers.stats
+        began, stats = time.perf_counter(), self.callbacks.stats
         try:
             records = self.copier.drain(filling, self._gate_for(request))
             stats.tier_bytes.update(bytes_by_tier(records))
@@ -767,67 +736,51 @@ class SnapshotWorker:
             self.copier.staged = ()
             if filling is not None:
                 self.arenas.abort(filling)
-                self.watchers.stats.total_traffic.add(filling.traffic)
+                self.callbacks.stats.total_traffic.add(filling.traffic)
 
     def _gate_for(self, request: SnapshotRequest) -> Gate:
         """What is asked before every chunk of a version."""
-        if request.paced and self._pacer is not None:
+        if request.paced:
             return self._gate
         waited_for = request.required or request.variant is Variant.BLOCKING
         return Gate(0 if waited_for else 2, lambda: self._fence_waiting)
-
-    @property
-    def _advised_interval_steps(self) -> int:
-        """How often a version fits into the windows."""
-        plan = None if self._pacer is None else self._pacer.plan
-        return plan.advised_interval_steps if plan and plan.overflow is not Overflow.STALL else 1
-
-    def _learn(self, filling: ArenaWriter) -> None:
-        """Have the next versions planned by what this one took; without a new plan the old one
-        stays."""
-        if self._pacer is None:
-            return
-        self._pacer.version_done(filling.layout.mine.device_bytes, self._records)
-        if self.copier.staging is not None and self._pacer.plan is not None:
-            self.copier.staging.reserve(self._pacer.plan.staged_bytes)
 
     # -- votes -----------------------------------------------------------------------------------
 
     def _vote(self, label: VersionId) -> versions.Voted:
         """Collective; raises TransferError where a peer is gone, or votes on another version."""
         state = self._state
-        verdict = self.votes.cast(label, self._ballot(state), self._advised_interval_steps)
+        verdict = self.votes.cast(label, self._ballot(state))
         if not (verdict.ok or verdict.relayout or state.head.vote_only):
             self.votes.gave_up(label.step)
-        self.switch.hear(verdict.order, verdict.level)
-        if state.task is Task.VOTE_SEALED:
-            self._judge(verdict, label)
-            self.watchers.faults.reach(FaultPoint.BEFORE_COMMIT, label.step)
+        is_final = state.task is Task.VOTE_SEALED
+        has_committed = self.callbacks.stats.committed > 0
+        result = VoteResult(label, verdict.ok, is_final, has_committed)
+        for feature in self._voters:
+            halt = feature.voted(result, verdict.features[feature.name])
+            self.votes.halt = halt or self.votes.halt
+        if is_final:
+            self.callbacks.faults.reach(FaultPoint.BEFORE_COMMIT, label.step)
         return versions.Voted(verdict.ok, verdict.relayout)
+
+    @property
+    def _voters(self) -> list[VersionFeature]:
+        return [feature for feature in self.features if feature.neutral_ballot()]
 
     def _ballot(self, state: RankState) -> Ballot:
         """What this rank says of a version. If it cannot be found out, it says no: peers wait for
         it (P6)."""
-        switch = self.switch
+        voters = self._voters
         try:
-            order, level = switch.newest_order(), switch.wanted_level(self.layout)
+            cause = state.head.cause
+            numbers = {f.name: f.ballot(cause, self.layout) for f in voters}
             # Memory may be reserved after this version, before the next vote.
-            late = (
-                state.staged or self.arenas.unsettled or switch.in_force.would_change(order, level)
-            )
-            kind = state.head.cause.kind if state.head.cause else ""
-            return Ballot(
-                state.votes_yes,
-                relayout=state.wants_layout,
-                order=order,
-                late=late,
-                level=level,
-                not_finite=kind == versions.NOT_FINITE,
-                differs=kind == versions.PEERS_DIFFER,
-            )
+            late = state.staged or self.arenas.unsettled
+            late = late or any(f.delays_votes(numbers[f.name]) for f in voters)
+            return Ballot(state.votes_yes, relayout=state.wants_layout, late=late, features=numbers)
         except Exception as error:
             self._peer_errors.record("this rank cannot report its state", error)
-            return Ballot(ok=False, order=switch.record.number, level=switch.in_force.level)
+            return Ballot(ok=False, features={f.name: f.neutral_ballot() for f in voters})
 
     # -- from copied bytes to a sealed arena, with what only peers have ----------------------------
 
@@ -837,10 +790,21 @@ class SnapshotWorker:
         filling = self._filling
         assert filling is not None  # the version was copied into it
         failure = self._drain(request, filling)
-        self.watchers.stats.taken += 1
-        failure = failure or _attempt(filling.hash_rest) or self._not_finite(request, filling)
+        self.callbacks.stats.taken += 1
+        assert request.images is not None
+        version = self._version = CopiedVersion(
+            request.images,
+            filling,
+            captured=request.captured,
+            variant=request.variant,
+            is_paced=request.paced,
+            records=self._records,
+        )
+        failure = failure or _attempt(filling.hash_rest)
+        for feature in self.features:
+            failure = failure or feature.inspect(version)
         try:
-            arrived = self._exchange(request, filling)
+            arrived, differs = self._exchange(version)
         except TransferError:
             raise
         except Exception as error:
@@ -848,7 +812,7 @@ class SnapshotWorker:
             raise TransferError(
                 f"the exchange broke off: {type(error).__name__}: {error}"
             ) from error
-        failure = failure or self._differs or self._await_check()
+        failure = failure or differs or self._await_check()
         failure = failure or _attempt(lambda: self._seal_arena(filling, arrived))
         return Signal.SEALED if failure is None else versions.SealFailed(failure)
 
@@ -862,87 +826,23 @@ class SnapshotWorker:
             )
             return self._state.head.cause
 
-    def _exchange(self, request: SnapshotRequest, filling: ArenaWriter) -> Sequence[PlacedBlock]:
-        """Recompute what peers alone have, or take it from them. Collective in the group. Returns
-        what has arrived, to be checked."""
-        images, optimizers = request.images, self.peer_optimizers
-        if optimizers is not None and images is not None:
-            optimizers.recompute(filling, images, request.step)
-        self._ring.facts(filling)
-        if optimizers is not None and images is not None:
-            optimizers.compare(filling, images, request.step)
-        peers = self.copier.peers
-        differs = peers is not None and self._ring.differs(peers.sums)
-        self._differs = SkipCause(versions.PEERS_DIFFER) if differs else None
-        arrived = self._ring.blocks(filling)
-        if request.variant is Variant.INTER_NODE:
-            self._ring.mirror(filling)
-        return arrived
-
-    def _not_finite(self, request: SnapshotRequest, filling: ArenaWriter) -> SkipCause | None:
-        """A version that would restore a NaN does not take the place of one that would not."""
-        found = sorted(filling.not_finite, key=lambda placed: placed.key)
-        if not found or not self._verify.suspects:
-            return None
-        images, names = request.images, list[str]()
-        assert images is not None
-        for placed in found:
-            begin, owned = placed.block.start_bytes, placed.key.section is Section.OWNED
-            image = images.owned if owned else images.replicated
-            names += [t.name for t in image.tensors_at(begin, begin + placed.block.nbytes)]
-        return SkipCause(versions.NOT_FINITE, f"NaN or infinity in {shortened(names)}")
-
-    def _judge(self, verdict: Ballot, label: VersionId) -> None:
-        """What the ranks have seen of a version that they could all copy. Collective if peers
-        differ."""
-        verify, restarts, peers = self._verify, self.watchers.stats.committed > 0, self.copier.peers
-        if peers is not None:
-            peers.sealed(label.step)
-        self._in_a_row = self._in_a_row + 1 if verdict.not_finite else 0
-        if verdict.not_finite and self._in_a_row == verify.suspects:
-            what = (
-                f"weights or optimizer state held NaN or infinity in {self._in_a_row} versions "
-                "in a row"
-            )
-            self.votes.halt = Halt(what, restarts)
-        if verdict.differs:
-            found = self._whose()
-            if found and self._topology.coordinates[self.control.rank].dp == 0:
-                logger.error("step %d is not committed: %s", label.step, found)
-            if verify.on_difference != "report":
-                what = found or "data-parallel peers of another stage hold different values"
-                self.votes.halt = Halt(what, restarts and verify.on_difference == "rollback")
-        elif peers is not None and verdict.ok:
-            peers.again = frozenset()
-
-    def _whose(self) -> str:
-        """Which blocks differ in this rank's group, and where: in words; empty if none does.
-        Collective."""
-        peers, at = self.copier.peers, self._topology.coordinates[self.control.rank]
-        assert peers is not None
-        assert self._images is not None
-        told = self.control.gather_bytes(msgpack.packb(peers.sums))
-        ranks = self._topology.group(at.pp, at.tp)
-        blocks = differing(
-            {d: msgpack.unpackb(told[r], strict_map_key=False) for d, r in enumerate(ranks)}
-        )
-        if not blocks:
-            return ""
-        peers.again = frozenset(blocks)
-        members = sorted({m for found in blocks.values() for m in found})
-        where = " and ".join(
-            f"rank {ranks[m]} on {self._topology.nodes[ranks[m]]}" for m in members
-        )
-        others = (
-            "other ranks of its group"
-            if len(members) < len(ranks)
-            else "each other; no majority says whose is wrong"
-        )
-        return f"{peers.names(self._images, sorted(blocks))} of {where} differs from {others}"
+    def _exchange(self, version: CopiedVersion) -> tuple[Sequence[PlacedBlock], SkipCause | None]:
+        """Make or receive what only peers have. Collective in the group. Returns the blocks that
+        have arrived, to be checked, and why the version must not be sealed."""
+        for feature in self.features:
+            feature.fill(version)
+        self._ring.facts(version.writer)
+        differs = None
+        for feature in self.features:  # all of them: peers take part in each
+            differs = feature.compare(version) or differs
+        arrived = self._ring.blocks(version.writer)
+        for feature in self.features:
+            feature.exchanged(version)
+        return arrived, differs
 
     def _seal_arena(self, filling: ArenaWriter, arrived: Sequence[PlacedBlock]) -> None:
-        self.watchers.stats.peer_bytes += filling.check_received(arrived)
-        faults, number = self.watchers.faults, filling.label.step
+        self.callbacks.stats.peer_bytes += filling.check_received(arrived)
+        faults, number = self.callbacks.faults, filling.label.step
         faults.reach(FaultPoint.BEFORE_SEAL, number)
         filling.seal()
         # What was written to a file that is not there any more is no version (P3).
@@ -958,43 +858,42 @@ class SnapshotWorker:
         filling, self._filling = self._filling, None
         assert filling is not None  # it was sealed here
         self.arenas.commit(filling)
-        self.watchers.stats.commit(label.step, filling.traffic)
-        # the next version's partitions are recomputed from this one
-        if self.peer_optimizers is not None:
-            self.peer_optimizers.base = filling
-        self.watchers.faults.reach(FaultPoint.AFTER_COMMIT, label.step)
+        self.callbacks.stats.commit(label.step, filling.traffic)
+        self.callbacks.faults.reach(FaultPoint.AFTER_COMMIT, label.step)
         self._peer_errors.run_guarded(
-            "a commit cannot be reported", lambda: self.watchers.on_commit(label)
+            "a commit cannot be reported", lambda: self.callbacks.on_commit(label)
         )
-        if self._paced:
+        # After the report: planning the next versions may wait for the device.
+        assert self._version is not None
+        for feature in self.features:
             self._peer_errors.run_guarded(
-                "snapshots cannot be planned again", lambda: self._learn(filling)
+                f"{feature.name or type(feature).__name__} cannot take note of a commit",
+                partial(feature.committed, self._version),
             )
         self._peer_errors.run_guarded(
             "memory cannot be reserved", lambda: self.arenas.settle(filling.layout)
         )
-        self.switch.settled = True
 
     def _tell_given_up(self, label: VersionId, cause: SkipCause) -> None:
-        first = self.watchers.stats.skip(label.step, cause.kind, str(cause))
+        first = self.callbacks.stats.skip(label.step, cause.kind, str(cause))
         if first and not self._state.closing:
             logger.warning(
                 "the version of step %d is given up (%s). Training goes on; snapshots are stale "
                 "since step %s",
-                *(label.step, cause, self.watchers.stats.stale_since_step),
+                *(label.step, cause, self.callbacks.stats.stale_since_step),
             )
         self._peer_errors.run_guarded(
             "a skipped version cannot be reported",
-            lambda: self.watchers.on_skip(label.step, cause.kind),
+            lambda: self.callbacks.on_skip(label.step, cause.kind),
         )
 
     # -- the layout that all ranks have agreed on --------------------------------------------------
 
-    def _unmap(self) -> None:
+    def _release_arenas(self) -> None:
         """Memory is given up next: nothing may keep an arena mapped then (P9)."""
         self.copier.forget()
-        if self.peer_optimizers is not None:
-            self.peer_optimizers.forget()
+        for feature in self.features:
+            feature.release_arenas()
 
     def _fits(self, request: SnapshotRequest) -> bool:
         """Whether the layout is made for the state that a request brings."""
@@ -1013,17 +912,17 @@ class SnapshotWorker:
         if images is None:
             raise ReftError("peers agree on a layout, but this rank never captured its state")
         self._images = images
-        self._unmap()
+        self._release_arenas()
         layout = agree_on_layout(
             self.control,
             self._topology,
             images,
-            scheme=self.switch.wanted.scheme,
+            scheme=self.scheme.scheme,
             block_bytes=self._block_bytes,
             host_bytes=self._host_bytes,
         )
         self._signature = images.signature
-        layout = self.switch.fit(request.label, layout)
+        layout = self.scheme.fit(request.label, layout)
         self._adopt(layout)
         self.arenas.reserve(layout)
         return Signal.LAID_OUT
@@ -1031,18 +930,19 @@ class SnapshotWorker:
     def _switch_layout(self, label: VersionId) -> versions.Event:
         """Carry out an order that the votes have brought, between two versions. Collective. The
         newest committed version stays where it is (P3)."""
-        if self.switch.in_force.due:
-            self._unmap()
-            layout = self.switch.carry_out(label, self.layout)
+        if self.scheme.is_due:
+            self._release_arenas()
+            layout = self.scheme.change(label, self.layout)
             if layout is not None and layout is not self.layout:
                 self._adopt(layout)
         return Signal.SWITCHED
 
     def _adopt(self, layout: GroupLayout) -> None:
         self.layout = layout
-        self.watchers.stats.bytes_per_snapshot = layout.mine.data_bytes
-        self.watchers.stats.device_bytes = sum(layout.mine.device_bytes.values())
-        self._ring.agree(layout.mine.data_bytes)
+        self.callbacks.stats.bytes_per_snapshot = layout.mine.data_bytes
+        self.callbacks.stats.device_bytes = sum(layout.mine.device_bytes.values())
+        for feature in self.features:
+            feature.laid_out(layout)
         logger.info("layout of the snapshots: %s", layout.plan)
 
     # -- after a version broke off on one rank (P6) ------------------------------------------------
@@ -1071,11 +971,11 @@ class SnapshotWorker:
         mine = versions.RejoinState(state.newest, state.slots.committed_label, self.votes.stop_step)
         told = self.control.gather_bytes(_STANDING.dump_json(mine))
         agreed = versions.resume_from(list(map(_STANDING.validate_json, told)))
+        for feature in self.features:
+            feature.rejoined()
+        # Last: training reads that votes lag, and must then see what the features start again with.
         self.votes.resync(agreed.stop_step)
-        if self.copier.peers is not None:
-            self.copier.peers.meet()
-        self.switch.resync()
-        self._unmap()
+        self._release_arenas()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version
         logger.warning(
             "snapshots continue after %s; the versions up to there were given up", agreed.newest

@@ -1,18 +1,15 @@
 """One adapter per optimizer class that DeepSpeed gives under ZeRO stage 0 and 1.
 
-=============================  ==================================================
-================== class                          when (DeepSpeed 0.17 to 0.19)
- optimizer state is =============================
- ==================================================
-================== torch / DeepSpeed / client     fp32, ZeRO-0
- replicated ``FP16_Optimizer``             fp16 or (0.17.6 on) bf16, ZeRO-0, FusedAdam
- replicated
-``FP16_UnfusedOptimizer``      fp16 or (0.18.6 on) bf16, ZeRO-0, others            replicated
-``BF16_Optimizer``             bf16: ZeRO-1 accumulating in fp32; ZeRO-0 with a    owned
-                               pipeline; (to 0.17.5) ZeRO-0 accumulating in fp32
-``DeepSpeedZeroOptimizer``     ZeRO-1: fp32, fp16, bf16 accumulating in bf16       owned
-=============================  ==================================================
-==================
+========================== =================================================== ==================
+class                      when (DeepSpeed 0.17 to 0.19)                       optimizer state is
+========================== =================================================== ==================
+torch / DeepSpeed / client fp32, ZeRO-0                                        replicated
+``FP16_Optimizer``         fp16 or (0.17.6 on) bf16, ZeRO-0, FusedAdam         replicated
+``FP16_UnfusedOptimizer``  fp16 or (0.18.6 on) bf16, ZeRO-0, others            replicated
+``BF16_Optimizer``         bf16: ZeRO-1 accumulating in fp32; ZeRO-0 with a    owned
+                           pipeline; (to 0.17.5) ZeRO-0 accumulating in fp32
+``DeepSpeedZeroOptimizer`` ZeRO-1: fp32, fp16, bf16 accumulating in bf16       owned
+========================== =================================================== ==================
 
 From 0.17.6 to 0.18.4 two constants of DeepSpeed had one value, so that bf16 got the fp16 wrappers
 wherever the table says ``BF16_Optimizer``.
@@ -41,7 +38,7 @@ import torch
 
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.optim import ExactAdam
-from reft.protect.host_adam import AdamKind, replay_powers
+from reft.state.adam import AdamKind, replay_powers
 from reft.state.catalogue import Manifest, SectionImage, TensorSpec
 from reft.state.codec import class_path
 from reft.state.supported import check_engine, check_optimizer, refuse, refuse_class

@@ -1,6 +1,6 @@
 """Of which engines and optimizers reft knows the state. The others are refused at the start and by
 name: state that reft does not know is never a wrong snapshot. What DeepSpeed's configuration alone
-tells is refused by :mod:`reft.engine.checks.preflight`."""
+tells is refused by :mod:`reft.checks.preflight`."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def explain_not_loadable(engine: Any) -> str | None:
     change; None where it does not. A job should know when it starts (P12). Some releases load
     partitions for a wrapper that has none (``AttributeError: dp_process_group``), others give
     ``BF16_Optimizer``, which expects a list of partitions, one state dict (``KeyError: 0``);
-    :mod:`reft.engine.checks.preflight` lists them."""
+    :mod:`reft.checks.preflight` lists them."""
     if not engine.bfloat16_enabled():
         return None
     load = inspect.unwrap(type(engine).load_checkpoint)

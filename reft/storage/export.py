@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from reft.errors import PersistError
 from reft.grid import Coordinate, Section
 from reft.state.blob import DecodedBlob
-from reft.state.deepspeed_format import (
+from reft.storage.deepspeed_format import (
     TRACKER_NAME,
     Template,
     find_tracker,

@@ -26,6 +26,7 @@ from rich.table import Table
 from reft.config import ProfileConfig
 from reft.env import ENV_JOB_ID, ENV_PROFILE
 from reft.errors import ConfigError
+from reft.pacing.schedule import WindowKind
 from reft.profile.result import (
     PROFILE_FILE,
     Activity,
@@ -38,7 +39,6 @@ from reft.profile.result import (
     StageProfile,
 )
 from reft.refusal import Parser
-from reft.snapshot.schedule import WindowKind
 
 _NAME = "reft profile"
 _WIDTH = 170

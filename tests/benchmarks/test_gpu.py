@@ -59,7 +59,7 @@ def test_what_passed_and_what_failed_is_written_down_and_the_rest_goes_on(
     (file,) = tmp_path.glob("*-gpu-simulated.json")
     result, text = json.loads(file.read_text()), file.with_suffix(".md").read_text()
     assert result["trial"], "the times mean nothing"
-    found = {"file": "tests/engine/test_device_memory.py", "passed": 1, "failed": [], "skipped": {}}
+    found = {"file": "tests/node/test_device_memory.py", "passed": 1, "failed": [], "skipped": {}}
     assert result["paths"] == {PATH: found}
     assert "| published: asynchronous staging | 4.35 to 5.66 | |" in text
     failed = {name for name, part in result["parts"].items() if "error" in part}

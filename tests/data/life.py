@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.engine.data import DataPosition
+from reft.data.position import DataPosition
 from reft.state.blob import restore_rng
 
 SAMPLES, BATCH = 24, 4

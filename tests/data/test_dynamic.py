@@ -16,11 +16,11 @@ import pytest
 from torch.distributed import HashStore
 
 import reft
+from reft.checks.start import check_orders
 from reft.data import loading
 from reft.data import order as batches
 from reft.data.order import JobPosition, SampleOrder
-from reft.engine.checks.start import check_orders
-from reft.engine.data import DataPosition
+from reft.data.position import DataPosition
 from reft.errors import ConfigError
 from tests.data.life import Damaged, Engine, Pipeline
 

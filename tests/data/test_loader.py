@@ -24,10 +24,10 @@ from torch.utils.data.distributed import DistributedSampler
 import reft
 from reft.data.order import EpochPartition, JobPosition, SampleOrder
 from reft.data.passes import find_distribution
+from reft.data.position import LEFT, DataPosition, move_data
 from reft.data.watch import LOADERS
-from reft.engine.data import LEFT, DataPosition, move_data
 from reft.env import ENV_NODES
-from reft.recover.relayout import Resize
+from reft.grid import Resize
 from reft.state.blob import capture_host_rng, capture_rng, same_host_rng
 from tests.data.life import Damaged, Engine, Life, Pipeline, seed
 

@@ -11,8 +11,8 @@ import torch
 
 from reft import optim
 from reft.device import Cuda, Vendor
-from reft.engine.checks.choice import DeviceFindings, device_paragraph, memory_node, try_device
-from reft.snapshot.copying.device import DeviceCopyEngine
+from reft.policy.choice import DeviceFindings, device_paragraph, memory_node, try_device
+from reft.snapshot.device_engine import DeviceCopyEngine
 from tests.device.simulated import NAME, Simulated, SimulatedVendor
 from tests.protect.test_backends import WrongBytes
 
@@ -38,7 +38,7 @@ def test_a_device_is_tried_with_real_copies_parities_and_steps(
     vendor: Vendor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if simulated := vendor.type == NAME:
-        monkeypatch.setattr("reft.engine.checks.choice.memory_node", lambda maps, address: 0)
+        monkeypatch.setattr("reft.policy.choice.memory_node", lambda maps, address: 0)
         monkeypatch.setattr(SimulatedVendor, "node", 0)
         vendor.module.settings.bytes_per_sec = 1e9
     found = tried(vendor, tmp_path)
@@ -50,9 +50,7 @@ def test_a_device_is_tried_with_real_copies_parities_and_steps(
 def test_a_device_is_tried_where_the_host_says_nothing_of_numa_nodes(
     sim: Simulated, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        "reft.engine.checks.choice.NUMA_MAPS", tmp_path.parent / "missing", raising=False
-    )
+    monkeypatch.setattr("reft.policy.choice.NUMA_MAPS", tmp_path.parent / "missing", raising=False)
     found = tried(SimulatedVendor(sim), tmp_path)
     assert (found.adam_is_exact, found.to_change) == (True, [])
 
@@ -66,8 +64,8 @@ def test_p6_what_a_device_does_otherwise_is_found_and_ends_nothing(
             out.view(torch.int32).add_(1)
 
     monkeypatch.setattr(optim, "square_root", rounds_up)
-    monkeypatch.setattr("reft.engine.checks.choice.backend_for", lambda buffer: WrongBytes())
-    monkeypatch.setattr("reft.engine.checks.choice.memory_node", lambda maps, address: 1)
+    monkeypatch.setattr("reft.policy.choice.backend_for", lambda buffer: WrongBytes())
+    monkeypatch.setattr("reft.policy.choice.memory_node", lambda maps, address: 1)
     monkeypatch.setattr(SimulatedVendor, "node", 0)
     found = tried(SimulatedVendor(sim), tmp_path)
     assert not found.adam_is_exact

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from reft.protect.placement import place_group
-from reft.snapshot.copying.copier import ParityEncoder
-from reft.snapshot.copying.device import copy_engine_for
-from reft.snapshot.copying.engine import Part
+from reft.snapshot.copier import ParityEncoder
+from reft.snapshot.copy_engine import Part
+from reft.snapshot.device_engine import copy_engine_for
 from reft.snapshot.plan import SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import NAME as DEVICE

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from reft.device import Vendor
-from reft.snapshot.copying.copier import PeerCheck
-from reft.snapshot.copying.device import DeviceCopyEngine
+from reft.grid import VersionId
+from reft.snapshot.device_engine import DeviceCopyEngine
+from reft.snapshot.gate import Gate
 from reft.snapshot.plan import LiveImages
 from reft.state.catalogue import SectionImage
+from reft.verify.peers import PeerCheck
 from tests.device.conftest import hold
 
 
@@ -20,13 +22,10 @@ def sums_of(
     images = LiveImages(
         SectionImage([(str(i), t) for i, t in enumerate(tensors)]), SectionImage([]), None
     )
-    check = PeerCheck(by_turns, 4096)
+    check = PeerCheck(by_turns=by_turns, block_bytes=4096, chunk_bytes=1000)
     go = hold(vendor)
     engine.begin()
-    check.memory = torch.zeros(check.choose(images, step), dtype=torch.int64)
-    engine.register(check.memory)
-    for part in check.parts(images, 1000):
-        engine.copy((), encode=part)
+    check.read(images, VersionId(1, step), engine, Gate())
     engine.fence()
     if change:
         for tensor in tensors:

@@ -21,7 +21,7 @@ import reft
 from reft.device import VENDORS
 from reft.engine.deepspeed import find_session
 from reft.protect.backend import backend_for
-from reft.snapshot.copying.device import DeviceCopyEngine
+from reft.snapshot.device_engine import DeviceCopyEngine
 from tests.device.accelerator import BACKEND, use_simulated
 from tests.device.simulated import NAME, SimulatedVendor, missing
 from tests.engine.ranks import mse, run_life
@@ -116,8 +116,8 @@ def live(root: Path) -> dict[str, Any]:
         life["stages"],
     )
     session, committed = find_session(job.engine), list[int]()
-    on_commit = session.worker.watchers.on_commit
-    session.worker.watchers.on_commit = lambda label: (
+    on_commit = session.worker.callbacks.on_commit
+    session.worker.callbacks.on_commit = lambda label: (
         committed.append(label.step),
         on_commit(label),
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from reft.device import Vendor, find_local_vendor, find_vendor
-from reft.snapshot.copying.device import DeviceCopyEngine
+from reft.snapshot.device_engine import DeviceCopyEngine
 from tests.device.conftest import hold
 from tests.device.simulated import NAME
 

@@ -18,18 +18,22 @@ from reft.config import HasConfig, Variant
 from reft.device import Vendor
 from reft.grid import VersionId
 from reft.memory.arena import scan
+from reft.pacing.gate import StreamGate
+from reft.pacing.pacer import Pacer
+from reft.pacing.schedule import Overflow
+from reft.pacing.staging import StagingArea
+from reft.policy.agreed import AgreedRates
 from reft.snapshot import worker as worker_module
-from reft.snapshot.copying.copier import Copier, StagingArea
-from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
-from reft.snapshot.copying.engine import CopyTicket, Piece
-from reft.snapshot.copying.gate import UNLIMITED, Pacer, Permit, StreamGate
+from reft.snapshot.copier import Copier
+from reft.snapshot.copy_engine import CopyTicket, Piece
+from reft.snapshot.device_engine import DeviceCopyEngine, copy_engine_for
+from reft.snapshot.gate import UNLIMITED, Permit
 from reft.snapshot.plan import LiveImages
-from reft.snapshot.schedule import Overflow
 from reft.snapshot.version import WRITTEN
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import NAME
-from tests.snapshot.ranks import SECRET, WAIT_SECS, group_of_one, make_worker
+from tests.snapshot.ranks import SECRET, WAIT_SECS, feature, group_of_one, make_worker
 
 ELEMENTS = 300_000
 NAMES = ["ForwardPass", "RecvGrad", "BackwardPass", "OptimizerStep"]
@@ -69,15 +73,21 @@ class Job:
             stage_id=0,
             stages=2,
             micro_batches=1,
-            staging_room=self.staging.room,
+            staging=self.staging,
             gate=self.gate,
         )
         self.content: dict[int, set[float]] = {}  # what each version held when it was committed
         self.state = torch.zeros(ELEMENTS, device=vendor.type)
         self.folder = folder
         copier = Copier(self.engine, 65536, self.staging)
-        self.worker = make_worker(folder, copier, self.pacer, on_commit=self.note)
-        self.stats = self.worker.watchers.stats
+        self.worker = make_worker(
+            folder,
+            copier,
+            self.pacer,
+            wanted_interval=lambda: self.pacer.advised_interval_steps,
+            on_commit=self.note,
+        )
+        self.stats = self.worker.callbacks.stats
         self.images = LiveImages(SectionImage([("state", self.state)]), SectionImage([]), "layout")
 
     def note(self, label: VersionId) -> None:
@@ -263,7 +273,7 @@ def test_a_version_may_begin_until_the_device_is_at_the_write_however_many_steps
         assert label.step == 1 or at_fence.wait(WAIT_SECS)
 
     monkeypatch.setattr(job.worker, "fence", come_to_the_fence)
-    job.worker.watchers.on_commit = commit
+    job.worker.callbacks.on_commit = commit
     ends = []
     for number in range(1, STEPS + 1):
         if number > ahead + 1:
@@ -281,7 +291,7 @@ def test_a_version_may_begin_until_the_device_is_at_the_write_however_many_steps
 def test_a_host_that_is_ahead_stays_so_where_the_worker_is_behind(job: Job) -> None:
     """It does not wait until the device is at the write for a version that comes too late in any case."""
     goes_on = threading.Event()
-    job.worker.watchers.on_commit = lambda label: label.step == 1 or goes_on.wait(WAIT_SECS)  # type: ignore[assignment, return-value]
+    job.worker.callbacks.on_commit = lambda label: label.step == 1 or goes_on.wait(WAIT_SECS)  # type: ignore[assignment, return-value]
     for number in range(1, 4):
         request = job.step(number, Variant.HOST)
         if number < 3:
@@ -459,7 +469,7 @@ def test_without_windows_what_takes_longer_than_a_step_does_not_fit_and_is_taken
     plan = job.pacer.plan
     assert not plan.fits
     assert plan.advised_interval_steps > 1
-    assert job.worker.votes.interval_steps(100) > 1
+    assert feature(job.worker, AgreedRates).interval_steps(100) > 1
 
 
 @pytest.mark.parametrize("job", [BESIDE | {"overflow": "staging"}], indirect=True)

@@ -1,4 +1,4 @@
-"""The releases of docs/support.md are those of :mod:`reft.engine.checks.preflight`, and nothing else that names one says
+"""The releases of docs/support.md are those of :mod:`reft.checks.preflight`, and nothing else that names one says
 otherwise; ``python -m tests.docs.test_releases`` writes the table anew."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.engine.checks.preflight import END, RELEASES, Releases, release, unloadable
+from reft.checks.preflight import END, RELEASES, Releases, release, unloadable
 from tests.matrix import ROWS
 from tests.test_wheel import ROOT
 

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import reft
-from reft.engine.checks.start import explain_inexact
+from reft.aor.host_adam import AdamRecipe
+from reft.aor.recompute import PeerOptimizers
+from reft.checks.start import explain_inexact
 from reft.engine.deepspeed import find_session
 from reft.errors import UnsupportedStateError
-from reft.protect.host_adam import AdamKind, AdamRecipe
 from reft.snapshot.version import SkipCause
+from reft.state.adam import AdamKind
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import device_or_skip
 from tests.engine.ranks import (
@@ -36,6 +38,7 @@ from tests.old_deepspeed import (
     GRADIENTS_ARE_NOT_AVERAGED,
     step_without_autograd,
 )
+from tests.snapshot.ranks import feature
 
 STEPS = int(os.environ.get("REFT_AOR_STEPS", "60"))
 SHORT_STEPS = 8
@@ -79,7 +82,7 @@ EXACT_ADAM = {
     "zero_allow_untested_optimizer": True,
 }
 """What DeepSpeed calls with the parameter groups."""
-RECOMPUTE = "reft.snapshot.recompute"  # the logger of what is recomputed
+RECOMPUTE = "reft.aor.recompute"  # the logger of what is recomputed
 
 
 def make(case: dict[str, Any], block: dict[str, Any] | None) -> Any:
@@ -145,7 +148,7 @@ class Watched:
 
     @property
     def newest(self) -> Any:
-        return self.session.worker.peer_optimizers.base
+        return feature(self.session.worker, PeerOptimizers).base
 
     def partitions(self) -> dict[str, str]:
         """A digest of the bytes of every partition that this rank keeps, its own too."""
@@ -289,7 +292,7 @@ def other_arithmetic(root: Path, case: dict[str, Any], name: str) -> dict[str, A
                 param.data.copy_(torch.nextafter(param.data, torch.tensor(torch.inf)))
 
     def other_kernel(step: int) -> None:
-        for replica in watched.session.worker.peer_optimizers.replicas.values():
+        for replica in feature(watched.session.worker, PeerOptimizers).replicas.values():
             if id(replica) not in optimizers:
                 optimizers.add(id(replica))
                 replica.optimizer.register_step_post_hook(nudge)

@@ -10,10 +10,10 @@ import pytest
 
 from reft.config import parse_block
 from reft.engine import session as session_module
-from reft.engine.checks.choice import DeviceFindings
 from reft.engine.deepspeed import find_session
 from reft.errors import ConfigError
-from reft.snapshot.copying.engine import CpuCopyEngine
+from reft.policy.choice import DeviceFindings
+from reft.snapshot.copy_engine import CpuCopyEngine
 from tests.engine.ranks import Told, be_a_rank, run_ranks
 from tests.engine.test_traffic import make, train
 from tests.old_deepspeed import GRADIENTS_ARE_NOT_AVERAGED

@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import reft
+from reft.data.position import DataPosition
 from reft.data.watch import LOADERS
 from reft.engine.boundary import StepBoundary
-from reft.engine.data import DataPosition
 from reft.state.blob import capture_rng, restore_rng
 
 STEPS, SAMPLES, BATCH = 13, 12, 3

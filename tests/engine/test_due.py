@@ -13,8 +13,8 @@ import pytest
 import reft
 from reft.config import ReftConfig
 from reft.engine.deepspeed import find_session
-from reft.engine.rates import newest_step
 from reft.grid import Degrees, VersionId
+from reft.policy.rates import newest_step
 from reft.storage.persisted import MARKER_NAME, PersistedInfo, format_tag
 from tests.engine.ranks import be_a_rank, block_of, run_life
 from tests.engine.test_engine import make, train
@@ -30,7 +30,7 @@ def main(root: Path) -> dict[str, Any]:
     assert session.worker is not None
     while engine.global_steps < life["until"]:
         wanted = max(int(step) for step in life["wants"] if int(step) <= engine.global_steps)
-        session.worker.watchers.wanted_interval = lambda windows, k=life["wants"][str(wanted)]: k
+        session.rates.agreed._wanted_interval = lambda k=life["wants"][str(wanted)]: k
         train(engine, engine.global_steps + 1)
         assert session.worker.drain(60)  # every vote is known, whatever the machine does
     if life.get("killed"):

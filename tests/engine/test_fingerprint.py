@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from reft.engine.identity import (
+from reft.engine.fingerprint import (
     Fingerprint,
-    Identity,
     changed,
     differences,
     read_argument_facts,
     require_same,
 )
+from reft.engine.identity import Identity
 from reft.errors import FingerprintError
 from reft.grid import VersionId
 from reft.memory.jobdir import JobDir, record_fingerprint

@@ -18,12 +18,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from reft.checks.start import describe_protection, group_timeout_secs, timeout_is_short
 from reft.config import ReftConfig, parse_block
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
 from reft.control.wire import listen
-from reft.engine.checks.start import describe_protection, group_timeout_secs, timeout_is_short
 from reft.engine.identity import JobRecord, noted_commit
-from reft.engine.load.memory import MemoryRestorer
+from reft.engine.load_memory import MemoryRestorer
 from reft.engine.session import Session
 from reft.errors import TransferError
 from reft.grid import Coordinate, Degrees, VersionId

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import reft
 from reft.engine.deepspeed import find_session
-from reft.engine.load.memory import MemoryRestorer
+from reft.engine.load_memory import MemoryRestorer
 from reft.engine.on_import import find_refusal
 from reft.recover.inventory import ArenaStore
 from tests.engine.ranks import Mlp, be_a_rank, groups, images_of, run_life

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from reft.engine.deepspeed import find_session
-from reft.engine.session import StopController
+from reft.engine.stopping import StopController
 from reft.errors import TransferError
 from reft.grid import VersionId
 from tests.attack.jobs import DEADLINE_SECS, ranks

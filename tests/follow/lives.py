@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from reft.engine.deepspeed import find_session
-from reft.engine.on_import import wrap
+from reft.engine.marks import wrap
 
 SECS = 30.0
 Row = tuple[str, ...]

@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from reft.engine.checks.preflight import ScriptLook
+from reft.checks.preflight import ScriptLook
 
 LOOP = """
 while engine.global_steps < 9:

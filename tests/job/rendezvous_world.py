@@ -28,9 +28,9 @@ from reft.job.rendezvous import handler as handler_module
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import LeaveNotified, NodeInfo, ScaleRequested, decode_state
 from reft.job.rendezvous.scaling import leavers
-from reft.job.rendezvous.sizes import Sizes
 from reft.memory.jobdir import ScaleOrder
 from reft.naming import committed_key
+from reft.relayout.sizes import Sizes
 
 JOB = "job"
 _EPOCH = datetime(2026, 1, 1, tzinfo=UTC).timestamp()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.engine.checks.start import describe_missing
+from reft.checks.start import describe_missing
 from tests.attack.jobs import clean_environment
 from tests.attack.test_p10_inert import MOST_MODULES
 from tests.machine import free_port

@@ -26,7 +26,6 @@ from reft.job.rendezvous.membership import (
 )
 from reft.job.rendezvous.membership import Node as Member
 from reft.job.rendezvous.scaling import Scaler, ScaleSituation, leave_next, refusal, shortfall
-from reft.job.rendezvous.sizes import Sizes, find_job_sizes
 from reft.job.signals import StopSignals
 from reft.memory.jobdir import (
     SIZE_FILE,
@@ -40,6 +39,7 @@ from reft.memory.jobdir import (
 from reft.node.report import read_history
 from reft.protect.codes import Scheme
 from reft.refusal import EX_REFUSED
+from reft.relayout.sizes import Sizes, find_job_sizes
 
 from .cluster import WatchedCluster, cluster, deepspeed_json
 

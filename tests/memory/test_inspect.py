@@ -13,7 +13,7 @@ from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena
 from reft.memory.header import Entry
 from reft.memory.jobdir import JobDir
-from reft.recover.inspect import find_job_dirs, inspect_job
+from reft.storage.inspect import find_job_dirs, inspect_job
 from tests.commands import command
 from tests.recover.fleet import SECRET, Fleet
 

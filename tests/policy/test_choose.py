@@ -21,10 +21,10 @@ from reft.policy.loads import (
     RankSections,
     group_loads,
 )
+from reft.policy.switching import MemoryGuard
 from reft.protect.codes import Scheme
 from reft.protect.placement import ladder, place_group, tolerance
 from reft.snapshot.plan import SectionSizes, make_shard_plan
-from reft.snapshot.switching import MemoryGuard
 from tests.protect.backends import schemes_for
 
 MIB = 2**20

@@ -18,10 +18,10 @@ from examples.llama.model_config import load_model
 from reft import cli
 from reft.config import load_config
 from reft.errors import ConfigError
+from reft.pacing.schedule import Bandwidth
 from reft.policy.loads import TrafficEstimate
 from reft.profile.analysis import analyse
 from reft.profile.result import Activity, Percentiles, ProfileResult
-from reft.snapshot.schedule import Bandwidth
 from reft.tools.planning.command import show_plan
 from reft.tools.planning.job import LayoutOptions, plan_job
 from reft.tools.planning.model import (

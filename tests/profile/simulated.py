@@ -14,9 +14,10 @@ from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.result import Simulation
 from benchmarks.simulator.schedules import Schedule, from_deepspeed
+from reft.pacing.schedule import StepTrace
 from reft.profile.analysis import ClockOffset, RankTraces, analyse
 from reft.profile.result import Activity, ProfileResult
-from reft.snapshot.schedule import ChunkRecord, StepTrace
+from reft.snapshot.gate import ChunkRecord
 
 Idle = dict[tuple[int, int, int], float]  # (stage, step, position) to seconds
 FACTS = ("job", (4, 1, 1))

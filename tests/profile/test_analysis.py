@@ -38,6 +38,7 @@ from reft.engine.weave import Weaver
 from reft.env import ENV_PROFILE
 from reft.errors import ConfigError
 from reft.node.progress import ProgressPage
+from reft.pacing.schedule import AnalyticEstimator, InstructionRecord, StepTrace, WindowKind
 from reft.profile.analysis import ClockOffset, RankTraces, analyse, only_group_calls
 from reft.profile.profiler import (
     DeviceClock,
@@ -49,13 +50,7 @@ from reft.profile.profiler import (
     write,
 )
 from reft.profile.result import Activity, Overlap, ProfileError, ProfileResult
-from reft.snapshot.schedule import (
-    AnalyticEstimator,
-    ChunkRecord,
-    InstructionRecord,
-    StepTrace,
-    WindowKind,
-)
+from reft.snapshot.gate import ChunkRecord
 from reft.tools import profile as cli_profile
 from reft.tools.profile import advice, draw, show, verdict
 from tests.commands import command as reft

@@ -39,7 +39,7 @@ from reft.protect.rs import (
 )
 from reft.recover.plan import find_lost, find_stripes
 from reft.recover.rebuild import Pool, Stripe
-from reft.snapshot.copying.copier import ParityEncoder
+from reft.snapshot.copier import ParityEncoder
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.state.catalogue import SectionImage
 from tests.protect.backends import schemes_for

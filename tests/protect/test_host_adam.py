@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from reft.aor.host_adam import AdamReplica, ReplicaTensors, read_recipe, read_step
 from reft.errors import StaleReplicaError, UnsupportedStateError
 from reft.optim import ExactAdam
-from reft.protect.host_adam import AdamKind, AdamReplica, ReplicaTensors, read_recipe, read_step
+from reft.state.adam import AdamKind
 from tests.apex_standin import FusedAdam
 
 STEPS = 240

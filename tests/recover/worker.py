@@ -24,22 +24,23 @@ from reft.config import FaultConfig, FaultPoint
 from reft.control.control import ControlGroup
 from reft.errors import TransferError
 from reft.faults import FaultPlan
-from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Section, VersionId
+from reft.grid import (
+    STATE_SECTIONS,
+    Coordinate,
+    Degrees,
+    Resize,
+    Section,
+    VersionId,
+    only_replicas_differ,
+)
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
-from reft.recover.decide import ImageRange
+from reft.recover.decide import ImageRange, host_state_sources
 from reft.recover.inventory import ArenaStore
 from reft.recover.plan import NotRecoverable, count_bytes
 from reft.recover.rebuild import ArenaLayout, StoreConfig
 from reft.recover.recover import Participant, Recovery
-from reft.recover.relayout import (
-    ElementMove,
-    RankImages,
-    Resize,
-    host_state_sources,
-    only_replicas_differ,
-    plan_replica,
-)
+from reft.relayout.element_map import ElementMove, RankImages, plan_replica
 from reft_mpi.mpi import load_mpi
 from tests.control.mpi_job import refuse_pickling
 

@@ -21,7 +21,7 @@ from benchmarks.simulator.instructions import (
 from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.schedules import SCHEDULES, from_deepspeed, one_f_one_b, zero_bubble_h1
 from reft.errors import ConfigError
-from reft.snapshot.schedule import AnalyticEstimator, Window, WindowKind, paper_windows
+from reft.pacing.schedule import AnalyticEstimator, Window, WindowKind, paper_windows
 from tests.profile.simulated import train_schedule
 
 # Whole numbers of seconds are exact in floating point, so that equal means equal.

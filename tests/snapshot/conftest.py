@@ -13,8 +13,8 @@ import torch
 from reft.device import find_vendor
 from reft.grid import BlockKey
 from reft.protect.backend import NumpyBackend, combine_ragged
-from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
-from reft.snapshot.copying.engine import CopyEngine
+from reft.snapshot.copy_engine import CopyEngine
+from reft.snapshot.device_engine import DeviceCopyEngine, copy_engine_for
 from reft.snapshot.plan import MemberPlan, ShardPlan
 from reft.state.catalogue import SectionImage
 from tests.device.conftest import at_hand, sim

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,20 @@ from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena, SlotFiles, scan
 from reft.node.client import ProtectionRecord, write_record
+from reft.pacing.gate import HostGate
+from reft.policy.agreed import AgreedRates
+from reft.policy.switching import RequestPoll, RetentionConfig, SchemeSwitch
+from reft.protect.codes import Scheme
 from reft.snapshot.arenas import ArenaSet
-from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.engine import CpuCopyEngine
-from reft.snapshot.copying.gate import HostGate
+from reft.snapshot.copier import Copier
+from reft.snapshot.copy_engine import CpuCopyEngine
+from reft.snapshot.extension import FixedScheme, VersionFeature
 from reft.snapshot.plan import LiveImages
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.switching import RequestPoll, RetentionConfig, SchemeSwitch
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, WorkerCallbacks
 from reft.state.catalogue import SectionImage
+from reft.verify.finite import FiniteCheck
+from reft.verify.peers import PeerCheck
 from tests.machine import free_port
 from tests.spawn import spawn
 
@@ -67,8 +72,11 @@ def make_worker(
     keeping: RetentionConfig = RetentionConfig(),  # noqa: B008
     on_change: Callable[[ProtectionRecord], None] = lambda record: None,
     faults: tuple[FaultConfig, ...] = (),
-    verify: VerifyConfig = VerifyConfig(),  # noqa: B008
-    **watchers: Any,
+    verify: VerifyConfig = VerifyConfig(peers="off"),  # noqa: B008
+    with_features: bool = True,
+    wanted_interval: Callable[[], int] = lambda: 1,
+    wanted_persist_interval: Callable[[], int] = lambda: 0,
+    **callbacks: Any,
 ) -> SnapshotWorker:
     """The worker of a rank, whose arenas and orders lie in ``folder``. ``local``: its rank among so many there.
     ``frozen``: slots that hold what is being recovered. ``remake``: makes ``folder`` anew."""
@@ -83,32 +91,56 @@ def make_worker(
         remake=remake,
     )
     plan = FaultPlan(faults, at)
+    reports = WorkerCallbacks(SnapshotStats(), plan, **callbacks)
+    rates = AgreedRates(wanted_interval, wanted_persist_interval, reports.peer_errors)
+    policy = SchemeSwitch(
+        control,
+        topology,
+        arenas,
+        ProtectionRecord(scheme, scheme),
+        RequestPoll(folder),
+        keeping=keeping,
+        on_change=on_change,
+        reach=plan.reach,
+    )
+    features: list[VersionFeature] = [rates, FiniteCheck(verify.suspects)]
+    if pacer is not None:
+        features.append(pacer)
+    if verify.peers != "off":
+        check = PeerCheck(
+            by_turns=verify.peers == "rotate",
+            block_bytes=65536,
+            on_difference=verify.on_difference,
+        )
+        features.append(check.connect(control, topology))
+    if not with_features:
+        features = []
     return SnapshotWorker(
         control=control,
         topology=topology,
         arenas=arenas,
         block_bytes=65536,
         host_bytes=4096,
-        verify=verify,
-        switch=SchemeSwitch(
-            control,
-            topology,
-            arenas,
-            ProtectionRecord(scheme, scheme),
-            RequestPoll(folder),
-            keeping=keeping,
-            on_change=on_change,
-            reach=plan.reach,
-        ),
+        scheme=policy if with_features else FixedScheme(Scheme.parse(scheme)),
         copier=copier,
-        pacer=pacer,
-        watchers=WorkerCallbacks(SnapshotStats(), plan, **watchers),
+        features=features,
+        gate=getattr(pacer, "gate", None),
+        callbacks=reports,
     )
 
 
-class Pacer(SimpleNamespace):
+F = TypeVar("F", bound=VersionFeature)
+
+
+def feature(worker: SnapshotWorker, kind: type[F]) -> F:
+    return next(feature for feature in worker.features if isinstance(feature, kind))
+
+
+class HostPacing(VersionFeature):
+    """A gate of windows, and no plan."""
+
     def __init__(self) -> None:
-        super().__init__(plan=None, gate=HostGate(), version_done=lambda sections, chunks: None)
+        self.gate = HostGate()
 
 
 class Rank:
@@ -159,7 +191,7 @@ class Rank:
             on_skip=lambda step, cause: self.skips.append((step, cause)),
             **options,
         )
-        self.arenas, self.stats = self.worker.arenas, self.worker.watchers.stats
+        self.arenas, self.stats = self.worker.arenas, self.worker.callbacks.stats
 
     def make_job_dir(self) -> None:
         self.job_dir.mkdir(mode=0o700, exist_ok=True)
@@ -170,7 +202,7 @@ class Rank:
 
     def _committed(self, label: VersionId) -> None:
         self.commits.append(label.step)
-        self.agreed.append((label.step, self.worker.votes.persist_steps))
+        self.agreed.append((label.step, feature(self.worker, AgreedRates).persist_steps))
 
     def step(self, step: int) -> None:
         """The optimizer step: fence, then change every tensor."""

@@ -1,7 +1,7 @@
 """What a rank keeps, and how it changes: memory short on a rank, room again, an order, a layout agreed anew.
 
 Which level is tried, and whether the ranks move to it, says the real
-:class:`~reft.snapshot.switching.ActiveProtection`; which slots are given up, the real :meth:`Slots.given_up`; which
+:class:`~reft.policy.switching.ActiveProtection`; which slots are given up, the real :meth:`Slots.given_up`; which
 arenas are made anew, the real :meth:`Slots.choose`. Around them stands what :class:`ArenaSet` and
 :class:`SchemeSwitch` do: one file after the other is removed or made anew, any of which may fail, and after all of it
 the ranks tell each other whether they could. Whose memory is short, and when, is left open: any rank at any vote.
@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from reft.policy.switching import ActiveProtection
 from reft.protect.placement import ProtectionLevel
-from reft.snapshot.switching import ActiveProtection
 from reft.snapshot.version import CopyFailed, Rejoined, Signal, Task, Voted
 from tests.snapshot.version_model import (
     EMPTY,

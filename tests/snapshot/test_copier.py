@@ -20,16 +20,19 @@ from reft.device import Vendor
 from reft.grid import Section, VersionId
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
+from reft.pacing.gate import HostGate, StreamGate
+from reft.pacing.staging import StagingArea
 from reft.protect.backend import TorchBackend, _tried
 from reft.protect.placement import place_group
+from reft.snapshot import copier as copier_module
 from reft.snapshot.arenas import ArenaWriter
-from reft.snapshot.copying import copier as copier_module
-from reft.snapshot.copying.copier import Copier, PeerCheck, StagingArea
-from reft.snapshot.copying.device import DeviceCopyEngine, copy_engine_for
-from reft.snapshot.copying.engine import CopyTicket, CpuCopyEngine
-from reft.snapshot.copying.gate import Gate, HostGate, Permit, StreamGate
+from reft.snapshot.copier import Copier
+from reft.snapshot.copy_engine import CopyTicket, CpuCopyEngine
+from reft.snapshot.device_engine import DeviceCopyEngine, copy_engine_for
+from reft.snapshot.gate import Gate, Permit
 from reft.snapshot.plan import GroupLayout, LiveImages, PlacedBlock, SectionSizes, make_shard_plan
 from reft.state.catalogue import SectionImage
+from reft.verify.peers import PeerCheck
 from tests.device.simulated import Simulated
 from tests.protect.backends import case_or_skip
 from tests.snapshot.conftest import WAIT_SECS, parity_of, random_bytes
@@ -244,7 +247,8 @@ def test_memory_that_is_registered_shares_no_page_with_anything_else(
         images,
     ):
         engine, begins = copy_engine_for("sim"), list[int]()
-        copier = Copier(engine, 4096, peers=PeerCheck(False, 16_384))
+        copier = Copier(engine, 4096)
+        copier.features = [PeerCheck(by_turns=False, block_bytes=16_384)]
         monkeypatch.setattr(engine, "register", lambda memory: begins.append(memory.data_ptr()))
         copy_all(copier, filling, images, Gate())
         assert begins
@@ -360,7 +364,7 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
         Copier, "_read_again", lambda *_: None
     )  # one block of a version, here all of it
     total, chunk, most = 2**20, 2**12, 2**15
-    monkeypatch.setattr("reft.snapshot.copying.copier._BATCH_BYTES", most)
+    monkeypatch.setattr("reft.snapshot.copier._BATCH_BYTES", most)
     # The storages of tensors do not touch each other: each is a piece of its own.
     live = [random_bytes(total // tensors, n).to("sim") for n in range(tensors)]
     with filling_of(tmp_path, live, copies=1, parities=0, block_bytes=total) as (filling, images):

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from reft.device import Cuda
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
-from reft.snapshot.copying import device as device_module
-from reft.snapshot.copying.device import PinnedRanges, copy_engine_for
-from reft.snapshot.copying.engine import CopyEngine, Piece, contiguous
+from reft.snapshot import device_engine as device_module
+from reft.snapshot.copy_engine import CopyEngine, Piece, contiguous
+from reft.snapshot.device_engine import PinnedRanges, copy_engine_for
 from reft.state.catalogue import SectionImage
 from tests.device.simulated import Simulated as Device
 from tests.device.simulated import SimulatedVendor, missing
@@ -360,7 +360,7 @@ if sys.argv[1] == "sim":
     from reft.device import VENDORS
     from tests.device.simulated import SimulatedVendor, simulated
     VENDORS["sim"] = SimulatedVendor(simulated())
-from reft.snapshot.copying.device import copy_engine_for
+from reft.snapshot.device_engine import copy_engine_for
 engine = copy_engine_for(sys.argv[1])
 memory = memoryview(mmap.mmap(-1, 1 << 20))
 engine.register(memory)

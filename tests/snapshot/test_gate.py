@@ -9,7 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from reft.snapshot.copying.gate import Gate, HostGate, Permit, StreamGate
+from reft.pacing.gate import HostGate, StreamGate
+from reft.snapshot.gate import Gate, Permit
 
 LONG = 60.0  # Seconds: nothing in these tests may need them
 
@@ -57,7 +58,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step_secs: float) -> None:
         self.now, self._step_secs = 0.0, step_secs
-        monkeypatch.setattr("reft.snapshot.copying.gate.time.perf_counter", self)
+        monkeypatch.setattr("reft.pacing.gate.time.perf_counter", self)
 
     def __call__(self) -> float:
         self.now += self._step_secs

@@ -10,17 +10,25 @@ from unittest import mock
 
 import pytest
 
+from reft.aor.recompute import PeerOptimizers
 from reft.config import Variant
 from reft.errors import TransferError
 from reft.grid import VersionId
 from reft.memory.arena import Arena, scan
-from reft.snapshot.copying.copier import Copier
-from reft.snapshot.copying.engine import CpuCopyEngine
-from reft.snapshot.recompute import PeerOptimizers
+from reft.snapshot.copier import Copier
+from reft.snapshot.copy_engine import CpuCopyEngine
 from reft.snapshot.stats import PeerErrors, Samples
 from reft.snapshot.version import SkipCause
 from reft.snapshot.worker import SnapshotRequest
-from tests.snapshot.ranks import ALONE, SECRET, WAIT_SECS, Pacer, Rank, group_of_one, make_worker
+from tests.snapshot.ranks import (
+    ALONE,
+    SECRET,
+    WAIT_SECS,
+    HostPacing,
+    Rank,
+    group_of_one,
+    make_worker,
+)
 
 
 class SlowToPin(CpuCopyEngine):
@@ -37,7 +45,7 @@ class SlowToPin(CpuCopyEngine):
 
 class Alone(Rank):
     def __init__(self, root: Path) -> None:
-        self.engine, pacer = SlowToPin(), Pacer()
+        self.engine, pacer = SlowToPin(), HostPacing()
         self.gate = pacer.gate
         self.gate.patience_secs = 10 * WAIT_SECS
         super().__init__(0, root, ALONE, Copier(self.engine, 65536), pacer)
@@ -121,7 +129,7 @@ def test_p6_a_mistake_while_partitions_are_compared_does_not_leave_this_rank() -
     filling = mock.Mock(layout=layout, label=label, wanted=mock.Mock(side_effect=KeyError("lost")))
     peers = PeerOptimizers(mock.Mock())
     peers.replicas[1] = mock.Mock(stale="", number=label.step)
-    peers.compare(filling, mock.Mock(gradients={1: mock.Mock()}), mock.Mock())
+    peers.count_equal(filling, mock.Mock(gradients={1: mock.Mock()}), mock.Mock())
     assert peers.stats.resynced == {"KeyError": 1}
 
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from reft.config import HasConfig
 from reft.errors import ConfigError
-from reft.snapshot.copying.gate import (
+from reft.pacing.gate import HostGate
+from reft.pacing.pacer import (
     BandwidthModel,
-    Gate,
-    HostGate,
     Pacer,
     StepObservation,
     Wait,
@@ -23,10 +22,9 @@ from reft.snapshot.copying.gate import (
     waits,
     window_kind,
 )
-from reft.snapshot.schedule import (
+from reft.pacing.schedule import (
     SHORTEST_WINDOW_SECS,
     Bandwidth,
-    ChunkRecord,
     HasLimits,
     HasSchedule,
     Interval,
@@ -37,6 +35,7 @@ from reft.snapshot.schedule import (
     instructions,
     plan_schedule,
 )
+from reft.snapshot.gate import ChunkRecord, Gate
 
 STAGES, MICRO_BATCHES, FORWARD, BACKWARD = 4, 8, 1.0, 2.0
 
@@ -229,7 +228,7 @@ def test_formulas_are_used_for_the_schedule_that_they_are_of(
             pacer.version_done({"replicated": 10**6}, ())
         positions = [w.position for w in pacer.plan.windows]
         assert (positions == [0]) == (names is other), positions
-    said = [r.getMessage() for r in caplog.records if r.name == "reft.snapshot.copying.gate"]
+    said = [r.getMessage() for r in caplog.records if r.name == "reft.pacing.pacer"]
     assert len(said) == 1
     assert "reft measures its windows instead" in said[0]
 

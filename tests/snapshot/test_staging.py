@@ -7,8 +7,9 @@ import torch
 
 from reft.errors import CopyError, CopyOrderError, StagingMemoryError
 from reft.grid import BlockKey, Section
-from reft.snapshot.copying.copier import Chunk, StagingArea
-from reft.snapshot.copying.engine import CheckedPieces, CopyEngine
+from reft.pacing.staging import StagingArea
+from reft.snapshot.copier import Chunk
+from reft.snapshot.copy_engine import CheckedPieces, CopyEngine
 from reft.snapshot.plan import Block, PlacedBlock
 from reft.snapshot.stats import ByteKind
 from tests.snapshot.conftest import Cuda, Simulated, host_memory, random_bytes

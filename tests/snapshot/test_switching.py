@@ -31,12 +31,12 @@ from reft.node.client import (
     write_order,
     write_record,
 )
+from reft.policy.switching import MemoryBudget, RetentionConfig, agree_on_room
 from reft.protect.codes import Scheme
 from reft.recover.decide import plan_recovery
 from reft.recover.inventory import ArenaStore
 from reft.recover.plan import RecoveryPlan
 from reft.snapshot import arenas
-from reft.snapshot.switching import MemoryBudget, RetentionConfig, agree_on_room
 from tests.faults.job import exchange
 from tests.snapshot.ranks import FOUR, PAIR, SECRET, Rank, Results
 from tests.snapshot.test_worker import versions_in

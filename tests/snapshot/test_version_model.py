@@ -22,9 +22,9 @@ import pytest
 
 from reft.grid import VersionId
 from reft.memory.header import ArenaState
+from reft.policy.switching import ActiveProtection
 from reft.protect.codes import Scheme
 from reft.protect.placement import ProtectionLevel
-from reft.snapshot.switching import ActiveProtection
 from reft.snapshot.version import (
     CopyFailed,
     Event,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,16 @@ from reft.errors import TransferError
 from reft.grid import STATE_SECTIONS, Degrees, Section, Topology, VersionId
 from reft.memory.arena import Arena, scan
 from reft.memory.header import ArenaState
-from reft.snapshot.copying.copier import TURNS, Copier, PeerCheck, differing
-from reft.snapshot.copying.engine import CpuCopyEngine
+from reft.policy.agreed import AgreedRates
+from reft.snapshot.copy_engine import CpuCopyEngine
+from reft.snapshot.extension import VoteResult
+from reft.snapshot.gate import Gate
 from reft.snapshot.plan import LiveImages
-from reft.snapshot.schedule import Overflow
 from reft.snapshot.version import SkipCause
 from reft.snapshot.worker import SnapshotRequest
 from reft.state.catalogue import SectionImage
-from tests.snapshot.ranks import FOUR, SECRET, Pacer, Rank, Results, host_blob
+from reft.verify.peers import TURNS, PeerCheck, differing
+from tests.snapshot.ranks import FOUR, SECRET, Rank, Results, feature, host_blob
 
 
 def protocol(rank: int, root: Path) -> dict[str, Any]:
@@ -104,18 +105,25 @@ def fence(rank: int, root: Path) -> dict[str, Any]:
 
 
 def wants(rank: int, root: Path) -> dict[str, Any]:
-    pacer = Pacer()
+    interval = [1]
     to_storage = {1: 10 + rank, 4: 30 - rank, 6: 7 if rank == 3 else 2}
     wanted, taken = [0], []
-    me = Rank(rank, root, FOUR, pacer=pacer, wanted_persist_interval=lambda: wanted[0])
+    me = Rank(
+        rank,
+        root,
+        FOUR,
+        wanted_interval=lambda: interval[0],
+        wanted_persist_interval=lambda: wanted[0],
+    )
+    rates = feature(me.worker, AgreedRates)
     for step in range(1, 11):
         wanted[0] = to_storage.get(step, wanted[0])
         if (
             rank == 2 and step == 3
         ):  # what does not fit before its optimizer step makes versions rarer on all
-            pacer.plan = SimpleNamespace(advised_interval_steps=3, overflow=Overflow.INTERVAL)
+            interval[0] = 3
         me.step(step)
-        if step % me.worker.votes.interval_steps(step) == 0:
+        if step % rates.interval_steps(step) == 0:
             request = me.snapshot(step)
             taken.append(step)
         else:
@@ -126,10 +134,17 @@ def wants(rank: int, root: Path) -> dict[str, Any]:
     return {"taken": taken, "agreed": me.agreed}
 
 
+def core(rank: int, root: Path) -> list[bool]:
+    me = Rank(rank, root, FOUR, with_features=False)
+    committed = me.take_next(3)
+    me.worker.close(10)
+    return committed
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("worker")
-    return Results(root, protocol, memory, fence, wants, world=4)
+    return Results(root, protocol, memory, fence, wants, core, world=4)
 
 
 def versions_in(root: Path, rank: int) -> dict[int, Arena]:
@@ -181,6 +196,15 @@ def _check_content(arena: Arena, rank: int, step: int) -> None:
 
 
 @pytest.mark.process
+def test_p3_p4_the_core_protects_without_any_feature(results: Results) -> None:
+    assert results.of(core) == [[True, True, True]] * 4
+    for rank in range(4):
+        versions = versions_in(results.root / "core", rank)
+        assert set(versions) == {2, 3}
+        _check_content(versions[3], rank, 3)
+
+
+@pytest.mark.process
 def test_p6_a_rank_without_memory_is_counted_and_recovers(results: Results) -> None:
     found = results.of(memory)
     for result in found:
@@ -227,11 +251,11 @@ def images_of(tensors: list[torch.Tensor]) -> LiveImages:
     )
 
 
-def sums_of(check: PeerCheck, images: LiveImages, step: int, nbytes: int = 1000) -> dict[int, int]:
-    check.memory = torch.zeros(check.choose(images, step), dtype=torch.int64)
-    for part in check.parts(images, nbytes):
-        for source, target in part():
-            target.copy_(source)
+def sums_of(check: PeerCheck, images: LiveImages, step: int) -> dict[int, int]:
+    engine = CpuCopyEngine()
+    engine.begin()
+    check.read(images, VersionId(1, step), engine, Gate())
+    engine.close()
     return check.sums
 
 
@@ -247,10 +271,10 @@ def test_a_flipped_bit_changes_the_sum_of_its_block_within_so_many_versions(
     peers = [t.clone() for t in mine]
     if not sum(sizes):
         return
-    check, other = (PeerCheck(True, BLOCK) for _ in range(2))
+    check, other = (PeerCheck(by_turns=True, block_bytes=BLOCK, chunk_bytes=n) for n in (1000, 64))
     steps = range(7, 7 + every * TURNS, every)
     images, theirs = images_of(mine), images_of(peers)
-    assert all(sums_of(check, images, s) == sums_of(other, theirs, s, 64) for s in steps[:3])
+    assert all(sums_of(check, images, s) == sums_of(other, theirs, s) for s in steps[:3])
     wrong = peers[max(range(len(sizes)), key=sizes.__getitem__)].view(torch.uint8)
     at = int(flip[0] * len(wrong))
     wrong[at] ^= 1 << flip[1]
@@ -258,7 +282,7 @@ def test_a_flipped_bit_changes_the_sum_of_its_block_within_so_many_versions(
     for step in steps:
         pair = sums_of(check, images, step), sums_of(other, theirs, step)
         for one in (check, other):
-            one.sealed(step)
+            one.voted(VoteResult(VersionId(1, step), True, True, True), (0,))
         different += [block for block in pair[0] if pair[0][block] != pair[1][block]]
     offset = theirs.replicated.locate(wrong[at:])
     assert different == [offset // BLOCK]  # in one block, in one turn
@@ -287,10 +311,9 @@ def corrupted(rank: int, root: Path) -> dict[str, Any]:
     """One member's replica is wrong in steps 3 and 4, one number of its partition in steps 6 and 7."""
     out: dict[str, Any] = {}
     for peers in ("full", "rotate", "off"):
-        check = None if peers == "off" else PeerCheck(peers == "rotate", 65536)
         verify = VerifyConfig(peers=peers, on_difference="rollback", suspects=2)
         (folder := root / peers).mkdir(exist_ok=True)
-        me = Rank(rank, folder, THREE, Copier(CpuCopyEngine(), 2**18, peers=check), verify=verify)
+        me = Rank(rank, folder, THREE, verify=verify)
         seen: list[Any] = []
         for step in range(1, 9):
             me.step(step)
@@ -309,7 +332,7 @@ def corrupted(rank: int, root: Path) -> dict[str, Any]:
 
 
 def poisoned(rank: int, root: Path) -> list[Any]:
-    me = Rank(rank, root, THREE, verify=VerifyConfig(suspects=2))
+    me = Rank(rank, root, THREE, verify=VerifyConfig(peers="off", suspects=2))
     me.replicated, halts = [torch.full((9,), torch.inf)], []
     for step in (1, 2, 3):
         assert not me.wait_for(me.snapshot(step, required=True))
@@ -321,7 +344,7 @@ def poisoned(rank: int, root: Path) -> list[Any]:
 
 def far_apart(rank: int, root: Path) -> list[bool]:
     """A version every 61 steps. One rank does not hear what came of a vote; later its replica is wrong."""
-    me = Rank(rank, root, THREE, Copier(CpuCopyEngine(), 2**18, peers=PeerCheck(True, 65536)))
+    me = Rank(rank, root, THREE, verify=VerifyConfig(peers="rotate"))
     votes, heard = me.worker.votes, list[int]()
     cast, committed = votes.cast, list[bool]()
 

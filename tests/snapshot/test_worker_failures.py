@@ -23,15 +23,16 @@ from reft.grid import Section
 from reft.memory.arena import Arena
 from reft.memory.stream import HashingCopier
 from reft.node.client import write_order
+from reft.policy.agreed import AgreedRates
+from reft.policy.switching import RetentionConfig, SchemeSwitch
+from reft.snapshot import copy_engine as engine
 from reft.snapshot import worker
 from reft.snapshot.arenas import ArenaSet, ArenaWriter, RingExchange
-from reft.snapshot.copying import engine
-from reft.snapshot.copying.copier import Copier
+from reft.snapshot.copier import Copier
 from reft.snapshot.stats import SnapshotStats
-from reft.snapshot.switching import RetentionConfig, SchemeSwitch
 from reft.snapshot.version import OVERRUN
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker, Votes
-from tests.snapshot.ranks import PAIR, WAIT_SECS, Rank, Results
+from tests.snapshot.ranks import PAIR, WAIT_SECS, Rank, Results, feature
 
 pytestmark = pytest.mark.integration
 
@@ -111,7 +112,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
         SchemeSwitch, "newest_order", OSError(24, "too many open files")
     ),
     "request a rate": lambda me: mock.patch.object(
-        me.worker.watchers, "wanted_interval", _raising(_LOST)
+        feature(me.worker, AgreedRates), "_wanted_interval", _raising(_LOST)
     ),
     "cast the first vote": _once(Votes, "cast", _LOST),
     "cast the second vote": _once(Votes, "cast", _LOST, nth=2),
@@ -129,7 +130,7 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "note the commit": _once(Arena, "commit", ArenaError("both header copies are torn")),
     "after the commit": _once(SnapshotStats, "commit", _LOST),
     "tell of the commit": lambda me: mock.patch.object(
-        me.worker.watchers, "on_commit", _raising(_LOST)
+        me.worker.callbacks, "on_commit", _raising(_LOST)
     ),
     "reserve behind the commit": _once(ArenaSet, "settle", OSError(12, "cannot allocate memory")),
     "switch": _once(SnapshotWorker, "_switch_layout", _LOST),
@@ -175,12 +176,13 @@ def rates_agreed(rank: int, root: Path) -> dict[str, Any]:
     """The job goes back while a rate is agreed for steps to come; later one rank alone hears of a rate."""
     me = pair(rank, root)
     assert me.take(100)
-    rarely = mock.patch.object(me.worker.watchers, "wanted_interval", return_value=3)
+    rates = feature(me.worker, AgreedRates)
+    rarely = mock.patch.object(rates, "_wanted_interval", return_value=3)
     with rarely:
         assert me.take(101)
         me.incarnation += 1
         assert me.take(3)
-        back = me.worker.votes.interval_steps(4)
+        back = rates.interval_steps(4)
     assert me.take(4)
     vote = me.worker.control.vote
 
@@ -191,7 +193,7 @@ def rates_agreed(rank: int, root: Path) -> dict[str, Any]:
     with rarely, _on_rank_1(me, lambda me: mock.patch.object(me.worker.control, "vote", unheard)):
         assert not me.take(5)
         _until(lambda: me.worker.votes.late)  # they have come together
-    met = [me.worker.votes.interval_steps(step) for step in (6, 7, 50)]
+    met = [rates.interval_steps(step) for step in (6, 7, 50)]
     me.worker.close(10)
     return {"back": back, "met": met}
 
@@ -217,7 +219,7 @@ def complains(rank: int, root: Path) -> dict[str, Any]:
     logging.getLogger("reft").addHandler(handler)
     me = pair(rank, root)
     if rank == 1:
-        me.worker.watchers.peer_errors.record("a rate cannot be computed", _LOST)
+        me.worker.callbacks.peer_errors.record("a rate cannot be computed", _LOST)
     committed = me.take_next(3)
     me.worker.close(10)
     logging.getLogger("reft").removeHandler(handler)
@@ -230,7 +232,7 @@ def layouts(rank: int, root: Path) -> dict[str, Any]:
         "layout, at its begin": _once(SnapshotWorker, "_renew_layout", _LOST),
         "layout, before memory is counted": _once(SchemeSwitch, "fit", _LOST),
         "layout, reserving": _once(ArenaSet, "reserve", _LOST),
-        "order, at its begin": _once(SchemeSwitch, "carry_out", _LOST),
+        "order, at its begin": _once(SchemeSwitch, "change", _LOST),
         "order, between ranks": _once(ArenaSet, "use", _LOST),
     }
     schemes = iter(("none", "arc"))
@@ -246,7 +248,7 @@ def layouts(rank: int, root: Path) -> dict[str, Any]:
         dist.barrier()
         with _on_rank_1(me, patch):
             (during,) = me.take_next(1)
-        after, record = me.take_next(4), me.worker.switch.record
+        after, record = me.take_next(4), feature(me.worker, SchemeSwitch).record
         found[place] = {"during": during, "after": after, "scheme": record.in_force}
     me.worker.close(10)
     return found

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from reft.grid import VersionId
 from reft.memory.header import ArenaState
+from reft.policy.switching import ActiveProtection
 from reft.protect.placement import ProtectionLevel
 from reft.recover.decide import preferred_label
 from reft.snapshot import version
-from reft.snapshot.switching import ActiveProtection
 from reft.snapshot.version import (
     Commit,
     CopyFailed,

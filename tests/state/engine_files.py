@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from reft.grid import Coordinate, Section, VersionId
-from reft.recover.offline import export_stored
 from reft.state import codec
 from reft.state.adapters import StateAdapter
-from reft.state.deepspeed_format import (
+from reft.storage.deepspeed_format import (
     Template,
     capture_template,
     host_file_name,
     read_host_file,
     write_checkpoint,
 )
-from reft.state.template import same_value
+from reft.storage.offline import export_stored
 from reft.storage.persist import persist_label
 from reft.storage.persisted import job_directory
+from reft.storage.template import same_value
 from tests.storage.job_memory import JOB, Memory, verify_persisted
 
 CLIENT = {"epoch": 3, "nested": {"list": [1, 2.5, ("a", b"b")]}}

@@ -19,12 +19,12 @@ from engine_files import CLIENT, persisted_from, template_of, written_from
 from engine_models import BATCH, VOCABULARY, Block, Embed, Net, head, loss_fn
 from torch import nn
 
-from reft.engine.engine import find_coordinate
+from reft.engine.protocol import find_coordinate
 from reft.state import codec
 from reft.state.adapters import adapter_for
 from reft.state.blob import capture_host_state, restore_data_free_state, restore_host_state
 from reft.state.catalogue import Manifest, SectionImage
-from reft.state.deepspeed_format import host_file_name, read_host_file
+from reft.storage.deepspeed_format import host_file_name, read_host_file
 from tests.old_deepspeed import step_without_autograd
 
 SNAP, END = 3, 7

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from reft.engine.checks.preflight import unloadable
+from reft.checks.preflight import unloadable
 from reft.state.supported import explain_not_loadable
 from tests.engine.ranks import be_a_rank, mse
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engine_cases import ADAPTERS
 
-from reft.engine.checks.preflight import ZERO0_PIPELINE
+from reft.checks.preflight import ZERO0_PIPELINE
 from tests.engine.ranks import run_ranks
 from tests.machine import FP16_MISSING
 from tests.old_deepspeed import VERSION

@@ -17,8 +17,7 @@ from reft.memory.jobdir import JobDir
 from reft.snapshot.plan import SectionSizes
 from reft.state import codec
 from reft.state.catalogue import Manifest, SectionImage
-from reft.state.deepspeed_format import Template, read_shape
-from reft.state.template import TemplateBuilder
+from reft.storage.deepspeed_format import Template, read_shape
 from reft.storage.persisted import (
     PersistedInfo,
     check_arenas,
@@ -26,6 +25,7 @@ from reft.storage.persisted import (
     list_persisted,
     read_marker,
 )
+from reft.storage.template import TemplateBuilder
 from tests.recover.fleet import JOB, SECRET, Fleet, place
 
 DEGREES = Degrees(2, 2, 1)

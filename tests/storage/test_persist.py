@@ -18,15 +18,14 @@ from reft.config import FaultConfig, FaultPoint, ReftConfig
 from reft.errors import ArenaError, OvertakenError, PersistError
 from reft.grid import Section, VersionId
 from reft.memory.arena import Arena
-from reft.recover import offline
-from reft.recover.offline import export_stored, persist_offline
-from reft.state.deepspeed_format import host_file_name, read_host_file
-from reft.state.template import same_value
-from reft.storage import fence
+from reft.storage import fence, offline
+from reft.storage.deepspeed_format import host_file_name, read_host_file
+from reft.storage.offline import export_stored, persist_offline
 from reft.storage.persist import PersistProgress, persist_label
 from reft.storage.persisted import job_directory, latest_tag
 from reft.storage.persister import Persister
 from reft.storage.publish import WorkDir
+from reft.storage.template import same_value
 from tests.commands import command
 from tests.job.daemons import wait_for
 from tests.spawn import RankError, spawn

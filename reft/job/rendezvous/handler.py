@@ -44,8 +44,8 @@ from reft.job.rendezvous.membership import (
     step,
     waits_for_them,
 )
-from reft.job.rendezvous.sizes import Sizes
 from reft.naming import committed_key
+from reft.relayout.sizes import Sizes
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
-from reft.job.rendezvous.sizes import Sizes
 from reft.job.script import ExitCause
+from reft.relayout.sizes import Sizes
 
 
 @dataclass(frozen=True)

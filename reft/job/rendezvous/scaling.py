@@ -32,7 +32,6 @@ from reft.job.rendezvous.membership import (
     ScaleCancelled,
     ScaleRequested,
 )
-from reft.job.rendezvous.sizes import Sizes, find_job_sizes
 from reft.job.signals import StopSignals
 from reft.memory.jobdir import (
     ORDER_FILE,
@@ -49,6 +48,7 @@ from reft.node.client import read_record
 from reft.node.observe import JobStatus
 from reft.node.report import ReportBoard
 from reft.protect.codes import Scheme
+from reft.relayout.sizes import Sizes, find_job_sizes
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from reft.checks.preflight import Severity, block_findings, find_part
 from reft.config import read_object
-from reft.engine.checks.preflight import Severity, block_findings, find_part
 from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME
 from reft.policy.choose import GIB

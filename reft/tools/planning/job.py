@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from reft.checks.preflight import engine_findings, find_part
 from reft.config import ReftConfig, Variant, parse_block
-from reft.engine.checks.preflight import engine_findings, find_part
 from reft.errors import ConfigError
 from reft.grid import Coordinate, Degrees, Topology
 from reft.naming import BLOCK_NAME

@@ -13,14 +13,10 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
+from reft.checks.preflight import Finding, Severity, block_findings
 from reft.config import AOR, AUTO
-from reft.engine.checks.preflight import Finding, Severity, block_findings
 from reft.errors import ConfigError
-from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, ChoiceInputs, choose
-from reft.policy.loads import LinkRates, TrafficEstimate
-from reft.policy.rate import DAY_SECS, REPAIR_SECS, best_interval, memory_risk, whole_interval
-from reft.profile.result import Activity, ProfileResult
-from reft.snapshot.schedule import (
+from reft.pacing.schedule import (
     AnalyticEstimator,
     Bandwidth,
     HasLimits,
@@ -28,6 +24,10 @@ from reft.snapshot.schedule import (
     Window,
     plan_schedule,
 )
+from reft.policy.choose import GIB, SENT_AFTER_ALL, Alternative, Choice, ChoiceInputs, choose
+from reft.policy.loads import LinkRates, TrafficEstimate
+from reft.policy.rate import DAY_SECS, REPAIR_SECS, best_interval, memory_risk, whole_interval
+from reft.profile.result import Activity, ProfileResult
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.model import MEMORY_SHARE, Training
 

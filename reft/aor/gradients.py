@@ -1,0 +1,274 @@
+"""What an optimizer step was made of, for peers that repeat it on their hosts (AOR, REFERENCE 1.6).
+
+Under ZeRO-1 every data-parallel rank holds, for a moment, the averaged gradients of *all*
+partitions. This module copies the slices of given partitions beside the training, on the device, so
+that they can go to the host during the next step, and notes the hyper-parameters at the instant of
+the optimizer's step:
+
+=========================== ============================= =======================================
+wrapper                     gradients are taken           and are
+=========================== ============================= =======================================
+``BF16_Optimizer``          right before the step         final: averaged, clipped
+``DeepSpeedZeroOptimizer``  when all buckets are reduced  averaged, still scaled: the factor of
+                                                          unscaling and clipping is taken too
+=========================== ============================= =======================================
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from reft.aor.host_adam import AdamRecipe, OwnerStep, read_recipe, read_step
+from reft.errors import UnsupportedStateError
+from reft.state.adapters import BF16Adapter, StateAdapter, ZeroAdapter
+from reft.state.catalogue import SectionImage
+from reft.state.codec import class_path
+
+
+class GradientCapture:
+    """Copies of the newest step's gradients. All methods are called by the training thread.
+
+    Args:
+        members: data-parallel ranks whose partitions are wanted.
+        fence: waits until nobody copies what was captured before; called before it is overwritten.
+
+    Raises:
+        UnsupportedStateError: the gradients of other partitions are not kept by this configuration,
+        or the
+            optimizer cannot be repeated; says what to change.
+    """
+
+    def __init__(
+        self, adapter: StateAdapter, members: Sequence[int], fence: Callable[[], None]
+    ) -> None:
+        self._fence = fence
+        self._adapter = adapter
+        self._wrapper = adapter.wrapper
+        self.record: OwnerStep | None = None  # of the step that is being made
+        self.recipe = check_recomputable(adapter)
+        bf16 = isinstance(adapter, BF16Adapter)
+        groups = "bf16_partitioned_groups" if bf16 else "parallel_partitioned_bit16_groups"
+        self._weights: list[list[torch.Tensor]] = [
+            list(group) for group in getattr(self._wrapper, groups)
+        ]
+        """Per group and member: the model's own weights of that partition, flat."""
+        # where it is captured, by member and name
+        self.staged: dict[int, dict[str, torch.Tensor]] = {}
+        # By member; other objects once other members are followed
+        self.images: dict[int, SectionImage] = {}
+        self._closed = False
+        self._undo: list[Callable[[], None]] = []
+        self.follow(members)
+        known = next(iter(self.images.values()), None)
+        self.partition_bytes = (known or SectionImage(list(self._make_staging(0).items()))).nbytes
+        """Of what is captured for one member, whether or not any is followed now."""
+        self._install()
+
+    def close(self) -> None:
+        """Capture nothing any more: remove the hooks, put back the methods that were replaced, let
+        go of the memory. Nobody copies what was captured by then."""
+        self._closed = True
+        while self._undo:
+            self._undo.pop()()
+        self.staged, self.images, self.record = {}, {}, None
+
+    def follow(self, members: Sequence[int]) -> bool:
+        """Capture for these members from the next step on. Returns whether they are others than
+        before."""
+        if self._closed:
+            members = ()
+        if tuple(members) == tuple(self.staged):
+            return False
+        self.staged = {m: self._make_staging(m) for m in members}
+        self.images = {m: SectionImage(list(tensors.items())) for m, tensors in self.staged.items()}
+        self.record = None
+        return True
+
+    def take(self, number: int) -> tuple[OwnerStep, int | None] | None:
+        """What is known of the step that was just made, the engine's ``number``-th; afterwards
+        nothing is. Returns its record, and the t of Adam if the host knows it; None if the
+        optimizer stepped in a way that was not seen."""
+        record, self.record = self.record, None
+        optimizer = self._adapter.state.optimizer
+        if record is None:
+            # Up to 0.18 BF16_Optimizer knows no overflow, and no attribute of that name.
+            if not getattr(self._wrapper, "overflow", False):
+                return None
+            record = read_step(optimizer, number, skipped=True)
+        return replace(record, number=number), _applied(optimizer)
+
+    # -- what every wrapper needs ------------------------------------------------------------------
+
+    def _make_staging(self, member: int) -> dict[str, torch.Tensor]:
+        bf16, made = isinstance(self._adapter, BF16Adapter), dict[str, torch.Tensor]()
+        dtype = self._wrapper.grad_acc_dtype if bf16 else self._wrapper.gradient_accumulation_dtype
+        for g, partitions in enumerate(self._weights):
+            weights = partitions[member]
+            made[f"gradient.{g}"] = torch.zeros(weights.numel(), dtype=dtype, device=weights.device)
+        if isinstance(self._adapter, ZeroAdapter):
+            made["multiplier"] = torch.ones(
+                1, dtype=torch.float32, device=self._weights[0][member].device
+            )
+        return made
+
+    def _install(self) -> None:
+        if isinstance(self._adapter, BF16Adapter):
+            hook = self._adapter.state.optimizer.register_step_pre_hook(self._before_bf16_step)
+            self._undo.append(hook.remove)
+            return
+        self._undo += [
+            _before(self._wrapper, "_release_ipg_buffers", self._when_reduced),
+            _before(self._wrapper, "unscale_and_clip_grads", self._when_unscaled),
+        ]
+
+    # -- BF16_Optimizer ----------------------------------------------------------------------------
+
+    def _before_bf16_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._fence()
+        for member, tensors in self.staged.items():
+            for g, flat in enumerate(self._wrapper.fp32_groups_gradients_flat):
+                size = self._weights[g][member].numel()
+                tensors[f"gradient.{g}"].copy_(flat.narrow(0, member * size, size))
+        self.record = read_step(optimizer, 0)
+
+    # -- DeepSpeedZeroOptimizer --------------------------------------------------------------------
+
+    def _when_reduced(self) -> None:
+        """All gradients are averaged, those of other partitions are about to be dropped."""
+        wrapper = self._wrapper
+        boundary = wrapper.is_gradient_accumulation_boundary
+        if self._closed or not (boundary() if callable(boundary) else boundary):
+            return
+        self._fence()
+        for g, params in enumerate(wrapper.round_robin_bit16_groups):
+            size = self._weights[g][0].numel()
+            for member in self.staged:
+                self.staged[member][f"gradient.{g}"].zero_()
+            for param, start in zip(params, _offsets(wrapper, g), strict=True):
+                stop = start + param.numel()
+                gradient = wrapper.get_gradient_for_reduction(param)
+                for member in self.staged if gradient is not None else ():
+                    begin, end = max(start, member * size), min(stop, (member + 1) * size)
+                    if begin < end:
+                        target = self.staged[member][f"gradient.{g}"]
+                        flat = gradient.reshape(-1)[begin - start : end - start]
+                        target[begin - member * size : end - member * size].copy_(flat)
+
+    def _when_unscaled(self, _gradients: Any, total_norm: Any) -> None:
+        """What the wrapper multiplies the gradients by, found by letting it do so to a one."""
+        if self._closed or self.record is not None:
+            return  # further groups of the same step
+        factors = [tensors["multiplier"].fill_(1.0) for tensors in self.staged.values()]
+        type(self._wrapper).unscale_and_clip_grads(self._wrapper, factors, total_norm)
+        self.record = read_step(self._adapter.state.optimizer, 0)
+
+
+def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
+    """How a host repeats the optimizer's step; raises UnsupportedStateError as
+    :class:`GradientCapture`."""
+    recipe = read_recipe(adapter.state.optimizer)
+    if isinstance(adapter, BF16Adapter):
+        _check_bf16(adapter.engine, adapter.wrapper)
+    else:
+        _check_zero(adapter.wrapper)
+    return recipe
+
+
+def _check_bf16(engine: Any, wrapper: Any) -> None:
+    """In some releases of 0.18 ``_backward_epilogue`` averages the gradients before those of the
+    last micro-batch are among them: every rank steps its partition with its own. A pipeline engine
+    averages elsewhere, and 0.19.8 has it the other way round."""
+    epilogue = getattr(type(engine), "_backward_epilogue", None)
+    if epilogue is None or not engine.enable_backward_allreduce or wrapper.immediate_grad_update:
+        return
+    names = inspect.unwrap(epilogue).__code__.co_names  # in the order of their first use
+    known = [name for name in names if name in ("allreduce_gradients", "backward_epilogue")]
+    if known == ["allreduce_gradients", "backward_epilogue"]:
+        raise UnsupportedStateError(
+            f"found {class_path(wrapper)} in a DeepSpeed ({version('deepspeed')}) that does not "
+            "average "
+            "the gradients of the last micro-batch: every rank has different ones, and aor cannot "
+            "know its "
+            'peer\'s. Write "bf16": {"enabled": true, "immediate_grad_update": true}, use '
+            "DeepSpeed "
+            '0.19.8 or later, or leave "+aor" out of reft.protection'
+        )
+
+
+def _check_zero(wrapper: Any) -> None:
+    found = [
+        f'"{name}": true'
+        for name in ("reduce_scatter", "contiguous_gradients")
+        if getattr(wrapper, name)
+    ]
+    if found:
+        raise UnsupportedStateError(
+            f"found {' and '.join(found)} with {class_path(wrapper)}, which then keeps the "
+            "gradients of its "
+            f"own partition only; to recompute its peer's, aor needs them all. Write "
+            f'"zero_optimization": {{"reduce_scatter": false, "contiguous_gradients": false}}, or '
+            "use bf16 "
+            f'with "data_types": {{"grad_accum_dtype": "fp32"}}, or leave "+aor" out of '
+            "reft.protection"
+        )
+    # Up to 0.18.9 buckets are sorted by names of types that no tensor of a CPU has: nothing is
+    # averaged.
+    sort = getattr(sys.modules[type(wrapper).__module__], "split_half_float_double", None)
+    if sort is not None and not sort([wrapper.parallel_partitioned_bit16_groups[0][0][:1]]):
+        raise UnsupportedStateError(
+            f"found {class_path(wrapper)} in a DeepSpeed ({version('deepspeed')}) that averages no "
+            'gradients on this device with "contiguous_gradients": false: every rank has '
+            "different ones, "
+            "and aor cannot know its peer's. Use DeepSpeed 0.19.8 or later, or bf16 with "
+            '"data_types": '
+            '{"grad_accum_dtype": "fp32"}, or leave "+aor" out of reft.protection'
+        )
+
+
+def _offsets(wrapper: Any, group: int) -> list[int]:
+    """Where each parameter begins in the flat group: since 0.19 there may be padding between
+    them."""
+    known = vars(wrapper).get("round_robin_bit16_offsets")
+    if known is not None:
+        return list(known[group])
+    counts = [param.numel() for param in wrapper.round_robin_bit16_groups[group]]
+    return list(accumulate(counts[:-1], initial=0))
+
+
+def _before(wrapper: Any, name: str, call: Callable[..., None]) -> Callable[[], None]:
+    """Have ``call`` see the arguments of every call of ``wrapper.name``, on this instance only.
+    Returns what puts the method back as it was, unless somebody has replaced it once more since."""
+    original, own = getattr(wrapper, name), vars(wrapper).get(name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    def undo() -> None:
+        if vars(wrapper).get(name) is not wrapped:
+            return
+        if own is None:
+            delattr(wrapper, name)
+        else:
+            setattr(wrapper, name, own)
+
+    setattr(wrapper, name, wrapped)
+    return undo
+
+
+def _applied(optimizer: Any) -> int | None:
+    """The t of Adam after the newest step, where reading it does not wait for a device."""
+    group = optimizer.param_groups[0]
+    entries = [optimizer.state.get(p, {}) for p in group["params"]]
+    step = next((e["step"] for e in entries if "step" in e), group.get("step"))
+    if isinstance(step, torch.Tensor):
+        return int(step) if step.device.type == "cpu" else None
+    return None if step is None else int(step)

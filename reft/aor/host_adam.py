@@ -1,0 +1,289 @@
+"""Recomputing a ring peer's Adam on the host: the numerical core of AOR (REFERENCE 1.6).
+
+Under ZeRO-1 a partition's master weights and moments live on one rank only. Instead of copying 12
+bytes a parameter every step, its ring peer receives the averaged, unscaled, clipped gradient of the
+partition and makes the same step here. The arithmetic is not written anew: the replica is an
+optimizer of the owner's own class over host memory, stepped with the owner's hyper-parameters of
+that step. Where owner and replica run the same kernel, as on CPUs, they agree to the last bit;
+:class:`reft.optim.ExactAdam` agrees wherever the owner runs.
+
+Every applied step must arrive exactly once and in order. Anything else makes the replica *stale*:
+from then on it refuses to step and to be read, until it is copied anew from the owner (P5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reft.errors import StaleReplicaError, UnsupportedStateError
+from reft.optim import ExactAdam
+from reft.state.adam import AdamKind, replay_powers
+
+
+@dataclass(frozen=True)
+class AdamRecipe:
+    """What of the owner's optimizer never changes. Plain data: it is sent to the node daemon."""
+
+    kind: AdamKind
+    decoupled: bool  # weight decay on the weights (AdamW) instead of on the gradient
+    # foreach, fused: torch's choice of implementation; None is torch's default for the device
+    foreach: bool | None = None
+    fused: bool | None = None
+    maximize: bool = False
+    on_device: bool = False  # the owner's partition is not in host memory
+
+    @property
+    def exact(self) -> bool:
+        """Whether a host repeats the owner's step to the bit."""
+        return self.kind is AdamKind.EXACT or not self.on_device
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """Hyper-parameters of one parameter group in one step."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    bias_correction: bool = True
+
+
+@dataclass(frozen=True)
+class OwnerStep:
+    """One step of the owner."""
+
+    number: int  # counts every step of the engine, skipped ones too, without a gap
+    groups: tuple[GroupStep, ...]  # hyper-parameters by group, as they were when the owner stepped
+    skipped: bool = False  # an overflow: neither weights nor moments nor their step count moved
+    # what the owner multiplied the fp32 gradient by (1 / (loss scale · clip divisor)); 1 if the
+    # gradients that are sent are final
+    multiplier: float = 1.0
+
+
+def read_recipe(optimizer: Any) -> AdamRecipe:
+    """Read the recipe from the owner's innermost optimizer. Raises UnsupportedStateError for
+    classes and variants without a replica; says what to change."""
+    names = {f"{c.__module__}.{c.__qualname__}" for c in type(optimizer).__mro__}
+    found = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    # AdamW derives from Adam: the more special one first.
+    kinds = (
+        *(AdamKind.EXACT, AdamKind.DEEPSPEED_CPU, AdamKind.DEEPSPEED_FUSED),
+        *(AdamKind.TORCH_ADAMW, AdamKind.TORCH_ADAM),
+    )
+    kind = next((k for k in kinds if k.value in names), None)
+    if kind is None:
+        raise UnsupportedStateError(
+            f"found optimizer {found}; recomputing it on the host is possible for torch's Adam "
+            "and AdamW, "
+            "DeepSpeed's FusedAdam and CPUAdam, and reft.ExactAdam. Use one of them, or protect "
+            "the "
+            f"partition by copies (peer)"
+        )
+    groups = optimizer.param_groups
+    unusual = sorted({k for k in ("amsgrad", "differentiable") for g in groups if g.get(k)})
+    if unusual:
+        raise UnsupportedStateError(
+            f"found {found} with {', '.join(unusual)}, which is not recomputed on the host; "
+            "expected plain "
+            f"Adam. Turn it off, or protect the partition by copies (peer)"
+        )
+    first: Mapping[str, Any] = groups[0]
+    on_device = any(p.device.type != "cpu" for g in groups for p in g["params"])
+    if kind.compiled:
+        return AdamRecipe(kind, bool(optimizer.adam_w_mode), on_device=on_device)
+    decoupled = bool(first.get("decoupled_weight_decay", kind is AdamKind.TORCH_ADAMW))
+    # On a device torch steps by default with foreach kernels; on the host that is the plain loop.
+    return AdamRecipe(
+        kind,
+        decoupled,
+        foreach=None if on_device else first.get("foreach"),
+        fused=first.get("fused"),
+        maximize=bool(first.get("maximize")),
+        on_device=on_device,
+    )
+
+
+def read_step(optimizer: Any, number: int, *, skipped: bool = False) -> OwnerStep:
+    """The record of a step, read from the owner's groups right before (or after)
+    ``optimizer.step``."""
+    groups = tuple(
+        GroupStep(
+            float(g["lr"]),
+            (float(g["betas"][0]), float(g["betas"][1])),
+            float(g["eps"]),
+            float(g["weight_decay"]),
+            bool(g.get("bias_correction", True)),
+        )
+        for g in optimizer.param_groups
+    )
+    return OwnerStep(number, groups, skipped)
+
+
+@dataclass
+class ReplicaTensors:
+    """One group's partition in host memory: fp32, one-dimensional, of one length; updated in
+    place."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    def __post_init__(self) -> None:
+        found = [(t.dtype, t.device.type, tuple(t.shape)) for t in self.all]
+        expected = (torch.float32, "cpu", (self.master.numel(),))
+        if any(f != expected for f in found):
+            raise ValueError(
+                f"found replica tensors {found}; expected three one-dimensional fp32 tensors of "
+                "one "
+                f"length on the host"
+            )
+
+    @property
+    def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.master, self.exp_avg, self.exp_avg_sq
+
+
+@dataclass
+class AdamReplica:
+    """The ring peer's optimizer, replayed on the host. ``recipe``: of the owner's optimizer.
+    ``groups``: hyper-parameters to begin with, one per tensor group. ``tensors``: the partition,
+    one entry per parameter group. ``number``: last step of the engine that the tensors contain,
+    skipped ones counted. ``applied``: steps that were not skipped: the t of Adam."""
+
+    recipe: AdamRecipe
+    groups: Sequence[GroupStep]
+    tensors: Sequence[ReplicaTensors]
+    number: int = 0
+    applied: int = 0
+    stale: str = field(default="", init=False)
+    """Why the replica must not be used; empty while it follows its owner."""
+
+    def __post_init__(self) -> None:
+        if len(self.groups) != len(self.tensors):
+            raise ValueError(
+                f"found {len(self.tensors)} partitions for {len(self.groups)} groups; expected "
+                "one for each"
+            )
+        self.params = [torch.nn.Parameter(t.master, requires_grad=True) for t in self.tensors]
+        self.optimizer = _make_optimizer(self.recipe, self.params)
+        self._set_groups(self.groups)
+        self._link()
+        self._replay_powers()
+
+    def _link(self) -> None:
+        for param, tensors in zip(self.params, self.tensors, strict=True):
+            step: Any = (
+                self.applied if self.recipe.kind.compiled else torch.tensor(float(self.applied))
+            )
+            self.optimizer.state[param] = {
+                "step": step,
+                "exp_avg": tensors.exp_avg,
+                "exp_avg_sq": tensors.exp_avg_sq,
+            }
+
+    def bind(self, tensors: Sequence[ReplicaTensors]) -> None:
+        """Go on in other memory, which holds what the present one does."""
+        for param, new in zip(self.params, tensors, strict=True):
+            param.data = new.master
+        self.tensors = tensors
+        self._link()
+
+    def restart(self, tensors: Sequence[ReplicaTensors], number: int, applied: int) -> None:
+        """Follow again from a verified copy of the owner's partition, as it had it after step
+        ``number`` of the engine, with ``applied`` the t of Adam; not stale any more."""
+        kernel_was_at, was_stale = self.applied, bool(self.stale)
+        self.stale, self.number, self.applied = "", number, applied
+        self.bind(tensors)
+        if applied != kernel_was_at or was_stale:
+            self._replay_powers()
+
+    @torch.no_grad()
+    def apply(self, record: OwnerStep, gradients: Sequence[torch.Tensor]) -> None:
+        """Make one step of the owner. ``record``: the step. ``gradients``: one per group, of the
+        partition's length, fp32 or the 16-bit type in which they were reduced; ignored where the
+        step was skipped. Only read. Raises StaleReplicaError: if a step or a gradient is missing or
+        the record does not fit. The tensors have not been touched, and the replica stays stale."""
+        self.check()
+        if record.number != self.number + 1:
+            self._refuse(
+                f"step {record.number} arrived after step {self.number}: every step must arrive "
+                "once"
+            )
+        if len(record.groups) != len(self.groups):
+            self._refuse(
+                f"step {record.number} has {len(record.groups)} groups instead of "
+                f"{len(self.groups)}"
+            )
+        if not record.skipped:
+            found, expected = ([t.numel() for t in of] for of in (gradients, self.params))
+            if found != expected:
+                self._refuse(
+                    f"step {record.number} has gradients of {found} elements instead of {expected}"
+                )
+            self._set_groups(record.groups)
+            for param, gradient in zip(self.params, gradients, strict=True):
+                # In fp32 and by multiplication, as DeepSpeed unscales and clips; in memory of its
+                # own.
+                final = gradient.detach().reshape(-1).to("cpu", torch.float32)
+                param.grad = final if record.multiplier == 1.0 else final * record.multiplier
+            self.optimizer.step()
+            for param in self.params:
+                param.grad = None
+            self.applied += 1
+        self.number = record.number
+
+    def check(self) -> None:
+        """Raise StaleReplicaError, which says since when and why, if the replica must not be
+        used."""
+        if self.stale:
+            raise StaleReplicaError(
+                f"the replica of the peer's optimizer is stale since step {self.number}: "
+                f"{self.stale}. It "
+                "must be copied from its owner again"
+            )
+
+    def mark_stale(self, reason: str) -> None:
+        """Give the replica up until it is made anew; the first reason stays."""
+        self.stale = self.stale or reason
+
+    def _refuse(self, reason: str) -> None:
+        self.mark_stale(reason)
+        self.check()
+
+    def _set_groups(self, groups: Sequence[GroupStep]) -> None:
+        for live, new in zip(self.optimizer.param_groups, groups, strict=True):
+            live.update(lr=new.lr, betas=new.betas, eps=new.eps, weight_decay=new.weight_decay)
+            if "bias_correction" in live:
+                live["bias_correction"] = new.bias_correction
+
+    def _replay_powers(self) -> None:
+        if self.recipe.kind.compiled:
+            groups = [(group, 1, self.applied) for group in self.optimizer.param_groups]
+            replay_powers(AdamKind.DEEPSPEED_CPU, self.optimizer, groups)
+
+
+def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) -> Any:
+    """An optimizer with one group per parameter. Hyper-parameters are set before every step."""
+    groups: list[dict[str, Any]] = [{"params": [p]} for p in params]
+    if recipe.kind.compiled:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, adamw_mode=recipe.decoupled)
+    if recipe.kind is AdamKind.EXACT:
+        return ExactAdam(groups, decoupled_weight_decay=recipe.decoupled)
+    made = torch.optim.AdamW if recipe.decoupled else torch.optim.Adam
+    return made(groups, foreach=recipe.foreach, fused=recipe.fused, maximize=recipe.maximize)
+
+
+# -- the part of DeepSpeed's CPU Adam that no state dict holds -------------------------------------
+#
+# The C++ optimizer behind ``FusedAdam`` (on CPU) and ``DeepSpeedCPUAdam`` keeps the powers ``beta
+# ** step`` and brings them forward by one multiplication per step. A fresh process computes them by
+# ``pow``, whose last bits differ, so a resumed run would leave the uninterrupted one (P8). The
+# powers are a pure function of the sequence of calls; the same calls are made on one-element
+# tensors.

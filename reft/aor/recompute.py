@@ -1,0 +1,268 @@
+"""Asynchronous optimizer recomputing (AOR, REFERENCE 1.6): a ring peer's partition made anew on the
+host.
+
+Version i of a kept partition is version i-1 of it, which lies in this rank's newest committed
+arena, and one step of its owner's optimizer with the gradients that were copied for version i. It
+is written straight into the arena of version i. Whether it became what the owner has is known
+before it is
+sealed: the owner's checksums come with every version, and blocks that differ, or could not be
+recomputed, are sent by the owner (:mod:`reft.snapshot.arenas`). A missed gradient or a spoilt
+replica so costs one transfer, and nothing else is ever restored (P5).
+
+Device and host kernels must agree to the last bit: fused Adam on a GPU does not, :mod:`reft.optim`
+does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from reft.aor.host_adam import AdamRecipe, AdamReplica, OwnerStep, ReplicaTensors
+from reft.errors import ReftError, StaleReplicaError, UnsupportedStateError
+from reft.grid import Section
+from reft.snapshot.arenas import ArenaWriter
+from reft.snapshot.extension import CopiedVersion, VersionFeature
+from reft.snapshot.plan import LiveImages
+from reft.snapshot.stats import RecomputeStats
+from reft.snapshot.version import SkipCause
+from reft.state.catalogue import SectionImage, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+_IN_VAIN = 20
+"""Versions in a row of which nothing that was recomputed could be kept, after which that is
+said."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What the training thread knows of the newest step."""
+
+    record: OwnerStep  # hyper-parameters, and whether the step was skipped
+    applied: int | None = None  # the t of Adam after it; None where only the device knows
+    flush_denormal: bool = False  # whether the training thread's processor takes denormals for zero
+
+
+class PeerOptimizers(VersionFeature):
+    """The optimizers of the members whose partitions this rank keeps."""
+
+    name = "aor"
+
+    def __init__(self, recipe: AdamRecipe, stats: RecomputeStats | None = None) -> None:
+        self._recipe = recipe
+        self.stats = stats or RecomputeStats()
+        self.base: ArenaWriter | None = None
+        """The newest committed version: what the next one's partitions are recomputed from."""
+        self.replicas: dict[int, AdamReplica] = {}  # by member
+        self._told: set[str] = set()
+        self._refused_steps: Counter[int] = Counter()
+        self._in_vain = False
+
+    def recompute(
+        self, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None
+    ) -> None:
+        """Write the kept partitions of a version whose gradients have been copied. What could not
+        be made stays as it is: it is asked for from its owner."""
+        began, cpu = time.perf_counter(), time.thread_time()
+        for member in _kept(filling, images):
+            try:
+                self._recompute(member, filling, images, step)
+                filling.hash_partition(member)
+            except Exception as error:
+                self._failed(member, filling, error)
+        self.stats.secs += time.perf_counter() - began
+        self.stats.cpu_secs += time.thread_time() - cpu
+
+    def count_equal(
+        self, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None
+    ) -> None:
+        """The owners' checksums are known: count what became what its owner has, and what did not
+        (P5)."""
+        for member in _kept(filling, images):
+            replica = self.replicas.get(member)
+            if (
+                replica is None
+                or replica.stale
+                or replica.number != filling.label.step
+                or step is None
+            ):
+                continue
+            try:
+                # The host block and the checksums always come from the owner.
+                equal = all(b.key.section is not Section.OWNED for b in filling.wanted(member))
+            except Exception as error:  # P6: peers wait for this rank in the exchange
+                self._failed(member, filling, error)
+                continue
+            if equal:
+                self.stats.versions += 1
+                self._refused_steps[member] = 0
+            else:
+                self._give_up(member, filling, "it is not what its owner has")
+                self._refused_steps[member] += 1
+                self._warn_if_in_vain(member, filling)
+
+    def fill(self, version: CopiedVersion) -> None:
+        self.recompute(version.writer, version.images, version.captured.get(self.name))
+
+    def compare(self, version: CopiedVersion) -> SkipCause | None:
+        self.count_equal(version.writer, version.images, version.captured.get(self.name))
+        return None
+
+    def committed(self, version: CopiedVersion) -> None:
+        """The next version's partitions are recomputed from this one."""
+        self.base = version.writer
+
+    def release_arenas(self) -> None:
+        self.base = None
+        self.replicas.clear()
+
+    def _warn_if_in_vain(self, member: int, filling: ArenaWriter) -> None:
+        """Nothing wrong is kept, but everything is paid for twice."""
+        if self._refused_steps[member] < _IN_VAIN or self._in_vain:
+            return
+        self._in_vain = True
+        logger.warning(
+            "recomputing gains nothing at step %d: the partition of member %d was copied from its "
+            "owner %d "
+            'times in a row. Leave "+aor" out of reft.protection; or, if the owner uses different '
+            "kernels "
+            "from this host, train with reft.ExactAdam",
+            filling.label.step,
+            member,
+            _IN_VAIN,
+        )
+
+    # -- one partition -----------------------------------------------------------------------------
+
+    def _recompute(
+        self, member: int, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None
+    ) -> None:
+        base, number = self.base, filling.label.step
+        if step is None:
+            raise ReftError("nothing is known of how the optimizer made this step")
+        if base is None or base.layout is not filling.layout:
+            raise ReftError("there is no version yet to recompute from")
+        if base.label.step != number - 1 or base.label.incarnation != filling.label.incarnation:
+            raise ReftError("the gradients of steps since the newest version are missing")
+        partition = filling.partition(member)
+        partition.copy_(base.partition(member))
+        tensors = _replica_tensors(partition, images.owned)
+        replica = self._replica(member, tensors, step, base)
+        gradients = _views(filling.gradients(member), images.gradients[member])
+        record = step.record
+        if "multiplier" in gradients and not record.skipped:  # by the device; it came with them
+            record = replace(record, multiplier=float(gradients["multiplier"][0]))
+        # Denormals would otherwise differ between the thread that trains and this one.
+        torch.set_flush_denormal(step.flush_denormal)
+        replica.apply(record, [gradients[f"gradient.{g}"] for g in range(len(tensors))])
+        _set_steps(partition, images.owned, replica.applied)
+
+    def _replica(
+        self, member: int, tensors: Sequence[ReplicaTensors], step: OptimizerStep, base: ArenaWriter
+    ) -> AdamReplica:
+        """The member's optimizer, over the new memory, as it was after the version before."""
+        number = base.label.step
+        replica = self.replicas.get(member)
+        if replica is not None and not replica.stale and replica.number == number:
+            replica.bind(tensors)
+            return replica
+        applied = step.applied
+        if applied is None:
+            raise ReftError("the number of the optimizer's steps is not known")
+        applied -= not step.record.skipped
+        if replica is None:
+            made = AdamReplica(self._recipe, step.record.groups, tensors, number, applied)
+            self.replicas[member] = made
+            return made
+        replica.restart(tensors, number, applied)
+        return replica
+
+    def _failed(self, member: int, filling: ArenaWriter, error: Exception) -> None:
+        """Whatever it was: peers wait for this rank in the exchange, so that nothing may leave
+        here. What is no error of ours, and so perhaps a mistake, is told with where it came from,
+        once per class."""
+        if isinstance(error, StaleReplicaError):
+            cause, detail = "its optimizer cannot follow", str(error)
+        elif isinstance(error, ReftError):
+            cause, detail = str(error), ""
+        else:
+            cause, detail = type(error).__name__, str(error)
+            if cause not in self._told:
+                logger.warning("recomputing of step %d failed", filling.label.step, exc_info=error)
+        self._give_up(member, filling, cause, detail)
+
+    def _give_up(self, member: int, filling: ArenaWriter, cause: str, detail: str = "") -> None:
+        """Have the owner send the partition."""
+        replica = self.replicas.get(member)
+        if replica is not None:
+            replica.mark_stale(cause)
+        self.stats.resynced[cause] = self.stats.resynced.get(cause, 0) + 1
+        first = cause not in self._told
+        self._told.add(cause)
+        logger.log(
+            logging.INFO if first else logging.DEBUG,
+            "the partition of step %d of member %d is copied from its owner: %s%s",
+            filling.label.step,
+            member,
+            cause,
+            f" ({detail})" if detail else "",
+        )
+
+
+def _kept(filling: ArenaWriter, images: LiveImages) -> dict[int, SectionImage]:
+    """Gradients by member: of those whose partitions the version keeps. A switch of the protection
+    changes the layout first and what is captured from the next step on."""
+    kept = filling.layout.plan.placement.kept_by(filling.layout.member)
+    return {m: image for m, image in images.gradients.items() if m in kept}
+
+
+# --- bytes of an image as tensors -----------------------------------------------------------------
+
+
+def _views(memory: torch.Tensor, image: SectionImage) -> dict[str, torch.Tensor]:
+    """The tensors of an image by name, over a copy of its bytes."""
+    return {
+        spec.name: _view(memory, offset, spec)
+        for spec, offset in zip(image.specs, image.offsets, strict=True)
+    }
+
+
+def _view(memory: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
+    return memory[offset : offset + spec.nbytes].view(spec.torch_dtype)
+
+
+def _replica_tensors(memory: torch.Tensor, owned: SectionImage) -> list[ReplicaTensors]:
+    """Master and moments of every group. Partitions of a group are equal in size and order on all
+    members."""
+    views = _views(memory, owned)
+    groups = sum(name.startswith("master.") for name in views)
+    if len(views) == groups:
+        raise ReftError("the optimizer has made no step yet")
+    keys = ("exp_avg", "exp_avg_sq")
+    expected = {f"master.{g}.0" for g in range(groups)} | {
+        f"optimizer.{g}.0.{key}" for g in range(groups) for key in keys
+    }
+    steps = {f"optimizer.{g}.0.step" for g in range(groups)}
+    if set(views) - steps != expected:
+        raise UnsupportedStateError(
+            f"the partition holds {sorted(views)}; expected one fp32 master and the moments "
+            "exp_avg and "
+            f"exp_avg_sq for each of {groups} groups"
+        )
+    return [
+        ReplicaTensors(views[f"master.{g}.0"], *(views[f"optimizer.{g}.0.{key}"] for key in keys))
+        for g in range(groups)
+    ]
+
+
+def _set_steps(memory: torch.Tensor, owned: SectionImage, applied: int) -> None:
+    """Torch's device kernels count their steps in a tensor beside the moments."""
+    for spec, offset in zip(owned.specs, owned.offsets, strict=True):
+        if spec.name.endswith(".step"):
+            _view(memory, offset, spec).fill_(applied)

@@ -1,0 +1,661 @@
+"""What a preflight finds: one list for `reft plan`, `reft config --check` and the start of a job.
+
+Pure, and without torch. What the engine and the placement decide is found by the job at its start
+(P12).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from importlib.metadata import distributions
+from typing import Any, TypeVar
+
+from reft.checks.held import HeldState
+from reft.config import AOR, ReftConfig, Variant, load_config
+from reft.errors import ConfigError
+from reft.naming import BLOCK_NAME
+
+
+class Severity(StrEnum):
+    """REFUSED: the job does not start so. WARNING: it does, and with ``"strict": true`` it does
+    not. NOTE: it does."""
+
+    REFUSED = "REFUSED"
+    WARNING = "WARNING"
+    NOTE = "NOTE"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the list: what is there, and what that means; what to write; 0 or the line of the
+    training script."""
+
+    severity: Severity
+    found: str
+    change: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        where = f"line {self.line}: " if self.line else ""
+        return f"{where}{self.found}" + (f"; {self.change}" if self.change else "")
+
+
+def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding]]:
+    """The checked ``reft`` block of a DeepSpeed configuration, and what that alone tells of the
+    job; a ConfigError where it has none, one that cannot be used, or parts that are no objects."""
+    if BLOCK_NAME not in config:
+        raise ConfigError(
+            f'the configuration has no "{BLOCK_NAME}" block, so that reft has no effect on the '
+            "job; write "
+            f'"{BLOCK_NAME}": {{"enabled": true}}'
+        )
+    block = load_config(config)
+    of_job = [*_tolerance_findings(block), *_recompute_findings(config, block)]
+    return block, [*engine_findings(config), *of_job, *block_findings(block)]
+
+
+def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """What reft refuses of DeepSpeed's own settings, whatever its block says."""
+    refused = partial(Finding, Severity.REFUSED)
+    zero = find_part(config, "zero_optimization")
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1) or isinstance(stage, bool):
+        yield refused(
+            f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 and 1', "write 1"
+        )
+    for part in ("offload_optimizer", "offload_param"):
+        device = find_part(zero, part).get("device", "none")
+        if device != "none":
+            found = (
+                f'"zero_optimization.{part}.device" is {device!r}: reft does not support '
+                "offloaded state"
+            )
+            yield refused(found, "remove it")
+    kind = str(find_part(config, "optimizer").get("type", "")).lower()
+    if kind in ("onebitadam", "zerooneadam", "onebitlamb"):
+        found = f'"optimizer.type" is {kind!r}, which keeps an error feedback per worker'
+        yield refused(found, 'write "AdamW"')
+    if kind == "muon":
+        yield refused('"optimizer.type" is "muon", whose state reft does not know', 'write "AdamW"')
+    autocast = find_part(config, "torch_autocast")
+    if autocast.get("enabled") and str(autocast.get("dtype")) in ("fp16", "float16", "half"):
+        found = '"torch_autocast" in fp16 scales gradients by itself'
+        yield refused(found, 'write "dtype": "bfloat16", or use "fp16"')
+    for path, change in (
+        ("amp.enabled", 'use "fp16" or "bf16" instead'),
+        ("quantize_training.enabled", "remove it"),
+        ("hybrid_engine.enabled", "write false"),
+        ("compile.deepcompile", "write false"),
+    ):
+        name, _, key = path.partition(".")
+        if find_part(config, name).get(key):
+            yield refused(f'"{path}" is on, and reft does not know its state', change)
+    if _enables(find_part(config, "compression_training")):
+        yield refused('"compression_training" is on, and reft does not know its state', "remove it")
+    size = config.get("sequence_parallel_size", 1)
+    if size != 1:
+        found = f'"sequence_parallel_size" is {size!r}: reft does not support such ranks'
+        yield refused(found, "write 1")
+
+
+def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
+    """By the scheme alone; a plan and the start of a job know the placement too (P4)."""
+    if block.chooses or block.allow_unprotected or block.variant is Variant.NONE:
+        return
+    survived = block.scheme.certain_losses
+    if survived < block.tolerance and (survived or "tolerance" in block.model_fields_set):
+        yield Finding(
+            Severity.REFUSED,
+            f'"tolerance" is {block.tolerance}, but "protection": "{block.protection}" survives '
+            f"{survived} "
+            f"lost node(s): on several nodes the job is not started",
+            f'write "protection": "auto", or "tolerance": {survived}',
+        )
+
+
+def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
+    """What keeps peers from recomputing ZeRO-1 partitions; without partitions "+aor" has no
+    effect."""
+    zero = find_part(config, "zero_optimization")
+    if not block.recompute or block.variant is Variant.NONE or zero.get("stage", 0) != 1:
+        return
+    refused = partial(Finding, Severity.REFUSED)
+    leave_out = f'leave "{AOR}" out of "protection"'
+    kind = str(find_part(config, "optimizer").get("type", "")).lower()
+    if kind not in ("", "adam", "adamw"):
+        found = f'"optimizer.type" is {kind!r}, but "{AOR}" recomputes Adam and AdamW only'
+        yield refused(found, f'write "AdamW", or {leave_out}')
+    kept = [name for name in ("reduce_scatter", "contiguous_gradients") if zero.get(name, True)]
+    if kept and not _accumulates_bf16_in_fp32(config):
+        yield refused(
+            f'"{AOR}" needs the gradients of all partitions on every rank, but ZeRO-1 with '
+            f"{' and '.join(kept)}, which are on by default, keeps those of the own partition only",
+            'write "zero_optimization": {"reduce_scatter": false, "contiguous_gradients": false}, '
+            "or use "
+            f'bf16 with "data_types": {{"grad_accum_dtype": "fp32"}}, or {leave_out}',
+        )
+
+
+def _accumulates_bf16_in_fp32(config: Mapping[str, Any]) -> bool:
+    bf16 = find_part(config, "bf16") or find_part(config, "bfloat16")
+    return (
+        bool(bf16.get("enabled"))
+        and find_part(config, "data_types").get("grad_accum_dtype") == "fp32"
+    )
+
+
+def block_findings(block: ReftConfig) -> Iterator[Finding]:
+    """What the block makes a recovery lack (P12)."""
+    warning = partial(Finding, Severity.WARNING)
+    if not block.enabled:
+        yield warning(f'"{BLOCK_NAME}.enabled" is false: reft has no effect', "write true")
+    if block.variant is Variant.NONE:
+        yield warning(
+            '"variant" is "none": no versions are taken, and nothing can be resumed', 'write "has"'
+        )
+    if not block.chooses and not block.scheme.certain_losses:
+        yield warning(
+            '"protection" is "none": the loss of a node loses its memory for good', 'write "auto"'
+        )
+    if block.persist.dir is None:
+        yield warning(
+            "nothing is written to storage: when more nodes are lost than the job survives, it "
+            "cannot be "
+            "resumed",
+            'write "persist": {"dir": ..., "interval_steps": ...}',
+        )
+    if block.faults:
+        yield warning('"faults" makes ranks fail on purpose', "remove it from a production job")
+
+
+def find_part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object within the configuration; empty where it is missing; a ConfigError where it is
+    none."""
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'"{key}" is {value!r}; expected an object')
+    return value
+
+
+def _enables(part: Any) -> bool:
+    return isinstance(part, Mapping) and any(
+        (key in ("enabled", "technique_enabled") and value is True) or _enables(value)
+        for key, value in part.items()
+    )
+
+
+# -- the training script ---------------------------------------------------------------------------
+
+_TRAINS = frozenset({"backward", "train_batch"})
+_LOADS = ("load_checkpoint", "resume")
+_FILE_TESTS = {
+    "exists",
+    "isfile",
+    "isdir",
+    "is_file",
+    "is_dir",
+    "listdir",
+    "glob",
+    "iterdir",
+    "scandir",
+}
+N = TypeVar("N", bound=ast.AST)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+class ScriptLook:
+    """What a training script lacks to be resumed as it would have run, as far as reading it tells;
+    a ConfigError where it is no Python. What another module does for the script is not seen."""
+
+    def __init__(self, source: str | bytes, name: str) -> None:
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ConfigError(
+                f"{name} cannot be read as a Python script: {error}; correct it"
+            ) from error
+        self._nodes = list(ast.walk(tree))
+        self._parents = {
+            child: node for node in self._nodes for child in ast.iter_child_nodes(node)
+        }
+
+    def findings(self) -> list[Finding]:
+        resumed = (*self.conditional_loads(), *self.begins_anew())
+        return sorted([*self._no_load(), *resumed, *self._data()], key=lambda f: f.line)
+
+    def begins_anew(self) -> list[Finding]:
+        """What a version does not bring back, by line."""
+        found = (
+            *(*self.loops(), *self.skips(), *self.cycles()),
+            *(*self.client_states(), *self.counted_early(), *self.own_state()),
+        )
+        return sorted(found, key=lambda f: f.line)
+
+    def own_state(self) -> Iterator[Finding]:
+        """Generators, averaged copies and attributes of modules that the script has to name."""
+        for held in HeldState(self._nodes, self._parents).findings():
+            yield _finding(held.node, held.found, held.change)
+
+    def skips(self) -> Iterator[Finding]:
+        """Batches of a resumable loader that the script skips, too."""
+        loaders = self._loaders()
+        for loop in self._all(ast.For):
+            read = {_text(part) for part in ast.walk(loop.iter)} & loaders
+            calls = [call for call in ast.walk(loop.iter) if isinstance(call, ast.Call)]
+            cuts = any(_name(call) in ("islice", "skip_first_batches") for call in calls)
+            counter = None
+            if any(_name(call) == "enumerate" for call in calls) and isinstance(
+                loop.target, ast.Tuple
+            ):
+                counter = _text(loop.target.elts[0])
+            if read and (cuts or (counter is not None and self._continues_below(loop, counter))):
+                yield _finding(
+                    loop,
+                    f"`{min(read)}` is resumable, and the script skips batches of it as well. "
+                    "Resumed, "
+                    f"they would be "
+                    "skipped twice and never trained on",
+                    "leave the skipping out: the loader begins behind the batches that were "
+                    "trained on",
+                )
+
+    def cycles(self) -> Iterator[Finding]:
+        """Loaders that ``itertools.cycle`` reads once: it repeats what it has read since the
+        process began, which after a failure are other batches."""
+        for call in self._calls("cycle"):
+            read = {_text(argument) for argument in call.args} & self._all_loaders()
+            if read:
+                yield _finding(
+                    call,
+                    f"`{_text(call)}` keeps the batches that it reads from `{min(read)}` and "
+                    "repeats them: "
+                    "resumed, it would keep those of the rest of a pass only",
+                    f"while engine.global_steps < steps:\n    for batch in {min(read)}: ...",
+                )
+
+    def _all_loaders(self) -> set[str]:
+        made = {
+            _text(target) for target, call in self._assigned() if _name(call).endswith("DataLoader")
+        }
+        return made | self._loaders()
+
+    def _loaders(self) -> set[str]:
+        return {_text(target) for target, call in self._assigned() if _is_resumable(call)}
+
+    def _continues_below(self, loop: ast.For, counter: str) -> bool:
+        """Whether turns of the loop are left out by a comparison of its counter."""
+        return any(
+            isinstance(node, ast.If)
+            and any(isinstance(part, ast.Continue) for part in node.body)
+            and any(
+                isinstance(c, ast.Compare)
+                and isinstance(c.ops[0], ast.Lt | ast.LtE)
+                and _text(c.left) == counter
+                for c in ast.walk(node.test)
+            )
+            for node in ast.walk(loop)
+        )
+
+    def conditional_loads(self) -> Iterator[Finding]:
+        """Loads that stand behind a condition, such as a test for a file that is not there at the
+        first restart. None where another load has no condition."""
+        loads = [(call, self._condition(call)) for call in self._calls(*_LOADS)]
+        if any(test is None for _, test in loads):
+            return
+        for call, test in loads:
+            assert test is not None
+            on_file = any(_name(part) in _FILE_TESTS for part in ast.walk(test))
+            why = (
+                ", which finds nothing before the script has saved a checkpoint" if on_file else ""
+            )
+            yield _finding(
+                call,
+                f"`{_text(call)}` is called only if `{_text(test)}`{why}. Where the call is "
+                "skipped, a job "
+                "that has state in memory is not resumed",
+                "call it without the condition: it returns (None, None) where there is nothing to "
+                "load",
+            )
+
+    def loops(self) -> Iterator[Finding]:
+        """Loops that count steps, or passes over a resumable loader, from 0: so they do when
+        resumed."""
+        loaders = self._loaders()
+        for loop in self._all(ast.For):
+            if not (over := _counted_from_zero(loop.iter)):
+                continue
+            most, index = _text(over.args[-1]), _text(loop.target)
+            begins = f"`for {index} in {_text(over)}` begins at 0 after every restart. Resumed"
+            inner = (n for n in self._all(ast.For) if self._loop_around(self._parents[n]) is loop)
+            if read := {_text(part) for node in inner for part in ast.walk(node.iter)} & loaders:
+                if not any(getattr(part, "attr", None) == "epoch" for part in ast.walk(loop)):
+                    yield _finding(
+                        loop,
+                        f"{begins} in pass N over `{min(read)}`, the job would train N passes too "
+                        "many",
+                        f"write for {index} in range({min(read)}.epoch, {most})",
+                    )
+            elif self._always_trains(loop) and not _skips(loop):
+                yield _finding(
+                    loop,
+                    f"{begins} at step N, the job would train N steps too many, and values "
+                    "computed from "
+                    f"`{index}` would belong to another step",
+                    f"write for {index} in range(engine.global_steps, {most})",
+                )
+
+    def group_writes(self, key: str) -> Iterator[tuple[int, bool]]:
+        """Lines that write this number of a parameter group (``group["lr"] = ...``), and whether
+        the value is derived from the engine's step."""
+        writes = [(node, target) for node in self._all(ast.Assign) for target in node.targets]
+        writes += [(node, node.target) for node in self._all(ast.AugAssign)]  # type: ignore[misc]
+        for node, target in writes:
+            if isinstance(target, ast.Subscript) and _text(target.slice) == repr(key):
+                yield node.lineno, isinstance(node, ast.Assign) and self._from_step(node.value)
+
+    def _from_step(self, value: ast.expr) -> bool:
+        """Whether ``global_steps`` occurs in a value, or in what a name or function in it was made
+        of."""
+        seen: set[str] = set()
+        todo: list[ast.AST] = [value]
+        while todo:
+            node = todo.pop()
+            if _reads_step(node):
+                return True
+            names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} - seen
+            seen |= names
+            todo += [
+                n.value for n in self._all(ast.Assign) if {_text(t) for t in n.targets} & names
+            ]
+        return False
+
+    def client_states(self) -> Iterator[Finding]:
+        """What is read from a checkpoint's client state; a version in memory has only what it was
+        given."""
+        attached = self._calls("attach", "initialize")
+        if any(keyword.arg == "client_state" for call in attached for keyword in call.keywords):
+            return
+        loaded = [target for target, call in self._assigned() if _name(call) in _LOADS]
+        states = {_text(t.elts[1]) for t in loaded if isinstance(t, ast.Tuple) and len(t.elts) == 2}
+        reads: list[tuple[ast.expr, ast.expr, ast.expr]] = [
+            (node, node.value, node.slice)
+            for node in self._all(ast.Subscript)
+            if isinstance(node.ctx, ast.Load)
+        ]
+        reads += [
+            (c, c.func.value, c.args[0])
+            for c in self._calls("get")
+            if isinstance(c.func, ast.Attribute) and c.args
+        ]
+        for node, owner, key in reads:
+            if _text(owner) in states:
+                yield _finding(
+                    node,
+                    f"`{_text(node)}` is read from the client state of a checkpoint. A version in "
+                    "memory, "
+                    f"which the job is resumed from after a failure, does not have it",
+                    f"write reft.attach(engine, client_state=lambda: {{{_text(key)}: ...}}) after "
+                    f"deepspeed.initialize, or derive it from engine.global_steps",
+                )
+
+    def counted_early(self) -> Iterator[Finding]:
+        """Client state that a step without a loader changes before its forward pass, where a
+        version is
+        taken: a resumed step would change it once more."""
+        attached = self._calls("attach", "resume")
+        states = [k.value for call in attached for k in call.keywords if k.arg == "client_state"]
+        kept = {
+            _text(part)
+            for state in states
+            for part in ast.walk(state)
+            if isinstance(part, ast.expr)
+        }
+        if not kept or self._calls("begin_step"):
+            return
+        for loop in self._all(ast.While):
+            steps = [c for c in ast.walk(loop) if isinstance(c, ast.Call) and _name(c) in _TRAINS]
+            changes = [node for node in ast.walk(loop) if isinstance(node, ast.AugAssign)]
+            first = min((call.lineno for call in steps), default=0)
+            for change in changes:
+                # What a loop over a loader changes is as it was before the loader was read.
+                early = change.lineno < first and self._loop_around(change) is loop
+                if early and _text(change.target) in kept:
+                    yield _finding(
+                        change,
+                        f"`{_text(change.target)}` is client state, and changes before the step's "
+                        "forward "
+                        "pass, where a version is taken: a resumed step would change it once more",
+                        "write reft.begin_step(engine) where the loop begins, or change it after "
+                        "engine.step()",
+                    )
+
+    def _no_load(self) -> Iterator[Finding]:
+        after = "After a failure it would not be resumed: it would stop with an error"
+        if self._calls(*_LOADS) or self._is_megatrons():
+            return
+        if not self._has_trainer():
+            yield _finding(
+                None,
+                f"the script calls neither engine.load_checkpoint nor reft.resume. {after}",
+                "write reft.resume(engine) after deepspeed.initialize",
+            )
+        elif not self._calls("resumable"):
+            yield _finding(
+                None,
+                f"the script trains with a Hugging Face Trainer without reft.hf.resumable. {after}",
+                "write trainer = reft.hf.resumable(trainer) before trainer.train()",
+            )
+
+    def _data(self) -> Iterator[Finding]:
+        if any(_is_resumable(call) or _name(call) == "train_batch" for call in self._calls()):
+            return
+        for call in self._calls("DataLoader"):
+            yield _finding(
+                call,
+                "a DataLoader is read in the script's own loop. After a failure the script "
+                "continues with "
+                "other samples, unless it skips those that were already used",
+                "write loader = reft.resumable(loader), and for epoch in range(loader.epoch, "
+                "epochs), and "
+                "leave out "
+                "any skipping of batches",
+            )
+
+    def _calls(self, *names: str) -> list[ast.Call]:
+        """Of functions of these names; without names, all."""
+        return [call for call in self._all(ast.Call) if not names or _name(call) in names]
+
+    def _all(self, kind: type[N]) -> Iterator[N]:
+        return (node for node in self._nodes if isinstance(node, kind))
+
+    def _assigned(self) -> Iterator[tuple[ast.expr, ast.Call]]:
+        for node in self._all(ast.Assign):
+            if isinstance(node.value, ast.Call):
+                yield node.targets[0], node.value
+
+    def _has_trainer(self) -> bool:
+        """Whether it makes a Hugging Face ``Trainer``, which loads by itself. A class of the script
+        that is derived from no other ``Trainer`` is none."""
+        classes = self._all(ast.ClassDef)
+        own = {
+            c.name for c in classes if not any(_text(base).endswith("Trainer") for base in c.bases)
+        }
+        return any(
+            _name(call).endswith("Trainer") and _name(call) not in own for call in self._calls()
+        )
+
+    def _is_megatrons(self) -> bool:
+        """Whether it calls Megatron's ``pretrain``, which loads by itself."""
+        imports = (
+            i for i in self._all(ast.ImportFrom) if f"{i.module}.".startswith("megatron.training.")
+        )
+        names = (name for i in imports for name in i.names)
+        return any(n.name == "pretrain" and self._calls(n.asname or n.name) for n in names)
+
+    def _condition(self, node: ast.AST, within: ast.AST | None = None) -> ast.expr | None:
+        """The innermost test within its function, or ``within`` a loop, that decides whether
+        ``node`` is reached. One whose branches all load does not decide."""
+        while (parent := self._parents.get(node)) is not within and parent is not None:
+            if isinstance(parent, _FUNCTIONS):
+                return None
+            is_test = isinstance(parent, ast.If | ast.IfExp | ast.While) and node is not parent.test
+            if is_test and not (isinstance(parent, ast.If) and _always_loads(parent)):
+                return None if "__name__" in _text(parent.test) else parent.test  # type: ignore[attr-defined]
+            if isinstance(parent, ast.BoolOp) and node is not parent.values[0]:
+                return parent.values[0]
+            node = parent
+        return None
+
+    def _always_trains(self, loop: ast.For) -> bool:
+        """Whether each turn of the loop trains. A loop within another one, or without an index,
+        counts micro-batches or repeats; so does one in a function that a loop calls."""
+        around: ast.AST | None = loop
+        while around is not None and not isinstance(around, _FUNCTIONS):
+            around = self._parents.get(around)
+        name = getattr(around, "name", None)
+        callers = [self._parents[loop], *(self._calls(name) if name is not None else ())]
+        if _text(loop.target) == "_" or any(
+            self._loop_around(node) is not None for node in callers
+        ):
+            return False
+        calls = (c for c in self._calls("train_batch", "backward") if self._loop_around(c) is loop)
+        return any(self._condition(call, within=loop) is None for call in calls)
+
+    def _loop_around(self, node: ast.AST) -> ast.AST | None:
+        around: ast.AST | None = node
+        while around is not None and not isinstance(around, ast.For | ast.While):
+            around = self._parents.get(around)
+        return around
+
+
+def _finding(node: ast.expr | ast.stmt | None, found: str, change: str) -> Finding:
+    return Finding(Severity.WARNING, found, change, 0 if node is None else node.lineno)
+
+
+def _text(node: ast.AST) -> str:
+    return ast.unparse(node)
+
+
+def _name(node: ast.AST) -> str:
+    """Of the function that is called; empty for anything else than a call."""
+    function = getattr(node, "func", None)
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def _is_resumable(call: ast.Call) -> bool:
+    return _name(call) == "resumable" or _text(call.func) == "reft.data.loader"
+
+
+def _always_loads(test: ast.If) -> bool:
+    def loads(nodes: list[ast.stmt]) -> bool:
+        return any(
+            _always_loads(node)
+            if isinstance(node, ast.If)
+            else any(_name(n) in _LOADS for n in ast.walk(node))
+            for node in nodes
+        )
+
+    return loads(test.body) and loads(test.orelse)
+
+
+def _counted_from_zero(over: ast.expr) -> ast.Call | None:
+    """``range(steps)`` or ``range(0, steps)``, and not the rest of the steps."""
+    if not (isinstance(over, ast.Call) and _name(over) == "range" and over.args) or _reads_step(
+        over
+    ):
+        return None
+    return (
+        over
+        if len(over.args) == 1 or (len(over.args) == 2 and _text(over.args[0]) == "0")
+        else None
+    )
+
+
+def _skips(loop: ast.For) -> bool:
+    """Whether the loop may leave steps out that were done before, or end when all were."""
+    orders = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+    return any(
+        isinstance(node, ast.Continue)
+        or (isinstance(node, ast.Compare) and isinstance(node.ops[0], orders) and _reads_step(node))
+        for node in ast.walk(loop)
+    )
+
+
+def _reads_step(node: ast.AST) -> bool:
+    return any(getattr(part, "attr", None) == "global_steps" for part in ast.walk(node))
+
+
+# -- DeepSpeed's releases: which loads its own checkpoints of which engine, and what reft was run
+# with; the one table, which docs/support.md prints and the cluster pages keep to
+
+ZERO1_FP32 = 'ZeRO-1 with "grad_accum_dtype": "fp32"'
+ZERO0 = "ZeRO-0"
+ZERO0_PIPELINE = "ZeRO-0 in a pipeline"
+
+
+@dataclass(frozen=True)
+class Releases:
+    """DeepSpeed's from ``first`` on, up to the next row's."""
+
+    first: str
+    # engines in bf16 that it saves and cannot load; it loads all others
+    unloadable: tuple[str, ...] = ()
+    torch: tuple[str, ...] = ()  # releases that tests were run with
+    clusters: tuple[str, ...] = ()  # torch and its platform on the cluster pages; not run
+    patch: str = ""  # in megatron_patches/, for Megatron-DeepSpeed
+
+
+RELEASES = (
+    Releases("0.17.0"),
+    Releases("0.17.6", (ZERO1_FP32, ZERO0), ("2.4", "2.13")),
+    Releases("0.18.0", (ZERO1_FP32,)),
+    Releases("0.18.5", (ZERO0_PIPELINE,), ("2.13",), ("2.10+rocm7.1", "2.10+cu126")),
+    Releases("0.19.0", (ZERO0_PIPELINE,), ("2.13", "2.15"), patch="4efb479/deepspeed-0.19.patch"),
+)
+END = "0.20"
+"""The first release that is not supported."""
+
+
+def release(deepspeed: str) -> Releases | None:
+    """The row of a release; None where none is known."""
+    number = _number(deepspeed)
+    known = [row for row in RELEASES if _number(row.first) <= number < _number(END)]
+    return known[-1] if known else None
+
+
+def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
+    """The engine that a configuration asks for, if this DeepSpeed cannot load its own checkpoints
+    of it. Whether the script makes a pipeline is not known here."""
+    bf16 = find_part(config, "bf16") or find_part(config, "bfloat16")
+    row = release(deepspeed)
+    if row is None or not bf16.get("enabled"):
+        return None
+    engines: tuple[str, ...] = (ZERO0, ZERO0_PIPELINE)
+    if find_part(config, "zero_optimization").get("stage", 0):
+        engines = (ZERO1_FP32,) if _accumulates_bf16_in_fp32(config) else ()
+    return next((engine for engine in engines if engine in row.unloadable), None)
+
+
+def installed(config: Mapping[str, Any]) -> Finding:
+    # A source tree on PYTHONPATH has no record of its release.
+    found = (next(iter(distributions(name=name)), None) for name in ("deepspeed", "torch"))
+    deepspeed, torch = (one.version if one else "of an unknown release" for one in found)
+    row, engine, severity = release(deepspeed), unloadable(config, deepspeed), Severity.WARNING
+    if row is None:
+        said, change = "is not known", f"install {RELEASES[0].first} or later, below {END}"
+    elif engine:
+        said = f"cannot load its own checkpoints in bf16 of {engine}: that resumes from memory only"
+        change = "install DeepSpeed 0.18.5 or later" if engine == ZERO1_FP32 else 'write "stage": 1'
+    else:
+        severity, said = Severity.NOTE, "loads its own checkpoints of this configuration"
+        change = f"Megatron-DeepSpeed needs megatron_patches/{row.patch}" if row.patch else ""
+    return Finding(severity, f"DeepSpeed {deepspeed} with torch {torch} {said}", change)
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", release)[:3]))

@@ -1,0 +1,128 @@
+"""The training program as a session sees it: the seam to DeepSpeed and Megatron-core."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from reft.engine.fingerprint import Fact
+from reft.errors import LayoutError
+from reft.grid import Coordinate, Degrees
+from reft.state.catalogue import Adapter, SectionImage
+
+if TYPE_CHECKING:
+    from reft.data.position import DataPosition
+    from reft.relayout.layouts import LayoutChange
+
+
+class TrainingEngine(Protocol):
+    """One rank's part of a training: DeepSpeed's or Megatron-core's.
+
+    Whoever implements it also calls the session: ``begin_step`` where a step begins,
+    ``before_optimizer_step`` and its fence around every optimizer step, ``after_step`` after it;
+    and restores through :class:`~reft.engine.load_memory.MemoryRestorer`."""
+
+    name: str
+    device: torch.device
+    micro_batches: int
+
+    @property
+    def adapter(self) -> Adapter: ...
+
+    @property
+    def data(self) -> DataPosition | None:
+        """None where the program keeps its position itself."""
+
+    @property
+    def resizing(self) -> LayoutChange | None:
+        """None where versions of another data-parallel degree cannot be taken up."""
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps made so far, those left out on overflow too."""
+
+    def place(self) -> tuple[Coordinate, Degrees]:
+        """A LayoutError where the ranks are split in a way that reft does not know."""
+
+    def settings(self) -> dict[str, Fact]:
+        """What would change the numbers, for the fingerprint; rank 0's counts."""
+
+    def shapes(self) -> str:
+        """What this rank's part of the model consists of, for people, with a digest of it."""
+
+    def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The host state at a step boundary (see :mod:`reft.state.blob` for its keys)."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The images have been written."""
+
+    def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
+        """By which a checkpoint can be written from memory (:mod:`reft.storage.deepspeed_format`);
+        empty: none. A ReftError where it cannot be described."""
+
+
+ClientState = Callable[[], Mapping[str, Any]]
+
+
+def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
+    """Read the parallel coordinate of this rank from a DeepSpeed engine; a LayoutError where it
+    splits ranks in a way reft does not know (experts, sequences)."""
+    import torch.distributed as dist
+
+    grid = getattr(engine, "grid", None)
+    if grid is not None:
+        at = Coordinate(
+            grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_slice_parallel_rank()
+        )
+        degrees = Degrees(
+            grid.pipe_parallel_size, grid.data_parallel_size, grid.get_slice_parallel_world_size()
+        )
+    else:
+        mpu = getattr(engine, "mpu", None)
+        dp_rank, dp_size = dist.get_rank(), dist.get_world_size()
+        tp_rank, tp_size = 0, 1
+        if mpu is not None:
+            dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+            tp_rank, tp_size = mpu.get_model_parallel_rank(), mpu.get_model_parallel_world_size()
+        at, degrees = Coordinate(0, dp_rank, tp_rank), Degrees(1, dp_size, tp_size)
+    if degrees.world_size != dist.get_world_size():
+        raise LayoutError(
+            f"the engine reports {degrees}, which is {degrees.world_size} ranks, but the job has "
+            f"{dist.get_world_size()}. reft needs a plain pp x dp x tp grid without expert or "
+            f"sequence parallel ranks"
+        )
+    return at, degrees
+
+
+def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
+    """Every number, text and truth value in ``value``, by dotted name; other objects are left
+    out."""
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from flat_facts(f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from flat_facts(f"{name}.{index}", item)
+    elif value is None or isinstance(value, str | int | float | bool):
+        yield name, value
+    elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        yield name, value.item()
+
+
+def read_shapes(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """What this rank's part of a model consists of, for people, with a digest of every name and
+    shape."""
+    digest = hashlib.blake2b(digest_size=6)
+    tensors = numbers = 0
+    for name, parameter in parameters:
+        tensors, numbers = tensors + 1, numbers + parameter.numel()
+        digest.update(
+            f"{name} {tuple(parameter.shape)} {parameter.dtype} "
+            f"{parameter.requires_grad}\n".encode()
+        )
+    return (
+        f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"
+    )

@@ -1,0 +1,56 @@
+"""Gemini's traffic between nodes, for comparison: everything that a rank keeps, to one other rank.
+
+The copy lands in memory that recovery knows nothing of; what recovery uses is the same in every
+variant.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from reft.config import Variant
+from reft.control.control import WorkerControl
+from reft.grid import Topology
+from reft.snapshot.arenas import count_sent
+from reft.snapshot.extension import CopiedVersion, VersionFeature
+from reft.snapshot.plan import GroupLayout
+from reft.snapshot.stats import ByteKind
+
+
+class MirrorToPeer(VersionFeature):
+    """Sends versions of the variant ``inter_node`` to the next rank.
+
+    Args:
+        block_bytes: most bytes that are handed to the network at once.
+    """
+
+    def __init__(self, control: WorkerControl, topology: Topology, block_bytes: int) -> None:
+        self._control = control
+        self._topology = topology
+        self._block_bytes = block_bytes
+        self._kept_bytes: Sequence[int] = ()  # by rank
+        self._received: torch.Tensor | None = None
+
+    def laid_out(self, layout: GroupLayout) -> None:
+        kept = self._control.gather_ints([layout.mine.data_bytes])
+        self._kept_bytes = [nbytes for (nbytes,) in kept]
+        self._received = None
+
+    def exchanged(self, version: CopiedVersion) -> None:
+        rank, world = self._control.rank, self._control.world_size
+        if version.variant is not Variant.INTER_NODE or world == 1:
+            return
+        if self._received is None:
+            self._received = torch.empty(self._kept_bytes[rank - 1], dtype=torch.uint8)
+        data = torch.frombuffer(version.writer.arena.data, dtype=torch.uint8)
+        data = data[: self._kept_bytes[rank]]
+        following = (rank + 1) % world
+        self._control.exchange(
+            {following: torch.split(data, self._block_bytes)},
+            {(rank - 1) % world: torch.split(self._received, self._block_bytes)},
+        )
+        sent = Counter({ByteKind.MIRROR: data.numel()})
+        count_sent(version.writer, self._topology, rank, following, sent)

@@ -1,0 +1,463 @@
+"""When, within a training step, the device of a pipeline stage waits, and which bytes are copied
+when: hierarchical asynchronous snapshotting (HAS, REFT). Pure.
+
+Copies that run inside a window cost nothing. Three ways to find windows:
+
+- ``paper``: the length that Algorithm 1 prints, laid over the places where the stage really waits;
+- ``analytic``: the true idle time of 1F1B with equal stages and free transfers, in DeepSpeed's
+  order;
+- ``profiled``: what was measured (``reft profile``, or the hook while the job runs).
+
+``benchmarks/simulator`` is the judge: for equal stages and free transfers ``analytic`` equals what
+the discrete-event simulator finds, window by window.
+
+The plan: windows, bytes and bandwidths in, a frozen plan out (Algorithm 1, with the repairs that
+``docs/how-it-works.md`` lists). The tiers, in this order:
+
+1. in bubbles, while the device waits;
+2. beside computation, at a bounded share of its time;
+3. beside communication, only where training and snapshots use separate links.
+
+The deadline is the next optimizer step. What fits no tier cannot be spread over several iterations,
+as a version is the state after exactly one step: the optimizer step waits for it, or snapshots are
+taken less often, or the rest is staged on the device (:class:`Overflow`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from reft.errors import ConfigError
+from reft.snapshot.gate import ChunkRecord
+
+
+class WindowKind(StrEnum):
+    """Why the stage waits.
+
+    FILL: before its first forward. MID: between its warm-up forwards and its first backward.
+    COOL_DOWN: between its last backwards. DRAIN: after its last backward, until every stage is
+    there. OTHER: anything else (stragglers, slow links, other schedules).
+    """
+
+    FILL = "fill"
+    MID = "mid"
+    COOL_DOWN = "cool_down"
+    DRAIN = "drain"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """An idle interval of one stage within one step."""
+
+    kind: WindowKind  # why the stage waits
+    start_secs: float  # begin, counted from the begin of the stage's first instruction of the step
+    stop_secs: float  # end, on the same clock
+    # index, in the stage's flattened instruction stream of one step, of the instruction in whose
+    # call the device waits (a receive, a reduction); the window opens right before it. The drain
+    # opens before the first reduction after the last backward.
+    position: int
+
+    def __post_init__(self) -> None:
+        if self.stop_secs < self.start_secs:
+            raise ConfigError(
+                f"a window must not end before it starts: {self.start_secs} to {self.stop_secs} "
+                "seconds"
+            )
+        if self.position < 0:
+            raise ConfigError(f"a window's position is an index from 0; got {self.position}")
+
+    @property
+    def length_secs(self) -> float:
+        return self.stop_secs - self.start_secs
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "kind": self.kind.value}
+
+
+@dataclass(frozen=True)
+class AnalyticEstimator:
+    """True idle windows of 1F1B with equal stages and free transfers, in DeepSpeed's order.
+
+    With P stages, stage p and m micro-batches, every stage is idle (P-1)(t_f + t_b) of the
+    (m+P-1)(t_f + t_b) seconds of a step:
+
+    ======== =================================== ==========================================
+    fill     before F_0                          p t_f
+    mid      before B_0                          (P-1-p) t_b + max(0, P-p-m) t_f
+    cool-    before each of the last             t_f each
+    down     min(P-1-p, m-1) backwards
+    drain    after the last backward             p t_b
+    ======== =================================== ==========================================
+
+    Positions are those of ``deepspeed.runtime.pipe.schedule.TrainSchedule``, where F_j is in step
+    2j + p and B_j in step 2j + 2P - 1 - p."""
+
+    stages: int  # P. micro_batches: m.
+    micro_batches: int
+    forward_secs: float  # t_f, one micro-batch on one stage. backward_secs: t_b, likewise.
+    backward_secs: float
+
+    def __post_init__(self) -> None:
+        if self.stages < 1 or self.micro_batches < 1:
+            raise ConfigError(
+                f"a pipeline has at least one stage and one micro-batch; got {self.stages} and "
+                f"{self.micro_batches}"
+            )
+        if not (self.forward_secs > 0 and self.backward_secs > 0):
+            raise ConfigError(
+                f"forward and backward seconds must be positive; got {self.forward_secs} and "
+                f"{self.backward_secs}"
+            )
+
+    @property
+    def step_secs(self) -> float:
+        """(m+P-1)(t_f + t_b), without the reductions and the optimizer."""
+        return (self.micro_batches + self.stages - 1) * (self.forward_secs + self.backward_secs)
+
+    def windows(self, stage_id: int) -> tuple[Window, ...]:
+        if not 0 <= stage_id < self.stages:
+            raise ConfigError(
+                f"stage {stage_id} is not one of the pipeline's stages 0 to {self.stages - 1}"
+            )
+        return tuple(w for w in self._all_windows(stage_id) if w.length_secs > 0)
+
+    def _all_windows(self, p: int) -> Iterator[Window]:
+        stages, m, t_f, t_b = self.stages, self.micro_batches, self.forward_secs, self.backward_secs
+        schedule = list(instructions(stages, m, p))
+        receives = {j: at for at, (name, j) in enumerate(schedule) if name == "RecvGrad"}
+        tail = schedule.index(("ReduceTiedGrads", None))
+
+        def backward_begins(j: int) -> float:
+            return stages * t_f + j * (t_f + t_b) + (stages - 1 - p) * t_b
+
+        yield Window(WindowKind.FILL, 0.0, p * t_f, 0)
+        if p < stages - 1:
+            warm_up_ends = (p + min(m, stages - p)) * t_f
+            yield Window(WindowKind.MID, warm_up_ends, backward_begins(0), receives[0])
+        for j in range(m - min(stages - 1 - p, m - 1), m):
+            yield Window(
+                WindowKind.COOL_DOWN, backward_begins(j) - t_f, backward_begins(j), receives[j]
+            )
+        last_ends = backward_begins(m - 1) + t_b
+        yield Window(WindowKind.DRAIN, last_ends, last_ends + p * t_b, tail)
+
+
+def paper_windows(pipeline: AnalyticEstimator, stage_id: int) -> tuple[Window, ...]:
+    """The bubble of REFT's Algorithm 1: ``T_bubble = (2.8 P - p - 2) * T_fw,bw``.
+
+    As printed the formula holds P and \\|P\\|, which are both the number of stages, and gives a
+    length only, no places. With T_fw,bw = t_f + t_b it is 1.85 to 3.6 times the true idle time (P =
+    2 to 16), so that copies run on into computation; with t_f alone, and t_b = 1.8 t_f, it would be
+    the true idle time without the leading fill, plus 0.8 t_f.
+
+    The length is laid over the places where the stage really waits (those of
+    :class:`AnalyticEstimator`, without the fill) in their order and in proportion to their true
+    lengths; a stretched window pushes the next one back. The last may end after the step does.
+    A pipeline of one stage waits nowhere and has no windows, whatever the formula says.
+    """
+    places = [w for w in pipeline.windows(stage_id) if w.kind is not WindowKind.FILL]
+    total_secs = (2.8 * pipeline.stages - stage_id - 2) * (
+        pipeline.forward_secs + pipeline.backward_secs
+    )
+    true_secs = sum(w.length_secs for w in places)
+    laid: list[Window] = []
+    for place in places:
+        start = max(place.start_secs, laid[-1].stop_secs if laid else 0.0)
+        stop = start + place.length_secs / true_secs * total_secs
+        laid.append(Window(place.kind, start, stop, place.position))
+    return tuple(laid)
+
+
+# ---- positions in DeepSpeed's TrainSchedule ----
+
+
+def one_f_one_b_names(stages: int, micro_batches: int, stage_id: int) -> tuple[str, ...]:
+    """Class names of the instructions of ``TrainSchedule``, in order."""
+    return tuple(name for name, _ in instructions(stages, micro_batches, stage_id))
+
+
+def instructions(stages: int, m: int, s: int) -> Iterator[tuple[str, int | None]]:
+    """Class name and micro-batch of every instruction of ``TrainSchedule``, in order."""
+    before, after, previous = s > 0, s < stages - 1, -1
+    for step in range(2 * (m + stages - 1)):
+        is_forward = (step + s) % 2 == 0
+        current = (step - s) // 2 if is_forward else (step + s + 1 - 2 * stages) // 2
+        sends, valid = 0 <= previous < m, 0 <= current < m
+        if is_forward:
+            yield from [("SendGrad", previous)] * (sends and before)
+            yield from [("RecvActivation", current)] * (valid and before)
+        else:
+            yield from [("RecvGrad", current)] * (valid and after)
+            yield from [("SendActivation", previous)] * (sends and after)
+        yield from [("LoadMicroBatch", current)] * (is_forward and valid and not (before and after))
+        yield from [("ForwardPass" if is_forward else "BackwardPass", current)] * valid
+        previous = current
+    yield from ((name, None) for name in ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep"))
+
+
+# -- what one rank did in one step, by ``time.perf_counter()`` of its process ----------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionRecord:
+    """One instruction of the schedule that the engine executed."""
+
+    # index in the stage's flattened instruction stream of one step, woven instructions not counted
+    position: int
+    name: str  # class name, for example ``"RecvActivation"``
+    micro_batch: int | None  # the micro batch it works on; None where the schedule does not say
+    begin_secs: float  # begin_secs, end_secs: when its call began and returned
+    end_secs: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One training step of one rank."""
+
+    step: int  # global step after it (``engine.global_steps``)
+    rank: int
+    stage_id: int
+    # begin_secs, end_secs: when the engine began to execute the schedule, and when the step
+    # boundary had been handled
+    begin_secs: float
+    end_secs: float
+    instructions: tuple[InstructionRecord, ...]  # in order of execution
+    # in order of copying; those of the version that was copied *during* this step
+    chunks: tuple[ChunkRecord, ...]
+    fence_secs: float  # seconds the training thread waited before the optimizer step
+
+
+# -- which bytes are copied when -------------------------------------------------------------------
+
+
+SHORTEST_WINDOW_SECS = 0.0002
+"""Shorter waits are not used: to wake the copying thread costs about a tenth of this."""
+_LONGEST_INTERVAL = 2**62
+
+
+class Overflow(StrEnum):
+    """What happens with bytes that fit no tier.
+
+    STALL: the optimizer step waits until they are copied. INTERVAL: snapshots are taken less often,
+    so that the wait costs no more than the allowed overhead. STAGING: a copy on the device at the
+    deadline, drained in the following iterations (CheckFreq's GPU mode). For state that lies in
+    host memory a staging copy takes as long as the copy itself and gains nothing.
+    """
+
+    STALL = "stall"
+    INTERVAL = "interval"
+    STAGING = "staging"
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A stretch of one step in which the device computes, or the network is busy; ``position``: of
+    the communication instruction, where a gate is to act on it."""
+
+    start_secs: float
+    stop_secs: float
+    position: int | None = None
+
+    @property
+    def length_secs(self) -> float:
+        return max(0.0, self.stop_secs - self.start_secs)
+
+
+@dataclass
+class Bandwidth:
+    """What a copy attains, bytes per second."""
+
+    window: float  # while the device waits
+    compute: float  # while it computes, counted over the time that copies run, not over all of it
+    communication: float = 0.0  # while activations or gradients move over another link
+
+    def __post_init__(self) -> None:
+        if not (self.window > 0 and self.compute > 0 and self.communication >= 0):
+            raise ConfigError(f"bandwidths must be positive bytes per second; got {self}")
+
+    def factor(self, position: int) -> float:
+        """Part of the nominal bytes of the window there that can really be used."""
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HasLimits:
+    """What HAS may do."""
+
+    # most of the computing time that copies may run beside (tier 2), 0 to 1
+    compute_share: float = 0.0
+    # training and snapshots do not share a link, so that tier 3 is allowed
+    separate_links: bool = False
+    overflow: Overflow = Overflow.STALL  # what to do with the rest
+    # allowed overhead, as a part of the training time; sets the advised interval
+    max_overhead: float = 0.03
+    staging_bytes: int = 0  # memory that a staging copy may take on the device
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBytes:
+    """Bytes planned for one window (tier 1) or interval (tiers 2 and 3)."""
+
+    tier: int
+    start_secs: float
+    stop_secs: float
+    nbytes: int
+    capacity_bytes: int
+    position: int | None = None
+    kind: str = ""
+
+    @property
+    def length_secs(self) -> float:
+        return self.stop_secs - self.start_secs
+
+
+@dataclass(frozen=True)
+class HasSchedule:
+    """The plan of one rank for one iteration."""
+
+    sections: Mapping[str, int]  # bytes of this rank by section of the stage image
+    # tier 1, one entry per usable window, in order of time (index = window number)
+    windows: tuple[PlannedBytes, ...]
+    computing: tuple[PlannedBytes, ...]  # computing, communicating: tiers 2 and 3
+    communicating: tuple[PlannedBytes, ...]
+    step_secs: float  # length of an iteration without snapshots
+    # left_over_bytes, left_over_secs: what fits no tier before the optimizer step, and how long
+    # that would wait
+    left_over_bytes: int
+    left_over_secs: float
+    advised_interval_steps: int  # the smallest interval that keeps within the allowed overhead
+    overflow: Overflow = Overflow.STALL
+    staged_bytes: int = 0  # what is copied on the device at the deadline
+    estimator: str = ""  # where the windows come from
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sections.values())
+
+    @property
+    def tier_bytes(self) -> dict[int, int]:
+        """Bytes per tier; 0 stands for the rest."""
+        return {
+            1: sum(p.nbytes for p in self.windows),
+            2: sum(p.nbytes for p in self.computing),
+            3: sum(p.nbytes for p in self.communicating),
+            0: self.left_over_bytes,
+        }
+
+    @property
+    def fits(self) -> bool:
+        return self.left_over_bytes == 0
+
+    def compute_share(self, bytes_per_sec: float) -> float:
+        """Part of the computing time in which tier 2 copies run, at a given bandwidth."""
+        secs = sum(p.length_secs for p in self.computing)
+        return min(1.0, self.tier_bytes[2] / bytes_per_sec / secs) if secs else 0.0
+
+    def beside_communication(self) -> dict[int, int]:
+        """Bytes by position of the communication instruction; none where tiers 1 and 2 suffice."""
+        return {
+            p.position: p.nbytes for p in self.communicating if p.position is not None and p.nbytes
+        }
+
+
+def plan_schedule(
+    sections: Mapping[str, int],
+    windows: Sequence[Window],
+    bandwidth: Bandwidth,
+    *,
+    step_secs: float,
+    computing: Sequence[Interval] = (),
+    communicating: Sequence[Interval] = (),
+    limits: HasLimits = HasLimits(),
+    estimator: str = "",
+) -> HasSchedule:
+    """Distribute one rank's bytes over the tiers of one iteration.
+
+    Args:
+        sections: bytes to copy by section, replicated and owned ones alike: what this rank really
+            copies (shard and redundancy), not the whole stage.
+        windows: of this stage, in order of time.
+        bandwidth: bytes per second in each situation.
+        step_secs: an iteration without snapshots; the optimizer step at its end is the deadline.
+        computing: where the device computes; without any, tier 2 is not used.
+        communicating: where only the network works; used if ``limits.separate_links``.
+        limits: what is allowed.
+        estimator: name to print.
+    """
+    total = sum(sections.values())
+    if total < 0 or any(n < 0 for n in sections.values()):
+        raise ConfigError(f"bytes to copy must not be negative; got {dict(sections)}")
+    if limits.overflow is Overflow.STAGING and not limits.staging_bytes:
+        raise ConfigError(
+            "has.overflow is 'staging', but there is no memory for it; write 'stall' or 'interval'"
+        )
+    used = [w for w in windows if w.length_secs >= SHORTEST_WINDOW_SECS]
+    tier_1, rest = _fill(
+        [_room(1, w, bandwidth.window * bandwidth.factor(w.position), w.kind) for w in used], total
+    )
+    share = bandwidth.compute * limits.compute_share
+    tier_2, rest = _fill([_room(2, i, share, "compute") for i in computing], rest, evenly=True)
+    links = communicating if limits.separate_links else ()
+    links = [i for i in links if i.length_secs >= SHORTEST_WINDOW_SECS]
+    tier_3, rest = _fill([_room(3, i, bandwidth.communication, "network") for i in links], rest)
+    staged = min(rest, limits.staging_bytes) if limits.overflow is Overflow.STAGING else 0
+    stall_secs = (rest - staged) / bandwidth.window
+    return HasSchedule(
+        sections=dict(sections),
+        windows=tier_1,
+        computing=tier_2,
+        communicating=tier_3,
+        step_secs=step_secs,
+        left_over_bytes=rest,
+        left_over_secs=rest / bandwidth.window,
+        advised_interval_steps=max(
+            advised_interval(stall_secs, step_secs, limits.max_overhead),
+            _draining_steps(staged, tier_1, tier_2, tier_3),
+        ),
+        overflow=limits.overflow,
+        staged_bytes=staged,
+        estimator=estimator,
+    )
+
+
+def advised_interval(stall_secs: float, step_secs: float, max_overhead: float) -> int:
+    """CheckFreq's ``k = ceil(To / (p Ti))``, at least 1."""
+    if stall_secs <= 0 or step_secs <= 0:
+        return 1
+    if max_overhead <= 0:
+        raise ConfigError(
+            f"the allowed overhead is {max_overhead}; write a part above 0, such as 0.03"
+        )
+    return max(1, math.ceil(min(_LONGEST_INTERVAL, stall_secs / max_overhead / step_secs)))
+
+
+def _draining_steps(staged: int, *tiers: tuple[PlannedBytes, ...]) -> int:
+    """Iterations until a staging copy has left the device; the next one needs its place."""
+    capacity = sum(p.capacity_bytes for tier in tiers for p in tier)
+    return 1 + math.ceil(staged / capacity) if staged and capacity else 1
+
+
+def _room(tier: int, at: Window | Interval, bytes_per_sec: float, kind: str) -> PlannedBytes:
+    capacity = max(0, int(at.length_secs * bytes_per_sec))
+    return PlannedBytes(tier, at.start_secs, at.stop_secs, 0, capacity, at.position, str(kind))
+
+
+def _fill(
+    rooms: Sequence[PlannedBytes], nbytes: int, *, evenly: bool = False
+) -> tuple[tuple[PlannedBytes, ...], int]:
+    """Put ``nbytes`` into rooms, the earliest first or all to the same degree; also what is
+    left."""
+    total, rest = sum(room.capacity_bytes for room in rooms), nbytes
+    filled: list[PlannedBytes] = []
+    for room in rooms:
+        capacity = room.capacity_bytes
+        wanted = math.ceil(nbytes * capacity / total) if evenly and total else capacity
+        filled.append(replace(room, nbytes=min(rest, capacity, wanted)))
+        rest -= filled[-1].nbytes
+    return tuple(filled), rest

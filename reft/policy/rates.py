@@ -1,0 +1,255 @@
+"""How often versions are taken, and how often they go to storage, where the block leaves that to
+the job (``"interval_steps": "auto"``): the controller of :mod:`reft.policy.rate`, once for each
+tier.
+
+Versions are taken during the profile, which CheckFreq's has none of: their cost is what is measured
+here. Its other mode, a copy within the device, is ``has.overflow: staging`` and is never chosen
+here: it needs device memory that training may want later.
+
+All ranks follow one decision: each proposes an interval in the vote on a version, and the longest
+interval wins (:class:`reft.snapshot.worker.Votes`). No wait is added (P6).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, PositiveInt
+
+from reft.config import ReftConfig
+from reft.device import find_vendor
+from reft.durable import write_durably
+from reft.errors import PersistError
+from reft.grid import Topology, VersionId, given_up
+from reft.node.report import read_history
+from reft.policy.agreed import AgreedRates
+from reft.policy.rate import (
+    DueSteps,
+    IntervalController,
+    StorageIntervalController,
+    learned_losses_per_sec,
+    memory_risk,
+    whole_interval,
+)
+from reft.protect.placement import Weibull
+from reft.snapshot.worker import SnapshotRequest
+from reft.storage.persisted import job_directory, list_persisted
+
+if TYPE_CHECKING:
+    from reft.engine.session import Session
+
+logger = logging.getLogger(__name__)
+
+Tier = Literal["memory", "storage"]
+
+
+def learned_risk(
+    job_dir: Path, topology: Topology, tolerance: int, node_mtbf_days: float, survival: float | None
+) -> tuple[float, float]:
+    """What the job's history tells by now: see :func:`~reft.policy.rate.memory_risk`."""
+    losses_per_sec = learned_losses_per_sec(read_history(job_dir), time.time(), node_mtbf_days)
+    return memory_risk(topology, tolerance, losses_per_sec, survival, [Weibull(1 / losses_per_sec)])
+
+
+def dividing(persist_steps: int) -> Callable[[int], int]:
+    """Intervals that a fixed one on storage is a multiple of, or that are multiples of it: a
+    version that is due there exists."""
+
+    def fits(steps: int) -> int:
+        if not persist_steps:
+            return steps
+        if steps > persist_steps:
+            return -(-steps // persist_steps) * persist_steps
+        return next(k for k in range(steps, persist_steps + 1) if persist_steps % k == 0)
+
+    return fits
+
+
+class _Measured(BaseModel):
+    memory: PositiveInt | None = None
+    storage: PositiveInt | None = None
+
+
+class RateCache:
+    """What an earlier start has found, so that the next one need not: one small file per rank in
+    the memory directory, next to the jobs. The same model in the same layout, as the JSON values of
+    ``facts`` have it, finds it, whatever the job is called. ``known``: intervals in steps; None
+    where they are to be found."""
+
+    def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        self.path = directory / f".rate-{digest[:24]}.json"
+        self._told = False
+        self.known = _Measured()
+        try:
+            self.known = _Measured.model_validate_json(self.path.read_bytes())
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            logger.warning("%s is ignored: %s", self.path, str(error).partition("\n")[0])
+
+    def note(self, tier: Tier, interval_steps: int) -> None:
+        """Keep what was found. A directory that cannot be written is said once: training goes on
+        (P6). Called by the thread that votes."""
+        setattr(self.known, tier, interval_steps)
+        try:
+            write_durably(self.path, self.known.model_dump_json(indent=1).encode())
+        except OSError as error:
+            if not self._told:
+                logger.warning(
+                    "%s: the next start will have to measure again: %s", self.path, error
+                )
+            self._told = True
+
+
+class IntervalRates:
+    """Both tiers of one rank, ``memory`` and ``storage``: None where the block has a number. Made
+    collectively. ``from_memory``: this node's memory holds the version that the job goes on
+    with."""
+
+    def __init__(self, session: Session, *, from_memory: bool) -> None:
+        self._session, self._config = session, session.config
+        config, persist = session.config, session.config.persist
+        self._versions = DueSteps(session.engine.global_steps)
+        self.agreed = AgreedRates(
+            self.wanted_interval, self.wanted_persist_interval, session.peer_errors
+        )
+        self.memory: IntervalController | None = None
+        self.storage: StorageIntervalController | None = None
+        if not (config.adapts or persist.adapts):
+            return
+        cache = RateCache(config.memory_dir, self._facts())
+        if config.adapts:
+            bounds = [n for n in (config.max_lost_steps, persist.max_lost_steps) if n is not None]
+            self.memory = IntervalController(
+                config.has.max_overhead,
+                most_steps=min(bounds) // 2 if bounds else None,
+                fits=dividing(persist.fixed_steps),
+                known=cache.known.memory,
+                on_change=partial(cache.note, "memory"),
+            )
+        if persist.adapts:
+            job_dir, topology = session.memory.job_dir.path, session.topology
+            self.storage = StorageIntervalController(
+                persist.max_overhead,
+                most_lost_steps=persist.max_lost_steps,
+                interval_steps=config.version_steps,
+                start_step=self._stored_step(from_memory),
+                risk=lambda: learned_risk(
+                    job_dir, topology, session.tolerance, persist.node_mtbf_days, persist.survival
+                ),
+                known=cache.known.storage,
+                on_change=partial(cache.note, "storage"),
+            )
+            session.daemon.on_answer = self.storage.answered
+
+    def _facts(self) -> dict[str, Any]:
+        """What the costs of versions depend on, on this machine."""
+        session, config, engine = self._session, self._config, self._session.engine
+        vendor = find_vendor(engine.device)
+        return {
+            "engine": engine.name,
+            "shapes": engine.shapes(),
+            "micro_batches": engine.micro_batches,
+            "degrees": asdict(session.topology.degrees),
+            "at": asdict(session.coordinate),
+            "nodes": len(set(session.topology.failure_domains)),
+            "ranks_here": session.ranks_here,
+            "cores": len(os.sched_getaffinity(0)),
+            "protection": session.protection.record.in_force,
+            "variant": config.variant.value,
+            "has": config.has.model_dump(mode="json"),
+            "persist": str(config.persist.dir),
+            "device": vendor.module.get_device_name(engine.device)
+            if vendor
+            else engine.device.type,
+        }
+
+    def _stored_step(self, from_memory: bool) -> int:
+        """The newest step on storage on the way to where the job goes on, as rank 0 sees it: the
+        step itself, if it was loaded from there or nothing was trained yet; 0 where nothing is.
+        Collective."""
+        session, step = self._session, self._session.engine.global_steps
+        stored = newest_step(self._config, step) if session.is_rank_zero else 0
+        told = session.control.gather_ints([from_memory, stored])
+        return told[0][1] if any(said[0] for said in told) else step
+
+    def step(self, step: int, secs: float) -> None:
+        """A step has ended, ``secs`` after the one before. On the training thread."""
+        for rate in (self.memory, self.storage):
+            if rate is not None:
+                rate.step(step, secs)
+
+    def begun(self, request: SnapshotRequest) -> None:
+        if self.memory is not None:
+            self.memory.begun(request.label.step, request.done.is_set)
+
+    # -- asked in every vote -----------------------------------------------------------------------
+
+    def wanted_interval(self) -> int:
+        windows = self._session.copying.pacer.advised_interval_steps
+        return windows if self.memory is None else self.memory.wanted_interval(windows)
+
+    def wanted_persist_interval(self) -> int:
+        return 0 if self.storage is None else self.storage.wanted_interval()
+
+    # -- told with every commit --------------------------------------------------------------------
+
+    def committed(self, label: VersionId) -> tuple[bool, dict[str, Any]]:
+        """All ranks have a version. Returns whether it goes to storage, and what is to be told."""
+        told: dict[str, Any] = {}
+        every = self.version_steps(label.step)
+        if self.memory is not None:
+            self.memory.arrived(label.step)
+            told["memory_rate"] = self.memory.to_json() | {"agreed_steps": every}
+        if self.storage is None:
+            return False, told
+        most = self._config.persist.max_lost_steps
+        agreed = whole_interval(self.agreed.persist_steps, every)
+        if most is not None:
+            agreed = min(agreed, max(1, most // 2 // every) * every)
+        due = self.storage.committed(label, agreed, every)
+        told["persist_rate"] = self.storage.to_json() | {"agreed_steps": agreed}
+        return due, told
+
+    def takes_version(self, step: int) -> bool:
+        """Whether one is taken behind ``step``. Asked once a step, on the training thread."""
+        worker = self._session.worker
+        given_up = -1 if worker is None else worker.votes.given_up_step(step)
+        return self._versions.is_due(step, self.version_steps(step), given_up=given_up)
+
+    def went_to(self, step: int) -> None:
+        self._versions = DueSteps(step)
+        if self.storage is not None:
+            self.storage.went_to(step)
+
+    def version_steps(self, step: int) -> int:
+        """How often versions are taken around ``step``, as the ranks agreed."""
+        return max(self._config.version_steps, self.agreed.interval_steps(step))
+
+
+def newest_step(config: ReftConfig, until_step: int) -> int:
+    """The newest step up to ``until_step`` that the job has on storage and did not go back behind;
+    0 if there is none, or it cannot be found out."""
+    assert config.persist.dir is not None
+    assert config.job_id is not None
+    try:
+        found = list_persisted(job_directory(config.persist.dir, config.job_id), config.job_id)
+    except (PersistError, OSError) as error:
+        logger.warning(
+            "the checkpoints on storage cannot be listed, so the next version is written there: %s",
+            error,
+        )
+        return 0
+    labels = [info.label for info in found if info.label.step <= until_step]
+    passed = given_up(labels)
+    return max((label.step for label in labels if label not in passed), default=0)

@@ -1,0 +1,430 @@
+"""Taking up a version in another layout (PP x DP x TP): where every element of a rank's state comes
+from. Pure.
+
+What is one and the same element is told by names: a parameter has one name in all layouts
+(DeepSpeed's ``PipelineModule`` numbers layers over all stages), and with it its master and the
+optimizer's state for it. Of a parameter that tensor slices share, each holds an equal part of one
+dimension; where that has several matrices one behind the other (a gate and what is gated; queries,
+keys and values), of each of them. ZeRO's partitions are equal parts of a group's parameters laid
+end to end, padded with zeros. Where only the number of replicas is another one, the tensors of the
+images say enough (:class:`RankImages`), whatever the optimizer keeps in them: stages and slices
+keep theirs. Offsets and counts are in elements; tensors are called as in the images.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import msgpack
+
+from reft.errors import LayoutError
+from reft.grid import Coordinate, Degrees, Resize
+from reft.recover.inventory import listing
+from reft.recover.plan import Group
+
+# what a model computes with; the other parts of a parameter's state are the optimizer's
+WEIGHT = "model"
+MASTER = "master"
+WHOLE = -1  # of `Parameter.split`: every tensor slice has the same
+
+
+class Parameter(NamedTuple):
+    name: str  # in the model
+    shape: tuple[int, ...]  # of this rank's part
+    # dimension of which every tensor slice has an equal part, `WHOLE`, or None: not known
+    split: int | None
+    # lengths in that dimension of the matrices that are shared each by itself; empty: there is one
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class RankContents:
+    """What the ranks of one (pp, tp) hold; the same on all its replicas."""
+
+    parameters: tuple[Parameter, ...]  # of the model, each once
+    # names of the optimizer's parameters, by group and in its order
+    groups: tuple[tuple[str, ...], ...]
+    # what the optimizer has for the parameters, by group: ``master``, and names of its state. Each
+    # is a tensor ``KIND.GROUP.POSITION``; position 0 alone where it is flat.
+    kinds: tuple[tuple[str, ...], ...]
+    flat: bool  # the parameters of a group lie end to end in one tensor
+    # elements of a group's tensors that every replica has; empty where they are not dealt out
+    parted: tuple[int, ...] = ()
+
+    def encode(self) -> bytes:
+        fields = [
+            list(map(tuple, self.parameters)),
+            self.groups,
+            self.kinds,
+            self.flat,
+            self.parted,
+        ]
+        body: bytes = msgpack.packb(fields)
+        return body
+
+    @classmethod
+    def decode(cls, body: bytes) -> RankContents:
+        parameters, groups, kinds, flat, parted = msgpack.unpackb(body)
+        return cls(
+            # An older reft did not tell of blocks.
+            tuple(
+                Parameter(n, tuple(shape), split, *map(tuple, more))
+                for n, shape, split, *more in parameters
+            ),
+            tuple(map(tuple, groups)),
+            tuple(map(tuple, kinds)),
+            flat,
+            tuple(parted),
+        )
+
+    def extents(self, dp: int) -> Iterator[_Extent]:
+        """All that replica ``dp`` holds."""
+        sizes = {p.name: p.numel for p in self.parameters}
+        for name, numel in sizes.items():
+            yield _Extent(WEIGHT, name, 0, numel, f"{WEIGHT}.{name}", 0)
+        for group, names in enumerate(self.groups):
+            for kind in self.kinds[group]:
+                if not self.flat:
+                    for position, name in enumerate(names):
+                        yield _Extent(
+                            kind, name, 0, sizes[name], tensor_name(kind, group, position), 0
+                        )
+                    continue
+                part = self.parted[group] if self.parted else sum(sizes[name] for name in names)
+                low = dp * part if self.parted else 0
+                begin = 0
+                for name in names:
+                    end = begin + sizes[name]
+                    first, last = max(begin, low), min(end, low + part)
+                    if first < last:
+                        tensor, at = tensor_name(kind, group, 0), first - low
+                        yield _Extent(kind, name, first - begin, last - first, tensor, at)
+                    begin = end
+
+    def paddings(self, dp: int) -> Iterator[Padding]:
+        """What lies behind the end of the groups in the partitions of replica ``dp``."""
+        sizes = {p.name: p.numel for p in self.parameters}
+        for group, part in enumerate(self.parted):
+            filled = min(part, max(0, sum(sizes[name] for name in self.groups[group]) - dp * part))
+            if filled < part:
+                for kind in self.kinds[group]:
+                    yield Padding(tensor_name(kind, group, 0), filled, part - filled)
+
+
+@dataclass(frozen=True)
+class RankImages:
+    """What the ranks of one (pp, tp) hold, by the tensors of their images."""
+
+    whole: Mapping[str, int]  # elements of what is equal on all replicas
+    # of what they have equal parts of: elements of a part, and of all parts without the padding at
+    # their end
+    parts: Mapping[str, tuple[int, int]]
+
+    def extents(self, dp: int) -> Iterator[_Extent]:
+        for name, numel in self.whole.items():
+            yield _Extent("", name, 0, numel, name, 0)
+        for name, (part, length) in self.parts.items():
+            if (first := dp * part) < length:
+                yield _Extent("", name, first, min(part, length - first), name, 0)
+
+    def paddings(self, dp: int) -> Iterator[Padding]:
+        for name, (part, length) in self.parts.items():
+            filled = min(part, max(0, length - dp * part))
+            if filled < part:
+                yield Padding(name, filled, part - filled)
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    degrees: Degrees  # of the job
+    held: Mapping[Group, RankContents]  # by (pp, tp)
+
+    def stages(self) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = defaultdict(set)
+        for (pp, _), held in self.held.items():
+            for part in held.parameters:
+                found[part.name].add(pp)
+        return found
+
+
+def tensor_name(kind: str, group: int, position: int) -> str:
+    """What an image calls it."""
+    if kind == MASTER:
+        return f"{MASTER}.{group}.{position}"
+    return f"optimizer.{group}.{position}.{kind}"
+
+
+class ElementMove(NamedTuple):
+    """Elements that one rank of the old layout has, and where a rank of the new one puts them."""
+
+    source: Coordinate  # the old rank
+    tensor: str  # its tensor
+    start: int  # first element in it
+    numel: int  # how many
+    target: str  # tensor of the new rank
+    at: int  # first element in that
+
+
+class Padding(NamedTuple):
+    target: str
+    at: int
+    numel: int
+
+
+class _Extent(NamedTuple):
+    """Elements [start, start + numel) of a rank's part of a parameter lie at ``at`` in a tensor."""
+
+    kind: str
+    name: str
+    start: int
+    numel: int
+    tensor: str
+    at: int
+
+
+def plan_layout(old: RankLayout, new: RankLayout, at: Coordinate) -> tuple[ElementMove, ...]:
+    """Where all that the new rank ``at`` holds comes from, but for its paddings.
+
+    Every element is written once. Where several old ranks have it (replicas, tied parameters on two
+    stages, what slices hold whole), one of them is named, the nearest by its coordinate."""
+    splits = _splits(old, new)
+    _check_same(old, new, splits)
+    index, held = _Index(old.held, old.degrees.dp), new.held[at.pp, at.tp]
+    shapes = {p.name: p.shape for p in held.parameters}
+    moves: list[ElementMove] = []
+    for extent in held.extents(at.dp):
+        was, now = index.parts[extent.name].shape, shapes[extent.name]
+        for tp, start, count, skip in _slices(extent, was, now, splits[extent.name], at.tp):
+            here = extent._replace(start=start, numel=count, at=extent.at + skip)
+            moves += index.moves(here, at, tp % old.degrees.tp)
+    return tuple(moves)
+
+
+def plan_replica(
+    old: RankImages, new: RankImages, resize: Resize, at: Coordinate
+) -> tuple[ElementMove, ...]:
+    """The same where only the number of replicas is another one: of what one (pp, tp) held and
+    holds."""
+    for name in old.whole.keys() | new.whole.keys():
+        was, now = old.whole.get(name), new.whole.get(name)
+        if was != now:
+            raise LayoutError(
+                f"{name} has {was} elements in the version and {now} in the running job; expected "
+                "it equal "
+                f"on all replicas: {_AS_IT_WAS}"
+            )
+    for name in old.parts.keys() | new.parts.keys():
+        (part, length), (own, total) = old.parts.get(name, (0, 0)), new.parts.get(name, (0, 0))
+        if not total == length <= min(resize.old * part, resize.new * own):
+            raise LayoutError(
+                f"{name} has {part} elements on each of {resize.old} replicas in the version and "
+                f"{own} on "
+                f"each of {resize.new} in the running job; expected parts of {total} elements: "
+                f"{_AS_IT_WAS}"
+            )
+    index = _Index({(at.pp, at.tp): old}, resize.old)
+    return tuple(move for extent in new.extents(at.dp) for move in index.moves(extent, at, at.tp))
+
+
+_AS_IT_WAS = "start the job with the model and the optimizer that wrote the version"
+
+
+def _slices(
+    extent: _Extent, old: tuple[int, ...], new: tuple[int, ...], split: _Split, slice_at: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """``(old slice, first element in it, count, elements of the extent before)`` of what the new
+    slice ``slice_at`` holds in ``extent``; ``old`` and ``new`` are shapes of the slices."""
+    dimension, whole = split
+    if dimension == WHOLE or old == new:
+        yield slice_at, extent.start, extent.numel, 0
+        return
+    whole = whole or (1,)
+    total, was, width = sum(whole), old[dimension], new[dimension]
+    # Where each matrix begins in a slice of either side; its end is where the next one begins.
+    old_begins = [at * was // total for at in accumulate(whole, initial=0)]
+    new_begins = [at * width // total for at in accumulate(whole, initial=0)]
+    inner = prod(new[dimension + 1 :])
+    position, end = extent.start, extent.start + extent.numel
+    while position < end:
+        row, inside = divmod(position, inner)
+        outer, column = divmod(row, width)
+        n = bisect_right(new_begins, column) - 1
+        part, old_part = new_begins[n + 1] - new_begins[n], old_begins[n + 1] - old_begins[n]
+        tp, there = divmod(slice_at * part + column - new_begins[n], old_part)
+        # As far as this row of the new slice goes on in the matrix, and the old slice too.
+        count = min(
+            end - position, min(new_begins[n + 1] - column, old_part - there) * inner - inside
+        )
+        yield (
+            tp,
+            (outer * was + old_begins[n] + there) * inner + inside,
+            count,
+            position - extent.start,
+        )
+        position += count
+
+
+class _Index:
+    def __init__(self, held: Mapping[Group, RankContents | RankImages], replicas: int) -> None:
+        self._held = held
+        self._replicas = replicas
+        self._stages: dict[str, list[int]] = defaultdict(list)
+        self.parts: dict[str, Parameter] = {}
+        self._found: dict[Group, dict[tuple[str, str], list[tuple[int, int, _Extent]]]] = {}
+        for (pp, tp), of_group in sorted(held.items()):
+            for part in (
+                of_group.parameters if tp == 0 and isinstance(of_group, RankContents) else ()
+            ):
+                self._stages[part.name].append(pp)
+                self.parts.setdefault(part.name, part)
+
+    def _of_group(self, group: Group) -> dict[tuple[str, str], list[tuple[int, int, _Extent]]]:
+        if group not in self._found:
+            found = defaultdict(list)
+            for dp in range(self._replicas):
+                for extent in self._held[group].extents(dp):
+                    found[extent.kind, extent.name].append((extent.start, dp, extent))
+            self._found[group] = {key: sorted(extents) for key, extents in found.items()}
+        return self._found[group]
+
+    def moves(self, extent: _Extent, at: Coordinate, tp: int) -> Iterator[ElementMove]:
+        """Those that bring elements of the old slice ``tp``, as ``extent`` says, to the new rank
+        ``at``."""
+        _, _, start, numel, _, target = extent
+        stages = self._stages.get(extent.name, [at.pp])
+        pp = at.pp if at.pp in stages else stages[0]
+        extents = self._of_group((pp, tp))[extent.kind, extent.name]
+        end = start + numel
+        while start < end:
+            last = bisect_right(extents, start, key=lambda e: e[0]) - 1
+            begin = extents[last][0]
+            same = [e for e in extents[: last + 1] if e[0] == begin]
+            _, dp, found = next((e for e in same if e[1] == at.dp % self._replicas), same[0])
+            here = min(end, begin + found.numel) - start
+            if here <= 0:
+                raise LayoutError(
+                    f"elements [{start}, {end}) of {extent.name} ({extent.kind}) are not in the "
+                    "version: "
+                    f"its partitions do not make up the whole; expected those of one job"
+                )
+            source = Coordinate(pp, dp, tp)
+            yield ElementMove(
+                source, found.tensor, found.at + start - begin, here, extent.tensor, target
+            )
+            start, target = start + here, target + here
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+_Split = tuple[int, tuple[int, ...]]
+"""The dimension that slices share, or :data:`WHOLE`, and the lengths with all slices of several
+matrices."""
+
+
+def _splits(old: RankLayout, new: RankLayout) -> dict[str, _Split]:
+    """Of every parameter; :data:`WHOLE` where slices share nothing, or it is the same on both
+    sides."""
+    said: dict[str, set[_Split]] = defaultdict(set)
+    for layout in (old, new):
+        for held in layout.held.values():
+            for part in held.parameters:
+                if part.split is not None:
+                    said[part.name].add(
+                        (part.split, tuple(n * layout.degrees.tp for n in part.blocks))
+                    )
+                else:
+                    said.setdefault(part.name, set())
+    if old.degrees.tp == new.degrees.tp:
+        return dict.fromkeys(said, (WHOLE, ()))
+    if several := [name for name, splits in said.items() if len(splits) > 1]:
+        raise LayoutError(
+            f"slices share different dimensions, or parts of them, of {listing(several)} in "
+            f"{old.degrees} "
+            f"and {new.degrees}; give every parameter the same partition_dim and partition_blocks "
+            "in both"
+        )
+    if unknown := [name for name, splits in said.items() if not splits]:
+        raise LayoutError(
+            f"{old.degrees} cannot become {new.degrees}: it is not known how tensor slices share "
+            f"{listing(unknown)}. Declare it where the model is built, as Megatron does: "
+            "parameter.partition_dim = the dimension that the slices share equally, or -1 where "
+            "each slice "
+            "has the whole; and parameter.partition_blocks = the lengths in it of the matrices "
+            "that the "
+            "slice has one behind the other, (its length,) where there is one"
+        )
+    return {name: splits.pop() for name, splits in said.items()}
+
+
+def _check_same(old: RankLayout, new: RankLayout, splits: Mapping[str, _Split]) -> None:
+    was, now = _whole(old, splits), _whole(new, splits)
+    for here, there, where in ((was, now, "the version"), (now, was, "the running job")):
+        if alone := sorted(here.keys() - there.keys()):
+            raise LayoutError(
+                f"{where} alone has {listing(alone)}: parameters are identified by their names in "
+                "the model, "
+                f"which have to be the same in both layouts ({old.degrees} and {new.degrees}); "
+                "number the "
+                "layers over all stages, as deepspeed.pipe.PipelineModule does"
+            )
+    for name in was:
+        (old_shape, old_group, old_kinds), (new_shape, new_group, new_kinds) = was[name], now[name]
+        if old_shape != new_shape:
+            raise LayoutError(
+                f"{name} has the shape {list(old_shape)} in the version ({old.degrees}) and "
+                f"{list(new_shape)} in the running job ({new.degrees}), slices put together; "
+                "start the "
+                f"job with the model that wrote the version"
+            )
+        if (old_group, old_kinds) != (new_group, new_kinds):
+            raise LayoutError(
+                f"{name} is in the optimizer's group {old_group} with {listing(old_kinds)} in the "
+                f"version, and in group {new_group} with {listing(new_kinds)} in the running job; "
+                "start "
+                f"the job with the optimizer and the parameter groups that wrote the version"
+            )
+
+
+_Whole = tuple[tuple[int, ...], int | None, tuple[str, ...]]
+
+
+def _whole(layout: RankLayout, splits: Mapping[str, _Split]) -> dict[str, _Whole]:
+    """Shape with all slices, group and kinds of every parameter."""
+    found: dict[str, _Whole] = {}
+    for (pp, tp), held in sorted(layout.held.items()):
+        groups = {name: group for group, names in enumerate(held.groups) for name in names}
+        for part in held.parameters:
+            group = groups.get(part.name)
+            kinds = () if group is None else tuple(sorted(held.kinds[group]))
+            shape = _whole_shape(part.shape, splits[part.name][0], layout.degrees.tp)
+            told = (shape, group, kinds)
+            if found.setdefault(part.name, told) != told:
+                raise LayoutError(
+                    f"{part.name} of stage {pp}, slice {tp}, is {told} there and "
+                    f"{found[part.name]} on "
+                    "another rank (shape, optimizer's group, state): all slices and stages have "
+                    "to hold it "
+                    "in the same way"
+                )
+    return found
+
+
+def _whole_shape(shape: tuple[int, ...], split: int, slices: int) -> tuple[int, ...]:
+    if split == WHOLE:
+        return shape
+    if split >= len(shape):
+        raise LayoutError(
+            f"found partition_dim {split} of a parameter with the shape {list(shape)}"
+        )
+    return (*shape[:split], shape[split] * slices, *shape[split + 1 :])

@@ -1,0 +1,64 @@
+"""Kinds of Adam, and the part of DeepSpeed's C++ Adam that no state dict holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+_FAR = 1 << 20
+"""Steps ahead at which one call makes DeepSpeed's C++ Adam forget its powers and compute them
+anew."""
+
+
+class AdamKind(StrEnum):
+    """Which optimizer the owner runs."""
+
+    TORCH_ADAM = "torch.optim.adam.Adam"
+    TORCH_ADAMW = "torch.optim.adamw.AdamW"
+    DEEPSPEED_FUSED = "deepspeed.ops.adam.fused_adam.FusedAdam"
+    DEEPSPEED_CPU = "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam"
+    EXACT = "reft.optim.ExactAdam"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether DeepSpeed's C++ kernel makes the step."""
+        return self in (AdamKind.DEEPSPEED_FUSED, AdamKind.DEEPSPEED_CPU)
+
+
+def replay_powers(
+    kind: AdamKind, optimizer: Any, groups: Sequence[tuple[Mapping[str, Any], int, int]]
+) -> None:
+    """Bring the C++ optimizer to where steps 1, 2, 3, ... left it. ``groups``: parameter groups,
+    with their present betas, tensors that each updates on the CPU, and steps it has made."""
+    call = _fused_call if kind is AdamKind.DEEPSPEED_FUSED else _cpu_call
+    stepped = [g for g in groups if g[1] and g[2]]
+    last = max((steps for _, _, steps in stepped), default=0)
+    for step in (last + _FAR, *range(1, last + 1)) if last else ():
+        for group, tensors, steps in stepped:
+            if step <= steps or step > last:
+                call(optimizer, group, min(tensors, 2), step)
+
+
+def _fused_call(optimizer: Any, group: Mapping[str, Any], tensors: int, step: int) -> None:
+    lists = [[torch.zeros(1) for _ in range(tensors)] for _ in range(4)]
+    modes = optimizer.adam_w_mode, 1 if group["bias_correction"] else 0
+    rates = group["lr"], *group["betas"], group["eps"]
+    overflow = optimizer._dummy_overflow_buf
+    optimizer.multi_tensor_adam(2048, overflow, lists, *rates, step, *modes, group["weight_decay"])
+
+
+def _cpu_call(optimizer: Any, group: Mapping[str, Any], tensors: int, step: int) -> None:
+    rates = (
+        group["lr"],
+        *group["betas"],
+        group["eps"],
+        group["weight_decay"],
+        group["bias_correction"],
+    )
+    for _ in range(tensors):
+        optimizer.ds_opt_adam.adam_update(
+            optimizer.opt_id, step, *rates, *(torch.zeros(1) for _ in range(4))
+        )

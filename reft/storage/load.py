@@ -1,0 +1,385 @@
+"""Checkpoints on disk, the last level of the ladder: which there are, in what order, and which are
+sound.
+
+Rank 0 looks, and all ranks hear what it found. Arenas are recovered as those in memory are, their
+blocks verified as they come, or all before where the job has a state to lose; each of DeepSpeed's
+files is compared with its checksum by one rank before any rank loads any of it (P5). Whatever one
+rank finds wrong, all refuse alike (P6), and the next older checkpoint is tried.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from reft.control.control import ControlGroup
+from reft.errors import PersistError, ReftError
+from reft.grid import Coordinate, Degrees, VersionId, given_up
+from reft.state.codec import decode, encode
+from reft.storage.persisted import (
+    FileRecord,
+    PersistedInfo,
+    check_arenas,
+    check_files,
+    find_markers,
+    job_directory,
+    latest_tag,
+    read_marker,
+)
+
+logger = logging.getLogger(__name__)
+
+_HOST_FILE = re.compile(r"reft_host-pp(\d+)\.dp(\d+)\.tp(\d+)\.msgpack")
+
+
+def read_degrees(checkpoint: Path) -> Degrees | None:
+    """Of the job that wrote it, by reft's files; None where they are not there for every rank."""
+    found = {
+        tuple(map(int, match.groups()))
+        for path in checkpoint.glob("reft_host-*.msgpack")
+        if (match := _HOST_FILE.fullmatch(path.name))
+    }
+    if not found:
+        return None
+    degrees = Degrees(*(1 + max(at[axis] for at in found) for axis in range(3)))
+    every = set(product(range(degrees.pp), range(degrees.dp), range(degrees.tp)))
+    return degrees if found == every else None
+
+
+SAVED_BY = "saved_by"  # key of a host file: which job saved it, and when in its life
+_TAG_STEP = re.compile(r"^\.?global_step(\d+)")
+
+
+@dataclass(frozen=True)
+class DiskCheckpoint:
+    directory: Path  # what ``load_checkpoint`` takes as ``load_dir``
+    tag: str
+    step: int  # optimizer steps it has seen; -1 if that cannot be told without loading it
+    # the version, where this job wrote it; None for what another job, or no reft, wrote
+    label: VersionId | None = None
+    job_id: str | None = None  # who wrote it; None where that is not known
+    files: Mapping[str, FileRecord] | None = None  # checksums; None where nobody took any
+    # of the job that wrote it as arenas; None: it has DeepSpeed's files
+    arenas: Degrees | None = None
+    # of the job that wrote it, encoded; None where that is not known
+    fingerprint: str | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.directory / self.tag
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def newer_than(self, label: VersionId) -> bool:
+        """Whether it is ahead of a version of this job. What was written before the job went back,
+        by a restart or on purpose, is not, whatever its step; without a label only steps can
+        tell."""
+        return self.step > label.step if self.label is None else self.label > label
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    checkpoints: tuple[DiskCheckpoint, ...] = ()  # newest first
+    problems: tuple[str, ...] = ()  # what should have been a checkpoint, and is not
+
+    def encode(self) -> bytes:
+        return encode(_FOUND.dump_python(self, mode="json"))
+
+    @classmethod
+    def decode(cls, data: bytes) -> LoadedCheckpoint:
+        return _FOUND.validate_python(decode(data))
+
+
+_FOUND = TypeAdapter(LoadedCheckpoint)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    path: Any  # as it was returned to the script
+    client_state: Any
+    # the checkpoint, or the version in memory; None: a load that reft knows nothing of
+    source: DiskCheckpoint | VersionId | None
+
+    @property
+    def is_the_jobs_own(self) -> bool:
+        """Whether this job wrote it: a directory of the script may hold another training to start
+        from."""
+        return isinstance(self.source, VersionId) or (
+            self.source is not None and self.source.label is not None
+        )
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -> LoadedCheckpoint:
+    """The user's checkpoint that ``latest`` names and what reft persisted of this job. Never
+    raises: the other ranks wait for the one that looks."""
+    persisted: list[DiskCheckpoint] = []
+    problems: list[str] = []
+    own: DiskCheckpoint | None = None
+    try:
+        if persist_dir is not None:
+            infos, bad = find_markers(job_directory(persist_dir, job_id), job_id)
+            persisted = [_read_marker(info, job_id) for info in infos]
+            problems += bad
+    except Exception as error:
+        problems.append(_words(error))
+    try:
+        if load_dir is not None:
+            own = _latest(load_dir, job_id, problems)
+            if own is not None and own.files is not None and own.job_id is not None:
+                # Written by reft: older ones beside it can stand in for it.
+                infos, bad = find_markers(load_dir, own.job_id)
+                known = {own.path.resolve(), *(c.path.resolve() for c in persisted)}
+                persisted += [
+                    _read_marker(i, job_id) for i in infos if i.path.resolve() not in known
+                ]
+                problems += bad
+    except Exception as error:
+        problems.append(_words(error))
+    if own is not None and any(c.path.resolve() == own.path.resolve() for c in persisted):
+        own = None
+    checkpoints, left_out = in_order(persisted, own)
+    return LoadedCheckpoint(tuple(checkpoints), (*problems, *left_out))
+
+
+def find_named(directory: Path, tag: Any, job_id: str) -> LoadedCheckpoint:
+    """The checkpoint of an explicit tag, or the one that ``latest`` names; nothing where there is
+    no such directory. Never raises."""
+    try:
+        tag = latest_tag(directory) if tag is None else str(tag)
+        if tag is None or not (directory / tag).is_dir():
+            return LoadedCheckpoint()
+        return LoadedCheckpoint((_describe(directory, tag, job_id),))
+    except Exception as error:
+        return LoadedCheckpoint(problems=(_words(error),))
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
+
+
+def in_order(
+    labelled: Iterable[DiskCheckpoint], own: DiskCheckpoint | None
+) -> tuple[list[DiskCheckpoint], list[str]]:
+    """Checkpoints newest first, and a line for each that is left out: the job went back behind it.
+
+    A version of an older incarnation whose step a later incarnation has also passed belongs to a
+    future that was given up."""
+    known = [*labelled, *([] if own is None else [own])]
+    ours = [(c.label, not c.tag.startswith("."), c) for c in known if c.label is not None]
+    ours.sort(key=lambda entry: entry[:2], reverse=True)
+    passed = given_up(label for label, _, _ in ours)
+    taken = [c for label, _, c in ours if label not in passed]
+    left_out = [
+        f"{c}: {label} was discarded when the job went back to an earlier step ({passed[label]})"
+        for label, _, c in ours
+        if label in passed
+    ]
+    for c in sorted((c for c in known if c.label is None), key=lambda c: c.step):
+        at = next((i for i, t in enumerate(taken) if t.step <= c.step), len(taken))
+        taken.insert(at, c)
+    return taken, left_out
+
+
+def _latest(directory: Path, job_id: str, problems: list[str]) -> DiskCheckpoint | None:
+    if not (directory / "latest").is_file():
+        return None
+    tag = latest_tag(directory)
+    if tag is None or not (directory / tag).is_dir():
+        there = sorted(p.name for p in directory.iterdir() if p.is_dir())
+        problems.append(
+            f"{directory / 'latest'} is torn or names no checkpoint (found {tag!r}; there are "
+            f"{', '.join(there[-3:]) or 'none'}); write the tag of a whole checkpoint into it"
+        )
+        return None
+    return _describe(directory, tag, job_id)
+
+
+def _describe(directory: Path, tag: str, job_id: str) -> DiskCheckpoint:
+    info = read_marker(directory / tag)
+    if info is not None:
+        return _read_marker(info, job_id)
+    match = _TAG_STEP.match(tag)
+    saved, step = _saved_by(directory / tag)
+    mine = saved.get("job_id") == job_id
+    return DiskCheckpoint(
+        directory=directory,
+        tag=tag,
+        step=int(match.group(1)) if match else step,
+        label=VersionId(int(saved["incarnation"]), int(saved["step"])) if mine else None,
+        job_id=saved.get("job_id"),
+        fingerprint=saved.get("fingerprint"),
+    )
+
+
+def _read_marker(info: PersistedInfo, job_id: str) -> DiskCheckpoint:
+    return DiskCheckpoint(
+        directory=info.directory,
+        tag=info.tag,
+        step=info.label.step,
+        label=info.label if info.job_id == job_id else None,
+        job_id=info.job_id,
+        files=info.files,
+        arenas=info.degrees if info.arenas else None,
+        fingerprint=info.fingerprint,
+    )
+
+
+def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
+    """What the first host file that can be read says of the job that saved it, and of the step."""
+    from reft.storage.deepspeed_format import read_host_file
+
+    for file in sorted(checkpoint.glob("reft_host-*.msgpack")):
+        try:
+            state = read_host_file(file)
+        except (ReftError, OSError):
+            continue
+        if isinstance(state, dict):
+            return state.get(SAVED_BY) or {}, int(state.get("engine", {}).get("global_steps", -1))
+    return {}, -1
+
+
+# --- whether it is sound --------------------------------------------------------------------------
+
+
+class DamagedError(PersistError):
+    """A checkpoint is not as it was written; told alike on all ranks."""
+
+
+class DiskRestorer:
+    """Looks at and checks what is on disk. Collective: all methods, on all ranks."""
+
+    def __init__(
+        self, control: ControlGroup, coordinate: Coordinate, job_id: str, persist_dir: Path | None
+    ) -> None:
+        self._control = control
+        self._coordinate = coordinate
+        self._job_id = job_id
+        self._persist_dir = persist_dir
+        self._refused: dict[Path, str] = {}
+
+    def find(self, load_dir: Path | None) -> LoadedCheckpoint:
+        """What rank 0 finds; all ranks must choose alike."""
+        return self._from_rank_zero(lambda: find_on_disk(load_dir, self._persist_dir, self._job_id))
+
+    def find_named(self, directory: Path | None, tag: Any) -> DiskCheckpoint | None:
+        """The checkpoint that was asked for, that one and no other; None where there is none.
+        Without ``tag`` that is what ``latest`` names."""
+        if directory is None:
+            return None
+        found = self._from_rank_zero(lambda: find_named(directory, tag, self._job_id))
+        if found.problems:
+            raise damaged(directory / str(tag or ""), found.problems)
+        return found.checkpoints[0] if found.checkpoints else None
+
+    def refuse(self, checkpoint: DiskCheckpoint, error: DamagedError) -> None:
+        """It is not loaded; said once."""
+        if checkpoint.path not in self._refused:
+            self._refused[checkpoint.path] = f"{checkpoint}: {error}"
+            if self._control.rank == 0:
+                logger.warning(
+                    "%s is damaged and is not loaded: %s; an older one is tried", checkpoint, error
+                )
+
+    def refused(self, found: LoadedCheckpoint) -> tuple[str, ...]:
+        """What should have been a checkpoint and cannot be loaded, so far; empty where there was
+        nothing."""
+        return (*found.problems, *self._refused.values())
+
+    def check(self, checkpoint: DiskCheckpoint, *, whole: bool = True) -> dict[str, Any] | None:
+        """Read the checkpoint's files, each by one rank. Returns this rank's host state if
+        ``whole``; None if not every rank saved it beside DeepSpeed's files. Raises DamagedError on
+        all ranks alike."""
+        mine: list[str] = []
+        state: dict[str, Any] | None = None
+        try:  # whatever is wrong here, the others wait for what this rank says
+            share = find_share(checkpoint.files or {}, self._control.rank, self._control.world_size)
+            if checkpoint.arenas is not None:
+                mine += check_arenas(checkpoint.path, share)
+            else:
+                mine += check_files(checkpoint.path, share)
+                state = read_host_state(checkpoint.path, self._coordinate) if whole else None
+        except Exception as error:
+            mine.append(_words(error))
+        told = [
+            decode(data) for data in self._control.gather_bytes(encode([mine, state is not None]))
+        ]
+        complete = all(present for _, present in told)
+        partly = not complete and any(present for _, present in told)
+        if partly and self._control.rank == 0 and read_degrees(checkpoint.path) is None:
+            logger.warning(
+                "%s: not every rank saved its host state there; random state and data position "
+                "are not "
+                "restored",
+                checkpoint,
+            )
+        if problems := tuple(
+            dict.fromkeys(problem for problems, _ in told for problem in problems)
+        ):
+            raise DamagedError(_some(problems))
+        return state if complete else None
+
+    def _from_rank_zero(self, look: Callable[[], LoadedCheckpoint]) -> LoadedCheckpoint:
+        mine = look().encode() if self._control.rank == 0 else b""
+        return LoadedCheckpoint.decode(self._control.gather_bytes(mine)[0])
+
+
+def _some(problems: Sequence[str]) -> str:
+    return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if problems[3:] else "")
+
+
+def damaged(what: object, problems: Sequence[str]) -> PersistError:
+    return PersistError(
+        f"{what} was asked for and is damaged: {_some(problems)}. Ask for another tag, or restore "
+        "the "
+        f"directory from a copy"
+    )
+
+
+def nothing_sound(refused: Sequence[str]) -> str:
+    lines = "".join(f"\n  {line}" for line in refused)
+    return (
+        f"no checkpoint on disk can be loaded:{lines}\nRestore one from a copy, or remove them to "
+        "start "
+        f"without them"
+    )
+
+
+def find_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:
+    """The files that ``rank`` reads: each file is read by one rank, and all read about as many
+    bytes."""
+    loads = [(0, r) for r in range(ranks)]
+    mine = {}
+    for name, record in sorted(files.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        nbytes, reader = heapq.heappop(loads)
+        heapq.heappush(loads, (nbytes + record.nbytes, reader))
+        if reader == rank:
+            mine[name] = record
+    return mine
+
+
+def host_file(checkpoint: Path, coordinate: Coordinate) -> Path:
+    """Where a rank's host state lies beside DeepSpeed's own files, which ignore it."""
+    from reft.storage.deepspeed_format import host_file_name
+
+    return checkpoint / host_file_name(coordinate)
+
+
+def read_host_state(checkpoint: Path, coordinate: Coordinate) -> dict[str, Any] | None:
+    from reft.storage.deepspeed_format import read_host_file
+
+    try:
+        return read_host_file(host_file(checkpoint, coordinate))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,238 @@
+"""Whether what data-parallel peers must have alike is alike, and whose is not."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import msgpack
+import numpy as np
+import torch
+
+from reft.control.control import WorkerControl
+from reft.grid import Topology, VersionId
+from reft.memory.header import checksum
+from reft.memory.stream import HashingCopier, find_ranges, hashing_copier
+from reft.snapshot.copier import copy_when_admitted, shortened
+from reft.snapshot.copy_engine import CopyEngine, Encode, Piece, own_pages
+from reft.snapshot.extension import CopiedVersion, Halt, VersionFeature, VoteResult
+from reft.snapshot.gate import Gate
+from reft.snapshot.plan import GroupLayout, LiveImages
+from reft.snapshot.version import SkipCause
+
+logger = logging.getLogger(__name__)
+
+PEERS_DIFFER = "peers differ"
+
+TURNS = 61
+"""Versions after which every block was compared once by turns."""
+
+
+_COLUMNS = 64  # sums of a block, so that what has moved within it is seen
+
+
+class PeerCheck(VersionFeature):
+    """Compares what data-parallel peers must have alike, and finds out whose differs.
+
+    A device that computes wrong, or a bit that flips before the copy, is protected as faithfully as
+    any other state. Each member of a sharding group takes the checksum of the same bytes of its own
+    replica with every version, while training does not change them, and ring neighbours compare:
+    what differs is not committed.
+
+    Args:
+        by_turns: compare a part of the replicated section's blocks with every version, so that each
+            block has its turn once in :data:`TURNS` versions; else all of them every time.
+        block_bytes: bytes of a block.
+        chunk_bytes: bytes that are hashed on the host for one permit of the gate.
+        on_difference: ``report``: the version is given up and training continues; ``stop``: the job
+            ends; ``rollback``: it restarts from the newest committed version.
+    """
+
+    name = "peers"
+
+    def __init__(
+        self,
+        *,
+        by_turns: bool,
+        block_bytes: int,
+        chunk_bytes: int = 2**18,
+        on_difference: str = "report",
+    ) -> None:
+        self._turns = TURNS if by_turns else 1
+        self._block_bytes, self._chunk_bytes = block_bytes, chunk_bytes
+        self._on_difference = on_difference
+        self._differing: frozenset[int] = frozenset()
+        """Blocks that differed: compared with every version until they do not."""
+        self._turn: int | None = None
+        """Turn of the next version; None: its step, until the ranks have sealed one together."""
+        self._blocks: Sequence[int] = ()  # compared in the newest version
+        self._memory = torch.zeros(0, dtype=torch.int64)
+        self._images: LiveImages | None = None  # of the newest version
+        self._control: WorkerControl | None = None
+        self._topology: Topology | None = None
+
+    def connect(self, control: WorkerControl, topology: Topology) -> PeerCheck:
+        """Set the connections by which peers compare."""
+        self._control, self._topology = control, topology
+        return self
+
+    @property
+    def sums(self) -> dict[int, int]:
+        """Checksum by block, of the newest version; of a device once it is waited for."""
+        return dict(zip(self._blocks, self._memory.tolist(), strict=False))
+
+    # -- checksums of this rank's own replica ------------------------------------------------------
+
+    def read(self, images: LiveImages, label: VersionId, engine: CopyEngine, gate: Gate) -> None:
+        self._images = images
+        count = self._choose(images, label.step)
+        if count > len(self._memory):
+            if len(self._memory):
+                engine.unregister(self._memory)
+            self._memory = own_pages(8 * count).view(torch.int64)
+            engine.register(self._memory)
+        for part in self._parts(images):
+            copy_when_admitted(engine, gate, encode=part)
+
+    def _choose(self, images: LiveImages, step: int) -> int:
+        """Choose the blocks of a version. Returns how many checksums are needed at most, at any
+        step."""
+        count = -(-images.replicated.nbytes // self._block_bytes)
+        turn = step if self._turn is None else self._turn
+        self._blocks = [
+            b for b in range(count) if (b - turn) % self._turns == 0 or b in self._differing
+        ]
+        return count
+
+    def _parts(self, images: LiveImages) -> Iterator[Encode]:
+        """Calls that take the checksums. A device queues all of it on the current stream and
+        returns what is to be copied to the host; on the host each call reads ``chunk_bytes``."""
+        image, size = images.replicated, self._block_bytes
+        live = [image.live(b * size, min(image.nbytes, (b + 1) * size)) for b in self._blocks]
+        if live and image.device.type != "cpu":
+            target = self._memory[: len(live)].view(torch.uint8)
+            yield lambda: [(torch.stack([*map(_on_device, live)]).view(torch.uint8), target)]
+            return
+        hasher = hashing_copier()
+        for place, views in enumerate(live):
+            for view in views:
+                for at in range(0, view.numel(), self._chunk_bytes):
+                    yield partial(_hash, hasher, view[at : at + self._chunk_bytes])
+            self._memory[place] = hasher.take() - 2**63
+
+    # -- comparison --------------------------------------------------------------------------------
+
+    def compare(self, version: CopiedVersion) -> SkipCause | None:
+        """Exchange one checksum of all checksums with the neighbours in the ring."""
+        assert self._control is not None
+        ranks, sums = self._members(), self.sums
+        if len(ranks) == 1 or not sums:
+            return None
+        place = ranks.index(self._control.rank)
+        before, after = ranks[place - 1], ranks[(place + 1) % len(ranks)]
+        mine = torch.tensor([checksum(np.array([*sums.items()]).tobytes()) - 2**63])
+        theirs = torch.empty_like(mine)
+        self._control.exchange({before: [mine]}, {after: [theirs]})
+        return None if torch.equal(mine, theirs) else SkipCause(PEERS_DIFFER)
+
+    def _members(self) -> tuple[int, ...]:
+        """Ranks of the sharding group."""
+        assert self._topology is not None
+        assert self._control is not None
+        at = self._topology.coordinates[self._control.rank]
+        return self._topology.group(at.pp, at.tp)
+
+    def neutral_ballot(self) -> tuple[int, ...]:
+        return (0,)
+
+    def ballot(self, cause: SkipCause | None, layout: GroupLayout | None) -> tuple[int, ...]:
+        return (int(cause is not None and cause.kind == PEERS_DIFFER),)
+
+    def voted(self, result: VoteResult, numbers: tuple[int, ...]) -> Halt | None:
+        """If any group differs, find out whose blocks do. All ranks that could copy the version go
+        on to the next turn."""
+        if not result.is_final:
+            return None
+        step = result.label.step
+        self._turn = (step if self._turn is None else self._turn) + 1
+        (differs_anywhere,) = numbers
+        if not differs_anywhere:
+            if result.ok:
+                self._differing = frozenset()
+            return None
+        assert self._topology is not None
+        assert self._control is not None
+        found = self._find_differing()
+        if found and self._topology.coordinates[self._control.rank].dp == 0:
+            logger.error("step %d is not committed: %s", step, found)
+        if self._on_difference == "report":
+            return None
+        return Halt(
+            found or "data-parallel peers of another stage hold different values",
+            restarts=result.has_committed and self._on_difference == "rollback",
+        )
+
+    def _find_differing(self) -> str:
+        """Find the blocks that differ in this rank's group, and where. Collective. Returns a
+        sentence; empty if none does."""
+        assert self._topology is not None
+        assert self._control is not None
+        assert self._images is not None
+        packed = self._control.gather_bytes(msgpack.packb(self.sums))
+        ranks = self._members()
+        sums = {d: msgpack.unpackb(packed[r], strict_map_key=False) for d, r in enumerate(ranks)}
+        blocks = differing(sums)
+        if not blocks:
+            return ""
+        self._differing = frozenset(blocks)
+        members = sorted({m for found in blocks.values() for m in found})
+        where = " and ".join(
+            f"rank {ranks[m]} on {self._topology.nodes[ranks[m]]}" for m in members
+        )
+        others = "other ranks of its group"
+        if len(members) == len(ranks):
+            others = "each other; no majority says whose is wrong"
+        return (
+            f"{self._tensor_names(self._images, sorted(blocks))} of {where} differs from {others}"
+        )
+
+    def _tensor_names(self, images: LiveImages, blocks: Sequence[int]) -> str:
+        size, image = self._block_bytes, images.replicated
+        return shortened(t.name for b in blocks for t in image.tensors_at(b * size, (b + 1) * size))
+
+    def rejoined(self) -> None:
+        """No rank knows what the others have received of the last vote: begin with the step
+        again."""
+        self._turn, self._differing = None, frozenset()
+
+
+def _hash(hasher: HashingCopier, view: torch.Tensor) -> Sequence[Piece]:
+    hasher.copy(find_ranges([(0, view.data_ptr(), view.numel())]))
+    return ()
+
+
+def _on_device(views: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One number for those bytes: exact, whatever the order in which the device adds."""
+    total = torch.zeros(_COLUMNS, dtype=torch.int64, device=views[0].device)
+    for view in views:
+        wide = view.data_ptr() % 4 == view.numel() % 4 == 0
+        words = view.view(torch.int32) if wide else view
+        whole = words.numel() // _COLUMNS * _COLUMNS
+        total = total * 31 + words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+        total[: len(words) - whole] += words[whole:]
+    return (total * torch.arange(1, 2 * _COLUMNS, 2, device=total.device)).sum()
+
+
+def differing(sums: Mapping[int, Mapping[int, int]]) -> dict[int, tuple[int, ...]]:
+    """Blocks that differ among the members of a group, with the members that are not of the
+    majority: all of them where there is none. ``sums``: by member and block."""
+    found = {}
+    for block in next(iter(sums.values())):
+        votes = Counter(of[block] for of in sums.values())
+        most, count = votes.most_common(1)[0]
+        if len(votes) > 1:
+            clear = 2 * count > len(sums)
+            found[block] = tuple(m for m, of in sums.items() if not clear or of[block] != most)
+    return found
