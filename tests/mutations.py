@@ -175,7 +175,7 @@ MUTATIONS = {
     ),
     "p3-a-spare-takes-a-healthy-nodes-place": Mutation(
         "job/rendezvous/membership.py",
-        "taken = (state.seats | trains | state.those(Role.WAITS)) - leaving",
+        "taken = (state.members | trains | state.with_role(Role.WAITS)) - leaving",
         "taken = trains - leaving",
         ("tests/job/test_membership.py", "tests/job/test_rendezvous_walk.py"),
     ),
