@@ -208,8 +208,8 @@ def watched(
     for now in range(secs):
         used = round((use(now) + draw.gauss(0.0, noise)) * MIB)
         parts = {"rank 0 (pid 1)": 100 * MIB, "rank 1 (pid 2)": used - 100 * MIB}
-        trend.see(MemorySample(now, 2 * now, used, parts), LIMIT)
-        if (said := trend.runs_out("the host", LIMIT, steps_per_sec=2.0)) is not None:
+        trend.add(MemorySample(now, 2 * now, used, parts), LIMIT)
+        if (said := trend.forecast("the host", LIMIT, steps_per_sec=2.0)) is not None:
             found.append((now, said))
     return found
 
@@ -270,10 +270,10 @@ def test_what_becomes_free_again_is_not_said_any_more() -> None:
 def test_memory_that_nobody_of_the_job_takes_accuses_nobody() -> None:
     trend = MemoryTrend()
     for now in range(60):
-        trend.see(
+        trend.add(
             MemorySample(now, now, (500 + 5 * now) * MIB, {"rank 0 (pid 1)": 400 * MIB}), LIMIT
         )
-    said = trend.runs_out("the host", LIMIT, steps_per_sec=None)
+    said = trend.forecast("the host", LIMIT, steps_per_sec=None)
     assert said is not None
     assert (said.who, said.step) == ("", None)
     assert "No process of the job is known to grow" in str(said)
