@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from reft.control.wire import Backoff
+from reft.backoff import Backoff
 from reft.memory.jobdir import (
     JobDir,
 )

@@ -21,8 +21,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from reft.authentication import purpose_key
 from reft.config import ReftConfig
-from reft.control.wire import Channel, purpose_key
+from reft.control.wire import Channel
 from reft.errors import ReftError
 from reft.grid import VersionId
 from reft.memory.jobdir import CONFIG_FILE, STATUS_FILE, read_json, write_json

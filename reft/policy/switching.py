@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
+from reft.backoff import Backoff
 from reft.config import FaultPoint
 from reft.control.control import ControlGroup, WorkerControl
-from reft.control.wire import Backoff
 from reft.errors import ConfigError
 from reft.grid import Topology, VersionId
 from reft.memory.protection_record import (

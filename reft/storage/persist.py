@@ -32,8 +32,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from reft.backoff import Backoff
 from reft.config import FaultPoint, ReftConfig
-from reft.control.wire import Backoff
 from reft.errors import OvertakenError, PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import Coordinate, Degrees, VersionId

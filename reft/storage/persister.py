@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reft.backoff import Backoff
 from reft.config import ReftConfig
-from reft.control.wire import Backoff
 from reft.errors import FencedError, OvertakenError, PersistError, ReftError
 from reft.grid import VersionId
 from reft.memory.arena import headers

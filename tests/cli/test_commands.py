@@ -15,7 +15,7 @@ import pytest
 
 import reft
 from reft import cli
-from reft.cli import COMMANDS, EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
+from reft.cli import EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE, find_commands
 from reft.config import explain
 from reft.job.node_memory import NodeMemory
 from reft.memory.jobdir import CONFIG_FILE, DAEMON_FILE, JobDir, process_identity, write_json
@@ -33,7 +33,7 @@ from reft import cli
 code = cli.main(sys.argv[1:])
 print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
 """
-EVERY = [[name] for name in COMMANDS]
+EVERY = [[name] for name in find_commands()]
 
 
 @pytest.mark.process

@@ -20,7 +20,6 @@ import pytest
 from reft.config import PersistConfig, ReftConfig, parse_block
 from reft.errors import AuthenticationError, OvertakenError
 from reft.grid import VersionId
-from reft.job.mpi_run import end_daemon, keep_daemon
 from reft.memory.arena import arena_name
 from reft.memory.files import JobLock
 from reft.memory.header import ArenaState
@@ -41,6 +40,7 @@ from reft.snapshot.stats import SnapshotStats, Traffic
 from reft.storage import fence
 from reft.storage.persist import PersistProgress
 from reft.storage.persister import committed_labels
+from reft_mpi.mpi_run import end_daemon, keep_daemon
 from tests.attack.jobs import runs
 from tests.job.daemons import ROOT, answers, commit, log_path, request_status, spawn, wait_for
 
