@@ -58,9 +58,9 @@ struct Settings {  // The same in simulated.py
   int64_t launch_queue, malloc_waits;
   int64_t total_bytes, others_bytes, refuse_registering, pool, seed;
   int64_t allocated_bytes, peak_bytes, reserved_bytes, own_streams, synchronised;
-  int64_t captures_ended, recorded, waits, transfers;
+  int64_t captures_ended, recorded, waits, transfers, pageable;
   uint64_t rng_seed, rng_offset;
-} settings{INFINITY, 0.0, 0.0, 1024, 0, int64_t(8) << 30, 0, 0, 3, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+} settings{INFINITY, 0.0, 0.0, 1024, 0, int64_t(8) << 30, 0, 0, 3, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0};
 
 // A graph's capture, which calls of other threads end unless they have said that they do not look at it.
 std::atomic<bool> capturing{false};
@@ -645,7 +645,10 @@ Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
   const Tensor& host = to_host ? target : plain;
   bool at_once = is_registered(uintptr_t(host.data_ptr()), host.nbytes()) && non_blocking;
   transfer(target.data_ptr(), plain.data_ptr(), target.nbytes(), to_host, at_once ? host.data_ptr() : nullptr);
-  if (!at_once) streams.synchronise(current_id);
+  if (!at_once) {
+    ++settings.pageable;
+    streams.synchronise(current_id);
+  }
   return target;
 }
 

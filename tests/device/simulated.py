@@ -61,12 +61,11 @@ class Settings(ctypes.Structure):
         ("own_streams", ctypes.c_int64),  # made by the driver, and not destroyed yet
         ("synchronised", ctypes.c_int64),  # kernels that the host had to wait for
         ("captures_ended", ctypes.c_int64),  # by calls of other threads
-        (
-            "recorded",
-            ctypes.c_int64,
-        ),  # calls of the driver: events, waits of a stream, copies over the link
+        # Calls of the driver: events, waits of a stream, copies over the link.
+        ("recorded", ctypes.c_int64),
         ("waits", ctypes.c_int64),
         ("transfers", ctypes.c_int64),
+        ("pageable", ctypes.c_int64),  # copies over the link that held the host up
         ("rng_seed", ctypes.c_uint64),
         ("rng_offset", ctypes.c_uint64),
     )
@@ -297,6 +296,7 @@ class Simulated:
             "recorded",
             "waits",
             "transfers",
+            "pageable",
         ):
             setattr(self.settings, name, 0)
         self.settings.peak_bytes = self.settings.allocated_bytes
