@@ -307,8 +307,8 @@ def restoring() -> dict:
     """GB/s of blocks of 4 MiB, hashed and copied to the device, by threads and ways.
 
     "writer" is what reft does: through a small registered buffer of each thread. "pageable": from
-    the arena as it is, on the default stream, then hashed. "registered": the same from an arena that
-    was registered first, in "register_secs_per_gib".
+    the arena as it is, on the default stream, then hashed. "registered": the same from an arena
+    that was registered first, in "register_secs_per_gib".
     """
     from reft.engine.device_writer import DeviceWriter
     from reft.memory.header import checksum
