@@ -150,7 +150,7 @@ MUTATIONS = {
         ("tests/recover/test_local.py",),
     ),
     "p7-an-older-start-notes-its-commit": Mutation(
-        "engine/identity.py",
+        "engine/job_record.py",
         "_label(held).incarnation > label.incarnation",
         "False",
         ("tests/engine/test_protecting.py",),
