@@ -20,7 +20,7 @@ _LOCKS = ("*/lock", "*/*/lock")
 """In the folder of an operator. That is in a folder for the Python version and the device, unless
 the environment variable names the root."""
 
-_told: set[tuple[Path, float]] = set()
+_logged: set[tuple[Path, float]] = set()
 
 
 def warn_abandoned_builds() -> None:
@@ -30,8 +30,8 @@ def warn_abandoned_builds() -> None:
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    for lock, made_at in set(abandoned_locks()) - _told:
-        _told.add((lock, made_at))
+    for lock, made_at in set(abandoned_locks()) - _logged:
+        _logged.add((lock, made_at))
         logging.getLogger(__name__).warning(
             "%s was left on %s by a build that has ended: no process on this host has it open. A "
             "script that needs this operator of DeepSpeed or torch will wait for it forever. "

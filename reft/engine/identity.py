@@ -153,8 +153,8 @@ class Identity:
             FingerprintError: on all ranks.
         """
         record = newest_record(job_dir, label.incarnation) if reads else None
-        told = self.control.gather_bytes(encode(record and list(record)))
-        records = {(int(r[0]), str(r[1])) for data in told if (r := decode(data)) is not None}
+        replies = self.control.gather_bytes(encode(record and list(record)))
+        records = {(int(r[0]), str(r[1])) for data in replies if (r := decode(data)) is not None}
         # A node that was absent has not recorded later incarnations.
         newest = max((number for number, _ in records), default=0)
         found = []

@@ -114,10 +114,10 @@ def all_or_none(
         attempt()
     except (ReftError, OSError) as error:
         own = error
-    told = control.gather_bytes(b"" if own is None else str(own).encode())
+    replies = control.gather_bytes(b"" if own is None else str(own).encode())
     if own is not None:
         raise own
-    if failed := [t.decode() for t in told if t]:
+    if failed := [reply.decode() for reply in replies if reply]:
         raise refused(failed[0])
 
 
