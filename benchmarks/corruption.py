@@ -96,7 +96,7 @@ class Trainer:
 
     def reach(self, point: str, step: int) -> None:
         if point == "before_seal":
-            self.flip("copy", self.worker._filling.arena.data)
+            self.flip("copy", self.worker._writer.arena.data)
 
     def of_all(self, mine: str) -> str:
         told = [""] * dist.get_world_size()

@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -18,9 +19,11 @@ import torch
 
 from reft.data.position import READ_BY_SCRIPT
 from reft.data.watch import WATCH
+from reft.device import find_vendor
 from reft.engine import marks
 from reft.engine.capture import EngineState
 from reft.engine.context import JobContext
+from reft.engine.device_writer import DeviceWriter
 from reft.engine.fingerprint import BY_LAYOUT, BY_REPLICAS
 from reft.engine.job_memory import JobMemory
 from reft.engine.job_record import noted_commit
@@ -31,9 +34,9 @@ from reft.errors import ConfigError, NotResumedError, UnrecoverableError
 from reft.faults import FaultPlan
 from reft.grid import Coordinate, Degrees, Section, VersionId, only_replicas_differ
 from reft.memory.arena import arena_name, slots_with
-from reft.memory.header import ArenaHeader, checksum
+from reft.memory.header import ArenaHeader
 from reft.memory.protection_record import ProtectionRecord
-from reft.memory.stream import HashingCopier, Range, copy_tensor, find_ranges, hashing_copier
+from reft.memory.stream import HashingCopier, Range, find_ranges, hashing_copier
 from reft.node import history
 from reft.protect.placement import place_group
 from reft.recover.decide import ImageRange
@@ -77,7 +80,9 @@ class Target:
     def __init__(self, context: JobContext, version: str) -> None:
         self._context = context
         self._version = version
-        self._on_host = context.engine.device.type == "cpu"
+        device = context.engine.device
+        vendor = find_vendor(device)
+        self._device_writer = None if vendor is None else DeviceWriter(device, vendor)
         self._own = threading.local()
         self._parts: Callable[[Fetch, torch.Tensor], Iterable[Pair]]
         self.state: dict[str, Any]
@@ -85,6 +90,17 @@ class Target:
     def prepare(self, hosts: Mapping[Coordinate, bytes], was: Degrees) -> Sequence[ImageRange]:
         """The host states have arrived: give the engine's state the shape that it had, or has in
         this layout."""
+        ranges = self._prepare(hosts, was)
+        if self._device_writer is not None:
+            self._device_writer.begin()
+        return ranges
+
+    def close(self) -> None:
+        """Release what :meth:`write` has used."""
+        if self._device_writer is not None:
+            self._device_writer.close()
+
+    def _prepare(self, hosts: Mapping[Coordinate, bytes], was: Degrees) -> Sequence[ImageRange]:
         context, engine = self._context, self._context.engine
         if was == context.topology.degrees:
             blob = DecodedBlob(hosts[context.coordinate])
@@ -103,13 +119,11 @@ class Target:
         return source.pieces
 
     def write(self, fetch: Fetch, data: torch.Tensor) -> int:
-        """Copy a block into the live tensors and return its checksum; into host memory in one pass.
-        Called by several threads at once."""
+        """Copy a block into the live tensors and return its checksum, in one pass over it. Called
+        by several threads at once."""
         parts = self._parts(fetch, data)
-        if not self._on_host:
-            for target, part in parts:
-                copy_tensor(target, part)
-            return checksum(data.numpy().data)
+        if self._device_writer is not None:
+            return self._device_writer.write(parts, data)
         if not hasattr(self._own, "hasher"):
             self._own.hasher = hashing_copier()
         return write_and_hash(parts, data, self._own.hasher)
@@ -317,7 +331,8 @@ class MemoryRestorer:
         """
         context = self._context
         target = Target(context, version)
-        outcome = recovery.restore(target.prepare, target.write)
+        with closing(target):
+            outcome = recovery.restore(target.prepare, target.write)
         if isinstance(outcome, NotRecoverable):
             return outcome, {}
         context.engine.restore(target.state)

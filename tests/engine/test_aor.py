@@ -152,10 +152,10 @@ class Watched:
 
     def partitions(self) -> dict[str, str]:
         """A digest of the bytes of every partition that this rank keeps, its own too."""
-        filling = self.newest
-        members = filling.layout.plan.placement.kept_by(filling.layout.member)
+        writer = self.newest
+        members = writer.layout.plan.placement.kept_by(writer.layout.member)
         return {
-            str(m): hashlib.sha256(filling.partition(m).numpy().tobytes()).hexdigest()
+            str(m): hashlib.sha256(writer.partition(m).numpy().tobytes()).hexdigest()
             for m in members
         }
 
