@@ -653,14 +653,14 @@ def installed(config: Mapping[str, Any]) -> Finding:
     deepspeed, torch = (one.version if one else "of an unknown release" for one in found)
     row, engine, severity = release(deepspeed), unloadable(config, deepspeed), Severity.WARNING
     if row is None:
-        said, change = "is not known", f"install {RELEASES[0].first} or later, below {END}"
+        text, change = "is not known", f"install {RELEASES[0].first} or later, below {END}"
     elif engine:
-        said = f"cannot load its own checkpoints in bf16 of {engine}: that resumes from memory only"
+        text = f"cannot load its own checkpoints in bf16 of {engine}: that resumes from memory only"
         change = "install DeepSpeed 0.18.5 or later" if engine == ZERO1_FP32 else 'write "stage": 1'
     else:
-        severity, said = Severity.NOTE, "loads its own checkpoints of this configuration"
+        severity, text = Severity.NOTE, "loads its own checkpoints of this configuration"
         change = f"Megatron-DeepSpeed needs megatron_patches/{row.patch}" if row.patch else ""
-    return Finding(severity, f"DeepSpeed {deepspeed} with torch {torch} {said}", change)
+    return Finding(severity, f"DeepSpeed {deepspeed} with torch {torch} {text}", change)
 
 
 def _number(release: str) -> tuple[int, ...]:

@@ -141,18 +141,18 @@ def describe_missing(persists: bool) -> str | None:
     ]
     if persists:
         missing.insert(1, 'the checkpoints of "persist" are not written')
-    said = (
+    text = (
         "`reft launch` did not start this job. Snapshots and recovery from memory work: killed "
         f"trainers resume when the launcher restarts them. But {', '.join(missing)}. Start the "
         "script with `reft launch` instead; it accepts torchrun's options"
     )
     if shares_store():
-        said += (
+        text += (
             '. If it stays with torchrun: a restart may hang or end with "Gloo connectFullMesh '
             'failed", also without reft, because torchrun keeps the addresses of killed trainers '
             "in its store; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 to prevent it"
         )
-    return said
+    return text
 
 
 def check_orders(control: ControlGroup, orders: Orders, why_equal: str | None) -> None:

@@ -160,10 +160,10 @@ class Loader(TrackedLoader[Progress]):
                 "the next pass at different steps. Leave the loop where loader.ends_step is true: "
                 "count steps, not micro-batches"
             )
-        mine, engines = self._batches.step_samples, WATCH.step_samples()
-        if mine is not None and engines is not None and mine != engines:
+        own, engines = self._batches.step_samples, WATCH.step_samples()
+        if own is not None and engines is not None and own != engines:
             raise ConfigError(
-                f"the loader {self.name!r} has steps of {mine} samples (step_samples), but the "
+                f"the loader {self.name!r} has steps of {own} samples (step_samples), but the "
                 f"engine has steps of {engines} (train_batch_size), by which its gradients would "
                 "be weighted. Write reft.data.loader(..., step_samples=engine.train_batch_size())"
             )

@@ -110,8 +110,8 @@ class SampleOrder:
             return places
         found = np.empty_like(places)
         for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            found[mine] = Permutation(self.size, self.seed, int(epoch))(places[mine])
+            in_epoch = epochs == epoch
+            found[in_epoch] = Permutation(self.size, self.seed, int(epoch))(places[in_epoch])
         return found
 
     def facts(self) -> dict[str, Any]:

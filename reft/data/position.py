@@ -423,7 +423,7 @@ class DataPosition:
             self._stateful.load_state_dict(self._stateful_saved)
             self._stateful_saved = None
 
-    # -- what is said (P12) ------------------------------------------------------------------------
+    # -- reports (P12) -----------------------------------------------------------------------------
 
     def left_behind(self) -> str | None:
         """What of the version's position was not restored, and what to write. Called before the
@@ -628,10 +628,10 @@ def _found(readers: Mapping[int, dict[str, Any]], keys: Sequence[str], most: int
     for rank, facts in readers.items():
         ranks[", ".join(f"{key} {facts.get(key)!r}" for key in keys)].append(rank)
     found = []
-    for said, those in ranks.items():
+    for text, those in ranks.items():
         more = f" and {len(those) - most} more" if len(those) > most else ""
         found.append(
-            f"{said} on rank{'s'[: len(those) - 1]} {', '.join(map(str, those[:most]))}{more}"
+            f"{text} on rank{'s'[: len(those) - 1]} {', '.join(map(str, those[:most]))}{more}"
         )
     return "; ".join(found)
 
@@ -652,7 +652,7 @@ def nodes_may_change() -> str:
 def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
     """The positions of a replica at another degree, from those of an old replica. Positions that
     cannot be converted are left out, and named under :data:`LEFT`."""
-    moved, lost, said = dict(data), [], []
+    moved, lost, reasons = dict(data), [], []
     if "pass" in data:
         if (one := _moved(data["pass"], resize)) is None:
             lost.append(str(data["pass"]["source"]))
@@ -666,21 +666,21 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
         ]
         moved["resumable"] = {name: one for name, one in found.items() if one is not None}
     if (kind := moved.pop(ITERATOR_OF, None)) is not None:
-        said.append(
+        reasons.append(
             f"the iterator ({kind}) was given the state of one replica, which does not cover the "
             "change "
             f"from {resize}: some samples are used twice and others never. "
             f"Write{_LINES_OWN}\nor{_OF_JOB}"
         )
     if lost:
-        said.append(
+        reasons.append(
             f"the position in the data ({', '.join(dict.fromkeys(lost))}) was counted in batches "
             f"of one replica and cannot be taken from {resize}: its pass starts again and repeats "
             "samples, unless the script skips to the right position by engine.global_samples or "
             f"its client state. Write{_LINES_OWN}"
         )
-    if said:
-        moved[LEFT] = "; ".join(said)
+    if reasons:
+        moved[LEFT] = "; ".join(reasons)
     return moved
 
 

@@ -238,14 +238,14 @@ class HostStates:
 
     def findings(self) -> list[str]:
         """What is not restored, of all kinds; each with the line to write."""
-        return [said for follower in self._followers.values() for said in follower.findings()]
+        return [text for follower in self._followers.values() for text in follower.findings()]
 
     def end_step(self) -> list[str]:
         """A step has returned. Returns warnings."""
         return [
-            said
+            text
             for follower in self._followers.values()
-            if (said := follower.end_step()) is not None
+            if (text := follower.end_step()) is not None
         ]
 
     def close(self) -> None:

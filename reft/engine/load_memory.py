@@ -484,7 +484,7 @@ class MemoryRestorer:
             "node, or give the job another id."
         )
 
-    # -- what is said -----------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------------------
 
     def report(self, source: str, began: float) -> None:
         """Log from where the job was resumed.

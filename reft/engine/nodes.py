@@ -79,8 +79,8 @@ def gather_topology(
         The topology, and the node of every global rank.
     """
     at = (coordinate.pp, coordinate.dp, coordinate.tp)
-    mine = encode([list(at), list(astuple(NodeIdentity.here()))])
-    facts = [decode(data) for data in control.gather_bytes(mine)]
+    message = encode([list(at), list(astuple(NodeIdentity.here()))])
+    facts = [decode(reply) for reply in control.gather_bytes(message)]
     places = tuple(NodeIdentity(*place) for _, place in facts)
     topology = Topology(
         degrees=degrees,

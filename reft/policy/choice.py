@@ -230,15 +230,15 @@ def check_device(job: JobFacts) -> list[DeviceFindings]:
     ranks_here = len(job.topology.local_ranks(node))
     # The rank is bound to cores of its own, or shares the node's.
     cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks_here)
-    mine = DeviceFindings(vendor.name, max(0, cores - max(_OWN_THREADS, torch.get_num_threads())))
-    mine.to_change = vendor.settings_to_change(os.environ, job.topology.degrees.tp)
+    local = DeviceFindings(vendor.name, max(0, cores - max(_OWN_THREADS, torch.get_num_threads())))
+    local.to_change = vendor.settings_to_change(os.environ, job.topology.degrees.tp)
     parities = job.config.chooses or job.config.scheme.parities > 0
     # In a thread of its own: what the vendor's library sets for a thread is not set for the
     # training thread.
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(try_device, mine, vendor, engine, job.job_dir, parities).result()
-    gathered = job.control.gather_bytes(json.dumps(asdict(mine)).encode())
-    return [DeviceFindings(**json.loads(one)) for one in gathered]
+        thread.submit(try_device, local, vendor, engine, job.job_dir, parities).result()
+    replies = job.control.gather_bytes(json.dumps(asdict(local)).encode())
+    return [DeviceFindings(**json.loads(one)) for one in replies]
 
 
 def device_paragraph(ranks: Sequence[DeviceFindings], nodes: Sequence[str]) -> str:

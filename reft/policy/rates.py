@@ -95,7 +95,7 @@ class RateCache:
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self.path = directory / f".rate-{digest[:24]}.json"
-        self._told = False
+        self._logged = False
         self.known = _Measured()
         try:
             self.known = _Measured.model_validate_json(self.path.read_bytes())
@@ -111,11 +111,11 @@ class RateCache:
         try:
             write_durably(self.path, self.known.model_dump_json(indent=1).encode())
         except OSError as error:
-            if not self._told:
+            if not self._logged:
                 logger.warning(
                     "%s: the next start will have to measure again: %s", self.path, error
                 )
-            self._told = True
+            self._logged = True
 
 
 class MeasuredEngine(Protocol):
@@ -218,7 +218,7 @@ class IntervalRates:
     def wanted_persist_interval(self) -> int:
         return 0 if self.storage is None else self.storage.wanted_interval()
 
-    # -- told with every commit --------------------------------------------------------------------
+    # -- after every commit ------------------------------------------------------------------------
 
     def committed(self, label: VersionId) -> tuple[bool, dict[str, Any]]:
         """All ranks have a version.
@@ -226,20 +226,20 @@ class IntervalRates:
         Returns:
             Whether it goes to storage, and statistics to be reported.
         """
-        told: dict[str, Any] = {}
+        stats: dict[str, Any] = {}
         every = self.version_steps(label.step)
         if self.memory is not None:
             self.memory.arrived(label.step)
-            told["memory_rate"] = self.memory.to_json() | {"agreed_steps": every}
+            stats["memory_rate"] = self.memory.to_json() | {"agreed_steps": every}
         if self.storage is None:
-            return False, told
+            return False, stats
         most = self._config.persist.max_lost_steps
         agreed = whole_interval(self.agreed.persist_steps, every)
         if most is not None:
             agreed = min(agreed, max(1, most // 2 // every) * every)
         due = self.storage.committed(label, agreed, every)
-        told["persist_rate"] = self.storage.to_json() | {"agreed_steps": agreed}
-        return due, told
+        stats["persist_rate"] = self.storage.to_json() | {"agreed_steps": agreed}
+        return due, stats
 
     def takes_version(self, step: int) -> bool:
         """Whether a version is taken after ``step``. Called once a step, on the training thread."""

@@ -352,25 +352,25 @@ matrices."""
 def _splits(old: RankLayout, new: RankLayout) -> dict[str, _Split]:
     """How slices share every parameter; :data:`WHOLE` if they do not, or both sides have the same
     slices."""
-    said: dict[str, set[_Split]] = defaultdict(set)
+    splits_of: dict[str, set[_Split]] = defaultdict(set)
     for layout in (old, new):
         for held in layout.held.values():
             for part in held.parameters:
                 if part.split is not None:
-                    said[part.name].add(
+                    splits_of[part.name].add(
                         (part.split, tuple(n * layout.degrees.tp for n in part.blocks))
                     )
                 else:
-                    said.setdefault(part.name, set())
+                    splits_of.setdefault(part.name, set())
     if old.degrees.tp == new.degrees.tp:
-        return dict.fromkeys(said, (WHOLE, ()))
-    if several := [name for name, splits in said.items() if len(splits) > 1]:
+        return dict.fromkeys(splits_of, (WHOLE, ()))
+    if several := [name for name, splits in splits_of.items() if len(splits) > 1]:
         raise LayoutError(
             f"slices share different dimensions, or parts of them, of {listing(several)} in "
             f"{old.degrees} and {new.degrees}; give every parameter the same partition_dim and "
             "partition_blocks in both"
         )
-    if unknown := [name for name, splits in said.items() if not splits]:
+    if unknown := [name for name, splits in splits_of.items() if not splits]:
         raise LayoutError(
             f"{old.degrees} cannot become {new.degrees}: it is not known how tensor slices share "
             f"{listing(unknown)}. Declare it where the model is built, as Megatron does: "
@@ -378,7 +378,7 @@ def _splits(old: RankLayout, new: RankLayout) -> dict[str, _Split]:
             "each slice has the whole; and parameter.partition_blocks = the lengths in it of the "
             "matrices that the slice has one behind the other, (its length,) where there is one"
         )
-    return {name: splits.pop() for name, splits in said.items()}
+    return {name: splits.pop() for name, splits in splits_of.items()}
 
 
 def _check_same(old: RankLayout, new: RankLayout, splits: Mapping[str, _Split]) -> None:
@@ -419,10 +419,10 @@ def _whole(layout: RankLayout, splits: Mapping[str, _Split]) -> dict[str, _Whole
             group = groups.get(part.name)
             kinds = () if group is None else tuple(sorted(held.kinds[group]))
             shape = _whole_shape(part.shape, splits[part.name][0], layout.degrees.tp)
-            told = (shape, group, kinds)
-            if found.setdefault(part.name, told) != told:
+            shown = (shape, group, kinds)
+            if found.setdefault(part.name, shown) != shown:
                 raise LayoutError(
-                    f"{part.name} of stage {pp}, slice {tp}, is {told} there and "
+                    f"{part.name} of stage {pp}, slice {tp}, is {shown} there and "
                     f"{found[part.name]} on another rank (shape, optimizer's group, state): all "
                     "slices and stages have to hold it in the same way"
                 )

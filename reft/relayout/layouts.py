@@ -241,11 +241,11 @@ def _several_matrices(module: Any) -> list[tuple[str, dict[int, Any]]]:
     found: list[tuple[str, dict[int, Any]]] = [
         (pattern, {0: 2}) for pattern in info.get("parameter_with_2_sub_params_cat_dim_0") or ()
     ]
-    for told in info.get("parameter_with_sub_params") or ():
-        said = told if isinstance(told, dict) else vars(told)
-        dimension, shape = said.get("partition_dim", 0), said.get("shape") or ()
+    for declared in info.get("parameter_with_sub_params") or ():
+        fields = declared if isinstance(declared, dict) else vars(declared)
+        dimension, shape = fields.get("partition_dim", 0), fields.get("shape") or ()
         lengths = shape[dimension] if dimension < len(shape) else 0
-        found += [(pattern, {dimension: lengths}) for pattern in said.get("patterns") or ()]
+        found += [(pattern, {dimension: lengths}) for pattern in fields.get("patterns") or ()]
     return found
 
 
@@ -283,9 +283,9 @@ def check_stages(module: Any, old: RankLayout, new: RankLayout, at: Coordinate) 
         LayoutError: a parameter of the new rank ``at`` differed between old stages.
     """
     same, was, now = same_on_stages(module), old.stages(), new.stages()
-    mine = [p.name for p in new.held[at.pp, at.tp].parameters]
+    local = [p.name for p in new.held[at.pp, at.tp].parameters]
     if unlike := [
-        n for n in mine if n not in same and len(was.get(n, ())) > 1 and was[n] != now[n]
+        n for n in local if n not in same and len(was.get(n, ())) > 1 and was[n] != now[n]
     ]:
         raise LayoutError(
             f"each of the stages {sorted(was[unlike[0]])} of {old.degrees} has a different copy of "

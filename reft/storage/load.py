@@ -198,12 +198,12 @@ def _describe(directory: Path, tag: str, job_id: str) -> DiskCheckpoint:
         return _read_marker(info, job_id)
     match = _TAG_STEP.match(tag)
     saved, step = _saved_by(directory / tag)
-    mine = saved.get("job_id") == job_id
+    is_own = saved.get("job_id") == job_id
     return DiskCheckpoint(
         directory=directory,
         tag=tag,
         step=int(match.group(1)) if match else step,
-        label=VersionId(int(saved["incarnation"]), int(saved["step"])) if mine else None,
+        label=VersionId(int(saved["incarnation"]), int(saved["step"])) if is_own else None,
         job_id=saved.get("job_id"),
         fingerprint=saved.get("fingerprint"),
     )
@@ -295,22 +295,22 @@ class DiskRestorer:
         Raises:
             DamagedError: on all ranks.
         """
-        mine: list[str] = []
+        found: list[str] = []
         state: dict[str, Any] | None = None
         try:  # any error is sent: the other ranks wait for this rank's message
             share = find_share(checkpoint.files or {}, self._control.rank, self._control.world_size)
             if checkpoint.arenas is not None:
-                mine += check_arenas(checkpoint.path, share)
+                found += check_arenas(checkpoint.path, share)
             else:
-                mine += check_files(checkpoint.path, share)
+                found += check_files(checkpoint.path, share)
                 state = read_host_state(checkpoint.path, self._coordinate) if whole else None
         except Exception as error:
-            mine.append(_words(error))
-        told = [
-            decode(data) for data in self._control.gather_bytes(encode([mine, state is not None]))
+            found.append(_words(error))
+        replies = [
+            decode(data) for data in self._control.gather_bytes(encode([found, state is not None]))
         ]
-        complete = all(present for _, present in told)
-        partly = not complete and any(present for _, present in told)
+        complete = all(present for _, present in replies)
+        partly = not complete and any(present for _, present in replies)
         if partly and self._control.rank == 0 and read_degrees(checkpoint.path) is None:
             logger.warning(
                 "%s: not every rank saved its host state there; random state and data position are "
@@ -318,14 +318,14 @@ class DiskRestorer:
                 checkpoint,
             )
         if problems := tuple(
-            dict.fromkeys(problem for problems, _ in told for problem in problems)
+            dict.fromkeys(problem for problems, _ in replies for problem in problems)
         ):
             raise DamagedError(_some(problems))
         return state if complete else None
 
     def _from_rank_zero(self, look: Callable[[], LoadedCheckpoint]) -> LoadedCheckpoint:
-        mine = look().encode() if self._control.rank == 0 else b""
-        return LoadedCheckpoint.decode(self._control.gather_bytes(mine)[0])
+        message = look().encode() if self._control.rank == 0 else b""
+        return LoadedCheckpoint.decode(self._control.gather_bytes(message)[0])
 
 
 def _some(problems: Sequence[str]) -> str:
@@ -352,13 +352,13 @@ def find_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[s
     """The files that ``rank`` reads: one rank reads each file, and all ranks read about the same
     number of bytes."""
     loads = [(0, r) for r in range(ranks)]
-    mine = {}
+    share = {}
     for name, record in sorted(files.items(), key=lambda item: (-item[1].nbytes, item[0])):
         nbytes, reader = heapq.heappop(loads)
         heapq.heappush(loads, (nbytes + record.nbytes, reader))
         if reader == rank:
-            mine[name] = record
-    return mine
+            share[name] = record
+    return share
 
 
 def host_file(checkpoint: Path, coordinate: Coordinate) -> Path:
