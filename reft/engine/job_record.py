@@ -39,6 +39,8 @@ class JobRecord:
         self._store = store
         self._lost_until = 0.0
         self._noted: bytes | None = None
+        # Appended by the worker thread and popped by this record's. Each operation is atomic, and a
+        # newer commit replaces one that was not recorded yet: no lock is needed.
         self._newest: deque[VersionId] = deque(maxlen=1)
         self._wake, self._closing = threading.Semaphore(0), False
         self._thread: threading.Thread | None = None
@@ -132,6 +134,7 @@ class JobRecord:
         closing = False
         while not closing:
             self._wake.acquire()
+            # Read before the queue: a commit that is appended before close() is still recorded.
             closing = self._closing
             while self._newest:
                 peer_errors.run_guarded(

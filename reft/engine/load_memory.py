@@ -406,6 +406,7 @@ class MemoryRestorer:
         """Take the restored state as the first version of this incarnation, and wait for its
         commit. From then on the old version is not needed any more, and new nodes are protected."""
         request = self._session.submit(required=True)
+        # Training must not begin before: the commit is what protects the state on new nodes (P3).
         request.done.wait(self._context.config.commit_timeout_secs)
         if not request.committed:
             logger.warning(

@@ -352,6 +352,7 @@ class Session:
             features=self._features(control),
             gate=self.copying.pacer.gate,
         )
+        # Before the first step: training's hooks read these without a lock.
         self.fence.worker = self.state.worker = worker
         self.rates.votes = worker.votes
         self.daemon.configure(config)
@@ -510,7 +511,9 @@ class Session:
         versions to come belong to a new incarnation. Collective."""
         assert self.worker is not None
         self.worker.drain(self.context.config.commit_timeout_secs)
+        # P2: a version that has not ended in time must not be copied from the loaded state.
         self.worker.fence()
+        # P3: after the fence, so that no version of the abandoned future gets the new number.
         self.memory.count_on(self.memory.incarnation + 1)
 
     def require_first_version(self) -> None:

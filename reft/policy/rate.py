@@ -457,6 +457,8 @@ class IntervalController:
         self._fits, self._risk = fits, risk
         self._on_change, self._clock = on_change, clock
         self._known_risk = None if risk is None else (inf, inf)
+        # The training thread adds steps, the voting thread judges them. Reentrant: the storage tier
+        # calls begun() with the lock held.
         self._lock = threading.RLock()
         self._pairs = OverheadEstimator(self._most_beside)
         self._steps = 0
