@@ -182,6 +182,20 @@ def block_findings(block: ReftConfig) -> Iterator[Finding]:
         yield warning('"faults" makes ranks fail on purpose', "remove it from a production job")
 
 
+def storage_findings(block: ReftConfig) -> Iterator[Finding]:
+    """Whether this host can write to ``persist.dir``."""
+    from reft.storage.persist import MAKE_WRITABLE, reason_unwritable
+
+    directory = block.persist.dir
+    if directory is not None and (reason := reason_unwritable(directory)):
+        yield Finding(
+            Severity.WARNING,
+            f"checkpoints cannot be written to persist.dir, {directory}: {reason}. Until they can, "
+            f"the job resumes from memory only",
+            MAKE_WRITABLE,
+        )
+
+
 def find_part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """An object within the configuration; empty if it is missing.
 
