@@ -22,8 +22,8 @@ from reft.aor.host_adam import AdamRecipe
 from reft.checks.preflight import Finding, ScriptLook, Severity, storage_findings
 from reft.config import ReftConfig, Variant
 from reft.control.control import ControlGroup
+from reft.data.comparison import Orders, difference, dynamic_refused
 from reft.data.order import shares_store
-from reft.data.position import Orders, difference, dynamic_refused
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
 from reft.grid import Topology

@@ -42,7 +42,8 @@ from reft.data.order import (
     mix,
 )
 from reft.data.passes import PassReader, count_received, is_left_out, raw_iterator
-from reft.data.watch import LOADERS, WATCH, TrackedLoader
+from reft.data.resumable import LOADERS, TrackedLoader
+from reft.data.watch import WATCH
 from reft.errors import ConfigError
 from reft.state.blob import capture_host_rng, restore_host_rng
 from reft.state.codec import class_path

@@ -16,10 +16,8 @@ not followed is reported at the first step (P12).
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -28,29 +26,31 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.data.order import explain_refusal
+from reft.data.accelerate import DISPATCHED, is_dispatched, is_shard
+from reft.data.comparison import Orders
+from reft.data.degrees import (
+    ITERATOR_OF,
+    LEFT,
+    LINES_OWN,
+    SAYS_SO,
+    explain_bound_data,
+    explain_bound_iterator,
+    nodes_may_change,
+)
 from reft.data.passes import (
     LoaderIterator,
     PassReader,
     Position,
     capture_start,
     described,
-    find_distribution,
     find_length,
     find_order,
     iterates_itself,
     reads_lazily,
 )
-from reft.data.watch import DISPATCHED, LOADERS, WATCH, ResumePhase, is_dispatched, is_shard
-from reft.env import ENV_NODES
-from reft.grid import Resize
+from reft.data.resumable import LOADERS
+from reft.data.watch import WATCH, ResumePhase
 from reft.state.codec import class_path
-
-Orders = dict[str, dict[str, Any]]
-"""What one rank reads: for each loader, by name, plain values that must be equal on all ranks."""
-LEFT = "left"  # key next to the positions: a warning about those that were left out
-# key next to the state of an iterator that counts what a replica has read: its class
-ITERATOR_OF = "iterator_of"
 
 READ_BY_SCRIPT = "read_by_script"
 """Key next to the positions: the random states are those before the script makes its next batch,
@@ -61,19 +61,12 @@ _LINES_PLAIN = """
     loader = reft.resumable(loader)
     for epoch in range(loader.epoch, epochs):    # after engine.load_checkpoint(save_dir)
         for batch in loader: ..."""
-_LINES_OWN = """
-    loader = reft.data.loader(dataset, batch_size)    # its position is one of the job"""
 _LINES_PIPELINE = """
     engine.train_batch(data_iter)    # data_iter = iter(deepspeed.utils.RepeatingLoader(loader))"""
 _LINES_STATE = """
     reft.attach(engine, client_state=lambda: {"position": ...})
     _, client_state = engine.load_checkpoint(save_dir)    # and go there"""
 
-_SAYS_SO = "position_of_job"
-"""Attribute of a stateful iterator: whether its state is the same on all replicas and valid at
-every degree."""
-_OF_JOB = """
-    iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
 _AHEAD = (
     "the script reads the resumable loader ahead of training: after a failure the batches in "
     "between would be skipped. Take a batch from the loader only when it is trained on; "
@@ -373,7 +366,7 @@ class DataPosition:
             found[BEGINS] = True
         if self._stateful is not None:
             found["iterator"] = self._stateful.state_dict()
-            if not getattr(self._stateful, _SAYS_SO, False):
+            if not getattr(self._stateful, SAYS_SO, False):
                 found[ITERATOR_OF] = class_path(self._stateful)
         if self._known and isinstance(self._pass, LoaderIterator):
             found["pass"] = dict(vars(self._position_of(self._pass)))
@@ -509,7 +502,7 @@ class DataPosition:
             "the position in the data is not known: the data does not come from one "
             f"DataLoader{_named(self._source)}. After a failure the job continues with other "
             "data, unless "
-            f"batches follow from engine.global_steps. Write{_LINES_OWN}{loader}\nor keep the "
+            f"batches follow from engine.global_steps. Write{LINES_OWN}{loader}\nor keep the "
             "position "
             f"yourself:{_LINES_STATE}"
         )
@@ -591,139 +584,3 @@ def _adopted(loader: Any, begun: Any) -> LoaderIterator | None:
     ):
         return None
     return LoaderIterator(loader, begun, capture_start(loader), WATCH, adopted=True)
-
-
-def difference(ranks: Sequence[Orders]) -> str | None:
-    """Which ranks read another order than others under the same name, and what to change; None if
-    all agree. Ranks that read nothing do not count. Pure."""
-    for name in dict.fromkeys(name for orders in ranks for name in orders):
-        readers = {rank: orders[name] for rank, orders in enumerate(ranks) if name in orders}
-        keys = [
-            key
-            for key in dict.fromkeys(key for facts in readers.values() for key in facts)
-            if len({repr(facts.get(key)) for facts in readers.values()}) > 1
-        ]
-        if keys:
-            mends = " and ".join("data set" if key == "samples" else key for key in keys)
-            return (
-                f"the ranks read {name} in different orders, and would use some samples twice and "
-                "others never, or train on inputs and labels of different samples. Found "
-                f"{_found(readers, keys)}; expected the same on all. Where the loader is made, "
-                f"give every rank the same {mends}"
-            )
-    return None
-
-
-def dynamic_refused(ranks: Sequence[Orders], why_equal: str | None) -> str | None:
-    """Why ``order="dynamic"`` is refused. The same on all ranks, also on stages that read nothing
-    and would wait for the others. Pure."""
-    dynamic = (
-        name for orders in ranks for name, facts in orders.items() if facts.get("step_samples")
-    )
-    return next((explain_refusal(name, why_equal) for name in dynamic), None)
-
-
-def _found(readers: Mapping[int, dict[str, Any]], keys: Sequence[str], most: int = 8) -> str:
-    ranks = defaultdict(list)
-    for rank, facts in readers.items():
-        ranks[", ".join(f"{key} {facts.get(key)!r}" for key in keys)].append(rank)
-    found = []
-    for text, those in ranks.items():
-        more = f" and {len(those) - most} more" if len(those) > most else ""
-        found.append(
-            f"{text} on rank{'s'[: len(those) - 1]} {', '.join(map(str, those[:most]))}{more}"
-        )
-    return "; ".join(found)
-
-
-# -- at another data-parallel degree ---------------------------------------------------------------
-#
-# reft's own loaders count samples of the job. A ``DataLoader`` over torch's ``DistributedSampler``,
-# as DeepSpeed's own is, counts batches of a replica; its order is that of the job, so that the
-# position is taken to another degree wherever a batch of that degree begins there.
-
-
-def nodes_may_change() -> str:
-    """MIN:MAX of the launcher's ``--nnodes``; "" if the number is fixed or not known."""
-    least, _, most = os.environ.get(ENV_NODES, "").partition(":")
-    return "" if most in {"", least} else f"--nnodes {least}:{most}"
-
-
-def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
-    """The positions of a replica at another degree, from those of an old replica. Positions that
-    cannot be converted are left out, and named under :data:`LEFT`."""
-    moved, lost, reasons = dict(data), [], []
-    if "pass" in data:
-        if (one := _moved(data["pass"], resize)) is None:
-            lost.append(str(data["pass"]["source"]))
-            del moved["pass"]
-        else:
-            moved["pass"] = one
-    if "resumable" in data:
-        found = {name: _moved(position, resize) for name, position in data["resumable"].items()}
-        lost += [
-            str(data["resumable"][name]["source"]) for name, one in found.items() if one is None
-        ]
-        moved["resumable"] = {name: one for name, one in found.items() if one is not None}
-    if (kind := moved.pop(ITERATOR_OF, None)) is not None:
-        reasons.append(
-            f"the iterator ({kind}) was given the state of one replica, which does not cover the "
-            "change "
-            f"from {resize}: some samples are used twice and others never. "
-            f"Write{_LINES_OWN}\nor{_OF_JOB}"
-        )
-    if lost:
-        reasons.append(
-            f"the position in the data ({', '.join(dict.fromkeys(lost))}) was counted in batches "
-            f"of one replica and cannot be taken from {resize}: its pass starts again and repeats "
-            "samples, unless the script skips to the right position by engine.global_samples or "
-            f"its client state. Write{_LINES_OWN}"
-        )
-    if reasons:
-        moved[LEFT] = "; ".join(reasons)
-    return moved
-
-
-def explain_bound_iterator(iterator: Any) -> str | None:
-    """Why the state of a stateful iterator is not valid at another degree, and what to write; None
-    if it is, or the number of nodes is fixed."""
-    if getattr(iterator, _SAYS_SO, False) or not nodes_may_change():
-        return None
-    return (
-        f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel "
-        "degree the "
-        f"iterator ({class_path(iterator)}) would get the state of one replica: some samples "
-        "would be used "
-        f"twice and others never. Write{_LINES_OWN}\nor{_OF_JOB}"
-    )
-
-
-def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
-    one = Position(**position).at_degree(resize.old, resize.new)
-    return None if one is None else dict(vars(one))
-
-
-def explain_bound_data(loader: Any, batch: int) -> str | None:
-    """Why the position in torch's ``loader`` is not valid at another degree, and what to write;
-    None if it is.
-
-    Args:
-        loader: a ``DataLoader``.
-        batch: samples of a step.
-    """
-    dealt = find_distribution(loader)
-    if dealt is not None and dealt.samples % batch == 0:
-        return None
-    why = (
-        "reft does not know how its order is distributed over the replicas, as it does for torch's "
-        "DistributedSampler"
-        if dealt is None
-        else f"its {dealt.samples} samples are no multiple of the {batch} of a step: a pass ends "
-        "within a "
-        f"step, and batches of another degree do not begin there"
-    )
-    return (
-        f"the number of nodes may change ({nodes_may_change()}), and with another data-parallel "
-        f"degree the position in the data ({described(loader)}) may be lost: {why}. The pass would "
-        f"start again and repeat samples. Write{_LINES_OWN}"
-    )

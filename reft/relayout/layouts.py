@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reft.data.position import LEFT, move_data
+from reft.data.degrees import LEFT, move_data
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Resize
 from reft.relayout.element_map import (
