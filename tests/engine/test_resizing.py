@@ -18,7 +18,7 @@ import torch.distributed as dist
 import reft
 from reft.engine.attach import find_session
 from reft.engine.load_memory import MemoryRestorer
-from reft.engine.on_import import find_refusal
+from reft.engine.refused_batch import find_refusal
 from reft.recover.inventory import ArenaStore
 from tests.engine.ranks import Mlp, be_a_rank, groups, images_of, run_life
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
