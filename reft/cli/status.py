@@ -87,8 +87,7 @@ def status_command(
             if problem := next((s["web_problem"] for s in running if s.get("web_problem")), None):
                 raise ReftError(
                     f"the page is not served: {problem}. End what listens there, or start the job "
-                    "with "
-                    f"another metrics.port"
+                    "with another metrics.port"
                 )
             if (url := next((s["web"] for s in running if s.get("web")), None)) is None:
                 raise ConfigError(
@@ -171,8 +170,7 @@ def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: boo
     except ReftError as error:
         raise ReftError(
             f"{error}. The history of a job that ended well is in persist.dir/JOB, or in its "
-            "--log-dir: "
-            f"reft history --from DIRECTORY"
+            "--log-dir: reft history --from DIRECTORY"
         ) from error
     jobs = map(JobDir.open, paths)
     return {(job.job_id, job.node): read_history(job.path) for job in jobs}
@@ -272,8 +270,8 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "step", f"{_or(told['step'], 'none yet')}{speed}; round {told['round']}"
     if (counts := told["since_start"]) is not None and counts["newest_step"] is not None:
         parts = [
-            f"{counts['newest_step'] - counts['first_step']} steps in "
-            f"{counts['elapsed_secs']:.0f} s"
+            f"{counts['newest_step'] - counts['first_step']} steps in {counts['elapsed_secs']:.0f} "
+            "s"
         ]
         if counts["samples_per_sec"] is not None:
             parts.append(f"{counts['samples_per_sec']:.3g} samples/s")
@@ -406,9 +404,8 @@ def _describe_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
             looks = "; looks at steps without a snapshot now" if rate.get("observing") else ""
             yield (
                 name,
-                f"every {rate['agreed_steps']} steps ({rate['why']}{looks}); "
-                f"{seen} of {rate['max_overhead']:.1%} allowed; at most {most} steps are lost "
-                f"{when}",
+                f"every {rate['agreed_steps']} steps ({rate['why']}{looks}); {seen} of "
+                f"{rate['max_overhead']:.1%} allowed; at most {most} steps are lost {when}",
             )
     # Bytes of the newest version of all ranks of the node, by what they are; nothing before there
     # is one.

@@ -213,8 +213,7 @@ def _about_memory(seen: JobSituation) -> Iterable[Advice]:
             wanted = ceil(_MEMORY_ROOM * use.peak_bytes / 2**20) * 2**20
             said = (
                 f"{part:.0%} of the memory of {use.name} was in use; give it {wanted / 2**30:.1f} "
-                "GiB "
-                f"before it runs out"
+                "GiB before it runs out"
             )
         if said:
             yield Advice(AdvisedAction.MEMORY, (node,), len(seen.nodes), said, wanted)
@@ -240,8 +239,7 @@ def _about_workers(seen: JobSituation) -> Iterable[Advice]:
     gain = estimate_gain(newest[fewer], now)
     said = (
         f"from {fewer} to {now.workers} nodes, each additional node added {gain:.0%} of the speed "
-        "of one "
-        f"of {fewer} ({newest[fewer].per_sec:.3g} to {now.per_sec:.3g} a second)"
+        f"of one of {fewer} ({newest[fewer].per_sec:.3g} to {now.per_sec:.3g} a second)"
     )
     if gain < WORTH - _ROUNDING:
         yield Advice(AdvisedAction.REMOVE, (), fewer, f"{said}, less than {WORTH:.0%}")

@@ -148,8 +148,7 @@ def analyse(
         raise ProfileError(
             f"found {len(steps)} steps that all of {len(ranks)} ranks traced, and "
             f"{sum(r.complete for r in ranks)} complete ranks; expected at least one of each. "
-            "Profile more "
-            f"steps"
+            "Profile more steps"
         )
     origin = min(t.begin_secs + r.offset.secs for r in ranks for t in r.traces if t.step in steps)
     aligned = [rank.aligned(steps, origin) for rank in ranks]

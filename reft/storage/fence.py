@@ -53,9 +53,8 @@ def check(directory: Path, job_id: str, incarnation: int) -> None:
     if newest > incarnation:
         raise FencedError(
             f"{directory}: start {newest} of job {job_id} writes here; this is start "
-            f"{incarnation}, which "
-            "was replaced, and is refused. If a node that was cut off has come back, it ends by "
-            "itself",
+            f"{incarnation}, which was replaced, and is refused. If a node that was cut off has "
+            "come back, it ends by itself",
             newest,
         )
 
@@ -73,9 +72,8 @@ def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False
         if alone:
             raise FencedError(
                 f"{mine}: another start of job {job_id} has number {incarnation}, too: two starts "
-                "cannot see "
-                "each other's rendezvous store. This one ends; start it where it reaches the "
-                "other's store"
+                "cannot see each other's rendezvous store. This one ends; start it where it "
+                "reaches the other's store"
             ) from None
     else:
         with os.fdopen(fd, "wb") as file:

@@ -319,9 +319,8 @@ class DiskRestorer:
         partly = not complete and any(present for _, present in told)
         if partly and self._control.rank == 0 and read_degrees(checkpoint.path) is None:
             logger.warning(
-                "%s: not every rank saved its host state there; random state and data position "
-                "are not "
-                "restored",
+                "%s: not every rank saved its host state there; random state and data position are "
+                "not restored",
                 checkpoint,
             )
         if problems := tuple(
@@ -342,8 +341,7 @@ def _some(problems: Sequence[str]) -> str:
 def damaged(what: object, problems: Sequence[str]) -> PersistError:
     return PersistError(
         f"{what} was asked for and is damaged: {_some(problems)}. Ask for another tag, or restore "
-        "the "
-        f"directory from a copy"
+        "the directory from a copy"
     )
 
 

@@ -463,8 +463,8 @@ class _Writing:
                 raise PersistError(
                     f"{self.work.label}: waited {self.options.timeout_secs:g} s for "
                     f"{', '.join(missing[:4])}{' ...' if missing[4:] else ''}; check that the "
-                    "daemons of all "
-                    f"nodes run and see {self.work.root.parent}, or raise persist.timeout_secs"
+                    f"daemons of all nodes run and see {self.work.root.parent}, or raise "
+                    "persist.timeout_secs"
                 )
             if self.options.stop.wait(poll.failed()):
                 raise PersistError(f"{self.work.label}: writing was stopped")

@@ -120,8 +120,7 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
         if content["format"] > MARKER_FORMAT:
             raise PersistError(
                 f"{checkpoint / MARKER_NAME}: written in format {content['format']}; this reft "
-                "reads format "
-                f"{MARKER_FORMAT}: use the reft that wrote it, or a later one"
+                f"reads format {MARKER_FORMAT}: use the reft that wrote it, or a later one"
             )
         return PersistedInfo(
             directory=checkpoint.parent,
@@ -141,8 +140,7 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise PersistError(
             f"{checkpoint / MARKER_NAME}: is not a marker of a persisted checkpoint ({error!r}); "
-            "remove the "
-            f"directory if it is not needed"
+            "remove the directory if it is not needed"
         ) from error
 
 

@@ -165,9 +165,9 @@ class Persister:
             if slow and waits != self._told:
                 self._told = waits
                 logger.warning(
-                    "step %d is committed, but step %d is not on storage yet: writing takes "
-                    "longer than "
-                    "persist.interval_steps (%d). Write less often, or find out what slows down %s",
+                    "step %d is committed, but step %d is not on storage yet: writing takes longer "
+                    "than persist.interval_steps (%d). Write less often, or find out what slows "
+                    "down %s",
                     *(label.step, label.step - lag, interval, self.config.persist.dir),
                 )
 

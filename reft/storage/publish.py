@@ -132,8 +132,8 @@ class BlockInFile:
         if len(data) != entry.nbytes or checksum(data) != entry.checksum:
             raise PersistError(
                 f"{entry.key.section} block {entry.key.index} of member {entry.key.member} in "
-                f"{self.origin} "
-                f"does not match the checksum taken when it was copied; this version is not written"
+                f"{self.origin} does not match the checksum taken when it was copied; this version "
+                "is not written"
             )
 
 
@@ -198,8 +198,7 @@ def read_record(path: Path, secret: bytes) -> dict[str, Any] | None:
     if not is_same(code.encode(), _mac(body, secret).encode()):
         raise AuthenticationError(
             f"{path}: does not carry the job's secret; another job writes to the same directory "
-            "under the "
-            f"same name, or the file was forged. Give every job a persist.dir of its own"
+            "under the same name, or the file was forged. Give every job a persist.dir of its own"
         )
     content: dict[str, Any] = json.loads(body)
     return content
@@ -265,8 +264,7 @@ def refuse_stale(directory: Path, job_id: str, label: VersionId) -> None:
     if named is not None and named.job_id == job_id and label < named.label:
         raise PersistError(
             f"{directory}: latest is {named.tag}, {named.label}; writing {label} is refused, as "
-            "this node "
-            f"runs an older version of the job. If it was cut off, stop it"
+            "this node runs an older version of the job. If it was cut off, stop it"
         )
 
 
@@ -301,14 +299,12 @@ def _check_replaceable(info: PersistedInfo) -> None:
     if present is None:
         raise PersistError(
             f"{info.path} exists and was not written by reft; remove it, or give persist.dir a "
-            "directory "
-            f"of its own"
+            "directory of its own"
         )
     if present.job_id != info.job_id:
         raise PersistError(
             f"{info.path} is a checkpoint of job {present.job_id}; job {info.job_id} does not "
-            "replace "
-            f"it. Give one of them another directory"
+            "replace it. Give one of them another directory"
         )
     if info.label < present.label:
         raise PersistError(

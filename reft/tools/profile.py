@@ -44,10 +44,8 @@ _NAME = "reft profile"
 _WIDTH = 170
 _DESCRIPTION = (
     "Run a job like 'reft launch' (with the same options: --help-all lists them), measure some "
-    "steps after "
-    "warm-up, and report where the devices of every pipeline stage wait and how much of a "
-    "snapshot fits "
-    "there. The job ends after the measurement."
+    "steps after warm-up, and report where the devices of every pipeline stage wait and how much "
+    "of a snapshot fits there. The job ends after the measurement."
 )
 
 
@@ -169,8 +167,7 @@ def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
     if not ranks:
         why = (
             f"it made fewer than {args.profile_warmup_steps} + {args.profile_steps} + 1 steps "
-            "(lower "
-            f"--warmup-steps or --steps), or has no pipeline engine"
+            "(lower --warmup-steps or --steps), or has no pipeline engine"
         )
     print(f"{_NAME}: the job ended well, but left no profile: {why}", file=sys.stderr)
     return 1
@@ -321,8 +318,8 @@ def advice(result: ProfileResult) -> Iterator[str]:
     if 0 < copied < _RARE * due:
         yield (
             f"snapshots were taken of about {percent(copied / due)} of the measured steps: "
-            "interval_steps is "
-            f"larger than 1, or the version before was not committed yet (reft status counts skips)"
+            "interval_steps is larger than 1, or the version before was not committed yet (reft "
+            "status counts skips)"
         )
     stages, kinds = result.stages, (Activity.FORWARD, Activity.BACKWARD)
     computing = {s.stage_id: sum(s.secs[a].p50 for a in kinds if a in s.secs) for s in stages}
@@ -333,14 +330,12 @@ def advice(result: ProfileResult) -> Iterator[str]:
     elif mean and computing[slowest] > (1 + _IMBALANCE) * mean:
         yield (
             f"stage {slowest} computes {percent(computing[slowest] / mean - 1)} longer than the "
-            "mean stage, "
-            f"and the others wait for it: it has too many layers, or a slow device"
+            "mean stage, and the others wait for it: it has too many layers, or a slow device"
         )
     if result.matched_share < _MATCHED:
         yield (
             f"{percent(1 - result.matched_share)} of the time in sends and receives was split by "
-            "the "
-            f"fastest observation: there idle time is a lower bound"
+            "the fastest observation: there idle time is a lower bound"
         )
 
 
@@ -365,10 +360,8 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> str:
     return (
         f": a snapshot of {decimal(need)} does not fit its idle time: {decimal(room)} do "
         f"({percent(room / need)}), the other {decimal(need - room)} are copied during "
-        "computation, or the "
-        "optimizer step waits for them. A larger interval_steps makes that rarer; more "
-        "data-parallel peers "
-        "make the share smaller"
+        "computation, or the optimizer step waits for them. A larger interval_steps makes that "
+        "rarer; more data-parallel peers make the share smaller"
     )
 
 
@@ -575,8 +568,7 @@ def verdict(result: ProfileResult) -> str:
     if held_up > _MUCH_HELD_UP:
         return (
             f"Snapshots hold training up for {percent(held_up)} of a step (median of "
-            f"{len(result.steps)} "
-            f"steps)"
+            f"{len(result.steps)} steps)"
         )
     if idle > _MOSTLY:
         return f"Snapshots are free here: {percent(idle)} of the copying time is idle time"
