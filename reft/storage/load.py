@@ -102,22 +102,6 @@ class LoadedCheckpoint:
 _FOUND = TypeAdapter(LoadedCheckpoint)
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    path: Any  # as it was returned to the script
-    client_state: Any
-    # the checkpoint, or the version in memory; None: a load that reft knows nothing of
-    source: DiskCheckpoint | VersionId | None
-
-    @property
-    def is_the_jobs_own(self) -> bool:
-        """Whether this job wrote it: a directory of the script may hold another training to start
-        from."""
-        return isinstance(self.source, VersionId) or (
-            self.source is not None and self.source.label is not None
-        )
-
-
 # --- what is there --------------------------------------------------------------------------------
 
 
