@@ -28,10 +28,7 @@ takes x longer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -49,86 +46,18 @@ from reft.profile.result import (
     StageProfile,
     activity_of,
 )
+from reft.profile.traces import DIGITS, RankTraces
+from reft.profile.waits import Ready, find_waits
 
-_LEAST_STEPS = 5
-_LEAST_SLOPE = 0.5
-_RESOLUTION_SECS = 1e-7
-_DIGITS = 9
 _COMPUTING = {Activity.FORWARD: "ForwardPass", Activity.BACKWARD: "BackwardPass"}
+
+
 LEAST_WINDOW_SECS = 100e-6
+
+
 LEAST_WINDOW_SHARE = 0.002
 """Shorter waits than this (of a step) are jitter: they count as idle time, but no copy is planned
 there."""
-
-CallAt = tuple[int, int, int]  # (rank, index of the step, index of the instruction in the trace)
-
-
-@dataclass(frozen=True, slots=True)
-class ClockOffset:
-    """What turns a rank's clock into rank 0's: seconds to be added, and a bound of the error of the
-    sum. Ranks of equal ``clock`` read the same one; between them there is no error."""
-
-    secs: float = 0.0
-    error_secs: float = 0.0
-    clock: int = 0
-
-    def error_to(self, other: ClockOffset) -> float:
-        """Bound of the error when a time of this rank is compared with one of another's."""
-        return 0.0 if self.clock == other.clock else self.error_secs + other.error_secs
-
-    def until(self, after: ClockOffset) -> ClockOffset:
-        """The offset in the middle of two measurements, with the drift as part of the error."""
-        error = max(self.error_secs, after.error_secs) + abs(after.secs - self.secs) / 2
-        return ClockOffset((self.secs + after.secs) / 2, error, self.clock)
-
-
-@dataclass(frozen=True, slots=True)
-class RankTraces:
-    """All profiled steps of one rank, its coordinate, the alignment of its clock, and the bytes
-    that it copies per snapshot (0 if unknown). ``complete`` is False if :func:`only_group_calls`
-    were kept."""
-
-    rank: int
-    pp: int
-    dp: int
-    tp: int
-    offset: ClockOffset
-    snapshot_bytes: int
-    complete: bool
-    traces: tuple[StepTrace, ...]
-
-    @property
-    def pipeline(self) -> tuple[int, int]:
-        """Ranks of equal (dp, tp) pass activations to each other."""
-        return self.dp, self.tp
-
-    def aligned(self, steps: Sequence[int], origin_secs: float) -> RankTraces:
-        """These steps alone, on the clock of rank 0, from ``origin_secs`` on."""
-        ahead = self.offset.secs - origin_secs
-
-        def moved(record: Any, **parts: Any) -> Any:
-            begin, end = (
-                round(secs + ahead, _DIGITS) for secs in (record.begin_secs, record.end_secs)
-            )
-            return replace(record, begin_secs=begin, end_secs=end, **parts)
-
-        by_step = {trace.step: trace for trace in self.traces}
-        traces = tuple(
-            moved(
-                t,
-                instructions=tuple(map(moved, t.instructions)),
-                chunks=tuple(map(moved, t.chunks)),
-            )
-            for t in (by_step[step] for step in steps)
-        )
-        return replace(self, traces=traces, offset=replace(self.offset, secs=0.0))
-
-
-def only_group_calls(trace: StepTrace) -> StepTrace:
-    """What the ranks of one pipeline need to know of another one."""
-    group = (Activity.REDUCE, Activity.OPTIMIZER)
-    kept = tuple(i for i in trace.instructions if activity_of(i.name) in group)
-    return replace(trace, instructions=kept, chunks=())
 
 
 def analyse(
@@ -152,7 +81,7 @@ def analyse(
         )
     origin = min(t.begin_secs + r.offset.secs for r in ranks for t in r.traces if t.step in steps)
     aligned = [rank.aligned(steps, origin) for rank in ranks]
-    ready, matched_share = _find_waits(aligned)
+    ready, matched_share = find_waits(aligned)
     # Of copies that had the device to themselves, if there were any; else of all; else as measured.
     bandwidth = bandwidth_bytes_per_sec
     source = "unknown" if bandwidth is None else "a copy after the profiled steps"
@@ -191,195 +120,6 @@ def analyse(
         ),
         timelines=tuple(ranks[number] for number in range(len(steps)) for ranks in cut.values()),
     )
-
-
-# -- where the waits end ---------------------------------------------------------------------------
-
-
-Ready = dict[CallAt, float]  # when the partners of a call were there too
-
-
-def _find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
-    """Where the waits end, and which share of the point-to-point time was split by a partner's
-    record. All ranks have the same steps in the same order."""
-    ready, matched_share = _split_transfers(
-        [r for r in ranks if r.complete], 1 + max(r.pp for r in ranks)
-    )
-    groups, pipelines = defaultdict(list), defaultdict(list)
-    for rank in ranks:
-        groups[rank.pp, rank.tp].append(rank)
-        pipelines[rank.pipeline].append(rank)
-    for group in groups.values():
-        _wait_for_last(group, "ReduceGrads", ready)
-    for group in pipelines.values():
-        _wait_for_last(group, "AggregateTotalLoss", ready)
-    for name in ("ReduceTiedGrads", "OptimizerStep"):
-        for group in ([*pipelines.values()] if len(pipelines) > 1 else []) + [list(ranks)]:
-            if _meets(group, name):
-                _wait_for_last(group, name, ready)
-    return ready, matched_share
-
-
-def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, float]:
-    """The calls that move data between two ranks."""
-    calls: dict[CallAt, InstructionRecord] = {}
-    moved: dict[CallAt, list[InstructionRecord]] = {}
-    for rank in ranks:
-        for number, trace in enumerate(rank.traces):
-            for index, record, sent in _transfers(trace.instructions):
-                place = rank.rank, number, index
-                calls[place], moved[place] = record, sent
-    secs = {place: record.end_secs - record.begin_secs for place, record in calls.items()}
-    fastest: dict[tuple[int, tuple[str, ...]], float] = {}  # of each kind on a rank, over all steps
-    kinds = {
-        place: (place[0], tuple(sorted(r.name for r in sent))) for place, sent in moved.items()
-    }
-    for place, kind in kinds.items():
-        fastest[kind] = min(secs[place], fastest.get(kind, secs[place]))
-    least = {
-        r.rank: min((s for (of, _), s in fastest.items() if of == r.rank), default=0.0)
-        for r in ranks
-    }
-    met = _meetings(ranks, stages, calls, moved, least)
-    # Kinds of sends that wait for nobody: one of them was over before its receiver came.
-    buffered = {
-        (place[0], name)
-        for place, record in calls.items()
-        for name, partner, error in met.get(place, ())
-        if name.startswith("Send")
-        and partner.begin_secs - record.end_secs > error + _RESOLUTION_SECS
-    }
-    ready, matched_secs = Ready(), 0.0
-    for place, record in calls.items():
-        error = 0.0
-        if meetings := met.get(place):
-            matched_secs += secs[place]
-            begins = [p.begin_secs for name, p, _ in meetings if (place[0], name) not in buffered]
-            there, error = max(begins, default=record.begin_secs), max(m[2] for m in meetings)
-        else:
-            there = record.end_secs - fastest[kinds[place]]
-        if there > record.begin_secs + error:
-            ready[place] = min(there, record.end_secs)
-    all_secs = sum(secs.values())
-    return ready, matched_secs / all_secs if all_secs else 1.0
-
-
-def _meetings(
-    ranks: Sequence[RankTraces],
-    stages: int,
-    calls: Mapping[CallAt, InstructionRecord],
-    moved: Mapping[CallAt, Sequence[InstructionRecord]],
-    least: Mapping[int, float],
-) -> Mapping[CallAt, Sequence[tuple[str, InstructionRecord, float]]]:
-    """Of every call the sends and receives that it carries out: name, the partner's call, and the
-    error of comparing the two. ``least``: seconds of the quickest call of each rank."""
-    at = {(r.pp, r.pipeline): r for r in ranks}
-    named = defaultdict[tuple[int, int, str], list[tuple[CallAt, int | None]]](list)
-    for place, sent in moved.items():
-        for record in sent:
-            named[*place[:2], record.name].append((place, record.micro_batch))
-    found = defaultdict[CallAt, list[tuple[str, InstructionRecord, float]]](list)
-    for pipeline, (what, towards), number in product(
-        {r.pipeline for r in ranks}, (("Activation", 1), ("Grad", -1)), range(len(ranks[0].traces))
-    ):
-        pairs: list[tuple[CallAt, CallAt, float]] = []
-        for stage in range(stages):
-            sender, receiver = (
-                at.get((stage, pipeline)),
-                at.get(((stage + towards) % stages, pipeline)),
-            )
-            if sender is None or receiver is None or sender is receiver:
-                continue
-            sends = named[sender.rank, number, f"Send{what}"]
-            receives = named[receiver.rank, number, f"Recv{what}"]
-            same = all(
-                len({s[1], r[1]} - {None}) < 2 for s, r in zip(sends, receives, strict=False)
-            )
-            if len(sends) != len(receives) or not same:
-                # The schedule sends both ways (DualPipeV): order does not tell who meets, on any
-                # stage.
-                pairs = []
-                break
-            error = sender.offset.error_to(receiver.offset)
-            if error <= min(least[sender.rank], least[receiver.rank]):
-                pairs += [(s[0], r[0], error) for s, r in zip(sends, receives, strict=True)]
-        for send, receive, error in pairs:
-            found[send].append((f"Send{what}", calls[receive], error))
-            found[receive].append((f"Recv{what}", calls[send], error))
-    return found
-
-
-def _transfers(
-    instructions: Sequence[InstructionRecord],
-) -> Iterator[tuple[int, InstructionRecord, list[InstructionRecord]]]:
-    """The calls that move data, each with what it sends and receives; all that move the same kinds
-    move the same bytes. Where transfers are only queued (DualPipeV), a commit moves what was queued
-    since the last."""
-    commits = any(i.name.startswith("CommitP2P") for i in instructions)
-    queued: list[InstructionRecord] = []
-    for index, record in enumerate(instructions):
-        if record.name.startswith("CommitP2P"):
-            yield index, record, queued
-            queued = []
-        elif record.name.startswith(("Recv", "Send")):
-            if commits:
-                queued.append(record)
-            else:
-                yield index, record, [record]
-
-
-def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None:
-    """Split the calls in which a group of ranks meets: reductions, and some optimizer steps."""
-    error = _worst_error(group)
-    for calls in _calls(group, name):
-        last = max((record.begin_secs for record in calls.values()), default=0.0)
-        for place, record in calls.items():
-            # Who ended before the last came did not wait for it.
-            if (
-                error < last - record.begin_secs
-                and last <= record.end_secs + error + _RESOLUTION_SECS
-            ):
-                there = min(last, record.end_secs)
-                ready[place] = max(there, ready.get(place, there))
-
-
-def _worst_error(group: Sequence[RankTraces]) -> float:
-    """Of comparing the times of any two of the ranks."""
-    worst = sorted({r.offset.clock: r.offset.error_secs for r in group}.values())[-2:]
-    return sum(worst) if len(worst) > 1 else 0.0
-
-
-def _calls(group: Sequence[RankTraces], name: str) -> Iterator[dict[CallAt, InstructionRecord]]:
-    """Per step the one call of this name on every rank that has it."""
-    for number, traces in enumerate(zip(*(r.traces for r in group), strict=True)):
-        found = {}
-        for rank, trace in zip(group, traces, strict=True):
-            mine = [(i, r) for i, r in enumerate(trace.instructions) if r.name == name]
-            if len(mine) == 1:
-                found[rank.rank, number, mine[0][0]] = mine[0][1]
-        yield found
-
-
-def _meets(group: Sequence[RankTraces], name: str) -> bool:
-    """Whether the ranks wait for each other in this call, as far as their times can tell: nobody
-    ends before the last has begun; and over the steps, a rank that is there x seconds earlier takes
-    about x longer."""
-    steps = [list(calls.values()) for calls in _calls(group, name) if len(calls) == len(group)]
-    if len(group) < 2 or len(steps) < _LEAST_STEPS:
-        return False
-    error = _worst_error(group)
-    begins = np.array([[record.begin_secs for record in calls] for calls in steps])
-    ends = np.array([[record.end_secs for record in calls] for calls in steps])
-    if (ends.min(axis=1) < begins.max(axis=1) - error).any():
-        return False
-    leads, lengths = begins.max(axis=1, keepdims=True) - begins, ends - begins
-    x, y = leads - leads.mean(axis=0), lengths - lengths.mean(axis=0)
-    # Where the lead hardly varies there is no telling.
-    varies = float(np.sqrt((x**2).mean())) > max(error, 1e-6)
-    return varies and float((x * y).sum() / (x**2).sum()) > _LEAST_SLOPE
-
-
-# -- segments --------------------------------------------------------------------------------------
 
 
 def _cut(rank: RankTraces, ready: Ready) -> Iterator[RankStep]:
@@ -462,7 +202,7 @@ def _windows(
         if not any(lengths) or length.p50 < least:
             continue
         begins = [here[record.position] for here in first if record.position in here]
-        start = round(float(np.median(begins)), _DIGITS)
+        start = round(float(np.median(begins)), DIGITS)
         yield MeasuredWindow(
             kind=window_kind(names, number),
             start_secs=start,
@@ -473,9 +213,6 @@ def _windows(
             usable=_is_usable(record.name),
             bytes_fit=None if bandwidth is None else int(length.p50 * bandwidth),
         )
-
-
-# -- stages ---------------------------------------------------------------------------------
 
 
 def _stage(
@@ -524,5 +261,5 @@ def _copying(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Overlap,
                     beside[_PLACES.get(segment.activity, Overlap.OTHER)] += both
                     left -= both
             beside[Overlap.OTHER] += max(0.0, left)  # between instructions
-    secs_beside = {place: round(secs / len(steps), _DIGITS) for place, secs in beside.items()}
+    secs_beside = {place: round(secs / len(steps), DIGITS) for place, secs in beside.items()}
     return {tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)}, secs_beside

@@ -1,0 +1,74 @@
+"""A profile as Chrome trace events, for ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from reft.profile.result import (
+    Activity,
+    ProfileResult,
+    RankStep,
+)
+
+_STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)
+
+
+def write_trace(result: ProfileResult, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"displayTimeUnit": "ms", "traceEvents": list(_events(result))}
+    path.write_text(json.dumps(data, separators=(",", ":")) + "\n")
+
+
+def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
+    """Names of processes and tracks first, then by step and rank."""
+    for rank in result.timeline():
+        for what, track, args in (
+            ("process_name", 0, {"name": f"stage {rank.stage_id} (rank {rank.rank})"}),
+            ("process_sort_index", 0, {"sort_index": rank.stage_id}),
+            ("thread_name", _STEPS, {"name": "steps"}),
+            ("thread_name", _INSTRUCTIONS, {"name": "instructions"}),
+            ("thread_name", _SNAPSHOTS, {"name": "snapshot"}),
+        ):
+            yield {"ph": "M", "pid": rank.rank, "tid": track, "name": what, "args": args}
+    for rank in result.timelines:
+        yield _slice(rank, _STEPS, f"step {rank.step}", (rank.begin_secs, rank.end_secs), "step")
+        for segment in rank.segments:
+            between, category = (segment.begin_secs, segment.end_secs), segment.activity.value
+            facts = {"position": segment.position, "micro_batch": segment.micro_batch}
+            name = segment.name
+            if segment.activity in (Activity.WAIT, Activity.FENCE):
+                name = f"{segment.activity.value} in {name}"
+            elif segment.activity is Activity.CAPTURE:
+                name = "begin of a snapshot"
+            yield _slice(rank, _INSTRUCTIONS, name, between, category, **facts)
+        at = rank.begin_secs
+        for chunk in sorted(rank.chunks, key=lambda chunk: chunk.begin_secs):
+            # Chunks of different streams may overlap; on one track they must not.
+            at = max(at, chunk.begin_secs)
+            name, until = (
+                f"tier {chunk.tier}" if chunk.tier else "at the fence",
+                max(at, chunk.end_secs),
+            )
+            yield _slice(rank, _SNAPSHOTS, name, (at, until), "snapshot", **asdict(chunk))
+            at = until
+
+
+def _slice(
+    rank: RankStep, track: int, name: str, between: tuple[float, float], category: str, **args: Any
+) -> dict[str, Any]:
+    # Whole nanoseconds: sums of rounded microseconds could overlap.
+    start, stop = (round(secs * 1e9) for secs in between)
+    times = {"ts": start / 1e3, "dur": max(0, stop - start) / 1e3}
+    return {
+        "ph": "X",
+        "pid": rank.rank,
+        "tid": track,
+        **times,
+        "name": name,
+        "cat": category,
+        "args": args,
+    }
