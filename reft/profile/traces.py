@@ -1,4 +1,4 @@
-"""The traces of a rank's profiled steps, and how they reach rank 0."""
+"""The traces of a rank's profiled steps: completed after the steps, and sent to rank 0."""
 
 from __future__ import annotations
 
@@ -24,56 +24,53 @@ DIGITS = 9
 
 @dataclass(frozen=True, slots=True)
 class RankTraces:
-    """All profiled steps of one rank, its coordinate, the alignment of its clock, and the bytes
-    that it copies per snapshot (0 if unknown). ``complete`` is False if :func:`only_group_calls`
-    were kept."""
+    """All profiled steps of one rank."""
 
     rank: int
     pp: int
     dp: int
     tp: int
-    offset: ClockOffset
-    snapshot_bytes: int
-    complete: bool
+    offset: ClockOffset  # of the rank's clock
+    snapshot_bytes: int  # that the rank copies for a version; 0 if unknown
+    complete: bool  # False if only_group_calls was applied
     traces: tuple[StepTrace, ...]
 
     @property
     def pipeline(self) -> tuple[int, int]:
-        """Ranks of equal (dp, tp) pass activations to each other."""
+        """Equal for ranks that pass activations to each other."""
         return self.dp, self.tp
 
     def aligned(self, steps: Sequence[int], origin_secs: float) -> RankTraces:
-        """These steps alone, on the clock of rank 0, from ``origin_secs`` on."""
-        ahead = self.offset.secs - origin_secs
+        """These steps alone, by rank 0's clock, counted from ``origin_secs``."""
+        shift_secs = self.offset.secs - origin_secs
 
-        def moved(record: Any, **parts: Any) -> Any:
-            begin, end = (
-                round(secs + ahead, DIGITS) for secs in (record.begin_secs, record.end_secs)
-            )
+        def shift(record: Any, **parts: Any) -> Any:
+            begin = round(record.begin_secs + shift_secs, DIGITS)
+            end = round(record.end_secs + shift_secs, DIGITS)
             return replace(record, begin_secs=begin, end_secs=end, **parts)
 
         by_step = {trace.step: trace for trace in self.traces}
         traces = tuple(
-            moved(
-                t,
-                instructions=tuple(map(moved, t.instructions)),
-                chunks=tuple(map(moved, t.chunks)),
+            shift(
+                trace,
+                instructions=tuple(map(shift, trace.instructions)),
+                chunks=tuple(map(shift, trace.chunks)),
             )
-            for t in (by_step[step] for step in steps)
+            for trace in (by_step[step] for step in steps)
         )
         return replace(self, traces=traces, offset=replace(self.offset, secs=0.0))
 
 
 def only_group_calls(trace: StepTrace) -> StepTrace:
-    """What the ranks of one pipeline need to know of another one."""
+    """The calls in which pipelines meet: all that is needed of most pipelines."""
     group = (Activity.REDUCE, Activity.OPTIMIZER)
     kept = tuple(i for i in trace.instructions if activity_of(i.name) in group)
     return replace(trace, instructions=kept, chunks=())
 
 
 def with_times(trace: StepTrace, clock: DeviceClock, marks: Marks) -> StepTrace:
-    """The trace with the times of its instructions by another clock, of which there are as many
-    marks."""
+    """The trace with its instructions' times by the device's clock. ``marks``: of each instruction;
+    empty: the trace stays as it is."""
     if not marks:
         return trace
     flat = clock.resolve([mark for pair in marks for mark in pair])
@@ -88,13 +85,17 @@ def with_times(trace: StepTrace, clock: DeviceClock, marks: Marks) -> StepTrace:
 
 
 def encode(rank: RankTraces) -> bytes:
-    """Traces of a rank as msgpack; times stay exact."""
+    """Traces of a rank as msgpack, with exact times."""
     packed: bytes = msgpack.packb(asdict(rank))
     return packed
 
 
 def decode(data: bytes) -> RankTraces:
-    """The inverse of :func:`encode`; a ProfileError where the bytes are something else."""
+    """The inverse of :func:`encode`.
+
+    Raises:
+        ProfileError: the bytes are something else.
+    """
     try:
         return TypeAdapter(RankTraces).validate_python(msgpack.unpackb(data))
     except (ValueError, msgpack.UnpackException) as error:
@@ -104,7 +105,7 @@ def decode(data: bytes) -> RankTraces:
 def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
     """All but the last trace, with every chunk in the step during which it was copied.
 
-    A device reports its copies late: they may come with the trace of the step after.
+    A device reports copies late: they may be in the trace of the following step.
     """
     begins = [trace.begin_secs for trace in traces]
     chunks: list[list[ChunkRecord]] = [[] for _ in traces]
