@@ -46,23 +46,30 @@ _TIERS = {
 }
 
 
+# Top and height within a row.
 _BAR, _CHUNKS = (-0.34, 0.46), (0.19, 0.15)
-
-
-_FADED = 0.3
+_FADED = 0.3  # opacity of the steps before and after
 
 
 def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
-    """Draw one step into a file; its suffix chooses the format (png, svg, pdf). ``result``: the
-    profile. ``path``: file to write. ``step``: global step; by default the one whose length is
-    nearest to the median."""
+    """Draw one step.
+
+    Args:
+        result: the profile.
+        path: file to write; its suffix chooses the format (png, svg, pdf).
+        step: global step; None: the one whose length is nearest to the median.
+
+    Raises:
+        ConfigError: the step was not profiled, matplotlib is missing, or the file cannot be
+        written.
+    """
     timeline = result.timeline(step)
     if not timeline:
         raise ConfigError(
             f"step {step} was not profiled; the profile has steps {list(result.steps)}"
         )
     begin, end = min(rank.begin_secs for rank in timeline), max(rank.end_secs for rank in timeline)
-    # Of each stage the rank of the first pipeline that was gathered.
+    # For each stage, the rank of the first pipeline whose traces are complete.
     rows = [*{rank.stage_id: rank for rank in reversed(timeline)}.values()]
     rows.sort(key=lambda row: row.stage_id)
     figure = new_figure(13.0, 2.5 + 0.72 * max(2, len(rows)), dpi=150)
@@ -102,7 +109,7 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
             text, (0, 1), (0, up), xycoords="axes fraction", textcoords="offset points", **style
         )
     handles, labels = axes.get_legend_handles_labels()
-    found = dict(zip(labels, handles, strict=True))  # of all rows
+    found = dict(zip(labels, handles, strict=True))  # one of each label in all rows
     style = {
         "loc": "outside lower center",
         "ncols": min(8, len(found)),
@@ -117,7 +124,7 @@ def _draw_row(axes: Any, number: int, row: RankStep, origin: float, alpha: float
     def bars(found: Sequence[Any], at: tuple[float, float], label: str, **style: Any) -> None:
         ranges = [((x.begin_secs - origin) * 1e3, (x.end_secs - x.begin_secs) * 1e3) for x in found]
         if ranges:
-            named = label if alpha == 1.0 else "_"  # what begins so is in no legend
+            named = label if alpha == 1.0 else "_"  # a name that no legend shows
             axes.broken_barh(ranges, (number + at[0], at[1]), alpha=alpha, label=named, **style)
 
     for activity, (label, colour) in _ACTIVITIES.items():
@@ -147,7 +154,11 @@ def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Before long work: the folder of a file to be written has to be there, none is made."""
+    """Refuse a file, before long work, whose folder does not exist; none is made.
+
+    Raises:
+        ConfigError: it does not.
+    """
     if not path.parent.is_dir():
         raise ConfigError(
             f"{option} {path}: there is no folder {path.parent}; make it, or give another path"
@@ -155,7 +166,11 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def check_figure(option: str, path: Path) -> None:
-    """Before long work: whether a figure can be drawn into a file."""
+    """Refuse a file, before long work, into which no figure can be drawn.
+
+    Raises:
+        ConfigError: none can.
+    """
     check_folder(option, path)
     formats = new_figure(1, 1).canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in formats:
@@ -166,7 +181,11 @@ def check_figure(option: str, path: Path) -> None:
 
 
 def new_figure(width: float, height: float, dpi: int = 120) -> Any:
-    """An empty figure, in inches."""
+    """An empty figure. ``width`` and ``height``: inches.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,11 +1,9 @@
-"""Profiles a running job: collects the traces of some warm steps, then gathers and writes the
+"""Profiles a running job: collects the traces of some steps, then gathers them and writes the
 result.
 
-Nothing is sent, waited for or written within a measured step. All ranks end at the same step, one
-after the last that is measured: a device may report the copies of a step a step later.
-
-Only some pipelines are sent in full: of the others rank 0 needs to know when they met in
-reductions.
+Within a measured step, nothing is sent, waited for or written. All ranks end at the same step, one
+after the last that is measured: a device may report the copies of a step one step later. Some
+pipelines send all their traces; of the others, rank 0 needs only the calls in which pipelines meet.
 """
 
 from __future__ import annotations
@@ -45,20 +43,23 @@ logger = logging.getLogger(__name__)
 
 
 _DRAW_SECS = 120.0
-
-
-_MOST_CHARACTERS = 400
-
-
-_TAKEN = ".taken-"
-
-
+_MAX_ERROR_CHARS = 400
+_TAKEN_PREFIX = ".taken-"  # of files that tell which ranks have been measured
 _PROBE_BYTES = 32 * 2**20
 
 
 class Profiler:
-    """A trace sink that makes a profile of the steps after a warm-up, once. Made collectively.
-    ``clock``: where the times of instructions come from when they are given as marks."""
+    """Receives the traces of a rank's steps and makes one profile. Constructed collectively.
+
+    Args:
+        config: steps to measure, and where the profile goes.
+        clock: turns marks into times; None if traces hold the host's times.
+        job_id: the job.
+        at: coordinate of this rank.
+        degrees: of the job.
+        control: connects the ranks.
+        snapshot_bytes: returns the bytes that this rank copies for a version.
+    """
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class Profiler:
         self.measuring = True  # whether traces are still wanted
 
     def add(self, trace: StepTrace, marks: Marks = ()) -> None:
-        """Take the trace of the step that has just ended; the last one ends the profile, which is
-        collective, and the job that was started for it only."""
+        """Take in the trace of the step that has just ended. The last one ends the profile, which
+        is collective, and the job, if it was started for the profile only."""
         if not self.measuring:
             return
         if self._first_step is None:
@@ -96,7 +97,7 @@ class Profiler:
             try:
                 self._finish()
             except Exception:
-                # P6: a profile that fails is no reason to stop training.
+                # P6: training continues without the profile.
                 logger.exception("the profile failed; training goes on")
             self._steps.clear()
             if self._config.then == "exit":
@@ -125,7 +126,7 @@ class Profiler:
                 )
                 write(result, self._config.dir)
         finally:
-            # Nobody goes on to its end, which may take rank 0 along, before the files are there.
+            # All ranks wait until the files are written: the end of one may end rank 0.
             self._control.any_of(False)
         note_taken(self._config.dir, self._control.rank)
 
@@ -145,7 +146,7 @@ class Profiler:
 
 
 def probe_bandwidth() -> float | None:
-    """Bytes per second of one copy into host memory; for jobs whose snapshots left no chunks."""
+    """Bytes per second of one copy into host memory, for jobs whose traces hold no copies."""
     took = []
     with suppress(RuntimeError, MemoryError):
         vendor = find_local_vendor()
@@ -161,19 +162,19 @@ def probe_bandwidth() -> float | None:
 
 
 def note_taken(folder: Path, rank: int) -> None:
-    """Tell this node's ``reft profile`` that a rank of it has been measured; only rank 0 writes
+    """Tell this node's ``reft profile`` that one of its ranks has been measured. Only rank 0 writes
     more."""
     if ENV_PROFILE in os.environ:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{_TAKEN}{rank}").touch()
+        (folder / f"{_TAKEN_PREFIX}{rank}").touch()
 
 
 def forget_taken(folder: Path) -> set[int]:
-    """Ranks of this node that have been measured; their notes are removed."""
-    paths = list(folder.glob(f"{_TAKEN}*"))
+    """The ranks of this node that have been measured. The files that tell so are removed."""
+    paths = list(folder.glob(f"{_TAKEN_PREFIX}*"))
     for path in paths:
         path.unlink(missing_ok=True)
-    return {int(path.name.removeprefix(_TAKEN)) for path in paths}
+    return {int(path.name.removeprefix(_TAKEN_PREFIX)) for path in paths}
 
 
 def write(result: ProfileResult, folder: Path) -> None:
@@ -181,7 +182,7 @@ def write(result: ProfileResult, folder: Path) -> None:
     ``folder``."""
     path = (folder / PROFILE_FILE).absolute()
     result.save(path)
-    # Another process draws: no training process imports what draws.
+    # In another process, so that no trainer imports matplotlib.
     command = [sys.executable, "-P", "-m", "reft.cli", "profile", "--from", str(path)]
     command += ["--trace", str(folder / "trace.json")]
     if find_spec("matplotlib") is not None:
@@ -190,12 +191,12 @@ def write(result: ProfileResult, folder: Path) -> None:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_DRAW_SECS, check=False
         )
-        failed = done.stderr.strip()[-_MOST_CHARACTERS:] if done.returncode else ""
+        failed = done.stderr.strip()[-_MAX_ERROR_CHARS:] if done.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
         failed = str(error)
     if failed:
         logger.warning("the profile is written, but could not be drawn: %s", failed)
-    # A warning, so that it is seen: somebody asked for it.
+    # A warning, so that it is shown: the user asked for the profile.
     logger.warning(
         "profile of %d steps written to %s (reft profile --from %s)", len(result.steps), path, path
     )

@@ -1,4 +1,4 @@
-"""A profile as tables, with what its figures mean: ``reft profile``."""
+"""A profile as tables: ``reft profile``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def show(result: ProfileResult, console: Console) -> None:
-    """Print stages, windows, what it means, how it was measured."""
+    """Print the stages, the windows, what they mean, and how they were measured."""
     console.print(_stages(result))
     if any(stage.windows for stage in result.stages):
         console.print(_windows(result))
@@ -81,7 +81,8 @@ def _stages(result: ProfileResult) -> Table:
 
 
 def _windows(result: ProfileResult) -> Table:
-    """One line per stage, kind and side of the fence; the JSON has every window."""
+    """One row for each stage and kind of window, before and after the fence. The JSON has every
+    window."""
     table = Table(title="idle windows of a step (ms)", title_justify="left")
     for name in ("stage", "kind", "number", "first at", "p10", "p50", "p90", "longest", "fits"):
         table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)

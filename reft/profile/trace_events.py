@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from reft.profile.result import (
     RankStep,
 )
 
-_STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)
+_STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)  # tracks of a rank
 
 
 def write_trace(result: ProfileResult, path: Path) -> None:
@@ -24,7 +24,7 @@ def write_trace(result: ProfileResult, path: Path) -> None:
 
 
 def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
-    """Names of processes and tracks first, then by step and rank."""
+    """The names of processes and tracks, then the events by step and rank."""
     for rank in result.timeline():
         for what, track, args in (
             ("process_name", 0, {"name": f"stage {rank.stage_id} (rank {rank.rank})"}),
@@ -35,40 +35,45 @@ def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
         ):
             yield {"ph": "M", "pid": rank.rank, "tid": track, "name": what, "args": args}
     for rank in result.timelines:
-        yield _slice(rank, _STEPS, f"step {rank.step}", (rank.begin_secs, rank.end_secs), "step")
+        step_span = (rank.begin_secs, rank.end_secs)
+        yield _slice(rank, _STEPS, f"step {rank.step}", step_span, category="step")
         for segment in rank.segments:
-            between, category = (segment.begin_secs, segment.end_secs), segment.activity.value
-            facts = {"position": segment.position, "micro_batch": segment.micro_batch}
             name = segment.name
             if segment.activity in (Activity.WAIT, Activity.FENCE):
                 name = f"{segment.activity.value} in {name}"
             elif segment.activity is Activity.CAPTURE:
                 name = "begin of a snapshot"
-            yield _slice(rank, _INSTRUCTIONS, name, between, category, **facts)
+            span = (segment.begin_secs, segment.end_secs)
+            facts = {"position": segment.position, "micro_batch": segment.micro_batch}
+            category = segment.activity.value
+            yield _slice(rank, _INSTRUCTIONS, name, span, category=category, args=facts)
         at = rank.begin_secs
         for chunk in sorted(rank.chunks, key=lambda chunk: chunk.begin_secs):
-            # Chunks of different streams may overlap; on one track they must not.
-            at = max(at, chunk.begin_secs)
-            name, until = (
-                f"tier {chunk.tier}" if chunk.tier else "at the fence",
-                max(at, chunk.end_secs),
-            )
-            yield _slice(rank, _SNAPSHOTS, name, (at, until), "snapshot", **asdict(chunk))
-            at = until
+            # Chunks of different streams may overlap; slices of one track must not.
+            span = (max(at, chunk.begin_secs), max(at, chunk.end_secs))
+            name = f"tier {chunk.tier}" if chunk.tier else "at the fence"
+            yield _slice(rank, _SNAPSHOTS, name, span, category="snapshot", args=asdict(chunk))
+            at = span[1]
 
 
 def _slice(
-    rank: RankStep, track: int, name: str, between: tuple[float, float], category: str, **args: Any
+    rank: RankStep,
+    track: int,
+    name: str,
+    span: tuple[float, float],
+    *,
+    category: str,
+    args: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     # Whole nanoseconds: sums of rounded microseconds could overlap.
-    start, stop = (round(secs * 1e9) for secs in between)
-    times = {"ts": start / 1e3, "dur": max(0, stop - start) / 1e3}
+    begin, end = (round(secs * 1e9) for secs in span)
     return {
         "ph": "X",
         "pid": rank.rank,
         "tid": track,
-        **times,
+        "ts": begin / 1e3,
+        "dur": max(0, end - begin) / 1e3,
         "name": name,
         "cat": category,
-        "args": args,
+        "args": args or {},
     }

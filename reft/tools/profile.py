@@ -1,7 +1,5 @@
-"""``reft profile``: runs a job like ``reft launch``, measures some steps, says where its devices
-wait.
-
-For people in tables, with what the figures mean; as a picture; as trace events for tools.
+"""``reft profile``: runs a job like ``reft launch``, measures some steps, and shows where its
+devices wait: in tables, as a picture, as trace events.
 """
 
 from __future__ import annotations
@@ -32,11 +30,7 @@ from reft.profile.trace_events import write_trace
 from reft.refusal import Parser
 
 _NAME = "reft profile"
-
-
-_WIDTH = 170
-
-
+_WIDTH = 170  # of tables that are not shown on a terminal
 _DESCRIPTION = (
     "Run a job like 'reft launch' (with the same options: --help-all lists them), measure some "
     "steps after warm-up, and report where the devices of every pipeline stage wait and how much "
@@ -45,9 +39,15 @@ _DESCRIPTION = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft profile``; returns the exit code: 0, 1 if there is no profile in the
-    end, else what ``reft launch`` returns. Raises ReftError: a :class:`~reft.errors.ConfigError`
-    for wrong use."""
+    """The command.
+
+    Returns:
+        Its exit code: 0; 1 if there is no profile at the end; else that of ``reft launch``.
+
+    Raises:
+        ConfigError: wrong use.
+        ReftError: the job cannot be run.
+    """
     if argv[:1] in (["-h"], ["--help"]):  # without torch, whose import takes seconds
         parser = Parser(prog=_NAME, words="SCRIPT [ARGUMENTS]...", description=_DESCRIPTION)
         _add_options(parser)
@@ -127,7 +127,8 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
-    """What the trainers, who inherit it, are to do; see :func:`reft.config.parse_block`."""
+    """Set the environment variable that tells the trainers what to measure; see
+    :func:`reft.config.parse_block`."""
     for name, value, least in (
         ("--steps", args.profile_steps, 1),
         ("--warmup-steps", args.profile_warmup_steps, 0),
@@ -148,13 +149,13 @@ def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
         block |= {"variant": "none", "has": {}, "persist": {}}
     os.environ[ENV_PROFILE] = json.dumps(block)
     if args.job_id in (None, os.environ.get(ENV_JOB_ID)):
-        # The memory of the job proper is neither restored from nor touched.
+        # A job id of its own: the memory of the real job is neither restored nor changed.
         own = uuid.uuid4().hex[:12] if args.rdzv_id == "none" else args.rdzv_id
         args.job_id = f"profile-{args.job_id or own}"
 
 
 def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
-    """Why there is nothing to show on this node, which may be well."""
+    """Say why there is nothing to show on this node. Returns the exit code: 0 if that is well."""
     if ranks and 0 not in ranks:
         print(f"{_NAME}: measured; the profile is on the node of rank 0", file=sys.stderr)
         return 0
@@ -169,7 +170,7 @@ def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Before the job runs, not after it."""
+    """Check the paths before the job runs, not after it."""
     for option, path in (("--json", args.json), ("--trace", args.trace)):
         if path is not None and str(path) != "-":
             check_folder(option, path)
