@@ -104,9 +104,8 @@ def check_command(
     """
     if nnodes > 1 and not rdzv_endpoint:
         raise ConfigError(
-            f"--nnodes {nnodes} without --rdzv-endpoint: start `reft rendezvous --port 29400` on "
-            "a host that "
-            f"all reach, and write --rdzv-endpoint HOST:29400"
+            f"--nnodes {nnodes} without --rdzv-endpoint: start `reft rendezvous --port 29400` on a "
+            "host that all reach, and write --rdzv-endpoint HOST:29400"
         )
     logging.getLogger("torch").setLevel(logging.ERROR)
     secret = user_secret()
@@ -177,8 +176,8 @@ def check_nodes(
     index = store.add("joined", 1) - 1
     if index >= nodes:
         raise ConfigError(
-            f"{name} is node {index + 1} of a check of {nodes}: an earlier check was made "
-            f"under this id, or --nnodes is too small; give every check another --rdzv-id"
+            f"{name} is node {index + 1} of a check of {nodes}: an earlier check was made under "
+            "this id, or --nnodes is too small; give every check another --rdzv-id"
         )
 
     def tell(what: str, value: Any) -> None:

@@ -36,8 +36,7 @@ def config_command(
     if not explain:
         raise ConfigError(
             "say what to do: 'reft config --explain', 'reft config --check ds_config.json' or "
-            "'reft config "
-            "--check ds_config.json --script train.py'"
+            "'reft config --check ds_config.json --script train.py'"
         )
     keys = list(explain_keys())
     if as_json:

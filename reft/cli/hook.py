@@ -51,14 +51,13 @@ def hook_command(
     except OSError as error:
         raise ReftError(
             f"{path} cannot be changed ({error.strerror}): run this as its owner, in a virtual "
-            "environment "
-            f"of your own, or write `import reft` into the script before it imports deepspeed"
+            "environment of your own, or write `import reft` into the script before it imports "
+            "deepspeed"
         ) from error
     if action is HookAction.INSTALL:
         typer.echo(
             f"installed: {path}. Scripts in {sys.prefix} use the reft block under any launcher; "
-            "only `reft "
-            "launch` starts the node daemon and replaces nodes"
+            "only `reft launch` starts the node daemon and replaces nodes"
         )
     elif was_there:
         typer.echo(f"{'removed' if action is HookAction.REMOVE else 'installed'}: {path}")

@@ -145,8 +145,7 @@ def persist_command(  # noqa: PLR0917 - options of the command line
     if any(live_processes(path) for path in paths):
         screen.print(
             "the job is running: its newest whole version is held in memory until it is written. "
-            "Training "
-            "continues; it skips versions for which no other arena is free",
+            "Training continues; it skips versions for which no other arena is free",
             markup=False,
         )
     with _no_device(), redirect_stdout(sys.stderr):  # DeepSpeed says there what it imports

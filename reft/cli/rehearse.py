@@ -58,19 +58,13 @@ def parse(argv: Sequence[str]) -> tuple[Any, bool]:
     parser.prog = _NAME
     parser.description = (
         "Run a job twice undisturbed and twice with a trainer killed (SIGKILL), and compare every "
-        "step to "
-        "the last bit: the batch that each rank trained on, generators, learning rates, client "
-        "state, the "
-        "state of the engine and every tensor. Takes the options of 'reft launch'; with --nnodes "
-        "N and "
-        "without --rdzv-endpoint the nodes are started on this machine, else run it on every node "
-        "of the "
-        "job. The script needs no change and keeps its working directory. The memory of the job "
-        "itself is "
-        "not touched, and checkpoints that the script saves go into a directory of the rehearsal. "
-        "Exit "
-        "codes: 0 equal, 1 a step differs after the kill, 2 wrong use, 3 the undisturbed runs "
-        "differ."
+        "step to the last bit: the batch that each rank trained on, generators, learning rates, "
+        "client state, the state of the engine and every tensor. Takes the options of 'reft "
+        "launch'; with --nnodes N and without --rdzv-endpoint the nodes are started on this "
+        "machine, else run it on every node of the job. The script needs no change and keeps its "
+        "working directory. The memory of the job itself is not touched, and checkpoints that the "
+        "script saves go into a directory of the rehearsal. Exit codes: 0 equal, 1 a step differs "
+        "after the kill, 2 wrong use, 3 the undisturbed runs differ."
     )
     _add_own(parser.add_argument_group("rehearse"))
     args = parser.parse_args(list(argv))

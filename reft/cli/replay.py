@@ -25,10 +25,8 @@ _NAME = "reft replay"
 _DESCRIPTION = (
     "Make the last step of a stopped job again: start every node with the options of 'reft launch' "
     "(--help-all lists them). From a copy of the version before the newest one the job trains to "
-    "the newest "
-    "one's step and stops. Each node compares the blocks of its ranks with those in memory, which "
-    "stay as "
-    "they are."
+    "the newest one's step and stops. Each node compares the blocks of its ranks with those in "
+    "memory, which stay as they are."
 )
 Blocks = Mapping[tuple[Coordinate, BlockKey], Mapping[str, int]]
 """Checksums of what a block in a rank's memory holds of tensors, by their names."""
@@ -56,10 +54,8 @@ def main(argv: Sequence[str]) -> int:
     except ReftError as error:
         raise ConfigError(
             f"{options.memory_dir} has no memory of job {options.job_id!r} ({error}); a replay "
-            "needs the "
-            "memory that the job left: start the job with --keep-memory, and this command with "
-            "its "
-            f"--memory-dir and --job-id"
+            "needs the memory that the job left: start the job with --keep-memory, and this "
+            "command with its --memory-dir and --job-id"
         ) from error
     if holders := live_processes(kept.path):
         raise ConfigError(
@@ -114,9 +110,8 @@ def _last_two(job: JobDir) -> tuple[VersionId, VersionId]:
     if len(labels) < 2 or labels[-2].step >= labels[-1].step:
         steps = ", ".join(str(label.step) for label in labels) or "none"
         raise ConfigError(
-            f"{job.path} holds versions of steps {steps}; a replay needs the newest one and one "
-            "of a step "
-            f"before: start the job with --keep-memory"
+            f"{job.path} holds versions of steps {steps}; a replay needs the newest one and one of "
+            "a step before: start the job with --keep-memory"
         )
     return labels[-2], labels[-1]
 

@@ -184,9 +184,8 @@ def scale_command(
     ]
     if not paths:
         raise ReftError(
-            "the job does not run here: run this on one of its nodes, or give --nnodes to its "
-            "next `reft "
-            "launch`"
+            "the job does not run here: run this on one of its nodes, or give --nnodes to its next "
+            "`reft launch`"
         )
     path = paths[0]
     try:
@@ -207,10 +206,8 @@ def scale_command(
     if answer is None:
         raise ReftError(
             f"no launcher has taken up the order in {path} within {wait:.0f} s: this node is a "
-            "spare (run "
-            "the command on a node that trains), or the job is still starting. The order stays "
-            "until a "
-            "launcher takes it up"
+            "spare (run the command on a node that trains), or the job is still starting. The "
+            "order stays until a launcher takes it up"
         )
     typer.echo(json.dumps(asdict(answer), indent=2) if as_json else _describe(answer))
     if not answer.done:
