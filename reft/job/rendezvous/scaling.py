@@ -168,20 +168,20 @@ class Scaler:
         if self._signals.asked_to_leave:
             write_order(self._path, len(agreement.nodes) - 1, (self._options.node,))
             self._signals.asked_to_leave = False
-        found = self._stat()
-        if found == self._handled:
+        request_file = self._stat()
+        if request_file == self._handled:
             return
         order = read_order(self._path)
         # is_closed() reads the store, so that the spares are those of now.
         if order is None or self._rendezvous.is_closed():
-            self._handled = found
+            self._handled = request_file
             return
         situation = self._situation(agreement)
         missing = shortfall(order, situation)
         reason = refusal(order, situation)
         # Before the first version, a waiting node may not have reached the store yet.
         may_change = situation.tolerance is None or not reason
-        if missing and may_change and self._may_wait((found, agreement.incarnation)):
+        if missing and may_change and self._may_wait((request_file, agreement.incarnation)):
             self._report_waiting(order, len(agreement.nodes), missing)
             return
         if not reason and missing:
@@ -195,7 +195,7 @@ class Scaler:
                     "another node gave a later order: repeat this one, and synchronise the clocks "
                     "of the nodes"
                 )
-        self._handled, self._order = found, order
+        self._handled, self._order = request_file, order
         self._answer_first(order, agreement, reason)
 
     def _may_wait(self, request: tuple[Any, int]) -> bool:
