@@ -32,8 +32,8 @@ class StagingArea:
     """Device memory for what of a version does not fit before the optimizer step (CheckFreq's GPU
     mode, REFERENCE 2): the fence waits for a copy within the device instead of one to host memory,
     and the windows of the following steps drain it. The memory is taken when a plan asks for it and
-    device memory allows, keeps a margin for training, and is given back to torch's allocator when
-    plans have long not asked. Used by the copying thread only."""
+    device memory allows, keeps a margin for training, and is given back to the device when it is
+    outgrown, or when plans have long not asked. Used by the copying thread only."""
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
@@ -55,7 +55,7 @@ class StagingArea:
         if self._plans_without:
             self._plans_without -= 1
             return self.capacity_bytes
-        # Not their sum: what is given up stays in torch's cache, where free_bytes does not see it.
+        # Not their sum: torch before 2.5 keeps what is given up, where free_bytes does not see it.
         return max(self.capacity_bytes, self._engine.free_bytes)
 
     def reserve(self, nbytes: int) -> bool:
@@ -63,13 +63,13 @@ class StagingArea:
         is. If not, it was logged, and what does not fit waits at the fence."""
         if not nbytes:
             self._unused_plans += 1
-            if self._unused_plans >= _KEPT_PLANS:
-                self._memory = None
+            if self._unused_plans >= _KEPT_PLANS and self._memory is not None:
+                self._give_back()
             return True
         self._unused_plans = 0
         if nbytes <= self.capacity_bytes:
             return True
-        self._memory = None  # first: both together may be more than there is
+        self._give_back()  # first: both together may be more than there is
         wanted = max(nbytes, min(int(_HEADROOM * nbytes), self._engine.free_bytes))
         try:
             self._memory = self._engine.staging_buffer(wanted + _ALIGNMENT_BYTES)
@@ -82,6 +82,10 @@ class StagingArea:
             "%.1f MiB of %s memory stage snapshots", self.capacity_bytes / 2**20, self._engine.name
         )
         return True
+
+    def _give_back(self) -> None:
+        self._memory = None
+        self._engine.release_staging()
 
     def first_fitting(self, chunks: Sequence[Chunk]) -> int:
         """Number of the first chunk from which on all fit; ``len(chunks)`` if none does."""

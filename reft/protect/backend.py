@@ -470,17 +470,18 @@ class CupyBackend(Backend):
         if len(sources) + len(targets) > _MOST_SOURCES:
             raise ValueError(
                 f"found {len(sources)} sources and {len(targets)} targets; one kernel takes at "
-                "most "
-                f"{_MOST_SOURCES} buffers: use smaller sharding groups"
+                f"most {_MOST_SOURCES} buffers: use smaller sharding groups"
             )
         with self._on_stream_of(targets[0]):
-            arrays = [self._cupy.from_dlpack(b) for b in (*sources, *targets)]
-            width = gcd(16, *(a.data.ptr for a in arrays))
+            # Addresses, not arrays of CuPy: to exchange a tensor by DLPack is Python under the
+            # interpreter's lock, for every buffer of every chunk.
+            addresses = [buffer.data_ptr() for buffer in (*sources, *targets)]
+            width = gcd(16, *addresses)
             items, numbers = find_launch_shape(rows, width, nbytes)
-            device = self._cupy.cuda.Device().id
+            device = targets[0].device.index
             grid = min(items, _processors(device) * _BLOCKS_PER_PROCESSOR)
-            leading = map(self._cupy.uint64, numbers)
-            _compiled(rows, width, device)((grid,), (THREADS,), (*leading, *arrays))
+            arguments = tuple(map(np.uintp, (*numbers, *addresses)))  # All are of 64 bits
+            _compiled(rows, width, device)((grid,), (THREADS,), arguments)
 
     @contextmanager
     def _on_stream_of(self, buffer: Buffer) -> Iterator[None]:

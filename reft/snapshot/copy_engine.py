@@ -180,6 +180,10 @@ class CopyEngine(ABC):
         StagingMemoryError: there is not so much left beside the margin, or the device refused."""
         raise StagingMemoryError(f"{self.name} copies stage nothing: both are in host memory")
 
+    def release_staging(self) -> None:  # noqa: B027 -- nothing to do
+        """Give the memory of staging buffers that are not referenced any more back to the
+        device."""
+
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
         """Copy parts of the open version into a staging buffer, by the fence. Returns what is to be
         drained of each: pieces from the buffer to the same targets. Sources in host memory go

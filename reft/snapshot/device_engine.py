@@ -20,7 +20,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -224,6 +224,7 @@ class DeviceCopyEngine(CopyEngine):
         # Not the side stream: the next fence waits for that.
         self.drain_stream = self._own_stream()
         self._staged: _DeviceTicket | None = None  # the newest one
+        self._staging_pool: Any = None  # memory of the newest staging buffer
         pin = partial(vendor.host_register, self.device)
         self._pinned = PinnedRanges(pin, self._unpin, chunk_bytes)
         self._begun: Any = None
@@ -375,12 +376,30 @@ class DeviceCopyEngine(CopyEngine):
                 f"{self.free_bytes / 2**20:.0f} MiB are free after a margin for training"
             )
         try:
-            with self._module.stream(self._side):
+            with self._module.stream(self._side), self._new_staging_pool():
                 return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
             raise StagingMemoryError(
                 f"{self.device}: no memory to stage snapshots: {error}"
             ) from error
+
+    def _new_staging_pool(self) -> AbstractContextManager[None]:
+        """Have torch allocate from a pool of its own, which can be given back.
+
+        Otherwise a buffer that is freed stays in the cache of the side stream, where training
+        cannot use it. torch before 2.5 has no such pools.
+        """
+        if not hasattr(self._module, "MemPool"):
+            return nullcontext()
+        self._staging_pool = self._module.MemPool()
+        context: AbstractContextManager[None] = self._module.use_mem_pool(
+            self._staging_pool, self.device
+        )
+        return context
+
+    def release_staging(self) -> None:
+        # The pool's destructor frees what no tensor uses. The driver may wait for the device.
+        self._staging_pool = None
 
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
         with self._of_version([(pieces, encode) for pieces, _, encode in parts]) as (

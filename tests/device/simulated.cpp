@@ -98,6 +98,7 @@ struct KernelGuards {
 };
 
 thread_local c10::StreamId current_id = 0;
+thread_local int64_t current_pool = 0;  // of the allocator; 0: the one that all share
 thread_local bool on_stream = false;  // a stream's own thread never waits for a queue
 
 struct Streams {
@@ -283,13 +284,14 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 struct Block {
   void* memory;
   size_t nbytes;
+  int64_t pool;
   c10::StreamId owner;  // On which it was allocated: it is given out again there, at once
   std::vector<c10::StreamId> recorded;  // Other streams that said they use it
 };
 
 struct Memory final : c10::Allocator {
   std::mutex mutex;
-  std::multimap<std::pair<c10::StreamId, size_t>, Block*> given_back;
+  std::multimap<std::tuple<int64_t, c10::StreamId, size_t>, Block*> given_back;  // by pool and owner
 
   c10::DataPtr allocate(size_t wanted) override {
     c10::Device device(KIND, 0);
@@ -298,8 +300,8 @@ struct Memory final : c10::Allocator {
     Block* block = nullptr;
     {
       std::lock_guard lock(mutex);
-      auto found = given_back.lower_bound({current_id, nbytes});
-      if (found != given_back.end() && found->first.first == current_id && found->first.second <= 2 * nbytes) {
+      auto found = given_back.lower_bound({current_pool, current_id, nbytes});
+      if (found != given_back.end() && found->first < std::tuple(current_pool, current_id, 2 * nbytes + 1)) {
         block = found->second;
         given_back.erase(found);
       }
@@ -319,7 +321,7 @@ struct Memory final : c10::Allocator {
     if (settings.malloc_waits) streams.wait([] { return streams.idle(); });  // as drivers may, for what is new
     if (!fits()) empty_cache();
     TORCH_CHECK_WITH(OutOfMemoryError, fits(), "the simulated device is out of memory: ", nbytes, " bytes are wanted");
-    auto* block = new Block{aligned_alloc(512, nbytes), nbytes, current_id, {}};
+    auto* block = new Block{aligned_alloc(512, nbytes), nbytes, current_pool, current_id, {}};
     {
       std::lock_guard lock(mutex);
       settings.reserved_bytes += nbytes;
@@ -328,15 +330,18 @@ struct Memory final : c10::Allocator {
     return block;
   }
 
-  void empty_cache() {
+  // Give what is cached back to the driver: of one pool, or of all.
+  void empty_cache(std::optional<int64_t> pool = {}) {
     streams.wait([] { return streams.idle(); });
     std::lock_guard lock(mutex);
-    for (auto& [key, block] : given_back) {
+    std::erase_if(given_back, [&](auto& item) {
+      auto* block = item.second;
+      if (pool && *pool != block->pool) return false;
       settings.reserved_bytes -= block->nbytes;
       free(block->memory);
       delete block;
-    }
-    given_back.clear();
+      return true;
+    });
   }
 
   static void poison(Block* block) {
@@ -356,7 +361,7 @@ void Memory::give_back(void* context) {
   poison(block);
   std::lock_guard lock(memory.mutex);
   settings.allocated_bytes -= block->nbytes;
-  memory.given_back.emplace(std::pair(block->owner, block->nbytes), block);
+  memory.given_back.emplace(std::tuple(block->pool, block->owner, block->nbytes), block);
 }
 
 void Memory::copy_data(void* target, const void* source, size_t n) const {
@@ -802,6 +807,8 @@ const char* sim_synchronise() {  // What a kernel died of, if one did
 }
 
 void sim_empty_cache() { memory.empty_cache(); }
+int64_t sim_use_pool(int64_t pool) { return std::exchange(current_pool, pool); }
+void sim_release_pool(int64_t pool) { memory.empty_cache(pool); }
 
 void sim_stop() {
   {

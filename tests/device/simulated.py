@@ -22,6 +22,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,19 @@ def device_or_skip() -> str:
     return NAME
 
 
+class MemoryPool:
+    """A pool of the allocator: what it has cached goes back to the driver when the pool ends."""
+
+    _numbers = count(1)
+
+    def __init__(self, calls: ctypes.CDLL) -> None:
+        self.id = next(self._numbers)
+        self._calls = calls
+
+    def __del__(self) -> None:
+        self._calls.sim_release_pool(self.id)
+
+
 class Simulated:
     """The module ``torch.sim``: the part of ``torch.cuda`` that torch, DeepSpeed and reft use, and more."""
 
@@ -120,11 +134,14 @@ class Simulated:
         self._calls = calls
         calls.sim_settings.restype = ctypes.POINTER(Settings)
         calls.sim_synchronise.restype = ctypes.c_char_p
-        for name in ("sim_registered", "sim_create_stream", "sim_hold"):
+        for name in ("sim_registered", "sim_create_stream", "sim_hold", "sim_use_pool"):
             getattr(calls, name).restype = ctypes.c_int64
         calls.sim_host_register.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
         calls.sim_host_unregister.argtypes = (ctypes.c_size_t,)
-        for name in ("destroy_stream", "hold", "release", "set_seed", "progress", "capture"):
+        for name in (
+            *("destroy_stream", "hold", "release", "set_seed", "progress", "capture"),
+            *("use_pool", "release_pool"),
+        ):
             getattr(calls, f"sim_{name}").argtypes = (ctypes.c_int64,)
         calls.sim_sleep.argtypes = (ctypes.c_double,)
         self.settings: Settings = calls.sim_settings().contents
@@ -196,6 +213,17 @@ class Simulated:
     def synchronize(self, device: Any = None) -> None:
         if said := self._calls.sim_synchronise():
             raise RuntimeError(said.decode())
+
+    def MemPool(self) -> MemoryPool:  # noqa: N802
+        return MemoryPool(self._calls)
+
+    @contextmanager
+    def use_mem_pool(self, pool: MemoryPool, device: Any = None) -> Iterator[None]:
+        before = self._calls.sim_use_pool(pool.id)
+        try:
+            yield
+        finally:
+            self._calls.sim_use_pool(before)
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         s = self.settings

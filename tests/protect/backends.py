@@ -66,14 +66,18 @@ class HostKernel(Backend):
         items, numbers = find_launch_shape(rows, width, nbytes)
         arguments = [ctypes.c_ulonglong(n) for n in numbers]
         # Fewer blocks than items, so that the loops over the grid are tried too.
-        _compiled(rows, width)(
+        compile_for_host(kernel_source(rows, width), len(buffers))(
             min(items, 3), THREADS, *arguments, *(ctypes.c_void_p(b.ctypes.data) for b in buffers)
         )
 
 
 @cache
-def _compiled(rows: tuple[Row, ...], width: int) -> Any:
-    count = len(rows[0]) + len(rows)
+def compile_for_host(source_text: str, count: int) -> Any:
+    """Compile a kernel of ``count`` buffers for the host.
+
+    Returns:
+        ``run(grid, block, m, n, *buffers)``, which runs every block and thread in turn.
+    """
     names = ", ".join(f"p{i}" for i in range(count))
     driver = (
         f'extern "C" void run(unsigned grid, unsigned block, Count m, Count n, '
@@ -84,7 +88,7 @@ def _compiled(rows: tuple[Row, ...], width: int) -> Any:
     )
     with TemporaryDirectory(prefix="reft-kernel-") as folder:
         source, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
-        source.write_text(_SHIM + kernel_source(rows, width) + driver)
+        source.write_text(_SHIM + source_text + driver)
         command = ["g++", "-O0", "-shared", "-fPIC", "-Wall", "-Werror", source, "-o", library]
         subprocess.run(command, check=True)
         # What is mapped stays usable when the file is gone.

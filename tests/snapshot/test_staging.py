@@ -127,6 +127,20 @@ def test_the_area_is_given_back_when_plans_have_long_not_asked_for_it(engine: Co
     assert area.room() > free // 2
 
 
+def test_an_outgrown_area_goes_back_to_the_device(device: Simulated, engine: CopyEngine) -> None:
+    """Not to the cache of the side stream, on which training allocates nothing."""
+    if type(device) is not Simulated:
+        pytest.skip("only the simulated device tells what was reserved")
+    settings = device.torch.settings
+    before, area = settings.reserved_bytes, StagingArea(engine)
+    for nbytes in (2**20, 2**22, 2**24):
+        assert area.reserve(nbytes)
+        assert settings.reserved_bytes - before < 1.2 * area.capacity_bytes
+    for _ in range(16):
+        area.reserve(0)
+    assert settings.reserved_bytes == before
+
+
 def test_a_plan_counts_on_no_memory_that_only_torch_knows_is_free(engine: CopyEngine) -> None:
     """What the area gives up stays in the caching allocator."""
     area = StagingArea(engine)
