@@ -1,5 +1,4 @@
-"""``reft status``, a whole job seen from any of its nodes, once or live; ``reft history``, its
-restarts."""
+"""``reft status`` shows a whole job from any of its nodes; ``reft history`` shows its restarts."""
 
 from __future__ import annotations
 
@@ -82,17 +81,16 @@ def status_command(
     try:
         reader = StatusReader(find_memory(memory_dir, job))
         if web:
-            told = reader.read()
-            running = [node["status"] or {} for node in told["here"] if node["daemon_runs"]]
+            report = reader.read()
+            running = [node["status"] or {} for node in report["here"] if node["daemon_runs"]]
             if problem := next((s["web_problem"] for s in running if s.get("web_problem")), None):
                 raise ReftError(
                     f"the page is not served: {problem}. End what listens there, or start the job "
-                    "with "
-                    f"another metrics.port"
+                    "with another metrics.port"
                 )
             if (url := next((s["web"] for s in running if s.get("web")), None)) is None:
                 raise ConfigError(
-                    f"no node daemon of job {told['job_id']} serves the page here; write "
+                    f"no node daemon of job {report['job_id']} serves the page here; write "
                     '"metrics": '
                     f'{{"port": 9095}} into the reft block, and install the extra '
                     "reft-ckpt[metrics]"
@@ -100,15 +98,15 @@ def status_command(
             typer.echo(url)
             return
         if watch:
-            told = _watch(reader, interval, as_json=as_json)
+            report = _watch(reader, interval, as_json=as_json)
         else:
-            told = reader.read()
-            _show(told, as_json=as_json)
+            report = reader.read()
+            _show(report, as_json=as_json)
     except (ReftError, PermissionError) as error:
         if as_json:
             typer.echo(json.dumps({"job_id": None, "nodes": [], "here": [], "problem": str(error)}))
         raise
-    if not told["well"]:
+    if not report["well"]:
         raise typer.Exit(EXIT_NOT_WELL)
 
 
@@ -130,17 +128,16 @@ def history_command(
     When a job ends well, its history moves from memory to persist.dir/JOB, or else to --log-dir.
     --json prints a list of nodes; it is empty if no history is found, and standard error says why.
     """
-    histories = (
-        _kept(kept, as_json=as_json)
-        if kept is not None
-        else _read_memory(memory_dir, job, as_json=as_json)
-    )
+    if kept is not None:
+        histories = _read_kept(kept, as_json=as_json)
+    else:
+        histories = _read_memory(memory_dir, job, as_json=as_json)
     if as_json:
-        told = [
+        report = [
             {"job_id": j, "node": n, "rounds": [*map(vars, rounds)]}
             for (j, n), rounds in histories.items()
         ]
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(report, indent=2))
         return
     for (job_id, node), rounds in histories.items():
         title = f"job {job_id}, as node {node} saw it"
@@ -148,19 +145,17 @@ def history_command(
         for row in rounds:
             ended = "" if row.ended is None else f". Then the job ended: {row.ended}"
             lost = row.newest_step - (row.resumed_step or 0)
-            resumed = (
-                "the beginning"
-                if row.resumed_from is None
-                else f"step {row.resumed_step} ({row.resumed_from})"
-            )
-            if row.resumed_from is not None and lost > 0:
-                resumed += f"; {lost} committed steps were lost"
+            resumed = "the beginning"
+            if row.resumed_from is not None:
+                resumed = f"step {row.resumed_step} ({row.resumed_from})"
+                if lost > 0:
+                    resumed += f"; {lost} committed steps were lost"
             when = f"{datetime.fromtimestamp(row.unix_secs):%m-%d %H:%M:%S}"
             table.add_row(when, why(row) + ended, resumed, describe_parts(row.secs))
         Console().print(table, markup=False)
 
 
-Histories = Mapping[tuple[str, str], Sequence[RoundReport]]  # by job and node
+Histories = Mapping[tuple[str, str], Sequence[RoundReport]]  # By job and node
 
 
 def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: bool) -> Histories:
@@ -171,106 +166,107 @@ def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: boo
     except ReftError as error:
         raise ReftError(
             f"{error}. The history of a job that ended well is in persist.dir/JOB, or in its "
-            "--log-dir: "
-            f"reft history --from DIRECTORY"
+            "--log-dir: reft history --from DIRECTORY"
         ) from error
     jobs = map(JobDir.open, paths)
     return {(job.job_id, job.node): read_history(job.path) for job in jobs}
 
 
-def _kept(directory: Path, *, as_json: bool) -> Histories:
-    found = read_kept_histories(directory)
-    if not found:
+def _read_kept(directory: Path, *, as_json: bool) -> Histories:
+    histories = read_kept_histories(directory)
+    if not histories:
         if as_json:
             typer.echo("[]")
         raise ReftError(f"--from {directory}: no job has left its history there")
-    return found
+    return histories
 
 
 # -- showing ---------------------------------------------------------------------------------------
 
 
 def _watch(reader: StatusReader, interval_secs: float, *, as_json: bool) -> dict[str, Any]:
-    """Show the job until Ctrl-C or its end; returns what was seen last."""
+    """Show the job until Ctrl-C or its end; returns the last report."""
     console = Console()
-    told: dict[str, Any] = {"well": True}
+    report: dict[str, Any] = {"well": True}
     try:
         if console.is_terminal and not as_json:
             with Live(console=console, auto_refresh=False, transient=False) as screen:
-                for told in _looks(reader, interval_secs):
-                    screen.update(_view(told), refresh=True)
+                for report in _polls(reader, interval_secs):
+                    screen.update(_view(report), refresh=True)
         else:
-            for told in _looks(reader, interval_secs):
-                _show(told, as_json=as_json, briefly=True)
+            for report in _polls(reader, interval_secs):
+                _show(report, as_json=as_json, briefly=True)
                 sys.stdout.flush()
     except KeyboardInterrupt:
-        return told
-    except BrokenPipeError:  # whoever read it has seen enough
+        return report
+    except BrokenPipeError:  # The reader of the output has ended
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return told
+        return report
     if not as_json:
-        console.print(f"job {told['job_id']} has ended: {told['ended']}", markup=False)
-    return told
+        console.print(f"job {report['job_id']} has ended: {report['ended']}", markup=False)
+    return report
 
 
-def _looks(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any]]:
-    """What is seen, one look after the other, until the job has ended."""
-    told: dict[str, Any] = {}
-    while told.get("state") != "ended":
-        if told:
+def _polls(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any]]:
+    """Reports of consecutive polls, until the job has ended."""
+    report: dict[str, Any] = {}
+    while report.get("state") != "ended":
+        if report:
             time.sleep(interval_secs)
         try:
-            ran, told = bool(told), reader.read()
-            told["well"] = told["well"] or told["ended"] == ENDED_AS_WANTED
-            vanishes = ran and told["state"] == "ended" and _vanishes(reader.paths)
+            ran, report = bool(report), reader.read()
+            report["well"] = report["well"] or report["ended"] == ENDED_AS_WANTED
+            is_removed = ran and report["state"] == "ended" and _is_being_removed(reader.paths)
         except (ReftError, OSError):
-            if not (vanishes := _vanishes(reader.paths)):
+            if not (is_removed := _is_being_removed(reader.paths)):
                 raise
-        if vanishes:
+        if is_removed:
             ended = f"{ENDED_AS_WANTED}, and its memory was removed"
-            told = {**told, "state": "ended", "ended": ended, "well": True}
-        yield told
+            report = {**report, "state": "ended", "ended": ended, "well": True}
+        yield report
 
 
-def _vanishes(paths: Sequence[Path]) -> bool:
-    """Whether the memory of one of these nodes is removed, file by file, as that of a job that has
-    ended well."""
+def _is_being_removed(paths: Sequence[Path]) -> bool:
+    """Whether the memory of one of these nodes is being removed, as after a good end of the job.
+
+    It is removed file by file, so that a report may fail in between.
+    """
     deadline = time.monotonic() + _REMOVAL_SECS
     while (whole := all(path.is_dir() for path in paths)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not whole
 
 
-def _show(told: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None:
+def _show(report: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None:
     if as_json:
-        typer.echo(json.dumps(told, indent=None if briefly else 2, default=str))
+        typer.echo(json.dumps(report, indent=None if briefly else 2, default=str))
         return
     console = Console()
-    console.print(_view(told))
-    for node in () if briefly else told["here"]:
+    console.print(_view(report))
+    for node in () if briefly else report["here"]:
         table = Table(title=escape(f"job {node['job_id']}, node {node['node']}"), show_header=False)
-        for name, said in _describe_node(node):
-            table.add_row(name, escape(said))
+        for name, text in _describe_node(node):
+            table.add_row(name, escape(text))
         console.print(table)
 
 
-def _view(told: dict[str, Any]) -> RenderableType:
-    table = Table(title=escape(f"job {told['job_id']}"), show_header=False)
-    for name, value in _facts(told):
+def _view(report: dict[str, Any]) -> RenderableType:
+    table = Table(title=escape(f"job {report['job_id']}"), show_header=False)
+    for name, value in _facts(report):
         table.add_row(name, escape(value))
-    parts: list[RenderableType] = [table, _nodes(told)]
-    if told["speeds"]:
-        parts.append(_speeds(told))
-    parts += [f"[bold yellow]warning:[/] {escape(said)}" for said in told["warnings"]]
-    parts += [f"[cyan]advice:[/] {escape(advice['said'])}" for advice in told["advice"]]
+    parts: list[RenderableType] = [table, _nodes(report)]
+    if report["speeds"]:
+        parts.append(_speeds(report))
+    parts += [f"[bold yellow]warning:[/] {escape(text)}" for text in report["warnings"]]
+    parts += [f"[cyan]advice:[/] {escape(advice['said'])}" for advice in report["advice"]]
     return Group(*parts)
 
 
-def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "state", _state(told)
-    speed = "" if told["steps_per_sec"] is None else f", {told['steps_per_sec']:.3g} steps/s"
-    yield "step", f"{_or(told['step'], 'none yet')}{speed}; round {told['round']}"
-    if (counts := told["since_start"]) is not None and counts["newest_step"] is not None:
+def _facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "state", _state(report)
+    speed = "" if report["steps_per_sec"] is None else f", {report['steps_per_sec']:.3g} steps/s"
+    yield "step", f"{_or(report['step'], 'none yet')}{speed}; round {report['round']}"
+    if (counts := report["since_start"]) is not None and counts["newest_step"] is not None:
         parts = [
             f"{counts['newest_step'] - counts['first_step']} steps in "
             f"{counts['elapsed_secs']:.0f} s"
@@ -287,18 +283,18 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ]:
             parts.append(f"lost to {', '.join(lost)}")
         yield "since the start", "; ".join(parts)
-    age = "" if told["newest_commit"] is None else f", {told['commit_age_secs']:.0f} s ago"
-    yield "newest commit", _label(told["newest_commit"]) + age
-    yield "protection", _or(told["protection"], "not known")
-    left, whole = told["tolerance_left"], told["tolerance"]
-    said = "not known yet"
+    age = "" if report["newest_commit"] is None else f", {report['commit_age_secs']:.0f} s ago"
+    yield "newest commit", _label(report["newest_commit"]) + age
+    yield "protection", _or(report["protection"], "not known")
+    left, whole = report["tolerance_left"], report["tolerance"]
+    text = "not known yet"
     if left is not None:
         usual = "" if whole is None or whole == left else f" (of {whole} when all nodes are there)"
-        said = f"the loss of {left} node(s){usual}"
+        text = f"the loss of {left} node(s){usual}"
     if left is not None and left < 0:
-        said = "NOTHING: more nodes are lost than the protection survives"
-    yield "survives now", said
-    if (last := told["last_recovery"]) is not None:
+        text = "NOTHING: more nodes are lost than the protection survives"
+    yield "survives now", text
+    if (last := report["last_recovery"]) is not None:
         causes = "; ".join([*last["failures"], *(f"node {n} was lost" for n in last["lost"])])
         resumed = ""
         if last["resumed_step"] is not None:
@@ -307,31 +303,31 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
         recovered = describe_parts(last["secs"])
         total = sum(last["secs"].values())
         yield "its seconds", f"{total:.1f}: {recovered}" if recovered else "not known yet"
-    yield "restarts", str(told["restarts"])
+    yield "restarts", str(report["restarts"])
 
 
-def _state(told: dict[str, Any]) -> str:
-    if told["ended"] is not None:
-        return f"does not run: {told['ended']}"
-    said = str(told["state"])
-    if (waiting := told["waiting"]) is None:
-        return said
+def _state(report: dict[str, Any]) -> str:
+    if report["ended"] is not None:
+        return f"does not run: {report['ended']}"
+    text = str(report["state"])
+    if (waiting := report["waiting"]) is None:
+        return text
     if len(names := waiting["for"]) == 1:
-        said += f": {names[0]}, or one in its place"
+        text += f": {names[0]}, or one in its place"
     elif names:
-        said += f": {', '.join(names)}, or others in their place"
+        text += f": {', '.join(names)}, or others in their place"
     if (since := waiting["since_unix_secs"]) is not None:
-        said += f", since {clock(since)} ({max(0.0, time.time() - since):.0f} s)"
+        text += f", since {clock(since)} ({max(0.0, time.time() - since):.0f} s)"
     until = waiting["until_unix_secs"]
     limit = "--rdzv-conf join_timeout is over (600 s by default)" if until is None else clock(until)
-    return f"{said}, until {limit} at most"
+    return f"{text}, until {limit} at most"
 
 
-def _nodes(told: dict[str, Any]) -> Table:
+def _nodes(report: dict[str, Any]) -> Table:
     table = Table(
         Column("node", overflow="fold"), "signal", "since", "step", "shards", "what it does"
     )
-    for node in told["nodes"]:
+    for node in report["nodes"]:
         signal, since = HealthSignal(node["signal"]), node["since_unix_secs"]
         shown = "snapshot done" if signal is HealthSignal.COMPLETED else str(signal)
         style = _STYLES[HealthSignal.UNHEALTHY if node["quiet"] else signal]
@@ -353,11 +349,11 @@ def _nodes(told: dict[str, Any]) -> Table:
     return table
 
 
-def _speeds(told: dict[str, Any]) -> Table:
-    longest = sorted(told["speeds"], key=lambda s: -float(s["compute_secs"]))
+def _speeds(report: dict[str, Any]) -> Table:
+    longest = sorted(report["speeds"], key=lambda s: -float(s["compute_secs"]))
     title = "what a step consists of, in ms"
     table = Table("rank", Column("node", overflow="fold"), "step", *STEP_PARTS, title=title)
-    slow = {rank for s in told["slow"] for rank in s["ranks"]}
+    slow = {rank for s in report["slow"] for rank in s["ranks"]}
     for speed in sorted(longest[:_MOST_RANKS], key=lambda s: int(s["rank"])):
         style = _STYLES[HealthSignal.UNHEALTHY] if speed["rank"] in slow else ""
         millis = (f"{speed[f'{name}_secs'] * 1000:.3g}" for name in ("step", *STEP_PARTS))
@@ -368,7 +364,7 @@ def _speeds(told: dict[str, Any]) -> Table:
 
 
 def _describe_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the node's own files tell, for people."""
+    """What the node's own files contain, in words."""
     status = node["status"] or {}
     persist = status.get("persist") or {}
     stats = [t["stats"] for t in (status.get("trainers") or {}).values() if t.get("stats")]
@@ -383,35 +379,33 @@ def _describe_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     yield "on disk", _label(persist.get("last")) if persist.get("dir") else "not configured"
     if persist.get("dir"):
-        said = _staleness(persist.get("stale_since_step"), persist.get("error"))
+        text = _staleness(persist.get("stale_since_step"), persist.get("error"))
         if writing := persist.get("writing"):
-            said += (
+            text += (
                 f"; writes {_label(writing)}, {persist.get('lag_steps') or 0} steps behind memory"
             )
-        yield "persist", said
-    # How often versions are taken, and go to storage, and why, where the job finds that itself; by
-    # the rank that asks for the longest interval.
+        yield "persist", text
+    # The intervals of versions and of versions on storage, and their reasons, if the job finds them
+    # itself. The rank with the longest interval decides.
     for name, key, when in (
         ("snapshot rate", "memory_rate", "after a failure that memory survives"),
         ("persist rate", "persist_rate", "when memory fails"),
     ):
         if rates := [rate for s in stats if (rate := s.get(key))]:
             rate = max(rates, key=lambda r: r["interval_steps"])
-            seen = (
+            overhead = (
                 "not measured yet"
                 if rate["overhead"] is None
                 else f"{rate['overhead']:.1%} observed"
             )
-            most = max(rate["most_lost_steps"], 2 * rate["agreed_steps"])
-            looks = "; looks at steps without a snapshot now" if rate.get("observing") else ""
+            max_lost = max(rate["most_lost_steps"], 2 * rate["agreed_steps"])
+            observing = "; looks at steps without a snapshot now" if rate.get("observing") else ""
             yield (
                 name,
-                f"every {rate['agreed_steps']} steps ({rate['why']}{looks}); "
-                f"{seen} of {rate['max_overhead']:.1%} allowed; at most {most} steps are lost "
-                f"{when}",
+                f"every {rate['agreed_steps']} steps ({rate['why']}{observing}); {overhead} of "
+                f"{rate['max_overhead']:.1%} allowed; at most {max_lost} steps are lost {when}",
             )
-    # Bytes of the newest version of all ranks of the node, by what they are; nothing before there
-    # is one.
+    # Bytes of the newest version of all ranks of the node, by kind.
     counted = [s["traffic"] for s in stats if "traffic" in s]
     for name, direction in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
         total: Counter[str] = sum((Counter(c[direction]) for c in counted), Counter())
