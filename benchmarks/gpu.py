@@ -4,7 +4,7 @@ MINUTES=8``).
 Parts in this order, each with a limit in proportion to the minutes; what fails is written down with
 its error, and the rest goes on:
 
-- facts: 18 facts of driver, link, kernels and allocator (``gpu_facts.py``);
+- facts: 19 facts of driver, link, kernels and allocator (``gpu_facts.py``);
 - job: two jobs over NCCL, one of which is killed: losses equal to the bit (``gpu_job.py``);
 - baseline: a version at every step of a 1.7B model on one device, beside what others published;
 - fast, ranks, parities: the tests of every path in :data:`PATHS`, these three at the same time;

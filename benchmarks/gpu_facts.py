@@ -208,22 +208,56 @@ def driver() -> dict:
 
 @fact
 def registering() -> dict:
-    """Seconds a GiB: to reserve, map, register, unregister what an arena takes."""
+    """Seconds a GiB: to reserve, map, register, unregister what an arena takes; by four threads.
+
+    Registered in pieces, no call holds the driver for longer than "register_longest_piece_ms".
+    """
     nbytes = (64 * MIB) if OPTIONS.small else 8 * GIB
     memory = Mapped(nbytes, OPTIONS.shm)
-    begin = time.perf_counter()
-    VENDOR.host_register(DEVICE, memory.tensor.data_ptr(), nbytes)
-    registered = time.perf_counter()
-    VENDOR.host_unregister(DEVICE, memory.tensor.data_ptr())
-    ended = time.perf_counter()
-    per = GIB / nbytes
-    return {
-        "gib": nbytes / GIB,
-        "reserve_secs_per_gib": round(memory.allocate_secs * per, 3),
-        "map_secs_per_gib": round(memory.map_secs * per, 3),
-        "register_secs_per_gib": round((registered - begin) * per, 3),
-        "unregister_secs_per_gib": round((ended - registered) * per, 3),
-    }
+    address, piece = memory.tensor.data_ptr(), min(256 * MIB, nbytes // 4)
+    pieces = [address + at for at in range(0, nbytes, piece)]
+    out: dict = {"gib": nbytes / GIB}
+
+    def note(name: str, secs: float) -> None:
+        out[f"{name}_secs_per_gib"] = round(secs * GIB / nbytes, 3)
+
+    def timed_call(call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    def each(call: Callable[[int], float]) -> list[float]:
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(call, pieces))
+
+    def register(at: int) -> float:
+        return timed_call(lambda: VENDOR.host_register(DEVICE, at, piece))
+
+    def unregister(at: int) -> float:
+        return timed_call(lambda: VENDOR.host_unregister(DEVICE, at))
+
+    note("reserve", memory.allocate_secs)
+    note("map", memory.map_secs)
+    note("register", timed_call(lambda: VENDOR.host_register(DEVICE, address, nbytes)))
+    note("unregister", timed_call(lambda: VENDOR.host_unregister(DEVICE, address)))
+    secs = [register(at) for at in pieces]
+    note("register_pieces", sum(secs))
+    out["register_longest_piece_ms"] = round(max(secs) * 1e3, 1)
+    each(unregister)
+    note("register_4_threads", timed_call(lambda: each(register)))
+    each(unregister)
+    with tempfile.TemporaryFile(dir=OPTIONS.shm) as file:
+        fd = file.fileno()
+        os.ftruncate(fd, nbytes)
+        starts = [at - address for at in pieces]
+        with ThreadPoolExecutor(4) as threads:
+            note(
+                "reserve_4_threads",
+                timed_call(
+                    lambda: list(threads.map(lambda at: os.posix_fallocate(fd, at, piece), starts))
+                ),
+            )
+    return out
 
 
 # -- copies ----------------------------------------------------------------------------------------
@@ -264,29 +298,55 @@ def copies() -> dict:
         out[f"h2d_{name}"] = round(
             nbytes / timed(lambda host=host: live.copy_(host, non_blocking=True)) / 1e9, 2
         )
-    # As reft restores: blocks of 4 MiB from an arena that is not registered, by eight threads,
-    # blocking.
-    from reft.memory.stream import copy_tensor
+    VENDOR.host_unregister(DEVICE, arena.tensor.data_ptr())
+    return out
 
-    step = min(4 * MIB, nbytes)
 
-    def restored(host: torch.Tensor) -> float:
-        begin = time.perf_counter()
-        with ThreadPoolExecutor(8) as pool:
-            list(
-                pool.map(
-                    lambda at: copy_tensor(live[at : at + step], host[at : at + step]),
-                    range(0, nbytes, step),
-                )
-            )
-        MODULE.synchronize()
-        return round(nbytes / (time.perf_counter() - begin) / 1e9, 2)
+@fact
+def restoring() -> dict:
+    """GB/s of blocks of 4 MiB, hashed and copied to the device, by threads and ways.
 
-    restored(plain.tensor)
-    out["restore_as_today"], out["restore_registered"] = (
-        restored(plain.tensor),
-        restored(arena.tensor),
-    )
+    "writer" is what reft does: through a small registered buffer of each thread. "pageable": from
+    the arena as it is, on the default stream, then hashed. "registered": the same from an arena
+    that was registered first, in "register_secs_per_gib".
+    """
+    from reft.engine.device_writer import DeviceWriter
+    from reft.memory.header import checksum
+
+    nbytes = (8 * MIB) if OPTIONS.small else 2 * GIB
+    live = torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE)
+    arena, step = Mapped(nbytes, OPTIONS.shm), min(4 * MIB, nbytes)
+    blocks = [slice(at, at + step) for at in range(0, nbytes, step)]
+    writer = DeviceWriter(DEVICE, VENDOR)
+
+    def write(block: slice) -> None:
+        data = arena.tensor[block]
+        writer.write([(live[block], data)], data)
+
+    def copy(block: slice) -> None:
+        live[block].copy_(arena.tensor[block])
+        checksum(arena.tensor[block].numpy().data)
+
+    def rate(call: Callable[[slice], None], threads: int) -> float:
+        best = float("inf")
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in range(2):
+                begin = time.perf_counter()
+                list(pool.map(call, blocks))
+                MODULE.synchronize()
+                best = min(best, time.perf_counter() - begin)
+        return round(nbytes / best / 1e9, 2)
+
+    out: dict = {}
+    for threads in (1, 2, 4, 8):
+        out[f"writer_{threads}"] = rate(write, threads)
+        out[f"pageable_{threads}"] = rate(copy, threads)
+    writer.close()
+    out["equal"] = torch.equal(live.cpu(), arena.tensor)
+    begin = time.perf_counter()
+    VENDOR.host_register(DEVICE, arena.tensor.data_ptr(), nbytes)
+    out["register_secs_per_gib"] = round((time.perf_counter() - begin) * GIB / nbytes, 3)
+    out["registered_8"] = rate(copy, 8)
     VENDOR.host_unregister(DEVICE, arena.tensor.data_ptr())
     return out
 

@@ -337,7 +337,7 @@ def main(argv: Sequence[str]) -> int:
         return code
     # The version of the last step is taken when sessions close. If they closed after the memory is
     # removed, it would be made again.
-    if (hook := sys.modules.get("reft.engine.deepspeed")) is not None:
+    if (hook := sys.modules.get("reft.engine.attach")) is not None:
         hook.close_sessions()
     try:
         return step.end(code)

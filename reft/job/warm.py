@@ -51,7 +51,7 @@ DEFAULT_MODULES = (
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
     "reft",
-    "reft.engine.deepspeed",
+    "reft.engine.attach",
     "reft.engine.session",
 )
 READ_AT_IMPORT = (

@@ -9,16 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from reft.device import compiled
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +68,6 @@ def copier() -> Callable[[int, int, int], object]:
     choose_loop()
     copy: Callable[[int, int, int], object] = function
     return copy
-
-
-def copy_tensor(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy 1-D uint8 tensors of equal size; between host memory in the way above, else as torch
-    does."""
-    if target.device.type == source.device.type == "cpu":
-        copier()(target.data_ptr(), source.data_ptr(), source.numel())
-    else:
-        target.copy_(source)
 
 
 def find_ranges(rows: Iterable[Range]) -> Ranges:

@@ -181,8 +181,7 @@ class CopyEngine(ABC):
         raise StagingMemoryError(f"{self.name} copies stage nothing: both are in host memory")
 
     def release_staging(self) -> None:  # noqa: B027 -- nothing to do
-        """Give the memory of staging buffers that are not referenced any more back to the
-        device."""
+        """Give the memory of staging buffers that nothing references back to the device."""
 
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
         """Copy parts of the open version into a staging buffer, by the fence. Returns what is to be

@@ -1,9 +1,11 @@
-"""DeepSpeed on the simulated device: its accelerator, and a process group that goes through host memory."""
+"""DeepSpeed on the simulated device: its accelerator, and process groups over gloo."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -100,8 +102,8 @@ class Accelerator(CPU_Accelerator):
 
 
 class Staged(dist.ProcessGroup):
-    """Gloo's collectives on copies in host memory. Each is done when its call returns: gloo's own work hangs when it
-    is waited for twice."""
+    """Gloo's collectives on copies in host memory, for ranks that share a real device. Each is done
+    when its call returns: gloo's own work hangs when it is waited for twice."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -135,10 +137,94 @@ def _staged(collective: Any, *args: Any, **options: Any) -> Any:
     return _create_work_from_future(future)
 
 
+class Queued(dist.ProcessGroup):
+    """Gloo's collectives as NCCL's: queued on a stream of the group, after what the caller's stream
+    has queued. The host goes on at once; :meth:`QueuedWork.wait` makes a stream wait, not the host.
+
+    Calls without a tensor of the device (barriers, tensors of the host) take their turn on the same
+    stream, since gloo pairs the calls of ranks by their order; the host waits for them.
+    """
+
+    _ids = count(100)  # Between the ids of torch's pool and those that the driver hands out
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._sim = simulated()
+        self._stream = self._sim.ExternalStream(next(self._ids))
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _COLLECTIVES:
+            return partial(self._queue, getattr(self._gloo, _COLLECTIVES[name]))
+        return super().__getattribute__(name)
+
+    def _queue(self, collective: Any, *args: Any, **options: Any) -> dist.Work:
+        tensors: list[torch.Tensor] = []  # They stay allocated until the collective has run.
+        given = [_host_views(value, tensors) for value in args]
+        on_device = bool(tensors)
+
+        def run() -> None:
+            try:
+                collective(*given, **options).wait()
+            except Exception as error:
+                self._sim.fail(f"{type(error).__name__}: {error}")
+            given.clear()
+            tensors.clear()
+
+        before = self._sim.current_stream().record_event()
+        self._stream.wait_event(before)
+        with self._sim.stream(self._stream):
+            self._sim.launch(run)
+        ended = self._stream.record_event()
+        if not on_device:
+            ended.synchronize()
+        return QueuedWork(self._sim, ended, args[0] if args else None)
+
+
+class QueuedWork(dist.Work):
+    def __init__(self, sim: Simulated, ended: torch.Event, result: Any) -> None:
+        super().__init__()
+        self._sim, self._ended, self._result = sim, ended, result
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._sim.current_stream().wait_event(self._ended)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._ended.query()
+
+    def get_future(self) -> Future[Any]:
+        self.wait()
+        future: Future[Any] = Future()
+        future.set_result(self._result)
+        return future
+
+
+def _host_views(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The same memory as tensors of the host; those of the device are added to ``tensors``."""
+    if isinstance(value, list | tuple):
+        return [_host_views(item, tensors) for item in value]
+    if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+        return value
+    tensors.append(value)
+    if not value.is_contiguous():
+        raise ValueError("a collective takes contiguous tensors")
+    if not value.numel():
+        return torch.empty(value.shape, dtype=value.dtype)
+    memory = (ctypes.c_ubyte * value.nbytes).from_address(value.data_ptr())
+    return torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
+
+
 def use_simulated() -> Simulated:
     sim = simulated()
     set_accelerator(Accelerator(sim))
-    dist.Backend.register_backend(BACKEND, Staged, devices=[NAME, "cpu"])
+    dist.Backend.register_backend(BACKEND, Queued, devices=[NAME, "cpu"])
     return sim
 
 

@@ -21,6 +21,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/ParallelGuard.h>
+#include <dlfcn.h>
 #include <sys/prctl.h>
 #include <torch/library.h>
 
@@ -56,11 +57,11 @@ void sleep_until(double secs) {
 struct Settings {  // The same in simulated.py
   double bytes_per_sec, delay_secs, register_secs_per_gib;
   int64_t launch_queue, malloc_waits;
-  int64_t total_bytes, others_bytes, refuse_registering, pool, seed;
+  int64_t total_bytes, others_bytes, refuse_registering, refuse_mallocs, pool, seed;
   int64_t allocated_bytes, peak_bytes, reserved_bytes, own_streams, synchronised;
-  int64_t captures_ended, recorded, waits, transfers;
+  int64_t captures_ended, recorded, waits, transfers, pageable, malloc_retries;
   uint64_t rng_seed, rng_offset;
-} settings{INFINITY, 0.0, 0.0, 1024, 0, int64_t(8) << 30, 0, 0, 3, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+} settings{INFINITY, 0.0, 0.0, 1024, 0, int64_t(8) << 30, 0, 0, 0, 3, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
 
 // A graph's capture, which calls of other threads end unless they have said that they do not look at it.
 std::atomic<bool> capturing{false};
@@ -101,6 +102,20 @@ thread_local c10::StreamId current_id = 0;
 thread_local int64_t current_pool = 0;  // of the allocator; 0: the one that all share
 thread_local bool on_stream = false;  // a stream's own thread never waits for a queue
 
+// Lets go of Python's interpreter, if this thread holds it. This library is not linked to Python: the process has it.
+struct WithoutInterpreter {
+  void* state = nullptr;
+  WithoutInterpreter() {
+    static auto holds = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+    static auto save = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+    if (holds && save && holds()) state = save();
+  }
+  void restore() {
+    static auto restore = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
+    if (state) restore(std::exchange(state, nullptr));
+  }
+};
+
 struct Streams {
   std::mutex mutex;
   std::condition_variable changed;
@@ -109,7 +124,7 @@ struct Streams {
   c10::StreamId newest = 1000;
   int64_t taken = 0;
   bool stopping = false;
-  std::string error;  // Of a kernel; everybody who waits is told
+  std::string error;  // Of a kernel. As of a real device it stays: nothing runs any more, and every call fails
   std::mt19937_64 order;
   double virtual_secs = 0.0;
   double link_free_secs[2] = {0.0, 0.0};  // When what was queued on the link has passed, by direction
@@ -126,12 +141,22 @@ struct Streams {
     return found->second;
   }
 
-  // A host that is ahead by as many launches as the queue takes waits for the device.
+  bool lost() {
+    std::lock_guard lock(mutex);
+    return !error.empty();
+  }
+
+  void check() {
+    std::lock_guard lock(mutex);
+    TORCH_CHECK(error.empty(), "the simulated device failed: ", error);
+  }
+
+  // A host that is ahead by as many launches as the queue takes waits for the device. Never throws: destructors call it.
   void put(c10::StreamId id, std::function<void()> run, std::function<bool()> ready = {}) {
     std::unique_lock lock(mutex);
     Queue* queue = &at(id);
     if (!manual() && !on_stream)
-      changed.wait_for(lock, LONGEST_WAIT, [&] { return stopping || int64_t(queue->works.size()) < settings.launch_queue; });
+      wait_without_interpreter(lock, [&] { return stopping || int64_t(queue->works.size()) < settings.launch_queue; });
     if (queue->ended) {  // also by the allocator, for a block that was allocated on it
       if (error.empty()) error = "invalid resource handle: the stream was destroyed";
       queue = &at(0);
@@ -146,9 +171,9 @@ struct Streams {
     prctl(PR_SET_TIMERSLACK, 1000UL);
     std::unique_lock lock(mutex);
     while (true) {
-      changed.wait(lock, [&] { return stopping || queue.ended || (!manual() && queue.ready()); });
+      changed.wait(lock, [&] { return stopping || queue.ended || (!manual() && may_run(queue)); });
       if (stopping || (queue.ended && queue.works.empty())) return;
-      if (queue.ready()) run_next(queue, lock);
+      if (may_run(queue)) run_next(queue, lock);
       else if (queue.ended) changed.wait_for(lock, std::chrono::milliseconds(1));
     }
   }
@@ -157,10 +182,11 @@ struct Streams {
     Work work = std::move(queue.works.front());
     queue.works.pop_front();
     queue.busy = true;
+    const bool lost = !error.empty();
     lock.unlock();
     std::string failed;
     try {
-      work.run();
+      if (!lost) work.run();
     } catch (const std::exception& e) {
       failed = e.what();
     }
@@ -175,7 +201,7 @@ struct Streams {
   bool step(std::unique_lock<std::mutex>& lock) {
     std::vector<Queue*> ready;
     for (auto& [id, queue] : queues)
-      if (queue.ready()) ready.push_back(&queue);
+      if (may_run(queue)) ready.push_back(&queue);
     if (ready.empty()) return false;
     run_next(*ready[order() % ready.size()], lock);
     return true;
@@ -185,16 +211,48 @@ struct Streams {
     std::unique_lock lock(mutex);
     if (manual()) {
       KernelGuards guards;
-      while (!over()) TORCH_CHECK(step(lock), "the host waits for the simulated device for ever");
+      while (error.empty() && !over()) TORCH_CHECK(step(lock), "the host waits for the simulated device for ever");
     } else {
-      bool came = changed.wait_for(lock, LONGEST_WAIT, [&] { return stopping || over(); });
-      TORCH_CHECK(came, "the host has waited too long for the simulated device: a stream is held, or waits for ever");
+      auto came = [&] { return stopping || !error.empty() || over(); };
+      wait_without_interpreter(lock, came);
+      TORCH_CHECK(came(), "the host has waited too long for the simulated device: a stream is held, or waits for ever");
     }
-    if (!error.empty()) {
-      std::string said;
-      said.swap(error);
-      TORCH_CHECK(false, "the simulated device failed: ", said);
-    }
+    TORCH_CHECK(error.empty(), "the simulated device failed: ", error);
+  }
+
+  void fail(const char* said) {
+    std::lock_guard lock(mutex);
+    if (error.empty()) error = said;
+    changed.notify_all();
+  }
+
+  // As a new process would find the device.
+  void recover() {
+    std::vector<std::deque<Work>> dropped;  // Destroyed without the lock: tensors are given back
+    std::unique_lock lock(mutex);
+    if (error.empty()) return;
+    auto busy = [](auto& item) { return item.second.busy; };
+    wait_without_interpreter(lock, [&] { return std::none_of(queues.begin(), queues.end(), busy); });
+    for (auto& [id, queue] : queues) dropped.push_back(std::exchange(queue.works, {}));
+    error.clear();
+  }
+
+  // Work of a device that has failed is dropped, whatever it waits for.
+  bool may_run(const Queue& queue) const {
+    return queue.ready() || (!error.empty() && !queue.busy && !queue.works.empty());
+  }
+
+  // A stream may have to run Python to go on.
+  template <typename Over>
+  void wait_without_interpreter(std::unique_lock<std::mutex>& lock, Over over) {
+    if (over()) return;
+    lock.unlock();
+    WithoutInterpreter released;
+    lock.lock();
+    changed.wait_for(lock, LONGEST_WAIT, over);
+    lock.unlock();
+    released.restore();
+    lock.lock();
   }
 
   std::shared_ptr<Point> record(c10::StreamId id, bool timed) {
@@ -244,16 +302,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream next) const override { return stream(std::exchange(current_id, next.id())); }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete &point(event); }
   void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag flag) const override {
+    streams.check();
     if (*event == nullptr) *event = new std::shared_ptr<Point>;
     ++settings.recorded;
     point(*event) = streams.record(on.id(), flag == c10::EventFlag::BACKEND_DEFAULT);
   }
   void block(void* event, const c10::Stream& on) const override {
+    streams.check();
     ++settings.waits;
     if (event != nullptr) streams.wait_for(on.id(), point(event));
   }
   bool queryEvent(void* event) const override {
     check_capture();
+    streams.check();
     std::lock_guard lock(streams.mutex);
     return event == nullptr || point(event)->reached;
   }
@@ -268,6 +329,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return (point(second)->secs - point(first)->secs) * 1e3;
   }
   bool queryStream(const c10::Stream& on) const override {
+    streams.check();
     std::lock_guard lock(streams.mutex);
     return streams.at(on.id()).idle();
   }
@@ -318,9 +380,16 @@ struct Memory final : c10::Allocator {
     auto fits = [&] {
       return settings.reserved_bytes + settings.others_bytes + int64_t(nbytes) <= settings.total_bytes;
     };
+    auto granted = [&] { return settings.refuse_mallocs > 0 ? (--settings.refuse_mallocs, false) : fits(); };
+    streams.check();
     if (settings.malloc_waits) streams.wait([] { return streams.idle(); });  // as drivers may, for what is new
-    if (!fits()) empty_cache();
-    TORCH_CHECK_WITH(OutOfMemoryError, fits(), "the simulated device is out of memory: ", nbytes, " bytes are wanted");
+    bool found = granted();
+    if (!found) {  // as torch's allocator: everything cached is given back, training's too, and it is tried once more
+      ++settings.malloc_retries;
+      empty_cache();
+      found = granted();
+    }
+    TORCH_CHECK_WITH(OutOfMemoryError, found, "the simulated device is out of memory: ", nbytes, " bytes are wanted");
     auto* block = new Block{aligned_alloc(512, nbytes), nbytes, current_pool, current_id, {}};
     {
       std::lock_guard lock(mutex);
@@ -374,7 +443,7 @@ REGISTER_ALLOCATOR(KIND, &memory)
 std::mutex registered_mutex;
 std::map<uintptr_t, size_t> registered;
 
-constexpr int INVALID_VALUE = 1, CAPTURING = 900, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713;  // As CUDA's
+constexpr int INVALID_VALUE = 1, LOST = 700, CAPTURING = 900, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713;  // As CUDA's
 
 // Whether a range is registered. One that is so in part, or over two registrations, is refused, as by the driver.
 bool is_registered(uintptr_t begin, size_t nbytes) {
@@ -393,6 +462,7 @@ bool is_registered(uintptr_t begin, size_t nbytes) {
 
 int host_register(uintptr_t begin, size_t nbytes) {
   if (ends_capture()) return CAPTURING;
+  if (streams.lost()) return LOST;
   sleep_until(now_secs() + settings.register_secs_per_gib * double(nbytes) / double(1 << 30));
   std::lock_guard lock(registered_mutex);
   if (settings.refuse_registering || nbytes == 0) return INVALID_VALUE;
@@ -405,6 +475,7 @@ int host_register(uintptr_t begin, size_t nbytes) {
 
 int host_unregister(uintptr_t begin) {
   if (ends_capture()) return CAPTURING;
+  if (streams.lost()) return LOST;
   std::lock_guard lock(registered_mutex);
   return registered.erase(begin) ? 0 : NOT_REGISTERED;
 }
@@ -521,6 +592,7 @@ at::Generator next_generator() {
 // Every operator without a kernel of its own: queues the CPU's, and returns tensors that it will have written. What
 // has no shape before it has run holds the host up, and is counted.
 void queue_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  streams.check();
   const auto& schema = op.schema();
   const auto& formal = schema.arguments();
   auto given = torch::jit::pop(*stack, formal.size());
@@ -629,6 +701,7 @@ void transfer(void* target, const void* source, size_t nbytes, bool to_host, con
 
 Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
   auto source = from.sizes() == target.sizes() ? from : from.expand_as(target);
+  streams.check();
   if (target.numel() == 0) return target;
   bool to_host = target.device().type() != KIND, from_host = source.device().type() != KIND;
   if (!to_host && !from_host) {
@@ -645,7 +718,10 @@ Tensor copy_from(const Tensor& from, const Tensor& target, bool non_blocking) {
   const Tensor& host = to_host ? target : plain;
   bool at_once = is_registered(uintptr_t(host.data_ptr()), host.nbytes()) && non_blocking;
   transfer(target.data_ptr(), plain.data_ptr(), target.nbytes(), to_host, at_once ? host.data_ptr() : nullptr);
-  if (!at_once) streams.synchronise(current_id);
+  if (!at_once) {
+    ++settings.pageable;
+    streams.synchronise(current_id);
+  }
   return target;
 }
 
@@ -806,9 +882,15 @@ const char* sim_synchronise() {  // What a kernel died of, if one did
   return said.c_str();
 }
 
-void sim_empty_cache() { memory.empty_cache(); }
+void sim_fail(const char* said) { streams.fail(said); }
+void sim_recover() { streams.recover(); }
 int64_t sim_use_pool(int64_t pool) { return std::exchange(current_pool, pool); }
-void sim_release_pool(int64_t pool) { memory.empty_cache(pool); }
+void sim_empty_cache(int64_t pool) {  // -1: of all pools. What a device that has failed keeps is lost
+  try {
+    memory.empty_cache(pool < 0 ? std::nullopt : std::optional(pool));
+  } catch (const std::exception&) {
+  }
+}
 
 void sim_stop() {
   {

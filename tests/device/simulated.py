@@ -53,6 +53,7 @@ class Settings(ctypes.Structure):
         ("total_bytes", ctypes.c_int64),
         ("others_bytes", ctypes.c_int64),  # of other processes
         ("refuse_registering", ctypes.c_int64),
+        ("refuse_mallocs", ctypes.c_int64),  # the next ones, whatever is free
         ("pool", ctypes.c_int64),  # streams that torch hands out in turns
         ("seed", ctypes.c_int64),
         ("allocated_bytes", ctypes.c_int64),
@@ -61,16 +62,16 @@ class Settings(ctypes.Structure):
         ("own_streams", ctypes.c_int64),  # made by the driver, and not destroyed yet
         ("synchronised", ctypes.c_int64),  # kernels that the host had to wait for
         ("captures_ended", ctypes.c_int64),  # by calls of other threads
-        (
-            "recorded",
-            ctypes.c_int64,
-        ),  # calls of the driver: events, waits of a stream, copies over the link
+        # Calls of the driver: events, waits of a stream, copies over the link.
+        ("recorded", ctypes.c_int64),
         ("waits", ctypes.c_int64),
         ("transfers", ctypes.c_int64),
+        ("pageable", ctypes.c_int64),  # copies over the link that held the host up
+        ("malloc_retries", ctypes.c_int64),  # after everything cached was given back
         ("rng_seed", ctypes.c_uint64),
         ("rng_offset", ctypes.c_uint64),
     )
-    DEFAULTS = (float("inf"), 0.0, 0.0, 1024, 0, 8 * 2**30, 0, 0, 3)
+    DEFAULTS = (float("inf"), 0.0, 0.0, 1024, 0, 8 * 2**30, 0, 0, 0, 3)
 
 
 def library() -> Path:
@@ -124,7 +125,7 @@ class MemoryPool:
         self._calls = calls
 
     def __del__(self) -> None:
-        self._calls.sim_release_pool(self.id)
+        self._calls.sim_empty_cache(self.id)
 
 
 class Simulated:
@@ -140,17 +141,14 @@ class Simulated:
         calls.sim_host_unregister.argtypes = (ctypes.c_size_t,)
         for name in (
             *("destroy_stream", "hold", "release", "set_seed", "progress", "capture"),
-            *("use_pool", "release_pool"),
+            *("use_pool", "empty_cache"),
         ):
             getattr(calls, f"sim_{name}").argtypes = (ctypes.c_int64,)
         calls.sim_sleep.argtypes = (ctypes.c_double,)
+        calls.sim_fail.argtypes = (ctypes.c_char_p,)
         self.settings: Settings = calls.sim_settings().contents
         self._launched: list[Any] = []  # Python functions that a stream may still call
-        self.sleep, self.empty_cache, self.look_away = (
-            calls.sim_sleep,
-            calls.sim_empty_cache,
-            calls.sim_look_away,
-        )
+        self.sleep, self.look_away = calls.sim_sleep, calls.sim_look_away
         # 0, or the code of the driver's error.
         self.host_register, self.host_unregister = (
             calls.sim_host_register,
@@ -213,6 +211,9 @@ class Simulated:
     def synchronize(self, device: Any = None) -> None:
         if said := self._calls.sim_synchronise():
             raise RuntimeError(said.decode())
+
+    def empty_cache(self) -> None:
+        self._calls.sim_empty_cache(-1)
 
     def MemPool(self) -> MemoryPool:  # noqa: N802
         return MemoryPool(self._calls)
@@ -281,7 +282,12 @@ class Simulated:
     def progress(self, most: int = 8) -> None:
         self._calls.sim_progress(most)
 
+    def fail(self, error: str) -> None:
+        """An asynchronous error, as of an illegal address: from here on every call fails."""
+        self._calls.sim_fail(error.encode())
+
     def reset(self) -> None:
+        self._calls.sim_recover()
         self._calls.sim_release(0)
         self._calls.sim_set_seed(-1)
         for (name, _), value in zip(Settings._fields_, Settings.DEFAULTS, strict=False):
@@ -297,6 +303,8 @@ class Simulated:
             "recorded",
             "waits",
             "transfers",
+            "pageable",
+            "malloc_retries",
         ):
             setattr(self.settings, name, 0)
         self.settings.peak_bytes = self.settings.allocated_bytes

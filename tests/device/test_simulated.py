@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,12 +21,43 @@ def pages(sim: Simulated, nbytes: int) -> torch.Tensor:
     return memory
 
 
-def test_a_kernel_that_dies_is_heard_of_where_somebody_waits(sim: Simulated) -> None:
+def test_after_a_kernel_has_died_every_call_fails_as_long_as_the_process_lives(
+    sim: Simulated,
+) -> None:
     x = torch.zeros(3, device=NAME)
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    event = sim.Event()
+    event.record()
+    sim.synchronize()
     x.index_fill_(0, torch.tensor([7]), 1.0)
-    with pytest.raises(RuntimeError, match="the simulated device failed"):
-        sim.synchronize()
-    assert x.cpu().tolist() == [0, 0, 0], "the next who waits is not told again"
+    calls: list[Callable[[], object]] = [
+        *(sim.synchronize, lambda: x.add_(1), x.cpu, event.record, sim.current_stream().query),
+        *(lambda: sim.current_stream().wait_event(event), lambda: torch.empty(2**20, device=NAME)),
+    ]
+    for call in (*calls, *calls):
+        with pytest.raises(RuntimeError, match="the simulated device failed"):
+            call()
+    assert sim.host_register(address, mmap.PAGESIZE) == 700
+    sim.reset()
+    assert torch.ones(3, device=NAME).add_(1).cpu().tolist() == [2, 2, 2]
+
+
+def test_memory_that_is_refused_once_is_found_in_the_cache_of_every_stream(sim: Simulated) -> None:
+    """As torch's allocator does it; training then allocates again what it had cached."""
+    with sim.stream(sim.Stream()):
+        cached = torch.zeros(2**20, dtype=torch.uint8, device=NAME)
+    del cached
+    before = sim.settings.reserved_bytes
+    sim.settings.refuse_mallocs = 1
+    x = torch.ones(2**21, dtype=torch.uint8, device=NAME)
+    assert x.cpu().eq(1).all()
+    assert sim.settings.malloc_retries == 1
+    assert sim.settings.reserved_bytes < before + x.nbytes
+    sim.settings.refuse_mallocs = 2
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.ones(2**22, dtype=torch.uint8, device=NAME)
+    assert x.add_(1).cpu().eq(2).all(), "The device is as good as before."
 
 
 def test_what_changes_while_it_is_copied_arrives_torn(sim: Simulated) -> None:
@@ -81,6 +113,7 @@ def test_registering_is_as_strict_as_the_driver(sim: Simulated) -> None:
     go()
     with pytest.raises(RuntimeError, match="unregistered under a copy"):
         sim.synchronize()
+    sim.reset()
     sim.settings.refuse_registering = 1
     assert sim.host_register(at, page) == 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,28 @@ def test_a_host_that_is_ahead_stays_so_where_the_worker_is_behind(job: Job) -> N
     assert job.worker.drain(WAIT_SECS)
     assert ahead
     assert not request.committed
+
+
+@pytest.mark.parametrize("variant", [Variant.HAS, Variant.HOST])
+def test_p6_a_device_that_fails_for_good_costs_no_committed_version_and_ends_every_wait(
+    job: Job, variant: Variant
+) -> None:
+    job.train(range(1, 4))
+    assert job.worker.drain(WAIT_SECS)
+    before = job.committed()
+    job.sim.hold()
+    request = job.step(4, variant)
+    job.sim.fail("an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        job.state.add_(1)  # Training ends by its own error, whether or not it asks reft before.
+    with suppress(RuntimeError):
+        job.worker.fence()
+    assert request.done.wait(WAIT_SECS)
+    assert not request.committed
+    job.worker.close(WAIT_SECS)
+    assert not job.worker._thread.is_alive()
+    assert max(before.items()) in job.committed().items()
+    job.sim.reset()
 
 
 STAGING = {"overflow": "staging", "compute_share": 0.0}

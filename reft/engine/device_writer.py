@@ -1,0 +1,119 @@
+"""Writes restored blocks to a device, several at a time.
+
+A block lies in an arena or in a receive buffer; the driver knows neither, and registering a whole
+arena would take longer than copying it. Each thread therefore copies its block into a small
+registered buffer, takes the checksum in the same pass, and the device fetches it from there on a
+stream of its own, while other threads fill theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from reft.device import Vendor
+from reft.memory.stream import HashingCopier, find_ranges, hashing_copier
+from reft.snapshot.copy_engine import own_pages
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Lane:
+    """What one copy in flight uses."""
+
+    stream: Any
+    buffer: torch.Tensor
+    hasher: HashingCopier
+
+
+class DeviceWriter:
+    """Copies blocks from host memory into tensors of a device.
+
+    Args:
+        device: Where the tensors are; the thread's current one if it has no index.
+        vendor: The device's vendor.
+    """
+
+    def __init__(self, device: torch.device, vendor: Vendor) -> None:
+        index = vendor.module.current_device() if device.index is None else device.index
+        self.device, self._vendor = torch.device(vendor.type, index), vendor
+        self._idle: SimpleQueue[_Lane] = SimpleQueue()
+        self._registered: list[torch.Tensor] = []
+        self._warned = False
+        self._lock = threading.Lock()  # of what several threads change: the two above
+
+    def begin(self) -> None:
+        """Wait for what the calling thread has queued: it may have written the targets."""
+        self._vendor.module.current_stream(self.device).synchronize()
+
+    def write(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], data: torch.Tensor) -> int:
+        """Copy parts of a block into place; returns when they are there. Thread-safe.
+
+        Args:
+            parts: Targets and sources, 1-D uint8; the sources are views of ``data``.
+            data: The block, 1-D uint8 in host memory.
+
+        Returns:
+            The checksum of ``data``.
+
+        Raises:
+            RuntimeError: The device failed.
+        """
+        self._vendor.enter(self.device)
+        lane = self._take_lane(data.numel())
+        begin, buffer = data.data_ptr(), lane.buffer
+        lane.hasher.copy(find_ranges([(buffer.data_ptr(), begin, data.numel())]))
+        with self._vendor.module.stream(lane.stream):
+            for target, part in parts:
+                at = part.data_ptr() - begin
+                target.copy_(buffer[at : at + part.numel()], non_blocking=True)
+        # The next block overwrites the buffer, and training reads the target on another stream.
+        lane.stream.synchronize()
+        checksum = lane.hasher.take()
+        self._idle.put(lane)
+        return checksum
+
+    def _take_lane(self, nbytes: int) -> _Lane:
+        try:
+            lane = self._idle.get_nowait()
+        except Empty:
+            # A stream of torch's pool will do: nothing else runs on the device meanwhile.
+            stream = self._vendor.module.Stream(self.device)
+            lane = _Lane(stream, self._new_buffer(nbytes), hashing_copier())
+        if lane.buffer.numel() < nbytes:
+            lane.buffer = self._new_buffer(nbytes)
+        return lane
+
+    def _new_buffer(self, nbytes: int) -> torch.Tensor:
+        buffer = own_pages(nbytes)
+        try:
+            self._vendor.host_register(self.device, buffer.data_ptr(), nbytes)
+        except (RuntimeError, OSError, AttributeError) as error:
+            with self._lock:
+                warned, self._warned = self._warned, True
+            if not warned:
+                logger.warning(
+                    "%s: memory cannot be pinned: %s. The state is restored through the driver's "
+                    "buffers, more slowly; raise the limit of locked memory (ulimit -l)",
+                    *(self.device, error),
+                )
+        else:
+            with self._lock:
+                self._registered.append(buffer)
+        return buffer
+
+    def close(self) -> None:
+        """Unregister all buffers. No :meth:`write` may be under way."""
+        for buffer in self._registered:
+            try:
+                self._vendor.host_unregister(self.device, buffer.data_ptr())
+            except (RuntimeError, OSError, AttributeError) as error:
+                logger.warning("%s: memory could not be unpinned: %s", self.device, error)
+        self._registered.clear()
