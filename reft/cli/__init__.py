@@ -97,11 +97,12 @@ COMMANDS = {
 
 def find_commands() -> dict[str, Command]:
     """All sub-commands: reft's own and those of integrations, which parse their arguments."""
-    commands = dict(COMMANDS)
-    for name, (target, help_line) in integrations.found("COMMANDS"):
+    integrated = {}
+    for name, (target, help_line) in integrations.entries("COMMANDS"):
         module, _, function = target.partition(":")
-        commands[name] = Command(module, function, help_line, parses=True)
-    return commands
+        integrated[name] = Command(module, function, help_line, parses=True)
+    # In the order of the list of commands: what starts jobs comes first.
+    return {"launch": COMMANDS["launch"], **integrated, **COMMANDS}
 
 
 def make_app(commands: Mapping[str, Command], used: Collection[str]) -> typer.Typer:
