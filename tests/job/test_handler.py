@@ -91,11 +91,11 @@ def test_a_round_that_a_silent_node_has_left_is_told_where_enough_are_left(
     assert not training(least, a=TRAINS, b=Node(leaving=True)).has_lost_silent_node
 
 
-def test_a_job_goes_on_without_a_node_that_was_told_to_stop_where_a_spare_waits() -> None:
+def test_a_job_can_continue_without_a_node_that_was_told_to_stop_where_a_spare_waits() -> None:
     job = training(a=TRAINS, b=TRAINS, c=SPARE)
-    assert job.goes_on_without(1)
-    assert not job.goes_on_without(2)
-    assert not training(a=TRAINS, b=TRAINS, c=SPARE._replace(leaving=True)).goes_on_without(1)
+    assert job.can_continue_without(1)
+    assert not job.can_continue_without(2)
+    assert not training(a=TRAINS, b=TRAINS, c=SPARE._replace(leaving=True)).can_continue_without(1)
 
 
 def looked(job: StoreRendezvous, *, secs: float = 0.0, ended: str = "") -> MembershipState:

@@ -356,7 +356,7 @@ class StoreRendezvous:
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
         if newest > self.incarnation and self.state.complete and not self.has_place:
-            raise replaced(self.incarnation, newest, by_another=self.is_full)
+            raise replaced_error(self.incarnation, newest, by_another=self.is_full)
 
     def _join(self, is_leaving: bool) -> Agreement:
         """Wait for a place. A spare waits until a node is lost.
@@ -643,7 +643,7 @@ class StoreRendezvous:
         """Whether all nodes of this round are present, so that no failure ended it."""
         return bool(self._members) and self.state.members.issuperset(self._members)
 
-    def goes_on_without(self, gone: int) -> bool:
+    def can_continue_without(self, gone: int) -> bool:
         """Whether enough nodes are left, with those that wait, if ``gone`` of this round end."""
         state = self.state
         waiting = state.with_role(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
@@ -684,7 +684,7 @@ class StoreRendezvous:
         return self._store_error is None and is_own_round and bool(lost) and is_enough
 
 
-def replaced(own: int, newest: int, *, by_another: bool) -> FencedError:
+def replaced_error(own: int, newest: int, *, by_another: bool) -> FencedError:
     """The error of a node that was cut off while the job continued.
 
     Args:
