@@ -25,7 +25,9 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = tuple(f"{ROOT / name}{os.sep}" for name in ("reft", "megatron_patches"))
+FOLDERS = tuple(
+    f"{ROOT / name}{os.sep}" for name in ("reft", "reft_etcd", "reft_mpi", "megatron_patches")
+)
 WHAT = ("version", "load", "launch")
 
 passed: set[tuple[str, str]] = set()

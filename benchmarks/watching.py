@@ -25,7 +25,7 @@ from typing import Any
 
 from results import estimate, machine, run_lines
 
-from reft.node.hangs import HangConfig
+from reft.node.hangs import ActivityTracker
 from reft.node.progress import ProgressPage, at_instruction, open_page, read_pages
 
 LOOKS_PER_SEC = 4
@@ -84,9 +84,9 @@ def main() -> None:
             steps.append(thread_secs(lambda: (page.begin_step(), page.end_step(1)), options.calls))
             for trainers in TRAINERS:
                 pages = [ProgressPage(Path(folder), n, n, 10.0, 600.0) for n in range(1, trainers)]
-                watch = HangConfig()
+                watch = ActivityTracker()
                 calls = max(1, options.calls // 100)
-                look = thread_secs(lambda w=watch: w.look(read_pages(Path(folder)), 0.25), calls)
+                look = thread_secs(lambda w=watch: w.poll(read_pages(Path(folder)), 0.25), calls)
                 looks[trainers].append(look)
                 for other in pages:
                     other.close()

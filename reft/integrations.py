@@ -1,4 +1,4 @@
-"""What other packages bring for training programs that reft does not know itself.
+"""Packages that bring what reft's core does not know: training programs, and ways to carry a job.
 
 An integration is a module named by an entry point of the group ``reft.integrations``, such as this
 one in the ``pyproject.toml`` of the package::
@@ -15,7 +15,13 @@ Importing the module must be cheap: it is imported before the training script. I
   engine of nobody's;
 - ``FOLLOWERS``: any name -> ``"module:function"``, called with a session; returns the
   :class:`~reft.engine.host_state.HostState` objects that follow the state of its script;
-- ``NAMES``: public name, found in ``reft`` -> module that holds it.
+- ``NAMES``: public name, found in ``reft`` -> module that holds it;
+- ``COMMANDS``: name of a sub-command of ``reft`` -> ``"module:function"``, called with its
+  arguments, and a line of help;
+- ``RENDEZVOUS``: name of a ``--rdzv-backend`` -> ``"module:class"``, a subclass of
+  :class:`~reft.job.rendezvous.backend.RendezvousBackend`;
+- ``TRANSPORTS``: a ``"transport"`` of the block -> ``"module:function"``, which returns a function
+  that opens a :class:`~reft.control.transport.Transport`.
 
 Features of reft itself that the core does not import (:data:`OWN`) are found in the same way.
 """
@@ -27,13 +33,14 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from reft.errors import ConfigError
+
 GROUP = "reft.integrations"
 OWN = ("reft.follow",)
 
 
-def found(table: str) -> Iterator[tuple[str, str]]:
-    """Pairs of ``table`` (``"ON_IMPORT"``, ``"PROGRAMS"``, ``"FOLLOWERS"`` or ``"NAMES"``) in all
-    integrations."""
+def found(table: str) -> Iterator[tuple[str, Any]]:
+    """Pairs of one table, such as ``"ON_IMPORT"``, in all integrations."""
     for own in OWN:
         yield from getattr(import_module(own), table, {}).items()
     for integration in entry_points(group=GROUP):
@@ -44,3 +51,19 @@ def load(target: str) -> Any:
     """The object that ``"module:name"`` names."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
+
+
+def find(table: str, name: str) -> Any:
+    """The object that an integration registers in ``table`` as ``name``.
+
+    Raises:
+        ConfigError: no installed package registers it.
+    """
+    targets = dict(found(table))
+    if name not in targets:
+        known = ", ".join(targets) or "none"
+        raise ConfigError(
+            f"no installed package brings {name!r} ({table}; found: {known}). reft's own are part "
+            f"of its wheel and found by their entry points: install reft again"
+        )
+    return load(targets[name])

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,6 +95,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("process")
         if not any(map(item.get_closest_marker, ("process", "nightly", "timeout"))):
             item.add_marker(pytest.mark.timeout(SECS_WITHOUT_PROCESS), append=False)
+    # Two files run at a time. Those that take long begin first, or the last one would run alone.
+    with_process = {item.path for item in items if item.get_closest_marker("process")}
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in with_process, -tests[item.path]))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -296,7 +296,15 @@ def main(*names: str) -> int:
     found = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as directory:
         tree = Path(directory)
-        for folder in ("reft", "megatron_patches", "benchmarks", "examples", "tests"):
+        for folder in (
+            "reft",
+            "reft_etcd",
+            "reft_mpi",
+            "megatron_patches",
+            "benchmarks",
+            "examples",
+            "tests",
+        ):
             shutil.copytree(
                 ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__")
             )

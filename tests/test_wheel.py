@@ -19,7 +19,16 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[1]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
-_SOURCES = ("reft", "megatron_patches", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+_SOURCES = (
+    "reft",
+    "reft_etcd",
+    "reft_mpi",
+    "megatron_patches",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 
 
 def run(command: Sequence[str | Path], folder: Path, secs: float = 300) -> str:
@@ -78,6 +87,8 @@ def test_one_wheel_serves_every_python(wheel: Path) -> None:
     patches = {str(path.relative_to(ROOT)) for path in ROOT.glob("megatron_patches/*/*.patch")}
     assert patches | {
         "reft/py.typed",
+        "reft_etcd/backend.py",
+        "reft_mpi/mpi.py",
         "reft/node/status.html",
         "reft/tools/planning/clusters/h100.json",
         "reft/tools/planning/models/34b.json",

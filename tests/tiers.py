@@ -51,7 +51,9 @@ def main(tier: str, *options: str) -> int:
             flush=True,
         )
         selected += [f"--hypothesis-seed={seed}"]
-    code, failures = run_pytest("-n", "2", "--dist", "loadfile", *selected)
+    code, failures = run_pytest(
+        "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *selected
+    )
     if code == _NO_TESTS and tier == "quick":
         return 0
     if code != _TESTS_FAILED or not failures or len(failures) > _MOST_ALONE:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
-from reft import __version__
+from reft import __version__, integrations
 from reft.errors import ConfigError, ReftError
 
 EXIT_WELL = 0
@@ -34,9 +34,6 @@ class Command:
 
 COMMANDS = {
     "launch": Command("reft.cli", "launch", "torchrun with reft: start this node's trainers", True),
-    "mpi-run": Command(
-        "reft.job.mpi_run", "main", "run a training process under mpiexec or srun", True
-    ),
     "rendezvous": Command(
         "reft.job.rendezvous.server", "main", "serve the store where nodes meet", True
     ),
@@ -97,21 +94,33 @@ COMMANDS = {
 }
 
 
-def make_app(used: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
-    """The parser of the command line. Of sub-commands not in ``used`` it knows only the line of
-    help."""
+def find_commands() -> dict[str, Command]:
+    """All sub-commands: reft's own and those of integrations, which parse their arguments."""
+    commands = dict(COMMANDS)
+    for name, (target, help_line) in integrations.found("COMMANDS"):
+        module, _, function = target.partition(":")
+        commands[name] = Command(module, function, help_line, parses=True)
+    return commands
+
+
+def make_app(commands: Mapping[str, Command], used: Collection[str]) -> typer.Typer:
+    """The parser of the command line.
+
+    Args:
+        commands: all sub-commands, by name.
+        used: those that are imported; of the others, the parser knows only the line of help.
+    """
     app = typer.Typer(
         name="reft",
         help="Keeps hybrid-parallel LLM pretraining alive: state in the memory of peers, restarts "
-        "in "
-        "seconds.",
+        "in seconds.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # half of the time of --help
         context_settings={"help_option_names": _HELP},
     )
     app.callback()(_root)
-    for name, command in COMMANDS.items():
+    for name, command in commands.items():
         what: Any = _elsewhere
         if name in used and not command.parses:
             what = getattr(import_module(command.module), command.name)
@@ -167,15 +176,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     name = next(iter(arguments), "")
-    command = COMMANDS.get(name)
+    completes = "_REFT_COMPLETE" in os.environ  # The shell asks for words that may follow
+    # Integrations are looked up only if they can matter: it takes a hundredth of a second.
+    commands = COMMANDS if name in COMMANDS and not completes else find_commands()
+    command = commands.get(name)
     try:
         if command is not None and command.parses:
             return int(getattr(import_module(command.module), command.name)(arguments[1:]))
         if "--version" in arguments:
             typer.echo(f"reft {__version__}")
             return EXIT_WELL
-        completes = "_REFT_COMPLETE" in os.environ  # the shell asks for words that may follow
-        app = typer.main.get_command(make_app(tuple(COMMANDS) if completes else (name,)))
+        app = typer.main.get_command(make_app(commands, tuple(commands) if completes else (name,)))
         _describe_in_lower_case(app)
         app(args=arguments, prog_name="reft")
     # usage errors have been shown; typer.Exit carries a command's verdict

@@ -37,7 +37,7 @@ from reft.control.wire import listen
 from reft.device import find_local_vendor, find_vendor
 from reft.env import ENV_NODE_ID
 from reft.errors import ConfigError, ReftError
-from reft.memory.jobdir import user_secret
+from reft.memory.job_secret import user_secret
 from reft.storage.persist import reason_unwritable
 
 logger = logging.getLogger(__name__)

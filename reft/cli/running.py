@@ -19,13 +19,20 @@ import typer
 from reft.cli.memory import EXIT_NOT_WELL, AsJson, Job, MemoryDirs, find_memory
 from reft.config import AOR
 from reft.errors import ReftError
-from reft.memory import jobdir
+from reft.memory import scale_request
 from reft.memory.arena import headers
 from reft.memory.files import bounds
-from reft.memory.jobdir import JobDir, ScaleAnswer, live_processes, read_answer
+from reft.memory.jobdir import JobDir, live_processes
+from reft.memory.protection_record import (
+    ProtectionRecord,
+    parse_request,
+    read_record,
+    write_request,
+)
+from reft.memory.scale_request import ScaleAnswer, read_answer
 from reft.node.advice import advise, scale_plan, situation
-from reft.node.client import ProtectionRecord, parse_order, read_record, write_order
-from reft.node.report import newest_board, read_history
+from reft.node.history import read_history
+from reft.node.report import newest_board
 
 _POLL_SECS = 0.1
 
@@ -58,7 +65,7 @@ def protect_command(
             raise ReftError(f"{paths[0]}: no trainer has reported its protection yet")
         _show(record, as_json)
         return
-    wanted = parse_order(scheme)
+    wanted = parse_request(scheme)
     for path in paths:  # what the groups of this job have no room for, as far as its arenas tell
         directory = JobDir.open(path)
         for _, header in headers(path, directory.secret, directory.job_id):
@@ -71,7 +78,7 @@ def protect_command(
             f'switch. Write "protection": "{scheme}" into the block for its next start'
         )
     try:
-        order = write_order(running, scheme)
+        order = write_request(running, scheme)
     except OSError as error:
         raise ReftError(f"the order cannot be written: {error}; make room there") from error
     if not wait:
@@ -183,7 +190,7 @@ def scale_command(
         )
     path = paths[0]
     try:
-        order = jobdir.write_order(path, nodes, tuple(without or ()))
+        order = scale_request.write_request(path, nodes, tuple(without or ()))
     except OSError as error:
         raise ReftError(f"the order cannot be written: {error}; make room there") from error
     if not wait:

@@ -31,14 +31,14 @@ from reft.cli.memory import (
 from reft.cli.running import describe
 from reft.errors import ConfigError, ReftError
 from reft.memory.jobdir import JobDir
-from reft.node.report import (
-    HealthSignal,
+from reft.node.history import (
     RoundReport,
     describe_parts,
     read_history,
     read_kept_histories,
     why,
 )
+from reft.node.report import HealthSignal
 from reft.node.status import ENDED_AS_WANTED, StatusReader, clock
 from reft.node.stragglers import STEP_PARTS
 

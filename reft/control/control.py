@@ -1,14 +1,13 @@
-"""The host-side control plane: what ranks tell and send each other while they join and load, and,
-apart from it, the votes, tiny gathers and exchanges of the snapshot workers.
+"""The host-side control plane: messages of ranks that join and load, and of the snapshot workers.
 
-It has connections of its own, which no training collective shares, so that a commit in the
-background can never reorder or delay a training message. Every rank takes part in every vote in the
-same order; votes are the two phases of the global commit. The workers' connections can be made
-anew, when one worker has lost its place in the protocol: to leave the old ones is how its peers
-hear of it at once (P6).
+It has its own connections, which no training collective uses, so that a commit in the background
+can never reorder or delay a training message. Every rank takes part in every vote, in the same
+order; two votes are the two phases of the global commit. The workers have connections apart from
+the main threads'. They can be made again when one worker has lost its place in the protocol: its
+peers notice it at once because it closes the old ones (P6).
 
-Endpoints are found through a store (torch's, or :class:`reft.control.keyvalue.KeyValueStore`). A
-rank asks it a fixed number of questions, however many ranks there are. Places in the tree are taken
+Endpoints are found through a store (torch's, or :class:`reft.control.keyvalue.KeyValueStore`). The
+number of requests to it does not depend on the number of ranks. Positions in the tree are given out
 in the order of arrival.
 """
 
@@ -28,14 +27,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from reft import integrations
+from reft.authentication import authenticate, check_authentic
+from reft.backoff import Backoff
 from reft.control.transport import (
     CONNECT_SECS,
     PEER_ENDED,
     Buffers,
     Endpoint,
-    GoOn,
+    KeepWaiting,
     OnSilence,
-    Open,
+    OpenTransport,
     PeerTimeout,
     ReceiveQueue,
     ReceiveSink,
@@ -43,31 +45,33 @@ from reft.control.transport import (
     Transport,
     Tree,
     advance,
-    ended,
+    any_ended,
     find_children,
     find_parent,
+    log_silence,
     not_empty,
-    saying,
 )
-from reft.control.wire import Backoff, Channel, authenticate, check_authentic
+from reft.control.wire import Channel
 from reft.errors import AuthenticationError, PeerLostError, TransferError
 from reft.grid import VersionId
 
 if TYPE_CHECKING:
     import torch
 
-SOCKETS, MPI = "sockets", "mpi"  # what can carry the control plane: ``transport`` of the block
+SOCKETS = "sockets"  # The ``transport`` of the block that needs no integration
 _MESSAGE = b"reft-message-1"
 _GATHERED = b"reft-gathered-1"
 _LENGTH_BYTES = 8
-_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.005, 0.25
-_HEAR_SECS = 1.0  # So often a rank that waits asks the store whether another one has given up
+_FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.005, 0.25
+_FAILURE_POLL_SECS = 1.0  # A waiting rank asks the store this often whether another has given up
 _TREE, _PAIR = "tree", "pair"
-_MOST_VIEWS = 64  # Buffers of one call of ``sendmsg`` or ``recvmsg_into``
-_MOST_WAKES = 4096
+_MAX_VIEWS = 64  # Buffers of one call of ``sendmsg`` or ``recvmsg_into``
+_MAX_WAKE_BYTES = 4096
 
 
 class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that is used here."""
+
     def set(self, key: str, value: str) -> object: ...
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
@@ -76,18 +80,16 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Ballot:
-    """What one rank says about one version, and, after the vote, what all ranks say together."""
+    """One rank's vote on one version; and the result of the vote, in parentheses below."""
 
-    ok: bool  # the version is in order here (result: everywhere)
-    # this rank was told to stop and can do so after that step; 0 if it was not (result: the latest
-    # step that any rank named)
+    ok: bool  # The version is in order on this rank (on all ranks)
+    # Step after which this rank can stop, since it received a signal; 0 if not (the latest)
     stop_after_step: int = 0
-    # the state of this rank has another shape than the plan (result: any rank's has)
-    relayout: bool = False
-    late: bool = False  # the next votes will lag behind training here (result: anywhere)
-    # something failed here that the peers have not heard of (result: anywhere)
+    relayout: bool = False  # The shapes of this rank's state differ from the plan (of any rank)
+    late: bool = False  # The next votes of this rank lag behind its training (of any rank)
+    # This rank has an error that it has not reported to its peers (any rank has)
     has_errors: bool = False
-    # numbers of each feature, opaque here (result: each the largest of all ranks)
+    # Numbers of each feature, opaque here (each the maximum)
     features: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -95,19 +97,23 @@ _RAISED = ("stop_after_step", "relayout", "late", "has_errors")
 
 
 class ControlGroup:
-    """What all ranks tell each other; used by the main thread, while they join and while they load.
-    Collective, as all its methods are.
+    """Messages among all ranks, for the main thread while it joins and loads.
+
+    The constructor and all methods are collective.
 
     Args:
-        timeout_secs: how long a silent peer is waited for.
+        timeout_secs: how long to wait for a silent peer.
         node: the node that this rank runs on; by default its host.
         secret: what ranks prove to each other; None: the first one writes one to torch's store.
-        transport: what carries it, ``sockets`` or ``mpi``.
+        transport: ``sockets``, or the transport of an integration.
+
+    Attributes:
+        on_silence: called, in addition to the log, with ranks whose answer is missing for long.
 
     Raises:
         TransferError: a peer did not come in time, or cannot be reached.
         AuthenticationError: a peer has another secret.
-        ConfigError: MPI cannot be used here; says what is missing.
+        ConfigError: the transport cannot be used here; says what is missing.
     """
 
     _numbers = itertools.count()
@@ -126,41 +132,40 @@ class ControlGroup:
         self.world_size = dist.get_world_size()
         self.timeout_secs = timeout_secs
         self._node = node or socket.gethostname()
-        # Not through torch's groups: a script that ends with destroy_process_group() would take
-        # them along while the last version is still being committed.
+        # The store is kept instead of a process group of torch: a script that ends with
+        # destroy_process_group() would destroy the group while the last version is committed.
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._prefix = f"reft-control/{next(self._numbers)}"
         self._secret = secret or shared_secret(
             self._store, f"{self._prefix}/secret", lambda: secrets.token_bytes(32)
         )
         self.on_silence: OnSilence = lambda missing, secs: None
-        """Told, next to the log, whose answer is missing for long."""
-        self._times = itertools.count()
-        self._over_mpi: Open | None = None
-        if transport == MPI:
-            from reft.control.mpi import mpi_carrier  # mpi4py starts MPI when it is imported
-
-            self._over_mpi = mpi_carrier(self.rank, self.world_size, self._node, timeout_secs)
+        self._connects = itertools.count()
+        self._carrier = transport
+        self._open_transport: OpenTransport | None = None
+        if transport != SOCKETS:
+            make_open = integrations.find("TRANSPORTS", transport)
+            self._open_transport = make_open(self.rank, self.world_size, self._node, timeout_secs)
         self._transport: Transport | None = None
         self._connect(lambda: True)
 
-    def _connect(self, go_on: Callable[[], bool]) -> None:
-        def silent(missing: list[str], secs: float) -> None:
-            self.on_silence(missing, secs)  # which may be set later
+    def _connect(self, keep_waiting: KeepWaiting) -> None:
+        def on_silence(missing: list[str], secs: float) -> None:
+            self.on_silence(missing, secs)  # Read at the call: it may be set later
 
-        if self._over_mpi is not None:
-            self._transport = self._over_mpi(self.timeout_secs, go_on, silent)
+        if self._open_transport is not None:
+            self._transport = self._open_transport(self.timeout_secs, keep_waiting, on_silence)
             return
         self._transport = connect(
             self._store,
-            f"{self._prefix}/{next(self._times)}",
+            f"{self._prefix}/{next(self._connects)}",
             rank=self.rank,
             world_size=self.world_size,
             node=self._node,
             secret=self._secret,
             timeout_secs=self.timeout_secs,
-            go_on=go_on,
-            on_silence=silent,
+            keep_waiting=keep_waiting,
+            on_silence=on_silence,
         )
 
     @property
@@ -171,71 +176,105 @@ class ControlGroup:
         return self._transport
 
     def for_worker(self, secret: bytes | None = None) -> WorkerControl:
-        """The connections of the snapshot worker, under the job's secret (None: this group's).
-        Collective."""
+        """Connect the snapshot workers.
+
+        Args:
+            secret: of the job; None: that of this group.
+        """
         worker = WorkerControl(
             self.timeout_secs,
             node=self._node,
             secret=secret or self._secret,
-            transport=MPI if self._over_mpi else SOCKETS,
+            transport=self._carrier,
         )
         worker.on_silence = self.on_silence
         return worker
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """All-gather bytes of any length; entry r is what rank r gave. Raises TransferError, and
-        over MPI AuthenticationError (sockets see to that themselves)."""
-        if self._over_mpi is None:
+        """All-gather bytes of any length.
+
+        Returns:
+            The bytes of every rank, by rank.
+
+        Raises:
+            TransferError: a peer is gone or silent.
+            AuthenticationError: a message does not carry the secret. Only for transports of
+                integrations; sockets authenticate their connections.
+        """
+        if self._open_transport is None:
             return self._connections.gather(data)
-        told = self._connections.gather(authenticate(data, self._secret, _GATHERED))
-        return [check_authentic(body, self._secret, _GATHERED) for body in told]
+        bodies = self._connections.gather(authenticate(data, self._secret, _GATHERED))
+        return [check_authentic(body, self._secret, _GATHERED) for body in bodies]
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """All-gather a list of integers of 64 bits; entry r is what rank r gave. Raises
-        TransferError."""
+        """All-gather integers of 64 bits; as :meth:`gather_bytes`."""
         rows = self.gather_bytes(np.array(values, np.int64).tobytes())
         return [np.frombuffer(row, np.int64).tolist() for row in rows]
 
-    def any_of(self, *said: bool) -> list[bool]:
-        """Of each of these, whether any rank says yes. Raises TransferError."""
-        return [not value for value in self._connections.reduce_min([not yes for yes in said])]
+    def any_of(self, *conditions: bool) -> list[bool]:
+        """For each condition, whether it holds on any rank. Raises TransferError."""
+        results = self._connections.reduce_min([not condition for condition in conditions])
+        return [not result for result in results]
 
     def swap(self, bodies: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Give every peer its message and take the one it has for this rank. Collective among
-        these. ``bodies``: by global rank, this one left aside; each has a message for this one,
-        which may be empty. Raises PeerLostError: a peer vanished. Raises AuthenticationError: a
-        message does not carry the job's secret."""
+        """Exchange one message with each of some peers. Collective among these ranks.
+
+        Args:
+            bodies: messages by global rank; that of this rank is ignored. Every peer has a message
+                for this rank in the same call, which may be empty.
+
+        Returns:
+            The messages of the peers, by global rank.
+
+        Raises:
+            PeerLostError: a peer vanished.
+            AuthenticationError: a message does not carry the job's secret.
+        """
         outgoing = {
-            p: authenticate(m, self._secret, _MESSAGE) for p, m in bodies.items() if p != self.rank
+            peer: authenticate(body, self._secret, _MESSAGE)
+            for peer, body in bodies.items()
+            if peer != self.rank
         }
-        lengths = self._trade(
-            {p: len(m).to_bytes(_LENGTH_BYTES) for p, m in outgoing.items()},
+        lengths = self._swap_sized(
+            {peer: len(message).to_bytes(_LENGTH_BYTES) for peer, message in outgoing.items()},
             dict.fromkeys(outgoing, _LENGTH_BYTES),
         )
-        told = self._trade(outgoing, {p: int.from_bytes(length) for p, length in lengths.items()})
+        messages = self._swap_sized(
+            outgoing, {peer: int.from_bytes(length) for peer, length in lengths.items()}
+        )
         return {
             peer: check_authentic(bytes(message), self._secret, _MESSAGE)
-            for peer, message in told.items()
+            for peer, message in messages.items()
         }
 
-    def _trade(self, sends: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytearray]:
-        into = {peer: bytearray(size) for peer, size in sizes.items()}
+    def _swap_sized(
+        self, sends: Mapping[int, bytes], sizes: Mapping[int, int]
+    ) -> dict[int, bytearray]:
+        buffers = {peer: bytearray(size) for peer, size in sizes.items()}
         self.stream(
             {peer: [memoryview(body)] for peer, body in sends.items()},
-            {peer: Buffers([memoryview(room)]) for peer, room in into.items()},
+            {peer: Buffers([memoryview(buffer)]) for peer, buffer in buffers.items()},
         )
-        return into
+        return buffers
 
     def exchange(
         self,
         sends: Mapping[int, Sequence[torch.Tensor]],
         receives: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
-        """Send tensors to peers and receive from peers. Both sides of a pair hold equally many
-        bytes for each other, and name each other in the same call. Raises PeerLostError."""
-        self.stream(
-            _to_bytes(sends), {peer: Buffers(views) for peer, views in _to_bytes(receives).items()}
-        )
+        """Send tensors to peers and receive tensors from peers.
+
+        Both ranks of a pair name each other in the same call, with the same numbers of bytes.
+
+        Args:
+            sends: contiguous tensors on the host, by global rank.
+            receives: contiguous tensors on the host to be filled, by global rank.
+
+        Raises:
+            PeerLostError: a peer vanished.
+        """
+        sinks = {peer: Buffers(views) for peer, views in _to_bytes(receives).items()}
+        self.stream(_to_bytes(sends), sinks)
 
     def stream(
         self,
@@ -243,7 +282,7 @@ class ControlGroup:
         receives: Mapping[int, ReceiveSink],
         wake: socket.socket | None = None,
     ) -> None:
-        """As :meth:`exchange`, where there may be no room yet; see :meth:`Transport.stream`."""
+        """Exchange bytes as :meth:`Transport.stream` does. Raises PeerLostError."""
         try:
             self._connections.stream(sends, receives, wake)
         except BaseException as error:
@@ -257,54 +296,66 @@ class ControlGroup:
             raise
 
     def end_pairs(self) -> None:
-        """Let the connections go that an exchange has made, beyond the tree's. Nothing is waited
-        for: the ranks meet in a collective before the next exchange."""
+        """Close the connections that exchanges have made beyond the tree's.
+
+        It does not wait for the other ranks, which take part in a collective before the next
+        exchange.
+        """
         self._connections.end_pairs()
 
     def leave(self) -> None:
-        """Close this rank's connections: its neighbours hear of it now, the others through them."""
+        """Close this rank's connections: its neighbours notice it now, the others through them."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
 
 
 class WorkerControl(ControlGroup):
-    """Votes and point-to-point transfers of the snapshot protocol. Used by the worker thread
-    alone."""
+    """Votes and exchanges of the snapshot workers. Used by the worker thread only."""
 
-    def rejoin(self, go_on: Callable[[], bool]) -> None:
-        """Make the connections anew, once all ranks have left the old ones, as long as ``go_on``
-        says so. Collective; raises TransferError where a peer did not come in time, or cannot be
-        reached."""
+    def rejoin(self, keep_waiting: KeepWaiting) -> None:
+        """Connect again, after all ranks have left the old connections. Collective.
+
+        Args:
+            keep_waiting: ends the wait when it returns False.
+
+        Raises:
+            TransferError: a peer did not come in time, or cannot be reached.
+        """
         self.leave()
-        self._connect(go_on)
+        self._connect(keep_waiting)
 
     def vote(self, ballot: Ballot, version: VersionId) -> Ballot:
-        """All-reduce a ballot over all ranks, which must vote on the same version of the same
-        incarnation; everybody gets the same result. Raises TransferError: a peer is gone, or votes
-        on another version."""
-        # A minimum is all that is reduced: what any rank may raise is sent negated.
-        raised = [getattr(ballot, name) for name in _RAISED]
+        """All-reduce a ballot; every rank gets the same result. Collective.
+
+        Args:
+            ballot: of this rank.
+            version: the version to vote on, which must be the same on all ranks.
+
+        Raises:
+            TransferError: a peer is gone, or votes on another version.
+        """
+        # The transport only has a minimum. Fields whose maximum is needed are sent negated, and the
+        # version is sent twice, so that its minimum and its maximum can be compared.
+        flags = [getattr(ballot, name) for name in _RAISED]
         names = sorted(ballot.features)
         numbers = [number for name in names for number in ballot.features[name]]
         word = [version.step, -version.step, version.incarnation, -version.incarnation]
-        word += [int(ballot.ok), *(-int(value) for value in (*raised, *numbers))]
+        word += [int(ballot.ok), *(-int(value) for value in (*flags, *numbers))]
         lowest, highest, oldest, newest, ok, *largest = self._connections.reduce_min(word)
         if oldest != -newest:
             raise TransferError(
-                f"ranks of different starts of the job vote (incarnations {oldest} and "
-                f"{-newest}); this rank "
-                f"is of {version.incarnation}. Nothing is committed: the older was replaced and "
-                "has to end"
+                f"ranks of different starts of the job vote (incarnations {oldest} and {-newest}); "
+                f"this rank is of {version.incarnation}. Nothing is committed: the older was "
+                f"replaced and has to end"
             )
         if lowest != -highest:
             raise TransferError(
                 f"ranks vote on different steps ({lowest} and {-highest}); expected all at "
-                f"{version.step}. "
-                f"Every rank must take the same optimizer steps"
+                f"{version.step}. Every rank must take the same optimizer steps"
             )
         results = iter(-value for value in largest)
-        fields = {name: type(own)(next(results)) for name, own in zip(_RAISED, raised, strict=True)}
+        fields = {name: type(own)(next(results)) for name, own in zip(_RAISED, flags, strict=True)}
         features = {name: tuple(next(results) for _ in ballot.features[name]) for name in names}
         return Ballot(ok=bool(ok), features=features, **fields)
 
@@ -313,8 +364,8 @@ def _to_bytes(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[m
     import torch
 
     return {
-        rank: [t.view(-1).view(torch.uint8).numpy().data for t in of_rank]
-        for rank, of_rank in tensors.items()
+        rank: [tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors_of_rank]
+        for rank, tensors_of_rank in tensors.items()
     }
 
 
@@ -322,27 +373,26 @@ def _to_bytes(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[m
 
 
 class TreeTransport(Tree):
-    """One rank's connections to the others over sockets: its place in the tree, and for exchanges
-    one connection per pair, made when the two first have something for each other. Used by one
-    thread.
+    """One rank's connections over sockets: its position in the tree, and one for each peer.
 
-    The bytes go from memory to memory without frames, and are checked by the checksums that travel
-    with a version; the connection itself is authenticated. Who has no room for more does not read:
-    what was sent ahead is bounded by the connections' own buffers. Where a connection of the tree
-    ends, so does the exchange.
+    A connection to a peer is made when the two first exchange bytes. The bytes go from memory to
+    memory without frames: the connection is authenticated, and the checksums that travel with a
+    version check the bytes. A rank without room does not read, and the buffers of the connection
+    bound what its peer can send ahead. If a connection of the tree ends, so does the exchange. Used
+    by one thread.
     """
 
     def __init__(
         self,
-        reception: ReceiveQueue,
+        arrivals: ReceiveQueue,
         parent: Channel | None,
         children: Sequence[Channel],
         limits: TransferLimits,
         *,
         endpoint_of: Callable[[int], Endpoint],
     ) -> None:
-        super().__init__(reception.endpoint.rank, parent, children, limits)
-        self._reception = reception
+        super().__init__(arrivals.endpoint.rank, parent, children, limits)
+        self._arrivals = arrivals
         self._endpoint_of = endpoint_of
         self.pairs: dict[int, Channel] = {}
 
@@ -354,63 +404,71 @@ class TreeTransport(Tree):
     ) -> None:
         deadline = time.monotonic() + self.limits.timeout_secs
         peers = sorted(sends.keys() | receives.keys())
-        pairs = {peer: self._pair(peer, deadline) for peer in peers}
-        flows = [
+        channels = {peer: self._pair(peer, deadline) for peer in peers}
+        exchanges = [
             _PairExchange(
-                pairs[peer], not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(())
+                channels[peer], not_empty(sends.get(peer, ())), receives.get(peer) or Buffers(())
             )
             for peer in peers
         ]
-        self._move(flows, wake)
+        self._move(exchanges, wake)
 
     def _pair(self, peer: int, deadline: float) -> Channel:
+        """The connection to a peer, which is made at its first use."""
         if peer not in self.pairs:
-            # The lower rank calls: a pair has one connection. Who is called answers in a thread of
-            # its own, so that a ring of ranks that all call does not stand still.
+            # The lower rank calls, so that a pair has one connection. The other rank accepts in a
+            # thread: a ring in which every rank calls the next does not deadlock.
             if self._rank < peer:
-                self.pairs[peer] = self._reception.call(self._endpoint_of(peer), _PAIR, deadline)
+                channel = self._arrivals.call(self._endpoint_of(peer), _PAIR, deadline)
             else:
-                self.pairs[peer] = self._await(peer, deadline)
-            self.pairs[peer].settimeout(0)
+                channel = self._await_call(peer, deadline)
+            channel.settimeout(0)
+            self.pairs[peer] = channel
         return self.pairs[peer]
 
-    def _await(self, peer: int, deadline: float) -> Channel:
+    def _await_call(self, peer: int, deadline: float) -> Channel:
         silence = PeerTimeout(self.limits.patience_secs)
 
-        def go_on() -> bool:
-            if silence.says([str(peer)]):
+        def keep_waiting() -> bool:
+            if silence.is_report_due([str(peer)]):
                 self.limits.on_silence([str(self._endpoint_of(peer))], silence.secs)
-            return not ended(self.links)
+            return not any_ended(self.links)
 
-        return self._reception.await_call(_PAIR, peer, deadline, go_on)
+        return self._arrivals.await_call(_PAIR, peer, deadline, keep_waiting)
 
-    def _move(self, flows: Sequence[_PairExchange], wake: socket.socket | None) -> None:
-        """Carry all flows to their end. Raises TimeoutError: nothing moved for ``timeout_secs``;
-        EOFError: a peer, or one that is watched, has closed its connection."""
+    def _move(self, exchanges: Sequence[_PairExchange], wake: socket.socket | None) -> None:
+        """Run all exchanges to their end.
+
+        Raises:
+            TimeoutError: nothing moved within the time-out.
+            EOFError: a peer, or a neighbour in the tree, has closed its connection.
+        """
         poller = select.poll()
         for channel in self.links:
             poller.register(channel, PEER_ENDED)
-        busy = {flow.connection.fileno(): flow for flow in flows if not flow.done}
-        for fd, flow in busy.items():
-            poller.register(fd, flow.wants() | PEER_ENDED)
+        busy = {each.connection.fileno(): each for each in exchanges if not each.done}
+        for fd, exchange in busy.items():
+            poller.register(fd, exchange.events() | PEER_ENDED)
         if wake is not None:
             poller.register(wake, select.POLLIN)
         silence = PeerTimeout(self.limits.patience_secs)
         while busy:
-            self.limits.look_at(silence, [flow.peer for flow in busy.values()])
-            for fd, event in poller.poll(1000 * min(silence.left_secs(), self.limits.timeout_secs)):
+            self.limits.check_progress(silence, [exchange.peer for exchange in busy.values()])
+            timeout_secs = min(silence.left_secs(), self.limits.timeout_secs)
+            for fd, event in poller.poll(1000 * timeout_secs):
                 silence = PeerTimeout(self.limits.patience_secs)
                 if wake is not None and fd == wake.fileno():
-                    wake.recv(_MOST_WAKES)
-                    for each, flow in busy.items():
-                        poller.modify(each, flow.wants() | PEER_ENDED)
+                    wake.recv(_MAX_WAKE_BYTES)
+                    # A sink may have room now: its connection is polled for bytes again.
+                    for each, exchange in busy.items():
+                        poller.modify(each, exchange.events() | PEER_ENDED)
                 elif fd not in busy:
                     raise EOFError("a rank left while others exchanged bytes")
                 else:
-                    flow = busy[fd]
-                    flow.go_on(event)
-                    poller.modify(fd, flow.wants() | PEER_ENDED)
-                    if flow.done:
+                    exchange = busy[fd]
+                    exchange.advance(event)
+                    poller.modify(fd, exchange.events() | PEER_ENDED)
+                    if exchange.done:
                         del busy[fd]
                         poller.unregister(fd)
 
@@ -421,42 +479,46 @@ class TreeTransport(Tree):
         self.pairs.clear()
 
     def close(self) -> None:
-        self._reception.close()
+        self._arrivals.close()
         self.end_pairs()
         super().close()
 
 
 class _PairExchange:
-    """What goes over one connection in one exchange."""
+    """The bytes of one exchange that go over one connection, in both directions."""
 
-    def __init__(self, channel: Channel, out: Sequence[memoryview], inflow: ReceiveSink) -> None:
+    def __init__(self, channel: Channel, out: Sequence[memoryview], sink: ReceiveSink) -> None:
         self.peer = channel.peer
         self.connection = channel.detach()
         self._out = deque(out)
-        self._inflow = inflow
-        self._into: deque[memoryview] = deque()
+        self._sink = sink
+        self._room: deque[memoryview] = deque()
 
     @property
     def done(self) -> bool:
-        return not self._out and self._inflow.complete
+        return not self._out and self._sink.complete
 
-    def wants(self) -> int:
-        """The events that something can be moved at."""
-        self._into.extend(self._inflow.room())
-        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
+    def events(self) -> int:
+        """The events of ``poll`` at which bytes can be moved."""
+        self._room.extend(self._sink.room())
+        writable = select.POLLOUT if self._out else 0
+        readable = select.POLLIN if self._room else 0
+        return writable | readable
 
-    def go_on(self, event: int) -> None:
-        if self._into and event & select.POLLIN:
-            nbytes = self.connection.recvmsg_into(islice(self._into, _MOST_VIEWS))[0]
+    def advance(self, event: int) -> None:
+        """Move bytes after an event. Raises EOFError: the peer has closed the connection."""
+        if self._room and event & select.POLLIN:
+            nbytes = self.connection.recvmsg_into(islice(self._room, _MAX_VIEWS))[0]
             if not nbytes:
                 raise EOFError("a peer closed its connection")
-            if full := advance(self._into, nbytes):
-                self._inflow.filled(full)
+            if full := advance(self._room, nbytes):
+                self._sink.filled(full)
         elif event & PEER_ENDED:
             raise EOFError("a peer closed its connection")
         if self._out and event & select.POLLOUT:
             with suppress(BlockingIOError):
-                advance(self._out, self.connection.sendmsg(islice(self._out, _MOST_VIEWS)))
+                nbytes = self.connection.sendmsg(islice(self._out, _MAX_VIEWS))
+                advance(self._out, nbytes)
 
 
 def connect(
@@ -468,34 +530,46 @@ def connect(
     node: str,
     secret: bytes,
     timeout_secs: float,
-    go_on: GoOn = lambda: True,
+    keep_waiting: KeepWaiting = lambda: True,
     on_silence: OnSilence = lambda missing, secs: None,
 ) -> TreeTransport:
-    """Connect this rank with the others. Collective. ``node``: the node that this rank runs on;
-    ranks of a node meet over Unix sockets. ``timeout_secs``: to connect, and later for each
-    collective and each exchange. ``on_silence``: told, beside the log, whose answer is missing for
-    long in a collective or an exchange. Raises AuthenticationError: a rank has another secret."""
-    joining = _JoinRecord(store, prefix, secret, time.monotonic() + timeout_secs, go_on)
+    """Connect this rank with the others. Collective.
+
+    Args:
+        store: where the ranks find each other.
+        prefix: of the keys; another one for every call.
+        rank: of this process.
+        world_size: number of ranks.
+        node: the node that this rank runs on; ranks of one node use Unix sockets.
+        secret: of the job.
+        timeout_secs: to connect, and later for each collective and each exchange.
+        keep_waiting: ends the wait when it returns False.
+        on_silence: called, in addition to the log, with ranks whose answer is missing for long.
+
+    Raises:
+        TransferError: the ranks cannot be connected in time.
+        AuthenticationError: a rank has another secret.
+    """
+    joining = _JoinRecord(store, prefix, secret, time.monotonic() + timeout_secs, keep_waiting)
     links: list[Channel] = []
-    with joining.heard(rank):
-        reception = ReceiveQueue(rank, node, secret)
+    with joining.reporting_failure(rank):
+        arrivals = ReceiveQueue(rank, node, secret)
         try:
-            callers, called = joining.places(reception.endpoint, world_size, node)
+            callers, parent_endpoint = joining.take_position(arrivals.endpoint, world_size, node)
             parent = None
-            if called is not None:
-                parent = reception.call(called, _TREE, joining.deadline)
+            if parent_endpoint is not None:
+                parent = arrivals.call(parent_endpoint, _TREE, joining.deadline)
                 links.append(parent)
             for caller in callers:
-                links.append(
-                    reception.await_call(
-                        _TREE,
-                        caller,
-                        joining.deadline,
-                        lambda: joining.go_on() and not ended(links),
-                    )
+                child = arrivals.await_call(
+                    _TREE,
+                    caller,
+                    joining.deadline,
+                    lambda: joining.keep_waiting() and not any_ended(links),
                 )
+                links.append(child)
         except BaseException as error:
-            reception.close()
+            arrivals.close()
             for link in links:
                 link.close()
             if isinstance(error, AuthenticationError | TransferError):
@@ -506,98 +580,123 @@ def connect(
                 ) from error
             raise
     limits = TransferLimits(
-        timeout_secs, on_silence=saying(on_silence, first_on_node=joining.is_first_on_node)
+        timeout_secs, on_silence=log_silence(on_silence, first_on_node=joining.is_first_on_node)
     )
     children = links[parent is not None :]
-    return TreeTransport(reception, parent, children, limits, endpoint_of=joining.endpoint_of)
+    return TreeTransport(arrivals, parent, children, limits, endpoint_of=joining.endpoint_of)
 
 
 class _JoinRecord:
-    """What one rank writes to the store, and reads there."""
+    """The keys through which ranks find each other while they connect.
+
+    ============== ==========================================================
+    key            value
+    ============== ==========================================================
+    node/NODE      number of ranks that came on this node
+    nodes          number of nodes with a rank
+    rank/RANK      endpoint of a rank
+    at/NODE/INDEX  rank at a position of the node's tree
+    leader/INDEX   rank at a position of the tree of nodes
+    came, whole    number of ranks that came; present when all have
+    failures       number of ranks that gave up
+    failed         rank that gave up first
+    ============== ==========================================================
+    """
 
     def __init__(
-        self, store: Store, prefix: str, secret: bytes, deadline: float, go_on: GoOn
+        self,
+        store: Store,
+        prefix: str,
+        secret: bytes,
+        deadline: float,
+        keep_waiting: KeepWaiting,
     ) -> None:
         self._store = store
         self._prefix = prefix
         self._secret = secret
         self.deadline = deadline
-        self._go_on = go_on
+        self._keep_waiting = keep_waiting
         self.is_first_on_node = True
-        self._hear_at = time.monotonic() + _HEAR_SECS
+        self._failure_poll_at = time.monotonic() + _FAILURE_POLL_SECS
 
     @contextmanager
-    def heard(self, rank: int) -> Iterator[None]:
-        """Whoever fails in here is heard of by all who still wait."""
+    def reporting_failure(self, rank: int) -> Iterator[None]:
+        """Report any error in this block to the ranks that still wait."""
         try:
             yield
         except BaseException:
             with suppress(OSError, RuntimeError):
-                if self._take("failures") == 0:
+                if self._take_number("failures") == 0:
                     self._set("failed", str(rank))
             raise
 
-    def go_on(self) -> bool:
-        """Whether to wait on. Raises TransferError: another rank has given up."""
-        if time.monotonic() > self._hear_at:
-            self._hear_at = time.monotonic() + _HEAR_SECS
+    def keep_waiting(self) -> bool:
+        """Whether to keep waiting. Raises TransferError: another rank has given up."""
+        if time.monotonic() > self._failure_poll_at:
+            self._failure_poll_at = time.monotonic() + _FAILURE_POLL_SECS
             if self._store.check([self._key("failed")]):
                 raise TransferError(
-                    f"rank {self._rank('failed')} could not connect with the others; its log says "
-                    "why"
+                    f"rank {self._read_rank('failed')} could not connect with the others; its log "
+                    "says why"
                 )
-        return self._go_on()
+        return self._keep_waiting()
 
-    def places(
-        self, mine: Endpoint, world_size: int, node: str
+    def take_position(
+        self, own: Endpoint, world_size: int, node: str
     ) -> tuple[Sequence[int], Endpoint | None]:
-        """Take a place; the ranks that will call this one, and where this one calls. Waits for all
-        ranks."""
+        """Take a position in the tree, and wait until all ranks have one.
+
+        Returns:
+            The ranks that call this one, and the endpoint that this one calls; None at the root.
+        """
         if world_size == 1:
             return (), None
-        index = self._take(f"node/{node}")
+        index = self._take_number(f"node/{node}")
         self.is_first_on_node = index == 0
-        leader = self._take("nodes") if index == 0 else None
-        self._set(f"rank/{mine.rank}", mine.pack(self._secret).hex())
-        self._set(f"at/{node}/{index}", str(mine.rank))
-        if leader is not None:
-            self._set(f"leader/{leader}", str(mine.rank))
-        came = self._take("came") + 1
+        node_index = self._take_number("nodes") if index == 0 else None
+        self._set(f"rank/{own.rank}", own.pack(self._secret).hex())
+        self._set(f"at/{node}/{index}", str(own.rank))
+        if node_index is not None:
+            self._set(f"leader/{node_index}", str(own.rank))
+        # Counted last: when all have come, the keys above are there for every rank.
+        came = self._take_number("came") + 1
         if came > world_size:
             raise TransferError(
                 f"{came} ranks wanted to connect, expected {world_size}: torch's store holds what "
-                "earlier "
-                "processes of this job wrote. Start them with a new store (reft launch does)"
+                "earlier processes of this job wrote. Start them with a new store (reft launch "
+                "does)"
             )
         if came == world_size:
             self._set("whole", "1")
-        self._await_all(world_size)
-        # All listen now: what is left takes no rank long, and one that has died meanwhile does not
-        # say so.
+        self._wait_for_all(world_size)
+        # All ranks listen now, so that connecting takes little time. A rank that has died since
+        # cannot report it: the deadline is short.
         self.deadline = min(self.deadline, time.monotonic() + CONNECT_SECS)
-        callers = [
-            self._rank(f"at/{node}/{i}") for i in find_children(index, self._count(f"node/{node}"))
-        ]
-        if leader is None:
-            return callers, self.endpoint_of(self._rank(f"at/{node}/{find_parent(index)}"))
-        callers += [self._rank(f"leader/{i}") for i in find_children(leader, self._count("nodes"))]
-        return callers, self.endpoint_of(
-            self._rank(f"leader/{find_parent(leader)}")
-        ) if leader else None
+        ranks_here = self._read_count(f"node/{node}")
+        callers = [self._read_rank(f"at/{node}/{i}") for i in find_children(index, ranks_here)]
+        if node_index is None:
+            parent = self._read_rank(f"at/{node}/{find_parent(index)}")
+            return callers, self.endpoint_of(parent)
+        nodes = self._read_count("nodes")
+        callers += [self._read_rank(f"leader/{i}") for i in find_children(node_index, nodes)]
+        if node_index == 0:
+            return callers, None
+        parent = self._read_rank(f"leader/{find_parent(node_index)}")
+        return callers, self.endpoint_of(parent)
 
     def endpoint_of(self, rank: int) -> Endpoint:
+        """Where a rank listens. Raises AuthenticationError: the key was not written by the job."""
         packed = bytes.fromhex(self._store.get(self._key(f"rank/{rank}")).decode())
         return Endpoint.unpack(packed, self._secret)
 
-    def _await_all(self, world_size: int) -> None:
-        # Asked again and again: a blocking wait would keep the process's other threads from the
-        # store.
-        looks = Backoff(_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS)
+    def _wait_for_all(self, world_size: int) -> None:
+        # Polled: a blocking wait would keep the process's other threads from using the store.
+        pauses = Backoff(_FIRST_POLL_SECS, _LONGEST_POLL_SECS)
         while not self._store.check([self._key("whole")]):
-            if not self.go_on() or time.monotonic() > self.deadline:
-                came = self._count("came")
+            if not self.keep_waiting() or time.monotonic() > self.deadline:
+                came = self._read_count("came")
                 raise TransferError(f"only {came} of {world_size} ranks tried to connect")
-            time.sleep(looks.failed())
+            time.sleep(pauses.failed())
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
@@ -605,20 +704,22 @@ class _JoinRecord:
     def _set(self, name: str, value: str) -> None:
         self._store.set(self._key(name), value)
 
-    def _rank(self, name: str) -> int:
+    def _read_rank(self, name: str) -> int:
         return int(self._store.get(self._key(name)))
 
-    def _count(self, name: str) -> int:
+    def _read_count(self, name: str) -> int:
         return self._store.add(self._key(name), 0)
 
-    def _take(self, name: str) -> int:
-        """The next number under this name, from 0."""
+    def _take_number(self, name: str) -> int:
+        """The next number of a counter, from 0."""
         return self._store.add(self._key(name), 1) - 1
 
 
 def shared_secret(store: Store, key: str, make: Callable[[], bytes]) -> bytes:
-    """Bytes that the first who asks makes and the others read: whoever can read the store can take
-    part, as in torch's own groups."""
+    """A secret that the first caller makes and all others read from the store.
+
+    Every process that can read the store can take part, as in torch's own groups.
+    """
     if store.add(f"{key}/first", 1) == 1:
         store.set(key, make().hex())
     return bytes.fromhex(store.get(key).decode())

@@ -1,10 +1,11 @@
-"""The rendezvous store: a table of bytes for those who know the secret (P11), kept on disk where
-wanted.
+"""The rendezvous store: a table of bytes for processes that know the secret (P11).
 
-It takes the place of torch's TCPStore, which serves whoever reaches its port and has no option to
-ask for a secret. etcd (:mod:`reft.job.rendezvous.etcd`) outlives its host, but is one more server
-to install and to keep; this one lives in a launcher. One request, one answer: ``[operation,
-arguments...]`` and ``[True, result]`` or ``[False, why not]``.
+It replaces torch's TCPStore, which serves every process that reaches its port and has no option to
+ask for a secret. etcd (:mod:`reft_etcd`) survives the loss of its host, but is one more server to
+install and maintain; this one lives in a launcher, or in ``reft rendezvous``.
+
+Every request has one answer. A request is ``[operation, arguments...]``, an answer is ``[True,
+result]`` or ``[False, reason]``.
 """
 
 from __future__ import annotations
@@ -23,18 +24,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from reft.authentication import authenticate, check_authentic, derive_key
+from reft.backoff import Backoff
 from reft.control.wire import (
     AuthenticatedServer,
-    Backoff,
     Channel,
     address_towards,
-    authenticate,
-    check_authentic,
     connect_authenticated,
-    derive_key,
     parse_endpoint,
 )
 from reft.errors import AuthenticationError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+PURPOSE = "rendezvous"
+_RETRY_SECS = 1.0
+_FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.01, 0.25
+_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "left", "time")
+"""Operations that may be repeated if their answer was lost: twice has the effect of once."""
+_LEFT_SECS = 600.0  # How long the server remembers that a holder's connection has ended
+_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
+_JOURNAL_FILE = "rendezvous.sqlite"
+_JOURNAL_PURPOSE = b"rendezvous state"
 
 
 class StoreError(RuntimeError):
@@ -42,12 +53,18 @@ class StoreError(RuntimeError):
 
 
 class RendezvousStore(ABC):
-    """A client; what reft needs of a ``torch.distributed.Store``. Safe to use from several threads.
-    Every method is bounded and raises StoreError if the store does not answer in time.
-    ``keeps_leases``: a holder of a name has to come back in time; otherwise it is its connection
-    that tells."""
+    """A client of a store: the part of ``torch.distributed.Store`` that reft needs, and names.
 
-    prefix: str = ""  # put before every key
+    Safe to use from several threads. Every method is bounded in time, and raises StoreError if the
+    store does not answer.
+
+    Attributes:
+        prefix: put before every key.
+        keeps_leases: a holder has to renew its name in time. Otherwise it holds the name for as
+            long as it is connected.
+    """
+
+    prefix: str = ""
     _timeout_secs = 30.0
     keeps_leases = False
 
@@ -64,10 +81,10 @@ class RendezvousStore(ABC):
 
     @abstractmethod
     def set(self, key: str, value: str | bytes) -> None:
-        """Write, whatever was there."""
+        """Write a value, whatever the key held before."""
 
     def get(self, key: str) -> bytes:
-        """The value of ``key``, once there is one; raises TimeoutError if none comes."""
+        """Wait for the value of ``key``. Raises TimeoutError: it was not written in time."""
         value = self.peek(key)
         if value is None:
             self.wait([key])
@@ -78,82 +95,88 @@ class RendezvousStore(ABC):
 
     @abstractmethod
     def peek(self, key: str) -> bytes | None:
-        """The value of ``key``, or None."""
+        """The value of ``key``; None if there is none."""
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` are there; with no keys, whether the store answers."""
-        found = [self.peek(key) for key in keys or [""]]
-        return not keys or None not in found
+        """Whether all ``keys`` have a value; without keys, whether the store answers."""
+        values = [self.peek(key) for key in keys or [""]]
+        return not keys or None not in values
 
     @abstractmethod
     def delete(self, key: str) -> bool:
-        """Whether it was there."""
+        """Delete a key; returns whether it had a value."""
 
     @abstractmethod
     def compare_set(
         self, key: str, expected: bytes | None, value: bytes
     ) -> tuple[bool, bytes | None]:
-        """Set ``key`` if it holds ``expected`` (None: nothing); whether it was set, and what it
-        holds now."""
+        """Write a value if the key holds ``expected``; None: if it has no value.
+
+        Returns:
+            Whether the value was written, and what the key holds now.
+        """
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there; raises TimeoutError."""
+        """Wait until all keys have a value. Raises TimeoutError."""
         secs = self._timeout_secs if timeout is None else timeout.total_seconds()
-        deadline, looks = time.monotonic() + secs, Backoff(_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS)
+        deadline = time.monotonic() + secs
+        pauses = Backoff(_FIRST_POLL_SECS, _LONGEST_POLL_SECS)
         while not self.check(keys):
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"no node wrote {', '.join(keys)} to the rendezvous store in {secs:.0f} s"
                 )
-            time.sleep(looks.failed())
+            time.sleep(pauses.failed())
 
     @abstractmethod
     def hold(self, name: str, secs: float) -> None:
-        """Be known by ``name`` for as long as this process is connected; where the store keeps
-        leases, for ``secs`` from now on."""
+        """Hold a name, which shows others that this process is alive.
+
+        Args:
+            name: of this process.
+            secs: length of the lease. Without leases, the name is held while the process is
+                connected.
+        """
 
     def alive(self, prefix: str) -> frozenset[str]:
-        """The names with that prefix whose holders live now; nobody where the store keeps no
-        leases: its clients then tell each other by heartbeats in what they share."""
+        """Names with that prefix that are held now.
+
+        Empty if the store keeps no leases: its clients then write heartbeats into a value.
+        """
         return frozenset()
 
     @abstractmethod
     def left(self, prefix: str) -> dict[str, float]:
-        """Who held a name that begins with ``prefix`` and does so no more: seconds by name."""
+        """Names with that prefix that are no longer held, and for how many seconds."""
 
     def time(self) -> float | None:
-        """Seconds since 1970 by the store's clock, which its clients share; None where it tells no
-        time."""
+        """Seconds since 1970 by the store's clock; None if the store has no such operation."""
         return None
 
     def local_address(self) -> str:
-        """The address of this host on its way to the store."""
-        found = address_towards(*parse_endpoint(self.endpoint))
-        if found is None:
+        """The address of this host on the route to the store."""
+        address = address_towards(*parse_endpoint(self.endpoint))
+        if address is None:
             raise StoreError(f"the rendezvous store at {self.endpoint} cannot be reached")
-        return found
+        return address
 
     @abstractmethod
     def close(self) -> None:
-        """End the connection, also for all views of this store; a request under way fails."""
+        """Close the connection of this store and all its views; a running request fails."""
 
 
-logger = logging.getLogger(__name__)
-
-PURPOSE = "rendezvous"
-_RETRY_SECS = 1.0
-_FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.01, 0.25
-_REPEATABLE = ("get", "set", "check", "delete", "compare_set", "left", "time")
-"""Doing these twice leaves what doing them once does; a lost answer is asked for again."""
-_LEFT_SECS = 600.0  # Whose connection has ended is known for so long
-_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
-_FILE = "rendezvous.sqlite"
-_PURPOSE = b"rendezvous state"
+# -- the server ------------------------------------------------------------------------------------
 
 
 class KeyValueServer:
-    """Serves a table to everybody who knows the secret. ``table``: what it holds from the start.
-    ``journal``: keeps the table on disk, and has that of an earlier server."""
+    """Serves a table to every process that knows the secret.
+
+    Args:
+        listener: a listening socket.
+        secret: of the user.
+        table: the first entries.
+        journal: keeps the table on disk, and has the entries of an earlier server.
+    """
 
     def __init__(
         self,
@@ -164,9 +187,10 @@ class KeyValueServer:
     ) -> None:
         self._journal = journal
         self._table: dict[str, bytes] = {**(journal.table if journal else {}), **(table or {})}
+        # Operations of all clients run one at a time, each in the thread of its connection.
         self._lock = threading.Lock()
         self._holders: dict[str, Channel] = {}
-        self._left: dict[str, float] = {}
+        self._left_at: dict[str, float] = {}
         self._operations: dict[str, Callable[..., Any]] = {
             "get": self._table.get,
             "set": self._set,
@@ -175,13 +199,9 @@ class KeyValueServer:
             "delete": self._delete,
             "compare_set": self._compare_set,
             "time": time.time,
-            "left": lambda prefix: {
-                name: time.monotonic() - at
-                for name, at in self._left.items()
-                if name.startswith(prefix)
-            },
+            "left": self._left,
         }
-        self._server = AuthenticatedServer(listener, secret, PURPOSE, self._serve_until_it_ends)
+        self._server = AuthenticatedServer(listener, secret, PURPOSE, self._serve_client)
         self.host, self.port = self._server.host, self._server.port
 
     def close(self) -> None:
@@ -191,35 +211,41 @@ class KeyValueServer:
                 self._journal.close()
 
     def holders(self) -> set[str]:
+        """The names that connected clients hold."""
         with self._lock:
             return set(self._holders)
 
-    def _serve_until_it_ends(self, channel: Channel) -> None:
+    def _serve_client(self, channel: Channel) -> None:
         def hold(name: str) -> None:
             self._holders[name] = channel
-            self._left.pop(name, None)
+            self._left_at.pop(name, None)
 
         try:
             _serve(channel, {**self._operations, "hold": hold}, self._lock)
         finally:
             now = time.monotonic()
             with self._lock:
-                for name in [n for n, holder in self._holders.items() if holder is channel]:
+                held = [name for name, holder in self._holders.items() if holder is channel]
+                for name in held:
                     del self._holders[name]
-                    self._left[name] = now
-                self._left = {n: at for n, at in self._left.items() if now - at < _LEFT_SECS}
+                    self._left_at[name] = now
+                self._left_at = {
+                    name: left_at
+                    for name, left_at in self._left_at.items()
+                    if now - left_at < _LEFT_SECS
+                }
 
-    # -- what is asked for, by one client after the other ------------------------------------------
+    # -- operations; the lock is held --------------------------------------------------------------
 
     def _set(self, key: str, value: bytes) -> None:
         if not isinstance(key, str) or not isinstance(value, bytes):
             raise TypeError(
                 f"found {type(key).__name__} and {type(value).__name__}; expected a key of text "
-                "and bytes"
+                f"and bytes"
             )
         self._table[key] = value
         if self._journal is not None:
-            self._journal.note(self._table, key)
+            self._journal.write(self._table, key)
 
     def _add(self, key: str, amount: int) -> int:
         total = int(self._table.get(key, b"0")) + int(amount)
@@ -229,21 +255,29 @@ class KeyValueServer:
     def _delete(self, key: str) -> bool:
         was_there = self._table.pop(key, None) is not None
         if was_there and self._journal is not None:
-            self._journal.note(self._table, key)
+            self._journal.write(self._table, key)
         return was_there
 
     def _compare_set(self, key: str, expected: bytes | None, value: bytes) -> list[Any]:
-        held = self._table.get(key)
-        if held != expected:
-            return [False, held]
+        current = self._table.get(key)
+        if current != expected:
+            return [False, current]
         self._set(key, value)
         return [True, value]
+
+    def _left(self, prefix: str) -> dict[str, float]:
+        now = time.monotonic()
+        return {
+            name: now - left_at
+            for name, left_at in self._left_at.items()
+            if name.startswith(prefix)
+        }
 
 
 def relay_store(
     listener: socket.socket, secret: bytes, store: RendezvousStore
 ) -> AuthenticatedServer:
-    """Another store, for those on this host who speak to a :class:`KeyValueServer`."""
+    """Serve another store to clients on this host, which speak to it as to a KeyValueServer."""
     operations: dict[str, Callable[..., Any]] = {
         "get": store.peek,
         "set": store.set,
@@ -251,6 +285,7 @@ def relay_store(
         "delete": store.delete,
         "compare_set": store.compare_set,
     }
+    # No lock: the store may be used from several threads.
     serve = partial(_serve, operations=operations, lock=nullcontext())
     return AuthenticatedServer(listener, secret, PURPOSE, serve)
 
@@ -260,6 +295,7 @@ def _serve(
     operations: Mapping[str, Callable[..., Any]],
     lock: AbstractContextManager[object],
 ) -> None:
+    """Answer the requests of one client until it closes the connection."""
     while True:
         request = channel.receive()
         try:
@@ -271,17 +307,27 @@ def _serve(
         channel.send(answer)
 
 
+# -- the client ------------------------------------------------------------------------------------
+
+
 class KeyValueStore(RendezvousStore):
-    """A client of :class:`KeyValueServer`. Connects at the first request and again at the next one
-    after the connection broke. ``timeout_secs``: for every request, and for the keys that
-    :meth:`get` waits for."""
+    """A client of :class:`KeyValueServer`.
+
+    It connects at the first request, and again at the next one after the connection broke.
+
+    Args:
+        endpoint: ``host:port`` of the server.
+        secret: of the user.
+        timeout_secs: for every request, and for the keys that :meth:`get` waits for.
+        prefix: put before every key.
+    """
 
     def __init__(
         self, endpoint: str, secret: bytes, *, timeout_secs: float = 30.0, prefix: str = ""
     ) -> None:
         self.prefix = prefix
         self._endpoint = endpoint
-        self._line = _Line(endpoint, secret, timeout_secs)
+        self._connection = _Connection(endpoint, secret, timeout_secs)
         self._timeout_secs = timeout_secs
 
     @property
@@ -289,65 +335,67 @@ class KeyValueStore(RendezvousStore):
         return self._endpoint
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._line.ask(
-            "set", self.prefix + key, value.encode() if isinstance(value, str) else value
-        )
+        body = value.encode() if isinstance(value, str) else value
+        self._connection.request("set", self.prefix + key, body)
 
     def peek(self, key: str) -> bytes | None:
-        value: bytes | None = self._line.ask("get", self.prefix + key)
+        value: bytes | None = self._connection.request("get", self.prefix + key)
         return value
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number that ``key`` holds (none: 0); the sum."""
-        return int(self._line.ask("add", self.prefix + key, amount))
+        """Add to the number that ``key`` holds, 0 if it has no value; returns the sum."""
+        return int(self._connection.request("add", self.prefix + key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._line.ask("check", [self.prefix + k for k in keys]))
+        return bool(self._connection.request("check", [self.prefix + key for key in keys]))
 
     def delete(self, key: str) -> bool:
-        return bool(self._line.ask("delete", self.prefix + key))
+        return bool(self._connection.request("delete", self.prefix + key))
 
     def compare_set(
         self, key: str, expected: bytes | None, value: bytes
     ) -> tuple[bool, bytes | None]:
-        done, held = self._line.ask("compare_set", self.prefix + key, expected, value)
-        return bool(done), held
+        done, current = self._connection.request("compare_set", self.prefix + key, expected, value)
+        return bool(done), current
 
     def hold(self, name: str, secs: float = 0.0) -> None:
-        """Does not wait for the store."""
-        self._line.hold(self.prefix + name)
+        """As :meth:`RendezvousStore.hold`; does not wait for the store."""
+        self._connection.hold(self.prefix + name)
 
     def left(self, prefix: str) -> dict[str, float]:
-        """The kernel ends the connection of a process that dies; that of a host which dies
-        stays."""
-        found: dict[str, float] = self._line.ask("left", self.prefix + prefix)
-        return {name.removeprefix(self.prefix): secs for name, secs in found.items()}
+        """As :meth:`RendezvousStore.left`.
+
+        The kernel closes the connection of a process that dies; if a whole host dies, its
+        connection stays open.
+        """
+        left: dict[str, float] = self._connection.request("left", self.prefix + prefix)
+        return {name.removeprefix(self.prefix): secs for name, secs in left.items()}
 
     def time(self) -> float | None:
-        return float(self._line.ask("time"))
+        return float(self._connection.request("time"))
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()
 
 
-class _Line:
+class _Connection:
     """The connection that all views of a store share."""
 
     def __init__(self, endpoint: str, secret: bytes, timeout_secs: float) -> None:
         self._endpoint = endpoint
         self._secret = secret
         self._timeout_secs = timeout_secs
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # One request at a time: answers come in order
         self._channel: Channel | None = None
         self._refused_until = 0.0
         self._held_names: dict[str, _HeldName] = {}
 
     def hold(self, name: str) -> None:
-        """Once: it is said again with every new connection."""
+        """Hold a name from now on; further calls with the same name do nothing."""
         if name not in self._held_names:
-            self._held_names[name] = _HeldName(self._dial, name)
+            self._held_names[name] = _HeldName(self._connect, name)
 
-    def ask(self, operation: str, *arguments: Any) -> Any:
+    def request(self, operation: str, *arguments: Any) -> Any:
         with self._lock:
             was_connected = self._channel is not None
             if not was_connected and time.monotonic() < self._refused_until:
@@ -356,26 +404,26 @@ class _Line:
                 )
             try:
                 try:
-                    done, result = self._ask_once(operation, *arguments)
+                    done, result = self._request_once(operation, *arguments)
                 except (ConnectionError, EOFError):
                     if not was_connected or operation not in _REPEATABLE:
                         raise
-                    # The server was started again since the last request.
+                    # The server was restarted since the last request.
                     self._drop()
-                    done, result = self._ask_once(operation, *arguments)
+                    done, result = self._request_once(operation, *arguments)
             except AuthenticationError:
                 self._drop()
                 raise
             except (OSError, EOFError) as error:
                 self._drop()
-                # Others that wait for the lock are not made to wait as long each.
+                # Threads that wait for the lock get the error at once, not a time-out each.
                 self._refused_until = time.monotonic() + _RETRY_SECS
                 raise StoreError(
                     f"the rendezvous store at {self._endpoint} does not answer: {error}"
                 ) from error
             except BaseException:
-                # A signal's exception, too: an answer left unread would be taken for the next
-                # one's.
+                # After any other exception, such as that of a signal, the answer is still unread:
+                # the next request would take it for its own.
                 self._drop()
                 raise
         if not done:
@@ -383,21 +431,21 @@ class _Line:
         return result
 
     def close(self) -> None:
-        for held in self._held_names.values():
-            held.close()
-        # Without the lock: a request under way, to a store that stands still, is not waited for.
+        for held_name in self._held_names.values():
+            held_name.close()
+        # Without the lock, which a request to a store that hangs holds until its time-out.
         channel = self._channel
         if channel is not None:
             channel.shutdown()
 
-    def _ask_once(self, operation: str, *arguments: Any) -> list[Any]:
+    def _request_once(self, operation: str, *arguments: Any) -> list[Any]:
         if self._channel is None:
-            self._channel = self._dial()
+            self._channel = self._connect()
         self._channel.send([operation, *arguments])
         answer: list[Any] = self._channel.receive()
         return answer
 
-    def _dial(self) -> Channel:
+    def _connect(self) -> Channel:
         return connect_authenticated(self._endpoint, self._secret, PURPOSE, self._timeout_secs)
 
     def _drop(self) -> None:
@@ -408,16 +456,19 @@ class _Line:
 
 
 class _HeldName:
-    """Keeps a name at the rendezvous store for as long as this process lives. A connection that
-    breaks is made again at once, by a thread of its own."""
+    """Holds a name in the store for as long as this process lives.
 
-    def __init__(self, dial: Callable[[], Channel], name: str) -> None:
-        self._dial = dial
+    A thread keeps a connection for the name, and makes it again at once when it breaks.
+    """
+
+    def __init__(self, connect: Callable[[], Channel], name: str) -> None:
+        self._connect = connect
         self._name = name
+        # Between close() and the thread: a connection made during close() must not stay.
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._channel: Channel | None = None
-        threading.Thread(target=self._stay, name="presence", daemon=True).start()
+        threading.Thread(target=self._run, name="presence", daemon=True).start()
 
     def close(self) -> None:
         with self._lock:
@@ -425,14 +476,14 @@ class _HeldName:
             if self._channel is not None:
                 self._channel.shutdown()
 
-    def _stay(self) -> None:
+    def _run(self) -> None:
         pauses = Backoff(_FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS)
         pause = pauses.pause
         while not self._ended.wait(pause):
             try:
-                channel = self._dial()
+                channel = self._connect()
             except AuthenticationError:
-                return  # who asks for something hears of it
+                return  # The next request of this client raises it
             except OSError:
                 pause = pauses.failed()
                 continue
@@ -452,39 +503,61 @@ class _HeldName:
         channel.send(["hold", self._name])
         channel.receive()
         channel.settimeout(None)
-        channel.receive()
+        channel.receive()  # Returns only when the connection ends
+
+
+# -- on disk ---------------------------------------------------------------------------------------
 
 
 class Journal:
-    """Of one server at a time. ``directory``: where it is kept; made if it is missing, for its user
-    alone. Raises ConfigError: the directory cannot be used, or another server uses it. Raises
-    AuthenticationError: somebody else has written there."""
+    """The entries of a server on disk, for one server at a time.
+
+    Args:
+        directory: made if it is missing, for its user only.
+        secret: of the user; every entry carries a code (P11).
+
+    Attributes:
+        table: the entries that an earlier server wrote.
+
+    Raises:
+        ConfigError: the directory cannot be used, or another server uses it.
+        AuthenticationError: another user has written there.
+    """
 
     def __init__(self, directory: Path, secret: bytes) -> None:
-        self._path = directory / _FILE
+        self._path = directory / _JOURNAL_FILE
         self._secret = secret
         unusable = (
             f"--state-dir {directory} cannot be used: {{}}; give a directory that you may write to"
         )
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # SQLite would create the file with the umask's mode.
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise ConfigError(unusable.format(error.strerror or error)) from error
-        base = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
-        self._base: sqlite3.Connection | None = base
+        database = sqlite3.connect(
+            self._path, timeout=0, isolation_level=None, check_same_thread=False
+        )
+        self._database: sqlite3.Connection | None = database
         try:
-            # Locked for as long as it is open. A host that goes down may take the newest entries
-            # along.
+            # The exclusive lock is held for as long as the database is open. Without a sync at
+            # every write, a host that crashes may lose the newest entries; the running launchers
+            # write them again with their next heartbeat.
             for setting in (
                 "locking_mode = EXCLUSIVE",
                 "journal_mode = WAL",
                 "synchronous = NORMAL",
             ):
-                base.execute(f"PRAGMA {setting}")
-            base.execute("CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB)")
-            found = base.execute("SELECT key, value FROM entries")
-            self.table = {k: check_authentic(v, self._key_of(k), _PURPOSE) for k, v in found}
+                database.execute(f"PRAGMA {setting}")
+            database.execute(
+                "CREATE TABLE IF NOT EXISTS entries (key TEXT PRIMARY KEY, value BLOB)"
+            )
+            rows = database.execute("SELECT key, value FROM entries")
+            self.table = {
+                key: check_authentic(value, self._key_of(key), _JOURNAL_PURPOSE)
+                for key, value in rows
+            }
         except (sqlite3.Error, AuthenticationError) as error:
             self.close()
             if isinstance(error, sqlite3.OperationalError):
@@ -492,40 +565,45 @@ class Journal:
                     raise ConfigError(unusable.format(error)) from error
                 raise ConfigError(
                     f"another `reft rendezvous` keeps its state in {directory}: end it, or give "
-                    "this one its "
-                    f"own --state-dir"
+                    f"this one its own --state-dir"
                 ) from error
             raise AuthenticationError(
                 f"{self._path} was not written with this user's secret, or was changed: give back "
-                "the secret "
-                f"that it was written with, or remove it and the job's state with it"
+                f"the secret that it was written with, or remove it and the job's state with it"
             ) from error
 
-    def note(self, table: Mapping[str, bytes], key: str) -> None:
-        """``key`` of ``table`` was changed, or deleted. A disk that fails is told once, and ends
-        the journal: nothing that is out of date is read later."""
-        if self._base is None:
+    def write(self, table: Mapping[str, bytes], key: str) -> None:
+        """Write an entry that was changed or deleted.
+
+        If the disk fails, the journal is removed: a later server must not read old entries.
+
+        Args:
+            table: of the server, with the change.
+            key: of the entry.
+        """
+        if self._database is None:
             return
         try:
-            if (value := table.get(key)) is None:
-                self._base.execute("DELETE FROM entries WHERE key = ?", (key,))
+            value = table.get(key)
+            if value is None:
+                self._database.execute("DELETE FROM entries WHERE key = ?", (key,))
             else:
-                sealed = authenticate(value, self._key_of(key), _PURPOSE)
-                self._base.execute("REPLACE INTO entries VALUES (?, ?)", (key, sealed))
+                sealed = authenticate(value, self._key_of(key), _JOURNAL_PURPOSE)
+                self._database.execute("REPLACE INTO entries VALUES (?, ?)", (key, sealed))
         except sqlite3.Error as error:
             logger.warning("the rendezvous state is no longer saved: %s", error)
             self.close()
-            for path in self._path.parent.glob(f"{_FILE}*"):
+            for path in self._path.parent.glob(f"{_JOURNAL_FILE}*"):
                 with suppress(OSError):
                     path.unlink()
 
     def close(self) -> None:
-        """Let another server have it."""
-        base, self._base = self._base, None
-        if base is not None:
+        """Close the database; another server may use it then."""
+        database, self._database = self._database, None
+        if database is not None:
             with suppress(sqlite3.Error):
-                base.close()
+                database.close()
 
     def _key_of(self, key: str) -> bytes:
-        """A code is good for one entry alone: values cannot be exchanged."""
-        return derive_key(self._secret, _PURPOSE, key.encode())
+        """The key of one entry's code: the values of two entries cannot be exchanged."""
+        return derive_key(self._secret, _JOURNAL_PURPOSE, key.encode())

@@ -1,14 +1,12 @@
-"""What carries the control plane and the blocks between ranks, and how those who stand still are
-named.
+"""What carries the control plane and the blocks between ranks, and how silent ranks are named.
 
-Sockets (:class:`reft.control.control.TreeTransport`) authenticate every connection and hear of a
-process that dies. MPI (:mod:`reft.control.mpi`) takes the fabric of the job that ``mpiexec``
-started. tests/control/test_transport.py is the contract of both; docs/mpi.md says what each
-survives.
+Sockets (:class:`reft.control.control.TreeTransport`) authenticate every connection and notice at
+once when a process dies. MPI (:mod:`reft_mpi`) uses the fabric of a job that ``mpiexec`` started.
+tests/control/test_transport.py is the contract of both; docs/mpi.md says what each survives.
 
-Here is what both have in common, and of sockets the connections (a Unix socket within a node, TCP
-between nodes, for those alone who know the secret, P11) and the tree along which collectives go. No
-torch: light processes use it too.
+This module has what both share, and for sockets the connections between ranks (Unix sockets within
+a node, TCP between nodes, authenticated with the secret, P11) and the tree along which collectives
+go. It does not import torch: processes that must start fast use it, too.
 """
 
 from __future__ import annotations
@@ -33,12 +31,11 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from reft.authentication import authenticate, check_authentic
+from reft.backoff import Backoff
 from reft.control.wire import (
     AuthenticatedServer,
-    Backoff,
     Channel,
-    authenticate,
-    check_authentic,
     connect_authenticated,
     listen,
     listen_locally,
@@ -48,109 +45,124 @@ from reft.errors import AuthenticationError, ConfigError, TransferError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_SECS = 10.0  # So long nothing is said of who does not answer
+PATIENCE_SECS = 10.0  # A rank is named after this time without an answer
 _LONGEST_PAUSE_SECS = 600.0
 _ASK_AGAIN_SECS = 1.0
 
 OnSilence = Callable[[list[str], float], None]
-"""Takes the ranks whose answer is missing, in words, and for how many seconds."""
+"""Takes the ranks whose answer is missing, in words, and for how many seconds it has been."""
 
 
-def saying(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
-    """One that says it in the log, too: as a warning once per node."""
+def log_silence(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
+    """Make a callback that logs silent ranks before it calls ``on_silence``.
 
-    def say(missing: list[str], secs: float) -> None:
+    It warns on the first rank of each node only; the others log at level INFO.
+    """
+
+    def report(missing: list[str], secs: float) -> None:
         logger.log(
             logging.WARNING if first_on_node else logging.INFO,
             "%s: no answer for %.0f s. Training goes on, but no version is committed until there "
-            "is one. "
-            "Does it evaluate or save alone between two steps, or is it stopped, swapped out or "
-            "debugged?",
-            *(", ".join(missing), secs),
+            "is one. Does it evaluate or save alone between two steps, or is it stopped, swapped "
+            "out or debugged?",
+            ", ".join(missing),
+            secs,
         )
         on_silence(missing, secs)
 
-    return say
+    return report
 
 
 @dataclass
 class TransferLimits:
-    timeout_secs: float  # for a collective, and for an exchange in which no byte moves
-    patience_secs: float = PATIENCE_SECS  # who does not answer for so long is named
-    on_silence: OnSilence = lambda missing, secs: None  # takes those names
+    """How long a transport waits; may be changed at any time."""
 
-    def look_at(self, silence: PeerTimeout, missing: list[str]) -> None:
-        """In an exchange: say who is missing, if it is time to. Raises TimeoutError: no byte was
-        moved."""
+    timeout_secs: float  # For a collective, and for an exchange in which no byte moves
+    patience_secs: float = PATIENCE_SECS  # A rank without an answer for this long is named
+    on_silence: OnSilence = lambda missing, secs: None
+
+    def check_progress(self, silence: PeerTimeout, missing: list[str]) -> None:
+        """In an exchange: name the missing ranks if it is time to.
+
+        Raises:
+            TimeoutError: no byte was moved within the time-out.
+        """
         if silence.secs > self.timeout_secs:
             raise TimeoutError(
                 f"no byte was moved for {self.timeout_secs:.0f} s; {', '.join(missing)}"
             )
-        if silence.says(missing):
+        if silence.is_report_due(missing):
             self.on_silence(missing, silence.secs)
 
 
 class PeerTimeout:
-    """One wait for others: when to show that this rank is there itself, and when to say who is not.
-    ``patience_secs``: before the first word; then twice as long after every word. ``shows``:
-    whether there is somebody to show a sign of life to. The first word waits half as long more
-    then, so that all who live have shown it."""
+    """The timers of one wait for peers.
+
+    Args:
+        patience_secs: time before the first report; the pause doubles after every report.
+        shows: peers wait for this rank meanwhile, so it has to send a sign of life. The first
+            report then comes half the time later, when all ranks that are alive have sent theirs.
+    """
 
     def __init__(self, patience_secs: float, *, shows: bool = False) -> None:
-        self._began = time.monotonic()
-        self._show_at = self._began + patience_secs if shows else None
-        self._say_at = self._began + (1.5 if shows else 1) * patience_secs
+        self._started_at = time.monotonic()
+        self._sign_at = self._started_at + patience_secs if shows else None
+        self._report_at = self._started_at + (1.5 if shows else 1) * patience_secs
         self._backoff = Backoff(patience_secs, _LONGEST_PAUSE_SECS)
 
     @property
     def secs(self) -> float:
-        return time.monotonic() - self._began
+        """Seconds since the wait began."""
+        return time.monotonic() - self._started_at
 
     def left_secs(self) -> float:
-        at = self._say_at if self._show_at is None else min(self._show_at, self._say_at)
-        return max(0.0, at - time.monotonic())
+        """Seconds until a sign of life or a report is due."""
+        due_at = self._report_at if self._sign_at is None else min(self._sign_at, self._report_at)
+        return max(0.0, due_at - time.monotonic())
 
-    def shows(self) -> bool:
-        due = self._show_at is not None and time.monotonic() >= self._show_at
-        if due:
-            self._show_at = None
-        return due
+    def is_sign_due(self) -> bool:
+        """Whether to send a sign of life now; true once."""
+        is_due = self._sign_at is not None and time.monotonic() >= self._sign_at
+        if is_due:
+            self._sign_at = None
+        return is_due
 
-    def says(self, missing: Collection[str]) -> bool:
-        """Whether to say now who is missing; with nobody to name it is asked again soon."""
-        if time.monotonic() < self._say_at:
+    def is_report_due(self, missing: Collection[str]) -> bool:
+        """Whether to name the missing ranks now; if there are none to name, it asks again soon."""
+        if time.monotonic() < self._report_at:
             return False
-        self._say_at = time.monotonic() + (self._backoff.failed() if missing else _ASK_AGAIN_SECS)
+        pause = self._backoff.failed() if missing else _ASK_AGAIN_SECS
+        self._report_at = time.monotonic() + pause
         return bool(missing)
 
 
 Bytes = NDArray[np.uint8]
-GoOn = Callable[[], bool]  # Asked now and then; a wait ends when it says no
+KeepWaiting = Callable[[], bool]  # Called now and then during a wait, which ends when it is False
 
 
 class ReceiveSink(Protocol):
-    """Where the bytes of one peer go. Asked by the thread that reads them."""
+    """Where the bytes of one peer go. Called by the thread that reads them."""
 
     def room(self) -> Sequence[memoryview]:
-        """Flat buffers to fill after those that were given before, in order; empty: none now."""
+        """Further flat buffers to fill, after those given before; empty if there are none now."""
         ...
 
     def filled(self, count: int) -> None:
-        """The next so many of them are full."""
+        """The next ``count`` buffers are full."""
         ...
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether nothing more is expected."""
         ...
 
 
 class Buffers:
-    """Room that is there from the start."""
+    """A sink whose buffers exist from the start."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
-        self._left = len(views := not_empty(views))
-        self._views: Sequence[memoryview] = views
+        self._views: Sequence[memoryview] = not_empty(views)
+        self._left = len(self._views)
 
     def room(self) -> Sequence[memoryview]:
         views, self._views = self._views, ()
@@ -165,19 +177,30 @@ class Buffers:
 
 
 class Transport(Protocol):
-    """One rank's connections to the others. Used by one thread. What fails ends it: the other ranks
-    hear of that in whatever they wait for."""
+    """One rank's connections to the others, for one thread.
 
-    limits: TransferLimits  # may be changed at any time
+    An error ends the transport: the other ranks get an error, too, in whatever they wait for.
+    """
+
+    limits: TransferLimits
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
-        """The smallest of every entry (64 bits) over all ranks, on all ranks. Raises TransferError:
-        a rank is gone, silent, or in another collective."""
+        """The minimum of every entry over all ranks, on all ranks.
+
+        Args:
+            values: integers of 64 bits, the same number on every rank.
+
+        Raises:
+            TransferError: a rank is gone, silent, or in another collective.
+        """
         ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Bytes of every rank, in rank order, on every rank. Lengths may differ. Raises
-        TransferError: a rank is gone, silent, or in another collective."""
+        """The bytes of every rank, in rank order, on every rank. Lengths may differ.
+
+        Raises:
+            TransferError: a rank is gone, silent, or in another collective.
+        """
         ...
 
     def stream(
@@ -186,13 +209,15 @@ class Transport(Protocol):
         receives: Mapping[int, ReceiveSink],
         wake: socket.socket | None = None,
     ) -> None:
-        """Send to peers and receive from peers, all at once. Both sides of a pair name it in the
-        same call. What there is no room for yet waits at the sender.
+        """Send to peers and receive from peers, all at the same time.
+
+        Both ranks of a pair name each other in the same call. Bytes for which the receiver has no
+        room yet wait at the sender.
 
         Args:
-            sends: per rank, flat bytes to send.
-            receives: per rank, where what it sends goes.
-            wake: becomes readable when an inflow that had no room may have some.
+            sends: flat buffers to send, by rank.
+            receives: where the bytes of each rank go.
+            wake: becomes readable when a sink that had no room may have some.
 
         Raises:
             EOFError: a peer is gone.
@@ -201,20 +226,25 @@ class Transport(Protocol):
         ...
 
     def end_pairs(self) -> None:
-        """Let connections between two ranks go; the next exchange makes them anew. Every rank does
-        so behind the end of all exchanges, and meets the others in a collective before the next."""
+        """Close the connections between pairs of ranks; the next exchange makes them again.
+
+        Every rank calls it after the end of all exchanges, and takes part in a collective before
+        the next exchange.
+        """
         ...
 
     def close(self) -> None:
-        """Leave: the neighbours hear of it now, the others through them."""
+        """Leave: the neighbours notice it now, and the others through them."""
         ...
 
 
-Open = Callable[[float, GoOn, OnSilence], Transport]
-"""Connects this rank with the others, at first and whenever they come together again. Takes the
-seconds to connect, and later for each collective and each exchange, and what is told of silence.
-Collective; raises TransferError where a rank did not come in time or cannot be reached, else
-AuthenticationError."""
+OpenTransport = Callable[[float, KeepWaiting, OnSilence], Transport]
+"""Connects this rank with the others, at the start and whenever they come together again.
+
+Takes the time-out in seconds, for connecting and for every later collective or exchange; whether to
+keep waiting; and the callback for silent ranks. Collective. Raises TransferError if a rank does not
+come in time or cannot be reached, AuthenticationError if one has another secret.
+"""
 
 
 def not_empty(views: Sequence[memoryview]) -> list[memoryview]:
@@ -222,125 +252,152 @@ def not_empty(views: Sequence[memoryview]) -> list[memoryview]:
 
 
 def advance(views: deque[memoryview], nbytes: int) -> int:
-    """Take ``nbytes`` that were moved off the front; how many views that ended."""
-    done = 0
+    """Remove the first ``nbytes`` of the views, which were moved.
+
+    Returns:
+        The number of views that were moved to their end.
+    """
+    completed = 0
     while views and nbytes >= len(views[0]):
         nbytes -= len(views.popleft())
-        done += 1
+        completed += 1
     if nbytes:
         views[0] = views[0][nbytes:]
-    return done
+    return completed
 
 
 # -- connections between ranks, over sockets -------------------------------------------------------
 
 PURPOSE = "control plane"
 PEER_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
-"""What ``poll`` says of a connection that the other side has closed, read or not."""
+"""Events of ``poll`` when the other side has closed a connection, even if bytes are unread."""
 CONNECT_SECS = 60.0
-"""For a connection to a rank that listens. A thread of its own answers there, whatever its training
-does."""
+"""Time-out of a connection to a listening rank: a thread answers there, whatever training does."""
 _ENDPOINT = b"reft-endpoint"
-_LOOK_SECS = 0.05
+_POLL_SECS = 0.05
 _WITHIN = " within "
 
 
 @dataclass(frozen=True)
 class Endpoint:
+    """Where a rank listens."""
+
     rank: int
-    node: str  # equal where a Unix socket leads there: one node, one network namespace
+    node: str  # Node and network namespace: a Unix socket connects ranks for which it is equal
     local: str  # ``@name`` of the Unix socket
-    remote: str
+    remote: str  # ``host:port``
 
     def pack(self, secret: bytes) -> bytes:
-        """For a store that anybody may write to."""
-        return authenticate(
-            msgpack.packb([self.rank, self.node, self.local, self.remote]), secret, _ENDPOINT
-        )
+        """Serialize it for a store that other users may write to."""
+        fields = [self.rank, self.node, self.local, self.remote]
+        return authenticate(msgpack.packb(fields), secret, _ENDPOINT)
 
     def __str__(self) -> str:
-        return _in_words(self.rank, self.node)
+        return _describe_rank(self.rank, self.node)
 
     @classmethod
     def unpack(cls, data: bytes, secret: bytes) -> Endpoint:
-        """What was packed. Raises AuthenticationError: by one who has another secret."""
+        """Read what :meth:`pack` returned.
+
+        Raises:
+            AuthenticationError: it was packed with another secret.
+        """
         return cls(*msgpack.unpackb(check_authentic(data, secret, _ENDPOINT)))
 
 
 class ReceiveQueue:
-    """Takes in the connections of other ranks until it is closed. Raises ConfigError: no address
-    can be listened on."""
+    """Accepts the connections of other ranks, and keeps each until it is asked for.
+
+    Raises:
+        ConfigError: there is no address to listen on.
+    """
 
     def __init__(self, rank: int, node: str, secret: bytes) -> None:
         self._secret = secret
-        self._arrived: dict[tuple[str, int], Channel] = {}
+        # Guards the queue and _closed between the servers' threads and the thread of the rank.
         self._changed = threading.Condition()
+        self._arrived: dict[tuple[str, int], Channel] = {}
         self._closed = False
         listeners = (listen_locally(f"reft-{secrets.token_hex(16)}"), listen_remotely())
         self._servers = [
             AuthenticatedServer(listener, secret, PURPOSE, self._admit) for listener in listeners
         ]
-        # Abstract Unix sockets are seen within a network namespace.
+        # Abstract Unix sockets are visible within one network namespace.
         reach = f"{node}{_WITHIN}{os.readlink('/proc/self/ns/net')}"
         self.endpoint = Endpoint(rank, reach, *(server.endpoint for server in self._servers))
 
     def _admit(self, channel: Channel) -> bool:
         kind, rank, node = channel.receive()
-        channel.peer = _in_words(rank, node)
+        channel.peer = _describe_rank(rank, node)
         with self._changed:
             if not self._closed:
                 self._arrived[str(kind), int(rank)] = channel
                 self._changed.notify_all()
             return not self._closed
 
-    def await_call(self, kind: str, rank: int, deadline: float, go_on: GoOn) -> Channel:
-        """The connection that ``rank`` makes for ``kind``. Raises TimeoutError: it did not come;
-        InterruptedError: the wait was ended."""
+    def await_call(
+        self, kind: str, rank: int, deadline: float, keep_waiting: KeepWaiting
+    ) -> Channel:
+        """Wait for the connection that ``rank`` makes.
+
+        Args:
+            kind: what the connection is for.
+            rank: that calls.
+            deadline: on the monotonic clock.
+            keep_waiting: ends the wait when it returns False.
+
+        Raises:
+            TimeoutError: the rank did not connect in time.
+            InterruptedError: the wait was ended.
+        """
         while True:
             with self._changed:
                 if (kind, rank) not in self._arrived:
-                    self._changed.wait(_LOOK_SECS)
+                    self._changed.wait(_POLL_SECS)
                 if (kind, rank) in self._arrived:
                     return self._arrived.pop((kind, rank))
-            if not go_on():
+            if not keep_waiting():
                 raise InterruptedError(f"rank {rank} is no longer expected")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} did not connect")
 
     def call(self, other: Endpoint, kind: str, deadline: float) -> Channel:
-        """Connect to another rank, within :data:`CONNECT_SECS`. Raises AuthenticationError: it has
-        another secret; OSError: it does not answer."""
-        # Hosts may have equal names and equally numbered namespaces: then only TCP leads from one
-        # to another.
+        """Connect to another rank, within :data:`CONNECT_SECS`.
+
+        Raises:
+            AuthenticationError: the rank has another secret.
+            OSError: it does not answer.
+        """
+        # Hosts may have equal names and equally numbered namespaces. The Unix socket of another
+        # host does not exist here, so that the TCP address is tried after it.
         near = other.node == self.endpoint.node
-        ways = [other.local, other.remote] if near else [other.remote]
+        addresses = [other.local, other.remote] if near else [other.remote]
         deadline = min(deadline, time.monotonic() + CONNECT_SECS)
         while True:
             secs = max(0.001, deadline - time.monotonic())
             try:
-                channel = connect_authenticated(ways[0], self._secret, PURPOSE, secs)
+                channel = connect_authenticated(addresses[0], self._secret, PURPOSE, secs)
                 channel.send([kind, self.endpoint.rank, self.endpoint.node])
                 channel.peer = str(other)
                 return channel
             except ConnectionRefusedError as error:
-                if ways[1:]:
-                    del ways[0]
+                if addresses[1:]:
+                    del addresses[0]
                     continue
-                # It has left, or its address is one that leads here.
+                # The rank has left, or its address leads to this host.
                 raise ConnectionRefusedError(
                     f"rank {other.rank} does not listen at {other.remote} ({error}). If other "
-                    "hosts cannot "
-                    f"reach its host at that address, set {ENV_INTERFACE} there to the right "
-                    "interface"
+                    f"hosts cannot reach its host at that address, set {ENV_INTERFACE} there to "
+                    f"the right interface"
                 ) from error
             except ConnectionError:
-                # A server ends handshakes that take long, as on a machine with too much to do.
+                # A server ends handshakes that take long, for example on an overloaded machine.
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(_LOOK_SECS)
+                time.sleep(_POLL_SECS)
 
     def close(self) -> None:
-        """Take no connection any more; those that were taken stay."""
+        """Accept no further connections; those that were asked for stay open."""
         with self._changed:
             self._closed = True
             for channel in self._arrived.values():
@@ -350,7 +407,7 @@ class ReceiveQueue:
             server.stop_listening()
 
 
-def ended(channels: Iterable[Channel]) -> bool:
+def any_ended(channels: Iterable[Channel]) -> bool:
     """Whether the other side of any of these connections has closed it."""
     poller = select.poll()
     for channel in channels:
@@ -358,61 +415,71 @@ def ended(channels: Iterable[Channel]) -> bool:
     return bool(poller.poll(0))
 
 
-def _in_words(rank: int, reach: str) -> str:
+def _describe_rank(rank: int, reach: str) -> str:
     return f"rank {rank} on node {reach.partition(_WITHIN)[0]}"
 
 
 def listen_remotely() -> socket.socket:
-    """Listen where gloo would: on the interface that is named, else on the first of the host name's
-    addresses that is one of this machine, else on loopback."""
-    named = os.environ.get(ENV_INTERFACE, "").split(",")[0]
-    if named:
-        for address in psutil.net_if_addrs().get(named, ()):
+    """Listen for other hosts, where gloo would.
+
+    That is the interface named by the environment; otherwise the first address of the host's name
+    that belongs to this machine; otherwise loopback.
+
+    Raises:
+        ConfigError: the named interface does not exist or has no address.
+    """
+    interface = os.environ.get(ENV_INTERFACE, "").split(",")[0]
+    if interface:
+        for address in psutil.net_if_addrs().get(interface, ()):
             if address.family in (socket.AF_INET, socket.AF_INET6):
                 return listen(address.address, 0, ENV_INTERFACE)
         raise ConfigError(
-            f"{ENV_INTERFACE} is {named!r}; expected an interface of this host with an address, "
-            "one of "
-            f"{', '.join(sorted(psutil.net_if_addrs()))}"
+            f"{ENV_INTERFACE} is {interface!r}; expected an interface of this host with an "
+            f"address, one of {', '.join(sorted(psutil.net_if_addrs()))}"
         )
     with suppress(OSError):
-        for *_, place in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
+        addresses = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
+        for *_, socket_address in addresses:
             with suppress(ConfigError):
-                return listen(str(place[0]), 0, ENV_INTERFACE)
+                return listen(str(socket_address[0]), 0, ENV_INTERFACE)
     return listen("127.0.0.1", 0, ENV_INTERFACE)
 
 
-# -- collectives along a tree of these -------------------------------------------------------------
+# -- collectives along a tree of connections -------------------------------------------------------
 
 FANOUT = 16
-PART_BYTES = 8 * 2**20  # Longer messages are sent in parts: a frame has a limit
+PART_BYTES = 8 * 2**20  # Longer messages are sent in parts, because frames have a limit
 
 
 def find_parent(index: int) -> int:
-    """The parent of place ``index`` > 0 of a tree that is filled row by row."""
+    """The parent of position ``index`` > 0 in a tree that is filled row by row."""
     return (index - 1) // FANOUT
 
 
 def find_children(index: int, size: int) -> range:
-    """The children of place ``index`` in a tree of ``size`` places."""
+    """The children of position ``index`` in a tree of ``size`` positions."""
     return range(min(size, FANOUT * index + 1), min(size, FANOUT * index + FANOUT + 1))
 
 
 class Tree:
-    """One rank's place in the tree, for small messages of many ranks. Used by one thread.
+    """One rank's position in the tree, for small messages of many ranks. Used by one thread.
 
-    What the ranks of a node say meets at the node's first rank; what the nodes say goes up a tree
-    of these, and the result comes down again. A rank has at most one parent and two times
-    :data:`FANOUT` children, and a message passes a number of hops that is logarithmic in the nodes.
-    Gloo connects every rank with every other.
+    The messages of a node's ranks meet at its first rank. The nodes' messages go up a tree of these
+    first ranks, and the result comes down again. A rank has at most one parent and two times
+    :data:`FANOUT` children, and the number of hops is logarithmic in the number of nodes. (Gloo
+    connects every rank with every other.)
 
-    Who dies or leaves closes its connections. A rank that sees that closes its own, so that all
-    hear of it. Who lives and stands still is named to all after a while: a rank that waits tells
-    those who wait for it whom it waits for.
+    A rank that dies or leaves closes its connections. A rank that notices this closes its own, so
+    that all ranks get an error. A rank that is alive but does not answer is named to all after a
+    while: every waiting rank tells the ranks that wait for it which rank it waits for.
     """
 
     def __init__(
-        self, rank: int, parent: Channel | None, children: Sequence[Channel], limits: TransferLimits
+        self,
+        rank: int,
+        parent: Channel | None,
+        children: Sequence[Channel],
+        limits: TransferLimits,
     ) -> None:
         self._rank = rank
         self._parent = parent
@@ -423,29 +490,40 @@ class Tree:
 
     @property
     def links(self) -> tuple[Channel, ...]:
-        """The connections, to be watched for their end by who waits for something else."""
+        """The connections, for callers that wait for something else and watch for their end."""
         return self._children if self._parent is None else (self._parent, *self._children)
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
-        def merge(mine: list[int], theirs: list[int]) -> list[int]:
-            return [min(pair) for pair in zip(mine, theirs, strict=True)]
+        def merge(own: list[int], child: list[int]) -> list[int]:
+            return [min(pair) for pair in zip(own, child, strict=True)]
 
         result: list[int] = self._collective(f"minimum of {len(values)}", list(values), merge, list)
         return result
 
     def gather(self, data: bytes) -> list[bytes]:
-        def in_order(gathered: list[list[Any]]) -> list[bytes]:
+        def sort_by_rank(gathered: list[list[Any]]) -> list[bytes]:
             return [body for _, body in sorted(gathered)]
 
         result: list[bytes] = self._collective(
-            "gather", [[self._rank, data]], operator.add, in_order
+            "gather", [[self._rank, data]], operator.add, sort_by_rank
         )
         return result
 
     def _collective(
-        self, kind: str, mine: Any, merge: Callable[[Any, Any], Any], finish: Callable[[Any], Any]
+        self,
+        kind: str,
+        value: Any,
+        merge: Callable[[Any, Any], Any],
+        finish: Callable[[Any], Any],
     ) -> Any:
-        """Merge what all ranks have on the way up; ``finish`` it at the root; hand it down."""
+        """Merge the values of all ranks on the way up, and send the result down.
+
+        Args:
+            kind: compared between the ranks, which must all be in the same collective.
+            value: of this rank.
+            merge: combines the value of this rank with that of a child.
+            finish: makes the result from the merged value, at the root.
+        """
         self._calls += 1
         name = f"{kind}, number {self._calls}"
         deadline = time.monotonic() + self.limits.timeout_secs
@@ -453,25 +531,23 @@ class Tree:
             raise TransferError("the ranks' control connections were closed before")
         try:
             for body in self._receive(self._children, deadline):
-                theirs, value = msgpack.unpackb(body)
-                if theirs != name:
+                child_name, child_value = msgpack.unpackb(body)
+                if child_name != name:
                     raise TransferError(
-                        f"a rank takes part in another collective ({theirs}; expected {name}): "
-                        "every rank "
-                        f"must take the same steps"
+                        f"a rank takes part in another collective ({child_name}; expected {name}): "
+                        f"every rank must take the same steps"
                     )
-                mine = merge(mine, value)
+                value = merge(value, child_value)
             if self._parent is None:
-                result = msgpack.packb(finish(mine))
+                result = msgpack.packb(finish(value))
             else:
-                self._send(self._parent, msgpack.packb([name, mine]), deadline, self._children)
+                self._send(self._parent, msgpack.packb([name, value]), deadline, self._children)
                 (result,) = self._receive((self._parent,), deadline)
-            for served, child in enumerate(self._children, 1):
-                self._send(child, result, deadline, self._children[served:])
+            for number, child in enumerate(self._children, 1):
+                self._send(child, result, deadline, self._children[number:])
             return msgpack.unpackb(result)
         except BaseException as error:
-            # Whatever it is, the messages of this rank are not in step any more: its neighbours
-            # must hear.
+            # After any error this rank's messages are out of step: its neighbours must notice.
             self.close()
             if isinstance(error, (OSError, EOFError, AuthenticationError)):
                 raise TransferError(
@@ -480,70 +556,91 @@ class Tree:
             raise
 
     def _receive(self, awaited: Collection[Channel], deadline: float) -> Iterator[bytes]:
-        """A message of each of these, in the order in which they come; EOFError if any connection
-        ends."""
-        waiting = {channel.fileno(): _Arriving(channel) for channel in awaited}
+        """Receive one message from each of these channels, in the order of arrival.
+
+        Raises:
+            EOFError: any connection of this rank was closed.
+        """
+        waiting = {channel.fileno(): _PartialMessage(channel) for channel in awaited}
         poller = select.poll()
         for channel in self.links:
-            poller.register(
-                channel, PEER_ENDED | (select.POLLIN if channel.fileno() in waiting else 0)
-            )
+            readable = select.POLLIN if channel.fileno() in waiting else 0
+            poller.register(channel, PEER_ENDED | readable)
         silence = PeerTimeout(self.limits.patience_secs, shows=True)
         while waiting:
             since = time.monotonic() - self.limits.patience_secs
-            missing = sorted({name for one in waiting.values() for name in one.missing(since)})
+            missing = sorted(
+                {name for message in waiting.values() for name in message.missing(since)}
+            )
             others = [channel for channel in self.links if channel.fileno() not in waiting]
-            left_secs = self._look_at(silence, missing, others, deadline)
+            left_secs = self._check_silence(silence, missing, others, deadline)
             for fd, event in poller.poll(1000 * left_secs):
                 if fd not in waiting or not event & select.POLLIN:
                     raise EOFError("a connection was closed by the other side")
                 waiting[fd].channel.settimeout(max(0.001, deadline - time.monotonic()))
-                body = waiting[fd].read_on()
+                body = waiting[fd].read()
                 if body is not None:
                     del waiting[fd]
                     poller.modify(fd, PEER_ENDED)
                     yield body
 
-    def _look_at(
-        self, silence: PeerTimeout, missing: list[str], to: Collection[Channel], deadline: float
+    def _check_silence(
+        self,
+        silence: PeerTimeout,
+        missing: list[str],
+        others: Collection[Channel],
+        deadline: float,
     ) -> float:
-        """Say who is missing, also to those who wait for this rank, if it is time to; seconds until
-        the next look. Raises TimeoutError: there is no time left."""
+        """Name the missing ranks if it is time to, also to the ranks that wait for this one.
+
+        Returns:
+            Seconds until the next check.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+        """
         left_secs = deadline - time.monotonic()
         if left_secs <= 0:
-            state = "bytes still arrive"
-            if missing:
-                state = f"no bytes arrived from {', '.join(missing)}"
+            reason = f"no bytes arrived from {', '.join(missing)}"
+            if not missing:
+                reason = "bytes still arrive"
             raise TimeoutError(
-                f"the collective did not finish in {self.limits.timeout_secs:.0f} s; {state}"
+                f"the collective did not finish in {self.limits.timeout_secs:.0f} s; {reason}"
             )
-        if silence.shows():
-            self._pass_on([], to)
-        elif silence.says(missing):
+        if silence.is_sign_due():
+            self._send_waiting([], others)
+        elif silence.is_report_due(missing):
             self.limits.on_silence(missing, silence.secs)
-            self._pass_on(missing, to)
+            self._send_waiting(missing, others)
         return min(left_secs, silence.left_secs())
 
-    def _pass_on(self, missing: list[str], to: Collection[Channel]) -> None:
-        """Tell those who wait for this rank that it waits, and for whom."""
-        for channel in to:
+    def _send_waiting(self, missing: list[str], others: Collection[Channel]) -> None:
+        """Tell the ranks that wait for this one that it waits, too, and for which ranks."""
+        for channel in others:
             channel.settimeout(self.limits.patience_secs)
             channel.send([0, missing])
 
     def _send(
         self, channel: Channel, body: bytes, deadline: float, others: Collection[Channel]
     ) -> None:
-        """Send a message, for which the other side waits; ``others`` wait for this rank
-        meanwhile."""
+        """Send a message in parts.
+
+        Args:
+            channel: whose other side waits for the message.
+            body: of the message.
+            deadline: on the monotonic clock.
+            others: channels whose other side waits for this rank meanwhile.
+        """
         starts = range(0, max(1, len(body)), PART_BYTES)
         for start in starts:
             part = body[start : start + PART_BYTES]
-            frame = memoryview(channel.to_send([len(starts), part] if start == 0 else part))
+            # The first frame says how many follow.
+            message = [len(starts), part] if start == 0 else part
+            frame = memoryview(channel.make_frame(message))
             silence = PeerTimeout(self.limits.patience_secs, shows=True)
             while frame:
-                channel.settimeout(
-                    max(0.001, self._look_at(silence, [channel.peer], others, deadline))
-                )
+                left_secs = self._check_silence(silence, [channel.peer], others, deadline)
+                channel.settimeout(max(0.001, left_secs))
                 with suppress(TimeoutError):
                     frame = frame[channel.send_some(frame) :]
                     if frame:
@@ -557,25 +654,25 @@ class Tree:
         self._parent, self._children = None, ()
 
 
-class _Arriving:
-    """A message that is awaited from one side, or has come in part."""
+class _PartialMessage:
+    """A message that is awaited from one channel, and has perhaps arrived in part."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._parts: list[bytes] = []
         self._missing_parts = 1
-        # Whom the other side waits for itself, by its last word
-        self._awaits: list[str] | None = None
+        # The ranks that the other side waits for itself, as it said last; None if it said nothing.
+        self._waits_for: list[str] | None = None
         self._read_at = -math.inf
 
     def missing(self, since: float) -> list[str]:
-        """Who holds the message up, in words; nobody where a byte of it has come ``since`` then."""
+        """The ranks that hold the message up; none if a byte of it arrived after ``since``."""
         if self._read_at >= since:
             return []
-        return [self.channel.peer] if self._awaits is None else self._awaits
+        return [self.channel.peer] if self._waits_for is None else self._waits_for
 
-    def read_on(self) -> bytes | None:
-        """Read what is there. Returns the message once it is whole."""
+    def read(self) -> bytes | None:
+        """Read the bytes that have arrived; returns the message once it is complete."""
         self._read_at = time.monotonic()
         received = self.channel.receive_some()
         if received is None:
@@ -584,9 +681,9 @@ class _Arriving:
             self._parts.append(received[0])
         else:
             parts, body = received[0]
-            if not parts:  # it waits itself, for these
-                self._awaits, self._read_at = body, -math.inf
+            if not parts:  # A sign of life: the other side waits for the ranks in the body
+                self._waits_for, self._read_at = body, -math.inf
                 return None
-            self._parts, self._missing_parts, self._awaits = [body], parts, None
+            self._parts, self._missing_parts, self._waits_for = [body], parts, None
         self._missing_parts -= 1
         return None if self._missing_parts else b"".join(self._parts)

@@ -1,4 +1,4 @@
-"""Messages between processes, and servers for those who know the job's secret (P11).
+"""Messages between processes, and servers for processes that know the job's secret (P11).
 
 Messages are msgpack frames with a keyed MAC. Both sides prove that they know the secret by
 answering the other's challenge, before anything else is read. Every later frame carries a MAC over
@@ -6,17 +6,17 @@ its direction, its number and its bytes, so that it can be neither forged nor re
 reordered. Nothing is unpickled. Frames are not encrypted.
 
 The standard library's ``multiprocessing.connection`` has the same challenge, but unpickles what
-comes after it and does not authenticate it. TLS needs certificates, or pre-shared keys, which
-``ssl`` offers from Python 3.13 on.
+follows and does not authenticate it. TLS needs certificates, or pre-shared keys, which ``ssl``
+offers from Python 3.13 on.
 
-Servers listen on one address, between hosts (TCP) or processes of a host (Unix). Before both sides
-have proved the secret, exactly one challenge and one proof, 64 bytes, are read from a connection.
+Servers listen on one address, for other hosts (TCP) or processes of this host (Unix). Before both
+sides have proved the secret, exactly one challenge and one proof, 48 bytes, are read from a
+connection.
 """
 
 from __future__ import annotations
 
 import errno
-import hmac
 import ipaddress
 import logging
 import os
@@ -27,48 +27,14 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from hashlib import blake2b
 from typing import Any
 
 import msgpack
 
+from reft.authentication import MAC_BYTES, derive_key, is_same, mac, purpose_key
 from reft.errors import AuthenticationError, ConfigError
 
 logger = logging.getLogger(__name__)
-
-MAC_BYTES = 16
-KEY_BYTES = 32
-
-
-def mac(body: bytes, secret: bytes, purpose: bytes) -> bytes:
-    return blake2b(body, key=secret, digest_size=MAC_BYTES, person=purpose).digest()
-
-
-def derive_key(secret: bytes, purpose: bytes, context: bytes) -> bytes:
-    """A key of :data:`KEY_BYTES` bytes, for one purpose and context alone."""
-    return blake2b(context, key=secret, digest_size=KEY_BYTES, person=purpose).digest()
-
-
-def is_same(found: bytes, expected: bytes) -> bool:
-    """Whether a code is the expected one; takes as long wherever they differ."""
-    return hmac.compare_digest(found, expected)
-
-
-def authenticate(body: bytes, secret: bytes, purpose: bytes) -> bytes:
-    return mac(body, secret, purpose) + body
-
-
-def check_authentic(data: bytes | memoryview, secret: bytes, purpose: bytes) -> bytes:
-    raw = bytes(data)
-    found, body = raw[:MAC_BYTES], raw[MAC_BYTES:]
-    if not is_same(found, mac(body, secret, purpose)):
-        raise AuthenticationError(
-            f"a message of {len(raw)} bytes ({purpose.decode()}) does not carry the job's secret: "
-            "it comes "
-            f"from another job or was forged. Give every node the same REFT_SECRET"
-        )
-    return body
-
 
 MAX_FRAME_BYTES = 16 * 2**20
 _NONCE_BYTES = 32
@@ -76,14 +42,25 @@ _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
 _PROOF, _SESSION, _FRAME = b"reft-proof", b"reft-session", b"reft-frame"
 _HEAD_BYTES = _LENGTH.size + MAC_BYTES
-_PART_BYTES = 2**20  # most that is read at once
+_PART_BYTES = 2**20  # Upper limit of one read
 
 
 class Channel:
-    """An authenticated, ordered stream of messages over a connected socket. ``connection``:
-    connected; its timeout bounds every read and write. ``secret``: of both sides; the job's, or a
-    key made of it. ``line``: name of the line in error messages. ``handshake_secs``: time for the
-    whole handshake. Raises AuthenticationError: the other side does not know the secret."""
+    """An authenticated, ordered stream of messages over a connected socket.
+
+    Args:
+        connection: its time-out bounds every read and write.
+        secret: of both sides; the job's, or a key derived from it.
+        server: which side this is.
+        line: name of the connection in error messages.
+        handshake_secs: upper limit of the whole handshake.
+
+    Attributes:
+        peer: the other side, in words, once it is known.
+
+    Raises:
+        AuthenticationError: the other side does not know the secret.
+    """
 
     def __init__(
         self,
@@ -96,38 +73,42 @@ class Channel:
     ) -> None:
         self._socket = connection
         self._line = line
-        self.peer = ""  # Who is on the other side, in words, where that is known
+        self.peer = ""
         self._outgoing = b"s" if server else b"c"
         self._incoming = b"c" if server else b"s"
         self._sent = 0
         self._received = 0
-        self._frame = bytearray()  # what has come of the next frame
-        patience = connection.gettimeout()
+        self._frame = bytearray()  # The part of the next frame that has arrived
+        timeout_secs = connection.gettimeout()
         self._key = self._handshake(secret, time.monotonic() + handshake_secs)
-        connection.settimeout(patience)
+        connection.settimeout(timeout_secs)
 
     def _handshake(self, secret: bytes, deadline: float) -> bytes:
-        mine = os.urandom(_NONCE_BYTES)
-        self._socket.sendall(mine)
-        theirs = self._read_exactly(_NONCE_BYTES, deadline)
-        self._socket.sendall(mac(self._outgoing + mine + theirs, secret, _PROOF))
+        """Exchange challenges and proofs, and derive the key of this connection."""
+        own_nonce = os.urandom(_NONCE_BYTES)
+        self._socket.sendall(own_nonce)
+        peer_nonce = self._read_exactly(_NONCE_BYTES, deadline)
+        self._socket.sendall(mac(self._outgoing + own_nonce + peer_nonce, secret, _PROOF))
         proof = self._read_exactly(MAC_BYTES, deadline)
-        # P11: nothing of the other side is parsed before it has proved that it knows the secret.
-        if not is_same(proof, mac(self._incoming + theirs + mine, secret, _PROOF)):
+        # P11: nothing from the other side is parsed before it has proved that it knows the secret.
+        # The direction is part of the proof, so that a peer cannot send our own proof back to us.
+        if not is_same(proof, mac(self._incoming + peer_nonce + own_nonce, secret, _PROOF)):
             raise AuthenticationError(
                 f"the other side of {self._line} does not know this job's secret: it belongs to "
-                "another job "
-                f"or run, or to another user"
+                f"another job or run, or to another user"
             )
-        return derive_key(secret, _SESSION, b"".join(sorted((mine, theirs))))
+        return derive_key(secret, _SESSION, b"".join(sorted((own_nonce, peer_nonce))))
 
     def send(self, message: Any) -> None:
         """Send one message; raises ValueError if it is too large."""
-        self._socket.sendall(self.to_send(message))
+        self._socket.sendall(self.make_frame(message))
 
-    def to_send(self, message: Any) -> bytes:
-        """The frame of the next message, for :meth:`send_some`; raises ValueError if it is too
-        large."""
+    def make_frame(self, message: Any) -> bytes:
+        """The frame of the next message, for :meth:`send_some`.
+
+        Raises:
+            ValueError: the message is too large.
+        """
         body: bytes = msgpack.packb(message, use_bin_type=True)
         if len(body) > MAX_FRAME_BYTES:
             raise ValueError(f"message of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
@@ -136,21 +117,30 @@ class Channel:
         return _LENGTH.pack(len(body)) + code + body
 
     def send_some(self, frame: memoryview) -> int:
-        """Send what the other side takes of a frame within the connection's timeout; returns how
-        many bytes. All of it has to be taken before the next frame."""
+        """Send as much of a frame as the other side accepts within the connection's time-out.
+
+        The whole frame has to be sent before the next one.
+
+        Returns:
+            Number of bytes sent.
+        """
         return self._socket.send(frame)
 
     def receive(self) -> Any:
         """The next message; raises EOFError when the other side has ended the connection."""
-        while (received := self.receive_some()) is None:
-            pass
-        return received[0]
+        while True:
+            received = self.receive_some()
+            if received is not None:
+                return received[0]
 
     def receive_some(self) -> tuple[Any] | None:
-        """Wait for bytes of the next message, and read none after it; the message, once it is
-        whole."""
-        wanted = self._frame_bytes() - len(self._frame)
-        part = self._socket.recv(min(wanted, _PART_BYTES))
+        """Wait for bytes of the next message, and read none beyond it.
+
+        Returns:
+            A tuple with the message, once it is complete; None before that.
+        """
+        missing = self._frame_bytes() - len(self._frame)
+        part = self._socket.recv(min(missing, _PART_BYTES))
         if not part:
             raise EOFError(f"{self._line} was closed by the other side")
         self._frame += part
@@ -158,8 +148,8 @@ class Channel:
             return None
         frame, self._frame = self._frame, bytearray()
         code, body = bytes(frame[_LENGTH.size : _HEAD_BYTES]), bytes(frame[_HEAD_BYTES:])
-        # P11: checked before it is unpacked; the count in the code refuses what is repeated or
-        # reordered.
+        # P11: the code is checked before the body is unpacked. It covers the frame's number, so
+        # that a repeated or reordered frame is refused.
         if not is_same(code, self._code(self._incoming, self._received, body)):
             raise AuthenticationError(
                 f"a message on {self._line} was changed, repeated or reordered"
@@ -168,7 +158,7 @@ class Channel:
         return (msgpack.unpackb(body, raw=False, strict_map_key=False),)
 
     def _frame_bytes(self) -> int:
-        """Length of the next frame; of what tells it, until that is there."""
+        """Length of the next frame; before its length field has arrived, that of the field."""
         if len(self._frame) < _LENGTH.size:
             return _LENGTH.size
         (length,) = _LENGTH.unpack_from(self._frame)
@@ -179,34 +169,37 @@ class Channel:
         return _HEAD_BYTES + int(length)
 
     def _code(self, direction: bytes, number: int, body: bytes) -> bytes:
-        """All but the last part have one size each: no two messages look alike."""
+        # The direction and the number have a fixed size: no two frames have the same input.
         return mac(b"".join((direction, _NUMBER.pack(number), body)), self._key, _FRAME)
 
     def _read_exactly(self, nbytes: int, deadline: float) -> bytes:
-        parts = bytearray()
-        while len(parts) < nbytes:
-            # Whoever sends a byte now and then does not get more time by it.
+        received = bytearray()
+        while len(received) < nbytes:
+            # The deadline holds for all bytes: a peer that sends one now and then gains no time.
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            part = self._socket.recv(nbytes - len(parts))
+            part = self._socket.recv(nbytes - len(received))
             if not part:
                 raise EOFError(f"{self._line} was closed by the other side")
-            parts += part
-        return bytes(parts)
+            received += part
+        return bytes(received)
 
     def settimeout(self, secs: float | None) -> None:
+        """Bound every later read and write; None: they may wait for ever."""
         self._socket.settimeout(secs)
 
     def fileno(self) -> int:
-        """For ``select`` and ``poll``: nothing that was received is kept back here."""
+        """For ``select`` and ``poll``: this object buffers no complete message."""
         return self._socket.fileno()
 
     def detach(self) -> socket.socket:
-        """The connection itself, for bytes that are checked in another way. The channel is of no
-        use then."""
+        """The connection itself, for bytes with checksums of their own.
+
+        The channel cannot be used after that.
+        """
         return self._socket
 
     def shutdown(self) -> None:
-        """End the connection; a thread that receives sees its end."""
+        """End the connection; a thread that receives from it gets an EOFError."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -214,20 +207,17 @@ class Channel:
         self._socket.close()
 
 
-# -- servers ---------------------------------------------------------------------------------------
+# -- addresses -------------------------------------------------------------------------------------
 
 DEFAULT_PORT = 29400
-HANDSHAKE_SECS = 10.0
-_BACKLOG = 2048
-_MOST_STRANGERS = 256  # Connections that have not proved the secret yet; more are closed at once
-_MOST_TOLD = 100
-_TROUBLE_SECS = 0.1
-_IDLE_SECS, _PROBE_SECS, _PROBES = 60, 15, 4
 
 
 def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Split ``host[:port]``; IPv6 addresses are in brackets. Raises ConfigError: the port is no
-    number."""
+    """Split ``host[:port]``; an IPv6 address is in brackets.
+
+    Raises:
+        ConfigError: the port is not a number from 0 to 65535.
+    """
     host, separator, port = endpoint.strip().rpartition(":")
     if not separator or port.endswith("]"):
         host, port = endpoint.strip(), str(default_port)
@@ -239,37 +229,60 @@ def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str
 
 
 def format_endpoint(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
+    """Whether an address, or the name ``localhost``, reaches this host only."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """This host's address on its way to ``host``; nothing is sent."""
+    """This host's address on the route to ``host``; None if there is no route.
+
+    Nothing is sent: a connected UDP socket only looks up the route.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect(address)
-            return str(way.getsockname()[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
+# -- clients and servers ---------------------------------------------------------------------------
+
+HANDSHAKE_SECS = 10.0
+_BACKLOG = 2048
+_MAX_STRANGERS = 256  # Connections without a proof yet; further ones are closed at once
+_MAX_LOGGED_ADDRESSES = 100
+_ACCEPT_RETRY_SECS = 0.1
+_IDLE_SECS, _PROBE_SECS, _PROBES = 60, 15, 4
+
+
 def listen(host: str, port: int, option: str = "--host") -> socket.socket:
-    """Listen on the address that ``host`` resolves to on this machine, and no other; raises
-    ConfigError."""
+    """Listen on the address that ``host`` resolves to on this machine, and on no other.
+
+    Args:
+        host: name or address of this machine.
+        port: 0 for any free one.
+        option: of the command line, which the error message names.
+
+    Raises:
+        ConfigError: the address is not this machine's, or the port is taken.
+    """
     if not 0 <= port < 2**16:
         raise ConfigError(f"port is {port}; expected 0 (any free one) to 65535")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         if is_loopback(host):
-            # "localhost" is ::1 first on some hosts; trainers look for 127.0.0.1.
-            found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-        family, _, _, _, address = found[0]
+            # "localhost" resolves to ::1 first on some hosts; trainers connect to 127.0.0.1.
+            addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)
+        family, _, _, _, address = addresses[0]
         return socket.create_server(
             address[:2], family=socket.AddressFamily(family), backlog=_BACKLOG
         )
@@ -285,8 +298,10 @@ def listen(host: str, port: int, option: str = "--host") -> socket.socket:
 
 
 def listen_locally(name: str) -> socket.socket:
-    """Listen on the abstract Unix socket ``name``, which processes of this network namespace can
-    reach; :func:`connect_authenticated` calls it ``@name``."""
+    """Listen on an abstract Unix socket, which processes of this network namespace can reach.
+
+    :func:`connect_authenticated` calls it ``@name``.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{name}")
     listener.listen(_BACKLOG)
@@ -296,9 +311,18 @@ def listen_locally(name: str) -> socket.socket:
 def connect_authenticated(
     endpoint: str, secret: bytes, purpose: str, timeout_secs: float
 ) -> Channel:
-    """Connect to a server and prove the secret. ``endpoint``: ``host:port``, or ``@name`` of a Unix
-    socket. ``purpose``: what the server is for; servers for something else refuse.
-    ``timeout_secs``: bounds connecting, the handshake, and later every read and write."""
+    """Connect to a server and prove the secret.
+
+    Args:
+        endpoint: ``host:port``, or ``@name`` of an abstract Unix socket.
+        secret: of the job.
+        purpose: what the server is for; a server for something else refuses.
+        timeout_secs: bounds connecting, the handshake, and later every read and write.
+
+    Raises:
+        AuthenticationError: the server has another secret or another purpose.
+        ConnectionError, TimeoutError: it does not answer.
+    """
     if endpoint.startswith("@"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     else:
@@ -308,7 +332,7 @@ def connect_authenticated(
         if endpoint.startswith("@"):
             connection.settimeout(timeout_secs)
             connection.connect(f"\0{endpoint[1:]}")
-        _keep_alive(connection)
+        _enable_keepalive(connection)
         return Channel(
             connection,
             purpose_key(secret, purpose),
@@ -320,10 +344,9 @@ def connect_authenticated(
         connection.close()
         raise AuthenticationError(
             f"the {purpose} at {endpoint} has another secret than this node, or is not reft's. "
-            "Every "
-            "process of a job needs the same secret: share ~/.reft/secret between the hosts, or "
-            "set "
-            f"REFT_SECRET to the same 64 hexadecimal digits everywhere, and check the address"
+            f"Every process of a job needs the same secret: share ~/.reft/secret between the "
+            f"hosts, or set REFT_SECRET to the same 64 hexadecimal digits everywhere, and check "
+            f"the address"
         ) from error
     except EOFError as error:
         connection.close()
@@ -333,14 +356,15 @@ def connect_authenticated(
         raise
 
 
-_SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # of all servers, and of their clients
+_SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Sockets of all servers and clients of this process."""
 
 
 def _close_in_child() -> None:
-    # Loaders fork their workers: copies of connections would hide from the other side that a
-    # process died, and who calls a copied listener would wait for an answer from the child.
-    for each in list(_SOCKETS):
-        each.close()
+    # DataLoaders fork their workers. A copy of a connection in a worker would hide from the other
+    # side that this process has died, and a client of a copied listener would wait for the worker.
+    for connection in list(_SOCKETS):
+        connection.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -348,34 +372,51 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def accept(
     listener: socket.socket,
-    what: str,
-    let_in: Callable[[socket.socket, Any], object],
+    name: str,
+    admit: Callable[[socket.socket, Any], object],
     is_closed: Callable[[], bool],
 ) -> None:
-    """Take connections in a thread of its own until the listener is closed; trouble is said
-    once."""
+    """Accept connections in a new thread until the listener is closed.
+
+    Args:
+        listener: where to accept.
+        name: of the server, in log messages.
+        admit: takes a connection and its address.
+        is_closed: whether an error only means that the listener was closed.
+    """
 
     def run() -> None:
-        troubled = False
+        has_warned = False
         while True:
             try:
-                let_in(*listener.accept())
-                troubled = False
+                admit(*listener.accept())
+                has_warned = False
             except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 if is_closed():
                     return
-                if not troubled:
-                    logger.warning("%s cannot accept connections: %s", what, error)
-                troubled = True
-                time.sleep(_TROUBLE_SECS)
+                if not has_warned:
+                    logger.warning("%s cannot accept connections: %s", name, error)
+                has_warned = True
+                time.sleep(_ACCEPT_RETRY_SECS)
 
-    threading.Thread(target=run, name=what, daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
 
 
 class AuthenticatedServer:
-    """Accepts connections and hands those that prove the secret to ``serve``, each in a thread.
-    ``serve``: talks to one peer until it returns or raises EOFError or OSError; the channel is
-    closed after it, unless it returns True: then it belongs to whoever it gave it to."""
+    """Accepts connections, and serves those whose client proves the secret, each in a thread.
+
+    Args:
+        listener: a listening TCP or Unix socket.
+        secret: of the job.
+        purpose: what the server is for, in words; clients name the same.
+        serve: talks to one client until it returns or raises EOFError or OSError. The channel is
+            closed after that, unless ``serve`` returns True because it has handed the channel on.
+
+    Attributes:
+        host: address that it listens on; empty for a Unix socket.
+        port: 0 for a Unix socket.
+        endpoint: for :func:`connect_authenticated`.
+    """
 
     def __init__(
         self,
@@ -389,10 +430,12 @@ class AuthenticatedServer:
         self._secret = purpose_key(secret, purpose)
         self._purpose = purpose
         self._serve = serve
+        # Guards the connections, the number of strangers and _closed between the accepting thread,
+        # the threads of the connections and close().
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._strangers = 0
-        self._told: set[str] = set()
+        self._logged_addresses: set[str] = set()
         self._closed = False
         address = listener.getsockname()
         self.host: str
@@ -404,18 +447,18 @@ class AuthenticatedServer:
             self.endpoint = f"@{address[1:].decode()}"
         else:
             self.endpoint = format_endpoint(self.host, self.port)
-        accept(listener, f"the {purpose}", self._let_in, lambda: self._closed)
+        accept(listener, f"the {purpose}", self._admit, lambda: self._closed)
 
     def stop_listening(self) -> None:
-        """Take no connection any more; those that are served go on."""
+        """Accept no further connections; those that are open stay."""
         self._closed = True
         with suppress(OSError):
-            # Wakes the thread that accepts; closing alone would leave the port listening until
-            # then.
+            # Wakes the accepting thread; close() alone would leave the port open until it returns.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def close(self) -> None:
+        """Stop listening, and end all connections."""
         self.stop_listening()
         with self._lock:
             connections = list(self._connections)
@@ -423,22 +466,23 @@ class AuthenticatedServer:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def _let_in(self, connection: socket.socket, address: tuple[Any, ...] | str) -> None:
+    def _admit(self, connection: socket.socket, address: tuple[Any, ...] | str) -> None:
+        """Start a thread for a new connection, unless too many wait for their handshake."""
         with self._lock:
-            if self._closed or self._strangers >= _MOST_STRANGERS:
+            if self._closed or self._strangers >= _MAX_STRANGERS:
                 connection.close()
                 return
             self._strangers += 1
             self._connections.add(connection)
             _SOCKETS.add(connection)
-        talk = threading.Thread(
-            target=self._talk,
+        thread = threading.Thread(
+            target=self._run_connection,
             args=(connection, str(address[0]) if address else "this host"),
             name=self._purpose,
             daemon=True,
         )
         try:
-            talk.start()
+            thread.start()
         except RuntimeError:
             with self._lock:
                 self._strangers -= 1
@@ -446,12 +490,12 @@ class AuthenticatedServer:
             connection.close()
             raise
 
-    def _talk(self, connection: socket.socket, address: str) -> None:
-        kept = None
+    def _run_connection(self, connection: socket.socket, address: str) -> None:
+        handed_on = None
         try:
-            channel = self._admit(connection, address)
+            channel = self._shake_hands(connection, address)
             if channel is not None:
-                kept = self._serve(channel)
+                handed_on = self._serve(channel)
         except AuthenticationError as error:
             logger.warning("%s: %s; the connection is closed", address, error)
         except (EOFError, OSError, ValueError):  # ValueError: it sent no valid message
@@ -459,19 +503,25 @@ class AuthenticatedServer:
         finally:
             with self._lock:
                 self._connections.discard(connection)
-            if not kept:
+            if not handed_on:
                 connection.close()
 
-    def _admit(self, connection: socket.socket, address: str) -> Channel | None:
+    def _shake_hands(self, connection: socket.socket, address: str) -> Channel | None:
+        """The channel to a client that proves the secret; None for any other."""
         try:
-            _keep_alive(connection)
-            line = f"the {self._purpose}"
+            _enable_keepalive(connection)
             return Channel(
-                connection, self._secret, server=True, line=line, handshake_secs=HANDSHAKE_SECS
+                connection,
+                self._secret,
+                server=True,
+                line=f"the {self._purpose}",
+                handshake_secs=HANDSHAKE_SECS,
             )
         except AuthenticationError:
-            if address not in self._told and len(self._told) < _MOST_TOLD:
-                self._told.add(address)
+            # Each address is logged once, and a limited number of them: the log is not an attack.
+            logged = self._logged_addresses
+            if address not in logged and len(logged) < _MAX_LOGGED_ADDRESSES:
+                logged.add(address)
                 logger.warning(
                     "%s was refused at the %s: it does not know the secret", address, self._purpose
                 )
@@ -481,13 +531,8 @@ class AuthenticatedServer:
                 self._strangers -= 1
 
 
-def purpose_key(secret: bytes, purpose: str) -> bytes:
-    """A key of its own for every purpose: a proof made for one is none for another."""
-    return derive_key(secret, b"reft-door", purpose.encode())
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Notice peers whose host is gone, on connections that are silent for hours."""
+def _enable_keepalive(connection: socket.socket) -> None:
+    """Let the kernel detect a peer whose host is gone, even if nothing is sent for hours."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -498,26 +543,3 @@ def _keep_alive(connection: socket.socket) -> None:
         (socket.TCP_KEEPCNT, _PROBES),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-class Backoff:
-    """How long to leave alone what has failed: twice as long after every failure, until it works
-    again. The caller goes on with other work meanwhile (tenacity would call a function again and
-    again).
-
-    ``first``: pause after the first failure, in seconds, versions or whatever the caller counts.
-    ``most``: longest pause, in the same unit."""
-
-    def __init__(self, first: float, most: float) -> None:
-        self._first, self._most = first, most
-        self.pause = first  # what follows the next failure
-
-    def failed(self) -> float:
-        """Count a failure; returns the pause that follows it."""
-        pause = self.pause
-        self.pause = min(2 * pause, self._most)
-        return pause
-
-    def reset(self) -> None:
-        """It works again."""
-        self.pause = self._first

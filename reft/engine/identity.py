@@ -46,18 +46,15 @@ from reft.errors import (
 )
 from reft.grid import Coordinate, Degrees, Topology, VersionId
 from reft.memory.files import JobLock, holder
-from reft.memory.jobdir import (
+from reft.memory.fingerprint_record import newest_record, record_fingerprint
+from reft.memory.job_secret import (
     SECRET_BYTES,
     SECRET_FILE,
-    JobDir,
-    find_jobs,
-    make_job_directory,
-    newest_record,
-    note_size,
     read_secret,
-    record_fingerprint,
     user_secret,
 )
+from reft.memory.jobdir import JobDir, find_jobs, make_job_directory
+from reft.memory.scale_request import note_size
 from reft.naming import committed_key, find_process_name, kernel_id
 from reft.snapshot.stats import PeerErrors
 from reft.state.codec import decode, encode

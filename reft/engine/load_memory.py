@@ -29,7 +29,7 @@ from reft.grid import Coordinate, Degrees, Section, only_replicas_differ
 from reft.memory.arena import arena_name, slots_with
 from reft.memory.header import ArenaHeader
 from reft.memory.stream import HashingCopier, Range, find_ranges, hashing_copier
-from reft.node import report
+from reft.node import history
 from reft.protect.placement import place_group
 from reft.recover.decide import ImageRange
 from reft.recover.inventory import ArenaStore
@@ -353,7 +353,7 @@ class MemoryRestorer:
                     "the job starts from the beginning: nothing was committed and no checkpoint "
                     "is on "
                     "storage%s",
-                    report.after_failure(session.memory.job_dir.path),
+                    history.after_failure(session.memory.job_dir.path),
                 )
             return
         where = session.config.persist.dir or "not configured (persist.dir)"
@@ -399,18 +399,18 @@ class MemoryRestorer:
     def report(self, source: str, began: float) -> None:
         """Say from where the job was resumed. ``began``: when, by ``time.perf_counter``."""
         secs, step = time.perf_counter() - began, self._session.engine.global_steps
-        self.note(report.RESUMED, source=source, step=step, secs=secs, times=marks.times())
+        self.note(history.RESUMED, source=source, step=step, secs=secs, times=marks.times())
         if self._session.is_rank_zero:
-            after = report.after_failure(self._session.memory.job_dir.path)
+            after = history.after_failure(self._session.memory.job_dir.path)
             logger.warning("resumed at step %d from %s in %.2f s%s", step, source, secs, after)
 
     def made_first_step(self) -> None:
         """The first step of this life has been made: the recovery, if it was one, is over."""
-        self.note(report.STEPPED)
+        self.note(history.STEPPED)
         job_dir, events = self._session.memory.job_dir.path, self._session.events
-        if local_rank() == 0 and events.enabled and (rounds := report.read_history(job_dir)):
+        if local_rank() == 0 and events.enabled and (rounds := history.read_history(job_dir)):
             events.write("recovered", **vars(rounds[-1]))
 
     def note(self, event: str, **facts: Any) -> None:
         if local_rank() == 0:
-            report.note(self._session.memory.job_dir.path, event, **facts)
+            history.note(self._session.memory.job_dir.path, event, **facts)

@@ -11,7 +11,12 @@ from reft.config import AUTO
 from reft.control.control import WorkerControl
 from reft.engine.identity import local_rank
 from reft.memory.files import margin_bytes
-from reft.node.client import ProtectionRecord, read_record, resume, write_record
+from reft.memory.protection_record import (
+    ProtectionRecord,
+    read_record,
+    resume_record,
+    write_record,
+)
 from reft.policy.switching import RequestPoll, RetentionConfig, SchemeSwitch
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
@@ -51,7 +56,7 @@ class Protection:
             for d in session.control.gather_bytes(told)
             if d
         ]
-        found = resume(records, f"{AUTO}:{config.tolerance}" if chosen else scheme, scheme)
+        found = resume_record(records, f"{AUTO}:{config.tolerance}" if chosen else scheme, scheme)
         self.record = replace(
             found,
             tolerance=tolerance(session.topology, found.parsed.copies, found.parsed.parities),

@@ -34,8 +34,9 @@ from reft.faults import FaultPlan, kill_this_node
 from reft.grid import VersionId
 from reft.log import EventLog
 from reft.memory.arena import SlotFiles
-from reft.memory.jobdir import read_environment_secret
-from reft.node.client import DaemonClient, write_order
+from reft.memory.job_secret import read_environment_secret
+from reft.memory.protection_record import write_request
+from reft.node.client import DaemonClient
 from reft.node.monitors import DeviceMemory, MonitorWriter
 from reft.node.progress import open_page
 from reft.pacing.mirror import MirrorToPeer
@@ -110,7 +111,6 @@ class Session:
             )
             undo.callback(self.progress.close)
             self._put_together(client_state)
-            undo.callback(self.daemon.close)
             undo.callback(self.state.close)
             check_start(self)
             undo.pop_all()
@@ -140,7 +140,9 @@ class Session:
         self.fence = OptimizerFence(self)
         self.state = EngineState(self, client_state)
         memory = self.memory
-        self.daemon = DaemonClient(memory.job_dir.path, memory.job_dir.secret, memory.incarnation)
+        self.daemon = DaemonClient(
+            memory.job_dir.path, memory.job_dir.secret, self.progress, memory.incarnation
+        )
         self.monitoring = MonitorWriter(self)
         self.stopping = StopController(self.config.grace_secs)
         self.tracer = Tracer()
@@ -200,7 +202,7 @@ class Session:
         """Switch the protection of the versions to come, at one version boundary on all ranks. One
         rank that asks is enough; ``reft protect`` does the same from outside. Raises ConfigError:
         there is no such scheme."""
-        write_order([self.memory.job_dir.path], scheme)
+        write_request([self.memory.job_dir.path], scheme)
 
     # -- start and end -----------------------------------------------------------------------------
 
@@ -290,7 +292,6 @@ class Session:
         if self.worker is not None:
             self.worker.close(self.config.grace_secs if timeout_secs is None else timeout_secs)
         self.state.close()
-        self.daemon.close()
         self.memory.record.close()
         self.memory.close()
         self.control.leave()
@@ -310,9 +311,8 @@ class Session:
             self.peer_errors.record("the rates of versions cannot be computed", error)
         self.peer_errors.run_guarded(
             "the daemon cannot be informed of a commit",
-            lambda: self.daemon.notify_commit(
+            lambda: self.daemon.report_commit(
                 label,
-                self.coordinate,
                 stats | told_of_rates,
                 unprotected=self.protection.lost,
                 due=due,
@@ -327,7 +327,7 @@ class Session:
             self.memory.record.committed(label, self.peer_errors)
 
     def _skipped(self, step: int, cause: str) -> None:
-        self.daemon.notify_skip(step, cause, self.stats.to_json())
+        self.daemon.report_skip(cause, self.stats.to_json())
         self.events.write("skip", step=step, cause=cause)
 
     # -- every step --------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from reft.job.script import EX_PEER_FAILED, ExitCause, TrainerFailure
 from reft.node.hangs import (
     STOPPED,
     WAITING,
-    HangConfig,
+    ActivityTracker,
     HangDiagnosis,
     TrainerActivity,
     name_culprit,
@@ -52,7 +52,7 @@ class HangDetector:
     def __init__(self, node: str, job_dir: Path) -> None:
         self._node = node
         self._job_dir = job_dir
-        self._timers = HangConfig()
+        self._timers = ActivityTracker()
         self.activities: list[TrainerActivity] = []
         self._polled_at = time.monotonic()
         self.clear()
@@ -75,7 +75,7 @@ class HangDetector:
             self._polled_at += elapsed
             pages = [page for page in read_pages(self._job_dir) if page.pid in pids]
             self.activities = [
-                replace(activity, node=self._node) for activity in self._timers.look(pages, elapsed)
+                replace(activity, node=self._node) for activity in self._timers.poll(pages, elapsed)
             ]
         return [activity for activity in self.activities if activity.seen.pid in pids]
 

@@ -28,8 +28,10 @@ from reft.engine.on_import import warn_abandoned_builds
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
+from reft.job.daemon_supervisor import DaemonSupervisor
 from reft.job.hang_verdict import HangDetector
 from reft.job.hosts import show_devices
+from reft.job.node_memory import NodeMemory
 from reft.job.options import LaunchOptions, find_warnings, parse_options
 from reft.job.rendezvous.backend import JobEndedError, find_backend
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
@@ -39,11 +41,13 @@ from reft.job.script import EX_FENCED, ExitCause
 from reft.job.signals import StopSignals
 from reft.job.warm import ForkServer
 from reft.log import EventLog, set_place, to_stderr
-from reft.memory.jobdir import read_json, user_secret
+from reft.memory.job_secret import user_secret
+from reft.memory.jobdir import CONFIG_FILE, read_json
 from reft.naming import kernel_id
-from reft.node.client import DaemonKeeper, NodeMemory
-from reft.node.observe import CommitWatch, JobStatus
-from reft.node.report import CONFIG_FILE, ENDED, ENDED_WELL, STARTED, NodeReport, note
+from reft.node.commit_watch import CommitWatch
+from reft.node.history import ENDED, STARTED, note
+from reft.node.job_status import JobStatus
+from reft.node.report import ENDED_WELL, NodeReport
 from reft.storage.persisted import job_directory
 
 logger = logging.getLogger("reft.job.launch")
@@ -76,7 +80,7 @@ class Launcher:
         self.rendezvous: StoreRendezvous  # Set when the backend is connected
         self._events = EventLog(-1)
         self._signals = StopSignals()
-        self._daemon: DaemonKeeper | None = None
+        self._daemon: DaemonSupervisor | None = None
         self._hangs = HangDetector(options.node, self._memory.path)
         self._agent: Agent | None = None
         self._fork_server: ForkServer | None = None
@@ -107,7 +111,7 @@ class Launcher:
         os.environ[ENV_NODES] = f"{config.min_nodes}:{config.max_nodes}"
         if self._options.daemon and self._daemon is None:
             assert self._memory.job_dir is not None
-            self._daemon = DaemonKeeper(self._memory.job_dir)
+            self._daemon = DaemonSupervisor(self._memory.job_dir)
             self._daemon.start()
         if self._daemon is not None:
             self._daemon.incarnation = agreement.incarnation
@@ -389,7 +393,7 @@ class Launcher:
             self._end_daemon(self._daemon)
         self._release_memory()
 
-    def _end_daemon(self, daemon: DaemonKeeper) -> None:
+    def _end_daemon(self, daemon: DaemonSupervisor) -> None:
         """End the daemon, after it has written the newest version if storage needs it."""
         persist = parse_block(read_json(self._memory.path / CONFIG_FILE) or {}).persist
         ended_well = self._end is JobEnd.WELL

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ETCD_BACKEND = "etcd-v3"
+REFT_BACKEND, ETCD_BACKEND = "c10d", "etcd-v3"
 RESTARTS = 3  # Failures of trainers that follow each other without a new version in between
 _BY_NODE, _ACROSS_NODES = "by-node", "across-nodes"
 DESCRIPTION = (
@@ -397,14 +397,14 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
         and most + args.spares == 1
         and not old_style
     ):
-        args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+        args.rdzv_backend, args.rdzv_endpoint = REFT_BACKEND, "localhost:0"
         args.rdzv_id = str(uuid.uuid4()) if args.standalone else args.rdzv_id
     elif args.rdzv_backend == _AUTO and args.rdzv_endpoint:
-        args.rdzv_backend = "c10d"
+        args.rdzv_backend = REFT_BACKEND
     elif args.rdzv_backend == "static" or (args.rdzv_backend == _AUTO and old_style):
         # torchrun numbers such nodes for good, and none can be replaced. Here node 0 serves the
         # store.
-        args.rdzv_backend = "c10d"
+        args.rdzv_backend = REFT_BACKEND
         args.rdzv_endpoint = args.rdzv_endpoint or format_endpoint(
             args.master_addr, args.master_port or 29500
         )
@@ -425,7 +425,7 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
 def _check_rendezvous(config: LaunchConfig) -> None:
     """Refuse what would serve strangers (P11): only reft's own stores ask for the secret."""
     backend, store = config.rdzv_backend, config.rdzv_configs.get("store_type", "tcp")
-    if backend not in ("c10d", ETCD_BACKEND) or store != "tcp":
+    if backend not in (REFT_BACKEND, ETCD_BACKEND) or store != "tcp":
         found = f"--rdzv-backend {backend}" if store == "tcp" else f"--rdzv-conf store_type={store}"
         raise ConfigError(
             f"{found} cannot be used: TorchElastic unpickles what it finds there, whoever wrote "
@@ -507,9 +507,8 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
     # Every heartbeat rewrites the whole state, so large jobs keep torch's pace.
     conf.setdefault("keep_alive_interval", 1 if config.max_nodes <= _SMALL_JOB_NODES else 5)
     conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
-    if config.rdzv_backend in ("c10d", ETCD_BACKEND):
-        # Bounds the wait for a node that dies between joining and introducing itself.
-        conf.setdefault("read_timeout", min(30.0, float(conf["join_timeout"])))
+    # Bounds the wait for a node that dies between joining and introducing itself.
+    conf.setdefault("read_timeout", min(30.0, float(conf["join_timeout"])))
     if config.min_nodes < config.max_nodes:
         conf.setdefault("last_call_timeout", 10)
 

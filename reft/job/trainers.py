@@ -19,12 +19,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils.api import macros
 
 from reft.env import ENV_EXIT_DIR
+from reft.job.node_memory import EXITS_PREFIX
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.membership import Agreement
 from reft.job.script import ExitCause, ExitNote, WorkerExit
 from reft.job.signals import StopSignals
 from reft.job.trainer_store import deal_ranks, trainer_environ
-from reft.node.client import EXITS_PREFIX
 
 logger = logging.getLogger(__name__)
 

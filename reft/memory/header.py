@@ -23,7 +23,7 @@ import msgpack
 import numpy as np
 import xxhash
 
-from reft.control.wire import mac
+from reft.authentication import mac
 from reft.errors import ArenaError
 from reft.grid import BlockKey, Coordinate, Degrees, Section, VersionId, aligned
 

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 from reft.memory.files import bounds
 from reft.memory.jobdir import JobDir
+from reft.node.history import RoundReport, read_history
 from reft.node.memory_watch import MemoryUse, fullest
-from reft.node.report import HealthSignal, NodeReport, ReportBoard, RoundReport, read_history
+from reft.node.report import HealthSignal, NodeReport, ReportBoard
 from reft.node.stragglers import Straggler
 
 WORTH = 0.2  # a worker more is worth it from here on, of what the others do on average (DLRover)

@@ -1,13 +1,13 @@
-"""The node daemon: one process per node, started by ``reft launch`` before the trainers.
+"""The node daemon: one process of each node, started by ``reft launch`` before the trainers.
 
 It outlives trainers, watches their arenas, writes committed versions to storage in the background
-and says how the node is. Commits do not depend on it: killed, it costs a warning (P6), and the
-launcher starts the next. It ends when its launcher is gone and leaves the memory where it is: the
-launcher alone knows whether the job ended well.
+and publishes the state of its node. Commits do not depend on it: if it is killed, that costs a
+warning (P6), and the launcher starts the next one. It ends with its launcher and leaves the memory
+in place: only the launcher knows whether the job ended well.
 
-Under MPI, where a job dies with its first process, it stays for the next step, writes the newest
-version to storage when a step has ended, and ends when none has come for long or the memory was
-removed.
+Under MPI, where a job dies with its first process, the daemon stays for the next step. It writes
+the newest version to storage when a step has ended, and ends when no step comes for long or the
+memory was removed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -34,78 +35,87 @@ from reft.errors import FencedError, PersistError, ReftError
 from reft.grid import VersionId
 from reft.log import set_place, to_stderr
 from reft.memory.files import holder
-from reft.memory.jobdir import STATUS_FILE, JobDir, write_json
-from reft.node.client import END_SIGNAL, PURPOSE, SOCKET_NAME, short_path
+from reft.memory.jobdir import CONFIG_FILE, STATUS_FILE, JobDir, write_json
+from reft.node.client import (
+    END_SIGNAL,
+    PURPOSE,
+    SOCKET_NAME,
+    WAKE_NAME,
+    TrainerReport,
+    find_stale,
+    read_trainer_reports,
+    short_path,
+)
+from reft.node.commit_watch import CommitWatch
 from reft.node.hangs import STOPPED, ChangeTimer
-from reft.node.observe import CommitWatch
+from reft.node.metrics import MetricsServer
 from reft.node.progress import process_state
-from reft.node.report import CONFIG_FILE
-from reft.node.status import MetricsServer
 from reft.storage.persist import persist_label
 from reft.storage.persister import Persister, PersistStatus, label_json
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECS = 1.0
-_STATUS_SECS = 0.2  # between two looks at what stands still, and two versions of the status
+_POLL_SECS = 1.0  # between two looks at the arenas while no trainer wakes the daemon
+_STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
 _LAUNCHER_STOPPED_SECS = 5.0
-_WRITE_PAUSE_SECS = 60.0  # between two signs of progress of what is being written to storage
-# Start times are computed from the boot time, which the clock's corrections move
+_WRITE_PAUSE_SECS = 60.0  # without progress, after which a write to storage counts as hanging
+# Start times of processes are computed from the kernel's boot time, which clock corrections move.
 _SAME_START_SECS = 2.0
 
 
 class NodeStatus:
-    """What the daemon knows of its node, changed by its threads; kept up to date as
-    ``status.json``. ``facts``: what the daemon says of itself (pid, node, job id). ``persist``:
-    state of the checkpoints on storage."""
+    """What the daemon knows of its node. Used by several threads; written to ``status.json``.
+
+    Args:
+        job_dir: the job's memory on this node.
+        facts: what the daemon says of itself: process id, node, job.
+        persist: state of the checkpoints on storage.
+    """
 
     def __init__(self, job_dir: Path, facts: Mapping[str, Any], persist: PersistStatus) -> None:
-        self._path = job_dir / STATUS_FILE
-        self._lock = threading.RLock()
-        self._written: dict[str, Any] | None = None
-        self._cannot_write = ""
-        self._skipped: Counter[str] = Counter()
-        self._trainers: dict[str, dict[str, Any]] = {}
-        self._known = {**facts, "stale_since_step": None, "stale_cause": None}
-        self._commits = 0
         self.last_committed: VersionId | None = None
         self.persist = persist
+        self._path = job_dir / STATUS_FILE
+        self._lock = threading.RLock()
+        self._facts = dict(facts)
+        self._reports: dict[int, TrainerReport] = {}
+        self._written: dict[str, Any] | None = None
+        self._cannot_write = ""
 
     def update(self, **facts: Any) -> None:
         with self._lock:
-            self._known.update(facts)
+            self._facts.update(facts)
 
-    def committed(self, label: VersionId) -> None:
+    def add_commit(self, label: VersionId) -> None:
         """A version is committed on this node; an older one than known changes nothing."""
         with self._lock:
-            if self.last_committed is not None and label <= self.last_committed:
-                return
-            self.last_committed = label
-            self._commits += 1
-            if (since := self._known["stale_since_step"]) is not None and label.step >= since:
-                self.update(stale_since_step=None, stale_cause=None)
+            if self.last_committed is None or label > self.last_committed:
+                self.last_committed = label
 
-    def skip(self, step: int, cause: str) -> None:
-        """The version of ``step`` was not taken: stale from the first such step to the next
-        commit."""
+    def set_report(self, local_rank: int, report: TrainerReport) -> None:
+        """A trainer's newest report. It stays when the trainer has ended, until the job starts
+        again."""
         with self._lock:
-            self._skipped[cause] += 1
-            since = self._known["stale_since_step"]
-            self.update(stale_since_step=step if since is None else since, stale_cause=cause)
-
-    def trainer(self, local_rank: int, stats: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._trainers[str(local_rank)] = {"stats": dict(stats)}
+            if any(known.incarnation < report.incarnation for known in self._reports.values()):
+                self._reports.clear()
+            self._reports[local_rank] = report
 
     def snapshot(self) -> dict[str, Any]:
         with self._lock:
+            reports = self._reports.values()
+            stale = find_stale(reports)
+            skipped = Counter[str]()
+            for report in reports:
+                skipped.update(report.stats.get("skipped") or {})
             return {
-                **self._known,
+                **self._facts,
+                "stale_since_step": stale[0] if stale else None,
+                "stale_cause": stale[1] if stale else None,
                 "last_committed": label_json(self.last_committed),
-                "commits": self._commits,
-                "skipped": dict(self._skipped),
-                "trainers": dict(self._trainers),
+                "commits": max((r.stats.get("committed") or 0 for r in reports), default=0),
+                "skipped": dict(skipped),
+                "trainers": {str(rank): {"stats": r.stats} for rank, r in self._reports.items()},
                 "persist": self.persist.to_json(),
             }
 
@@ -124,9 +134,14 @@ class NodeStatus:
 
 
 class Daemon:
-    """The daemon of one node. ``launcher_pid``: process whose end ends the daemon; 0: none.
-    ``linger_secs``: how long it stays while nobody holds the job's memory; 0: for ever.
-    ``persist``: writes one version to storage; see :mod:`reft.storage.persister`."""
+    """The daemon of one node.
+
+    Args:
+        job_dir: the job's memory on this node.
+        launcher_pid: process with which the daemon ends; 0: none.
+        persist: writes one version to storage; see :mod:`reft.storage.persister`.
+        linger_secs: how long it stays while no process holds the job's memory; 0: for ever.
+    """
 
     def __init__(
         self,
@@ -146,65 +161,60 @@ class Daemon:
             "job_id": job_dir.job_id,
             "started_unix_secs": time.time(),
         }
-        self.persister = Persister(job_dir, persist)
+        self._changed = threading.Event()  # set to have the status written at once
+        self.persister = Persister(job_dir, persist, on_attempt=self._changed.set)
         self.status = NodeStatus(job_dir.path, facts, self.persister.status)
         self.metrics = MetricsServer(job_dir, self.status.snapshot)
         self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
         self._launcher_still, self._writes = ChangeTimer(), ChangeTimer()
-        self._incarnation = 0
-        self._ordered = 0
+        self._incarnation = 0  # of the newest version in any trainer's report
+        self._ordered = 0  # incarnation of the launcher's trainers
+        self._reports: dict[int, TrainerReport] = {}  # by local rank, as last read
+        self._config_mark: tuple[int, int] | None = None
+        self._configuring = threading.Lock()
         self._ended = threading.Event()
-        self._poll = threading.Event()
+        self._wake_fd = -1
         self._operations: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "ping": lambda _: os.getpid(),
             "status": lambda _: self.status.snapshot(),
             "workers": self._set_workers,
             "fenced": lambda message: self.persister.fenced(int(message.get("incarnation", 0))),
-            "configure": self._configure,
-            "committed": self._committed,
-            "skipped": self._skipped,
             "persist": self._persist,
             "flush": self._flush,
-            # The answer is sent before the main thread looks again.
+            # Delayed, so that the answer is sent first.
             "shutdown": lambda _: threading.Timer(0.05, self.end).start(),
         }
 
     def run(self) -> int:
-        """Serve until told to end, by a signal, a message, or the launcher's end; returns the exit
-        code."""
+        """Serve until a signal, a request, or the launcher's end. Returns the exit code."""
         self._listen()
-        # In the place of a killed one, it knows what to persist before a trainer says so.
-        with contextlib.suppress(OSError, ValueError):
-            text = (self._job_dir.path / CONFIG_FILE).read_text()
-            self._follow(ReftConfig.model_validate_json(text))
+        self._read_config()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         self.persister.start()
-        looked_at, told = time.monotonic(), set[str]()
-        while not self._ended.wait(_STATUS_SECS):
-            # First: another launcher, and its daemon, may have the memory by now.
+        polled_at, logged = time.monotonic(), set[str]()
+        while not self._ended.is_set():
+            self._changed.wait(_STATUS_SECS)
+            self._changed.clear()
+            if self._ended.is_set():
+                break
+            # Before all else: another launcher, and its daemon, may have the memory by now.
             if self._launcher_pid and os.getppid() != self._launcher_pid:
                 logger.warning(
                     "the launcher is gone; ending, the memory stays in %s", self._job_dir.path
                 )
-                for pid, create_time in self._workers.items():
-                    now = _create_time(pid)
-                    # Its children may live on in its group; the number of an ended one is not given
-                    # away while they do.
-                    if now == 0.0 or abs(now - create_time) < _SAME_START_SECS:
-                        with contextlib.suppress(OSError):
-                            os.killpg(pid, signal.SIGKILL)
+                self._kill_workers()
                 self.persister.close()
                 return 0
             now = time.monotonic()
-            elapsed, looked_at = now - looked_at, now
-            # Each by itself: one that fails does not hide the others.
-            for look in (self.rouse_launcher, self.look_at_storage):
+            elapsed, polled_at = now - polled_at, now
+            # Each by itself: an error in one does not hide the other.
+            for check in (self.rouse_launcher, self.check_storage):
                 try:
-                    look(elapsed)
+                    check(elapsed)
                 except Exception as error:
-                    if (cause := repr(error)) not in told:
-                        told.add(cause)
+                    if (cause := repr(error)) not in logged:
+                        logged.add(cause)
                         logger.exception("hang detection failed this time")
             self._listen_again()
             self.status.update(web=self.metrics.url, web_problem=self.metrics.problem)
@@ -216,9 +226,18 @@ class Daemon:
         self.status.write_if_changed()
         return 0
 
+    def _kill_workers(self) -> None:
+        for pid, create_time in self._workers.items():
+            now = _create_time(pid)
+            # Children may live on in the process group of a trainer that has ended; the kernel does
+            # not reuse its number while they do.
+            if now == 0.0 or abs(now - create_time) < _SAME_START_SECS:
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+
     def _is_forsaken(self) -> bool:
-        """Whether no further step of the job is to be expected. Of one that has ended the newest
-        version goes to storage."""
+        """Whether no further step of the job is expected. When a step has ended, its newest version
+        goes to storage."""
         path = self._job_dir.path
         if not path.is_dir():
             logger.warning("%s was removed; ending", path)
@@ -249,7 +268,7 @@ class Daemon:
             )
 
     def _listen_again(self) -> None:
-        """The job's directory may have been removed, and made again by a trainer."""
+        """Listen again if the job's directory was removed, and made again by a trainer."""
         path = self._job_dir.path
         if os.path.lexists(path / SOCKET_NAME) or not path.is_dir():
             return
@@ -258,9 +277,13 @@ class Daemon:
             logger.warning("%s was removed and made again; the daemon listens there now", path)
 
     def _listen(self) -> None:
-        """On a socket that is its user's alone, in the place of a dead daemon's."""
+        """Make the socket and the named pipe, for this user alone, in place of a dead daemon's."""
         path = self._job_dir.path
-        (path / SOCKET_NAME).unlink(missing_ok=True)
+        for name in (SOCKET_NAME, WAKE_NAME):
+            (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / WAKE_NAME, 0o600)
+        # RDWR: with a writer of its own, the pipe never reports the end of the file.
+        self._wake_fd = os.open(path / WAKE_NAME, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old_mask = os.umask(0o177)
         try:
@@ -278,48 +301,90 @@ class Daemon:
     def end(self) -> None:
         """End soon; what is being written to storage is abandoned, what is there stays."""
         self._ended.set()
+        self._changed.set()
 
-    # -- what is in memory -------------------------------------------------------------------------
+    # -- trainers and their versions ---------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Look at the arenas when told of a commit, and now and then in case nobody told."""
+        """Read reports and arenas when a trainer wakes the daemon, and now and then without."""
         while not self._ended.is_set():
-            self._poll.wait(_POLL_SECS)
-            self._poll.clear()
+            self._wait_for_wake()
             try:
-                newest = self._commits.newest()
+                self._read_config()
+                self._read_reports()
+                self._read_arenas()
             except (OSError, ReftError):
-                logger.debug("the arenas cannot be listed", exc_info=True)
+                logger.debug("the job's memory cannot be read", exc_info=True)
+            except Exception:
+                logger.exception("the versions in memory were not read this time")
+
+    def _wait_for_wake(self) -> None:
+        # An OSError means that the pipe was replaced meanwhile.
+        with contextlib.suppress(OSError, ValueError):
+            ready, _, _ = select.select([self._wake_fd], [], [], _POLL_SECS)
+            if ready:
+                os.read(self._wake_fd, 4096)
+
+    def _read_config(self) -> None:
+        """Follow the block that the trainers wrote, if it changed."""
+        with self._configuring, contextlib.suppress(OSError, ValueError):
+            path = self._job_dir.path / CONFIG_FILE
+            info = path.stat()
+            mark = info.st_ino, info.st_mtime_ns
+            if mark != self._config_mark:
+                config = ReftConfig.model_validate_json(path.read_text())
+                self._config_mark = mark
+                self.persister.configure(config)
+                self.metrics.configure(config.metrics)
+
+    def _read_reports(self) -> None:
+        """Take in the reports that changed. Those of an incarnation that was replaced do not
+        count."""
+        for local_rank, report in read_trainer_reports(self._job_dir.path).items():
+            before = self._reports.get(local_rank, TrainerReport(report.incarnation))
+            if report == before or 0 < report.incarnation < self._ordered:
                 continue
-            if newest is not None:
-                self.status.committed(newest)
-                # What an earlier start of the job left is not this one's to persist: its other
-                # parts may be gone, and waiting for them would hold up the versions that follow.
-                if newest.incarnation == self._incarnation:
-                    self.persister.offer(newest)
+            self._reports[local_rank] = report
+            self.status.set_report(local_rank, report)
+            # The version that is due before the newest one, which may not be due.
+            if report.due is not None and report.due != before.due:
+                self.persister.offer(VersionId(*report.due), due=True)
+            if report.committed is not None and report.committed != before.committed:
+                label = VersionId(*report.committed)
+                self._incarnation = max(self._incarnation, label.incarnation)
+                self.status.add_commit(label)
+                self.persister.offer(label, unprotected=report.unprotected)
+
+    def _read_arenas(self) -> None:
+        newest = self._commits.newest()
+        if newest is None:
+            return
+        self.status.add_commit(newest)
+        # An earlier incarnation's version is not this one's to persist: its other parts may be
+        # gone, and waiting for them would delay the versions that follow.
+        if newest.incarnation == self._incarnation:
+            self.persister.offer(newest)
 
     # -- what stands still -------------------------------------------------------------------------
 
     def rouse_launcher(self, elapsed_secs: float) -> None:
-        """A launcher that somebody has stopped cannot restart trainers, and loses its place in the
-        job."""
+        """Continue a launcher that was stopped: it cannot restart trainers, and loses its place in
+        the job."""
         stopped = bool(self._launcher_pid) and process_state(self._launcher_pid) == STOPPED
-        if (
-            self._launcher_still.look(stopped, elapsed_secs) <= _LAUNCHER_STOPPED_SECS
-            or not stopped
-        ):
+        secs = self._launcher_still.update(stopped, elapsed_secs)
+        if not stopped or secs <= _LAUNCHER_STOPPED_SECS:
             return
-        # One that stops again, as a terminal has those in the background do, is left so for as long
+        # A launcher that stops again, as a terminal makes background processes do, gets as long
         # again.
         self._launcher_still = ChangeTimer()
         logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
         with contextlib.suppress(OSError):
             os.kill(self._launcher_pid, signal.SIGCONT)
 
-    def look_at_storage(self, elapsed_secs: float) -> None:
-        """A file system that hangs raises no error."""
+    def check_storage(self, elapsed_secs: float) -> None:
+        """Detect a file system that hangs: it raises no error."""
         persist, config = self.status.persist, self.persister.config
-        secs = self._writes.look((persist.writing, self.persister.progress), elapsed_secs)
+        secs = self._writes.update((persist.writing, self.persister.progress), elapsed_secs)
         if (
             persist.writing is None
             or config is None
@@ -329,19 +394,16 @@ class Daemon:
             return
         error = (
             f"nothing has been written for {_WRITE_PAUSE_SECS:g} s: the file system hangs, or "
-            "another node "
-            f"does not write its part"
+            f"another node does not write its part"
         )
         if persist.error != error:
             logger.warning("%s is not on storage, in %s: %s", persist.writing, persist.dir, error)
-            stale = (
-                persist.stale_since_step
-                if persist.stale_since_step is not None
-                else persist.writing.step
+            since = persist.stale_since_step
+            persist.update(
+                stale_since_step=persist.writing.step if since is None else since, error=error
             )
-            persist.update(stale_since_step=stale, error=error)
 
-    # -- messages ----------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def _serve(self, channel: Channel) -> None:
         channel.settimeout(_IDLE_CONNECTION_SECS)
@@ -361,8 +423,7 @@ class Daemon:
             if 0 < theirs < self._ordered:
                 raise FencedError(
                     f"this node's trainers are of start {self._ordered} of the job; messages of "
-                    "start "
-                    f"{theirs} are refused, as it was replaced"
+                    f"start {theirs} are refused, as it was replaced"
                 )
             return {"ok": True, "result": operation(message)}
         except (ReftError, OSError, ValueError, KeyError, TypeError) as error:
@@ -375,45 +436,14 @@ class Daemon:
         self.status.update(workers=sorted(self._workers))
         return len(self._workers)
 
-    def _configure(self, message: Mapping[str, Any]) -> None:
-        config = ReftConfig.model_validate(message["config"])
-        if config == self.persister.config:
-            return
-        # First for the daemon after this one, which may be killed as soon as it acts on the block.
-        with contextlib.suppress(OSError):
-            write_json(self._job_dir.path / CONFIG_FILE, config.as_block())
-        self._follow(config)
-
-    def _follow(self, config: ReftConfig) -> None:
-        self.persister.configure(config)
-        self.metrics.configure(config.metrics)
-
-    def _committed(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        label = VersionId(*map(int, message["label"]))
-        self._incarnation = max(self._incarnation, label.incarnation)
-        self.status.committed(label)
-        said = {key: bool(message.get(key)) for key in ("unprotected", "due")}
-        self.persister.offer(label, **said)
-        self._poll.set()
-        self.status.trainer(int(message["local_rank"]), message["stats"])
-        persist = self.status.persist
-        persisted, overtaken = (
-            None if known is None else [known.incarnation, known.step]
-            for known in (persist.last, persist.overtaken)
-        )
-        failing = persist.stale_since_step is not None
-        return {"persisted": persisted, "failing": failing, "overtaken": overtaken}
-
-    def _skipped(self, message: Mapping[str, Any]) -> None:
-        self.status.skip(int(message["step"]), str(message["cause"]))
-        self.status.trainer(int(message["local_rank"]), message["stats"])
-
     def _persist(self, message: Mapping[str, Any]) -> str:
+        self._read_config()  # the trainer may have written it just now
         label = VersionId(*map(int, message["label"]))
         return self.persister.persist_and_wait(label, float(message["wait_secs"]))
 
     def _flush(self, message: Mapping[str, Any]) -> str | None:
         """Persist the newest committed version, if there is a directory and it is not there yet."""
+        self._read_config()
         newest = self._commits.newest()
         if newest is None or not self.persister.wants(newest):
             return None
@@ -429,7 +459,7 @@ def _create_time(pid: int) -> float:
 
 
 def _set_apart(end: Callable[[], None]) -> None:
-    # A signal handler's: the main thread may be inside the very lock that ``end`` takes.
+    # In a signal handler, the main thread may hold the very lock that ``end`` takes.
     threading.Thread(target=end, name="reft-end", daemon=True).start()
 
 

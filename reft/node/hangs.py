@@ -82,7 +82,7 @@ class ChangeTimer:
     _mark: Hashable = None
     secs: float = 0.0
 
-    def look(self, mark: Hashable, elapsed_secs: float) -> float:
+    def update(self, mark: Hashable, elapsed_secs: float) -> float:
         """The seconds. ``elapsed_secs``: since the last look."""
         self.secs = (
             self.secs + min(elapsed_secs, _MOST_BETWEEN_LOOKS_SECS) if mark == self._mark else 0.0
@@ -91,15 +91,15 @@ class ChangeTimer:
         return self.secs
 
 
-class HangConfig:
+class ActivityTracker:
     def __init__(self) -> None:
         self._still: dict[int, ChangeTimer] = {}
 
-    def look(self, trainers: Iterable[TrainerView], elapsed_secs: float) -> list[TrainerActivity]:
+    def poll(self, trainers: Iterable[TrainerView], elapsed_secs: float) -> list[TrainerActivity]:
         seen = list(trainers)
         self._still = {s.local_rank: self._still.get(s.local_rank, ChangeTimer()) for s in seen}
         return [
-            TrainerActivity(s, self._still[s.local_rank].look((s.pid, s.nanos), elapsed_secs))
+            TrainerActivity(s, self._still[s.local_rank].update((s.pid, s.nanos), elapsed_secs))
             for s in seen
         ]
 

@@ -226,7 +226,7 @@ class MemoryWatch:
         self.uses: tuple[MemoryUse, ...] = ()
         self.runs_out: tuple[MemoryForecast, ...] = ()  # what is running out, the soonest first
 
-    def look(self, pages: list[TrainerView], steps_per_sec: float | None) -> None:
+    def poll(self, pages: list[TrainerView], steps_per_sec: float | None) -> None:
         """Take another look. ``pages``: of the trainers; ``steps_per_sec``: of the job, None: not
         known."""
         now = time.monotonic()

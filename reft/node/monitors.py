@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reft.device import find_vendor
+from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage
-from reft.node.report import read_history, restarts_among
 
 if TYPE_CHECKING:
     from reft.engine.session import Session

@@ -10,13 +10,15 @@ copy the page.
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import mmap
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from ctypes import Array, Structure, c_char, c_double, c_int64, sizeof
 from dataclasses import astuple, dataclass
@@ -36,6 +38,7 @@ _NEVER = 2**62
 _MAGIC = 0x72656674_70616734
 _NAME_BYTES, _MOST_NAMES = 32, 96
 _PER_SEC = 10**9
+_REPORT_BYTES = 16 * 1024
 
 
 class Phase(IntEnum):
@@ -182,6 +185,8 @@ class _Page(Structure):
         ("longest", c_int64 * (1 + max(Phase))),
         ("names", c_char * _NAME_BYTES * _MOST_NAMES),
         ("steps", _Record * STEPS),
+        ("report", c_char * _REPORT_BYTES),
+        ("report_crc", c_int64),
     ]
 
 
@@ -402,6 +407,19 @@ class ProgressPage:
     def set_device(self, use: DeviceUse) -> None:
         self._page.device = astuple(use)
 
+    def write_report(self, fields: Mapping[str, Any]) -> None:
+        """Replace the page's report, a JSON object of at most 16 KiB. Called by one thread.
+
+        Raises:
+            ValueError: the report is larger.
+        """
+        data = json.dumps(fields, default=str).encode()
+        if len(data) >= _REPORT_BYTES:
+            raise ValueError(f"a report of {len(data)} bytes; at most {_REPORT_BYTES - 1} fit")
+        # Readers take no lock: the checksum, which is written last, tells them of a torn report.
+        self._page.report = data
+        self._page.report_crc = zlib.crc32(data)
+
     def close(self) -> None:
         self._enter(Phase.ENDED)
         self._clock.close()
@@ -431,6 +449,12 @@ def _make(path: Path) -> mmap.mmap:
 def read_pages(job_dir: Path) -> list[TrainerView]:
     """The trainers of this node, by local rank; files that are no such pages are left out."""
     return _each(job_dir, _seen)
+
+
+def read_reports(job_dir: Path) -> dict[int, dict[str, Any]]:
+    """The reports of this node's trainers, by local rank. A report that is being written is left
+    out."""
+    return dict(_each(job_dir, _read_report))
 
 
 def read_times(job_dir: Path) -> list[RankSteps]:
@@ -467,6 +491,13 @@ def _seen(path: Path, page: _Page) -> TrainerView:
         device=device if device.total > 0 else None,
         **{name: getattr(page, name) for name in _NUMBERS},
     )
+
+
+def _read_report(path: Path, page: _Page) -> tuple[int, dict[str, Any]] | None:
+    data = page.report
+    if not data or zlib.crc32(data) != page.report_crc:
+        return None
+    return int(path.name.removesuffix(PROGRESS_SUFFIX)), json.loads(data)
 
 
 def _timed(_: Path, page: _Page) -> RankSteps | None:

@@ -173,7 +173,7 @@ class SpeedWatch:
         self._tests: dict[tuple[SlownessKind, At], SlowTest] = {}
         self._seen: dict[tuple[SlownessKind, int, int], int] = {}
 
-    def look(self, told: Iterable[tuple[str, RankSteps]]) -> None:
+    def poll(self, told: Iterable[tuple[str, RankSteps]]) -> None:
         """The newest of every rank, with the name of its node."""
         before = self._ranks
         self._ranks = {t.at: _Rank(node, t, {s.step: s for s in t.steps}) for node, t in told}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from reft.control.wire import Backoff
+from reft.backoff import Backoff
 from reft.errors import StagingMemoryError
 from reft.grid import aligned
 from reft.snapshot.copier import Chunk, StagedChunk

@@ -26,7 +26,7 @@ from typing import Any
 
 from reft.errors import ConfigError
 from reft.grid import Topology, VersionId
-from reft.node.report import RoundReport
+from reft.node.history import RoundReport
 from reft.protect.placement import Weibull, losses_within, persist_interval_secs
 
 DAY_SECS = 86400.0

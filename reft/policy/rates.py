@@ -30,7 +30,7 @@ from reft.device import find_vendor
 from reft.durable import write_durably
 from reft.errors import PersistError
 from reft.grid import Topology, VersionId, given_up
-from reft.node.report import read_history
+from reft.node.history import read_history
 from reft.policy.agreed import AgreedRates
 from reft.policy.rate import (
     DueSteps,
@@ -150,7 +150,7 @@ class IntervalRates:
                 known=cache.known.storage,
                 on_change=partial(cache.note, "storage"),
             )
-            session.daemon.on_answer = self.storage.answered
+            session.daemon.on_storage_state = self.storage.answered
 
     def _facts(self) -> dict[str, Any]:
         """What the costs of versions depend on, on this machine."""

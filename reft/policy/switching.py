@@ -27,19 +27,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
+from reft.backoff import Backoff
 from reft.config import FaultPoint
 from reft.control.control import ControlGroup, WorkerControl
-from reft.control.wire import Backoff
 from reft.errors import ConfigError
 from reft.grid import Topology, VersionId
-from reft.node.client import (
+from reft.memory.protection_record import (
     REQUEST_FILE,
     Degradation,
     ProtectionRecord,
     ProtectionRequest,
     Refusal,
-    parse_order,
-    read_order,
+    parse_request,
+    read_request,
 )
 from reft.protect.codes import Scheme
 from reft.protect.placement import ProtectionLevel, ladder, tolerance
@@ -237,7 +237,7 @@ class RequestPoll:
         seen = (info.st_mtime_ns, info.st_ino)
         if seen != self._seen:
             self._seen = seen
-            self._order = read_order(self._path.parent) or self._order
+            self._order = read_request(self._path.parent) or self._order
         return self._order
 
 
@@ -420,7 +420,7 @@ class SchemeSwitch(SchemePolicy):
         cause: str | None
         new: GroupLayout | None = None
         try:
-            scheme = parse_order(order.scheme, aor=self.record.aor)
+            scheme = parse_request(order.scheme, aor=self.record.aor)
             scheme.check_room(self._topology.degrees.dp)
         except ConfigError as error:
             cause = str(error)

@@ -9,7 +9,7 @@ from itertools import chain, combinations, islice
 
 from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
-from reft.node.report import losses_left
+from reft.node.tolerance import losses_left
 
 _MOST_TRIES = 500  # Choices of nodes that are looked at
 

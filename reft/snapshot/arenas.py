@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from reft.backoff import Backoff
 from reft.control.control import WorkerControl
-from reft.control.wire import Backoff
 from reft.errors import ArenaError, OutOfMemoryError, ReftError, TransferError
 from reft.grid import Coordinate, Section, Topology, VersionId
 from reft.memory.arena import Arena, SlotFiles, reserved_bytes

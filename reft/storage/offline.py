@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from reft.errors import LayoutError, PersistError
 from reft.grid import STATE_SECTIONS, Coordinate, VersionId
 from reft.memory.arena import Arena, scan
+from reft.memory.fingerprint_record import newest_record
 from reft.memory.header import Entry
-from reft.memory.jobdir import newest_record
 from reft.recover.decide import offline_topology, plan_recovery, plan_verified
 from reft.recover.inventory import ArenaSet, ArenaStore, Inventory, open_job
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan

@@ -32,14 +32,15 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from reft.backoff import Backoff
 from reft.config import FaultPoint, ReftConfig
-from reft.control.wire import Backoff
 from reft.errors import OvertakenError, PersistError, ReftError
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import Coordinate, Degrees, VersionId
 from reft.memory.arena import ARENA_SUFFIX, Arena
+from reft.memory.fingerprint_record import recorded_fingerprint
 from reft.memory.header import ArenaHeader
-from reft.memory.jobdir import JobDir, recorded_fingerprint
+from reft.memory.jobdir import JobDir
 from reft.storage import fence
 from reft.storage.persisted import (
     FileRecord,

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reft.backoff import Backoff
 from reft.config import ReftConfig
-from reft.control.wire import Backoff
 from reft.errors import FencedError, OvertakenError, PersistError, ReftError
 from reft.grid import VersionId
 from reft.memory.arena import headers
@@ -68,11 +68,22 @@ def label_json(label: VersionId | None) -> dict[str, int] | None:
 
 
 class Persister:
-    """The daemon's writer. ``persist``: writes one version, raises PersistError, ArenaError or
-    OSError."""
+    """The daemon's writer.
 
-    def __init__(self, job_dir: JobDir, persist: Callable[..., Path] = persist_label) -> None:
+    Args:
+        job_dir: the job's memory on this node.
+        persist: writes one version; raises PersistError, ArenaError or OSError.
+        on_attempt: called after every attempt to write a version.
+    """
+
+    def __init__(
+        self,
+        job_dir: JobDir,
+        persist: Callable[..., Path] = persist_label,
+        on_attempt: Callable[[], None] = lambda: None,
+    ) -> None:
         self._job_dir = job_dir
+        self._on_attempt = on_attempt
         self.status = PersistStatus()
         self._persist = persist
         self._changed = threading.Condition()
@@ -238,6 +249,7 @@ class Persister:
                 self._stop = threading.Event()
                 self.status.update(writing=label, attempts=self.status.attempts + 1)
             self._attempt(label, config)
+            self._on_attempt()
             with self._changed:
                 self._changed.notify_all()
 

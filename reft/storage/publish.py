@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reft.control.wire import is_same, mac
+from reft.authentication import is_same, mac
 from reft.durable import sync_directory, write_durably
 from reft.errors import AuthenticationError, PersistError
 from reft.grid import Coordinate, VersionId, aligned, given_up

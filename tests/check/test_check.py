@@ -19,7 +19,7 @@ from reft.cli import EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
 from reft.cli.check import first_pairs, judge, second_pairs
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.control.wire import listen
-from reft.memory.jobdir import user_secret
+from reft.memory.job_secret import user_secret
 from tests.commands import command
 from tests.prefork import Popen
 

@@ -15,28 +15,17 @@ import pytest
 
 import reft
 from reft import cli
-from reft.cli import COMMANDS, EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE
+from reft.cli import EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE, find_commands
 from reft.config import explain
 from reft.grid import VersionId
-from reft.memory.jobdir import DAEMON_FILE, JobDir, process_identity, write_json
+from reft.job.node_memory import NodeMemory
+from reft.memory.jobdir import CONFIG_FILE, DAEMON_FILE, JobDir, process_identity, write_json
 from reft.node.advice import SpeedSample, situation
-from reft.node.client import NodeMemory
+from reft.node.client import TrainerReport
 from reft.node.daemon import NodeStatus
+from reft.node.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
 from reft.node.progress import ProgressPage
-from reft.node.report import (
-    BOARD_FILE,
-    CONFIG_FILE,
-    ENDED,
-    ENDED_WELL,
-    HISTORY_FILE,
-    RESUMED,
-    STARTED,
-    STEPPED,
-    NodeReport,
-    ReportBoard,
-    note,
-    read_board,
-)
+from reft.node.report import BOARD_FILE, ENDED_WELL, NodeReport, ReportBoard, read_board
 from reft.storage.persister import PersistStatus
 from tests.commands import Answer, command
 from tests.machine import can_give_away
@@ -48,7 +37,7 @@ from reft import cli
 code = cli.main(sys.argv[1:])
 print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
 """
-EVERY = [[name] for name in COMMANDS]
+EVERY = [[name] for name in find_commands()]
 
 
 @pytest.mark.process
@@ -334,11 +323,11 @@ def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     status = NodeStatus(ended(tmp_path).path, {}, PersistStatus())
-    status.committed(VersionId(1, 3))
+    status.add_commit(VersionId(1, 3))
     for rank in (0, 1):
         traffic = {"to_host": {"shard": 2**20, "parity": 512}, "sent": {"host_state": 2048 * rank}}
-        status.trainer(rank, stats={"traffic": traffic})
-    status.trainer(2, stats={})  # it has not committed anything yet
+        status.set_report(rank, TrainerReport(1, stats={"traffic": traffic}))
+    status.set_report(2, TrainerReport(1))  # it has not committed anything yet
     status.write_if_changed()
     shown = " ".join(asked(tmp_path).out.split())
     assert "a version copies │ 2.0 MiB (shard 2.0 MiB, parity 1.0 KiB)" in shown
@@ -346,9 +335,10 @@ def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(
     (here,) = asked(tmp_path, "--json").json["here"]
     assert here["status"]["trainers"]["1"]["stats"]["traffic"]["sent"] == {"host_state": 2048}
     assert "recomputed" not in shown
-    status.trainer(0, stats={"traffic": {"to_host": {}, "sent": {}}, "recomputed": 5})
+    none = {"traffic": {"to_host": {}, "sent": {}}}
+    status.set_report(0, TrainerReport(1, stats=none | {"recomputed": 5}))
     resynced = {"recomputed": 4, "resynced": {"it is not what its owner has": 1}}
-    status.trainer(1, stats={"traffic": {"to_host": {}, "sent": {}}, **resynced})
+    status.set_report(1, TrainerReport(1, stats=none | resynced))
     status.write_if_changed()
     shown = " ".join(asked(tmp_path).out.split())
     said = "9 partitions; copied from their owners: 1x it is not what its owner has"

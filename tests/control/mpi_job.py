@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from reft.control.mpi import load_mpi, mpi_carrier
+from reft_mpi.mpi import load_mpi, mpi_carrier
 
 from .contract import CASES, Rank
 from .ranks import DEADLINE_SECS

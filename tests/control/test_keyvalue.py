@@ -12,15 +12,10 @@ from typing import Any
 
 import pytest
 
+from reft.authentication import purpose_key
 from reft.control import wire
 from reft.control.keyvalue import PURPOSE, KeyValueServer, KeyValueStore, StoreError
-from reft.control.wire import (
-    AuthenticatedServer,
-    Channel,
-    connect_authenticated,
-    listen,
-    purpose_key,
-)
+from reft.control.wire import AuthenticatedServer, Channel, connect_authenticated, listen
 from reft.errors import AuthenticationError
 from tests.job.daemons import wait_for
 from tests.machine import free_port

@@ -60,7 +60,7 @@ def test_p6_who_does_not_come_is_waited_for_only_so_long() -> None:
         join(Table(), 0, timeout_secs=0.05)
     asked = []
     with pytest.raises(TransferError, match="only 1 of 2 ranks"):
-        join(Table(), 0, go_on=lambda: bool(asked.append(1)))
+        join(Table(), 0, keep_waiting=lambda: bool(asked.append(1)))
     assert asked
 
 
@@ -212,7 +212,7 @@ def test_p6_who_stands_still_in_the_middle_of_a_message_is_named_and_the_rest_of
         body = msgpack.packb(["gather, number 1", [[1, mine]]])
         parts = [body[at : at + PART_BYTES] for at in range(0, len(body), PART_BYTES)]
         frames = b"".join(
-            leaf.to_send([len(parts), part] if part is parts[0] else part) for part in parts
+            leaf.make_frame([len(parts), part] if part is parts[0] else part) for part in parts
         )
         theirs.sendall(frames[: len(frames) // 2 if sends else len(frames)])
         assert named.wait(DEADLINE_SECS)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from reft.control.control import TreeTransport
-from reft.control.mpi import require_threads
 from reft.errors import ConfigError
+from reft_mpi.mpi import require_threads
 from tests import mpi
 
 from .contract import CASES, Rank
@@ -82,7 +82,7 @@ def test_ranks_that_mpi_counts_otherwise_are_refused(name: str) -> None:
         ("serialized", "THREAD"),
     ):
         done = subprocess.run(
-            [sys.executable, "-c", "from reft.control.mpi import mpi_carrier; mpi_carrier(1, 2, 'n', 1)"],
+            [sys.executable, "-c", "from reft_mpi.mpi import mpi_carrier; mpi_carrier(1, 2, 'n', 1)"],
             env=library.environ | {"MPI4PY_RC_THREAD_LEVEL": level},
             capture_output=True, text=True, timeout=DEADLINE_SECS, check=False,
         )  # fmt: skip
@@ -97,7 +97,7 @@ def test_p6_an_mpi_that_makes_no_communicator_any_more_is_a_failure_to_connect()
     library = mpi.require("mpich")
     done = subprocess.run(
         [sys.executable, "-c",
-         "from reft.control.mpi import mpi_carrier\n"
+         "from reft_mpi.mpi import mpi_carrier\n"
          "connect = mpi_carrier(0, 1, 'n', 60.0)\n"
          "for _ in range(5000): connect(60.0, lambda: True, lambda *_: None)"],
         env=library.environ, capture_output=True, text=True, timeout=DEADLINE_SECS, check=False,

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reft.node.report import PARTS
+from reft.node.history import PARTS
 
 REPORT = "report.json"
 _MARK = "REFT_TEST_DEMO"

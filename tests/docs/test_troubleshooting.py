@@ -26,7 +26,10 @@ REFUSED = re.findall(
 @pytest.fixture(scope="module")
 def said() -> str:
     return "\n".join(
-        text for path in sorted((ROOT / "reft").rglob("*.py")) for text in literals(path)
+        text
+        for package in ("reft", "reft_etcd", "reft_mpi")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for text in literals(path)
     )
 
 

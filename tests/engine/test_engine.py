@@ -17,7 +17,7 @@ import reft
 from reft.engine.deepspeed import find_session
 from reft.engine.on_import import install
 from reft.memory.arena import Arena
-from reft.memory.jobdir import read_secret
+from reft.memory.job_secret import read_secret
 from tests.device.simulated import device_or_skip
 from tests.engine.ranks import be_a_rank, block_of, mse, run_ranks
 

@@ -18,7 +18,8 @@ from reft.engine.fingerprint import (
 from reft.engine.identity import Identity
 from reft.errors import FingerprintError
 from reft.grid import VersionId
-from reft.memory.jobdir import JobDir, record_fingerprint
+from reft.memory.fingerprint_record import record_fingerprint
+from reft.memory.jobdir import JobDir
 
 ONE = Fingerprint(
     {"config.optimizer.params.lr": 0.01, "layout.dp": 2, "script": "/a/train.py", "seed": 7}

@@ -28,7 +28,7 @@ from reft.engine.session import Session
 from reft.errors import TransferError
 from reft.grid import Coordinate, Degrees, VersionId
 from reft.log import EventLog
-from reft.node import report
+from reft.node import history
 from reft.recover.plan import NotRecoverable
 from reft.snapshot.stats import PeerErrors, SnapshotStats
 from reft.snapshot.worker import SnapshotRequest
@@ -94,9 +94,9 @@ def test_p4_a_start_says_in_a_line_what_is_protected(
 def restarted(job_dir: Path) -> Any:
     """A session on rank 0 whose launcher has seen a trainer fail."""
     failed = dict(failures=["b, rank 1, killed by SIGKILL"], failed_unix_secs=time.time() - 100)
-    report.note(
+    history.note(
         job_dir,
-        report.STARTED,
+        history.STARTED,
         round=2,
         nodes=["a", "b"],
         lost=[],
@@ -236,7 +236,7 @@ def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon_and_peer
 ):
     heard: list[object] = []
     peer_errors, daemon = PeerErrors(), mock.Mock()
-    daemon.notify_commit.side_effect = lambda label, *rest, **options: heard.append(label)
+    daemon.report_commit.side_effect = lambda label, *rest, **options: heard.append(label)
     record = JobRecord(None, "job")
     record.note_commit = mock.Mock(side_effect=KeyError("the store"))  # type: ignore[method-assign]
     session: Any = SimpleNamespace(

@@ -333,7 +333,7 @@ def test_windows_open_where_queued_transfers_are_carried_out_and_nowhere_else() 
 # -- under the engine -------------------------------------------------------------------------------
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_p1_p10_losses_are_equal_to_the_bit_with_every_variant_and_engines_stay_as_they_are(
     results: Ranks,
 ) -> None:
@@ -350,7 +350,7 @@ def test_p1_p10_losses_are_equal_to_the_bit_with_every_variant_and_engines_stay_
         assert r["inert"], "other engines stay as they are (P10)"
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_every_variant_commits_and_its_memory_resumes_bit_for_bit(results: Ranks) -> None:
     for r in results:
         for name in VARIANTS:
@@ -360,7 +360,7 @@ def test_every_variant_commits_and_its_memory_resumes_bit_for_bit(results: Ranks
         assert r["none"]["stats"]["taken"] == 0
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("run", ["has", "gpipe", "analytic", "paper"])
 def test_the_engine_executes_exactly_the_unwoven_schedule(results: Ranks, run: str) -> None:
     for r in results:
@@ -373,7 +373,7 @@ def test_the_engine_executes_exactly_the_unwoven_schedule(results: Ranks, run: s
             assert [i.position for i in trace.instructions] == list(range(len(trace.instructions)))
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @pytest.mark.parametrize("run", ["has", "gpipe", "analytic", "paper"])
 def test_a_chunk_of_tier_1_runs_beside_nothing_but_the_wait_it_was_let_in_for(
     results: Ranks, run: str
@@ -411,7 +411,7 @@ def test_a_chunk_of_tier_3_runs_beside_nothing_but_the_communication_it_was_let_
             assert all(i.name.startswith(("Send", "Reduce")) for i in beside), (chunk, beside)
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_tier_3_is_for_separate_links_and_for_what_fits_nowhere_else(results: Ranks) -> None:
     for r in results:
         shared = r["linked"]["False"]
@@ -420,7 +420,7 @@ def test_tier_3_is_for_separate_links_and_for_what_fits_nowhere_else(results: Ra
         assert all(run["stats"]["tier_bytes"]["3"] == 0 for run in r["variants"].values())
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_p2_nothing_is_copied_while_the_weights_change(results: Ranks) -> None:
     for r in results:
         runs = {
@@ -436,7 +436,7 @@ def test_p2_nothing_is_copied_while_the_weights_change(results: Ranks) -> None:
                 assert not [c for c in chunks if c[0] < end and begin < c[1]], name
 
 
-@pytest.mark.process
+@pytest.mark.integration
 def test_what_is_copied_is_planned_and_counted_by_tier(results: Ranks) -> None:
     for r in results:
         has, host = r["variants"]["has"], r["variants"]["host"]
@@ -465,7 +465,7 @@ def copied_whole(stats: dict[str, Any], nbytes: int) -> None:
 dual = pytest.mark.skipif(not DUAL, reason="this DeepSpeed has no DualPipeV engine")
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @dual
 def test_p1_p3_dualpipev_loses_no_bit_and_resumes(results: Ranks) -> None:
     for r in results:
@@ -476,7 +476,7 @@ def test_p1_p3_dualpipev_loses_no_bit_and_resumes(results: Ranks) -> None:
         assert r["dualpipev_resumed"]["losses"] == reference[committed:]
 
 
-@pytest.mark.process
+@pytest.mark.integration
 @dual
 def test_dualpipev_copies_in_the_commits_that_wait(results: Ranks) -> None:
     copied = 0

@@ -28,7 +28,7 @@ from reft.job.rendezvous import handler as handler_module
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import LeaveNotified, NodeInfo, ScaleRequested, decode_state
 from reft.job.rendezvous.scaling import leavers
-from reft.memory.jobdir import ScaleOrder
+from reft.memory.scale_request import ScaleRequest
 from reft.naming import committed_key
 from reft.relayout.sizes import Sizes
 
@@ -317,7 +317,7 @@ class World:
         self.least, self.most = least, most
         self.nodes: list[Node] = []
         self.back = threading.Semaphore(0)
-        self.order: ScaleOrder | None = None
+        self.order: ScaleRequest | None = None
         self.sizes: tuple[int, ...] = ()
         self.commits = True
         self.wait_secs: float | None = None
@@ -360,7 +360,7 @@ class World:
 
     def scale(self, nodes: int, without: tuple[str, ...] = ()) -> None:
         number = 1 if self.order is None else self.order.number + 1
-        self.order = ScaleOrder(number, nodes, without)
+        self.order = ScaleRequest(number, nodes, without)
 
     def is_in(self, name: str, start: tuple[int, tuple[str, ...]] | None) -> bool:
         """Whether that node's trainers run in that start; one that stands still is not missed."""

@@ -9,36 +9,38 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from reft.config import PersistConfig, ReftConfig, parse_block
-from reft.control.wire import Channel
 from reft.errors import AuthenticationError, OvertakenError
-from reft.grid import Coordinate, VersionId
-from reft.job.mpi_run import end_daemon, keep_daemon
+from reft.grid import VersionId
 from reft.memory.arena import arena_name
 from reft.memory.files import JobLock
 from reft.memory.header import ArenaState
-from reft.memory.jobdir import JobDir
+from reft.memory.jobdir import CONFIG_FILE, JobDir, write_json
 from reft.node.client import (
     END_SIGNAL,
     SOCKET_NAME,
+    WAKE_NAME,
     DaemonClient,
     DaemonError,
-    connect,
+    read_storage_state,
     request,
     short_path,
 )
 from reft.node.daemon import Daemon
+from reft.node.progress import ProgressPage
+from reft.snapshot.stats import SnapshotStats, Traffic
 from reft.storage import fence
 from reft.storage.persist import PersistProgress
 from reft.storage.persister import committed_labels
+from reft_mpi.mpi_run import end_daemon, keep_daemon
 from tests.attack.jobs import runs
 from tests.job.daemons import ROOT, answers, commit, log_path, request_status, spawn, wait_for
 
@@ -58,7 +60,7 @@ def test_the_socket_is_private_the_secret_is_asked_for_and_nonsense_disturbs_nob
         request(job_dir.path, job_dir.secret, "rm")
     for fields in ({"label": "x"}, {}, {"label": [1]}):
         with pytest.raises(DaemonError):
-            request(job_dir.path, job_dir.secret, "committed", **fields)
+            request(job_dir.path, job_dir.secret, "persist", **fields)
     with socket.socket(socket.AF_UNIX) as noisy, short_path(job_dir.path) as path:
         noisy.connect(path)
         noisy.sendall(os.urandom(4096))
@@ -69,7 +71,7 @@ def test_the_daemon_refuses_orders_of_an_older_start(job_dir: JobDir, run_here: 
     run_here()
     ask = partial(request, job_dir.path, job_dir.secret)
     assert ask("workers", pids=[], incarnation=2) == 0
-    for operation in ("workers", "committed", "flush"):
+    for operation in ("workers", "persist", "flush"):
         with pytest.raises(DaemonError, match="messages of start 1 are refused"):
             ask(operation, pids=[os.getpid()], label=[1, 50], incarnation=1)
     assert ask("workers", pids=[], incarnation=3) == 0
@@ -89,67 +91,80 @@ def test_it_finds_commits_without_being_told(
     assert job_dir.read_status()["pid"] == process.pid
 
 
+@pytest.fixture
+def client(job_dir: JobDir) -> Iterator[DaemonClient]:
+    page = ProgressPage(job_dir.path, 0, 0, 10.0, 600.0)
+    yield DaemonClient(job_dir.path, job_dir.secret, page, 1)
+    page.close()
+
+
 def test_stale_since_the_first_skipped_step_until_the_next_commit(
-    job_dir: JobDir, run_here: Callable
+    job_dir: JobDir, run_here: Callable, client: DaemonClient
 ) -> None:
     run_here()
-    client = DaemonClient(job_dir.path, job_dir.secret)
+    status, stats = partial(request_status, job_dir), SnapshotStats()
 
-    status = partial(request_status, job_dir)
-    client.notify_commit(VersionId(1, 3), Coordinate(0, 1, 0), {"taken": 3})
-    client.notify_skip(4, "busy", {"taken": 3})
-    client.notify_skip(5, "no memory", {"taken": 3})
-    wait_for(lambda: status()["skipped"] == {"busy": 1, "no memory": 1}, "the notes")
+    def skip(step: int, cause: str) -> None:
+        stats.skip(step, cause)
+        client.report_skip(cause, stats.to_json())
+
+    def commit(step: int) -> None:
+        stats.commit(step, Traffic())
+        client.report_commit(VersionId(1, step), stats.to_json())
+
+    commit(3)
+    skip(4, "busy")
+    skip(5, "no memory")
+    wait_for(lambda: status()["skipped"] == {"busy": 1, "no memory": 1}, "the reports")
     assert (status()["stale_since_step"], status()["stale_cause"]) == (4, "no memory")
     assert status()["last_committed"]["step"] == 3
-    assert status()["trainers"]["0"]["stats"] == {"taken": 3}, (
-        "the newest counters, whatever became of it"
-    )
-    client.notify_commit(VersionId(1, 6), Coordinate(0, 1, 0), {"taken": 4})
+    assert status()["trainers"]["0"]["stats"]["committed_step"] == 3
+    commit(6)
     wait_for(lambda: status()["stale_since_step"] is None, "the commit")
-    client.close()
+    assert status()["commits"] == 2
+
+
+def test_reports_of_a_start_that_was_replaced_do_not_count(
+    job_dir: JobDir, run_here: Callable, client: DaemonClient
+) -> None:
+    daemon = run_here()
+    request(job_dir.path, job_dir.secret, "workers", pids=[], incarnation=2)
+    client.report_commit(VersionId(1, 9), {"taken": 9})
+    page = ProgressPage(job_dir.path, 1, 1, 10.0, 600.0)
+    DaemonClient(job_dir.path, job_dir.secret, page, 2).report_commit(VersionId(2, 3), {})
+    wait_for(lambda: daemon.status.last_committed, "the report of the newer start")
+    assert daemon.status.last_committed == VersionId(2, 3)
+    page.close()
 
 
 # -- nobody depends on it --------------------------------------------------------------------------
 
 
 @pytest.mark.process
-def test_a_dead_daemon_costs_a_log_line_and_the_next_one_is_told(
-    job_dir: JobDir,
-    process: subprocess.Popen[bytes],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+def test_p6_without_a_daemon_reports_wait_on_the_page_for_the_next_one(
+    job_dir: JobDir, process: subprocess.Popen[bytes], client: DaemonClient
 ) -> None:
-    handed_over, waited_for = threading.Event(), []
-
-    def connect_late(*arguments: Any) -> Channel:
-        waited_for.append(handed_over.wait(60))
-        return connect(*arguments)
-
-    client = DaemonClient(job_dir.path, job_dir.secret)
     client.configure(parse_block({"enabled": True, "grace_secs": 7}))
-    client.notify_commit(VersionId(1, 1), Coordinate(0, 0, 0), {})
-    wait_for(lambda: (job_dir.read_status() or {}).get("last_committed"), "the first note")
+    client.report_commit(VersionId(1, 1), {})
+    wait_for(lambda: (job_dir.read_status() or {}).get("last_committed"), "the first report")
+    # A daemon that stands still leaves the pipe full: nothing waits for it.
+    process.send_signal(signal.SIGSTOP)
+    pipe = os.open(job_dir.path / WAKE_NAME, os.O_WRONLY | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(pipe, bytes(4096))
+    os.close(pipe)
+    client.report_commit(VersionId(1, 2), {})
     process.kill()
     process.wait()
-    monkeypatch.setattr("reft.node.client.connect", connect_late)
-    for step in range(2, 200):
-        client.notify_commit(VersionId(1, step), Coordinate(0, 0, 0), {"step": step})
-        client.notify_skip(step, "busy", {})
-    handed_over.set()
-    wait_for(lambda: "cannot be reached" in caplog.text, "the warning")
-    wait_for(lambda: waited_for, "an attempt to connect")
-    assert all(waited_for), "training waits for a connection attempt"
+    client.report_commit(VersionId(1, 3), {})
     second = spawn(job_dir)
     try:
         wait_for(lambda: answers(job_dir), "the second daemon")
-        newest = {"incarnation": 1, "step": 199}
-        wait_for(lambda: request_status(job_dir)["last_committed"] == newest, "the newest note")
-        causes = [r for r in caplog.records if "cannot be reached" in r.message]
-        assert len({r.message for r in causes}) == len(causes)
+        newest = {"incarnation": 1, "step": 3}
+        wait_for(lambda: request_status(job_dir)["last_committed"] == newest, "the newest report")
         assert (job_dir.path / "config.json").exists()
     finally:
-        client.close()
         second.kill()
         second.wait()
 
@@ -216,7 +231,7 @@ def test_only_what_is_not_written_at_all_hangs(
 
     def looked(times: int) -> str | None:
         for _ in range(times):
-            daemon.look_at_storage(LOOK_SECS)
+            daemon.check_storage(LOOK_SECS)
         return persist.error
 
     assert looked(1000) is None, "nothing is known of it"
@@ -283,7 +298,7 @@ def test_p3_when_a_step_has_ended_the_newest_version_goes_to_storage(
     lock = JobLock(job_dir.path, "job")
     daemon: Daemon = run_here(persist=persist, linger_secs=3600.0)
     config = ReftConfig(enabled=True, persist=PersistConfig(dir=tmp_path / "disk"))
-    request(job_dir.path, job_dir.secret, "configure", config=config.as_block())
+    write_json(job_dir.path / CONFIG_FILE, config.as_block())
     commit(job_dir, 0, VersionId(1, 7))
     assert not written, "nobody has asked for it while the step runs"
     lock.close()
@@ -327,28 +342,23 @@ def persist_config(directory: Path, interval: int) -> ReftConfig:
 
 @pytest.mark.process
 def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, client: DaemonClient
 ) -> None:
-    """The daemon decides nothing then: what the note of a commit calls due is written, and the answer to a
-    later one tells the trainer so."""
+    """The daemon decides nothing then: the version that a report calls due is written, and at a later commit
+    the trainer reads that it is."""
     writer = FileWriter()
     run_here(persist=writer)
-    client = DaemonClient(job_dir.path, job_dir.secret)
-    answers: list[dict] = []
-    client.on_answer = lambda answer: answers.append(dict(answer))
+    states: list[dict] = []
+    client.on_storage_state = lambda state: states.append(dict(state))
     client.configure(parse_block({"persist": {"dir": str(tmp_path), "interval_steps": "auto"}}, {}))
     for step in (1, 2, 3, 4):
         commit(job_dir, step % 2, VersionId(1, step))
-        client.notify_commit(VersionId(1, step), Coordinate(0, 0, 0), {}, due=step == 3)
+        client.report_commit(VersionId(1, step), {}, due=step == 3)
         if step == 3:
-            wait_for(
-                lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 3}, "step 3"
-            )
-    wait_for(lambda: len(answers) == 4, "four answers")
+            wait_for(lambda: read_storage_state(job_dir.path)["persisted"] == [1, 3], "step 3")
     assert writer.calls == [3]
     well = {"failing": False, "overtaken": None}
-    assert (answers[0], answers[3]) == ({"persisted": None, **well}, {"persisted": [1, 3], **well})
-    client.close()
+    assert (states[0], states[3]) == ({"persisted": None, **well}, {"persisted": [1, 3], **well})
 
 
 @pytest.mark.process
@@ -395,7 +405,10 @@ def test_p6_storage_is_well_where_memory_overtook_a_version_that_waited_for_its_
 
 @pytest.mark.process
 def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path
+    job_dir: JobDir,
+    run_here: Callable,
+    tmp_path: Path,
+    client: DaemonClient,
 ) -> None:
     """The job starts anew, and claims the directory, while the daemon still writes a version of the start
     before: the node takes part in the new start and goes on. One of a start that it knows nothing of ends it."""
@@ -409,22 +422,24 @@ def test_p6_a_write_that_the_next_start_of_this_very_job_refuses_ends_no_node(
         return answer
 
     run_here(persist=FileWriter(before=is_overtaken))
-    client = DaemonClient(job_dir.path, job_dir.secret)
     client.configure(persist_config(tmp_path, 2))
     commit(job_dir, 0, VersionId(1, 2))
-    client.notify_commit(VersionId(1, 2), Coordinate(0, 0, 0), {})
+    client.report_commit(VersionId(1, 2), {})
     wait_for(lambda: "start 2 of job" in told(1), "the older start to be refused")
     assert told(2) == ""
     job_dir.note_incarnation(2)
     assert told(1) == ""
     assert persist_status(job_dir)["stale_since_step"] == 2
-    client.close()
 
 
 @pytest.mark.process
 @pytest.mark.integration
 def test_a_full_directory_is_told_retried_and_forgotten_when_there_is_room(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job_dir: JobDir,
+    run_here: Callable,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    client: DaemonClient,
 ) -> None:
     """P6: training goes on, the status says since when checkpoints are stale."""
     full = tmp_path / "persist"
@@ -432,10 +447,9 @@ def test_a_full_directory_is_told_retried_and_forgotten_when_there_is_room(
     (full / "checkpoint").symlink_to("/dev/full")  # every write: no space left on device
     writer = FileWriter()
     run_here(persist=writer)
-    client = DaemonClient(job_dir.path, job_dir.secret)
     client.configure(persist_config(full, 2))
     commit(job_dir, 0, VersionId(1, 2))
-    client.notify_commit(VersionId(1, 2), Coordinate(0, 0, 0), {})
+    client.report_commit(VersionId(1, 2), {})
     wait_for(lambda: persist_status(job_dir)["attempts"] >= 2, "a second attempt")
     status = persist_status(job_dir)
     assert (status["stale_since_step"], status["last"]) == (2, None)
@@ -443,7 +457,7 @@ def test_a_full_directory_is_told_retried_and_forgotten_when_there_is_room(
     # The version is overwritten meanwhile: the next one that is due is tried.
     commit(job_dir, 0, VersionId(1, 3))
     commit(job_dir, 1, VersionId(1, 4))
-    client.notify_commit(VersionId(1, 4), Coordinate(0, 0, 0), {})
+    client.report_commit(VersionId(1, 4), {})
     wait_for(lambda: 4 in writer.calls, "the next version")
     assert persist_status(job_dir)["stale_since_step"] == 2
     assert client.persist_now(VersionId(1, 4), 5.0) is None
@@ -453,30 +467,34 @@ def test_a_full_directory_is_told_retried_and_forgotten_when_there_is_room(
     assert (status["stale_since_step"], status["error"], status["attempts"]) == (None, None, 0)
     warnings = [r for r in caplog.records if "cannot be persisted" in r.message]
     assert len(warnings) == 1  # once per cause
-    client.close()
 
 
 @pytest.mark.process
 def test_p3_what_memory_cannot_keep_is_persisted_at_once(
-    job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job_dir: JobDir,
+    run_here: Callable,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    client: DaemonClient,
 ) -> None:
     """Tolerance has fallen to 0: the first such version, on every node the same, whatever the interval."""
     writer = FileWriter()
     daemon = run_here(persist=writer)
     daemon.persister.configure(persist_config(tmp_path, 0))
-    client = DaemonClient(job_dir.path, job_dir.secret)
     for step, unprotected in ((1, False), (2, True), (3, True)):
         commit(job_dir, step % 2, VersionId(1, step))
-        client.notify_commit(VersionId(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
+        client.report_commit(VersionId(1, step), {}, unprotected=unprotected)
         wait_for(lambda s=step: daemon.status.last_committed == VersionId(1, s), "the commit")
         if step > 1:
             wait_for(
                 lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 2}, "step 2"
             )
-    # A slower trainer of the node tells of an older version.
-    client.notify_commit(VersionId(1, 1), Coordinate(0, 1, 0), {}, unprotected=False)
+    # A slower trainer of the node reports an older version.
+    page = ProgressPage(job_dir.path, 1, 1, 10.0, 600.0)
+    slower = DaemonClient(job_dir.path, job_dir.secret, page, 1)
+    slower.report_commit(VersionId(1, 1), {}, unprotected=False)
     commit(job_dir, 0, VersionId(1, 4))
-    client.notify_commit(VersionId(1, 4), Coordinate(0, 0, 0), {}, unprotected=True)
+    client.report_commit(VersionId(1, 4), {}, unprotected=True)
     wait_for(lambda: daemon.status.last_committed == VersionId(1, 4), "the commit")
     assert writer.calls == [2]
     assert any(
@@ -485,7 +503,6 @@ def test_p3_what_memory_cannot_keep_is_persisted_at_once(
     # Protected again, and lost again.
     for step, unprotected in ((5, False), (6, True)):
         commit(job_dir, step % 2, VersionId(1, step))
-        client.notify_commit(VersionId(1, step), Coordinate(0, 0, 0), {}, unprotected=unprotected)
+        client.report_commit(VersionId(1, step), {}, unprotected=unprotected)
     wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
     assert writer.calls == [2, 6]
-    client.close()

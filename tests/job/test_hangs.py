@@ -21,7 +21,7 @@ from reft.job.hang_verdict import HangDetector
 from reft.job.script import EX_FENCED, ExitCause, TrainerFailure
 from reft.memory.jobdir import JobDir
 from reft.node.hangs import TrainerActivity
-from reft.node.observe import JobStatus
+from reft.node.job_status import JobStatus
 from reft.node.progress import Phase, ProgressPage, TrainerView
 from reft.node.report import HealthSignal, NodeReport, ReportBoard, read_board
 from tests.commands import command
@@ -390,7 +390,7 @@ def known(root: Path, node: str) -> dict[str, str]:
 def test_a_launcher_that_ends_says_so_at_once_and_one_that_is_killed_is_missed_also_where_it_kept_the_board(
     tmp_path: Path, server: KeyValueServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reft.node.observe._PERIOD_SECS", 0.2)
+    monkeypatch.setattr("reft.node.job_status._PERIOD_SECS", 0.2)
     there = list("abc")
     boards = {node: board_of(server, tmp_path, node) for node in "abc"}
     for board in boards.values():
@@ -402,17 +402,17 @@ def test_a_launcher_that_ends_says_so_at_once_and_one_that_is_killed_is_missed_a
     wait_for(lambda: known(tmp_path, second).get(first) == "UNHEALTHY", "the failure")
     boards[first].close("told to stop")
     wait_for(lambda: known(tmp_path, second).get(first) == "OFFLINE", "the end")
-    monkeypatch.setattr(boards[keeper], "_turn", lambda ending: None)  # as if it was killed
+    monkeypatch.setattr(boards[keeper], "_run_once", lambda ending: None)  # as if it was killed
     there[:] = [second]
     wait_for(lambda: known(tmp_path, second).get(keeper) == "OFFLINE", "the loss of the keeper")
-    assert boards[second].board.keeper == second
+    assert boards[second].board.aggregator == second
     for board in boards.values():
         board.close("")
 
 
 @pytest.mark.parametrize(
     "junk",
-    [b"junk", b"x\x9c", ReportBoard(job_id="other", keeper="ghost").pack()],
+    [b"junk", b"x\x9c", ReportBoard(job_id="other", aggregator="ghost").pack()],
     ids=["junk", "torn", "ghost"],
 )
 def test_p6_what_another_has_written_there_is_put_right(
@@ -426,7 +426,9 @@ def test_p6_what_another_has_written_there_is_put_right(
 
     def put_right() -> bool:
         told = read_board(tmp_path / "a" / "job")
-        return known(tmp_path, "a") == {"a": "HEALTHY"} and told is not None and told.keeper == "a"
+        return (
+            known(tmp_path, "a") == {"a": "HEALTHY"} and told is not None and told.aggregator == "a"
+        )
 
     wait_for(put_right, "its own board")
     board.close("")

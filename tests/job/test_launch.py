@@ -32,8 +32,8 @@ from reft.job.rendezvous.server import RendezvousServer
 from reft.job.signals import StopSignals
 from reft.job.trainers import Trainers
 from reft.naming import safe_name
+from reft.node.history import PARTS, note, read_history
 from reft.node.progress import process_state
-from reft.node.report import PARTS, note, read_history
 from tests.job.conftest import SECRET
 
 from .cluster import WatchedCluster, cluster, deepspeed_json

@@ -17,8 +17,8 @@ import pytest
 from benchmarks.job_events import History
 from examples.llama import PRETRAIN
 from reft.errors import AuthenticationError, ConfigError
-from reft.job.mpi_run import ProcessLocation, check_together
 from reft.memory.jobdir import is_running, read_json
+from reft_mpi.mpi_run import ProcessLocation, check_together
 from tests import mpi
 from tests.faults.job import MODEL, write_corpus
 
@@ -28,7 +28,7 @@ JOB_SECS = 300.0
 
 
 def mpi_run(memory: Path, *words: str | Path) -> list[str]:
-    return [sys.executable, "-m", "reft.job.mpi_run", "--memory-dir", *map(str, (memory, *words))]
+    return [sys.executable, "-m", "reft_mpi.mpi_run", "--memory-dir", *map(str, (memory, *words))]
 
 
 class Nodes:
@@ -213,7 +213,7 @@ def test_without_mpi_it_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "mpi4py" / "MPI.py").write_text(f'raise RuntimeError("{tried}")')
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from reft.job.mpi_run import main; sys.exit(main(['x.py']))"],
+        [sys.executable, "-c", "import sys; from reft_mpi.mpi_run import main; sys.exit(main(['x.py']))"],
         env=environ, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 2

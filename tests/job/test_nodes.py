@@ -12,11 +12,12 @@ import pytest
 
 from benchmarks.local_cluster import KillKind
 from reft.errors import AuthenticationError
+from reft.job.node_memory import NodeMemory
 from reft.job.script import EX_FENCED
 from reft.memory.arena import Arena
 from reft.memory.files import holder
-from reft.memory.jobdir import SECRET_FILE, JobDir
-from reft.node.client import NodeMemory
+from reft.memory.job_secret import SECRET_FILE
+from reft.memory.jobdir import JobDir
 from tests.job.conftest import SECRET
 
 from .cluster import WatchedCluster, cluster

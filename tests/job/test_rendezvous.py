@@ -99,10 +99,10 @@ def test_p3_what_was_written_last_may_be_cut_off_or_left_as_zeros_and_nothing_be
 ) -> None:
     """As by a host that went down: the images of a journal that is open."""
     journal = Journal(tmp_path / "open", SECRET)
-    journal.note({"a": b"1"}, "a")
+    journal.write({"a": b"1"}, "a")
     log = next((tmp_path / "open").glob("*-wal"))
     before = log.stat().st_size
-    journal.note({"b": b"2"}, "b")
+    journal.write({"b": b"2"}, "b")
     whole = log.read_bytes()
     for kept in range(before, len(whole), 53):
         for zeros in (0, len(whole) - kept, 4096):
@@ -119,7 +119,7 @@ def test_p3_what_was_written_last_may_be_cut_off_or_left_as_zeros_and_nothing_be
 def test_p11_what_somebody_else_wrote_is_refused(tmp_path: Path) -> None:
     journal = Journal(tmp_path, SECRET)
     for key, value in (("a", b"1"), ("b", b"2")):
-        journal.note({key: value}, key)
+        journal.write({key: value}, key)
     journal.close()
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o077 == 0
@@ -147,14 +147,14 @@ from reft.control.keyvalue import Journal
 
 journal = Journal(Path(sys.argv[1]), b"s" * 32)
 table = {"a": b"1"}
-journal.note(table, "a")
+journal.write(table, "a")
 room = next(Path(sys.argv[1]).glob("*-wal")).stat().st_size + 20
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
-journal.note(table | {"b": b"2"}, "b")
+journal.write(table | {"b": b"2"}, "b")
 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 for number in range(20):
-    journal.note({"c": b"3" * number}, "c")
+    journal.write({"c": b"3" * number}, "c")
 """
 
 
@@ -181,7 +181,7 @@ def test_p9_a_journal_does_not_grow_without_end(tmp_path: Path) -> None:
     journal = Journal(tmp_path, SECRET)
     for number in range(1000):
         table = {"state": bytes([number % 256]) * 20_000}
-        journal.note(table, "state")
+        journal.write(table, "state")
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 8 * 2**20
     journal.close()
     assert Journal(tmp_path, SECRET).table == table

@@ -27,16 +27,16 @@ from reft.job.rendezvous.membership import (
 from reft.job.rendezvous.membership import Node as Member
 from reft.job.rendezvous.scaling import Scaler, ScaleSituation, leave_next, refusal, shortfall
 from reft.job.signals import StopSignals
-from reft.memory.jobdir import (
+from reft.memory.jobdir import write_json
+from reft.memory.scale_request import (
     SIZE_FILE,
     ScaleAnswer,
-    ScaleOrder,
+    ScaleRequest,
     Size,
     read_answer,
-    write_json,
-    write_order,
+    write_request,
 )
-from reft.node.report import read_history
+from reft.node.history import read_history
 from reft.protect.codes import Scheme
 from reft.refusal import EX_REFUSED
 from reft.relayout.sizes import Sizes, find_job_sizes
@@ -272,7 +272,7 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(
 ) -> None:
     if now.workers == 1:
         now = replace(now, degrees=Degrees(2, 3, 2))
-    order = ScaleOrder(1, nodes, without)
+    order = ScaleRequest(1, nodes, without)
     said = refusal(order, now) or shortfall(order, now)
     assert why in said
     assert bool(why) == bool(said)
@@ -294,16 +294,16 @@ FOUR = in_ring(4, batch=12, micro=3)  # Three could not
 
 
 def test_a_number_that_does_not_fit_is_refused_with_those_that_do() -> None:
-    said = refusal(ScaleOrder(1, 2), THREE)
+    said = refusal(ScaleRequest(1, 2), THREE)
     assert "2 replicas cannot share the 12 samples" in said
     assert said.endswith("What fits the layout and the batch: 3 nodes, as now; `reft scale 1`")
-    assert refusal(ScaleOrder(1, 2), replace(THREE, least=2)).endswith(
+    assert refusal(ScaleRequest(1, 2), replace(THREE, least=2)).endswith(
         "No other number of --nnodes 2:3 fits the layout and the batch"
     )
 
 
 def test_p3_a_number_to_which_too_many_would_leave_at_once_is_refused_at_once() -> None:
-    order = ScaleOrder(1, 1)
+    order = ScaleRequest(1, 1)
     said = refusal(order, THREE)
     assert "2 would leave at once" in said
     assert "the job survives the loss of 1." in said
@@ -317,11 +317,11 @@ def test_p3_a_number_to_which_too_many_would_leave_at_once_is_refused_at_once() 
 
 
 def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
-    named = refusal(ScaleOrder(1, 2, ("c", "d")), FOUR)
+    named = refusal(ScaleRequest(1, 2, ("c", "d")), FOUR)
     assert named.endswith(": without --without, d and b would leave")
     for wanted in (1, 2):
-        assert not refusal(ScaleOrder(1, wanted), FOUR)
-        assert not shortfall(ScaleOrder(1, wanted), FOUR)
+        assert not refusal(ScaleRequest(1, wanted), FOUR)
+        assert not shortfall(ScaleRequest(1, wanted), FOUR)
     assert leave_next(2, (), FOUR) == (3, 1)
     assert leave_next(1, (), FOUR) == (3, 1), "two first, then one of them"
     assert leave_next(2, ("a", "c"), FOUR) == (2, 0)
@@ -386,14 +386,14 @@ def test_an_order_is_followed_when_the_store_answers_again_and_one_by_a_clock_th
     node: Node,
 ) -> None:
     node.answers = False
-    order = write_order(node.path, 2, ())
+    order = write_request(node.path, 2, ())
     assert node.look() is None
     node.answers = True
     answer = node.look()
     assert answer is not None
     assert not answer.refused
     assert node.state.scaling == GrantedScale(order.number, 2, 3)
-    order = write_order(node.path, 2, ())
+    order = write_request(node.path, 2, ())
     node.state.scaling = GrantedScale(order.number + 1, 3, 3)
     answer = node.look()
     assert answer is not None
@@ -451,7 +451,7 @@ def test_p3_nobody_is_told_to_leave_while_the_job_survives_no_loss(
 
 def test_an_order_that_went_half_way_and_can_go_no_further_is_answered(node: Node) -> None:
     """From six nodes to three, from which no way leads to one."""
-    order = write_order(node.path, 1, ())
+    order = write_request(node.path, 1, ())
     node.look("abcdef")
     node.state.sizes = replace(THREE.sizes or Sizes(), members=tuple("abc"))
     node.degrees = Degrees(1, 3, 1)

@@ -20,7 +20,7 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_patches.deepspeed import running_program
-from reft.cli import make_app
+from reft.cli import COMMANDS, make_app
 from reft.engine.deepspeed import attach
 from reft.errors import ConfigError, UnsupportedStateError
 from reft.state.codec import decode, encode
@@ -156,7 +156,7 @@ def test_what_is_persisted_is_what_the_program_saves_and_is_resumed_from(
     assert "latest" not in began.log, "nothing was looked for"
     assert "could not find the metadata file" not in began.log
     command = ["persist", "--out", str(persisted.parent), "--memory-dir", str(memory)]
-    written = CliRunner().invoke(make_app(), command)
+    written = CliRunner().invoke(make_app(COMMANDS, tuple(COMMANDS)), command)
     assert written.exit_code == 0, written.output
     assert compare_checkpoints(saved, persisted) == []
     from_disk = alone.run({**block, "job_id": "next", "faults": []}, "--load", str(persisted))

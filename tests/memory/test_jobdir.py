@@ -16,18 +16,16 @@ from arena_tools import SECRET, answer, header, holder, make
 
 from reft.errors import ArenaError, AuthenticationError, ConfigError
 from reft.memory.arena import Arena
+from reft.memory.job_secret import SECRET_FILE, read_secret, user_secret
 from reft.memory.jobdir import (
     JOB_FILE,
-    SECRET_FILE,
     JobDir,
     find_jobs,
     is_running,
     list_jobs,
     process_identity,
     read_json,
-    read_secret,
     remove_job,
-    user_secret,
 )
 from tests.machine import can_give_away
 

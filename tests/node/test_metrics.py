@@ -22,7 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from reft.config import MetricsConfig, parse_block
 from reft.grid import VersionId
 from reft.memory.jobdir import JobDir, write_json
+from reft.node.client import TrainerReport
 from reft.node.daemon import NodeStatus
+from reft.node.goodput import GoodputTimes
+from reft.node.history import STARTED, RoundReport, note
 from reft.node.memory_watch import (
     MemoryForecast,
     MemorySample,
@@ -30,20 +33,16 @@ from reft.node.memory_watch import (
     MemoryUse,
     fullest,
 )
-from reft.node.observe import NodeObserver
+from reft.node.metrics import METRICS, MetricsServer, values
+from reft.node.observer import NodeObserver
 from reft.node.progress import DeviceUse, ProgressPage
 from reft.node.report import (
     BOARD_FILE,
-    STARTED,
-    GoodputTimes,
     HealthSignal,
     NodeReport,
     ReportBoard,
-    RoundReport,
     Shard,
-    note,
 )
-from reft.node.status import METRICS, MetricsServer, values
 from reft.node.stragglers import RankSpeed, SlownessKind, Straggler
 from reft.storage.persister import PersistStatus
 from tests.commands import command
@@ -91,12 +90,13 @@ def job(tmp_path: Path) -> JobDir:
 @pytest.fixture
 def status(job: JobDir) -> NodeStatus:
     status = NodeStatus(job.path, {}, PersistStatus())
-    status.committed(VersionId(1, 7))
-    status.skip(8, "no memory")
+    status.add_commit(VersionId(1, 7))
     traffic = {"to_host": {"shard": 100}, "sent": {"owned": 7}}
     for rank in range(2):
         stats = {"copy_secs_median": 0.25, "stall_secs_median": 0.001, "traffic": traffic}
-        status.trainer(rank, stats=stats)
+        if rank == 0:
+            stats |= {"skipped": {"no memory": 1}, "stale_since_step": 8}
+        status.set_report(rank, TrainerReport(1, stats=stats))
     status.persist.update(dir="/disk", last=VersionId(1, 5), lag_steps=2)
     return status
 
@@ -345,11 +345,11 @@ def test_every_node_tells_of_its_memory_and_of_its_devices(
         NodeObserver(job_dir.path, has_daemon=False),
         NodeReport(node="node0", domain="node0"),
     )
-    assert watch.look(mine).memory == ()
+    assert watch.poll(mine).memory == ()
     page.end_step(1)
     page.set_device(DeviceUse(1000, 100, 700))
     clock.sleep(0.6)  # it looks twice a second at most
-    report = watch.look(mine)
+    report = watch.poll(mine)
     device = next(use for use in report.memory if use.device)
     assert (device.name, device.peak_bytes, device.limit_bytes) == (
         "the device of rank 5",

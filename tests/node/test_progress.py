@@ -27,7 +27,7 @@ from reft.node.advice import (
     estimate_gain,
     scale_plan,
 )
-from reft.node.hangs import HangConfig, TrainerActivity, limit_secs, name_culprit
+from reft.node.hangs import ActivityTracker, TrainerActivity, limit_secs, name_culprit
 from reft.node.memory_watch import MemoryUse
 from reft.node.progress import (
     Phase,
@@ -258,28 +258,28 @@ def test_before_a_step_was_measured_its_limit_is_the_first_ones() -> None:
 
 
 def test_time_counts_while_nothing_changes_and_somebody_looks() -> None:
-    watch = HangConfig()
-    assert [w.quiet_secs for w in watch.look([SEEN], 0.25)] == [0.0]
+    watch = ActivityTracker()
+    assert [w.quiet_secs for w in watch.poll([SEEN], 0.25)] == [0.0]
     for _ in range(40):
-        (waiting,) = watch.look([SEEN], 0.25)
+        (waiting,) = watch.poll([SEEN], 0.25)
     assert (waiting.quiet_secs, waiting.suspected) == (10.0, True)
-    (waiting,) = watch.look([replace(SEEN, nanos=2)], 0.25)
+    (waiting,) = watch.poll([replace(SEEN, nanos=2)], 0.25)
     assert (waiting.quiet_secs, waiting.suspected) == (0.0, False)
     # This process stood still, or the clock was set: nobody hangs for that.
-    (waiting,) = watch.look([replace(SEEN, nanos=2)], 1e6)
+    (waiting,) = watch.poll([replace(SEEN, nanos=2)], 1e6)
     assert not waiting.suspected
 
 
 def test_a_suspicion_ends_with_the_round() -> None:
-    watch = HangConfig()
+    watch = ActivityTracker()
     for _ in range(10):
-        (waiting,) = watch.look([SEEN], 1.0)
+        (waiting,) = watch.poll([SEEN], 1.0)
     assert waiting.suspected
     watch.clear()
-    (waiting,) = watch.look([SEEN], 1.0)
+    (waiting,) = watch.poll([SEEN], 1.0)
     assert waiting.quiet_secs == 0.0
-    watch.look([SEEN], 1.0)
-    assert not any(w.quiet for w in watch.look([replace(SEEN, pid=101)], 1.0)), "another trainer"
+    watch.poll([SEEN], 1.0)
+    assert not any(w.quiet for w in watch.poll([replace(SEEN, pid=101)], 1.0)), "another trainer"
 
 
 AT = {
@@ -370,7 +370,7 @@ def tell(
     """The watch sees these steps, a few at a time; every rank is a node unless ``node`` says else."""
     for first in range(steps.start, steps.stop, 8):
         seen = range(max(steps.start, first - 16), min(first + 8, steps.stop))
-        watch.look(
+        watch.poll(
             (node(rank), RankSteps(rank, pid, at, tuple(of(step) for step in seen)))
             for rank, (at, of) in enumerate(ranks.items())
         )

@@ -11,30 +11,27 @@ from typing import Any
 
 import pytest
 
+from reft.grid import VersionId
 from reft.memory.header import ArenaState
 from reft.memory.jobdir import JobDir, write_json
-from reft.node import observe
-from reft.node.daemon import NodeStatus
-from reft.node.observe import GoodputCounters, NodeObserver, StepRate, sort_out
+from reft.node import goodput
+from reft.node.client import DaemonClient
+from reft.node.goodput import GoodputCounters, GoodputTimes
+from reft.node.history import RESUMED, STARTED, RoundReport, note
+from reft.node.job_status import forget_replaced
+from reft.node.observer import NodeObserver, StepRate
 from reft.node.progress import Phase, ProgressPage, TrainerView
 from reft.node.report import (
-    MOST_CHARACTERS,
-    RESUMED,
-    STARTED,
-    GoodputTimes,
+    MAX_TEXT_CHARS,
     HealthSignal,
     NodeReport,
     ReportBoard,
-    RoundReport,
     Shard,
-    heard,
-    is_well,
-    note,
-    note_keeper,
-    summary,
-    tolerance_now,
+    mark_aggregator_silence,
+    mark_silence,
 )
-from reft.storage.persister import PersistStatus
+from reft.node.summary import is_well, summary
+from reft.node.tolerance import tolerance_now
 from tests.machine import Clock
 from tests.memory.arena_tools import SECRET, make, write_version
 
@@ -142,7 +139,7 @@ def test_what_is_not_known_is_not_guessed(scheme: str) -> None:
 
 def test_a_node_whose_report_stands_still_is_offline_and_comes_back() -> None:
     seen, report = None, NodeReport(node="a", domain="a", number=1, signal=HealthSignal.COMPLETED)
-    update = partial(heard, elapsed_secs=1.0, offline_after_secs=6.0)
+    update = partial(mark_silence, elapsed_secs=1.0, offline_after_secs=6.0)
     for now in range(100, 107):
         seen = update(seen, report, now=float(now))
     assert seen.seen is HealthSignal.COMPLETED
@@ -159,14 +156,14 @@ def test_p4_a_node_that_is_quiet_is_not_counted_on_before_it_is_offline() -> Non
     nodes = three(number=1)
     quiet = None
     for _ in range(4):
-        quiet = heard(quiet, nodes[1], elapsed_secs=1.0, offline_after_secs=6.0, now=100.0)
+        quiet = mark_silence(quiet, nodes[1], elapsed_secs=1.0, offline_after_secs=6.0, now=100.0)
     assert quiet is not None
     assert (quiet.seen, quiet.quiet) == (HealthSignal.HEALTHY, True)
     told = summary(ReportBoard(job_id="j", nodes=(nodes[0], quiet, nodes[2])), 100.0)
     assert told["tolerance_left"] == 0
     assert "n1 has not reported for 3 s; it counts as lost until it does" in told["warnings"]
     assert not is_well(told)
-    back = heard(
+    back = mark_silence(
         quiet,
         nodes[1].model_copy(update={"number": 2}),
         elapsed_secs=1.0,
@@ -178,11 +175,11 @@ def test_p4_a_node_that_is_quiet_is_not_counted_on_before_it_is_offline() -> Non
 
 def test_a_keeper_that_writes_no_board_is_quiet_to_the_others() -> None:
     nodes = tuple(three())
-    seen = written = ReportBoard(job_id="j", keeper="n0", unix_secs=50.0, nodes=nodes)
+    seen = written = ReportBoard(job_id="j", aggregator="n0", unix_secs=50.0, nodes=nodes)
     for _ in range(4):
-        seen = note_keeper(seen, written, elapsed_secs=1.0, offline_after_secs=6.0)
+        seen = mark_aggregator_silence(seen, written, elapsed_secs=1.0, offline_after_secs=6.0)
     assert [n.quiet for n in seen.nodes] == [True, False, False]
-    again = note_keeper(
+    again = mark_aggregator_silence(
         seen,
         written.model_copy(update={"unix_secs": 51.0}),
         elapsed_secs=1.0,
@@ -194,12 +191,12 @@ def test_a_keeper_that_writes_no_board_is_quiet_to_the_others() -> None:
 def test_p9_of_nodes_that_were_replaced_only_some_are_kept() -> None:
     alive = three(label=(90, 900))
     gone = [node(f"g{i}", (0, 1, 0), label=(i, i), gone=1000.0 + i) for i in range(1, 60)]
-    kept, forgotten = sort_out([*gone, *alive], 1100.0)
+    kept, forgotten = forget_replaced([*gone, *alive], 1100.0)
     assert {n.node for n in kept} == {"n0", "n1", "n2", *(f"g{i}" for i in range(44, 60))}
     assert forgotten == {f"g{i}" for i in range(1, 44)}
-    assert sort_out([*gone, *alive], 9000.0)[0] == alive
+    assert forget_replaced([*gone, *alive], 9000.0)[0] == alive
     needed = [*alive[:2], alive[2].model_copy(update={"offline_unix_secs": 1.0})]
-    assert sort_out(needed, 9000.0)[0] == needed
+    assert forget_replaced(needed, 9000.0)[0] == needed
 
 
 def test_p9_a_report_has_a_bound() -> None:
@@ -216,7 +213,7 @@ def test_p9_a_report_has_a_bound() -> None:
         ],
     )
     assert len(report.pack()) < MOST_REPORT_BYTES
-    assert (len(report.why), len(report.warnings)) == (MOST_CHARACTERS, 6)
+    assert (len(report.why), len(report.warnings)) == (MAX_TEXT_CHARS, 6)
     assert NodeReport.unpack(report.pack()) == report
 
 
@@ -276,24 +273,24 @@ def doing(
 def test_signals_follow_the_arenas(job: JobDir) -> None:
     watch = observer(job)
     began = doing("running", round=1, since=time.time())
-    assert watch.look(doing("waiting for nodes")).signal is HealthSignal.HEALTHY
+    assert watch.poll(doing("waiting for nodes")).signal is HealthSignal.HEALTHY
     page = ProgressPage(job.path, 0, 0, 10.0, 600.0)
     with make(job.path / "rank0-slot0.arena") as one, make(job.path / "rank0-slot1.arena") as other:
-        report = watch.look(began)
+        report = watch.poll(began)
         assert (report.signal, report.shards, report.trainers) == (HealthSignal.HEALTHY, (), 1)
         assert report.times == began.times
         write_version(one, 4, ArenaState.WRITING)
         before = time.time()
-        report = watch.look(began)
+        report = watch.poll(began)
         assert report.signal is HealthSignal.SNAP
         assert report.times[HealthSignal.SNAP] >= before
         write_version(one, 4, ArenaState.SEALED)
-        report = watch.look(began)
+        report = watch.poll(began)
         assert report.signal is HealthSignal.COMPLETED
         assert [(s.at, s.label, s.committed) for s in report.shards] == [((1, 0, 0), (1, 4), False)]
         one.commit()
         write_version(other, 5, ArenaState.SEALED)
-        report = watch.look(began)
+        report = watch.poll(began)
         # What may be restored counts: the newer one is not committed yet.
         assert [(s.label, s.committed) for s in report.shards] == [((1, 4), True)]
         assert report.times[HealthSignal.COMPLETED] == other.head().sealed_unix_secs
@@ -301,45 +298,44 @@ def test_signals_follow_the_arenas(job: JobDir) -> None:
         assert report.times[HealthSignal.SNAP] <= report.times[HealthSignal.COMPLETED]
         # The trainers start again: what lies there is of their life before.
         again = doing("running", round=2, since=time.time())
-        assert watch.look(again).signal is HealthSignal.HEALTHY
+        assert watch.poll(again).signal is HealthSignal.HEALTHY
         write_version(one, 6, ArenaState.WRITING)
-        assert watch.look(again).signal is HealthSignal.SNAP
+        assert watch.poll(again).signal is HealthSignal.SNAP
     page.close()
 
 
 def test_software_that_fails_is_unhealthy_and_says_why(job: JobDir) -> None:
     watch = observer(job)
-    status = NodeStatus(job.path, {}, PersistStatus())
     page = ProgressPage(job.path, 0, 0, 10.0, 600.0)
     runs = doing("running", round=1, since=time.time())
-    assert watch.look(runs).signal is HealthSignal.HEALTHY
-    failed = watch.look(doing("waiting for nodes", why="rank 3 was killed by SIGKILL"))
+    assert watch.poll(runs).signal is HealthSignal.HEALTHY
+    failed = watch.poll(doing("waiting for nodes", why="rank 3 was killed by SIGKILL"))
     assert (failed.signal, failed.why) == (HealthSignal.UNHEALTHY, "rank 3 was killed by SIGKILL")
-    assert watch.look(runs).signal is HealthSignal.HEALTHY
+    assert watch.poll(runs).signal is HealthSignal.HEALTHY
 
-    status.skip(1, "no memory")
-    status.write_if_changed()
+    daemon = DaemonClient(job.path, SECRET, page)
+    daemon.report_skip("no memory", {"stale_since_step": 1})
     page.end_step(9)
-    skipped = watch.look(runs)
+    skipped = watch.poll(runs)
     assert (skipped.signal, skipped.warnings) == (
         HealthSignal.HEALTHY,
         ("no version since step 1: no memory",),
     )
     page.end_step(11)
-    stale = watch.look(runs)
+    stale = watch.poll(runs)
     assert (stale.signal, stale.why) == (
         HealthSignal.UNHEALTHY,
         "no version since step 1: no memory",
     )
     page.close()
-    assert watch.look(runs).step == 11, (
+    assert watch.poll(runs).step == 11, (
         "trainers that have ended take their pages along, not what was seen"
     )
 
 
 def test_the_last_recovery_is_told_in_its_parts(job: JobDir) -> None:
     watch = observer(job)
-    assert watch.look(doing()).recovery is None
+    assert watch.poll(doing()).recovery is None
     facts = {"nodes": ["a"] * 1000, "joined": [], "newest_step": 9}
     note(job.path, STARTED, round=1, lost=[], failures=[], **facts)
     note(
@@ -352,7 +348,7 @@ def test_the_last_recovery_is_told_in_its_parts(job: JobDir) -> None:
         **facts,
     )
     note(job.path, RESUMED, source="memory, own", step=9, secs=0.5)
-    report = watch.look(doing())
+    report = watch.poll(doing())
     assert report.recovery is not None
     assert (report.restarts, report.recovery.lost, report.recovery.resumed_step) == (1, ["b"], 9)
     assert report.recovery.secs["gathering"] == 1.25
@@ -374,13 +370,13 @@ def test_p6_files_that_cannot_be_read_tell_nothing(job: JobDir, what: str) -> No
         for path in job.path.iterdir():
             path.unlink()
         job.path.rmdir()
-    report = watch.look(doing("running"))
+    report = watch.poll(doing("running"))
     assert (report.signal, report.shards, report.step) == (HealthSignal.HEALTHY, (), None)
 
 
 def test_a_daemon_that_has_died_is_warned_of(job: JobDir) -> None:
     write_json(job.path / "daemon.json", {"pid": 2**22, "start_time": 1.0})
-    (said,) = observer(job).look(doing()).warnings
+    (said,) = observer(job).poll(doing()).warnings
     assert "daemon is not running" in said
 
 
@@ -388,7 +384,7 @@ def test_speed_is_that_of_the_last_steps_with_all_that_lies_between_them() -> No
     speed = StepRate()
 
     def at(step: int, secs: float, phase: Phase = Phase.BETWEEN, pid: int = 5) -> float | None:
-        return speed.look(
+        return speed.poll(
             TrainerView(0, 0, pid, phase, step, 0, "", int(secs * 1e9), 10.0, 600.0, 0.0, 0.0, 0, "S")
         )  # fmt: skip
 
@@ -405,14 +401,14 @@ def test_speed_is_that_of_the_last_steps_with_all_that_lies_between_them() -> No
 def test_every_second_that_is_lost_has_its_cause() -> None:
     counts = GoodputTimes(began_unix_secs=5.0)
     assert counts.effective_ratio is None
-    counts.waited(10.0)
+    counts.add_waiting(10.0)
     of_step = {"samples": 8, "flops": 8000.0}
     for step in range(1, 62, 2):
-        counts.trained(1.0, step, stall_secs=0.1, straggler_secs=0.05, **of_step)
-    counts.waited(5.0)
-    counts.went_back(51, step_secs=0.5)
+        counts.add_training(1.0, step, stall_secs=0.1, straggler_secs=0.05, **of_step)
+    counts.add_waiting(5.0)
+    counts.roll_back(51, step_secs=0.5)
     for step in range(52, 72, 2):
-        counts.trained(1.0, step, **of_step)
+        counts.add_training(1.0, step, **of_step)
     assert (counts.first_step, counts.newest_step, counts.repeated_steps) == (1, 70, 10)
     assert counts.samples == 69 * 8, "a step that is made twice counts once"
     assert counts.flops == 69 * 8 * 1000
@@ -428,13 +424,13 @@ def test_a_second_rollback_counts_from_the_last_step_made() -> None:
     """Resumed at 90 from 100, killed at 95, resumed at 94: 91 to 95 and 95 to 100 are made again."""
     counts = GoodputTimes(began_unix_secs=5.0)
     for step in (1, 100):
-        counts.trained(1.0, step)
+        counts.add_training(1.0, step)
     for _ in range(2):
-        counts.went_back(90, step_secs=0.5)
+        counts.roll_back(90, step_secs=0.5)
         assert counts.repeated_steps == 10, "once, also where it is killed before its first step"
-    counts.trained(1.0, 95)
-    counts.went_back(94, step_secs=0.5)
-    counts.trained(1.0, 100)
+    counts.add_training(1.0, 95)
+    counts.roll_back(94, step_secs=0.5)
+    counts.add_training(1.0, 100)
     assert (counts.newest_step, counts.repeated_steps, counts.repeated_secs) == (100, 11, 5.5)
 
 
@@ -452,11 +448,11 @@ def test_counts_outlive_trainers_and_launchers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(observe, "time", clock)
+    monkeypatch.setattr(goodput, "time", clock)
 
-    def look(keeper: GoodputCounters, secs: float = 10.0) -> GoodputTimes:
+    def look(counters: GoodputCounters, secs: float = 10.0) -> GoodputTimes:
         clock.sleep(secs)
-        return keeper.look(())
+        return counters.poll(())
 
     first = GoodputCounters(tmp_path)
     assert look(first).starting_secs == 10
@@ -464,13 +460,10 @@ def test_counts_outlive_trainers_and_launchers(
     look(first)
     page.begin_step()
     page.end_step(12)
-    write_json(
-        tmp_path / "status.json",
-        {"trainers": {"0": {"stats": {"taken": 5, "stall_secs_median": 0.2}}}},
-    )
+    daemon = DaemonClient(tmp_path, SECRET, page)
+    daemon.report_commit(VersionId(1, 12), {"taken": 5, "stall_secs_median": 0.2})
     assert (look(first).samples, look(first).snapshot_secs) == (40, 1.0)
     page.close()
-    (tmp_path / "status.json").unlink()
     look(first)
 
     # Trainers and launcher start again, at step 8; the number of the process is another one.

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.errors import ConfigError
-from reft.node.report import RoundReport
+from reft.node.history import RoundReport
 from reft.policy.rate import (
     DAY_SECS,
     DueSteps,

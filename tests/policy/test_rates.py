@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from reft.grid import Coordinate, Degrees, Topology, VersionId
-from reft.node.report import STARTED, note
+from reft.node.history import STARTED, note
 from reft.policy.rate import (
     DueSteps,
     IntervalController,

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.control.wire import authenticate, check_authentic
+from reft.authentication import authenticate, check_authentic
 from reft.errors import AuthenticationError, LayoutError, UnrecoverableError
 from reft.grid import STATE_SECTIONS, Coordinate, Degrees, Section, Topology, VersionId
 from reft.memory.arena import Arena

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from reft.config import FaultConfig, FaultPoint
 from reft.control.control import ControlGroup
-from reft.control.mpi import load_mpi
 from reft.errors import TransferError
 from reft.faults import FaultPlan
 from reft.grid import (
@@ -42,6 +41,7 @@ from reft.recover.plan import NotRecoverable, count_bytes
 from reft.recover.rebuild import ArenaLayout, StoreConfig
 from reft.recover.recover import Participant, Recovery
 from reft.relayout.element_map import ElementMove, RankImages, plan_replica
+from reft_mpi.mpi import load_mpi
 from tests.control.mpi_job import refuse_pickling
 
 from .fleet import (

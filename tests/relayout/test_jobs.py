@@ -20,7 +20,8 @@ from reft.config import PersistConfig, ReftConfig
 from reft.engine.deepspeed import find_session
 from reft.grid import BlockKey, Degrees, Section
 from reft.memory.arena import Arena
-from reft.memory.jobdir import JobDir, read_secret
+from reft.memory.job_secret import read_secret
+from reft.memory.jobdir import JobDir
 from reft.storage.offline import persist_offline
 from reft.storage.persist import persist_label
 from reft.storage.persister import committed_labels

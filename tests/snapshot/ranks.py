@@ -22,7 +22,7 @@ from reft.control.control import ControlGroup, WorkerControl
 from reft.faults import FaultPlan
 from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena, SlotFiles, scan
-from reft.node.client import ProtectionRecord, write_record
+from reft.memory.protection_record import ProtectionRecord, write_record
 from reft.pacing.gate import HostGate
 from reft.policy.agreed import AgreedRates
 from reft.policy.switching import RequestPoll, RetentionConfig, SchemeSwitch

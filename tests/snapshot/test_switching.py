@@ -20,16 +20,16 @@ from reft.grid import Degrees, Topology, VersionId
 from reft.memory.arena import Arena, scan
 from reft.memory.header import Geometry
 from reft.memory.jobdir import write_json
-from reft.node.client import (
+from reft.memory.protection_record import (
     REQUEST_FILE,
     ProtectionRecord,
     ProtectionRequest,
-    parse_order,
-    read_order,
+    parse_request,
     read_record,
-    resume,
-    write_order,
+    read_request,
+    resume_record,
     write_record,
+    write_request,
 )
 from reft.policy.switching import MemoryBudget, RetentionConfig, agree_on_room
 from reft.protect.codes import Scheme
@@ -45,7 +45,7 @@ from tests.spawn import RankError
 
 def order(me: Rank, scheme: str) -> None:
     try:
-        write_order([me.job_dir], scheme)
+        write_request([me.job_dir], scheme)
     except ConfigError:
         # Whoever wrote it knew less of the job than this node: the ranks have to see to it.
         given = ProtectionRequest(time.time_ns() // 1_000_000, scheme)
@@ -189,8 +189,8 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
         # Version 3 was committed before the switch; version 4 may be whole, and then is aec's everywhere.
         assert plan.label.step >= 3
     records = [record for r in range(4) if (record := read_record(root / f"node{r}"))]
-    begun = resume(records, "arc")
-    assert begun == resume(list(reversed(records)), "arc")
+    begun = resume_record(records, "arc")
+    assert begun == resume_record(list(reversed(records)), "arc")
     if fault.endswith("4"):
         assert begun.scheme == "aec"
     for rank in range(4):
@@ -209,22 +209,22 @@ def test_p3_a_kill_during_a_switch_loses_no_version_and_restarts_with_one_scheme
 def test_an_order_that_asks_for_recomputing_needs_a_job_that_was_started_with_it(
     tmp_path: Path,
 ) -> None:
-    assert write_order([tmp_path], "arc+aor").scheme == "arc+aor", (
+    assert write_request([tmp_path], "arc+aor").scheme == "arc+aor", (
         "not known yet: the ranks will see to it"
     )
     write_record(tmp_path, ProtectionRecord("arc", "arc", aor=True))
-    assert write_order([tmp_path], "rs:2+aor").scheme == "rs:2+aor"
-    assert parse_order("rs:2+aor", aor=True) == parse_order("rs:2", aor=True) == Scheme(0, 2)
+    assert write_request([tmp_path], "rs:2+aor").scheme == "rs:2+aor"
+    assert parse_request("rs:2+aor", aor=True) == parse_request("rs:2", aor=True) == Scheme(0, 2)
     record = read_record(tmp_path)
     assert describe(record.to_json())[0].startswith("arc+aor, survives")
     with pytest.raises(ConfigError, match=r"'none\+aor' keeps nothing of a peer .*; order 'none'"):
-        write_order([tmp_path], "none+aor")
+        write_request([tmp_path], "none+aor")
     write_record(tmp_path, ProtectionRecord("arc", "arc"))
     with pytest.raises(
         ConfigError, match=r"fixed at the start, .* order 'aec', or write 'aec\+aor' into"
     ):
-        write_order([tmp_path], "aec+aor")
-    newest = read_order(tmp_path)
+        write_request([tmp_path], "aec+aor")
+    newest = read_request(tmp_path)
     assert newest.scheme == "rs:2+aor"
 
 
@@ -233,15 +233,15 @@ def test_the_block_counts_again_once_it_is_edited() -> None:
         "aec", "arc", number=7, step=12, incarnation=1, tolerance=1, ordered=True
     )
     stale = ProtectionRecord("arc", "arc", number=3, step=2, incarnation=1, tolerance=1)
-    assert resume([stale, switched], "arc") == switched
-    edited = resume([stale, switched], "rs:2")
+    assert resume_record([stale, switched], "arc") == switched
+    edited = resume_record([stale, switched], "rs:2")
     assert (edited.scheme, edited.number) == ("rs:2", 7)  # orders of before stay done
-    assert resume([], "arc").scheme == "arc"
+    assert resume_record([], "arc").scheme == "arc"
     # "auto" chooses anew at every start, unless somebody has switched by hand.
     chosen = ProtectionRecord("arc", "auto:1", number=7, step=12, incarnation=1)
-    assert resume([chosen], "auto:1", "aec").scheme == "aec"
+    assert resume_record([chosen], "auto:1", "aec").scheme == "aec"
     by_hand = ProtectionRecord("rs:2", "auto:1", number=8, step=20, incarnation=1, ordered=True)
-    assert resume([chosen, by_hand], "auto:1", "aec").scheme == "rs:2"
+    assert resume_record([chosen, by_hand], "auto:1", "aec").scheme == "rs:2"
 
 
 @pytest.mark.process

@@ -194,7 +194,8 @@ def has_a_counterexample(name: str, promise: str, rules: Rules) -> None:
     assert violation.promise == promise, str(violation)
 
 
-@pytest.mark.timeout(300)  # the largest of the models
+@pytest.mark.integration  # the largest of the models
+@pytest.mark.timeout(300)
 def test_p2_p3_p6_hold_for_3_groups_of_4_ranks_whatever_fails_wherever() -> None:
     explorer = explored(Rules())
     assert explorer.deepest_commit == 3
@@ -255,7 +256,7 @@ def test_each_wrong_rule_has_a_counterexample(name: str) -> None:
 @pytest.mark.parametrize(
     "completes",
     [
-        pytest.param(True, id="completed"),
+        pytest.param(True, id="completed", marks=pytest.mark.integration),
         pytest.param(False, id="taken again", marks=pytest.mark.nightly),
     ],
 )

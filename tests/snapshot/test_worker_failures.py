@@ -21,8 +21,8 @@ import torch.distributed as dist
 from reft.errors import ArenaError
 from reft.grid import Section
 from reft.memory.arena import Arena
+from reft.memory.protection_record import write_request
 from reft.memory.stream import HashingCopier
-from reft.node.client import write_order
 from reft.policy.agreed import AgreedRates
 from reft.policy.switching import RetentionConfig, SchemeSwitch
 from reft.snapshot import copy_engine as engine
@@ -241,7 +241,7 @@ def layouts(rank: int, root: Path) -> dict[str, Any]:
         if place.startswith("order"):
             scheme = next(schemes)
             if rank == 0:
-                write_order([me.job_dir], scheme)
+                write_request([me.job_dir], scheme)
         else:
             me.shape += 1
             me.owned = torch.zeros(20_001 + 64 * me.shape)

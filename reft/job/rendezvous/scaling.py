@@ -33,19 +33,19 @@ from reft.job.rendezvous.membership import (
     ScaleRequested,
 )
 from reft.job.signals import StopSignals
-from reft.memory.jobdir import (
-    ORDER_FILE,
+from reft.memory.protection_record import read_record
+from reft.memory.scale_request import (
+    REQUEST_FILE,
     ScaleAnswer,
-    ScaleOrder,
+    ScaleRequest,
     Size,
     read_answer,
-    read_order,
+    read_request,
     read_size,
     write_answer,
-    write_order,
+    write_request,
 )
-from reft.node.client import read_record
-from reft.node.observe import JobStatus
+from reft.node.job_status import JobStatus
 from reft.node.report import ReportBoard
 from reft.protect.codes import Scheme
 from reft.relayout.sizes import Sizes, find_job_sizes
@@ -80,7 +80,7 @@ class Scaler:
         self._path = path
         self._board = board
         self._seen = self._stat()  # an order of an earlier run has been dealt with
-        self._order: ScaleOrder | None = None
+        self._order: ScaleRequest | None = None
         self._signals = signals
         self._waits: tuple[Any, int] | None = None
         self._waits_since = 0.0
@@ -142,12 +142,12 @@ class Scaler:
 
     def _take_order(self, agreement: Agreement) -> None:
         if self._signals.asked_to_leave:
-            write_order(self._path, len(agreement.nodes) - 1, (self._options.node,))
+            write_request(self._path, len(agreement.nodes) - 1, (self._options.node,))
             self._signals.asked_to_leave = False
         seen = self._stat()
         if seen == self._seen:
             return
-        order = read_order(self._path)
+        order = read_request(self._path)
         if order is None or self._handler.is_closed():  # which looks at who waits now
             self._seen = seen
             return
@@ -188,7 +188,7 @@ class Scaler:
             )
         self._answer(running)
 
-    def _say_that_it_waits(self, order: ScaleOrder, running: int, missing: str) -> None:
+    def _say_that_it_waits(self, order: ScaleRequest, running: int, missing: str) -> None:
         """Once, unless something else is missing."""
         said = (
             f"the order to go to {order.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: {missing}"
@@ -242,7 +242,7 @@ class Scaler:
         if state.scaling is not None and state.scaling.round not in (-1, state.round):
             self._answer(running, refused=f"no node took the place of {', '.join(staying)}")
 
-    def _end_half_way(self, order: ScaleOrder, agreement: Agreement) -> None:
+    def _end_half_way(self, order: ScaleRequest, agreement: Agreement) -> None:
         """Where the job can go no further on its way: the number of nodes that it has holds."""
         running = len(agreement.nodes)
         why = running > order.nodes and count_leaving(order, self._situation(agreement))
@@ -263,7 +263,7 @@ class Scaler:
 
     def _stat(self) -> Any:
         try:
-            info = (self._path / ORDER_FILE).stat()
+            info = (self._path / REQUEST_FILE).stat()
         except OSError:
             return None
         return info.st_mtime_ns, info.st_ino
@@ -323,7 +323,7 @@ class ScaleSituation:
         )
 
 
-def refusal(order: ScaleOrder, now: ScaleSituation) -> str:
+def refusal(order: ScaleRequest, now: ScaleSituation) -> str:
     """Why an order cannot be followed, however long it waits; "" where it can. Pure."""
     wanted, running, named = order.nodes, len(now.nodes), set(order.without)
     unknown, leave, waiting = (
@@ -362,7 +362,7 @@ def refusal(order: ScaleOrder, now: ScaleSituation) -> str:
     return why or count_leaving(order, now)
 
 
-def shortfall(order: ScaleOrder, now: ScaleSituation) -> str:
+def shortfall(order: ScaleRequest, now: ScaleSituation) -> str:
     """Which losses, that the order means, the job does not survive at this moment; "": it does.
     Pure."""
     if now.tolerance is None:
@@ -400,7 +400,7 @@ def leave_next(
     return next((ranks for ranks in found if ranks), ())
 
 
-def count_leaving(order: ScaleOrder, now: ScaleSituation) -> str:
+def count_leaving(order: ScaleRequest, now: ScaleSituation) -> str:
     """Where the nodes that leave at once are more than the job ever survives the loss of."""
     running = len(now.nodes)
     whole = None if now.sizes is None else now.sizes.tolerance()
@@ -438,7 +438,7 @@ def _other_numbers(now: ScaleSituation) -> str:
     return f"What fits the layout and the batch: {len(now.nodes)} nodes, as now; {said}"
 
 
-def replaces(order: ScaleOrder, nodes: tuple[str, ...]) -> bool:
+def replaces(order: ScaleRequest, nodes: tuple[str, ...]) -> bool:
     """Whether others are to take the places of the nodes that it names."""
     return bool(order.without) and order.nodes == len(nodes)
 

@@ -20,7 +20,7 @@ from reft.control.keyvalue import Journal, KeyValueServer, RendezvousStore
 from reft.control.wire import DEFAULT_PORT, format_endpoint, is_loopback, listen, parse_endpoint
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.script import not_ignored
-from reft.memory.jobdir import user_secret
+from reft.memory.job_secret import user_secret
 from reft.refusal import Parser
 
 logger = logging.getLogger(__name__)

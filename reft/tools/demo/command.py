@@ -27,7 +27,8 @@ from reft.errors import ConfigError
 from reft.job.local import LocalNode, LocalNodes, handle_stop_signals
 from reft.job.rendezvous.server import RendezvousServer
 from reft.naming import BLOCK_NAME
-from reft.node.report import WAITING, describe_parts
+from reft.node.history import describe_parts
+from reft.node.report import WAITING
 from reft.refusal import Parser
 
 EXIT_INTERRUPTED = 130

@@ -26,22 +26,25 @@ from typing import Any, NamedTuple, NoReturn
 import msgpack
 import psutil
 
+from reft.authentication import mac
 from reft.config import parse_block
-from reft.control.mpi import load_mpi, mpi_carrier
 from reft.control.transport import Transport, listen_remotely
-from reft.control.wire import format_endpoint, mac
+from reft.control.wire import format_endpoint
 from reft.env import ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID, ENV_SECRET
 from reft.errors import AuthenticationError, ConfigError, ReftError, TransferError
 from reft.job import script
+from reft.job.node_memory import NodeMemory
 from reft.job.options import default_node_id
 from reft.job.trainer_store import TrainerStore, trainer_environ
 from reft.log import set_place, to_stderr
-from reft.memory.jobdir import JobDir, user_secret
+from reft.memory.job_secret import user_secret
+from reft.memory.jobdir import JobDir
 from reft.naming import is_name, kernel_id, own_name
-from reft.node.client import NodeMemory, request
+from reft.node.client import request
 from reft.refusal import Parser
+from reft_mpi.mpi import load_mpi, mpi_carrier
 
-logger = logging.getLogger("reft.job.mpi_run")
+logger = logging.getLogger("reft.reft_mpi.mpi_run")
 
 DAEMON_LOG = "daemon.log"
 OMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"

@@ -26,16 +26,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from reft.authentication import authenticate, check_authentic, purpose_key
 from reft.control.keyvalue import RendezvousStore, StoreError
-from reft.control.wire import (
-    address_towards,
-    authenticate,
-    check_authentic,
-    format_endpoint,
-    is_loopback,
-    parse_endpoint,
-    purpose_key,
-)
+from reft.control.wire import address_towards, format_endpoint, is_loopback, parse_endpoint
 from reft.env import (
     ENV_ETCD_CACERT,
     ENV_ETCD_CERT,
@@ -98,7 +91,9 @@ class EtcdSettings:
     key: Path | None = None
 
     @classmethod
-    def of(cls, endpoint: str, conf: Mapping[str, Any], environ: Mapping[str, str]) -> EtcdSettings:
+    def parse(
+        cls, endpoint: str, conf: Mapping[str, Any], environ: Mapping[str, str]
+    ) -> EtcdSettings:
         """Read ``--rdzv-endpoint``, ``--rdzv-conf`` and the environment; the command line goes
         first. Raises ConfigError: something is missing or does not fit together; says what to
         write."""

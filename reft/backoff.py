@@ -1,0 +1,32 @@
+"""Exponential backoff for callers that do other work in between."""
+
+from __future__ import annotations
+
+
+class Backoff:
+    """How long to pause after a failure: twice as long after every further one, up to a limit.
+
+    It only counts; the caller waits, or skips versions. (tenacity would call a function again and
+    again.)
+
+    Args:
+        first: pause after the first failure, in seconds, versions or any other unit.
+        longest: upper limit of the pause, in the same unit.
+
+    Attributes:
+        pause: what the next failure returns.
+    """
+
+    def __init__(self, first: float, longest: float) -> None:
+        self._first, self._longest = first, longest
+        self.pause = first
+
+    def failed(self) -> float:
+        """Count a failure, and return the pause that follows it."""
+        pause = self.pause
+        self.pause = min(2 * pause, self._longest)
+        return pause
+
+    def reset(self) -> None:
+        """Start again from the first pause, after a success."""
+        self.pause = self._first

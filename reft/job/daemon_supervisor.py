@@ -1,0 +1,158 @@
+"""Keeps a node daemon running: starts it, and another one if it ends or stops answering."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from reft.backoff import Backoff
+from reft.memory.jobdir import (
+    JobDir,
+)
+from reft.node.client import END_SIGNAL, UNREACHABLE, request
+from reft.node.hangs import STOPPED, TRACED
+from reft.node.progress import process_state
+
+logger = logging.getLogger(__name__)
+
+_CHECK_SECS = 0.2
+_ASK_SECS = 1.0
+_BACKOFF_SECS = (0.1, 30.0)
+_STABLE_SECS = 60.0  # a daemon that lived this long was well: the next one starts without delay
+_KILL_SECS = 5.0
+# Requests, of 1 to 3 s, that a daemon may leave unanswered before it is killed: if it is stopped,
+# if it runs, and if it has just started.
+_MAX_STOPPED, _MAX_UNANSWERED, _MAX_AT_START = 2, 15, 100
+
+
+class DaemonSupervisor:
+    """Starts the node daemon, and another one if it ends."""
+
+    def __init__(self, job_dir: JobDir) -> None:
+        self.workers: tuple[int, ...] = ()  # process ids of the trainers
+        self.incarnation = 0  # of the trainers; the daemon refuses older ones
+        self.fenced = ""  # why this node has to end: shared storage belongs to a newer incarnation
+        self._job_dir = job_dir
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sent_workers: tuple[int, ...] = ()
+        self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
+        self._ending = threading.Event()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="daemon-supervisor", daemon=True)
+
+    def start(self) -> None:
+        """Start the first daemon; does not wait until it listens."""
+        self._thread.start()
+        self._started.wait(10.0)
+
+    def tell(self, operation: str, *, timeout_secs: float = 2.0, **fields: Any) -> Any:
+        """Send the daemon a request; None if it does not answer."""
+        try:
+            return request(
+                self._job_dir.path,
+                self._job_dir.secret,
+                operation,
+                timeout_secs=timeout_secs,
+                **fields,
+            )
+        except UNREACHABLE as error:
+            logger.debug("daemon, %s: %s", operation, error)
+            return None
+
+    def end(self, flush_secs: float) -> None:
+        """End the daemon for good. ``flush_secs``: how long it may take to write the newest version
+        to storage before; 0: it does not."""
+        if flush_secs > 0 and self._process is not None and self._process.poll() is None:
+            written = self.tell("flush", timeout_secs=flush_secs + 1.0, wait_secs=flush_secs)
+            if written:
+                logger.info("the newest version is in %s", written)
+        self._ending.set()
+        self._thread.join(5.0)
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(END_SIGNAL)
+        try:
+            process.wait(8.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            # A process that hangs in the kernel does not die: the launcher ends without it.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_SECS)
+
+    def _run(self) -> None:
+        backoff = Backoff(*_BACKOFF_SECS)
+        while not self._ending.is_set():
+            began = time.monotonic()
+            try:
+                # A session of its own: Ctrl-C reaches the launcher alone, which flushes before it
+                # ends the daemon.
+                command = [sys.executable, "-P", "-m", "reft.node.daemon", str(self._job_dir.path)]
+                self._process = subprocess.Popen(
+                    [*command, "--launcher-pid", str(os.getpid())], start_new_session=True
+                )
+            except OSError as error:
+                logger.warning("the node daemon cannot be started: %s", error)
+                self._process = None
+            self._sent_workers = ()
+            # Requests are counted, not seconds: this process may stand still itself.
+            self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
+            self._started.set()
+            code = self._wait_for_end()
+            if self._ending.is_set():
+                return
+            if time.monotonic() - began > _STABLE_SECS:
+                backoff.reset()
+            delay = backoff.failed()
+            logger.warning(
+                "the node daemon ended (%s); training goes on, the next one starts in %.1f s",
+                code,
+                delay,
+            )
+            self._ending.wait(delay)
+
+    def _wait_for_end(self) -> int | None:
+        """Watch the daemon. Returns its exit code; None if it was not started, or is to end."""
+        while self._process is not None and not self._ending.wait(_CHECK_SECS):
+            code = self._process.poll()
+            if code is not None:
+                return code
+            workers = self.workers
+            if workers != self._sent_workers:
+                answer = self.tell("workers", pids=list(workers), incarnation=self.incarnation)
+                if answer is not None:
+                    self._sent_workers = workers
+            self._check_answers()
+        return None
+
+    def _check_answers(self) -> None:
+        """Send a request now and then; kill a daemon that does not answer for long."""
+        if time.monotonic() - self._asked_at < _ASK_SECS:
+            return
+        self._asked_at = time.monotonic()
+        answer = self.tell("fenced", incarnation=self.incarnation)
+        if answer is None:
+            self._unanswered += 1
+        else:
+            self._unanswered, self._has_answered = 0, True
+            self.fenced = self.fenced or str(answer)
+        process = self._process
+        if process is None:
+            return
+        state = process_state(process.pid)
+        if state == TRACED:  # under a debugger
+            return
+        limit = _MAX_UNANSWERED if self._has_answered else _MAX_AT_START
+        if state == STOPPED:
+            limit = _MAX_STOPPED
+        if self._unanswered > limit:
+            logger.warning(
+                "the node daemon (process %d) does not answer: it is stopped or hangs", process.pid
+            )
+            process.kill()

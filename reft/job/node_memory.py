@@ -1,0 +1,192 @@
+"""The job's memory directory on a node, as its launcher holds it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from reft.env import (
+    ENV_JOB_ID,
+    ENV_LAUNCHER_PID,
+    ENV_MEMORY_DIR,
+    ENV_NODE_DECLARED,
+    ENV_NODE_ID,
+    ENV_SECRET,
+)
+from reft.errors import AuthenticationError, ConfigError, JobInUseError, ReftError
+from reft.memory.arena import ARENA_SUFFIX, Arena, scan
+from reft.memory.files import LOCK_FILE, JobLock
+from reft.memory.job_secret import SECRET_FILE
+from reft.memory.jobdir import (
+    CONFIG_FILE,
+    JobDir,
+    make_job_directory,
+    read_json,
+    remove_job,
+)
+from reft.memory.ownership import check_place
+from reft.node.history import keep_history
+
+logger = logging.getLogger(__name__)
+
+EXITS_PREFIX = "exits-"  # of the subdirectories in which trainers leave why they ended
+# A launcher that was just killed holds its lock until the kernel has removed the process.
+_LOCK_SECS = 5.0
+
+
+class NodeMemory:
+    """The job's memory directory on this node, held by one launcher at a time.
+
+    Args:
+        memory_dir: directory for the memory of all jobs on this node.
+        job_id: the job.
+        node: this node's id.
+    """
+
+    def __init__(self, memory_dir: Path, job_id: str, node: str) -> None:
+        self.memory_dir = memory_dir
+        self.job_id = job_id
+        self.node = node
+        self.path = memory_dir / job_id
+        self.job_dir: JobDir | None = None
+        self._lock: JobLock | None = None
+        self._made = False  # whether this launcher made the directory
+
+    def environ(self, secret: bytes, holder_pid: int, *, declared: bool) -> dict[str, str]:
+        """Environment variables of the node's trainers. ``declared``: the user named the node."""
+        return {
+            ENV_NODE_ID: self.node,
+            ENV_NODE_DECLARED: str(int(declared)),
+            ENV_MEMORY_DIR: str(self.memory_dir),
+            ENV_JOB_ID: self.job_id,
+            ENV_LAUNCHER_PID: str(holder_pid),
+            ENV_SECRET: secret.hex(),
+        }
+
+    def prepare(self, secret: bytes) -> JobDir:
+        """Make the directory and lock it, before the launcher contacts any other node.
+
+        Raises:
+            JobInUseError: another launcher, or a job under plain torchrun, has the directory.
+            ConfigError: the directory cannot be made.
+            AuthenticationError: it belongs to another user, or was made with another secret.
+        """
+        check_place(self.path)
+        self._made = not os.path.lexists(self.path)
+        try:
+            make_job_directory(self.memory_dir, self.job_id)
+        except OSError as error:
+            if isinstance(error, ReftError):
+                raise
+            raise ConfigError(
+                f"--memory-dir {self.memory_dir} cannot be used: {error.strerror}; write a "
+                f"directory on tmpfs that can be written, such as /dev/shm/reft"
+            ) from error
+        self._lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
+        # The lock is held: what lies here is left over from a launcher that was killed.
+        for left in self.path.glob(f"{EXITS_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        if not self.holds_versions():
+            # A secret without memory protects nothing, and would exclude the user's secret.
+            (self.path / SECRET_FILE).unlink(missing_ok=True)
+        elif not os.path.lexists(self.path / SECRET_FILE):
+            # The secret is lost: arenas that the user's secret does not open cannot be read.
+            for path, arena in scan(self.path, secret):
+                if isinstance(arena, Arena):
+                    arena.close()
+                    continue
+                logger.warning(
+                    "%s: its secret is lost, so this memory cannot be read; it is removed", path
+                )
+                path.unlink(missing_ok=True)
+        try:
+            self.job_dir = JobDir.open_or_create(self.memory_dir, self.job_id, self.node, secret)
+        except AuthenticationError as error:
+            if not self.holds_versions():
+                raise
+            raise AuthenticationError(
+                f"{error}. The memory that an earlier run left in {self.path} is kept: repair its "
+                f"secret or give it as {ENV_SECRET}, or remove both with 'reft clean', or start "
+                "under another --job-id"
+            ) from error
+        return self.job_dir
+
+    def make_again(self, secret: bytes) -> None:
+        """Make and lock the directory again if it was removed under the running job.
+
+        Raises:
+            JobInUseError: another job has made it, and holds it.
+            ReftError: it cannot be made.
+        """
+        if self._lock is None or self._lock.lies_in(self.path):
+            return
+        logger.error("%s was removed, with all versions on this node; it is made again", self.path)
+        try:
+            make_job_directory(self.memory_dir, self.job_id)
+            # The lock before all else: the directory may be another job's by now.
+            lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
+            self._lock.close()
+            self._lock = lock
+            self.job_dir = JobDir.open_or_create(self.memory_dir, self.job_id, self.node, secret)
+        except OSError as error:
+            raise ReftError(
+                f"{self.path}, the job's memory on this node, was removed and cannot be made "
+                f"again: {error}. Make {self.memory_dir} writable, or start the node with "
+                f"another --memory-dir"
+            ) from error
+
+    def discard_unused(self) -> None:
+        """Remove the directory if this launcher made it and no version was taken."""
+        if self._made and self._lock is not None and not self.holds_versions():
+            if self._is_ours():
+                shutil.rmtree(self.path, ignore_errors=True)
+            self._lock.close()
+
+    def _is_ours(self) -> bool:
+        """Whether the directory is still this launcher's. It may have been removed and made again
+        (P7): by another job, which then holds its lock, or by our own trainers, which do not."""
+        if self._lock is None or self._lock.lies_in(self.path):
+            return True
+        if not os.path.lexists(self.path / LOCK_FILE):
+            with suppress(OSError, JobInUseError):
+                self._lock = JobLock(self.path, self.job_id)
+                return True
+        if os.path.lexists(self.path):
+            logger.warning(
+                "%s was removed under this job and made again by another; it is left as it is",
+                self.path,
+            )
+        return False
+
+    def holds_versions(self) -> bool:
+        return any(self.path.glob(f"*{ARENA_SUFFIX}"))
+
+    def remove(self, log_dir: Path | None = None) -> None:
+        """Remove the memory of a job that ended well. Its history is kept in the persist directory,
+        or else in ``log_dir``, if that exists."""
+        if self.job_dir is None:
+            return
+        try:
+            if self._is_ours():
+                self._keep_history(log_dir)
+                remove_job(self.job_dir.path, force=True)
+        except (OSError, ReftError) as error:
+            logger.warning("%s could not be removed: %s", self.path, error)
+        if self._lock is not None:
+            self._lock.close()
+
+    def _keep_history(self, log_dir: Path | None) -> None:
+        block = read_json(self.path / CONFIG_FILE)
+        if block is None:
+            return  # P10: no trainer had a block
+        persist_dir = (block.get("persist") or {}).get("dir")
+        directory = log_dir if persist_dir is None else Path(persist_dir)
+        if directory is None or not directory.is_dir():
+            return
+        if persist_dir is not None:
+            directory /= self.job_id
+            directory.mkdir(exist_ok=True)
+        keep_history(self.path, self.job_id, self.node, directory)

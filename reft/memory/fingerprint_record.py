@@ -1,0 +1,44 @@
+"""The fingerprint that each incarnation of a job worked with: one file in a node's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reft.memory.jobdir import read_json, write_json
+
+FINGERPRINT_FILE = "fingerprint.json"
+# Arenas hold versions of the last two or three incarnations; older records do no harm.
+_KEPT_INCARNATIONS = 16
+
+
+def record_fingerprint(directory: Path, incarnation: int, encoded: str) -> None:
+    """Record the fingerprint of ``incarnation`` and of those after it that record none. Called by
+    one process of each node.
+
+    Raises:
+        OSError: it cannot be recorded.
+    """
+    records = {**_read_records(directory), incarnation: encoded}
+    kept = sorted(records)[-_KEPT_INCARNATIONS:]
+    write_json(directory / FINGERPRINT_FILE, {str(number): records[number] for number in kept})
+
+
+def recorded_fingerprint(directory: Path, incarnation: int) -> str | None:
+    """The encoded fingerprint of an incarnation's versions; None if none was recorded."""
+    record = newest_record(directory, incarnation)
+    return None if record is None else record[1]
+
+
+def newest_record(directory: Path, incarnation: int) -> tuple[int, str] | None:
+    """:func:`recorded_fingerprint`, with the incarnation that recorded it.
+
+    Of several nodes, the one with the highest incarnation counts: a node that was away does not
+    have the later records.
+    """
+    records = _read_records(directory).items()
+    return max(((n, text) for n, text in records if n <= incarnation), default=None)
+
+
+def _read_records(directory: Path) -> dict[int, str]:
+    fields = read_json(directory / FINGERPRINT_FILE) or {}
+    return {int(n): text for n, text in fields.items() if n.isdecimal() and isinstance(text, str)}

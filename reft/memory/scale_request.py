@@ -1,0 +1,104 @@
+"""Requests of ``reft scale`` and the launcher's answers: files in a node's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from reft.memory.jobdir import read_json, write_json
+
+REQUEST_FILE = "scale-request.json"
+ANSWER_FILE = "scale.json"
+SIZE_FILE = "size.json"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Whether the job can continue at another data-parallel degree."""
+
+    why_not: str  # why it should not; "" if it can
+    batch: int  # samples of a step; 0: as many as fit
+    micro: int  # samples of a micro-batch
+    # A start at another degree is refused; otherwise only its results differ, as why_not says.
+    fixed: bool = False
+
+
+def note_size(
+    job_dir: Path, facts: Mapping[str, Any], why_not: str, *, fixed: bool, any_batch: bool
+) -> None:
+    """Record the job's :class:`Size`. Called by one trainer of each node.
+
+    Args:
+        job_dir: the job's memory on this node.
+        facts: of the job's fingerprint.
+        why_not: see :class:`Size`.
+        fixed: see :class:`Size`.
+        any_batch: the global batch may change.
+
+    Raises:
+        OSError: it cannot be recorded.
+    """
+    batch = facts.get("config.train_batch_size", 1)
+    micro = facts.get("config.train_micro_batch_size_per_gpu", 1)
+    size = Size(why_not, 0 if any_batch else int(batch), int(micro), fixed)
+    write_json(job_dir / SIZE_FILE, asdict(size))
+
+
+def read_size(job_dir: Path) -> Size | None:
+    try:
+        return Size(**(read_json(job_dir / SIZE_FILE) or {}))
+    except TypeError:
+        return None
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    number: int  # Unix milliseconds
+    nodes: int  # that the job shall have
+    without: tuple[str, ...] = ()  # ids of nodes that leave before any other
+
+
+@dataclass(frozen=True)
+class ScaleAnswer:
+    number: int  # of the request
+    nodes: int  # that the job shall have
+    running: int  # nodes that it has
+    refused: str = ""  # why the request is not followed; "" if it is
+    done: bool = False  # the job runs on that many nodes, and has committed a version there
+    waits: str = ""  # what the request waits for; "" if it does not wait
+
+
+def write_request(job_dir: Path, nodes: int, without: tuple[str, ...]) -> ScaleRequest:
+    """Write a request on this node.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    last = read_request(job_dir)
+    number = max(time.time_ns() // 1_000_000, 0 if last is None else last.number + 1)
+    request = ScaleRequest(number, nodes, without)
+    write_json(job_dir / REQUEST_FILE, asdict(request))
+    return request
+
+
+def read_request(job_dir: Path) -> ScaleRequest | None:
+    fields = read_json(job_dir / REQUEST_FILE) or {}
+    try:
+        without = tuple(map(str, fields["without"]))
+        return ScaleRequest(int(fields["number"]), int(fields["nodes"]), without)
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def write_answer(job_dir: Path, answer: ScaleAnswer) -> None:
+    write_json(job_dir / ANSWER_FILE, asdict(answer))
+
+
+def read_answer(job_dir: Path) -> ScaleAnswer | None:
+    try:
+        return ScaleAnswer(**(read_json(job_dir / ANSWER_FILE) or {}))
+    except TypeError:
+        return None

@@ -1,0 +1,82 @@
+"""The versions in a node's arenas, read again after every commit."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from reft.errors import ArenaError
+from reft.grid import VersionId
+from reft.memory.arena import ARENA_SUFFIX, Arena
+from reft.memory.header import PREFIX_BYTES, ArenaHeader, ArenaState
+from reft.memory.jobdir import JobDir
+
+
+class _ArenaView(NamedTuple):
+    """An arena when it was last read."""
+
+    mark: tuple[object, ...]  # changes with the file and with either record of its header
+    offsets: tuple[int, int]  # where the two records of its header lie
+    header: ArenaHeader | None
+
+
+class CommitWatch:
+    """Reads the headers of a node's arenas. May be used by several threads.
+
+    An arena is read again only if its header changed: its block table and MAC may take hundreds of
+    kilobytes. No arena stays mapped between two calls, so that memory that is given up is free at
+    once (P9).
+    """
+
+    def __init__(self, job_dir: JobDir) -> None:
+        self._job_dir = job_dir
+        self._views: dict[Path, _ArenaView] = {}
+
+    def newest(self) -> VersionId | None:
+        """The newest version that is committed in any arena.
+
+        Raises:
+            OSError: the job's directory cannot be read.
+        """
+        committed = (h.label for h in self.headers() if h.state is ArenaState.COMMITTED)
+        return max(committed, default=None)
+
+    def headers(self) -> list[ArenaHeader]:
+        """The header of every arena, without its block table.
+
+        Raises:
+            OSError: the job's directory cannot be read.
+        """
+        views = {}
+        for path in sorted(self._job_dir.path.glob(f"*{ARENA_SUFFIX}")):
+            view = self._read(path)
+            if view is not None:
+                views[path] = view
+        # Replaced as a whole: another thread sees the old views or the new ones.
+        self._views = views
+        return [view.header for view in views.values() if view.header is not None]
+
+    def _read(self, path: Path) -> _ArenaView | None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        with suppress(ArenaError, OSError), open(os.open(path, flags), "rb", buffering=0) as file:
+            known = self._views.get(path)
+            if known is not None and known.mark == _mark(file.fileno(), known.offsets):
+                return known
+            with Arena.open(path, self._job_dir.secret, job_id=self._job_dir.job_id) as arena:
+                # The mark first: a header that changes in between is read again next time.
+                mark = _mark(file.fileno(), arena.header_offsets)
+                return _ArenaView(mark, arena.header_offsets, arena.head())
+        return None
+
+
+def _mark(fd: int, offsets: tuple[int, int]) -> tuple[object, ...]:
+    """The file's identity, and the prefix of each header record: sequence number, hash and MAC."""
+    info = os.fstat(fd)
+    return (
+        info.st_dev,
+        info.st_ino,
+        info.st_size,
+        *(os.pread(fd, PREFIX_BYTES, at) for at in offsets),
+    )

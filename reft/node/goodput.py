@@ -1,0 +1,165 @@
+"""How much of a job's time was training that counts, and what the rest was lost to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from reft.node.client import read_trainer_reports
+from reft.node.history import read_history
+from reft.node.progress import Phase, TrainerView, read_pages, read_times
+from reft.node.stragglers import Straggler
+
+# A longer gap between two polls means that the host was suspended: it is counted as this long.
+_MAX_GAP_SECS = 60.0
+
+
+@dataclass
+class GoodputTimes:
+    """A job's time since it began, over all its restarts. A step counts once, however often it was
+    made: steps made again after a rollback are lost time."""
+
+    began_unix_secs: float
+    elapsed_secs: float = 0.0  # observed
+    first_step: int | None = None
+    newest_step: int | None = None
+    last_step: int | None = None  # last one made; below newest_step while steps are made again
+    repeated_steps: int = 0  # made again after a rollback
+    repeated_secs: float = 0.0
+    samples: int = 0
+    flops: float = 0.0  # that the model takes for these samples; 0 if unknown
+    starting_secs: float = 0.0  # until the first step
+    recovering_secs: float = 0.0  # later, while no step was made: trainers were gone or loaded
+    snapshot_secs: float = 0.0  # that training waited for versions
+    straggler_secs: float = 0.0  # upper bound of what stragglers have cost
+
+    @property
+    def lost_secs(self) -> dict[str, float]:
+        return {
+            "starting": self.starting_secs,
+            "recovering": self.recovering_secs,
+            "repeated steps": self.repeated_secs,
+            "snapshots": self.snapshot_secs,
+            "stragglers": self.straggler_secs,
+        }
+
+    @property
+    def effective_ratio(self) -> float | None:
+        """Effective training time ratio, 1 - lost / elapsed, 0 to 1; None if no time passed."""
+        if self.elapsed_secs <= 0.0:
+            return None
+        return max(0.0, 1.0 - sum(self.lost_secs.values()) / self.elapsed_secs)
+
+    @property
+    def samples_per_sec(self) -> float | None:
+        """Over the whole time, losses included; None if the engine does not report its batch."""
+        return self.samples / self.elapsed_secs if self.samples and self.elapsed_secs > 0 else None
+
+    def add_waiting(self, secs: float) -> None:
+        """No steps were made for ``secs``."""
+        self.elapsed_secs += secs
+        if self.newest_step is None:
+            self.starting_secs += secs
+        else:
+            self.recovering_secs += secs
+
+    def add_training(
+        self,
+        secs: float,
+        step: int,
+        *,
+        samples: int = 0,
+        flops: float = 0.0,
+        stall_secs: float = 0.0,
+        straggler_secs: float = 0.0,
+    ) -> None:
+        """Training continued for ``secs``, up to ``step``.
+
+        Args:
+            secs: time since the last call.
+            step: last step that was completed.
+            samples: samples of one step.
+            flops: operations of one step.
+            stall_secs: part of ``secs`` that training waited for versions.
+            straggler_secs: time that stragglers cost in one step.
+        """
+        new_steps = 0 if self.newest_step is None else max(0, step - self.newest_step)
+        self.elapsed_secs += secs
+        self.first_step = step if self.first_step is None else self.first_step
+        self.newest_step = step if self.newest_step is None else max(step, self.newest_step)
+        self.last_step = step
+        self.samples += new_steps * samples
+        self.flops += new_steps * flops
+        self.snapshot_secs += stall_secs
+        self.straggler_secs += new_steps * straggler_secs
+
+    def roll_back(self, resumed_step: int, step_secs: float) -> None:
+        """The job continues from ``resumed_step`` and makes the steps after it again."""
+        again = max(0, (self.last_step or 0) - resumed_step)
+        self.last_step = resumed_step
+        self.repeated_steps += again
+        self.repeated_secs += again * step_secs
+
+
+class GoodputCounters:
+    """Counts the :class:`GoodputTimes` of a job from the files of one node. Used by one thread.
+
+    Every launcher counts for itself. Its counters are in its node's report, whose copy in the job's
+    memory outlives it: ``known`` are those of an earlier launcher of the node.
+    """
+
+    def __init__(self, path: Path, known: GoodputTimes | None = None) -> None:
+        self._path = path
+        self._counts = known or GoodputTimes(began_unix_secs=time.time())
+        self._polled_at = time.monotonic()
+        self._pid = 0
+        self._step_secs = 0.0
+        self._versions_taken = 0
+
+    def poll(self, slow: Sequence[Straggler]) -> GoodputTimes:
+        """Count the time since the last poll."""
+        now = time.monotonic()
+        elapsed, self._polled_at = min(_MAX_GAP_SECS, now - self._polled_at), now
+        counts = self._counts
+        pages = read_pages(self._path)
+        page = pages[0] if pages and _is_training(pages[0]) else None
+        if page is not None and page.pid != self._pid:
+            if self._pid or counts.newest_step is not None:
+                rounds = read_history(self._path)
+                resumed_step = rounds[-1].resumed_step if rounds else None
+                counts.roll_back(resumed_step or 0, self._step_secs)
+            self._pid, self._versions_taken = page.pid, 0
+        ranks = read_times(self._path)
+        if ranks and ranks[0].steps:
+            self._step_secs = median(times.whole for times in ranks[0].steps)
+        if page is None:
+            counts.add_waiting(elapsed)
+            return replace(counts)
+        flops_per_sample = max(max(0, p.flops_per_token) * p.tokens_per_sample for p in pages)
+        counts.add_training(
+            elapsed,
+            page.step,
+            samples=page.samples_per_step,
+            flops=float(page.samples_per_step * flops_per_sample),
+            stall_secs=self._stall_secs(),
+            straggler_secs=max((straggler.cost_secs for straggler in slow), default=0.0),
+        )
+        return replace(counts)
+
+    def _stall_secs(self) -> float:
+        """Seconds that training waited for versions since the last poll: the versions taken since
+        then, times the median wait."""
+        report = read_trainer_reports(self._path).get(0)
+        stats = report.stats if report is not None else {}
+        before, self._versions_taken = self._versions_taken, int(stats.get("taken") or 0)
+        taken = max(0, self._versions_taken - before)
+        return taken * float(stats.get("stall_secs_median") or 0.0)
+
+
+def _is_training(page: TrainerView) -> bool:
+    """Whether the trainer makes steps, or does what lies between them."""
+    idle = (Phase.LOADING, Phase.FIRST_STEP, Phase.ENDED)
+    return page.phase not in idle and page.state not in ("", "Z")

@@ -1,0 +1,216 @@
+"""The starts of a job's trainers, as one node saw them: lines of JSON in the job's memory.
+
+The launcher records when the trainers start and why the ones before ended. The first trainer of the
+node records what it resumed from and when it completed its first step. The file outlives them both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from reft.naming import safe_name
+
+logger = logging.getLogger(__name__)
+
+HISTORY_FILE = "history.jsonl"
+_KEPT_PREFIX = "history-"
+STARTED, RESUMED, STEPPED, ENDED = "started", "resumed", "stepped", "ended"  # kinds of events
+
+
+PARTS = {
+    "ending": "from the failure until the launcher has ended the other trainers",
+    "gathering": "until all nodes are present",
+    "starting": "until the script begins: the trainer is forked, or started and imports reft",
+    "script": "the script until it has an engine: imports, the model; without process groups",
+    "groups": "init_distributed: the process groups",
+    "engine": "deepspeed.initialize, without process groups",
+    "joining": "until memory is read: reft's own start, and the script before it loads",
+    "agreeing": "until all ranks agree on what is restored",
+    "transfer": "until the state is restored and protected again",
+    "first_step": "until the first step is completed",
+}
+"""The parts of an interruption, in their order."""
+
+
+@dataclass
+class RoundReport:
+    """One start of the trainers on all nodes of the job."""
+
+    round: int  # 1 for the first start under a launcher
+    unix_secs: float  # when all nodes were present
+    nodes: list[str] = field(default_factory=list)
+    # Why trainers of the round before ended: node, rank, and signal, exit code or error.
+    failures: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # nodes that vanished since the round before
+    joined: list[str] = field(default_factory=list)  # nodes that are new
+    left: list[str] = field(default_factory=list)  # nodes that left on request
+    newest_step: int = -1  # newest committed step that any node knew; -1 if none
+    resumed_from: str | None = (
+        None  # "memory, ..." or "disk, ..."; None: from the beginning, or not yet
+    )
+    resumed_step: int | None = None
+    # Seconds of each part of the interruption (see PARTS), by this node's wall clock. A part that
+    # was not observed is missing.
+    secs: dict[str, float] = field(default_factory=dict)
+    # When the launcher saw that a trainer of the round before had failed; None if none had.
+    failed_unix_secs: float | None = None
+    ended: str | None = None  # the launcher's reason, if the job ended in this round
+
+
+_ROUND = TypeAdapter(RoundReport)
+
+
+def note(job_dir: Path, event: str, **facts: Any) -> None:
+    """Append an event. An event that cannot be written is lost, at the cost of a log line (P6)."""
+    line = json.dumps({"event": event, "unix_secs": time.time(), **facts})
+    try:
+        fd = os.open(job_dir / HISTORY_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            # One write of a whole line: with O_APPEND, lines of several processes do not mix.
+            os.write(fd, line.encode() + b"\n")
+        finally:
+            os.close(fd)
+    except OSError as error:
+        logger.warning("the restart history in %s cannot be written: %s", job_dir, error)
+
+
+def read_history(job_dir: Path) -> list[RoundReport]:
+    """Every start of the trainers that this node saw; lines that are no events are left out."""
+    try:
+        lines = (job_dir / HISTORY_FILE).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    rounds: list[RoundReport] = []
+    resumed_at = 0.0
+    for line in lines:
+        # Another release, or a full disk, may have written what this release does not understand.
+        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            facts = json.loads(line)
+            event, at = facts.pop("event"), _require_time(facts["unix_secs"])
+            if event == STARTED:
+                waits = {part: facts.get(f"{part}_secs") for part in ("ending", "gathering")}
+                secs = {
+                    part: _require_time(wait) for part, wait in waits.items() if wait is not None
+                }
+                rounds.append(_ROUND.validate_python({**facts, "secs": secs}))
+                resumed_at = 0.0
+            elif event == RESUMED and rounds:
+                times = {name: _require_time(secs) for name, secs in facts.get("times", {}).items()}
+                source, step = _require_text(facts["source"]), int(facts["step"])
+                rounds[-1].resumed_from, rounds[-1].resumed_step = source, step
+                rounds[-1].secs |= _split_start(rounds[-1].unix_secs, at, times)
+                resumed_at = at
+            elif event == STEPPED and rounds and resumed_at:
+                rounds[-1].secs["first_step"] = at - resumed_at
+            elif event == ENDED and rounds:
+                rounds[-1].ended = _require_text(facts["reason"])
+    return rounds
+
+
+def _require_time(value: Any) -> float:
+    """The value as seconds. Raises ValueError or TypeError if no calendar has such a time."""
+    secs = float(value)
+    if not 0 <= secs < 2**37:
+        raise ValueError(f"{value!r} is not a time")
+    return secs
+
+
+def _require_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
+
+
+def _split_start(formed: float, resumed: float, times: Mapping[str, float]) -> dict[str, float]:
+    """Split a start into its parts.
+
+    Args:
+        formed: when all nodes were present.
+        resumed: when the state was restored.
+        times: moments of the script's start, by the names that the import hook gives them.
+
+    Returns:
+        Seconds by the names of PARTS.
+    """
+    ends = {"starting": "began", "script": "engine", "engine": "built", "joining": "survey"}
+    secs: dict[str, float] = {}
+    since = formed
+    for part, end in (*ends.items(), ("agreeing", "agreed")):
+        if end in times:
+            secs[part] = max(0.0, times[end] - since)
+            since = max(since, times[end])
+    secs["transfer"] = max(0.0, resumed - since)
+    if {"groups", "grouped"} <= times.keys():
+        groups = secs["groups"] = max(0.0, times["grouped"] - times["groups"])
+        # The process groups are made within one of these parts, which does not count their time.
+        for part in ("script", "engine", "joining"):
+            if part in secs and times["groups"] < times[ends[part]]:
+                secs[part] = max(0.0, secs[part] - groups)
+                break
+    return {part: secs[part] for part in PARTS if part in secs}
+
+
+# -- in words ----------------------------------------------------------------------------------
+
+
+def restarts_among(rounds: Iterable[RoundReport]) -> list[RoundReport]:
+    """The starts that followed a failure."""
+    return [row for row in rounds if row.failures or row.lost]
+
+
+def why(row: RoundReport) -> str:
+    """Why the trainers were started, in words."""
+    causes = [*row.failures, *(f"node {node} was lost" for node in row.lost)]
+    if not causes:
+        causes = [f"node {node} joined" for node in row.joined]
+    return "; ".join(causes) if causes else "the job was started"
+
+
+def describe_parts(secs: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in secs.items())
+
+
+def after_failure(job_dir: Path) -> str:
+    """The failure that the newest start followed, as the end of a sentence; "" if none."""
+    for row in restarts_among(read_history(job_dir)[-1:]):
+        since = row.failed_unix_secs
+        secs = "" if since is None else f"{max(0.0, time.time() - since):.1f} s "
+        return f", {secs}after the failure ({why(row)})"
+    return ""
+
+
+# -- after the job has ended -------------------------------------------------------------------
+
+
+def keep_history(job_dir: Path, job_id: str, node: str, directory: Path) -> None:
+    """Append a node's history to a file that outlives the job's memory, one line for each start.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    rows = [{"job_id": job_id, "node": node, **asdict(row)} for row in read_history(job_dir)]
+    with (directory / f"{_KEPT_PREFIX}{job_id}-{safe_name(node)}.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+
+
+def read_kept_histories(directory: Path) -> dict[tuple[str, str], list[RoundReport]]:
+    """The starts that :func:`keep_history` wrote to a directory, by job and node; other lines are
+    left out."""
+    histories: dict[tuple[str, str], list[RoundReport]] = {}
+    for path in sorted(directory.glob(f"{_KEPT_PREFIX}*.jsonl")):
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                facts = json.loads(line)
+                key = _require_text(facts.pop("job_id")), _require_text(facts.pop("node"))
+                histories.setdefault(key, []).append(_ROUND.validate_python(facts))
+    return histories
