@@ -132,10 +132,11 @@ def history_command(
     When a job ends well, its history moves from memory to persist.dir/JOB, or else to --log-dir.
     --json prints a list of nodes; it is empty if no history is found, and standard error says why.
     """
-    if kept is not None:
-        histories = _read_kept(kept, as_json=as_json)
-    else:
-        histories = _read_memory(memory_dir, job, as_json=as_json)
+    histories = (
+        _kept(kept, as_json=as_json)
+        if kept is not None
+        else _read_memory(memory_dir, job, as_json=as_json)
+    )
     if as_json:
         nodes = [
             {"job_id": j, "node": n, "rounds": [*map(vars, rounds)]}
@@ -149,17 +150,19 @@ def history_command(
         for row in rounds:
             ended = "" if row.ended is None else f". Then the job ended: {row.ended}"
             lost = row.newest_step - (row.resumed_step or 0)
-            resumed = "the beginning"
-            if row.resumed_from is not None:
-                resumed = f"step {row.resumed_step} ({row.resumed_from})"
-                if lost > 0:
-                    resumed += f"; {lost} committed steps were lost"
+            resumed = (
+                "the beginning"
+                if row.resumed_from is None
+                else f"step {row.resumed_step} ({row.resumed_from})"
+            )
+            if row.resumed_from is not None and lost > 0:
+                resumed += f"; {lost} committed steps were lost"
             when = f"{datetime.fromtimestamp(row.unix_secs):%m-%d %H:%M:%S}"
             table.add_row(when, why(row) + ended, resumed, describe_parts(row.secs))
         Console().print(table, markup=False)
 
 
-Histories = Mapping[tuple[str, str], Sequence[RoundReport]]  # By job and node
+Histories = Mapping[tuple[str, str], Sequence[RoundReport]]  # by job and node
 
 
 def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: bool) -> Histories:
@@ -176,13 +179,13 @@ def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: boo
     return {(job.job_id, job.node): read_history(job.path) for job in jobs}
 
 
-def _read_kept(directory: Path, *, as_json: bool) -> Histories:
-    histories = read_kept_histories(directory)
-    if not histories:
+def _kept(directory: Path, *, as_json: bool) -> Histories:
+    found = read_kept_histories(directory)
+    if not found:
         if as_json:
             typer.echo("[]")
         raise ReftError(f"--from {directory}: no job has left its history there")
-    return histories
+    return found
 
 
 # -- showing ---------------------------------------------------------------------------------------
@@ -222,9 +225,9 @@ def _poll(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any]
             status["well"] = status["well"] or status["ended"] == ENDED_AS_WANTED
             vanishes = ran and status["state"] == "ended" and _vanishes(reader.paths)
         except (ReftError, OSError):
-            if not (is_removed := _is_being_removed(reader.paths)):
+            if not (vanishes := _vanishes(reader.paths)):
                 raise
-        if is_removed:
+        if vanishes:
             ended = f"{ENDED_AS_WANTED}, and its memory was removed"
             status = {**status, "state": "ended", "ended": ended, "well": True}
         yield status
@@ -247,8 +250,8 @@ def _show(status: dict[str, Any], *, as_json: bool, briefly: bool = False) -> No
     console.print(_view(status))
     for node in () if briefly else status["here"]:
         table = Table(title=escape(f"job {node['job_id']}, node {node['node']}"), show_header=False)
-        for name, text in _describe_node(node):
-            table.add_row(name, escape(text))
+        for name, said in _describe_node(node):
+            table.add_row(name, escape(said))
         console.print(table)
 
 
@@ -292,7 +295,7 @@ def _facts(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
     said = "not known yet"
     if left is not None:
         usual = "" if whole is None or whole == left else f" (of {whole} when all nodes are there)"
-        text = f"the loss of {left} node(s){usual}"
+        said = f"the loss of {left} node(s){usual}"
     if left is not None and left < 0:
         said = "NOTHING: more nodes are lost than the protection survives"
     yield "survives now", said
@@ -315,14 +318,14 @@ def _state(status: dict[str, Any]) -> str:
     if (waiting := status["waiting"]) is None:
         return said
     if len(names := waiting["for"]) == 1:
-        text += f": {names[0]}, or one in its place"
+        said += f": {names[0]}, or one in its place"
     elif names:
-        text += f": {', '.join(names)}, or others in their place"
+        said += f": {', '.join(names)}, or others in their place"
     if (since := waiting["since_unix_secs"]) is not None:
-        text += f", since {clock(since)} ({max(0.0, time.time() - since):.0f} s)"
+        said += f", since {clock(since)} ({max(0.0, time.time() - since):.0f} s)"
     until = waiting["until_unix_secs"]
     limit = "--rdzv-conf join_timeout is over (600 s by default)" if until is None else clock(until)
-    return f"{text}, until {limit} at most"
+    return f"{said}, until {limit} at most"
 
 
 def _nodes(status: dict[str, Any]) -> Table:
