@@ -4,6 +4,8 @@ follow.
 One process, one rank, no protection, traced with ``sys.setprofile``; a call counts by its file and
 name. ``version``: from the boundary of one step to its commit. ``load``: ``engine.load_checkpoint``
 of a new engine, from memory. ``launch``: ``reft launch`` of a script that does nothing, to its end.
+``lines``: of the files that are passed. ``switches``: calls from one file into another, each pair
+of functions once. ``core``: the same without the files of features and of what surrounds a job.
 
     python benchmarks/files_passed.py [--json] [--files version|load|launch]
 """
@@ -29,9 +31,16 @@ FOLDERS = tuple(
     f"{ROOT / name}{os.sep}" for name in ("reft", "reft_etcd", "reft_mpi", "megatron_patches")
 )
 WHAT = ("version", "load", "launch")
+CORE = tuple(
+    f"reft/{name}/"
+    for name in ("control", "engine", "memory", "protect", "recover", "snapshot", "state")
+)
+"""Packages of the core; ``reft/*.py`` (the grid, errors, settings) counts too."""
 
 passed: set[tuple[str, str]] = set()
 """File and function, of what is traced now."""
+switched: set[tuple[str, str, str, str]] = set()
+"""File and function of the caller and of the called, where the files differ."""
 
 
 def _note(frame: FrameType, event: str, _: Any) -> None:
@@ -40,7 +49,13 @@ def _note(frame: FrameType, event: str, _: Any) -> None:
     # there.
     made = code.co_flags & CO_OPTIMIZED and not code.co_qualname.startswith("<")
     if event == "call" and made and code.co_filename.startswith(FOLDERS):
-        passed.add((os.path.relpath(code.co_filename, ROOT), code.co_qualname))
+        here = os.path.relpath(code.co_filename, ROOT), code.co_qualname
+        passed.add(here)
+        caller = frame.f_back
+        if caller is not None and caller.f_code.co_filename.startswith(FOLDERS):
+            there = os.path.relpath(caller.f_code.co_filename, ROOT), caller.f_code.co_qualname
+            if there[0] != here[0]:
+                switched.add((*there, *here))
 
 
 def follow() -> None:
@@ -49,14 +64,36 @@ def follow() -> None:
     sys.setprofile(_note)
 
 
+Found = dict[str, dict[str, list[Any]]]
+
+
+def traced() -> dict[str, list[Any]]:
+    return {"passed": sorted(passed), "switched": sorted(switched)}
+
+
 @contextmanager
-def noted(found: dict[str, list[tuple[str, str]]], what: str) -> Iterator[None]:
+def noted(found: Found, what: str) -> Iterator[None]:
     passed.clear()
+    switched.clear()
     yield
-    found[what] = sorted(passed)
+    found[what] = traced()
 
 
-def version_and_load(found: dict[str, list[tuple[str, str]]]) -> None:
+def count(trace: dict[str, list[Any]], *, only_core: bool = False) -> dict[str, int]:
+    def counts(file: str) -> bool:
+        return not only_core or file.startswith(CORE) or file.count(os.sep) == 1
+
+    functions = [file for file, _ in trace["passed"] if counts(file)]
+    files = set(functions)
+    return {
+        "files": len(files),
+        "functions": len(functions),
+        "lines": sum(len((ROOT / file).read_text().splitlines()) for file in files),
+        "switches": sum(counts(s[0]) and counts(s[2]) for s in trace["switched"]),
+    }
+
+
+def version_and_load(found: Found) -> None:
     """What one rank passes, from the worker's thread to the engine's."""
     import deepspeed
     import torch
@@ -137,7 +174,7 @@ def launch(out: Path) -> None:
         ]
     )
     sys.setprofile(None)
-    out.write_text(json.dumps(sorted(passed)))
+    out.write_text(json.dumps(traced()))
 
 
 def main() -> None:
@@ -154,7 +191,7 @@ def main() -> None:
     if options.launch:
         launch(options.launch)
         return
-    found: dict[str, list[tuple[str, str]]] = {}
+    found: Found = {}
     version_and_load(found)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "launch.json"
@@ -162,17 +199,22 @@ def main() -> None:
             [sys.executable, __file__, "--launch", out], check=True, stdout=subprocess.DEVNULL
         )
         found["launch"] = json.loads(out.read_text())
-    counts = {
-        w: {"files": len({file for file, _ in found[w]}), "functions": len(found[w])} for w in WHAT
+    counts: dict[str, dict[str, Any]] = {
+        what: count(found[what]) | {"core": count(found[what], only_core=True)} for what in WHAT
     }
     if options.files:
-        for file in sorted({file for file, _ in found[options.files]}):
-            print(f"{file}: {', '.join(name for f, name in found[options.files] if f == file)}")
+        functions = found[options.files]["passed"]
+        for file in sorted({file for file, _ in functions}):
+            print(f"{file}: {', '.join(name for f, name in functions if f == file)}")
     elif options.json:
         print(json.dumps(counts, indent=1))
     else:
-        for what, count in counts.items():
-            print(f"{what}: {count['files']} files, {count['functions']} functions")
+        for what, all_of in counts.items():
+            for part, numbers in ((what, all_of), ("  of the core", all_of["core"])):
+                print(
+                    f"{part}: {numbers['files']} files of {numbers['lines']:,} lines, "
+                    f"{numbers['functions']} functions, {numbers['switches']} switches"
+                )
 
 
 if __name__ == "__main__":
