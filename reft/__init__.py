@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
         if name in __all__:
             return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)
         if not name.startswith("_"):
-            for public, module in import_module("reft.integrations").found("NAMES"):
+            for public, module in import_module("reft.integrations").entries("NAMES"):
                 if public == name:
                     return getattr(import_module(module), name)
     raise AttributeError(f"module 'reft' has no attribute {name!r}")

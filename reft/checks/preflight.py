@@ -76,9 +76,10 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     refused = partial(Finding, Severity.REFUSED)
     zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
-    if stage not in (0, 1) or isinstance(stage, bool):
+    if stage not in (0, 1, 2) or isinstance(stage, bool):
         yield refused(
-            f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 and 1', "write 1"
+            f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0, 1 and 2',
+            "write 2",
         )
     for part in ("offload_optimizer", "offload_param"):
         device = find_part(zero, part).get("device", "none")
@@ -130,13 +131,18 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
 
 
 def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
-    """What keeps peers from recomputing ZeRO-1 partitions. Without partitions "+aor" has no
+    """What keeps peers from recomputing ZeRO partitions. Without partitions "+aor" has no
     effect."""
     zero = find_part(config, "zero_optimization")
-    if not block.recompute or block.variant is Variant.NONE or zero.get("stage", 0) != 1:
+    stage = zero.get("stage", 0)
+    if not block.recompute or block.variant is Variant.NONE or stage not in (1, 2):
         return
     refused = partial(Finding, Severity.REFUSED)
     leave_out = f'leave "{AOR}" out of "protection"'
+    if stage == 2:
+        found = f'"{AOR}" needs the gradients of all partitions on every rank, but ZeRO-2'
+        yield refused(f"{found} keeps those of the own partition only", f"{leave_out}, or write 1")
+        return
     kind = str(find_part(config, "optimizer").get("type", "")).lower()
     if kind not in ("", "adam", "adamw"):
         found = f'"optimizer.type" is {kind!r}, but "{AOR}" recomputes Adam and AdamW only'
@@ -656,8 +662,8 @@ def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
     if row is None or not bf16.get("enabled"):
         return None
     engines: tuple[str, ...] = (ZERO0, ZERO0_PIPELINE)
-    if find_part(config, "zero_optimization").get("stage", 0):
-        engines = (ZERO1_FP32,) if _accumulates_bf16_in_fp32(config) else ()
+    if stage := find_part(config, "zero_optimization").get("stage", 0):
+        engines = (ZERO1_FP32,) if stage == 1 and _accumulates_bf16_in_fp32(config) else ()
     return next((engine for engine in engines if engine in row.unloadable), None)
 
 

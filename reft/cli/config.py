@@ -36,8 +36,7 @@ def config_command(
     if not explain:
         raise ConfigError(
             "say what to do: 'reft config --explain', 'reft config --check ds_config.json' or "
-            "'reft config "
-            "--check ds_config.json --script train.py'"
+            "'reft config --check ds_config.json --script train.py'"
         )
     keys = list(explain_keys())
     if as_json:
@@ -82,8 +81,14 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     well = not refused and not (lacks and block is not None and block.strict)
     if as_json:
         shown = block.model_dump(mode="json") if block is not None else None
-        told = {"well": well, "refused": refused, "warned": warned, "noted": noted, "block": shown}
-        typer.echo(json.dumps(told, indent=2, default=str))
+        report = {
+            "well": well,
+            "refused": refused,
+            "warned": warned,
+            "noted": noted,
+            "block": shown,
+        }
+        typer.echo(json.dumps(report, indent=2, default=str))
         return well
     for kind, text in lines:
         typer.echo(f"{kind}: {text}")

@@ -256,7 +256,7 @@ class HostStates:
 def host_states(context: JobContext) -> HostStates:
     """The registry of a session, with the followers that features bring."""
     states = HostStates(accepted=context.config.accept_changes)
-    for _, function in integrations.found("FOLLOWERS"):
+    for _, function in integrations.entries("FOLLOWERS"):
         for follower in integrations.load(function)(context, states.given):
             states.add(follower)
     return states

@@ -76,7 +76,7 @@ def hook_imports() -> None:
     else:
         _call_behind("deepspeed", _install)
     if os.environ.get(ENV_CONFIG):
-        for name, function in import_module("reft.integrations").found("ON_IMPORT"):
+        for name, function in import_module("reft.integrations").entries("ON_IMPORT"):
             _call_behind(name, partial(_install_into, name, function))
 
 

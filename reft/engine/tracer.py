@@ -56,7 +56,8 @@ class Tracer:
         if not self.woven:
             logger.warning("%s cannot be profiled; only a pipeline engine can", context.engine.name)
             return
-        from reft.profile.profiler import DeviceClock, Profiler
+        from reft.profile.clocks import DeviceClock
+        from reft.profile.profiler import Profiler
 
         # On a device calls return before their work is done: its own clock is read, without
         # waiting.

@@ -31,6 +31,7 @@ BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 CASES: dict[str, dict[str, Any]] = {
     "zero0": {},
     "zero1": {"zero_optimization": {"stage": 1}},
+    "zero2": {"zero_optimization": {"stage": 2}},
     "zero1-bf16": {**BF16, "zero_optimization": {"stage": 1}},
     "zero1-bf16-accumulated": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
 }
