@@ -32,7 +32,7 @@ from torch.utils.data import (
 )
 
 import reft
-from reft.data import watch as watching
+from reft.data import resumable as loaders
 from reft.data.comparison import difference
 from reft.data.passes import LoaderIterator, Position
 from reft.data.watch import LoaderHook, ResumePhase
@@ -309,13 +309,13 @@ def test_p8_a_resumable_loader_that_the_script_does_not_keep_lives_as_long_as_it
     for batch in reft.resumable(LOADERS["shuffled"](), name="not kept"):
         found.append(numbers(batch))
         if len(found) == 2:
-            saved = watching.LOADERS.positions().get("resumable", {}).get("not kept")
+            saved = loaders.LOADERS.positions().get("resumable", {}).get("not kept")
             assert saved is not None, "its position is in no version"
     assert found == wanted
-    assert "not kept" not in watching.LOADERS.positions().get("resumable", {}), (
+    assert "not kept" not in loaders.LOADERS.positions().get("resumable", {}), (
         "it goes with its iterator"
     )
-    watching.LOADERS.restore({"resumable": {"not kept": saved}})
+    loaders.LOADERS.restore({"resumable": {"not kept": saved}})
     again = [x[0].tolist() for x in reft.resumable(LOADERS["shuffled"](), name="not kept")]
     assert again == [one[: len(one) // 4] for one in wanted[2:]], "goes on behind it"
 
@@ -323,7 +323,7 @@ def test_p8_a_resumable_loader_that_the_script_does_not_keep_lives_as_long_as_it
 def test_p8_a_loader_of_reft_that_the_script_does_not_keep_lives_as_long_as_its_iterator() -> None:
     consumed = []
     for _ in reft.data.loader(range(6), 2, name="not kept"):
-        consumed.append(watching.LOADERS.positions()["samples"]["not kept"]["consumed"])
+        consumed.append(loaders.LOADERS.positions()["samples"]["not kept"]["consumed"])
     assert consumed == [2, 4, 6]
 
 
