@@ -14,7 +14,7 @@ from reft.engine.on_import import hook_imports
 
 if TYPE_CHECKING:
     from reft.config import ReftConfig
-    from reft.data.watch import resumable
+    from reft.data.resumable import resumable
     from reft.engine.attach import attach, begin_step, resume
     from reft.engine.on_import import initialize
     from reft.errors import (
@@ -69,7 +69,7 @@ _ELSEWHERE = {
     "begin_step": "reft.engine.attach",
     "initialize": "reft.engine.on_import",
     "pause_watch": "reft.node.progress",
-    "resumable": "reft.data.watch",
+    "resumable": "reft.data.resumable",
     "resume": "reft.engine.attach",
     "topology": "reft.grid",
 }

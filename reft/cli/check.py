@@ -191,8 +191,8 @@ def check_nodes(
     index = store.add("joined", 1) - 1
     if index >= nodes:
         raise ConfigError(
-            f"{name} is node {index + 1} of a check of {nodes}: an earlier check was made "
-            f"under this id, or --nnodes is too small; give every check another --rdzv-id"
+            f"{name} is node {index + 1} of a check of {nodes}: an earlier check was made under "
+            "this id, or --nnodes is too small; give every check another --rdzv-id"
         )
 
     def publish(key: str, value: Any) -> None:

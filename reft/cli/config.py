@@ -49,10 +49,15 @@ def config_command(
 
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
-    """Print the findings about a configuration and a script; returns whether all is well."""
-    from reft.checks.preflight import Finding, ScriptLook, Severity, config_findings, installed
+    from reft.checks.preflight import (
+        Finding,
+        ScriptLook,
+        Severity,
+        config_findings,
+        installed,
+        storage_findings,
+    )
     from reft.config import read_object
-    from reft.storage.persist import MAKE_WRITABLE, reason_unwritable
 
     block = None
     findings: list[Finding] = []
@@ -60,9 +65,7 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
         config = read_object(Path(check), "the DeepSpeed configuration", "an object")
         block, findings = config_findings(config)
         findings.append(installed(config))
-        if block.persist.dir is not None and (reason := reason_unwritable(block.persist.dir)):
-            text = f'"persist.dir" is {block.persist.dir}, which cannot be written: {reason}'
-            findings.append(Finding(Severity.WARNING, text, MAKE_WRITABLE))
+        findings += storage_findings(block)
     lines = [(finding.severity, str(finding)) for finding in findings]
     lacks = []
     if script is not None:

@@ -53,8 +53,8 @@ def hook_command(
     except OSError as error:
         raise ReftError(
             f"{path} cannot be changed ({error.strerror}): run this as its owner, in a virtual "
-            "environment "
-            f"of your own, or write `import reft` into the script before it imports deepspeed"
+            "environment of your own, or write `import reft` into the script before it imports "
+            "deepspeed"
         ) from error
     if action is HookAction.INSTALL:
         typer.echo(

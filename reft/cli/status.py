@@ -1,4 +1,4 @@
-"""``reft status`` shows a whole job from any of its nodes; ``reft history`` shows its restarts."""
+"""``reft status``: a whole job from any of its nodes. ``reft history``: its restarts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from reft.node.status import ENDED_AS_WANTED, StatusReader, clock
 from reft.node.stragglers import STEP_PARTS
 
 _REMOVAL_SECS = 1.0
-_MOST_RANKS = 16
+_MAX_RANKS = 16
 _STYLES = {
     HealthSignal.HEALTHY: "green",
     HealthSignal.COMPLETED: "green",
@@ -81,33 +81,37 @@ def status_command(
     try:
         reader = StatusReader(find_memory(memory_dir, job))
         if web:
-            report = reader.read()
-            running = [node["status"] or {} for node in report["here"] if node["daemon_runs"]]
-            if problem := next((s["web_problem"] for s in running if s.get("web_problem")), None):
-                raise ReftError(
-                    f"the page is not served: {problem}. End what listens there, or start the job "
-                    "with another metrics.port"
-                )
-            if (url := next((s["web"] for s in running if s.get("web")), None)) is None:
-                raise ConfigError(
-                    f"no node daemon of job {report['job_id']} serves the page here; write "
-                    '"metrics": '
-                    f'{{"port": 9095}} into the reft block, and install the extra '
-                    "reft-ckpt[metrics]"
-                )
-            typer.echo(url)
+            typer.echo(_find_page(reader.read()))
             return
         if watch:
-            report = _watch(reader, interval, as_json=as_json)
+            status = _watch(reader, interval, as_json=as_json)
         else:
-            report = reader.read()
-            _show(report, as_json=as_json)
+            status = reader.read()
+            _show(status, as_json=as_json)
     except (ReftError, PermissionError) as error:
         if as_json:
             typer.echo(json.dumps({"job_id": None, "nodes": [], "here": [], "problem": str(error)}))
         raise
-    if not report["well"]:
+    if not status["well"]:
         raise typer.Exit(EXIT_NOT_WELL)
+
+
+def _find_page(status: dict[str, Any]) -> str:
+    """Address of the status page that a daemon of these nodes serves."""
+    daemons = [node["status"] or {} for node in status["here"] if node["daemon_runs"]]
+    for daemon in daemons:
+        if problem := daemon.get("web_problem"):
+            raise ReftError(
+                f"the page is not served: {problem}. End what listens there, or start the job with "
+                "another metrics.port"
+            )
+    for daemon in daemons:
+        if url := daemon.get("web"):
+            return str(url)
+    raise ConfigError(
+        f'no node daemon of job {status["job_id"]} serves the page here; write "metrics": '
+        '{"port": 9095} into the reft block, and install the extra reft-ckpt[metrics]'
+    )
 
 
 def history_command(
@@ -128,16 +132,17 @@ def history_command(
     When a job ends well, its history moves from memory to persist.dir/JOB, or else to --log-dir.
     --json prints a list of nodes; it is empty if no history is found, and standard error says why.
     """
-    if kept is not None:
-        histories = _read_kept(kept, as_json=as_json)
-    else:
-        histories = _read_memory(memory_dir, job, as_json=as_json)
+    histories = (
+        _kept(kept, as_json=as_json)
+        if kept is not None
+        else _read_memory(memory_dir, job, as_json=as_json)
+    )
     if as_json:
-        report = [
+        nodes = [
             {"job_id": j, "node": n, "rounds": [*map(vars, rounds)]}
             for (j, n), rounds in histories.items()
         ]
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(json.dumps(nodes, indent=2))
         return
     for (job_id, node), rounds in histories.items():
         title = f"job {job_id}, as node {node} saw it"
@@ -145,17 +150,19 @@ def history_command(
         for row in rounds:
             ended = "" if row.ended is None else f". Then the job ended: {row.ended}"
             lost = row.newest_step - (row.resumed_step or 0)
-            resumed = "the beginning"
-            if row.resumed_from is not None:
-                resumed = f"step {row.resumed_step} ({row.resumed_from})"
-                if lost > 0:
-                    resumed += f"; {lost} committed steps were lost"
+            resumed = (
+                "the beginning"
+                if row.resumed_from is None
+                else f"step {row.resumed_step} ({row.resumed_from})"
+            )
+            if row.resumed_from is not None and lost > 0:
+                resumed += f"; {lost} committed steps were lost"
             when = f"{datetime.fromtimestamp(row.unix_secs):%m-%d %H:%M:%S}"
             table.add_row(when, why(row) + ended, resumed, describe_parts(row.secs))
         Console().print(table, markup=False)
 
 
-Histories = Mapping[tuple[str, str], Sequence[RoundReport]]  # By job and node
+Histories = Mapping[tuple[str, str], Sequence[RoundReport]]  # by job and node
 
 
 def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: bool) -> Histories:
@@ -172,104 +179,102 @@ def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: boo
     return {(job.job_id, job.node): read_history(job.path) for job in jobs}
 
 
-def _read_kept(directory: Path, *, as_json: bool) -> Histories:
-    histories = read_kept_histories(directory)
-    if not histories:
+def _kept(directory: Path, *, as_json: bool) -> Histories:
+    found = read_kept_histories(directory)
+    if not found:
         if as_json:
             typer.echo("[]")
         raise ReftError(f"--from {directory}: no job has left its history there")
-    return histories
+    return found
 
 
 # -- showing ---------------------------------------------------------------------------------------
 
 
 def _watch(reader: StatusReader, interval_secs: float, *, as_json: bool) -> dict[str, Any]:
-    """Show the job until Ctrl-C or its end; returns the last report."""
+    """Show the job until Ctrl-C or its end. Returns the last status."""
     console = Console()
-    report: dict[str, Any] = {"well": True}
+    status: dict[str, Any] = {"well": True}
     try:
         if console.is_terminal and not as_json:
             with Live(console=console, auto_refresh=False, transient=False) as screen:
-                for report in _polls(reader, interval_secs):
-                    screen.update(_view(report), refresh=True)
+                for status in _poll(reader, interval_secs):
+                    screen.update(_view(status), refresh=True)
         else:
-            for report in _polls(reader, interval_secs):
-                _show(report, as_json=as_json, briefly=True)
+            for status in _poll(reader, interval_secs):
+                _show(status, as_json=as_json, briefly=True)
                 sys.stdout.flush()
     except KeyboardInterrupt:
-        return report
-    except BrokenPipeError:  # The reader of the output has ended
+        return status
+    except BrokenPipeError:  # the reader of the pipe has ended
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return report
+        return status
     if not as_json:
-        console.print(f"job {report['job_id']} has ended: {report['ended']}", markup=False)
-    return report
+        console.print(f"job {status['job_id']} has ended: {status['ended']}", markup=False)
+    return status
 
 
-def _polls(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any]]:
-    """Reports of consecutive polls, until the job has ended."""
-    report: dict[str, Any] = {}
-    while report.get("state") != "ended":
-        if report:
+def _poll(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any]]:
+    """The status again and again, until the job has ended."""
+    status: dict[str, Any] = {}
+    while status.get("state") != "ended":
+        if status:
             time.sleep(interval_secs)
         try:
-            ran, report = bool(report), reader.read()
-            report["well"] = report["well"] or report["ended"] == ENDED_AS_WANTED
-            is_removed = ran and report["state"] == "ended" and _is_being_removed(reader.paths)
+            ran, status = bool(status), reader.read()
+            status["well"] = status["well"] or status["ended"] == ENDED_AS_WANTED
+            vanishes = ran and status["state"] == "ended" and _vanishes(reader.paths)
         except (ReftError, OSError):
-            if not (is_removed := _is_being_removed(reader.paths)):
+            if not (vanishes := _vanishes(reader.paths)):
                 raise
-        if is_removed:
+        if vanishes:
             ended = f"{ENDED_AS_WANTED}, and its memory was removed"
-            report = {**report, "state": "ended", "ended": ended, "well": True}
-        yield report
+            status = {**status, "state": "ended", "ended": ended, "well": True}
+        yield status
 
 
-def _is_being_removed(paths: Sequence[Path]) -> bool:
-    """Whether the memory of one of these nodes is being removed, as after a good end of the job.
-
-    It is removed file by file, so that a report may fail in between.
-    """
+def _vanishes(paths: Sequence[Path]) -> bool:
+    """Whether the memory of one of these nodes is being removed, as at the end of a job that ended
+    well. That takes a moment, in which files are missing."""
     deadline = time.monotonic() + _REMOVAL_SECS
     while (whole := all(path.is_dir() for path in paths)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not whole
 
 
-def _show(report: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None:
+def _show(status: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None:
     if as_json:
-        typer.echo(json.dumps(report, indent=None if briefly else 2, default=str))
+        typer.echo(json.dumps(status, indent=None if briefly else 2, default=str))
         return
     console = Console()
-    console.print(_view(report))
-    for node in () if briefly else report["here"]:
+    console.print(_view(status))
+    for node in () if briefly else status["here"]:
         table = Table(title=escape(f"job {node['job_id']}, node {node['node']}"), show_header=False)
-        for name, text in _describe_node(node):
-            table.add_row(name, escape(text))
+        for name, said in _describe_node(node):
+            table.add_row(name, escape(said))
         console.print(table)
 
 
-def _view(report: dict[str, Any]) -> RenderableType:
-    table = Table(title=escape(f"job {report['job_id']}"), show_header=False)
-    for name, value in _facts(report):
+def _view(status: dict[str, Any]) -> RenderableType:
+    table = Table(title=escape(f"job {status['job_id']}"), show_header=False)
+    for name, value in _facts(status):
         table.add_row(name, escape(value))
-    parts: list[RenderableType] = [table, _nodes(report)]
-    if report["speeds"]:
-        parts.append(_speeds(report))
-    parts += [f"[bold yellow]warning:[/] {escape(text)}" for text in report["warnings"]]
-    parts += [f"[cyan]advice:[/] {escape(advice['said'])}" for advice in report["advice"]]
+    parts: list[RenderableType] = [table, _nodes(status)]
+    if status["speeds"]:
+        parts.append(_speeds(status))
+    parts += [f"[bold yellow]warning:[/] {escape(said)}" for said in status["warnings"]]
+    parts += [f"[cyan]advice:[/] {escape(advice['said'])}" for advice in status["advice"]]
     return Group(*parts)
 
 
-def _facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "state", _state(report)
-    speed = "" if report["steps_per_sec"] is None else f", {report['steps_per_sec']:.3g} steps/s"
-    yield "step", f"{_or(report['step'], 'none yet')}{speed}; round {report['round']}"
-    if (counts := report["since_start"]) is not None and counts["newest_step"] is not None:
+def _facts(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "state", _state(status)
+    speed = "" if status["steps_per_sec"] is None else f", {status['steps_per_sec']:.3g} steps/s"
+    yield "step", f"{_or(status['step'], 'none yet')}{speed}; round {status['round']}"
+    if (counts := status["since_start"]) is not None and counts["newest_step"] is not None:
         parts = [
-            f"{counts['newest_step'] - counts['first_step']} steps in "
-            f"{counts['elapsed_secs']:.0f} s"
+            f"{counts['newest_step'] - counts['first_step']} steps in {counts['elapsed_secs']:.0f} "
+            "s"
         ]
         if counts["samples_per_sec"] is not None:
             parts.append(f"{counts['samples_per_sec']:.3g} samples/s")
@@ -283,18 +288,18 @@ def _facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ]:
             parts.append(f"lost to {', '.join(lost)}")
         yield "since the start", "; ".join(parts)
-    age = "" if report["newest_commit"] is None else f", {report['commit_age_secs']:.0f} s ago"
-    yield "newest commit", _label(report["newest_commit"]) + age
-    yield "protection", _or(report["protection"], "not known")
-    left, whole = report["tolerance_left"], report["tolerance"]
-    text = "not known yet"
+    age = "" if status["newest_commit"] is None else f", {status['commit_age_secs']:.0f} s ago"
+    yield "newest commit", _label(status["newest_commit"]) + age
+    yield "protection", _or(status["protection"], "not known")
+    left, whole = status["tolerance_left"], status["tolerance"]
+    said = "not known yet"
     if left is not None:
         usual = "" if whole is None or whole == left else f" (of {whole} when all nodes are there)"
-        text = f"the loss of {left} node(s){usual}"
+        said = f"the loss of {left} node(s){usual}"
     if left is not None and left < 0:
-        text = "NOTHING: more nodes are lost than the protection survives"
-    yield "survives now", text
-    if (last := report["last_recovery"]) is not None:
+        said = "NOTHING: more nodes are lost than the protection survives"
+    yield "survives now", said
+    if (last := status["last_recovery"]) is not None:
         causes = "; ".join([*last["failures"], *(f"node {n} was lost" for n in last["lost"])])
         resumed = ""
         if last["resumed_step"] is not None:
@@ -303,31 +308,31 @@ def _facts(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         recovered = describe_parts(last["secs"])
         total = sum(last["secs"].values())
         yield "its seconds", f"{total:.1f}: {recovered}" if recovered else "not known yet"
-    yield "restarts", str(report["restarts"])
+    yield "restarts", str(status["restarts"])
 
 
-def _state(report: dict[str, Any]) -> str:
-    if report["ended"] is not None:
-        return f"does not run: {report['ended']}"
-    text = str(report["state"])
-    if (waiting := report["waiting"]) is None:
-        return text
+def _state(status: dict[str, Any]) -> str:
+    if status["ended"] is not None:
+        return f"does not run: {status['ended']}"
+    said = str(status["state"])
+    if (waiting := status["waiting"]) is None:
+        return said
     if len(names := waiting["for"]) == 1:
-        text += f": {names[0]}, or one in its place"
+        said += f": {names[0]}, or one in its place"
     elif names:
-        text += f": {', '.join(names)}, or others in their place"
+        said += f": {', '.join(names)}, or others in their place"
     if (since := waiting["since_unix_secs"]) is not None:
-        text += f", since {clock(since)} ({max(0.0, time.time() - since):.0f} s)"
+        said += f", since {clock(since)} ({max(0.0, time.time() - since):.0f} s)"
     until = waiting["until_unix_secs"]
     limit = "--rdzv-conf join_timeout is over (600 s by default)" if until is None else clock(until)
-    return f"{text}, until {limit} at most"
+    return f"{said}, until {limit} at most"
 
 
-def _nodes(report: dict[str, Any]) -> Table:
+def _nodes(status: dict[str, Any]) -> Table:
     table = Table(
         Column("node", overflow="fold"), "signal", "since", "step", "shards", "what it does"
     )
-    for node in report["nodes"]:
+    for node in status["nodes"]:
         signal, since = HealthSignal(node["signal"]), node["since_unix_secs"]
         shown = "snapshot done" if signal is HealthSignal.COMPLETED else str(signal)
         style = _STYLES[HealthSignal.UNHEALTHY if node["quiet"] else signal]
@@ -349,76 +354,85 @@ def _nodes(report: dict[str, Any]) -> Table:
     return table
 
 
-def _speeds(report: dict[str, Any]) -> Table:
-    longest = sorted(report["speeds"], key=lambda s: -float(s["compute_secs"]))
+def _speeds(status: dict[str, Any]) -> Table:
+    longest = sorted(status["speeds"], key=lambda s: -float(s["compute_secs"]))
     title = "what a step consists of, in ms"
     table = Table("rank", Column("node", overflow="fold"), "step", *STEP_PARTS, title=title)
-    slow = {rank for s in report["slow"] for rank in s["ranks"]}
-    for speed in sorted(longest[:_MOST_RANKS], key=lambda s: int(s["rank"])):
+    slow = {rank for s in status["slow"] for rank in s["ranks"]}
+    for speed in sorted(longest[:_MAX_RANKS], key=lambda s: int(s["rank"])):
         style = _STYLES[HealthSignal.UNHEALTHY] if speed["rank"] in slow else ""
         millis = (f"{speed[f'{name}_secs'] * 1000:.3g}" for name in ("step", *STEP_PARTS))
         table.add_row(str(speed["rank"]), escape(speed["node"]), *millis, style=style)
-    if (left_out := len(longest) - _MOST_RANKS) > 0:
+    if (left_out := len(longest) - _MAX_RANKS) > 0:
         table.caption = f"and {left_out} that compute no longer than these"
     return table
 
 
 def _describe_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the node's own files contain, in words."""
+    """A node's own part of the status, as rows of a table."""
     status = node["status"] or {}
-    persist = status.get("persist") or {}
     stats = [t["stats"] for t in (status.get("trainers") or {}).values() if t.get("stats")]
+    skipped = (status.get("skipped") or {}).items()
     yield "restarts", node["restarts"]
     yield "daemon", "runs" if node["daemon_runs"] else "does not run"
     yield "newest commit", _label(status.get("last_committed"))
     yield from zip(("protection", ""), describe(node["protection"] or {}), strict=False)
     yield "snapshots", _staleness(status.get("stale_since_step"), status.get("stale_cause"))
-    yield (
-        "skipped",
-        ", ".join(f"{n}x {c}" for c, n in (status.get("skipped") or {}).items()) or "none",
-    )
-    yield "on disk", _label(persist.get("last")) if persist.get("dir") else "not configured"
-    if persist.get("dir"):
-        text = _staleness(persist.get("stale_since_step"), persist.get("error"))
-        if writing := persist.get("writing"):
-            text += (
-                f"; writes {_label(writing)}, {persist.get('lag_steps') or 0} steps behind memory"
-            )
-        yield "persist", text
-    # The intervals of versions and of versions on storage, and their reasons, if the job finds them
-    # itself. The rank with the longest interval decides.
+    yield "skipped", ", ".join(f"{count}x {cause}" for cause, count in skipped) or "none"
+    yield from _describe_storage(status.get("persist") or {})
+    yield from _describe_rates(stats)
+    yield from _describe_traffic(stats)
+    if updated := status.get("updated_unix_secs"):
+        yield "as of", f"{max(0.0, time.time() - updated):.0f} s ago"
+
+
+def _describe_storage(persist: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if not persist.get("dir"):
+        yield "on disk", "not configured"
+        return
+    yield "on disk", _label(persist.get("last"))
+    state = _staleness(persist.get("stale_since_step"), persist.get("error"))
+    if writing := persist.get("writing"):
+        state += f"; writes {_label(writing)}, {persist.get('lag_steps') or 0} steps behind memory"
+    yield "persist", state
+
+
+def _describe_rates(stats: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """How often versions are taken and persisted, if the job measures that itself. Shown is the
+    rank that asks for the longest interval."""
     for name, key, when in (
         ("snapshot rate", "memory_rate", "after a failure that memory survives"),
         ("persist rate", "persist_rate", "when memory fails"),
     ):
-        if rates := [rate for s in stats if (rate := s.get(key))]:
-            rate = max(rates, key=lambda r: r["interval_steps"])
-            overhead = (
-                "not measured yet"
-                if rate["overhead"] is None
-                else f"{rate['overhead']:.1%} observed"
-            )
-            max_lost = max(rate["most_lost_steps"], 2 * rate["agreed_steps"])
-            observing = "; looks at steps without a snapshot now" if rate.get("observing") else ""
-            yield (
-                name,
-                f"every {rate['agreed_steps']} steps ({rate['why']}{observing}); {overhead} of "
-                f"{rate['max_overhead']:.1%} allowed; at most {max_lost} steps are lost {when}",
-            )
-    # Bytes of the newest version of all ranks of the node, by kind.
-    counted = [s["traffic"] for s in stats if "traffic" in s]
-    for name, direction in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
-        total: Counter[str] = sum((Counter(c[direction]) for c in counted), Counter())
+        rates = [rank[key] for rank in stats if rank.get(key)]
+        if not rates:
+            continue
+        rate = max(rates, key=lambda rate: rate["interval_steps"])
+        observed = "not measured yet"
+        if rate["overhead"] is not None:
+            observed = f"{rate['overhead']:.1%} observed"
+        lost_steps = max(rate["most_lost_steps"], 2 * rate["agreed_steps"])
+        observing = "; looks at steps without a snapshot now" if rate.get("observing") else ""
+        yield (
+            name,
+            f"every {rate['agreed_steps']} steps ({rate['why']}{observing}); {observed} of "
+            f"{rate['max_overhead']:.1%} allowed; at most {lost_steps} steps are lost {when}",
+        )
+
+
+def _describe_traffic(stats: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Bytes of the newest version of all ranks of the node, by kind."""
+    traffic = [rank["traffic"] for rank in stats if "traffic" in rank]
+    for name, way in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
+        total: Counter[str] = sum((Counter(rank[way]) for rank in traffic), Counter())
         parts = ", ".join(f"{kind.replace('_', ' ')} {format_size(n)}" for kind, n in total.items())
-        if counted:
+        if traffic:
             yield name, f"{format_size(total.total())} ({parts})" if total else "nothing"
-    made = sum(s.get("recomputed", 0) for s in stats)
-    copied: Counter[str] = sum((Counter(s.get("resynced") or {}) for s in stats), Counter())
-    if made or copied:
-        causes = ", ".join(f"{n}x {cause}" for cause, n in copied.items()) or "none"
-        yield "recomputed", f"{made} partitions; copied from their owners: {causes}"
-    if updated := status.get("updated_unix_secs"):
-        yield "as of", f"{max(0.0, time.time() - updated):.0f} s ago"
+    recomputed = sum(rank.get("recomputed", 0) for rank in stats)
+    copied: Counter[str] = sum((Counter(rank.get("resynced") or {}) for rank in stats), Counter())
+    if recomputed or copied:
+        causes = ", ".join(f"{count}x {cause}" for cause, count in copied.items()) or "none"
+        yield "recomputed", f"{recomputed} partitions; copied from their owners: {causes}"
 
 
 def _staleness(since: int | None, cause: str | None) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from reft.config import parse_block
-from reft.engine.on_import import warn_abandoned_builds
+from reft.engine.build_locks import warn_abandoned_builds
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
