@@ -12,9 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from reft.backoff import Backoff
-from reft.memory.jobdir import (
-    JobDir,
-)
+from reft.memory.jobdir import JobDir
 from reft.node.client import END_SIGNAL, UNREACHABLE, request
 from reft.node.hangs import STOPPED, TRACED
 from reft.node.progress import process_state
@@ -24,20 +22,27 @@ logger = logging.getLogger(__name__)
 _CHECK_SECS = 0.2
 _ASK_SECS = 1.0
 _BACKOFF_SECS = (0.1, 30.0)
-_STABLE_SECS = 60.0  # a daemon that lived this long was well: the next one starts without delay
+_STABLE_SECS = 60.0  # After a daemon that ran this long, the next one starts without delay
 _KILL_SECS = 5.0
-# Requests, of 1 to 3 s, that a daemon may leave unanswered before it is killed: if it is stopped,
-# if it runs, and if it has just started.
+# Consecutive requests, of 1 to 3 s each, without an answer before a daemon is killed: if it is
+# stopped, if it runs, and before its first answer.
 _MAX_STOPPED, _MAX_UNANSWERED, _MAX_AT_START = 2, 15, 100
 
 
 class DaemonSupervisor:
-    """Starts the node daemon, and another one if it ends."""
+    """Starts the node daemon, and another one if it ends.
+
+    Attributes:
+        workers: process ids of the trainers, which a thread sends to the daemon.
+        incarnation: of the trainers; the daemon refuses older ones.
+        fenced: why this node has to end, because shared storage belongs to a newer incarnation;
+            empty if it does not.
+    """
 
     def __init__(self, job_dir: JobDir) -> None:
-        self.workers: tuple[int, ...] = ()  # process ids of the trainers
-        self.incarnation = 0  # of the trainers; the daemon refuses older ones
-        self.fenced = ""  # why this node has to end: shared storage belongs to a newer incarnation
+        self.workers: tuple[int, ...] = ()
+        self.incarnation = 0
+        self.fenced = ""
         self._job_dir = job_dir
         self._process: subprocess.Popen[bytes] | None = None
         self._sent_workers: tuple[int, ...] = ()
@@ -66,8 +71,12 @@ class DaemonSupervisor:
             return None
 
     def end(self, flush_secs: float) -> None:
-        """End the daemon for good. ``flush_secs``: how long it may take to write the newest version
-        to storage before; 0: it does not."""
+        """End the daemon for good.
+
+        Args:
+            flush_secs: how long it may take to write the newest version to storage first; 0: it
+                does not write.
+        """
         if flush_secs > 0 and self._process is not None and self._process.poll() is None:
             written = self.tell("flush", timeout_secs=flush_secs + 1.0, wait_secs=flush_secs)
             if written:
@@ -91,8 +100,8 @@ class DaemonSupervisor:
         while not self._ending.is_set():
             began = time.monotonic()
             try:
-                # A session of its own: Ctrl-C reaches the launcher alone, which flushes before it
-                # ends the daemon.
+                # With a session of its own, the daemon does not receive a Ctrl-C: the launcher lets
+                # it write the newest version before it ends it.
                 command = [sys.executable, "-P", "-m", "reft.node.daemon", str(self._job_dir.path)]
                 self._process = subprocess.Popen(
                     [*command, "--launcher-pid", str(os.getpid())], start_new_session=True
@@ -101,7 +110,7 @@ class DaemonSupervisor:
                 logger.warning("the node daemon cannot be started: %s", error)
                 self._process = None
             self._sent_workers = ()
-            # Requests are counted, not seconds: this process may stand still itself.
+            # Requests are counted instead of seconds: this process may have been stopped itself.
             self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
             self._started.set()
             code = self._wait_for_end()
@@ -118,7 +127,7 @@ class DaemonSupervisor:
             self._ending.wait(delay)
 
     def _wait_for_end(self) -> int | None:
-        """Watch the daemon. Returns its exit code; None if it was not started, or is to end."""
+        """Watch the daemon; returns its exit code, or None if it was not started or must end."""
         while self._process is not None and not self._ending.wait(_CHECK_SECS):
             code = self._process.poll()
             if code is not None:

@@ -32,7 +32,7 @@ from reft.node.history import keep_history
 
 logger = logging.getLogger(__name__)
 
-EXITS_PREFIX = "exits-"  # of the subdirectories in which trainers leave why they ended
+EXITS_PREFIX = "exits-"  # Of the directories with the trainers' exit notes
 # A launcher that was just killed holds its lock until the kernel has removed the process.
 _LOCK_SECS = 5.0
 
@@ -53,10 +53,16 @@ class NodeMemory:
         self.path = memory_dir / job_id
         self.job_dir: JobDir | None = None
         self._lock: JobLock | None = None
-        self._made = False  # whether this launcher made the directory
+        self._made = False  # This launcher has made the directory
 
     def environ(self, secret: bytes, holder_pid: int, *, declared: bool) -> dict[str, str]:
-        """Environment variables of the node's trainers. ``declared``: the user named the node."""
+        """Environment variables of the node's trainers.
+
+        Args:
+            secret: of the user.
+            holder_pid: process that holds the directory's lock for them.
+            declared: the user gave the node's id.
+        """
         return {
             ENV_NODE_ID: self.node,
             ENV_NODE_DECLARED: str(int(declared)),
@@ -86,7 +92,7 @@ class NodeMemory:
                 f"directory on tmpfs that can be written, such as /dev/shm/reft"
             ) from error
         self._lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
-        # The lock is held: what lies here is left over from a launcher that was killed.
+        # The lock is held, so that these are left over from a launcher that was killed.
         for left in self.path.glob(f"{EXITS_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
         if not self.holds_versions():
@@ -126,7 +132,7 @@ class NodeMemory:
         logger.error("%s was removed, with all versions on this node; it is made again", self.path)
         try:
             make_job_directory(self.memory_dir, self.job_id)
-            # The lock before all else: the directory may be another job's by now.
+            # The lock comes first: another job may have made the directory in the meantime.
             lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
             self._lock.close()
             self._lock = lock
@@ -146,8 +152,11 @@ class NodeMemory:
             self._lock.close()
 
     def _is_ours(self) -> bool:
-        """Whether the directory is still this launcher's. It may have been removed and made again
-        (P7): by another job, which then holds its lock, or by our own trainers, which do not."""
+        """Whether the directory is still this launcher's (P7).
+
+        It may have been removed and made again: by another job, which then holds its lock, or by
+        this job's trainers, which do not lock it.
+        """
         if self._lock is None or self._lock.lies_in(self.path):
             return True
         if not os.path.lexists(self.path / LOCK_FILE):
@@ -162,11 +171,15 @@ class NodeMemory:
         return False
 
     def holds_versions(self) -> bool:
+        """Whether there are arenas in the directory."""
         return any(self.path.glob(f"*{ARENA_SUFFIX}"))
 
     def remove(self, log_dir: Path | None = None) -> None:
-        """Remove the memory of a job that ended well. Its history is kept in the persist directory,
-        or else in ``log_dir``, if that exists."""
+        """Remove the memory of a job that ended well.
+
+        Args:
+            log_dir: keeps the job's history if the block has no persist directory.
+        """
         if self.job_dir is None:
             return
         try:
