@@ -162,7 +162,7 @@ def test_p4_a_node_that_is_quiet_is_not_counted_on_before_it_is_offline() -> Non
     assert not back.quiet
 
 
-def test_a_keeper_that_writes_no_board_is_quiet_to_the_others() -> None:
+def test_an_aggregator_that_writes_no_board_is_quiet_to_the_others() -> None:
     nodes = tuple(three())
     seen = written = ReportBoard(job_id="j", aggregator="n0", unix_secs=50.0, nodes=nodes)
     for _ in range(4):
