@@ -401,11 +401,16 @@ struct Memory final : c10::Allocator {
 
   // Give what is cached back to the driver: of one pool, or of all.
   void empty_cache(std::optional<int64_t> pool = {}) {
+    auto is_of_pool = [&](auto& item) { return !pool || *pool == item.second->pool; };
+    {
+      std::lock_guard lock(mutex);  // An empty pool may end at any time: nothing waits for the device
+      if (pool && std::none_of(given_back.begin(), given_back.end(), is_of_pool)) return;
+    }
     streams.wait([] { return streams.idle(); });
     std::lock_guard lock(mutex);
     std::erase_if(given_back, [&](auto& item) {
       auto* block = item.second;
-      if (pool && *pool != block->pool) return false;
+      if (!is_of_pool(item)) return false;
       settings.reserved_bytes -= block->nbytes;
       free(block->memory);
       delete block;

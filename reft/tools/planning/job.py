@@ -235,7 +235,7 @@ def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[
             "kin "
             f"({', '.join(_ADAM[:3])}, ...)"
         )
-    partitions = find_part(config, "zero_optimization").get("stage", 0) == 1
+    partitions = find_part(config, "zero_optimization").get("stage", 0) in (1, 2)
     if bf16 and pp > 1 and not partitions:
         partitions = True
         notes.append(
