@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,11 +231,11 @@ class DaemonClient:
     def _write(self, **changes: Any) -> None:
         self._report = replace(self._report, **changes)
         try:
-            self._page.write_report(asdict(self._report))
+            self._page.write_report(vars(self._report))
         except ValueError as error:
             # Storage needs the versions, people the statistics.
             logger.warning("the statistics are left out: %s", error)
-            self._page.write_report(asdict(replace(self._report, stats={})))
+            self._page.write_report(vars(replace(self._report, stats={})))
         self._wake()
 
     def _wake(self) -> None:

@@ -341,15 +341,19 @@ class Daemon:
         """Take in the reports that changed. Those of an incarnation that was replaced do not
         count."""
         for local_rank, report in read_trainer_reports(self._job_dir.path).items():
-            before = self._reports.get(local_rank, TrainerReport(report.incarnation))
+            before = self._reports.get(local_rank)
             if report == before or 0 < report.incarnation < self._ordered:
                 continue
             self._reports[local_rank] = report
             self.status.set_report(local_rank, report)
+            # An older version in the first report that this daemon reads was due before it began.
+            known_due = before.due if before is not None else None
+            is_past = before is None and report.due != report.committed
             # The version that is due before the newest one, which may not be due.
-            if report.due is not None and report.due != before.due:
+            if report.due is not None and report.due != known_due and not is_past:
                 self.persister.offer(VersionId(*report.due), due=True)
-            if report.committed is not None and report.committed != before.committed:
+            known_commit = before.committed if before is not None else None
+            if report.committed is not None and report.committed != known_commit:
                 label = VersionId(*report.committed)
                 self._incarnation = max(self._incarnation, label.incarnation)
                 self.status.add_commit(label)

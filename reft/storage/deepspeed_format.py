@@ -1,18 +1,17 @@
-"""DeepSpeed's checkpoint files, written from a snapshot instead of from a live engine.
+"""DeepSpeed's checkpoint files, written from a version instead of from a live engine.
 
-While training runs, each rank records once what ``engine.save_checkpoint`` would write there, as a
-*template* (:mod:`reft.storage.template`) that travels in the host block of every version. Whoever
-holds the images and host blocks of a version, be it the node daemon or a tool after the job's
-death, fills the templates in and gets the files that ``save_checkpoint`` would have written at that
-very
-step: plain DeepSpeed loads them without reft.
+During training each rank records once what ``engine.save_checkpoint`` would write, as a *template*
+(:mod:`reft.storage.template`) that is in the host block of every version. A process that holds the
+images and host blocks of a version, such as the node daemon or a tool after the job's end, fills
+the templates in. It gets the files that ``save_checkpoint`` would have written at that very step;
+DeepSpeed loads them without reft.
 
 Every rank records its own files only, as DeepSpeed distributes them: the first replica the model
 files, each replica its ZeRO partition. A version is recoverable only with the host block of every
-rank, so the templates of a lost node are never missing where its state is not.
+rank: so the template of a lost node is available wherever its state is.
 
-Beside DeepSpeed's files lies one file per rank with the host state (random state, data position,
-buffers), which DeepSpeed does not look at and reft restores bit-exactly from (P8).
+Next to DeepSpeed's files is one file of each rank with the host state (random state, data position,
+buffers). DeepSpeed ignores it; reft restores from it to the bit (P8).
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from reft.storage.template import Path as Keys
 
 TEMPLATE_FORMAT = 1
 HOST_FILE_MAGIC = b"REFTHOST1"
+# Megatron's file next to ``latest``: the iteration of the newest checkpoint.
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-"""Megatron's, beside ``latest``: the iteration of the newest checkpoint."""
 _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 _NOWHERE = Path("/nonexistent/reft-template")
 _TAG = "template"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SCHEDULES = ("data_sampler", "random_ltd")
+# Keys of the optimizer wrapper's state dict, in the model file without ZeRO and in the ZeRO file.
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
-"""Where the wrapper's state dict lies: in the model file without ZeRO, in the ZeRO file with it."""
+# Keys of the torch optimizer's state dict within the wrapper's.
 _INNER_KEYS = ("optimizer_state_dict", "base_optimizer_state")
-"""Where the wrapper's state dict has the one of the torch optimizer inside."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +101,17 @@ def capture_template(
 ) -> bytes:
     """Record what ``engine.save_checkpoint`` would write on this rank.
 
-    No file is made, no tensor is copied and no collective is entered, so a rank may do this by
-    itself between two steps. Needed once per layout, not once per step. ``host_state``: host state
-    captured at the same step."""
+    No file is made, no tensor is copied and no collective is entered: a rank can do this alone
+    between two steps. It is needed once for each layout.
+
+    ``host_state``: captured at the same step.
+    """
     import deepspeed
 
     recorded, model_file, has_scripts = _record(engine)
     per_step, given = _PerStepValues(engine, host_state), client_state(host_state)
-    # Without methods that the client state is written over: DeepSpeed since 0.18 saves the module's
-    # attribute ``universal_checkpoint_info``, and Megatron's models have a method of that name.
+    # Without methods. DeepSpeed since 0.18 saves the module's ``universal_checkpoint_info``, which
+    # is a method of Megatron's models; the client state is written over it.
     if model := recorded.get(model_file):
         recorded[model_file] = {k: v for k, v in model.items() if k not in given or not callable(v)}
     files = {
@@ -128,7 +129,7 @@ def capture_template(
 
 
 class _RecordingEngine:
-    """Stands in for the engine's checkpoint engine and keeps what it is given."""
+    """Replaces the engine's checkpoint engine, and keeps what it is to save."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -151,8 +152,8 @@ class _RecordingEngine:
 
 
 def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
-    """What it would save by file name, which of these is the model's, and whether scripts belong to
-    it."""
+    """What the engine would save, by file name; which file is the model's; and whether scripts
+    belong to the checkpoint."""
     if getattr(engine, "has_moe_layers", False):
         raise UnsupportedStateError(
             "the model has mixture-of-experts layers, whose checkpoints are distributed by expert; "
@@ -194,7 +195,7 @@ def _relative(path: str) -> str:
 
 @contextmanager
 def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Shadow an attribute of an instance, and leave the instance as it was found."""
+    """Shadow an attribute of an instance while the block lasts."""
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)
@@ -208,8 +209,8 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _own_form(engine: Any) -> AbstractContextManager[None]:
-    """Megatron's models load a state dict of a form of their own, which its ``save_checkpoint``
-    puts in the place of the module's; those of a pipeline do not."""
+    """Make the module's state dict Megatron's own form, as its ``save_checkpoint`` does, because
+    its models load only that. Models of a pipeline need none."""
     own = getattr(engine.module, "state_dict_for_save_checkpoint", None)
     if own is None or hasattr(engine, "grid"):
         return nullcontext()
@@ -221,9 +222,9 @@ def _own_form(engine: Any) -> AbstractContextManager[None]:
 
 
 def _detach_all(item: Any, device: Any = None) -> Any:
-    """In the place of what clones a pipeline's tensors: a template needs the originals. The
-    containers are rebuilt as the cloning would, because that is visible in the file: it drops a
-    module's ``_metadata``."""
+    """Replaces the function that clones a pipeline's tensors: a template needs the originals. The
+    containers are rebuilt as by the cloning, because that shows in the file: it drops a module's
+    ``_metadata``."""
     if isinstance(item, torch.Tensor):
         return item.detach()
     if isinstance(item, (list, tuple)):
@@ -235,8 +236,8 @@ def _detach_all(item: Any, device: Any = None) -> Any:
 
 # --- which values change every step, and where the host state has them ----------------------------
 #
-# A value that is not found here is taken for constant as long as the layout is; what a module puts
-# into its state dict besides tensors is refused, since nobody can say.
+# A value that is not found here counts as constant for the layout. Anything but tensors in a
+# module's state dict is refused, because it may change.
 
 
 def client_state(host_state: HostState) -> dict[str, Any]:
@@ -244,7 +245,8 @@ def client_state(host_state: HostState) -> dict[str, Any]:
 
 
 def find_tracker(host_state: HostState) -> bytes | None:
-    """What Megatron-DeepSpeed's tracker says of a version; None where another program made it."""
+    """The content of Megatron-DeepSpeed's tracker file for a version; None for another
+    program's."""
     client = client_state(host_state)
     iteration = client.get("iteration")
     is_megatrons = isinstance(client.get("args"), Namespace) and "checkpoint_version" in client
@@ -252,7 +254,7 @@ def find_tracker(host_state: HostState) -> bytes | None:
 
 
 def read_shape(host_state: HostState) -> bytes:
-    """What of a host state has to be equal for a template to fit: which values there are."""
+    """The part of a host state that has to be equal for a template to fit: which values it has."""
     adapter = host_state["adapter"]
     facts = [adapter["wrapper"], adapter["optimizer"], adapter["layout"]]
     groups = [list(group) for group in adapter["param_groups"]]
@@ -260,8 +262,7 @@ def read_shape(host_state: HostState) -> bytes:
 
 
 class _PerStepValues:
-    """Finds per-step values in what a live engine saves, in the host state captured at the same
-    step."""
+    """Finds the values of a step that a live engine saves, in the host state of the same step."""
 
     def __init__(self, engine: Any, host_state: HostState) -> None:
         self._adapter: Mapping[str, Any] = host_state["adapter"]
@@ -338,7 +339,7 @@ class _PerStepValues:
 
 
 def _positions(engine: Any) -> dict[int, tuple[int, int]]:
-    """Group and position of the parameter with each number that ``Optimizer.state_dict`` gives."""
+    """Group and position of each parameter, by its number in ``Optimizer.state_dict``."""
     optimizer = engine.optimizer
     while hasattr(optimizer, "optimizer") and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer.optimizer
@@ -369,11 +370,11 @@ def write_checkpoint(
     directory: Path,
     coordinate: Coordinate,
 ) -> dict[str, WrittenFile]:
-    """Write one rank's files of the version that ``read`` (bytes of that rank's images, which
-    tensors become views of) and ``host_state`` hold into a tag directory: DeepSpeed's, and the host
-    state beside them.
+    """Write one rank's files of a version into a tag directory: DeepSpeed's, and the host state.
 
-    Every file appears under its name only when it is complete and flushed to storage."""
+    A file appears under its name only when it is complete and on storage. ``read`` returns bytes of
+    the rank's images, of which tensors become views.
+    """
     if read_shape(host_state) != template.shape:
         raise PersistError(
             "the host state has other values than the checkpoint template was made for (parameter "
@@ -394,7 +395,7 @@ def write_checkpoint(
 
 
 class _HashingFile:
-    """A file open for writing, with length and checksum of what goes through it."""
+    """A file that is open for writing, with the length and checksum of what was written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -420,7 +421,7 @@ def _write_file(path: Path, write: Any) -> WrittenFile:
 
 
 def write_recovery_scripts(directory: Path) -> None:
-    """Copy the scripts that DeepSpeed puts beside its ZeRO checkpoints."""
+    """Copy the scripts that DeepSpeed puts next to its ZeRO checkpoints."""
     import deepspeed.utils
 
     source = Path(deepspeed.utils.__file__).parent
@@ -441,8 +442,8 @@ def host_file_name(coordinate: Coordinate) -> str:
 
 
 def write_host_file(path: Path, host_state: HostState) -> WrittenFile:
-    """Write a rank's host state (magic, checksum, encoded state); the file appears when it is
-    complete and flushed."""
+    """Write a rank's host state: magic, checksum, encoded state. The file appears when it is
+    complete and on storage."""
     body = codec.encode(dict(host_state))
     content = HOST_FILE_MAGIC + xxhash.xxh3_64_digest(body) + body
     return _write_file(path, lambda file: file.write(content))

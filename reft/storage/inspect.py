@@ -1,7 +1,8 @@
-"""What is in the memory of a job, live or dead, on one or several nodes, and what it is worth.
+"""Inspects the memory of a job, live or dead, on one or several nodes: ``reft inspect``, ``reft
+verify``.
 
-Reads headers (and, to verify, every block), starts nothing and changes nothing. Whether a version
-can be recovered is asked of the same pure plan that a restart uses.
+It reads headers and, to verify, every block. It starts no process and changes nothing. Whether a
+version can be recovered is decided by the same plan that a restart uses.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from reft.recover.inventory import ArenaRecord, Inventory, open_job
 from reft.recover.plan import NotRecoverable, format_bytes_from
 from reft.storage.persisted import STORAGE_KEY, find_markers
 
+# Node, name of the arena's file, block: as the recovery plan names them.
 BadBlock = tuple[str, str, BlockKey]
-"""(node, arena file name, block), as the recovery plan wants to have them named."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ArenaReport:
 
     @property
     def redundant_bytes(self) -> int:
-        """Stored bytes that protect other ranks."""
+        """Bytes that protect other ranks."""
         return sum(e.nbytes for e in self._entries if not e.owner)
 
     @property
@@ -81,9 +82,9 @@ class ArenaReport:
 class VersionReport:
     label: VersionId
     arenas: tuple[ArenaReport, ...]  # every arena that holds it, or was being written for it
-    ranks: int  # ranks of the job
-    recoverable: bool  # whether every byte of it is there (and, if verified, right)
-    reasons: tuple[str, ...]  # why not; or, if it is, where bytes would come from
+    ranks: int  # of the job
+    recoverable: bool  # every byte is present and, if verified, correct
+    reasons: tuple[str, ...]  # why it is not recoverable, or where its bytes would come from
 
     @property
     def committed(self) -> bool:
@@ -91,7 +92,7 @@ class VersionReport:
 
     @property
     def scheme(self) -> str:
-        """How it is protected; empty if its arenas do not say so."""
+        """Its protection; "" if its arenas do not tell."""
         return next((a.header.scheme for a in self.arenas if a.header and a.header.scheme), "")
 
     @property
@@ -152,7 +153,7 @@ class JobReport:
 
     @property
     def well(self) -> bool:
-        """Something can be restored and nothing that was looked at is damaged."""
+        """Whether some version can be restored, and nothing that was read is damaged."""
         return self.restores is not None and not self.problems and not self.bad_blocks
 
     def to_json(self) -> dict[str, Any]:
@@ -176,8 +177,7 @@ class JobReport:
 
 
 def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
-    """Job directories per job id. A job directory itself may be given instead of the one above
-    it."""
+    """Jobs' directories by job id. Each path is a memory directory, or a job's directory itself."""
     found: dict[str, list[Path]] = {}
     for memory_dir in memory_dirs:
         for path in [memory_dir] if is_job_dir(memory_dir) else find_jobs(memory_dir):
@@ -196,8 +196,11 @@ def inspect_job(job_dirs: Sequence[Path], verify: bool = False) -> JobReport:
 
 
 def inspect_stored(stored: Path, verify: bool = False) -> JobReport:
-    """The same of a job's directory in its persist directory. Raises PersistError: there is none of
-    its versions."""
+    """As :func:`inspect_job`, for a job's directory in a persist directory.
+
+    Raises:
+        PersistError: it holds no version.
+    """
     infos, problems = find_markers(stored)
     infos = [info for info in infos if info.arenas]
     if not infos:
@@ -253,9 +256,8 @@ def _report(
 
 
 def _report_arena(node: str, path: Path, arena: Arena, verify: bool) -> ArenaReport:
-    # A live trainer may be writing: what it overwrites meanwhile is not bad, it is gone. Pinned
-    # before the header is read: a version that began in between would be compared with the
-    # checksums of the one before.
+    # Pinned before the header is read: a live trainer may begin another version at any time, whose
+    # bytes would be compared with the checksums of this one.
     pinned = verify and arena.lock_shared()
     header = arena.header()
     report = ArenaReport(node, path, header, arena.file_bytes)
@@ -287,7 +289,7 @@ def _report_versions(
 def _judge(
     inventories: Sequence[Inventory], job_id: str, bad: Collection[BadBlock]
 ) -> tuple[VersionId | None, tuple[str, ...]]:
-    """What a restart would restore from these inventories, and the plan's words about it."""
+    """The version that a restart would restore from these inventories, and the plan's reasons."""
     if not any(record.usable for inventory in inventories for record in inventory.arenas):
         return None, ("no rank finished writing it",)
     try:

@@ -28,8 +28,8 @@ from reft.storage.publish import BlockInFile
 
 logger = logging.getLogger(__name__)
 
-STORED = "storage"  # in the place of a node's id
-_HOLD_SECS = 10.0  # for which ranks of a running job are awaited that are writing
+STORED = "storage"  # in place of a node's id
+_HOLD_SECS = 10.0  # to wait for ranks of a running job that are writing
 _POLL_SECS = 0.02
 
 
@@ -49,18 +49,18 @@ def persist_offline(
 ) -> OfflineResult:
     """Write the newest recoverable version as a DeepSpeed checkpoint, without the job's processes.
 
-    The same plan as for a recovery decides which version that is and where each block is read, so
-    blocks of lost nodes come from their copies. If the job runs, the version is held in memory
-    until it is written; training continues, and skips versions that need its arenas.
+    As in a recovery, a plan decides which version that is and where each block is read: blocks of
+    lost nodes come from their copies. If the job runs, its arenas are pinned until the version is
+    written: training continues, and skips versions for which it has no arena.
 
     Args:
         job_dirs: the job's memory directories of all nodes that are left, made reachable here.
 
     Raises:
-        ArenaError: if the directories are not one job's.
-        PersistError: if it cannot be written.
-        UnrecoverableError: if no version is whole; says what is missing.
-        LayoutError: if there is nothing to take the layout from.
+        ArenaError: the directories are not one job's.
+        PersistError: the checkpoint cannot be written.
+        UnrecoverableError: no version is complete; the message says what is missing.
+        LayoutError: no arena tells the layout.
     """
     nodes = open_job(job_dirs)
     jobs = [*nodes.values()]
@@ -88,8 +88,11 @@ def export_stored(
     keep: int = 2,
     progress: Callable[[PersistProgress], None] = lambda progress: None,
 ) -> OfflineResult:
-    """The same of the newest sound version on storage, in a job's directory of persist.dir. Raises
-    PersistError: there is none, or it cannot be written."""
+    """As :func:`persist_offline`, for the newest sound version in a job's directory of persist.dir.
+
+    Raises:
+        PersistError: there is none, or it cannot be written.
+    """
     infos, problems = find_markers(stored)
     for info in reversed([info for info in infos if info.arenas]):
         with ExitStack() as stack:
@@ -101,7 +104,7 @@ def export_stored(
             if isinstance(found.plan, NotRecoverable):
                 problems.append(f"{info.path}: {'; '.join(found.plan.reasons)}")
                 continue
-            # Records of the working directory are this process's alone.
+            # No other process reads the records of this working directory.
             source = replace(found.source(found.plan, STORAGE_KEY), fingerprint=info.fingerprint)
             return _export(source, found, directory, keep, progress)
     raise PersistError(
@@ -111,12 +114,13 @@ def export_stored(
 
 
 def _hold(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> dict[Path, Arena | None]:
-    """Pin the arenas that no trainer is writing, until they hold a whole version; the job may be
-    running. None stands for an arena that cannot be read, which the inventory names.
+    """Pin the arenas that no trainer is writing, until they hold a complete version. The job may be
+    running. None stands for an arena that cannot be read.
 
-    Nodes are visited one after the other, so the first visit may pin different versions on
-    different nodes. What is pinned stays, which stops the ranks that are ahead; those behind then
-    finish the same version."""
+    Nodes are visited one after another, so that the first visit may pin different versions on
+    different nodes. Pinned arenas stay pinned. That stops the ranks that are ahead, and those
+    behind then complete the same version.
+    """
     held: dict[Path, Arena | None] = {}
     deadline = time.monotonic() + _HOLD_SECS
     while True:
@@ -141,15 +145,15 @@ def _is_whole(places: Sequence[ArenaStore], job_id: str, held: Collection[Path])
     inventories = [replace(place, is_wanted=held.__contains__).inventory() for place in places]
     if not any(record.usable for inventory in inventories for record in inventory.arenas):
         return False
-    with suppress(LayoutError):  # the ranks that were pinned tell too little
+    with suppress(LayoutError):  # too few ranks are pinned yet to tell the layout
         topology = offline_topology(inventories, job_id)
         return isinstance(plan_recovery(inventories, topology, job_id=job_id), RecoveryPlan)
     return False
 
 
 def _release_others(held: Mapping[Path, Arena | None], label: VersionId) -> None:
-    """Return the arenas of other versions to the job: it can write one more while this one is
-    exported."""
+    """Release the arenas of other versions, so that the job can write one of them during the
+    export."""
     for arena in filter(None, held.values()):
         header = arena.header()
         if header is None or header.label != label:
@@ -158,7 +162,7 @@ def _release_others(held: Mapping[Path, Arena | None], label: VersionId) -> None
 
 @dataclass(frozen=True)
 class _OpenedPlaces:
-    """What lies in some places, opened, and what of it can be restored: all of that was
+    """Opened stores, and the plan for what can be restored from them. All its blocks were
     verified."""
 
     plan: RecoveryPlan | NotRecoverable
@@ -182,7 +186,11 @@ class _OpenedPlaces:
 
 
 def _find(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> _OpenedPlaces:
-    """Raises LayoutError: there is nothing to take the layout from."""
+    """Open stores and plan, until all blocks of the plan are verified.
+
+    Raises:
+        LayoutError: no arena tells the layout.
+    """
     inventories: list[Inventory] = []
     arenas: dict[tuple[str, str], Arena] = {}
 
@@ -214,7 +222,7 @@ def _export(
 ) -> OfflineResult:
     assert isinstance(found.plan, RecoveryPlan)
     target = job_directory(directory, source.job_id)
-    # By a person's command: it stands for whatever start has claimed the directory.
+    # A user's command may write in the name of whatever incarnation has claimed the directory.
     writer = max(fence.claimed(target, source.job_id), source.writer)
     options = PersistOptions(
         directory=target, keep=keep, progress=progress, export=write_deepspeed_files

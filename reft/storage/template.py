@@ -1,11 +1,11 @@
-"""Templates: a state dict with its tensor bytes and its per-step values taken out.
+"""Templates: state dicts without their tensors' bytes and without the values of a step.
 
-What ``engine.save_checkpoint`` would hand to ``torch.save`` is turned into a tree of small tagged
-lists that :mod:`reft.state.codec` can store: tensors become places in a section image, values that
-change every step become paths into the captured host state, objects of a closed list of classes
-become their fields. Filling in the bytes and the host state of any later version of the same layout
-gives the state dict of that version. Nothing is pickled here, and nothing but the listed classes is
-ever made from a template (P11).
+What ``engine.save_checkpoint`` would pass to ``torch.save`` becomes a tree of small tagged lists,
+which :mod:`reft.state.codec` can store. Tensors become places in a section's image. Values that
+change in every step become paths into the captured host state. Objects of a closed list of classes
+become their fields. Filled with the bytes and the host state of any later version of the same
+layout, a template gives the state dict of that version. Nothing is pickled, and only the listed
+classes are ever constructed (P11).
 """
 
 from __future__ import annotations
@@ -40,23 +40,25 @@ _CLASSES: Final = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
 )
-"""Objects that DeepSpeed itself puts into its checkpoints; all of them are their ``__dict__``."""
+"""Classes of the objects that DeepSpeed puts into its checkpoints. Their ``__dict__`` is all of
+them."""
 
 _ENUM_PACKAGES: Final = ("deepspeed", "torch")
 
 
 ReadSection = Callable[[Section, int, int], memoryview]
-"""Bytes ``[start, start + nbytes)`` of a section's image, checked; the view may be written to."""
+"""Returns bytes ``[start, start + nbytes)`` of a section's image, verified. The view is
+writable."""
 
 Resolve = Callable[[Path, Any], Path | None]
-"""Where in the host state the value at a path of the state dict comes from; None if it is
+"""Returns the path in the host state of the value at a path of the state dict; None for a
 constant."""
 
 
 @dataclass(frozen=True)
 class TemplateBuilder:
-    """Turns the recorded state dict of a ``file``, whose tensors are views of the live (replicated,
-    owned) ``images``, into nodes. Every reference into ``host_state`` that ``resolve`` gives is
+    """Turns the recorded state dict of a ``file`` into nodes. Its tensors are views of the live
+    (replicated, owned) ``images``. Every reference into ``host_state`` that ``resolve`` returns is
     checked."""
 
     file: str
@@ -162,8 +164,9 @@ class TemplateBuilder:
 class Rebuilder:
     """Fills nodes with the bytes and the host state of one version.
 
-    Tensors of equal place share their memory, as DeepSpeed's do; no other storage is shared, so
-    that ``torch.save`` writes exactly the bytes of each tensor."""
+    Tensors of the same place share their memory, as DeepSpeed's do. No other storage is shared, so
+    that ``torch.save`` writes exactly the bytes of each tensor.
+    """
 
     def __init__(self, read: ReadSection, host_state: HostState) -> None:
         self._read = read
@@ -251,7 +254,8 @@ class Rebuilder:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Equal types, values and tensor bits, all the way down; the class of a tensor aside."""
+    """Whether types, values and bits of tensors are equal at all levels. The class of a tensor does
+    not count."""
     try:
         return codec.encode(a) == codec.encode(b)
     except UnsupportedStateError:

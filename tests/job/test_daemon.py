@@ -361,6 +361,20 @@ def test_what_the_ranks_agree_on_is_written_where_the_block_says_auto(
     assert (states[0], states[3]) == ({"persisted": None, **well}, {"persisted": [1, 3], **well})
 
 
+def test_a_version_that_was_due_before_the_daemon_began_is_not_written_again(
+    job_dir: JobDir, run_here: Callable, tmp_path: Path, client: DaemonClient
+) -> None:
+    writer = FileWriter()
+    client.configure(parse_block({"persist": {"dir": str(tmp_path), "interval_steps": "auto"}}, {}))
+    client.report_commit(VersionId(1, 3), {}, due=True)
+    client.report_commit(VersionId(1, 4), {})
+    daemon = run_here(persist=writer)
+    wait_for(lambda: daemon.status.last_committed == VersionId(1, 4), "the report")
+    client.report_commit(VersionId(1, 5), {}, due=True)
+    wait_for(lambda: persist_status(job_dir)["last"] is not None, "the next due version")
+    assert writer.calls == [5]
+
+
 @pytest.mark.process
 def test_p6_storage_is_well_where_memory_overtook_a_version_that_waited_for_its_turn(
     job_dir: JobDir, run_here: Callable, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -1,2 +1,2 @@
-"""``reft demo``: train over several nodes on this machine, let some die, compare with a quiet
-run."""
+"""``reft demo``: trains over several nodes of this machine, of which some die, and compares the
+result with an undisturbed run."""

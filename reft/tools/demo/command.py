@@ -53,8 +53,8 @@ Losses = dict[int, list[str]]  # by step, as ``float.hex``, of every time that i
 
 
 class NodeFailure(NamedTuple):
-    """A node is lost while the step after ``step`` is computed; ``time``: when that was, in Unix
-    seconds."""
+    """A node is lost while the step after ``step`` is computed; ``time``: Unix seconds of the
+    loss."""
 
     step: int
     node: int
@@ -166,7 +166,7 @@ def _block(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def deepspeed_config(options: argparse.Namespace, *, protected: bool) -> dict[str, Any]:
-    """The two runs differ in the block alone."""
+    """DeepSpeed's configuration. Those of the two runs differ in the block alone."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 4,
@@ -182,8 +182,7 @@ def deepspeed_config(options: argparse.Namespace, *, protected: bool) -> dict[st
 
 
 def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run, compare and report. Memory and processes are gone afterwards, logs are kept if it
-    failed."""
+    """Run, compare and report. Memory and processes are removed; logs stay if it failed."""
     began = time.monotonic()
 
     def say(text: str, style: str = "") -> None:
@@ -229,8 +228,8 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 class DemoJob:
-    """One run over nodes of this machine that can be lost: ``training`` with reft and the failures,
-    ``reference`` without either."""
+    """One run over nodes of this machine: "training" with reft and with failures, or "reference"
+    without both."""
 
     def __init__(
         self, options: argparse.Namespace, name: str, directory: Path, memory: Path, say: Say
@@ -276,8 +275,8 @@ class DemoJob:
         self._command = ["-m", "reft.tools.demo.train", json.dumps(trained)]
 
     def run(self, deadline: float) -> str | None:
-        """Run it to its end, or until ``deadline`` of ``time.monotonic``; its logs and events alone
-        are left afterwards. Returns why it could not finish; None: it did."""
+        """Run to the end, or until ``deadline`` of ``time.monotonic``. Only logs and events are
+        left afterwards. Returns why it could not finish; None if it did."""
         # In this process: a SIGKILL of it leaves no store behind.
         with closing(RendezvousServer("127.0.0.1", 0)) as store:
             self._endpoint = store.endpoint
@@ -300,7 +299,7 @@ class DemoJob:
         self._say_now(text, style)
 
     def doing(self) -> str:
-        """What the job is busy with while it makes no step."""
+        """What the job does while it makes no step."""
         states = {
             self._states.get(node)
             for node in [node.name for node in self.current.values()] or self._states
@@ -330,7 +329,7 @@ class DemoJob:
                 "127.0.0.1",
             ),
             *("--node-id", name, "--rank-order", "across-nodes"),
-            *("--max-restarts", "0"),  # a lost node uses up none
+            *("--max-restarts", "0"),  # a lost node does not count as one
         ]
         log = self._directory / f"{name}.log"
         node = self.nodes.start(name, self._memory / name, log, arguments, self._command)
@@ -364,7 +363,7 @@ class DemoJob:
             time.sleep(_POLL_SECS)
 
     def _lose_nodes(self) -> None:
-        """Make the failures that are due, all of one step at once, and replace what was lost."""
+        """Cause the failures that are due, all of one step at once, and replace the lost nodes."""
         due = [kill for kill in self._pending if kill.step == self._pending[0].step <= self._step]
         if not due or self._start <= self._failed_in:
             return
@@ -390,8 +389,8 @@ class DemoJob:
             )
 
     def take_in(self) -> None:
-        """The events since the last call, in the order of their times. A line that is not whole yet
-        is left for later; a killed process may leave one for good."""
+        """Read the events since the last call, in the order of their times. An incomplete line is
+        left for the next call; a killed process may leave one for good."""
         found: list[dict[str, Any]] = []
         for path in self._events.glob("*.jsonl"):
             with path.open("rb") as file:
@@ -451,7 +450,7 @@ class DemoJob:
     # -- the verdict -------------------------------------------------------------------------------
 
     def report(self, reference: Losses, problem: str | None) -> dict[str, Any]:
-        """What this run and an undisturbed one left behind, as plain values.
+        """Compare this run with an undisturbed one, as plain values.
 
         ``losses`` are those of steps 1 to ``steps`` that stand at the end (None: never reached);
         ``max_abs_loss_difference`` is over all times that a step was computed, 0.0 only if equal to
@@ -478,10 +477,10 @@ class DemoJob:
         }
 
     def _recoveries(self) -> Iterator[dict[str, Any]]:
-        """Of each, what the node tells that had made a step last, of those that saw the failure:
-        where the job went on, and the seconds from the failure to that step in their parts:
+        """Each recovery as seen by the node that made its step last, of those that saw the failure:
+        where the job continued, and the seconds from the failure to that step in their parts:
         ``detection`` (until its launcher saw that a trainer had failed) and those of
-        :data:`reft.node.report.PARTS`."""
+        :data:`reft.node.history.PARTS`."""
         after_failure = [event for event in self._recovered if event["failures"] or event["lost"]]
         for number in sorted({event["round"] for event in after_failure}):
             told = [event for event in after_failure if event["round"] == number]
@@ -504,7 +503,7 @@ class DemoJob:
 
 
 def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | None:
-    """Largest absolute difference over all steps; also between two computations of one step."""
+    """The largest absolute difference over all steps, and between two computations of one step."""
     worst = 0.0
     for step in range(1, steps + 1):
         found, expected = set(losses.get(step, ())), set(reference.get(step, ()))
@@ -513,7 +512,7 @@ def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | No
         for one, other in product(found, expected):
             if one != other:
                 difference = abs(float.fromhex(one) - float.fromhex(other))
-                # Unequal bits never count as equal: not NaN against a number, not 0.0 against -0.0.
+                # Unequal bits never count as equal: NaN differs from a number, 0.0 from -0.0.
                 worst = max(
                     worst, math.inf if math.isnan(difference) else difference or math.ulp(0.0)
                 )
@@ -521,7 +520,7 @@ def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | No
 
 
 def _show_log(console: Console, job: DemoJob) -> None:
-    """The end of one log that tells most; a failure of all is told alike by all."""
+    """Show the end of the log that tells most. A failure of all nodes is in every log."""
     node = min(
         job.nodes.started, key=lambda n: (n not in job.current.values(), not n.process.poll())
     )

@@ -1,6 +1,6 @@
-"""``reft plan``: memory, traffic, overhead, tolerance and survival of a job, before it is started.
+"""``reft plan``: memory, traffic, overhead and tolerance of a job, before it is started.
 
-For people in tables that a terminal of 80 columns holds; ``--json`` has all of it.
+Tables for people fit a terminal of 80 columns; ``--json`` has everything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def _count(text: str) -> float:
-    """``7B`` or ``7e9``."""
+    """A number such as "7B" or "7e9"."""
     scale = _SUFFIXES.get(text[-1:].upper(), 1.0)
     try:
         return scale * float(text if scale == 1.0 else text[:-1])
@@ -145,7 +145,7 @@ def plan_command(
         )
     values = read_object(config, "the DeepSpeed configuration", "an object")
     block = dict(find_part(values, BLOCK_NAME))
-    # Options in the place of the block's keys.
+    # Options replace the block's keys.
     if protection is not None:
         block.pop("copies", None)
         block["protection"] = protection
@@ -181,7 +181,7 @@ def plan_command(
 
 # -- for people ------------------------------------------------------------------------------------
 
-Plan = dict[str, Any]  # as :func:`reft.tools.planning.plan.make_plan` makes it
+Plan = dict[str, Any]  # returned by make_plan
 
 
 def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
@@ -281,7 +281,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def numbers_table(title: str, first: str, *numbers: str) -> Table:
-    """A table whose first column is text and whose others are numbers; none of them is cut."""
+    """A table of text in the first column and numbers in the others, which are never cut off."""
     table = Table(
         title=title,
         title_justify="left",

@@ -1,8 +1,7 @@
-"""A job to plan, read from a DeepSpeed configuration and a few options. Nothing is imported of
-DeepSpeed.
+"""A job to plan, from a DeepSpeed configuration and a few options. DeepSpeed is not imported.
 
 DeepSpeed numbers the ranks row-major over an order of axes. The order decides which ranks are
-data-parallel peers; when they sit on one node, a lost node takes a shard and its copy together.
+data-parallel peers: if they are on one node, its loss takes a shard together with its copy.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb")
 _MOMENT_BYTES = 8
 
 
-# DeepSpeed's own order first, tensor slices adjacent (they talk most) before the rest.
+# DeepSpeed's own order first, then those with adjacent tensor slices, which communicate most.
 AXES = ("pipe", "data", "model")
 ORDERS: tuple[tuple[str, ...], ...] = tuple(
     sorted(permutations(AXES), key=lambda order: (order[-1] != "model", order != AXES, order))
@@ -64,8 +63,8 @@ class JobLayout:
 def choose_order(degrees: Degrees, nodes: Sequence[object]) -> tuple[str, ...]:
     """The axis order whose data-parallel groups spread over the most nodes.
 
-    Ties go to tensor groups within a node, then to DeepSpeed's own order. Every rank computes the
-    same from the same ``nodes``.
+    Of equal orders, one with tensor groups within a node is preferred, then DeepSpeed's own. Every
+    rank computes the same order from the same ``nodes``.
     """
 
     def quality(order: tuple[str, ...]) -> tuple[int, int]:
@@ -89,8 +88,7 @@ def parse_order(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """How the job is spread; None is derived from the rest. ``order`` of the ranks: axes, or
-    ``auto``."""
+    """How the job is laid out. None is derived from the rest. ``order``: of axes, or "auto"."""
 
     pp: int = 1
     tp: int = 1
@@ -113,7 +111,7 @@ class PlannedJob:
 
     @cached_property
     def topology(self) -> Topology:
-        """Ranks fill nodes in order, as launchers number them."""
+        """The nodes of the ranks, which launchers fill in order."""
         degrees, per_node = self.layout.degrees, self.training.machine.devices_per_node
         ranks = range(degrees.world_size)
         return Topology(
@@ -124,7 +122,7 @@ class PlannedJob:
 
     @cached_property
     def sections(self) -> tuple[RankSections, ...]:
-        """State of every rank: as the state catalogue has it, padding of partitions aside."""
+        """The state of every rank, as in the state catalogue, without the padding of partitions."""
         by_stage = [self._sections(p) for p in range(self.training.stages)]
         return tuple(by_stage[c.pp] for c in self.topology.coordinates)
 
@@ -134,7 +132,7 @@ class PlannedJob:
         return self.training.stage_parameters(stage_id)
 
     def state_bytes(self, stage_id: int) -> int:
-        """All that one device holds and would have to copy alone."""
+        """All state of one device: what it would copy without sharding."""
         sections = self._sections(stage_id)
         return sections.replicated_bytes + self.training.data * sections.owned_bytes
 
@@ -158,10 +156,19 @@ def plan_job(
     *,
     seq_length: int | None = None,
 ) -> PlannedJob:
-    """The job that a DeepSpeed configuration means. ``config, cluster, layouting``: what runs
-    where. ``model``: see :func:`reft.tools.planning.model.load_shape`; None: one with that many
-    parameters. ``parameters``: nominal number, to count bytes as publications do. ``seq_length``:
-    tokens of a sample, instead of the model's."""
+    """The job that a DeepSpeed configuration describes.
+
+    Args:
+        config: DeepSpeed's configuration.
+        cluster: that the job runs on.
+        model: see :func:`reft.tools.planning.model.load_shape`; None: a model with ``parameters``.
+        layouting: how the job is laid out.
+        parameters: nominal number, with which bytes are counted as in publications.
+        seq_length: tokens of a sample; None: the model's.
+
+    Raises:
+        ConfigError: the configuration or the options do not describe a job.
+    """
     block = parse_block(dict(find_part(config, BLOCK_NAME)))
     if block.variant is not Variant.HAS:
         raise ConfigError(
@@ -202,7 +209,7 @@ def plan_job(
 
 
 def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:
-    """Whether weights have 16 bits, and whether the optimizer is partitioned over replicas."""
+    """Whether weights have 16 bits, and whether replicas partition the optimizer."""
     for finding in engine_findings(config):
         raise ConfigError(str(finding))
     enabled = {
@@ -256,7 +263,7 @@ def _batches(
     samples: int,
     notes: list[str],
 ) -> tuple[int, int]:
-    """Replicas, and micro-batches per pipeline and step: what is not given follows from the
+    """Replicas, and micro-batches of a pipeline in a step. What is not given follows from the
     rest."""
     dp, replica = layouting.dp, layouting.pp * layouting.tp
     whole = _count(config, "train_batch_size")

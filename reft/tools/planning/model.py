@@ -1,10 +1,9 @@
-"""What a job trains, and on what, by published figures: models, clusters, and what a step costs
-there.
+"""Models and clusters by published figures, and what a training step costs there.
 
-Models: the Llama-2 of the REFT paper, a Hugging Face ``config.json``, or a size alone. Clusters: a
-node from the view of one device, and how often nodes fail. The known ones are the files of
-``clusters/``; docs/planning.md has the source of every number. Nothing was fitted to a result of
-reft or of its papers.
+Models are the Llama-2 of the REFT paper, a Hugging Face ``config.json``, or a size alone. A cluster
+is a node as one device sees it, and how often nodes fail. Known clusters are the files of
+``clusters/``; docs/planning.md has the source of every number. No figure was fitted to a result of
+reft or its papers.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES
 from reft.policy.rate import DAY_SECS
 from reft.protect.placement import Weibull
 
+# Share of a link's line rate that large pinned copies reach: packet headers and flow control leave
+# 80 to 85 % (NVIDIA's bandwidthTest: 12 to 13 GB/s on PCIe 3.0 x16).
 LINK_EFFICIENCY = 0.8
-"""Part of a link's line rate that large pinned copies reach: packet headers and flow control leave
-80 to 85 % (NVIDIA's bandwidthTest: 12 to 13 GB/s on PCIe 3.0 x16)."""
+# Share of a node's memory that reft may take by default: the size that Linux gives /dev/shm.
 MEMORY_SHARE = 0.5
-"""Part of a node's memory that reft may take by default: what Linux lets a tmpfs such as /dev/shm
-hold."""
 
 
 class FailureRate(BaseModel):
@@ -45,7 +43,7 @@ class FailureRate(BaseModel):
 
 
 class Cluster(BaseModel):
-    """Its nodes, from the view of one of their devices."""
+    """A cluster's nodes, as one of their devices sees them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,7 +70,7 @@ class Cluster(BaseModel):
 
     @property
     def copy_bytes_per_sec(self) -> float:
-        """Device to pinned host memory, all devices at once: D2H in the tables."""
+        """From the device to pinned host memory while all devices copy: D2H in the tables."""
         return LINK_EFFICIENCY * self.host_link_bytes_per_sec / self.devices_per_host_link
 
     @property
@@ -83,17 +81,15 @@ class Cluster(BaseModel):
     def compute_slowdown(self, copy_bytes_per_sec: float) -> float:
         """How many times longer a computation takes during a copy.
 
-        The copy takes its part of the memory's bandwidth; a computation bound by memory loses all
-        of that part, so this is an upper bound for the others. Nothing else is shared: copy engines
-        use no compute units.
+        The copy takes its share of the memory's bandwidth. A computation that is bound by memory
+        loses all of it, so that this is an upper bound for others. Nothing else is shared: copy
+        engines use no compute units.
         """
         return 1.0 + copy_bytes_per_sec / self.memory_bytes_per_sec
 
     def link_slowdown(self, copy_bytes_per_sec: float) -> float:
-        """How many times longer transfers and copies take at the same time.
-
-        On a link that both need and that cannot carry both, each is slowed alike.
-        """
+        """How many times longer transfers and copies take at the same time: both slow down equally
+        on a link that cannot carry both."""
         if not self.network_over_host_link:
             return 1.0
         sharing = self.devices_per_host_link if self.network_through_host else 1
@@ -113,8 +109,11 @@ _EXAMPLE = (
 
 
 def load_cluster(name: str) -> Cluster:
-    """A known cluster, or one from a JSON file, in which ``like`` names the known one that it
-    differs from."""
+    """A known cluster, or one from a JSON file, in which "like" names a known one to start from.
+
+    Raises:
+        ConfigError: it is not known, or the file describes no cluster.
+    """
     if (known := CLUSTERS.get(name.lower())) is not None:
         return known
     path = Path(name)
@@ -165,9 +164,9 @@ def _explain(path: Path, error: ValidationError) -> str:
 
 # -- models ----------------------------------------------------------------------------------------
 
+# Tokens of a sample if not given: the length that a model allows (131,072 for Llama 3.1) is seldom
+# used.
 SEQ_LENGTH = 4096
-"""Tokens of a sample where nobody says: what a model can take (131,072 for Llama 3.1) is seldom
-used."""
 _HEAD_SIZE = 128
 _VOCAB_SIZE = 32_000
 _KINDS = ("llama", "mistral", "qwen2", "qwen3")
@@ -188,14 +187,17 @@ class PlannedShape:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; a tied matrix counts once."""
+        """Parameters of the whole model; a tied matrix counts once."""
         outer = (1 if self.tied else 2) * self.vocab_size * self.hidden_size
         return self.layers * self.block_parameters + outer + self.hidden_size
 
 
 def read_shape(path: Path, seq_length: int | None = None) -> PlannedShape:
-    """The shape that a Hugging Face ``config.json`` describes; a ConfigError where it is of a kind
-    that is not known, or lacks a number."""
+    """The shape that a Hugging Face ``config.json`` describes.
+
+    Raises:
+        ConfigError: its kind is not known, or a number is missing.
+    """
     values = read_object(path, "the model file", "an object")
     kind = values.get("model_type")
     if kind not in _KINDS:
@@ -246,10 +248,16 @@ SHAPES = {shape.name: shape for shape in sorted(_MODELS, key=lambda shape: shape
 
 
 def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
-    """A shape, and what was assumed of it. ``model``: one of :data:`SHAPES`, also as
-    ``llama2-NAME``; the ``config.json`` of a Hugging Face model, or the folder that holds it.
-    ``seq_length``: tokens of a sample, instead of the shape's. Raises ConfigError: unknown,
-    unreadable, or of a kind that is not known; says what to write."""
+    """A shape, and what was assumed about it.
+
+    Args:
+        model: a name in SHAPES, also as "llama2-NAME"; the ``config.json`` of a Hugging Face model,
+            or its folder.
+        seq_length: tokens of a sample; None: the shape's.
+
+    Raises:
+        ConfigError: the model is unknown or cannot be read; the message says what to write.
+    """
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.suffix != ".json" or not path.is_file():
@@ -271,8 +279,8 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
 def read_model_shape(
     parameters: float, tensor: int, seq_length: int | None
 ) -> tuple[PlannedShape, str]:
-    """A shape of about so many parameters, in about Llama's proportions: heads of 128, as many as
-    layers."""
+    """A shape of about the given number of parameters, with about Llama's proportions: heads of
+    128, as many heads as layers."""
     square = round((parameters / (12 * _HEAD_SIZE**2)) ** (1 / 3))
     heads = max(1, round(square / tensor)) * tensor
     hidden = heads * _HEAD_SIZE
@@ -294,12 +302,13 @@ def read_model_shape(
 
 HALF_BYTES = 2
 OPTIMIZER_TRAFFIC_BYTES = HALF_BYTES + 2 * OPTIMIZER_BYTES + MODEL_BYTES
-"""Adam, per parameter: read the gradient, read and write master and moments, write the model."""
+"""Of Adam for each parameter: read the gradient, read and write master and moments, write the
+model."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A job. Stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data,
+    """A job whose stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data,
     tensor)."""
 
     shape: PlannedShape  # of the model
@@ -335,45 +344,44 @@ class Training:
         )
 
     def stage_parameters(self, stage_id: int) -> float:
-        """Of one device: its part of the stage's blocks, embedding and head."""
+        """Parameters of one device: its part of the stage's blocks, embedding and head."""
         outer = self.shape.vocab_size * self.shape.hidden_size
         own = self._layers(stage_id) * self.shape.block_parameters
         own += outer if stage_id == 0 else 0
         if stage_id == self.stages - 1:
-            # A tied head on another stage than the embedding is a second copy of it.
+            # A tied head on another stage than the embedding is a second copy.
             own += self.shape.hidden_size + (0 if self.shape.tied and stage_id == 0 else outer)
         return own / self.tensor
 
     def state_bytes(self, stage_id: int) -> float:
-        """Model and optimizer of one device, nothing sharded."""
+        """Model and optimizer of one device, without sharding."""
         return (MODEL_BYTES + OPTIMIZER_BYTES) * self.stage_parameters(stage_id)
 
     @property
     def fits_device(self) -> bool:
-        """Model, optimizer (of ZeRO-1 this rank's part) and half-precision gradients fit;
-        activations are not counted."""
+        """Whether model, optimizer (with ZeRO-1, this rank's part) and half-precision gradients
+        fit. Activations are not counted."""
         largest = max(self.stage_parameters(p) for p in range(self.stages))
         per_parameter = MODEL_BYTES + OPTIMIZER_BYTES / self._optimizer_shares + HALF_BYTES
         return largest * per_parameter <= self.machine.memory_bytes
 
     @property
     def forward_secs(self) -> tuple[float, ...]:
-        """Per stage, of a micro-batch; backward takes twice that.
-
-        2 operations per parameter and token, and attention.
-        """
+        """Of each stage, for one micro-batch: 2 operations for each parameter and token, and
+        attention. The backward pass takes twice as long."""
         return tuple(
             self._forward_flops(p) / self.machine.achieved_flops for p in range(self.stages)
         )
 
     @property
     def activation_bytes(self) -> int:
-        """Of a micro-batch, between two stages."""
+        """Bytes of a micro-batch between two stages."""
         return HALF_BYTES * self._tokens * self.shape.hidden_size
 
     @property
     def reduce_secs(self) -> tuple[float, ...]:
-        """Per stage: a ring per tensor-parallel rank; the rings of a node share its network."""
+        """Of each stage: one ring for each tensor-parallel rank; the rings of a node share its
+        network."""
         ring = 2 * (self.data - 1) / self.data * HALF_BYTES
         rings = min(self.tensor, self.machine.devices_per_node)
         ring_bytes_per_sec = self.machine.network_bytes_per_sec / rings
@@ -383,7 +391,7 @@ class Training:
 
     @property
     def optimizer_secs(self) -> tuple[float, ...]:
-        """Per stage: reads and writes of device memory."""
+        """Of each stage: reads and writes of device memory."""
         nbytes = OPTIMIZER_TRAFFIC_BYTES / self._optimizer_shares
         rate = self.machine.memory_bytes_per_sec
         return tuple(nbytes * self.stage_parameters(p) / rate for p in range(self.stages))

@@ -1,9 +1,9 @@
-"""Everything that can be said of a job before it is started: ``reft plan``. Estimated, and labelled
+"""Predicts a job before it is started, for ``reft plan``. All figures are estimates, and labelled
 so.
 
-What copies would cost its step follows from whether they fit the time in which training leaves the
-link alone, by formulas over published figures, or by windows that ``reft profile`` has measured.
-Pure.
+What copies cost a step follows from whether they fit the time in which training leaves the link
+alone: by formulas over published figures, or by windows that ``reft profile`` has measured. No
+clock or file is read here.
 """
 
 from __future__ import annotations
@@ -33,18 +33,24 @@ from reft.tools.planning.model import MEMORY_SHARE, Training
 
 HOUR = 3600.0
 ESTIMATED = "estimated"
+# Time by which writing a version prolongs training, as a share of the time of writing. Assumed.
 COST_PART = 0.05
-"""Of the time that writing takes: by which a version on its way makes training longer. Assumed."""
 _ASSUMED_BYTES_PER_SEC = 1e9
 _ASSUMED = " (assumed; the cluster file may say storage_bytes_per_sec)"
-HOST_ADAM = 1e8  # parameters a second of reft.ExactAdam on one core, as measured on x86-64
+HOST_ADAM = 1e8  # parameters a second of reft.ExactAdam on one core, measured on x86-64
 IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
 
 
 def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str, Any]:
-    """Plan a job: what ``reft plan --json`` prints. ``profile``: measured windows, instead of
-    estimated ones. Raises ConfigError: a protection that has no room in the groups; a profile of
-    something else."""
+    """Plan a job: what ``reft plan --json`` prints.
+
+    Args:
+        job: the job.
+        profile: with measured windows; None: they are estimated.
+
+    Raises:
+        ConfigError: the groups are too small for the protection, or the profile is of another job.
+    """
     block, training, cluster, notes = job.block, job.training, job.training.machine, list(job.notes)
     allowed = block.has.max_overhead
     memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * cluster.host_memory_bytes)
@@ -80,8 +86,8 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
     name = f"{AUTO if block.chooses else block.scheme}{AOR if recomputed else ''}"
     planned = choice.chosen if block.chooses else choice.of(name)
     fits = {alternative.name: pace(alternative.loads) for alternative in choice.alternatives}
-    # Steps between two snapshots that are worth their cost: training waits for the cost, and what
-    # else a copy takes runs beside it.
+    # The interval at which versions are worth their cost: training waits for the cost; the rest of
+    # a copy runs during training.
     step, stages = pace.step_secs, sorted(pace.stages.items())
     cost = fits[planned.name].overhead * step
     copy = max(planned.loads[p].to_host_bytes / s.bandwidth.window for p, s in stages)
@@ -177,7 +183,7 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
 
 
 def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tuple[str, str]]:
-    """What a protection does not satisfy, and what to do."""
+    """What is wrong with a protection, and what to change."""
     found = []
     if why := planned.why_not(choice.wanted):
         better = planned is not choice.chosen and choice.reached
@@ -207,7 +213,7 @@ def _explain(best: int, every: int, allowed: float, *, adapts: bool) -> str:
 
 @dataclass(frozen=True)
 class StageWindows:
-    """The step of one stage as it was measured or estimated."""
+    """The step of one stage, measured or estimated."""
 
     # while the device waits. computing, communicating: while it does not.
     windows: Sequence[Window]
@@ -224,7 +230,7 @@ class StageWindows:
 
 
 class FitPrediction(NamedTuple):
-    """A prediction for a snapshot in every step."""
+    """A prediction for a version in every step."""
 
     overhead: float  # part of the step that is added
     # part of the bytes that is copied while devices wait, on the stage where it is least
@@ -235,8 +241,9 @@ class FitPrediction(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowPace:
-    """What copies cost the step: what is left at the optimizer step is waited for, the rest is
-    free. ``training``: on whose network partitions are sent to peers; None: that is not counted."""
+    """What copies cost a step: training waits for what is left at the optimizer step, the rest is
+    free. ``training``: the job over whose network partitions are sent to peers; None: that is not
+    counted."""
 
     stages: Mapping[int, StageWindows]
     estimator: str
@@ -271,8 +278,8 @@ class WindowPace:
         )
 
     def _delays_secs(self, sent_bytes: int) -> float:
-        """What transfers to peers delay: roughly at most, as they begin with the step and run while
-        all else does. Transfers between stages are slowed for their share of the time."""
+        """Rough upper bound of what transfers to peers delay: they begin with the step and run
+        during all of it. They slow transfers between stages for their share of the time."""
         if (training := self.training) is None:
             return 0.0
         share = training.machine.network_share_bytes_per_sec
@@ -287,9 +294,13 @@ class WindowPace:
 
 
 def measured_pace(profile: ProfileResult, training: Training, compute_share: float) -> WindowPace:
-    """The pace of a job that ``reft profile`` has measured. ``profile``: of a job with the same
-    stages and tensor-parallel degree as ``training``, that is planned. ``compute_share``: most of
-    the computing time that copies may run beside (tier 2), 0 to 1."""
+    """The pace of a job that ``reft profile`` has measured.
+
+    Args:
+        profile: of a job with the same stages and tensor-parallel degree.
+        training: the planned job.
+        compute_share: share of the computing time in which copies may run (tier 2), 0 to 1.
+    """
     pp, _, tp = profile.degrees
     if (pp, tp) != (training.stages, training.tensor):
         raise ConfigError(
@@ -322,7 +333,7 @@ def measured_pace(profile: ProfileResult, training: Training, compute_share: flo
 
 
 def estimated_pace(training: Training) -> WindowPace:
-    """From the idle windows of 1F1B with equal stages and free transfers between them."""
+    """The pace by the idle windows of 1F1B, with equal stages and free transfers between them."""
     rate = training.machine.copy_bytes_per_sec
     forward_secs = max(training.forward_secs)
     pipeline = AnalyticEstimator(
