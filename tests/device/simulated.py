@@ -68,6 +68,7 @@ class Settings(ctypes.Structure):
         ("transfers", ctypes.c_int64),
         ("pageable", ctypes.c_int64),  # copies over the link that held the host up
         ("malloc_retries", ctypes.c_int64),  # after everything cached was given back
+        ("host_waits", ctypes.c_int64),  # of the host for the device, for a value or an event
         ("rng_seed", ctypes.c_uint64),
         ("rng_offset", ctypes.c_uint64),
     )
@@ -305,6 +306,7 @@ class Simulated:
             "transfers",
             "pageable",
             "malloc_retries",
+            "host_waits",
         ):
             setattr(self.settings, name, 0)
         self.settings.peak_bytes = self.settings.allocated_bytes

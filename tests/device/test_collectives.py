@@ -26,11 +26,13 @@ def test_the_host_is_ahead_of_a_receive_until_it_reads_the_value(sim: Simulated)
     sender, receiver = make_groups(2)
     sent, received = torch.arange(4.0, device=NAME), torch.zeros(4, device=NAME)
     sim.synchronize()
+    sim.settings.host_waits = 0
     with sim.stream(sim.Stream()):
         receiver.recv([received], 0, 7).wait()
         doubled = received * 2  # Nothing has been sent yet.
         arrived = sim.current_stream().record_event()
     assert not arrived.query()
+    assert sim.settings.host_waits == 0
     work = sender.send([sent], 1, 7)
     arrived.synchronize()
     assert doubled.cpu().tolist() == [0.0, 2.0, 4.0, 6.0]
