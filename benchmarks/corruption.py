@@ -46,7 +46,7 @@ class Trainer:
 
     def __init__(self, keys: dict[str, Any], peers: str) -> None:
         import reft
-        from reft.engine.deepspeed import find_session
+        from reft.engine.attach import find_session
 
         self.random, self.flips, self.bit, model = random.Random(7), "", 0, Mlp(WIDTH, INNER)
         verify = {"peers": peers, "suspects": 10**6}
@@ -96,7 +96,7 @@ class Trainer:
 
     def reach(self, point: str, step: int) -> None:
         if point == "before_seal":
-            self.flip("copy", self.worker._filling.arena.data)
+            self.flip("copy", self.worker._writer.arena.data)
 
     def of_all(self, mine: str) -> str:
         told = [""] * dist.get_world_size()

@@ -62,7 +62,7 @@ def version_and_load(found: dict[str, list[tuple[str, str]]]) -> None:
     import torch
 
     import reft
-    from reft.engine.deepspeed import find_session
+    from reft.engine.attach import find_session
     from reft.engine.on_import import avoid_build_at_start
 
     avoid_build_at_start()

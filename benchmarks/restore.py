@@ -95,7 +95,8 @@ class Rank:
         self.session = reft.attach(self.engine, config={"enabled": True})
         self.is_first = os.environ["RANK"] == "0"
         self.is_last_node = (
-            self.session.coordinate.dp == options.dp - 1 and self.session.coordinate.pp == 0
+            self.session.context.coordinate.dp == options.dp - 1
+            and self.session.context.coordinate.pp == 0
         )
         for _ in range(2):
             self.engine.train_batch(self.data)

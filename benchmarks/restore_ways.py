@@ -91,7 +91,7 @@ class TorchWay(Way):
     name = "torch_load"
 
     def _files(self) -> tuple[Path, Path]:
-        at = self.rank.session.coordinate
+        at = self.rank.session.context.coordinate
         owner = at.dp if self.rank.session.state.adapter.owned else 0
         return (
             self.folder / f"model-pp{at.pp}.pt",
@@ -103,7 +103,7 @@ class TorchWay(Way):
 
         self.folder.mkdir(exist_ok=True)
         model, optimizer = self._files()
-        dp = self.rank.session.coordinate.dp
+        dp = self.rank.session.context.coordinate.dp
         if dp == 0:
             torch.save(self.engine.module.state_dict(), model)
         if dp == 0 or self.rank.session.state.adapter.owned:
@@ -126,7 +126,7 @@ class DcpWay(Way):
     name = "dcp_load"
 
     def _state(self) -> dict[str, Any]:
-        at = self.rank.session.coordinate
+        at = self.rank.session.context.coordinate
         suffix = f"pp{at.pp}" + (f".dp{at.dp}" if self.rank.session.state.adapter.owned else "")
         optimizer = inner_optimizer(self.engine)
         return {
@@ -215,19 +215,26 @@ class ReftWay(Way):
 
         session = self.rank.session
         session.worker.close(600.0)
-        session.copying.engine = copy_engine_for(session.engine.device)
-        session.worker = None
+        session.copying.engine = copy_engine_for(session.context.engine.device)
+        session.worker = session.state.worker = session.fence.worker = None
         session.memory.incarnation += 1
         self.rank.barrier()
 
     def restore(self) -> dict[str, Any]:
-        from reft.engine.load import LoadCall, Restorer
+        from reft.engine.load import Restorer
+        from reft.engine.load_call import LoadCall
 
-        rank = self.rank
+        rank, session = self.rank, self.rank.session
         _watch_parts(rank.watch)
-        restorer = Restorer(rank.session, rank.session.engine)
+        restorer = Restorer(
+            session.context,
+            session.context.engine,
+            session,
+            session.memory_restorer(),
+            session.memory,
+        )
         rank.watch.take()
-        path, _ = restorer.load(_never, LoadCall(str(rank.space.disk / "nothing"), None, {}))
+        path, _ = restorer.load(LoadCall(_never, str(rank.space.disk / "nothing"), None, {}))
         taken = rank.watch.take()
         # Beside the transfer, by several threads: only their processor time adds up.
         _, completing = taken.pop(_COMPLETING, (0.0, 0.0))

@@ -72,9 +72,9 @@ class BlockingCopySaver(Saver):
         from reft.snapshot.plan import shard_cuts
 
         images = replicated, owned = session.state.adapter.images()
-        dp, size = session.coordinate.dp, session.topology.degrees.dp
+        dp, size = session.context.coordinate.dp, session.context.topology.degrees.dp
         cuts = shard_cuts(replicated.nbytes, size)
-        members = {dp, (dp + 1) % size} if session.config.scheme.copies else {dp}
+        members = {dp, (dp + 1) % size} if session.context.config.scheme.copies else {dp}
         ranges = [(0, cuts[m], cuts[m + 1]) for m in sorted(members)] + [(1, 0, owned.nbytes)]
         self.nbytes = sum(stop - start for _, start, stop in ranges)
         folder = space.shm / f"copy{os.environ['RANK']}"
@@ -103,7 +103,7 @@ class FileSaver(Saver):
         import torch.distributed as dist
 
         self.engine = engine
-        self.at = session.coordinate
+        self.at = session.context.coordinate
         self.owned = bool(session.state.adapter.owned)
         self.folder = space.disk / self.name
         self._barrier = dist.barrier

@@ -97,7 +97,6 @@ def run_rank(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import reft
-    from reft.engine import engine as engine_module
     from reft.verify.peers import PeerCheck
 
     torch.set_num_threads(1)
@@ -119,7 +118,7 @@ def run_rank(options: argparse.Namespace) -> None:
             "has": {"compute_share": 0.0},  # the ranks share this machine: no core is left over
         },
     )
-    stats, kept_members = session.stats, engine_module.kept_members
+    stats, kept_members = session.stats, session.protection.kept_members
 
     def settle(scheme: str) -> None:
         if scheme == PLAIN:
@@ -131,10 +130,10 @@ def run_rank(options: argparse.Namespace) -> None:
         others = [f for f in worker.features if not isinstance(f, PeerCheck)]
         if peers:
             check = PeerCheck(by_turns=peers == "rotate", block_bytes=BLOCK_BYTES)
-            others.append(check.connect(worker.control, session.topology))
+            others.append(check.connect(worker.control, session.context.topology))
         worker.features = worker.copier.features = tuple(others)
         kept = scheme.removesuffix(AOR)
-        engine_module.kept_members = kept_members if kept != scheme else lambda session: ()
+        session.protection.kept_members = kept_members if kept != scheme else tuple
         if os.environ["RANK"] == "0" and session.protection.record.parsed != parse(kept):
             session.protect(kept)
         dist.barrier()

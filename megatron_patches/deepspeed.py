@@ -14,18 +14,15 @@ import random
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from reft.checks.start import warn
 from reft.data.position import nodes_may_change
+from reft.engine.context import JobContext
 from reft.engine.marks import wrap
 from reft.errors import ConfigError, UnsupportedStateError
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
 
 logger = logging.getLogger(f"reft.{__name__}")
 
@@ -34,8 +31,7 @@ _CHECKPOINT_VERSION = 3.0
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, torch.dtype})
 _START_ONCE = (
     "Start once without the reft block and with --save DIR --save-interval 1 --exit-interval 1, "
-    "then train "
-    "with --load DIR"
+    "then train with --load DIR"
 )
 _REFUSED = {
     "finetune": "every restart after a failure would start again from the weights alone. "
@@ -59,10 +55,8 @@ _DEGREES = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 _SINGLE, _CYCLIC = "single", "cyclic"
 _BOUND = (
     "Megatron's MegatronPretrainingRandomSampler (--dataloader-type cyclic) distributes a pass by "
-    "the "
-    "data-parallel degree: at another degree, some samples of the pass are used twice and others "
-    "never. "
-    "Use --dataloader-type single, whose order is the same at every degree"
+    "the data-parallel degree: at another degree, some samples of the pass are used twice and "
+    "others never. Use --dataloader-type single, whose order is the same at every degree"
 )
 _IN_CONFIG = {
     "curriculum_learning_legacy": "curriculum_learning",
@@ -124,38 +118,36 @@ class MegatronProgram:
         kind = check_options(args, _REFUSED | _REFUSED_ABOVE_ONE)
         self.data_is_bound = _BOUND if kind == _CYCLIC else ""
 
-    def join(self, session: Session) -> None:
+    def join(self, context: JobContext) -> None:
         """Leave the position in the data to the program, which derives it from the samples that it
         has consumed. Without ``--load`` it would not call ``load_checkpoint``: the job is resumed
         here, if there is anything, and the program is given a directory, to ask for the
         counters."""
-        session.state.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
+        context.engine.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
         warn_attention(self._engine.module)
         wrap(self._engine, "load_checkpoint", self._load)
         if self.data_is_bound and (nodes := nodes_may_change()):
-            warn(session, f"the number of nodes may change ({nodes}). {self.data_is_bound}")
-        if session.is_rank_zero:
+            context.warn(f"the number of nodes may change ({nodes}). {self.data_is_bound}")
+        if context.is_rank_zero:
             logger.info(
                 "the program is Megatron-DeepSpeed. It needs no patch; its iteration, consumed "
                 "samples and "
                 "tokens, arguments and random states are part of every version. reft refuses %s",
                 ", ".join(map(_option, sorted((*_REFUSED, *_REFUSED_ABOVE_ONE)))),
             )
-        if session.is_rank_zero and getattr(self._args, "exit_signal_handler", False):
+        if context.is_rank_zero and getattr(self._args, "exit_signal_handler", False):
             logger.warning(
                 "with reft, --exit-signal-handler has no effect: on SIGTERM the job commits its "
-                "step in "
-                "memory and ends, and the program writes no checkpoint to --save. To get a "
-                "checkpoint "
-                'then, write "persist": {"dir": ...} into the reft block'
+                "step in memory and ends, and the program writes no checkpoint to --save. To get a "
+                'checkpoint then, write "persist": {"dir": ...} into the reft block'
             )
         if self._args.load is None:
-            if session.is_rank_zero:
+            if context.is_rank_zero:
                 logger.info(
                     "Megatron was started without --load: it resumes from the job's memory only"
                 )
             if self._engine.load_checkpoint(None)[0] is not None:
-                self._args.load = str(session.memory.job_dir.path)
+                self._args.load = str(context.job_dir.path)
 
     def client_state(self) -> dict[str, Any]:
         """What the program's ``save_checkpoint`` gives DeepSpeed after the step that the engine
@@ -166,8 +158,7 @@ class MegatronProgram:
         if step != counted:
             raise UnsupportedStateError(
                 f"Megatron is in iteration {counted}, the engine has made {step} steps; expected "
-                "the same "
-                f"number"
+                "the same number"
             )
         args = Namespace(**{name: value for name, value in vars(args).items() if _is_plain(value)})
         return {
@@ -230,8 +221,7 @@ def check_options(args: Any, refused: Mapping[str, str]) -> str:
     if kind not in {_SINGLE, _CYCLIC}:
         raise ConfigError(
             f"Megatron was started with --dataloader-type {kind}, whose position reft does not "
-            "know; use "
-            f"{_SINGLE} or {_CYCLIC}"
+            f"know; use {_SINGLE} or {_CYCLIC}"
         )
     return str(kind)
 

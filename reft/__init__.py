@@ -15,7 +15,7 @@ from reft.engine.on_import import hook_imports
 if TYPE_CHECKING:
     from reft.config import ReftConfig
     from reft.data.watch import resumable
-    from reft.engine.deepspeed import attach, begin_step, resume
+    from reft.engine.attach import attach, begin_step, resume
     from reft.engine.on_import import initialize
     from reft.errors import (
         ArenaError,
@@ -65,12 +65,12 @@ __all__ = [
 _ELSEWHERE = {
     "ExactAdam": "reft.optim",
     "ReftConfig": "reft.config",
-    "attach": "reft.engine.deepspeed",
-    "begin_step": "reft.engine.deepspeed",
+    "attach": "reft.engine.attach",
+    "begin_step": "reft.engine.attach",
     "initialize": "reft.engine.on_import",
     "pause_watch": "reft.node.progress",
     "resumable": "reft.data.watch",
-    "resume": "reft.engine.deepspeed",
+    "resume": "reft.engine.attach",
     "topology": "reft.grid",
 }
 

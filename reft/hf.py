@@ -187,7 +187,7 @@ class Resumption:
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The engine is made."""
-        from reft.engine.deepspeed import attach, find_session
+        from reft.engine.attach import attach, find_session
         from reft.state.blob import capture_rng
 
         result = original(*args, **kwargs)
@@ -197,7 +197,7 @@ class Resumption:
             return result
         session = attach(engine, client_state=self.capture)
         for follower in followers(trainer, engine):
-            session.state.followed.add(follower)
+            session.follow(follower)
         given = (
             inspect.signature(original).bind(*args, **kwargs).arguments["resume_from_checkpoint"]
         )
@@ -212,7 +212,7 @@ class Resumption:
         )
         self.restore_callbacks((client_state or {}).get(_CALLBACKS) or [])
         trainer.state.global_step = self._step = int(engine.global_steps)
-        session.state.data.leave_to_script()  # type: ignore[union-attr]  # DeepSpeed's has one
+        session.context.engine.data.leave_to_script()  # type: ignore[union-attr]  # DeepSpeed's has one
         self._rng = capture_rng()
         return result
 

@@ -11,10 +11,12 @@ Importing the module must be cheap: it is imported before the training script. I
 - ``ON_IMPORT``: name of a module of the program -> ``"module:function"``, called with the module
   right after it was imported, where ``REFT_CONFIG`` names a block;
 - ``PROGRAMS``: name of a module of the program -> ``"module:function"``, called with an engine of a
-  program that has imported it; returns a :class:`~reft.engine.deepspeed.Program`, or None for an
+  program that has imported it; returns a :class:`~reft.engine.attach.Program`, or None for an
   engine of nobody's;
-- ``FOLLOWERS``: any name -> ``"module:function"``, called with a session; returns the
-  :class:`~reft.engine.host_state.HostState` objects that follow the state of its script;
+- ``FOLLOWERS``: any name -> ``"module:function"``, called with the session's
+  :class:`~reft.engine.context.JobContext` and a function that returns the objects which the script
+  has given; returns the :class:`~reft.engine.host_state.HostState` objects that follow the state of
+  the script;
 - ``NAMES``: public name, found in ``reft`` -> module that holds it;
 - ``COMMANDS``: name of a sub-command of ``reft`` -> ``"module:function"``, called with its
   arguments, and a line of help;

@@ -1,14 +1,14 @@
-"""The rendezvous store in an etcd cluster: any minority of its hosts may die.
+"""The rendezvous store in an etcd cluster, of whose hosts any minority may die.
 
-Every write is a transaction that compares the key's ``mod_revision``, so that a request that was
-slow, or done twice because its answer was lost, never undoes a newer one. Whoever may write to etcd
-could have written what is read here: a value carries a code keyed with the user's secret over its
-key and its bytes, which is checked before anything is parsed (P11). Values are readable to whoever
-may read etcd, and hold no secret.
+Every write is a transaction that compares the key's ``mod_revision``. So a request that was slow,
+or was repeated because its answer was lost, never overwrites a newer value. Any process that may
+write to etcd could have written what is read here: a value carries a code, keyed with the user's
+secret, over its key and its bytes, which is checked before anything is parsed (P11). Values are
+readable to every process that may read etcd, and hold no secret.
 
-What a run writes hangs on one lease of the run, which every launcher of it keeps alive: it is gone
-a minute after the last one. Who lives is told by a lease of each launcher's own, not by rewriting
-the state.
+The keys of a run hang on one lease, which every launcher of the run renews: they are gone a minute
+after the last launcher. Each launcher has another lease, which shows that it is alive; no heartbeat
+rewrites the shared state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from typing import Any, NamedTuple
 
 from reft.authentication import authenticate, check_authentic, purpose_key
 from reft.control.keyvalue import RendezvousStore, StoreError
-from reft.control.wire import address_towards, format_endpoint, is_loopback, parse_endpoint
+from reft.control.wire import (
+    address_towards,
+    format_endpoint,
+    is_loopback,
+    parse_endpoint,
+)
 from reft.env import (
     ENV_ETCD_CACERT,
     ENV_ETCD_CERT,
@@ -40,6 +45,8 @@ from reft.env import (
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.options import ETCD_BACKEND
 
+ROOT = "reft/"  # In front of every key in etcd
+RUN_LEASE_SECS = 60
 DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")
 _ENVIRONMENT = {
@@ -48,114 +55,135 @@ _ENVIRONMENT = {
     "cert": ENV_ETCD_CERT,
     "key": ENV_ETCD_KEY,
 }
-"""What ``--rdzv-conf`` takes, and the variable that says it where that does not; the keys are
-etcdctl's."""
-_MOST_PASSWORD_BYTES = 4096
-_TRY_SECS = 2.0  # For one member, the first time round; twice as long the next time
+"""Keys of ``--rdzv-conf``, named as etcdctl's options, and the variables that replace them."""
+_MAX_PASSWORD_BYTES = 4096
+_MEMBER_SECS = 2.0  # Time-out of one member in the first turn; it doubles in every turn
 _PAUSE_SECS = 0.1
-_OPTIONS = (
-    # Straight to the members, whatever proxy the environment names.
+_CHANNEL_OPTIONS = (
+    # Connect directly to the members, even if the environment names a proxy.
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-_RENEW = ("invalid auth token", "revision of auth store is old", "revision in header is old")
-_ELSEWHERE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "INTERNAL", "CANCELLED", "UNKNOWN", "ABORTED")
-"""Codes of gRPC after which another member is asked."""
+_TOKEN_ERRORS = (
+    "invalid auth token",
+    "revision of auth store is old",
+    "revision in header is old",
+)
+_RETRIED_CODES = (
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "INTERNAL",
+    "CANCELLED",
+    "UNKNOWN",
+    "ABORTED",
+)
+"""Codes of gRPC after which the next member is asked."""
 _WHEN_FULL = (
     ". Start etcd with --auto-compaction-retention=10m; now: etcdctl compact REVISION, etcdctl "
-    "defrag, "
-    "etcdctl alarm disarm"
+    "defrag, etcdctl alarm disarm"
 )
-ROOT = "reft/"  # Before every key in etcd
-RUN_LEASE_SECS = 60
 _PURPOSE = b"etcd value"
 _ANSWER_SECS = 10.0
-_DOUBT_SECS = 2.0
-"""For a request after one that was not answered: whoever asks has other work, and asks again."""
-_LEAVE_SECS = 1.0
+_ANSWER_SECS_AFTER_FAILURE = 2.0
+"""Time-out after a request without an answer: callers have other work, and ask again."""
+_REVOKE_SECS = 1.0
 _NONCE_BYTES = 16
 
 
 @dataclass(frozen=True)
 class EtcdSettings:
+    """How to reach a cluster."""
+
     endpoints: tuple[str, ...]  # ``host:port`` of its members, at least one
     tls: bool = False
-    user: str | None = None  # with ``password``; None where etcd's authentication is off
+    user: str | None = None  # None if etcd's authentication is off
     password: str | None = field(default=None, repr=False)
-    # file with the certificates that sign the members'; None: those that gRPC comes with
-    ca_cert: Path | None = None
-    cert: Path | None = None  # cert, key: files of this client, where etcd asks for them
-    key: Path | None = None
+    ca_cert: Path | None = None  # Of the members' certificates; None: those that gRPC brings
+    cert: Path | None = None  # Certificate of this client, if etcd asks for one
+    key: Path | None = None  # Its private key
 
     @classmethod
     def parse(
         cls, endpoint: str, conf: Mapping[str, Any], environ: Mapping[str, str]
     ) -> EtcdSettings:
-        """Read ``--rdzv-endpoint``, ``--rdzv-conf`` and the environment; the command line goes
-        first. Raises ConfigError: something is missing or does not fit together; says what to
-        write."""
+        """Read the settings; the command line has priority over the environment.
+
+        Args:
+            endpoint: of ``--rdzv-endpoint``.
+            conf: of ``--rdzv-conf``.
+            environ: of this process.
+
+        Raises:
+            ConfigError: a setting is missing, or two contradict each other; says what to write.
+        """
         if "password" in conf:
             raise ConfigError(
                 f"--rdzv-conf password=... would show it to everybody on this host, in /proc: set "
                 f"{ENV_ETCD_PASSWORD}, or {ENV_ETCD_PASSWORD_FILE} to a file that only you can read"
             )
-        said = {
-            name: str(conf.get(name) or environ.get(env, "")) for name, env in _ENVIRONMENT.items()
+        values = {
+            name: str(conf.get(name) or environ.get(variable, ""))
+            for name, variable in _ENVIRONMENT.items()
         }
-        endpoints, tls = _members(endpoint)
-        files = {name: _file(name, said[name]) for name in ("cacert", "cert", "key")}
-        if (files["cert"] is None) != (files["key"] is None):
-            there, missing = ("cert", "key") if files["cert"] else ("key", "cert")
+        endpoints, https = _parse_members(endpoint)
+        ca_cert = _readable_file("cacert", values["cacert"])
+        cert = _readable_file("cert", values["cert"])
+        key = _readable_file("key", values["key"])
+        if (cert is None) != (key is None):
+            given, missing = ("cert", "key") if cert else ("key", "cert")
             raise ConfigError(
-                f"etcd's {there} is given without {missing}: {_describe_setting(missing)}"
+                f"etcd's {given} is given without {missing}: {_describe_setting(missing)}"
             )
-        password = _password(environ)
-        if bool(said["user"]) != (password is not None):
+        user, password = values["user"], _read_password(environ)
+        if user and password is None:
             raise ConfigError(
-                f"etcd's user is {said['user']!r}, without a password: set {ENV_ETCD_PASSWORD}, or "
+                f"etcd's user is {user!r}, without a password: set {ENV_ETCD_PASSWORD}, or "
                 f"{ENV_ETCD_PASSWORD_FILE} to a file that only you can read"
-                if said["user"]
-                else f"there is a password for etcd, and no user: {_describe_setting('user')}"
+            )
+        if password is not None and not user:
+            raise ConfigError(
+                f"there is a password for etcd, and no user: {_describe_setting('user')}"
             )
         return cls(
             endpoints=endpoints,
-            tls=tls or any(files.values()),
-            user=said["user"] or None,
+            tls=https or any((ca_cert, cert, key)),
+            user=user or None,
             password=password,
-            ca_cert=files["cacert"],
-            cert=files["cert"],
-            key=files["key"],
+            ca_cert=ca_cert,
+            cert=cert,
+            key=key,
         )
 
 
-def _members(endpoint: str) -> tuple[tuple[str, ...], bool]:
-    """``host:port`` of each, and whether ``https://`` is said."""
-    given = [e.strip() for e in endpoint.split(",") if e.strip()]
-    if not given:
+def _parse_members(endpoint: str) -> tuple[tuple[str, ...], bool]:
+    """``host:port`` of each member, and whether the scheme is ``https://``."""
+    urls = [url.strip() for url in endpoint.split(",") if url.strip()]
+    if not urls:
         raise ConfigError(
             f"--rdzv-backend {ETCD_BACKEND} needs the members of the etcd cluster: --rdzv-endpoint "
             f"HOST1:{DEFAULT_PORT},HOST2:{DEFAULT_PORT},HOST3:{DEFAULT_PORT}"
         )
-    schemes = {next((s for s in _SCHEMES if e.startswith(s)), "") for e in given}
+    schemes = {next((s for s in _SCHEMES if url.startswith(s)), "") for url in urls}
     if {"http://", "https://"} <= schemes:
         raise ConfigError(
             f"--rdzv-endpoint is {endpoint}: write either http:// or https:// for all members"
         )
-    bare = [e.removeprefix("http://").removeprefix("https://").rstrip("/") for e in given]
-    members = [format_endpoint(*parse_endpoint(e, DEFAULT_PORT)) for e in bare]
+    bare = [url.removeprefix("http://").removeprefix("https://").rstrip("/") for url in urls]
+    members = [format_endpoint(*parse_endpoint(each, DEFAULT_PORT)) for each in bare]
     return tuple(dict.fromkeys(members)), "https://" in schemes
 
 
-def _file(name: str, given: str) -> Path | None:
-    if not given:
+def _readable_file(name: str, value: str) -> Path | None:
+    """The file of a setting; None if it is not set."""
+    if not value:
         return None
-    path = Path(given)
+    path = Path(value)
     if not (path.is_file() and os.access(path, os.R_OK)):
         raise ConfigError(
-            f"etcd's {name} is {given}, which cannot be read; {_describe_setting(name)}"
+            f"etcd's {name} is {value}, which cannot be read; {_describe_setting(name)}"
         )
     return path
 
@@ -164,62 +192,81 @@ def _describe_setting(name: str) -> str:
     return f"write --rdzv-conf {name}=... or set {_ENVIRONMENT[name]}"
 
 
-def _password(environ: Mapping[str, str]) -> str | None:
-    if given := environ.get(ENV_ETCD_PASSWORD):
-        return given
-    name = environ.get(ENV_ETCD_PASSWORD_FILE)
-    if not name:
+def _read_password(environ: Mapping[str, str]) -> str | None:
+    """The password, from the environment or a file; None if there is none."""
+    if password := environ.get(ENV_ETCD_PASSWORD):
+        return password
+    path = environ.get(ENV_ETCD_PASSWORD_FILE)
+    if not path:
         return None
     try:
-        with open(name, "rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o077:
-                mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        with open(path, "rb") as file:
+            # The mode of the open file: the name may lead to another file by the next call.
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
                 raise ConfigError(
-                    f"{ENV_ETCD_PASSWORD_FILE} is {name}, which others can use (mode {mode:04o}): "
-                    "chmod 600 "
-                    f"{name}"
+                    f"{ENV_ETCD_PASSWORD_FILE} is {path}, which others can use (mode {mode:04o}): "
+                    f"chmod 600 {path}"
                 )
-            return file.read(_MOST_PASSWORD_BYTES).decode().rstrip("\r\n")
+            return file.read(_MAX_PASSWORD_BYTES).decode().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{ENV_ETCD_PASSWORD_FILE} is {name}, which cannot be read ({error})"
+            f"{ENV_ETCD_PASSWORD_FILE} is {path}, which cannot be read ({error})"
         ) from error
 
 
+# -- the connection --------------------------------------------------------------------------------
+
+
 class RefusedError(StoreError):
-    """etcd answers, and says no: gRPC's ``code`` of the reason, and etcd's words."""
+    """etcd answers with a refusal.
+
+    Attributes:
+        code: of gRPC.
+        details: etcd's words.
+    """
 
     def __init__(self, member: str, code: str, details: str) -> None:
-        full = "database space exceeded" in details
-        super().__init__(f"etcd at {member} refuses: {details or code}{_WHEN_FULL if full else ''}")
+        is_full = "database space exceeded" in details
+        hint = _WHEN_FULL if is_full else ""
+        super().__init__(f"etcd at {member} refuses: {details or code}{hint}")
         self.code = code
         self.details = details
 
 
 class EtcdLine:
-    """Connections to the members of one cluster. Safe to use from several threads. Raises
-    ConfigError: ``python3-etcd3`` is not installed, or a certificate cannot be used."""
+    """Connections to the members of one cluster. Safe to use from several threads.
+
+    Raises:
+        ConfigError: ``python3-etcd3`` is not installed, or a certificate cannot be used.
+    """
 
     def __init__(self, settings: EtcdSettings) -> None:
         try:
             self._grpc: Any = importlib.import_module("grpc")
             self.messages: Any = importlib.import_module("etcd3.etcdrpc")
-        # TypeError: etcd3's own messages, under a newer protobuf
+        # The package etcd3 raises TypeError: its messages do not work with a newer protobuf.
         except (ImportError, TypeError) as error:
             raise ConfigError(
                 f"--rdzv-backend {ETCD_BACKEND} needs PyPI's python3-etcd3 (not etcd3), which "
-                "cannot be "
-                f"imported ({type(error).__name__}: {error}): pip install 'reft-ckpt[etcd]', or "
-                "pip install "
-                f"python3-etcd3"
+                f"cannot be imported ({type(error).__name__}: {error}): pip install "
+                f"'reft-ckpt[etcd]', or pip install python3-etcd3"
             ) from error
         self.settings = settings
-        make, credentials = self._grpc.insecure_channel, tuple[Any, ...]()
         if settings.tls:
-            authority, key, cert = map(_read, (settings.ca_cert, settings.key, settings.cert))
-            make = self._grpc.secure_channel
-            credentials = (self._grpc.ssl_channel_credentials(authority, key, cert),)
-        self._channels = [make(e, *credentials, options=_OPTIONS) for e in settings.endpoints]
+            credentials = self._grpc.ssl_channel_credentials(
+                _read_file(settings.ca_cert), _read_file(settings.key), _read_file(settings.cert)
+            )
+            self._channels = [
+                self._grpc.secure_channel(endpoint, credentials, options=_CHANNEL_OPTIONS)
+                for endpoint in settings.endpoints
+            ]
+        else:
+            self._channels = [
+                self._grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
+                for endpoint in settings.endpoints
+            ]
+        # Guards _current: of several threads whose member fails, one moves on to the next.
         self._lock = threading.Lock()
         self._current = 0
         self._token: str | None = None
@@ -230,53 +277,63 @@ class EtcdLine:
         """``host:port`` of the member that is asked first."""
         return self.settings.endpoints[self._current]
 
-    def ask(self, service: str, method: str, request: Any, deadline: float) -> Any:
-        """One request, which may be done twice where an answer was lost, until a deadline on the
-        monotonic clock. Raises AuthenticationError: user or password are wrong, or the user may not
-        do this. Raises ConfigError: etcd's authentication is off, and a user is given."""
-        tried: dict[str, str] = {}
-        patience, renewed = _TRY_SECS, False
+    def request(self, service: str, method: str, message: Any, deadline: float) -> Any:
+        """Send a request to one member after another until one answers.
+
+        A request whose answer was lost may be carried out twice.
+
+        Args:
+            service: of etcd's API, such as ``KV``.
+            method: of the service.
+            message: the request.
+            deadline: on the monotonic clock.
+
+        Raises:
+            StoreError: no member answers in time, or etcd refuses (RefusedError).
+            AuthenticationError: user or password are wrong, or the user lacks a permission.
+            ConfigError: a user is given, but etcd's authentication is off.
+        """
+        failures: dict[str, str] = {}
+        member_secs, has_renewed_token = _MEMBER_SECS, False
         while True:
             for _ in self.settings.endpoints:
-                at = self._current
-                name = self.settings.endpoints[at]
-                secs = min(patience, deadline - time.monotonic())
+                index = self._current
+                member = self.settings.endpoints[index]
+                secs = min(member_secs, deadline - time.monotonic())
                 if secs <= 0 or self._closed:
-                    members = ", ".join(self.settings.endpoints)
-                    why = "; ".join(f"{member}: {said}" for member, said in tried.items())
-                    said = f" ({why})" if why else ""
-                    raise StoreError(f"the etcd cluster {members} does not answer{said}")
+                    raise self._no_answer(failures)
                 try:
-                    return self._ask_member(at, service, method, request, secs)
+                    return self._request_member(index, service, method, message, secs)
                 except self._grpc.RpcError as error:
                     code, details = error.code().name, error.details() or ""
-                    if (
-                        not renewed
-                        and self._token is not None
-                        and any(w in details for w in _RENEW)
-                    ):
-                        # Tokens end, and a member that was started again knows none.
-                        self._token, renewed = None, True
+                    is_token_error = any(words in details for words in _TOKEN_ERRORS)
+                    if is_token_error and self._token is not None and not has_renewed_token:
+                        # Tokens expire, and a member that was restarted knows none.
+                        self._token, has_renewed_token = None, True
                         continue
-                    if code not in _ELSEWHERE:
-                        raise self._refusal(name, code, details) from error
-                    tried[name] = details or code
+                    if code not in _RETRIED_CODES:
+                        raise self._refusal(member, code, details) from error
+                    failures[member] = details or code
                     with self._lock:
-                        if self._current == at:
-                            self._current = (at + 1) % len(self._channels)
-                except ValueError as error:  # gRPC's, for a closed channel
+                        if self._current == index:
+                            self._current = (index + 1) % len(self._channels)
+                except ValueError as error:  # gRPC's, if the channel was closed
                     raise StoreError(f"the connection to etcd is closed: {error}") from error
             time.sleep(max(0.0, min(_PAUSE_SECS, deadline - time.monotonic())))
-            patience *= 2  # no backoff: how long an answer is waited for, not a pause
+            member_secs *= 2  # A member that is slow under load gets more time in the next turn
+
+    def _no_answer(self, failures: Mapping[str, str]) -> StoreError:
+        members = ", ".join(self.settings.endpoints)
+        reasons = "; ".join(f"{member}: {reason}" for member, reason in failures.items())
+        in_parentheses = f" ({reasons})" if reasons else ""
+        return StoreError(f"the etcd cluster {members} does not answer{in_parentheses}")
 
     def leader_known_by(self, endpoint: str, secs: float) -> bool | None:
-        """Whether the member at ``endpoint`` has a leader; None if it is none, or does not
-        answer."""
-        at = self.settings.endpoints.index(endpoint)
+        """Whether the member at ``endpoint`` has a leader; None if it does not answer."""
+        index = self.settings.endpoints.index(endpoint)
+        message = self.messages.StatusRequest()
         try:
-            status = self._ask_member(
-                at, "Maintenance", "Status", self.messages.StatusRequest(), secs
-            )
+            status = self._request_member(index, "Maintenance", "Status", message, secs)
         except (self._grpc.RpcError, ValueError):
             return None
         return bool(status.leader)
@@ -286,30 +343,38 @@ class EtcdLine:
         for channel in self._channels:
             channel.close()
 
-    def _ask_member(self, at: int, service: str, method: str, request: Any, secs: float) -> Any:
+    def _request_member(
+        self, index: int, service: str, method: str, message: Any, secs: float
+    ) -> Any:
+        """Send a request to one member, after a log-in if there is a user."""
         deadline = time.monotonic() + secs
+        channel = self._channels[index]
         metadata = None
-        if (user := self.settings.user) is not None and service != "Maintenance":
-            if (token := self._token) is None:
-                who = self.messages.AuthenticateRequest(name=user, password=self.settings.password)
-                answer = self.messages.AuthStub(self._channels[at]).Authenticate(who, timeout=secs)
+        if self.settings.user is not None and service != "Maintenance":
+            token = self._token
+            if token is None:
+                credentials = self.messages.AuthenticateRequest(
+                    name=self.settings.user, password=self.settings.password
+                )
+                auth = self.messages.AuthStub(channel)
+                answer = auth.Authenticate(credentials, timeout=secs)
                 token = self._token = str(answer.token)
             metadata = (("token", token),)
-        call = getattr(getattr(self.messages, f"{service}Stub")(self._channels[at]), method)
-        left = max(0.001, deadline - time.monotonic())
+        stub = getattr(self.messages, f"{service}Stub")(channel)
+        call = getattr(stub, method)
+        left_secs = max(0.001, deadline - time.monotonic())
         if method == "LeaseKeepAlive":
-            # A stream of requests, here of one; no answer is as good as a lease that is gone.
-            answers = list(call(iter([request]), timeout=left, metadata=metadata))
-            return answers[0] if answers else self.messages.LeaseKeepAliveResponse(ID=request.ID)
-        return call(request, timeout=left, metadata=metadata)
+            # This method streams requests and answers. No answer means that the lease is gone.
+            answers = list(call(iter([message]), timeout=left_secs, metadata=metadata))
+            return answers[0] if answers else self.messages.LeaseKeepAliveResponse(ID=message.ID)
+        return call(message, timeout=left_secs, metadata=metadata)
 
     def _refusal(self, member: str, code: str, details: str) -> Exception:
         user = self.settings.user
         if "authentication is not enabled" in details:
             return ConfigError(
                 f"etcd at {member} has authentication switched off, so anyone who reaches it can "
-                "write: "
-                f"switch it on (etcdctl auth enable), or remove the user {user!r}"
+                f"write: switch it on (etcdctl auth enable), or remove the user {user!r}"
             )
         if "user name is empty" in details:
             return AuthenticationError(
@@ -319,14 +384,12 @@ class EtcdLine:
         if "authentication failed" in details:
             return AuthenticationError(
                 f"etcd at {member} does not let user {user!r} in: {details}. Check REFT_ETCD_USER "
-                "and "
-                f"REFT_ETCD_PASSWORD (or REFT_ETCD_PASSWORD_FILE)"
+                f"and REFT_ETCD_PASSWORD (or REFT_ETCD_PASSWORD_FILE)"
             )
         if code == "PERMISSION_DENIED":
             return AuthenticationError(
                 f"user {user!r} of etcd at {member} may not read and write the keys under reft/: "
-                "etcdctl "
-                f"role grant-permission ROLE --prefix=true readwrite reft/"
+                f"etcdctl role grant-permission ROLE --prefix=true readwrite reft/"
             )
         if code == "UNIMPLEMENTED":
             return ConfigError(
@@ -335,16 +398,25 @@ class EtcdLine:
         return RefusedError(member, code, details)
 
 
-def _read(path: Path | None) -> bytes | None:
+def _read_file(path: Path | None) -> bytes | None:
     try:
         return None if path is None else path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
+# -- the store -------------------------------------------------------------------------------------
+
+
 class EtcdStore(RendezvousStore):
-    """A client of an etcd cluster. Its keys hang on the lease of the run; ``timeout_secs`` is for
-    the keys that :meth:`get` waits for, a request has 10 s of it at most."""
+    """A client of an etcd cluster. Its keys hang on the lease of the run.
+
+    Args:
+        line: connections to the cluster.
+        secret: of the user.
+        run_id: of the job's run.
+        timeout_secs: for the keys that :meth:`get` waits for. A request has 10 s of it at most.
+    """
 
     keeps_leases = True
 
@@ -354,25 +426,26 @@ class EtcdStore(RendezvousStore):
         self._line = line
         self._secret = purpose_key(secret, "etcd")
         self._timeout_secs = timeout_secs
-        self._run = run_id
+        self._run_id = run_id
         self._leases = _Leases(line)
-        self._run_lease: int | None = _read_number(self._secret + run_id.encode())
-        self._own_lease = _read_number(os.urandom(_NONCE_BYTES))
+        self._run_lease: int | None = _lease_number(self._secret + run_id.encode())
+        self._own_lease = _lease_number(os.urandom(_NONCE_BYTES))
         self._names = _Names()
         self._answer_secs = min(_ANSWER_SECS, timeout_secs)
-        self._health = {"in doubt": False}  # of all views
-        self._writing = threading.Lock()
+        self._health = {"in doubt": False}  # A dict, so that all views of the store share it
+        self._writing = threading.Lock()  # Writes are carried out in the order of the calls
 
     def lasting(self) -> EtcdStore:
-        """The same store; what is written through this view stays when the run is over."""
+        """The same store; keys that are written through this view stay when the run is over."""
         view = self.with_prefix("")
         view.prefix, view._run_lease = self.prefix, None
         return view
 
     def greet(self) -> None:
-        """Raise soon, and why, if the cluster cannot be used now."""
-        request = self._line.messages.RangeRequest(key=ROOT.encode(), count_only=True)
-        self._line.ask("KV", "Range", request, time.monotonic() + _DOUBT_SECS)
+        """Check within seconds that the cluster can be used; raises what is wrong."""
+        message = self._line.messages.RangeRequest(key=ROOT.encode(), count_only=True)
+        deadline = time.monotonic() + _ANSWER_SECS_AFTER_FAILURE
+        self._line.request("KV", "Range", message, deadline)
 
     @property
     def endpoint(self) -> str:
@@ -383,104 +456,113 @@ class EtcdStore(RendezvousStore):
     def set(self, key: str, value: str | bytes) -> None:
         name = self._name(key)
         sealed = self._seal(name, value.encode() if isinstance(value, str) else value)
-        with self._write() as deadline:
+        with self._write_deadline() as deadline:
+            # Repeated if another client writes in between.
             while not self._swap(name, self._read(name, deadline).revision, sealed, deadline):
                 pass
 
     def peek(self, key: str) -> bytes | None:
-        with self._asking() as deadline:
+        with self._deadline() as deadline:
             name = self._name(key)
             return self._open(name, self._read(name, deadline).sealed)
 
     def delete(self, key: str) -> bool:
-        request = self._line.messages.DeleteRangeRequest(key=self._name(key))
-        with self._write() as deadline:
-            return bool(self._line.ask("KV", "DeleteRange", request, deadline).deleted)
+        message = self._line.messages.DeleteRangeRequest(key=self._name(key))
+        with self._write_deadline() as deadline:
+            return bool(self._line.request("KV", "DeleteRange", message, deadline).deleted)
 
     def compare_set(
         self, key: str, expected: bytes | None, value: bytes
     ) -> tuple[bool, bytes | None]:
         name = self._name(key)
-        with self._write() as deadline:
-            held = self._read(name, deadline)
-            found = self._open(name, held.sealed)
-            if found != expected:
-                return False, found
-            if self._swap(name, held.revision, self._seal(name, value), deadline):
+        with self._write_deadline() as deadline:
+            entry = self._read(name, deadline)
+            current = self._open(name, entry.sealed)
+            if current != expected:
+                return False, current
+            if self._swap(name, entry.revision, self._seal(name, value), deadline):
                 return True, value
             return False, self._open(name, self._read(name, deadline).sealed)
 
-    # -- who lives ---------------------------------------------------------------------------------
+    # -- names that show who is alive --------------------------------------------------------------
 
     def hold(self, name: str, secs: float) -> None:
         key, held = self._name(name), self._names.held
-        with self._asking() as deadline:
+        with self._deadline() as deadline:
             if self._run_lease is not None:
-                self._leases.keep(self._run_lease, RUN_LEASE_SECS, deadline)
-            if not self._leases.keep(self._own_lease, max(2, math.ceil(secs)), deadline):
-                held.clear()
+                self._leases.renew(self._run_lease, RUN_LEASE_SECS, deadline)
+            if not self._leases.renew(self._own_lease, max(2, math.ceil(secs)), deadline):
+                held.clear()  # The names went with the lease
             if key not in held:
                 value = self._seal(key, b"")
-                request = self._line.messages.PutRequest(
+                message = self._line.messages.PutRequest(
                     key=key, value=value, lease=self._own_lease
                 )
-                self._line.ask("KV", "Put", request, deadline)
+                self._line.request("KV", "Put", message, deadline)
                 held.add(key)
 
     def alive(self, prefix: str) -> frozenset[str]:
         first = self._name(prefix)
-        with self._asking() as deadline:
-            end = first[:-1] + bytes([first[-1] + 1])  # the first key after all with that prefix
-            request = self._line.messages.RangeRequest(key=first, range_end=end)
-            answer = self._line.ask("KV", "Range", request, deadline)
-        found = {bytes(kv.key): bytes(kv.value) for kv in answer.kvs}
-        for key, value in found.items():
-            self._open(key, value)
-        if self._names.see(first, found.keys()):
-            # Ours has ended or was revoked: it is taken anew with the next heartbeat.
+        with self._deadline() as deadline:
+            end = first[:-1] + bytes([first[-1] + 1])  # The first key after all with that prefix
+            message = self._line.messages.RangeRequest(key=first, range_end=end)
+            answer = self._line.request("KV", "Range", message, deadline)
+        values = {bytes(entry.key): bytes(entry.value) for entry in answer.kvs}
+        for key, value in values.items():
+            self._open(key, value)  # Checks that the job has written it
+        if self._names.update(first, values.keys()):
+            # This client's lease has ended or was revoked; the next heartbeat grants it again.
             self._leases.forget(self._own_lease)
-        return frozenset(self._bare(key) for key in found)
+        return frozenset(self._strip(key) for key in values)
 
     def left(self, prefix: str) -> dict[str, float]:
-        """Since this client has seen the name missing; asks nobody."""
+        """As :meth:`RendezvousStore.left`: since this client first saw the name missing.
+
+        It sends no request.
+        """
         first, now = self._name(prefix), time.monotonic()
         return {
-            self._bare(k): now - at for k, at in self._names.missed.items() if k.startswith(first)
+            self._strip(key): now - missed_at
+            for key, missed_at in self._names.missed_at.items()
+            if key.startswith(first)
         }
 
-    def _bare(self, key: bytes) -> str:
+    def _strip(self, key: bytes) -> str:
+        """A key of etcd without the prefix of this store."""
         return key[len(self._name("")) :].decode()
 
     # -- the rest ----------------------------------------------------------------------------------
 
     def local_address(self) -> str:
-        """Towards the first member that is not on this host, if there is one."""
-        members = [parse_endpoint(e) for e in self._line.settings.endpoints]
-        found = [address_towards(host, port) for host, port in members]
-        known = [address for address in found if address is not None]
-        if not known:
+        """This host's address towards the first member on another host, if there is one."""
+        members = [parse_endpoint(endpoint) for endpoint in self._line.settings.endpoints]
+        addresses = [address_towards(host, port) for host, port in members]
+        reachable = [address for address in addresses if address is not None]
+        if not reachable:
             raise StoreError(
                 f"cannot reach the etcd members {', '.join(self._line.settings.endpoints)}"
             )
-        return next((a for a in known if not is_loopback(a)), known[0])
+        return next((a for a in reachable if not is_loopback(a)), reachable[0])
 
     def close(self) -> None:
         if self._names.held:
-            # Nobody has to wait until it ends by itself.
-            request = self._line.messages.LeaseRevokeRequest(ID=self._own_lease)
+            # Revoked, so that the others need not wait for the end of the lease.
+            message = self._line.messages.LeaseRevokeRequest(ID=self._own_lease)
+            deadline = time.monotonic() + _REVOKE_SECS
             with suppress(StoreError, AuthenticationError, ConfigError):
-                self._line.ask("Lease", "LeaseRevoke", request, time.monotonic() + _LEAVE_SECS)
+                self._line.request("Lease", "LeaseRevoke", message, deadline)
         self._line.close()
 
     def _name(self, key: str) -> bytes:
         return f"{ROOT}{self.prefix}{key}".encode()
 
     def _seal(self, name: bytes, value: bytes) -> bytes:
-        """A value that was written once: two writes of the same bytes can be told apart."""
+        """The value with a code, and with a nonce that distinguishes two writes of equal bytes."""
         nonce = os.urandom(_NONCE_BYTES)
         return authenticate(nonce + value, self._key_of(name), _PURPOSE)
 
     def _open(self, name: bytes, sealed: bytes | None) -> bytes | None:
+        """Check and unpack what :meth:`_seal` returned."""
         if sealed is None:
             return None
         try:
@@ -488,23 +570,21 @@ class EtcdStore(RendezvousStore):
         except AuthenticationError as error:
             raise AuthenticationError(
                 f"etcd's key {name.decode(errors='replace')} was not written with this user's "
-                "secret: "
-                f"another user has the run {self._run!r}, or somebody changed it. Every launcher "
-                "needs the "
-                f"same ~/.reft/secret or REFT_SECRET; take another --rdzv-id, or etcdctl del it"
+                f"secret: another user has the run {self._run_id!r}, or somebody changed it. Every "
+                f"launcher needs the same ~/.reft/secret or REFT_SECRET; take another --rdzv-id, "
+                f"or etcdctl del it"
             ) from error
 
     def _key_of(self, name: bytes) -> bytes:
-        """A code is good for one key of etcd alone: values cannot be exchanged."""
+        """The key of one entry's code: the values of two entries cannot be exchanged."""
         return sha256(self._secret + name).digest()
 
     @contextmanager
-    def _asking(self) -> Iterator[float]:
-        """For one request: its deadline on the monotonic clock, earlier while the cluster does not
-        answer."""
-        secs = (
-            min(self._answer_secs, _DOUBT_SECS) if self._health["in doubt"] else self._answer_secs
-        )
+    def _deadline(self) -> Iterator[float]:
+        """The deadline of one request, which is shorter after a request without an answer."""
+        secs = self._answer_secs
+        if self._health["in doubt"]:
+            secs = min(secs, _ANSWER_SECS_AFTER_FAILURE)
         try:
             yield time.monotonic() + secs
         except RefusedError:
@@ -515,9 +595,9 @@ class EtcdStore(RendezvousStore):
         self._health["in doubt"] = False
 
     @contextmanager
-    def _write(self) -> Iterator[float]:
-        """One at a time, in the order in which they were asked for."""
-        with self._asking() as deadline:
+    def _write_deadline(self) -> Iterator[float]:
+        """As :meth:`_deadline`, for a write; one write at a time."""
+        with self._deadline() as deadline:
             if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise StoreError(
                     f"the etcd cluster at {self.endpoint} has not taken an earlier write yet"
@@ -527,14 +607,14 @@ class EtcdStore(RendezvousStore):
             finally:
                 self._writing.release()
 
-    def _read(self, name: bytes, deadline: float) -> _Held:
-        request = self._line.messages.RangeRequest(key=name)
-        return _held(self._line.ask("KV", "Range", request, deadline).kvs)
+    def _read(self, name: bytes, deadline: float) -> _Entry:
+        message = self._line.messages.RangeRequest(key=name)
+        return _first_entry(self._line.request("KV", "Range", message, deadline).kvs)
 
     def _swap(self, name: bytes, revision: int, sealed: bytes, deadline: float) -> bool:
-        """Write if the key has not changed since ``revision`` (0: is not there)."""
+        """Write if the key still has this revision (0: does not exist); whether it was written."""
         messages, lease = self._line.messages, self._run_lease or 0
-        changed = messages.Compare(
+        is_unchanged = messages.Compare(
             target=messages.Compare.MOD,
             result=messages.Compare.EQUAL,
             key=name,
@@ -543,88 +623,100 @@ class EtcdStore(RendezvousStore):
         put = messages.RequestOp(
             request_put=messages.PutRequest(key=name, value=sealed, lease=lease)
         )
-        look = messages.RequestOp(request_range=messages.RangeRequest(key=name))
-        request = messages.TxnRequest(compare=[changed], success=[put], failure=[look])
+        read = messages.RequestOp(request_range=messages.RangeRequest(key=name))
+        transaction = messages.TxnRequest(compare=[is_unchanged], success=[put], failure=[read])
         if lease:
-            self._leases.keep(lease, RUN_LEASE_SECS, deadline)
+            self._leases.renew(lease, RUN_LEASE_SECS, deadline)
         try:
-            answer = self._line.ask("KV", "Txn", request, deadline)
+            answer = self._line.request("KV", "Txn", transaction, deadline)
         except RefusedError as error:
             if error.code != "NOT_FOUND":
                 raise
+            # The lease has ended since it was renewed: it is granted at the next attempt.
             self._leases.forget(lease)
             return False
-        # Ours after all, where it was asked twice.
-        return (
-            bool(answer.succeeded) or _held(answer.responses[0].response_range.kvs).sealed == sealed
-        )
+        if answer.succeeded:
+            return True
+        # If the request was repeated because its answer was lost, the first one has written.
+        return _first_entry(answer.responses[0].response_range.kvs).sealed == sealed
 
 
-class _Held(NamedTuple):
-    """What a key holds: its revision (0: nothing), and its sealed value."""
+class _Entry(NamedTuple):
+    """What a key of etcd holds."""
 
-    revision: int
+    revision: int  # 0 if the key does not exist
     sealed: bytes | None
 
 
 class _Names:
-    """Names under which somebody is alive, as keys of etcd: those ``held`` by this client, and when
-    others were first ``missed``."""
+    """Keys of etcd that show who is alive.
+
+    Attributes:
+        held: keys of this client.
+        missed_at: when keys of other clients were first seen missing, on the monotonic clock.
+    """
 
     def __init__(self) -> None:
         self.held: set[bytes] = set()
-        self.missed: dict[bytes, float] = {}
+        self.missed_at: dict[bytes, float] = {}
         self._known: set[bytes] = set()
 
-    def see(self, prefix: bytes, found: Collection[bytes]) -> bool:
-        """These are all with that prefix; whether one of our own is missing."""
+    def update(self, prefix: bytes, keys: Collection[bytes]) -> bool:
+        """Take over the keys with that prefix; returns whether one of this client is missing."""
         now = time.monotonic()
-        for key in self._known.difference(found):
+        for key in self._known.difference(keys):
             if key.startswith(prefix):
-                self.missed.setdefault(key, now)
-        for key in found:
-            self.missed.pop(key, None)
-        self._known.update(found)
-        lost = {key for key in self.held.difference(found) if key.startswith(prefix)}
+                self.missed_at.setdefault(key, now)
+        for key in keys:
+            self.missed_at.pop(key, None)
+        self._known.update(keys)
+        lost = {key for key in self.held.difference(keys) if key.startswith(prefix)}
         self.held -= lost
         return bool(lost)
 
 
 class _Leases:
-    """Leases that this process keeps alive, by numbers of its own choice."""
+    """Leases that this process renews, under numbers that it has chosen."""
 
     def __init__(self, line: EtcdLine) -> None:
         self._line = line
-        self._kept: dict[int, float] = {}
+        self._renewed_at: dict[int, float] = {}
 
-    def keep(self, lease: int, ttl_secs: int, deadline: float) -> bool:
-        """Grant the lease, or lengthen it where a third of its time is over; whether it was there:
-        where not, its keys are gone."""
+    def renew(self, lease: int, ttl_secs: int, deadline: float) -> bool:
+        """Grant a lease, or renew it when a third of its time has passed.
+
+        Returns:
+            Whether the lease existed; if not, its keys are gone.
+        """
         now = time.monotonic()
-        if now - self._kept.get(lease, float("-inf")) < ttl_secs / 3:
+        if now - self._renewed_at.get(lease, float("-inf")) < ttl_secs / 3:
             return True
         messages = self._line.messages
-        alive = messages.LeaseKeepAliveRequest(ID=lease)
-        was_there = bool(self._line.ask("Lease", "LeaseKeepAlive", alive, deadline).TTL > 0)
-        if not was_there:
+        keep_alive = messages.LeaseKeepAliveRequest(ID=lease)
+        answer = self._line.request("Lease", "LeaseKeepAlive", keep_alive, deadline)
+        existed = bool(answer.TTL > 0)
+        if not existed:
             grant = messages.LeaseGrantRequest(ID=lease, TTL=ttl_secs)
             try:
-                self._line.ask("Lease", "LeaseGrant", grant, deadline)
+                self._line.request("Lease", "LeaseGrant", grant, deadline)
             except RefusedError as error:
-                # Another launcher was quicker, or this request was done twice.
+                # Another launcher granted it first, or this request was carried out twice.
                 if "lease already exists" not in error.details:
                     raise
-        self._kept[lease] = now
-        return was_there
+        self._renewed_at[lease] = now
+        return existed
 
     def forget(self, lease: int) -> None:
-        self._kept.pop(lease, None)
+        """Ask etcd about the lease at the next :meth:`renew`, however recent the last one."""
+        self._renewed_at.pop(lease, None)
 
 
-def _held(found: Any) -> _Held:
-    return _Held(int(found[0].mod_revision), bytes(found[0].value)) if found else _Held(0, None)
+def _first_entry(entries: Any) -> _Entry:
+    if not entries:
+        return _Entry(0, None)
+    return _Entry(int(entries[0].mod_revision), bytes(entries[0].value))
 
 
-def _read_number(seed: bytes) -> int:
+def _lease_number(seed: bytes) -> int:
     """A number for a lease that others do not guess: 63 bits, above 0."""
     return int.from_bytes(sha256(b"lease" + seed).digest()[:8], "big") >> 1 or 1

@@ -1,12 +1,10 @@
-"""``reft mpi-run``: a training process of an MPI job, as mpiexec, srun or jsrun starts one per
-rank.
+"""``reft mpi-run``: a training process of an MPI job; mpiexec, srun or jsrun starts one per rank.
 
     mpiexec -n 16 reft mpi-run train.py ARGUMENTS
 
-There is no launcher and no rendezvous: ranks, nodes and torch's environment come from MPI. Where an
-MPI job dies with its first process, the batch script starts the next step on the nodes that are
-left and the spares; memory and daemons have stayed on the nodes, and the new step goes on from
-there.
+There is no launcher and no rendezvous: ranks, nodes and torch's environment come from MPI. An MPI
+job dies with its first process. The batch script then starts the next step on the remaining nodes
+and the spares. Memory and daemons have stayed on the nodes, and the new step continues from there.
 """
 
 from __future__ import annotations
@@ -48,9 +46,9 @@ logger = logging.getLogger("reft.reft_mpi.mpi_run")
 
 DAEMON_LOG = "daemon.log"
 OMPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
-"""DeepSpeed refuses to start where it is not LOCAL_RANK, as where one host has several nodes of a
-job."""
-_SAME_SECRET = b"reft-mpi-secret"
+"""DeepSpeed refuses to start if it differs from LOCAL_RANK, as on a host with several nodes."""
+_MPI_VARIABLES = ("PMI", "OMPI_", "PRTE_", "MPIR_")
+_SECRET_PURPOSE = b"reft-mpi-secret"
 _WRONG_USE = 2
 _PING_SECS = 5.0
 _DAEMON_END_SECS = 30.0
@@ -62,27 +60,30 @@ _LINGER_SECS = 3600.0
 
 
 class ProcessLocation(NamedTuple):
-    """What one process says of itself; ``secret`` proves which one it has, without saying it."""
+    """What a process tells the others about itself."""
 
     node: str
     kernel: str
     pid: int
-    secret: bytes
+    secret_code: bytes  # Equal for equal secrets; does not reveal the secret
     job_id: str
 
 
 @dataclass(frozen=True)
 class NodeRanks:
-    """Where one process is among the others; of its node the first rank leads, and the order of all
-    nodes' leaders numbers the nodes. Pure."""
+    """The ranks on this process's node, and the nodes of the job. Pure.
+
+    The first rank of a node leads it. Nodes are numbered in the order of their leaders.
+    """
 
     rank: int
     size: int
-    local: tuple[int, ...]
-    leaders: tuple[int, ...]
+    local: tuple[int, ...]  # Ranks of this node
+    leaders: tuple[int, ...]  # Leaders of all nodes
 
     @classmethod
-    def among(cls, rank: int, nodes: Sequence[str]) -> NodeRanks:
+    def find(cls, rank: int, nodes: Sequence[str]) -> NodeRanks:
+        """Find them from the node of every rank."""
         local = tuple(r for r, node in enumerate(nodes) if node == nodes[rank])
         leaders = tuple(r for r, node in enumerate(nodes) if node not in nodes[:r])
         return cls(rank, len(nodes), local, leaders)
@@ -92,41 +93,51 @@ class NodeRanks:
         return self.local[0] == self.rank
 
     def environ(self, port: int) -> dict[str, str]:
-        local, group = self.local.index(self.rank), self.leaders.index(self.local[0])
-        ours, node = (local, len(self.local)), (group, len(self.leaders))
-        return {
-            **trainer_environ((self.rank, self.size), ours, node, port),
-            "NODE_RANK": str(group),
-        }
+        """Torch's variables; ``port`` is that of the trainers' store on this node."""
+        local_rank = self.local.index(self.rank)
+        node_rank = self.leaders.index(self.local[0])
+        variables = trainer_environ(
+            (self.rank, self.size),
+            (local_rank, len(self.local)),
+            (node_rank, len(self.leaders)),
+            port,
+        )
+        return {**variables, "NODE_RANK": str(node_rank)}
 
 
-def check_together(told: Sequence[ProcessLocation]) -> None:
-    """Raises AuthenticationError: the processes have different secrets; ConfigError: they name the
-    job differently, or two hosts alike. Pure."""
-    if len({each.secret for each in told}) > 1:
+def check_consistent(locations: Sequence[ProcessLocation]) -> None:
+    """Check that the processes belong to one job. Pure.
+
+    Raises:
+        AuthenticationError: the processes have different secrets.
+        ConfigError: they name the job differently, or two hosts have the same node id.
+    """
+    if len({location.secret_code for location in locations}) > 1:
         raise AuthenticationError(
             "the processes of this MPI job have different secrets: share ~/.reft/secret between "
-            "the nodes, "
-            f"or set {ENV_SECRET} to the same on all"
+            f"the nodes, or set {ENV_SECRET} to the same on all"
         )
-    if len(names := {each.job_id for each in told}) > 1:
+    names = {location.job_id for location in locations}
+    if len(names) > 1:
         raise ConfigError(
             f"the processes of this MPI job give it different names: {', '.join(sorted(names))}. "
-            "Give all "
-            f"the same --job-id NAME"
+            f"Give all the same --job-id NAME"
         )
-    hosts: dict[str, str] = {}
-    for each in told:
-        if hosts.setdefault(each.node, each.kernel) != each.kernel:
+    kernels: dict[str, str] = {}
+    for location in locations:
+        if kernels.setdefault(location.node, location.kernel) != location.kernel:
             raise ConfigError(
-                f"two hosts call themselves node {each.node}; leave --node-id out, or give each "
-                "its own"
+                f"two hosts call themselves node {location.node}; leave --node-id out, or give "
+                f"each its own"
             )
 
 
 class StartStep:
-    """This process's part in a step. Raises ReftError, OSError: something does not fit, here or in
-    another process."""
+    """This process's part in a step, from start to end. All methods are collective.
+
+    Raises:
+        ReftError, OSError: something does not fit, here or in another process.
+    """
 
     def __init__(self, options: argparse.Namespace, transport: Transport, rank: int) -> None:
         self._options = options
@@ -140,92 +151,99 @@ class StartStep:
         if not is_name(self.job_id):
             raise ConfigError(
                 f"job id is {self.job_id!r}; expected 1 to 128 letters, digits, dots, dashes or "
-                "underscores, "
-                f"no dot first: give --job-id"
+                f"underscores, no dot first: give --job-id"
             )
-        mine = ProcessLocation(
-            self._node, kernel_id(), os.getpid(), mac(b"", self._secret, _SAME_SECRET), self.job_id
-        )
-        told = [
-            ProcessLocation(*msgpack.unpackb(data))
-            for data in transport.gather(bytes(msgpack.packb(mine)))
-        ]
-        check_together(told)
-        self.place = NodeRanks.among(rank, [each.node for each in told])
-        self._leader_pid = told[self.place.local[0]].pid
+        secret_code = mac(b"", self._secret, _SECRET_PURPOSE)
+        own = ProcessLocation(self._node, kernel_id(), os.getpid(), secret_code, self.job_id)
+        packed = transport.gather(bytes(msgpack.packb(own)))
+        locations = [ProcessLocation(*msgpack.unpackb(data)) for data in packed]
+        check_consistent(locations)
+        self._ranks = NodeRanks.find(rank, [location.node for location in locations])
+        self._leader_pid = locations[self._ranks.local[0]].pid
         self._memory = NodeMemory(memory_dir, self.job_id, self._node)
         self._store: TrainerStore | None = None
 
     def prepare(self) -> None:
-        """Hold the node's memory, start its daemon, and say where torch's store is. Collective."""
-        self._all_or_none(self._hold)
-        endpoint = self._all_or_none(self._serve)[0].decode()
-
-        def relay() -> bytes:
-            if self.place.leads and self.place.rank:
-                self._store = TrainerStore.relay(endpoint, self._secret)
-            return b""
-
-        self._all_or_none(relay)
-        ports = self._transport.gather(str(self._store.port if self._store else 0).encode())
-        environ = self.place.environ(int(ports[self.place.local[0]]))
+        """Prepare the node's memory, daemon and trainers' store, and set torch's variables."""
+        self._run_on_all(self._prepare_memory)
+        endpoint = self._run_on_all(self._serve_store)[0].decode()
+        self._run_on_all(lambda: self._relay_store(endpoint))
+        port = self._store.port if self._store else 0
+        ports = self._transport.gather(str(port).encode())
+        variables = self._ranks.environ(int(ports[self._ranks.local[0]]))
         if OMPI_LOCAL_RANK in os.environ:
-            environ[OMPI_LOCAL_RANK] = environ["LOCAL_RANK"]
-        # The leader holds the memory for this node's trainers.
+            variables[OMPI_LOCAL_RANK] = variables["LOCAL_RANK"]
+        os.environ.update(variables)
+        # The leader holds the memory's lock for this node's trainers.
         declared = bool(self._options.node_id)
-        os.environ.update(
-            environ | self._memory.environ(self._secret, self._leader_pid, declared=declared)
-        )
+        os.environ.update(self._memory.environ(self._secret, self._leader_pid, declared=declared))
 
-    def _all_or_none(self, act: Callable[[], bytes]) -> list[bytes]:
-        """Run ``act`` in all processes; what it returned in each. Where it fails in one, all
-        raise."""
-        own: Exception | None = None
+    def _run_on_all(self, act: Callable[[], bytes]) -> list[bytes]:
+        """Run ``act`` in all processes, and return all results. If one fails, all raise."""
+        own_error: Exception | None = None
         result = b""
         try:
             result = act()
         except (ReftError, OSError) as error:
-            own = error
-        said = self._transport.gather(bytes(msgpack.packb([own is None, str(own or ""), result])))
-        if own is not None:
-            raise own
-        told = [msgpack.unpackb(data) for data in said]
-        if failed := [
-            f"rank {rank}: {why}" for rank, (well, why, _) in enumerate(told) if not well
-        ]:
-            raise TransferError(f"the step cannot start: {failed[0]}")
-        return [body for _, _, body in told]
+            own_error = error
+        report = [own_error is None, str(own_error or ""), result]
+        # Gathered after an error, too: the other processes wait for the report.
+        packed = self._transport.gather(bytes(msgpack.packb(report)))
+        if own_error is not None:
+            raise own_error
+        reports = [msgpack.unpackb(data) for data in packed]
+        for rank, (succeeded, reason, _) in enumerate(reports):
+            if not succeeded:
+                raise TransferError(f"the step cannot start: rank {rank}: {reason}")
+        return [result for _, _, result in reports]
 
-    def _hold(self) -> bytes:
-        if self.place.leads:
+    def _prepare_memory(self) -> bytes:
+        if self._ranks.leads:
             job_dir = self._memory.prepare(self._secret)
             if not self._options.no_daemon:
                 keep_daemon(job_dir, self._options.linger_secs)
         return b""
 
-    def _serve(self) -> bytes:
-        if self.place.rank:
+    def _serve_store(self) -> bytes:
+        """On rank 0: serve the trainers' store; returns where other nodes reach it."""
+        if self._ranks.rank:
             return b""
         self._store = TrainerStore.serve()
-        if len(self.place.leaders) == 1:
+        if len(self._ranks.leaders) == 1:
             return b""
         listener = listen_remotely()
         host = str(listener.getsockname()[0])
-        return format_endpoint(host, self._store.let_relays_in(listener, self._secret)).encode()
+        return format_endpoint(host, self._store.admit_relays(listener, self._secret)).encode()
+
+    def _relay_store(self, endpoint: str) -> bytes:
+        """On the leaders of the other nodes: relay the store to the node's trainers."""
+        if self._ranks.leads and self._ranks.rank:
+            self._store = TrainerStore.relay(endpoint, self._secret)
+        return b""
 
     def end(self, code: int) -> int:
-        """Meet the others at the end; where all ended well, the memory goes. Returns the first exit
-        code that is not 0. Raises TransferError: not all came in the time that was allowed."""
+        """Wait for the others at the end; if all ended well, remove the memory.
+
+        Args:
+            code: exit code of this process's script.
+
+        Returns:
+            The first exit code that is not 0; 0 if all are.
+
+        Raises:
+            TransferError: not all processes came in time.
+        """
         self._transport.limits.timeout_secs = self._options.end_secs
         codes = [int(data) for data in self._transport.gather(str(code).encode())]
         worst = next((each for each in codes if each), 0)
-        if self.place.leads and not worst and not self._options.keep_memory:
+        if self._ranks.leads and not worst and not self._options.keep_memory:
             job_dir = self._memory.job_dir
             if job_dir is not None and not self._options.no_daemon:
                 end_daemon(job_dir)
             self._memory.remove()
-        elif self.place.leads and worst:
+        elif self._ranks.leads and worst:
             self._memory.discard_unused()
+        # A barrier: no process ends, and with it the job, before the memory is removed everywhere.
         self._transport.gather(b"")
         if self._store is not None:
             self._store.close()
@@ -233,11 +251,16 @@ class StartStep:
 
 
 def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
-    """Have a daemon on this node that outlives the step: the one that is there, else a new one.
+    """Make sure that a daemon runs on this node that outlives the step.
 
-    It has a session and streams of its own, and a parent that has ended, so that neither the end of
-    the step ends it (Slurm's ``proctrack/linuxproc`` kills descendants) nor mpiexec waits for
-    it."""
+    A new daemon has its own session and streams, and a parent that has ended. So the end of the
+    step does not end it (Slurm's ``proctrack/linuxproc`` kills descendants), and mpiexec does not
+    wait for it.
+
+    Args:
+        job_dir: of this node.
+        linger_secs: how long the daemon waits for the next step.
+    """
     try:
         request(job_dir.path, job_dir.secret, "ping", timeout_secs=_PING_SECS)
         return
@@ -245,10 +268,8 @@ def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
         pass
     linger = ["--linger-secs", str(linger_secs)]
     command = [sys.executable, "-P", "-m", "reft.node.daemon", str(job_dir.path), *linger]
-    # Without what names this rank to MPI: the daemon is none.
-    environ = {
-        k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "PRTE_", "MPIR_"))
-    }
+    # The daemon is no rank: with MPI's variables, its libraries would take it for one.
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(_MPI_VARIABLES)}
     with open(job_dir.path / DAEMON_LOG, "ab") as output:
         try:
             subprocess.run(
@@ -268,8 +289,10 @@ def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
 
 
 def end_daemon(job_dir: JobDir) -> None:
-    """End the node's daemon, and wait until it has: it would take a directory that is being removed
-    for one that somebody else has made again."""
+    """End the node's daemon, and wait until it has ended.
+
+    The directory is removed next: a daemon that still ran would make it again.
+    """
     with suppress(OSError, EOFError, ReftError, psutil.Error):
         pid = int(request(job_dir.path, job_dir.secret, "ping", timeout_secs=_PING_SECS))
         request(job_dir.path, job_dir.secret, "shutdown", timeout_secs=_PING_SECS)
@@ -277,9 +300,13 @@ def end_daemon(job_dir: JobDir) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft mpi-run``: the script as one process of this step; returns the exit
-    code: 0, the script's, 2 for wrong use. A process that fails ends the whole MPI job and does not
-    return: the others would wait for it."""
+    """Command line of ``reft mpi-run``: run the script as one process of this step.
+
+    A process that fails ends the whole MPI job and does not return: the others would wait for it.
+
+    Returns:
+        The exit code: 0, that of the script, or 2 for wrong use.
+    """
     options = make_parser().parse_args(list(argv))
     set_place("", "mpi-run")
     to_stderr()
@@ -290,27 +317,27 @@ def main(argv: Sequence[str]) -> int:
         return _WRONG_USE
     world = mpi.COMM_WORLD
     try:
-        connect = mpi_carrier(world.rank, world.size, "", options.start_secs)
-        transport = connect(options.start_secs, lambda: True, lambda missing, secs: None)
+        open_transport = mpi_carrier(world.rank, world.size, "", options.start_secs)
+        transport = open_transport(options.start_secs, lambda: True, lambda missing, secs: None)
         step = StartStep(options, transport, world.rank)
         set_place(step.job_id, f"rank {world.rank}")
         step.prepare()
     except (ReftError, OSError) as error:
         logger.error("%s", error)
-        _abort(world, _WRONG_USE if isinstance(error, ConfigError | AuthenticationError) else 1)
+        is_wrong_use = isinstance(error, ConfigError | AuthenticationError)
+        _abort(world, _WRONG_USE if is_wrong_use else 1)
     deliberate, code = _run_script(options)
     if code and not deliberate:
         _abort(world, code)
     if mpi.Is_finalized():
         logger.warning(
-            "the script has called MPI.Finalize(), so the processes cannot synchronise at the "
-            "end, and the "
-            "job's memory stays. Remove that call"
+            "the script has called MPI.Finalize(), so the processes cannot synchronise at the end, "
+            "and the job's memory stays. Remove that call"
         )
         return code
-    # The version of the last step is taken while sessions close: later, it would make the memory
-    # again.
-    if (hook := sys.modules.get("reft.engine.deepspeed")) is not None:
+    # The version of the last step is taken when sessions close. If they closed after the memory is
+    # removed, it would be made again.
+    if (hook := sys.modules.get("reft.engine.attach")) is not None:
         hook.close_sessions()
     try:
         return step.end(code)
@@ -322,10 +349,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_script(options: argparse.Namespace) -> tuple[bool, int]:
-    """Whether the script ended by itself, and its exit code."""
+    """Run the script; returns whether it chose its exit code, and the code."""
     words = [*(["-m"] if options.module else []), options.script, *options.arguments]
     if not sys.flags.safe_path:
-        del sys.path[0]  # this command's; the script gets its own
+        del sys.path[0]  # The entry of this command; the script gets its own
     try:
         code = script.run(words)
     except SystemExit as stop:
@@ -339,22 +366,22 @@ def _abort(world: Any, code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    # MPICH's mpiexec drops what it has not read yet, the traceback with it.
+    # MPICH's mpiexec drops output that it has not read yet, and with it the traceback.
     time.sleep(_LAST_WORDS_SECS)
     world.Abort(code)
-    # It does not return; where a library lets it, this process ends all the same.
+    # Abort() does not return by the standard; this process ends even if a library lets it return.
     os._exit(code)
 
 
 def make_parser() -> Parser:
+    """The parser of the command line."""
     parser = Parser(
         prog="reft mpi-run",
         words="SCRIPT [ARGUMENTS]...",
         allow_abbrev=False,
         description="Run a training script as one process of an MPI job: mpiexec -n 16 reft "
-        "mpi-run "
-        "train.py. Ranks, nodes and torch's environment come from MPI. When a process dies, "
-        "MPI ends the job; its memory and a daemon stay on every node, and the next mpiexec "
+        "mpi-run train.py. Ranks, nodes and torch's environment come from MPI. When a process "
+        "dies, MPI ends the job; its memory and a daemon stay on every node, and the next mpiexec "
         "with the same script continues from there.",
     )
     parser.add_argument(
@@ -366,26 +393,26 @@ def make_parser() -> Parser:
         "--node-id",
         default=os.environ.get(ENV_NODE_ID),
         help="name of this node, which declares it to be a failure domain (default: host name and "
-        "memory "
-        "directory)",
+        "memory directory)",
     )
     parser.add_argument(
         "--job-id",
         default=os.environ.get(ENV_JOB_ID),
-        help=f"name of the job's memory ({ENV_JOB_ID}; default: made from user, directory, "
-        "program and "
-        "arguments). The next step finds this step's memory by that name.",
+        help=f"name of the job's memory ({ENV_JOB_ID}; default: made from user, directory, program "
+        "and arguments). The next step finds this step's memory by that name.",
     )
     parser.add_argument("--no-daemon", action="store_true", help="start no node daemon")
     parser.add_argument(
         "--keep-memory", action="store_true", help="keep the memory also when the job ends well"
     )
-    for option, secs, says in (
+    for option, default_secs, meaning in (
         ("--start-secs", _START_SECS, "seconds to wait for all processes at the start"),
         ("--end-secs", _END_SECS, "seconds to wait for all processes after the first has ended"),
         ("--linger-secs", _LINGER_SECS, "seconds that a node's daemon waits for the next step"),
     ):
-        parser.add_argument(option, type=float, default=secs, help=f"{says} (default: %(default)s)")
+        parser.add_argument(
+            option, type=float, default=default_secs, help=f"{meaning} (default: %(default)s)"
+        )
     parser.add_argument(
         "-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m"
     )

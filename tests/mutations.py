@@ -138,7 +138,7 @@ MUTATIONS = {
         "recover/inventory.py", "header.label == label and header.state.whole", "True", LOCAL
     ),
     "p7-other-settings-are-accepted": Mutation(
-        "engine/identity.py",
+        "engine/fingerprint.py",
         "    if not names:\n        return\n",
         "    if True:\n        return\n",
         ("tests/engine/test_fingerprint.py",),
@@ -150,7 +150,7 @@ MUTATIONS = {
         ("tests/recover/test_local.py",),
     ),
     "p7-an-older-start-notes-its-commit": Mutation(
-        "engine/identity.py",
+        "engine/job_record.py",
         "_label(held).incarnation > label.incarnation",
         "False",
         ("tests/engine/test_protecting.py",),
@@ -175,7 +175,7 @@ MUTATIONS = {
     ),
     "p3-a-spare-takes-a-healthy-nodes-place": Mutation(
         "job/rendezvous/membership.py",
-        "taken = (state.seats | trains | state.those(Role.WAITS)) - leaving",
+        "taken = (state.members | trains | state.with_role(Role.WAITS)) - leaving",
         "taken = trains - leaving",
         ("tests/job/test_membership.py", "tests/job/test_rendezvous_walk.py"),
     ),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.engine.identity import NodeIdentity, declared_on_one_host, read_hosts
+from reft.engine.nodes import NodeIdentity, declared_on_one_host, read_hosts
 from reft.errors import ConfigError, LayoutError
 from reft.grid import ALIGNMENT_BYTES, Coordinate, Degrees, Section, Topology, ring_order
 from reft.protect.codes import Scheme, survives

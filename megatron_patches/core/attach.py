@@ -30,13 +30,11 @@ import torch
 
 from megatron_patches.core.engine import MegatronEngine, check_release
 from reft import log
-from reft.checks.start import warn, warn_untried_device
 from reft.config import parse_block
-from reft.engine.engine import Tracer
-from reft.engine.load_memory import MemoryRestorer
 from reft.engine.marks import wrap
 from reft.engine.protocol import ClientState
 from reft.engine.session import Session, record
+from reft.engine.tracer import Tracer
 from reft.errors import ConfigError, UnrecoverableError
 from reft.pacing.pacer import Pacer
 from reft.pacing.schedule import InstructionRecord
@@ -100,18 +98,15 @@ def attach_megatron(
         )
     if parsed.persist.dir is not None:
         raise ConfigError(
-            f"persist.dir is {parsed.persist.dir}, but reft writes no checkpoints of "
-            "Megatron-core to "
-            "disk; remove it, save with Megatron's own functions, and pass to load() the function "
-            "that "
-            "loads such a checkpoint"
+            f"persist.dir is {parsed.persist.dir}, but reft writes no checkpoints of Megatron-core "
+            "to disk; remove it, save with Megatron's own functions, and pass to load() the "
+            "function that loads such a checkpoint"
         )
     engine = MegatronEngine(list(model), optimizer, scheduler, micro_batches or _micro_batches())
     session = Session(engine, parsed, client_state)
-    session.state.followed.give(state or {})
+    session.give(state or {})
     protection = MegatronProtection(engine, session)
     record(session)
-    warn_untried_device(session)
     atexit.register(session.close)
     return protection
 
@@ -121,14 +116,15 @@ class MegatronProtection:
 
     def __init__(self, engine: MegatronEngine, session: Session) -> None:
         self.session = session
-        self._engine = engine
-        self.memory = MemoryRestorer(session)
+        self._engine, self._context, self._state = engine, session.context, session.state
+        self.progress = session.progress
+        self.memory = session.memory_restorer()
         self.half_written = False
         """Whether a version turned out corrupt while it was restored: all of the state has to be
         loaded."""
         self._begun = self._stepped = self._said = False
         self._weaver: MegatronWeaver | None = None
-        if session.topology.degrees.pp > 1:
+        if self._context.topology.degrees.pp > 1:
             self._weaver = MegatronWeaver(session.copying.pacer, session.tracer)
         for chunk in engine.chunks:
             wrap(chunk, "zero_grad_buffer", self._beginning)
@@ -154,11 +150,10 @@ class MegatronProtection:
             UnrecoverableError: the job made progress, but nothing of it is left.
             ConfigError: it was loaded already, or has begun to train.
         """
-        if self.session.worker is not None:
+        if self.session.started:
             raise ConfigError(
                 "load() was called a second time, or after the first step; call it once, before "
-                "the first "
-                "step"
+                "the first step"
             )
         recovery, plan = self.memory.survey()
         if isinstance(plan, RecoveryPlan):
@@ -176,7 +171,7 @@ class MegatronProtection:
             self.memory.refuse_silent_restart(plan)
             self.session.start({})
             return None
-        if self.session.is_rank_zero and not plan.empty:
+        if self._context.is_rank_zero and not plan.empty:
             logger.warning("resuming from disk: %s", plan)
         self._engine.global_steps = steps
         self.session.restored()
@@ -201,14 +196,11 @@ class MegatronProtection:
         if not self._said:
             self._said = True
             self.memory.made_first_step()
-            if self.session.state.client_state is None:
-                warn(
-                    self.session,
+            if self._state.client_state is None:
+                self._context.warn(
                     "reft does not know how many samples were consumed: after a failure the job "
-                    "continues "
-                    "with other data, unless batches follow from the iteration that load() "
-                    "returns. "
-                    f"Write{_LINES}",
+                    "continues with other data, unless batches follow from the iteration that "
+                    f"load() returns. Write{_LINES}",
                 )
 
     def begin_step(self) -> None:
@@ -216,13 +208,13 @@ class MegatronProtection:
         if self._begun:
             return
         self._begun = True
-        if self.session.worker is None:
+        if not self.session.started:
             self._start_at_first_step()
         self.end_step()
         self.memory.restore_rng()
-        self.session.state.followed.begin_step(is_first=True)
-        self.session.progress.begin_step()
-        self.session.state.restored_client = None
+        self._state.followed.begin_step(is_first=True)
+        self.progress.begin_step()
+        self._state.restored_client = None
         if self._weaver is not None:
             self._weaver.begin_step()
 
@@ -242,10 +234,8 @@ class MegatronProtection:
         if not self._begun:
             raise ConfigError(
                 "optimizer.step() was called, but zero_grad_buffer() of the model chunks was not "
-                "called "
-                "since the previous step; call it on every chunk when a step begins: reft takes "
-                "its versions "
-                "there"
+                "called since the previous step; call it on every chunk when a step begins: reft "
+                "takes its versions there"
             )
         if self._weaver is not None:
             self._weaver.pause()
@@ -253,7 +243,7 @@ class MegatronProtection:
         try:
             result = original(*args, **kwargs)
         finally:
-            self.session.fence.after_optimizer_step()
+            self.session.after_optimizer_step()
         self._engine.global_steps += 1
         self.session.after_step()
         self._begun, self._stepped = False, True
@@ -266,13 +256,13 @@ class MegatronProtection:
         the ranks have loaded different steps."""
         steps = None if otherwise is None else otherwise()
         told = {
-            found[0] for found in self.session.control.gather_ints([-1 if steps is None else steps])
+            found[0]
+            for found in self._context.control.gather_ints([-1 if steps is None else steps])
         }
         if len(told) > 1:
             raise UnrecoverableError(
                 f"the ranks have loaded checkpoints of different steps: {sorted(told)}, -1 where "
-                "there was "
-                f"none; expected the same one on all ranks"
+                "there was none; expected the same one on all ranks"
             )
         return steps
 
@@ -284,8 +274,8 @@ class MegatronProtection:
         if isinstance(plan, RecoveryPlan):
             self.memory.refuse_to_overwrite(plan, did, f"Write{_LINES}", persistable=False)
         self.memory.refuse_silent_restart(plan)
-        warn(
-            self.session, f"{did}. After a failure the job would stop with an error. Write{_LINES}"
+        self._context.warn(
+            f"{did}. After a failure the job would stop with an error. Write{_LINES}"
         )
         self.session.start({})
 

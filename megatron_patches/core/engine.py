@@ -67,10 +67,8 @@ def refuse(found: str, change: str) -> UnsupportedStateError:
     """The error for state that reft does not know."""
     return UnsupportedStateError(
         f"found {found}, whose state reft does not restore; expected DistributedDataParallel "
-        "chunks with "
-        "FP32Optimizer, Float16OptimizerWithFloat16Params or DistributedOptimizer over Adam, "
-        "AdamW or "
-        f"SGD, chained or not: {change}"
+        "chunks with FP32Optimizer, Float16OptimizerWithFloat16Params or DistributedOptimizer over "
+        f"Adam, AdamW or SGD, chained or not: {change}"
     )
 
 
@@ -181,8 +179,7 @@ def check_scheduler(scheduler: Any) -> None:
     ):
         raise UnsupportedStateError(
             f"the scheduler {class_path(scheduler)} has no state_dict and load_state_dict; add "
-            "them, so that "
-            f"a snapshot holds its position"
+            "them, so that a snapshot holds its position"
         )
 
 
@@ -292,8 +289,7 @@ class MegatronAdapter:
         if found != host_state["classes"]:
             raise LayoutError(
                 f"the snapshot was taken with the optimizers {host_state['classes']}, the running "
-                "job has "
-                f"{found}; use the configuration that took the snapshot"
+                f"job has {found}; use the configuration that took the snapshot"
             )
         # Nothing is under way into the weights any more when they are written.
         for chunk in self._chunks:
@@ -391,8 +387,7 @@ class MegatronEngine:
         if degrees.world_size != dist.get_world_size():
             raise LayoutError(
                 f"the model chunks report {degrees}, which is {degrees.world_size} ranks, but the "
-                "job has "
-                f"{dist.get_world_size()}. reft needs a plain pp x dp x tp grid"
+                f"job has {dist.get_world_size()}. reft needs a plain pp x dp x tp grid"
             )
         return Coordinate(*(group.rank() for group in groups)), degrees
 

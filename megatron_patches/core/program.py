@@ -37,8 +37,7 @@ from megatron_patches.core.engine import PROGRAM_RELEASES, check_release
 from megatron_patches.deepspeed import check_options
 from reft import log
 from reft.config import parse_block, read_block
-from reft.engine.load import bind
-from reft.engine.marks import wrap
+from reft.engine.marks import bind, wrap
 from reft.env import ENV_CONFIG
 from reft.errors import ConfigError, UnrecoverableError
 from reft.node.progress import Phase
@@ -99,9 +98,8 @@ def install(module: ModuleType) -> None:
     if missing := [name for name in names if not callable(getattr(module, name, None))]:
         raise ConfigError(
             f"{ENV_CONFIG} is set, but {module.__name__} has no {', '.join(missing)}: reft does "
-            "not know "
-            f"this release of Megatron-LM; use core_v0.16, or unset {ENV_CONFIG} and call "
-            f"reft.attach_megatron in the script"
+            f"not know this release of Megatron-LM; use core_v0.16, or unset {ENV_CONFIG} and call "
+            "reft.attach_megatron in the script"
         )
     program.modules[module.__name__] = module
     for name in names:
@@ -193,7 +191,7 @@ class TrainingProgram:
             try:
                 self._protection.end_step()
             except SystemExit:
-                if self._protection.session.stopping.together:
+                if self._protection.session.stops_together:
                     self._save(call)
                 raise
         return exits
@@ -201,7 +199,7 @@ class TrainingProgram:
     def during(self, phase: Phase, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self._protection is None:
             return original(*args, **kwargs)
-        with self._protection.session.progress.during(phase):
+        with self._protection.progress.during(phase):
             return original(*args, **kwargs)
 
     # -- start -------------------------------------------------------------------------------------
@@ -217,10 +215,9 @@ class TrainingProgram:
         if args.rank == 0:
             logger.warning(
                 "--non-persistent-ckpt-type local: reft's versions in memory replace local "
-                "checkpoints. "
-                '"interval_steps" and "protection" of the reft block say how often they are taken '
-                "and how "
-                "many nodes may be lost; --replication-factor and the directory are not used"
+                'checkpoints. "interval_steps" and "protection" of the reft block say how often '
+                "they are taken and how many nodes may be lost; --replication-factor and the "
+                "directory are not used"
             )
         args.non_persistent_ckpt_type = args.non_persistent_save_interval = None
         args.replication, args.replication_jump = False, None
@@ -249,7 +246,9 @@ class TrainingProgram:
 
         resumed = protection.load(None if load is None else from_disk)
         if resumed is not None and not found:
-            found = list(self._go_on(resumed.client_state, protection.session.engine.device))
+            found = list(
+                self._go_on(resumed.client_state, protection.session.context.engine.device)
+            )
         self._protection = protection
         self._iteration, self._operations = found or (0, 0)
         return self._iteration, self._operations
@@ -261,10 +260,8 @@ class TrainingProgram:
         if protection.half_written and partly:
             raise UnrecoverableError(
                 "the job's memory was found to be corrupt during the restore, after part of the "
-                "optimizer "
-                "was written, and the program loads without its optimizer: leave --no-load-optim "
-                "and "
-                "--finetune out"
+                "optimizer was written, and the program loads without its optimizer: leave "
+                "--no-load-optim and --finetune out"
             )
 
     def _go_on(self, client_state: dict[str, Any], device: torch.device) -> tuple[int, float]:

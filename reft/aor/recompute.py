@@ -65,47 +65,47 @@ class PeerOptimizers(VersionFeature):
         self._in_vain = False
 
     def recompute(
-        self, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None
+        self, writer: ArenaWriter, images: LiveImages, step: OptimizerStep | None
     ) -> None:
         """Write the kept partitions of a version whose gradients have been copied. What could not
         be made stays as it is: it is asked for from its owner."""
         began, cpu = time.perf_counter(), time.thread_time()
-        for member in _kept(filling, images):
+        for member in _kept(writer, images):
             try:
-                self._recompute(member, filling, images, step)
-                filling.hash_partition(member)
+                self._recompute(member, writer, images, step)
+                writer.hash_partition(member)
             except Exception as error:
-                self._failed(member, filling, error)
+                self._failed(member, writer, error)
         self.stats.secs += time.perf_counter() - began
         self.stats.cpu_secs += time.thread_time() - cpu
 
     def count_equal(
-        self, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None
+        self, writer: ArenaWriter, images: LiveImages, step: OptimizerStep | None
     ) -> None:
         """The owners' checksums are known: count what became what its owner has, and what did not
         (P5)."""
-        for member in _kept(filling, images):
+        for member in _kept(writer, images):
             replica = self.replicas.get(member)
             if (
                 replica is None
                 or replica.stale
-                or replica.number != filling.label.step
+                or replica.number != writer.label.step
                 or step is None
             ):
                 continue
             try:
                 # The host block and the checksums always come from the owner.
-                equal = all(b.key.section is not Section.OWNED for b in filling.wanted(member))
+                equal = all(b.key.section is not Section.OWNED for b in writer.wanted(member))
             except Exception as error:  # P6: peers wait for this rank in the exchange
-                self._failed(member, filling, error)
+                self._failed(member, writer, error)
                 continue
             if equal:
                 self.stats.versions += 1
                 self._refused_steps[member] = 0
             else:
-                self._give_up(member, filling, "it is not what its owner has")
+                self._give_up(member, writer, "it is not what its owner has")
                 self._refused_steps[member] += 1
-                self._warn_if_in_vain(member, filling)
+                self._warn_if_in_vain(member, writer)
 
     def fill(self, version: CopiedVersion) -> None:
         self.recompute(version.writer, version.images, version.captured.get(self.name))
@@ -122,7 +122,7 @@ class PeerOptimizers(VersionFeature):
         self.base = None
         self.replicas.clear()
 
-    def _warn_if_in_vain(self, member: int, filling: ArenaWriter) -> None:
+    def _warn_if_in_vain(self, member: int, writer: ArenaWriter) -> None:
         """Nothing wrong is kept, but everything is paid for twice."""
         if self._refused_steps[member] < _IN_VAIN or self._in_vain:
             return
@@ -133,7 +133,7 @@ class PeerOptimizers(VersionFeature):
             'times in a row. Leave "+aor" out of reft.protection; or, if the owner uses different '
             "kernels "
             "from this host, train with reft.ExactAdam",
-            filling.label.step,
+            writer.label.step,
             member,
             _IN_VAIN,
         )
@@ -141,20 +141,20 @@ class PeerOptimizers(VersionFeature):
     # -- one partition -----------------------------------------------------------------------------
 
     def _recompute(
-        self, member: int, filling: ArenaWriter, images: LiveImages, step: OptimizerStep | None
+        self, member: int, writer: ArenaWriter, images: LiveImages, step: OptimizerStep | None
     ) -> None:
-        base, number = self.base, filling.label.step
+        base, number = self.base, writer.label.step
         if step is None:
             raise ReftError("nothing is known of how the optimizer made this step")
-        if base is None or base.layout is not filling.layout:
+        if base is None or base.layout is not writer.layout:
             raise ReftError("there is no version yet to recompute from")
-        if base.label.step != number - 1 or base.label.incarnation != filling.label.incarnation:
+        if base.label.step != number - 1 or base.label.incarnation != writer.label.incarnation:
             raise ReftError("the gradients of steps since the newest version are missing")
-        partition = filling.partition(member)
+        partition = writer.partition(member)
         partition.copy_(base.partition(member))
         tensors = _replica_tensors(partition, images.owned)
         replica = self._replica(member, tensors, step, base)
-        gradients = _views(filling.gradients(member), images.gradients[member])
+        gradients = _views(writer.gradients(member), images.gradients[member])
         record = step.record
         if "multiplier" in gradients and not record.skipped:  # by the device; it came with them
             record = replace(record, multiplier=float(gradients["multiplier"][0]))
@@ -183,7 +183,7 @@ class PeerOptimizers(VersionFeature):
         replica.restart(tensors, number, applied)
         return replica
 
-    def _failed(self, member: int, filling: ArenaWriter, error: Exception) -> None:
+    def _failed(self, member: int, writer: ArenaWriter, error: Exception) -> None:
         """Whatever it was: peers wait for this rank in the exchange, so that nothing may leave
         here. What is no error of ours, and so perhaps a mistake, is told with where it came from,
         once per class."""
@@ -194,10 +194,10 @@ class PeerOptimizers(VersionFeature):
         else:
             cause, detail = type(error).__name__, str(error)
             if cause not in self._told:
-                logger.warning("recomputing of step %d failed", filling.label.step, exc_info=error)
-        self._give_up(member, filling, cause, detail)
+                logger.warning("recomputing of step %d failed", writer.label.step, exc_info=error)
+        self._give_up(member, writer, cause, detail)
 
-    def _give_up(self, member: int, filling: ArenaWriter, cause: str, detail: str = "") -> None:
+    def _give_up(self, member: int, writer: ArenaWriter, cause: str, detail: str = "") -> None:
         """Have the owner send the partition."""
         replica = self.replicas.get(member)
         if replica is not None:
@@ -208,17 +208,17 @@ class PeerOptimizers(VersionFeature):
         logger.log(
             logging.INFO if first else logging.DEBUG,
             "the partition of step %d of member %d is copied from its owner: %s%s",
-            filling.label.step,
+            writer.label.step,
             member,
             cause,
             f" ({detail})" if detail else "",
         )
 
 
-def _kept(filling: ArenaWriter, images: LiveImages) -> dict[int, SectionImage]:
+def _kept(writer: ArenaWriter, images: LiveImages) -> dict[int, SectionImage]:
     """Gradients by member: of those whose partitions the version keeps. A switch of the protection
     changes the layout first and what is captured from the next step on."""
-    kept = filling.layout.plan.placement.kept_by(filling.layout.member)
+    kept = writer.layout.plan.placement.kept_by(writer.layout.member)
     return {m: image for m, image in images.gradients.items() if m in kept}
 
 

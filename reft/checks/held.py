@@ -153,9 +153,7 @@ class HeldState:
                 yield HeldFinding(
                     target,
                     f"`{name}` ({ast.unparse(call.func)}) is a random generator of the script's "
-                    "own. After "
-                    f"a failure "
-                    "it would begin again",
+                    "own. After a failure it would begin again",
                     f"write {_attach(name)}",
                 )
 
@@ -166,9 +164,7 @@ class HeldState:
                 yield HeldFinding(
                     target,
                     f"`{name}` ({ast.unparse(call.func)}) is a copy of the model that training "
-                    "updates. "
-                    f"After a "
-                    "failure it would be made again from the initial weights",
+                    "updates. After a failure it would be made again from the initial weights",
                     f"write {_attach(name)}",
                 )
 
@@ -215,9 +211,7 @@ class HeldState:
                 yield HeldFinding(
                     target,
                     f"`{name}` is computed from its last value, and is neither a parameter nor a "
-                    "buffer. "
-                    f"After a "
-                    "failure it would have its first value again",
+                    "buffer. After a failure it would have its first value again",
                     f'make it a buffer: {owner}.register_buffer("{target.attr}", '
                     "torch.tensor(...))",
                 )

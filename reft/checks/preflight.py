@@ -51,8 +51,7 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
     if BLOCK_NAME not in config:
         raise ConfigError(
             f'the configuration has no "{BLOCK_NAME}" block, so that reft has no effect on the '
-            "job; write "
-            f'"{BLOCK_NAME}": {{"enabled": true}}'
+            f'job; write "{BLOCK_NAME}": {{"enabled": true}}'
         )
     block = load_config(config)
     of_job = [*_tolerance_findings(block), *_recompute_findings(config, block)]
@@ -112,8 +111,7 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
         yield Finding(
             Severity.REFUSED,
             f'"tolerance" is {block.tolerance}, but "protection": "{block.protection}" survives '
-            f"{survived} "
-            f"lost node(s): on several nodes the job is not started",
+            f"{survived} lost node(s): on several nodes the job is not started",
             f'write "protection": "auto", or "tolerance": {survived}',
         )
 
@@ -136,8 +134,7 @@ def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterato
             f'"{AOR}" needs the gradients of all partitions on every rank, but ZeRO-1 with '
             f"{' and '.join(kept)}, which are on by default, keeps those of the own partition only",
             'write "zero_optimization": {"reduce_scatter": false, "contiguous_gradients": false}, '
-            "or use "
-            f'bf16 with "data_types": {{"grad_accum_dtype": "fp32"}}, or {leave_out}',
+            f'or use bf16 with "data_types": {{"grad_accum_dtype": "fp32"}}, or {leave_out}',
         )
 
 
@@ -165,8 +162,7 @@ def block_findings(block: ReftConfig) -> Iterator[Finding]:
     if block.persist.dir is None:
         yield warning(
             "nothing is written to storage: when more nodes are lost than the job survives, it "
-            "cannot be "
-            "resumed",
+            "cannot be resumed",
             'write "persist": {"dir": ..., "interval_steps": ...}',
         )
     if block.faults:
@@ -257,9 +253,7 @@ class ScriptLook:
                 yield _finding(
                     loop,
                     f"`{min(read)}` is resumable, and the script skips batches of it as well. "
-                    "Resumed, "
-                    f"they would be "
-                    "skipped twice and never trained on",
+                    "Resumed, they would be skipped twice and never trained on",
                     "leave the skipping out: the loader begins behind the batches that were "
                     "trained on",
                 )
@@ -273,8 +267,7 @@ class ScriptLook:
                 yield _finding(
                     call,
                     f"`{_text(call)}` keeps the batches that it reads from `{min(read)}` and "
-                    "repeats them: "
-                    "resumed, it would keep those of the rest of a pass only",
+                    "repeats them: resumed, it would keep those of the rest of a pass only",
                     f"while engine.global_steps < steps:\n    for batch in {min(read)}: ...",
                 )
 
@@ -316,8 +309,7 @@ class ScriptLook:
             yield _finding(
                 call,
                 f"`{_text(call)}` is called only if `{_text(test)}`{why}. Where the call is "
-                "skipped, a job "
-                "that has state in memory is not resumed",
+                "skipped, a job that has state in memory is not resumed",
                 "call it without the condition: it returns (None, None) where there is nothing to "
                 "load",
             )
@@ -344,8 +336,7 @@ class ScriptLook:
                 yield _finding(
                     loop,
                     f"{begins} at step N, the job would train N steps too many, and values "
-                    "computed from "
-                    f"`{index}` would belong to another step",
+                    f"computed from `{index}` would belong to another step",
                     f"write for {index} in range(engine.global_steps, {most})",
                 )
 
@@ -397,8 +388,7 @@ class ScriptLook:
                 yield _finding(
                     node,
                     f"`{_text(node)}` is read from the client state of a checkpoint. A version in "
-                    "memory, "
-                    f"which the job is resumed from after a failure, does not have it",
+                    "memory, which the job is resumed from after a failure, does not have it",
                     f"write reft.attach(engine, client_state=lambda: {{{_text(key)}: ...}}) after "
                     f"deepspeed.initialize, or derive it from engine.global_steps",
                 )
@@ -458,12 +448,9 @@ class ScriptLook:
             yield _finding(
                 call,
                 "a DataLoader is read in the script's own loop. After a failure the script "
-                "continues with "
-                "other samples, unless it skips those that were already used",
+                "continues with other samples, unless it skips those that were already used",
                 "write loader = reft.resumable(loader), and for epoch in range(loader.epoch, "
-                "epochs), and "
-                "leave out "
-                "any skipping of batches",
+                "epochs), and leave out any skipping of batches",
             )
 
     def _calls(self, *names: str) -> list[ast.Call]:

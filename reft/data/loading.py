@@ -153,19 +153,16 @@ class Loader(TrackedLoader[Progress]):
         if self._left_within_step and followed not in (None, progress) and self.replica[1] > 1:
             raise ConfigError(
                 f"the loop over the loader {self.name!r} was left within a step: with "
-                'order="dynamic" '
-                "replicas have different numbers of micro-batches and would start the next pass at "
-                "different steps. Leave the loop where loader.ends_step is true: count steps, not "
-                "micro-batches"
+                'order="dynamic" replicas have different numbers of micro-batches and would start '
+                "the next pass at different steps. Leave the loop where loader.ends_step is true: "
+                "count steps, not micro-batches"
             )
         mine, engines = self._batches.step_samples, WATCH.step_samples()
         if mine is not None and engines is not None and mine != engines:
             raise ConfigError(
                 f"the loader {self.name!r} has steps of {mine} samples (step_samples), but the "
-                "engine has "
-                f"steps of {engines} (train_batch_size), by which its gradients would be "
-                "weighted. Write "
-                f"reft.data.loader(..., step_samples=engine.train_batch_size())"
+                f"engine has steps of {engines} (train_batch_size), by which its gradients would "
+                "be weighted. Write reft.data.loader(..., step_samples=engine.train_batch_size())"
             )
         self._followed, self._left_within_step = progress, progress.ends_step is False
         progress.is_trained = True
@@ -203,11 +200,9 @@ class Loader(TrackedLoader[Progress]):
             self._has_left_out = True
             logger.warning(
                 "the data set of the loader %r raised an error: if the script continues, replica "
-                "%d skips "
-                "that micro-batch and the others do not, so their positions differ from now on "
-                "and this "
-                "replica's pass ends sooner. Catch errors within the data set, and give another "
-                "sample",
+                "%d skips that micro-batch and the others do not, so their positions differ from "
+                "now on and this replica's pass ends sooner. Catch errors within the data set, and "
+                "give another sample",
                 self.name,
                 rank,
             )
@@ -266,10 +261,9 @@ class Loader(TrackedLoader[Progress]):
             return None
         return (
             f"the loader {self.name!r} reads samples for replica {self._given[0]} of "
-            f"{self._given[1]}, "
-            f"but this rank trains replica {known[0]} of {known[1]}: some samples would be used "
-            "twice and "
-            "others never. Remove dp_rank and dp_size: reft takes them from the engine"
+            f"{self._given[1]}, but this rank trains replica {known[0]} of {known[1]}: some "
+            "samples would be used twice and others never. Remove dp_rank and dp_size: reft takes "
+            "them from the engine"
         )
 
 
@@ -375,11 +369,9 @@ class ReadAhead:
         self._owner.left_out()
         if no_other and self._ended_at != at:
             raise ConfigError(
-                "this replica has no micro-batch of the step that can be read, and the others "
-                "wait for it "
-                f"({type(error).__name__}: {error}); expected one or more: catch errors within "
-                "the data set, "
-                f"and give another sample"
+                "this replica has no micro-batch of the step that can be read, and the others wait "
+                f"for it ({type(error).__name__}: {error}); expected one or more: catch errors "
+                "within the data set, and give another sample"
             ) from error
         raise error
 
@@ -431,23 +423,20 @@ def loader(
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"found {class_path(dataset)}; expected a data set with a length and indices. Streams "
-            "are read "
-            f"by a loader that knows its position, such as torchdata's StatefulDataLoader or "
-            f"mosaicml-streaming's StreamingDataLoader (docs/data.md)"
+            "are read by a loader that knows its position, such as torchdata's StatefulDataLoader "
+            "or mosaicml-streaming's StreamingDataLoader (docs/data.md)"
         )
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"found batch_size {batch_size}; expected 1 or more samples")
     if order not in ("static", "dynamic") or (order == "dynamic") != (step_samples is not None):
         raise ConfigError(
             f"found order {order!r} with step_samples {step_samples}; expected 'static' without, "
-            "or "
-            f"'dynamic' with the samples of a step of all replicas: DeepSpeed's train_batch_size"
+            "or 'dynamic' with the samples of a step of all replicas: DeepSpeed's train_batch_size"
         )
     if not options.get("in_order", True):
         raise ConfigError(
             "reft.data.loader takes no in_order=False: a position counts batches in their order, "
-            "and "
-            "those that were overtaken would be trained on twice, or not at all. Leave it out"
+            "and those that were overtaken would be trained on twice, or not at all. Leave it out"
         )
     for option, instead in _DECIDED.items():
         if options.get(option) is not None:

@@ -204,11 +204,9 @@ def decode(saved: Mapping[str, Any], order: SampleOrder, name: str) -> JobPositi
     for key, have in {"version": _STATE_VERSION, **order.facts()}.items():
         if saved.get(key) != have:
             raise ConfigError(
-                f"the position of the loader {name!r} was taken with {key} {saved.get(key)!r}, "
-                "but this "
-                f"job has {have!r}: the remaining samples would be wrong. Make the loader with "
-                "the same "
-                "settings, or start a job with another job_id"
+                f"the position of the loader {name!r} was taken with {key} {saved.get(key)!r}, but "
+                f"this job has {have!r}: the remaining samples would be wrong. Make the loader "
+                "with the same settings, or start a job with another job_id"
             )
     return JobPosition(int(saved["epoch"]), int(saved["consumed"]))
 
@@ -237,16 +235,14 @@ def job_store(replicas: int) -> Any:
         if shares_store():
             raise ConfigError(
                 "found torchrun's store, which holds the samples that earlier starts took; "
-                "expected a new "
-                "store for each start: start the script with `reft launch`, or set "
+                "expected a new store for each start: start the script with `reft launch`, or set "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
             )
         return dist.distributed_c10d._get_default_store()
     if replicas > 1:
         raise ConfigError(
             f"found {replicas} replicas and no torch.distributed; expected its store, through "
-            "which they "
-            "share out the data: call deepspeed.init_distributed() first, or leave "
+            "which they share out the data: call deepspeed.init_distributed() first, or leave "
             'order="dynamic" out'
         )
     return _alone
@@ -262,8 +258,7 @@ def explain_refusal(loader: str, why_equal: str | None) -> str | None:
     micro-batches."""
     return why_equal and (
         f'{loader} has order="dynamic", in which replicas train on unequal numbers of '
-        "micro-batches, but "
-        f'{why_equal}. Leave order="dynamic" and step_samples out'
+        f'micro-batches, but {why_equal}. Leave order="dynamic" and step_samples out'
     )
 
 
@@ -427,8 +422,7 @@ class SharedBatches(StaticBatches):
             raise ConfigError(
                 f"found {micro_batches} micro-batches in a step of {self.step_samples} samples for "
                 f"{replica[1]} replicas; expected one or more for each: give a larger "
-                "step_samples, or a "
-                f"smaller batch_size"
+                "step_samples, or a smaller batch_size"
             )
         if self._number is None:
             self._number = BEGUN[self._name, *replica]

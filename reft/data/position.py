@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
@@ -45,9 +45,6 @@ from reft.data.watch import DISPATCHED, LOADERS, WATCH, ResumePhase, is_dispatch
 from reft.env import ENV_NODES
 from reft.grid import Resize
 from reft.state.codec import class_path
-
-if TYPE_CHECKING:
-    from reft.engine.boundary import StepBoundary
 
 Orders = dict[str, dict[str, Any]]
 """What one rank reads: of each loader that it names, plain values that must be equal on all
@@ -80,12 +77,20 @@ _OF_JOB = """
     iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
 _AHEAD = (
     "the script reads the resumable loader ahead of training: after a failure the batches in "
-    "between would "
-    "be skipped. Take a batch from the loader only when it is trained on; DataLoader's worker "
-    "processes "
-    "prefetch by themselves. Skip no batches either: the loader continues after those that were "
-    "trained on"
+    "between would be skipped. Take a batch from the loader only when it is trained on; "
+    "DataLoader's worker processes prefetch by themselves. Skip no batches either: the loader "
+    "continues after those that were trained on"
 )
+
+
+class ReadListener(Protocol):
+    """Receives what the script reads between two steps: a session's ``StepBoundary``."""
+
+    def mark(self) -> None: ...
+    def begins_pass(self) -> None: ...
+    def began_pass(self, read: PassReader) -> None: ...
+    def before_read(self, read: PassReader) -> None: ...
+    def evaluated(self, read: PassReader | None) -> None: ...
 
 
 class DataPosition:
@@ -106,7 +111,7 @@ class DataPosition:
         self._repeating = False
         self._inside = False
         self._read_inside = False  # whether the last ``train_batch`` read from a loader itself
-        self.boundary: StepBoundary | None = None
+        self.boundary: ReadListener | None = None
         """Is told of reads between two steps; None where nothing is captured."""
         self._upcoming: PassReader | None = None
         """The pass that the script is about to read, while the state before that is captured."""
@@ -330,10 +335,8 @@ class DataPosition:
             return None
         return (
             f"the version was taken after batch {expected.taken} of a pass over the data, but the "
-            "script "
-            f"continues after batch {passes[-1].taken - 1}: from here on its losses differ from "
-            "those of "
-            f"the undisturbed run. Write{_LINES_PLAIN}"
+            f"script continues after batch {passes[-1].taken - 1}: from here on its losses differ "
+            f"from those of the undisturbed run. Write{_LINES_PLAIN}"
         )
 
     def trains(self) -> None:
@@ -427,10 +430,9 @@ class DataPosition:
             taken, self._cut_off = self._cut_off, None
             return (
                 f"the script left a pass after {taken}, by a count of its own that no version "
-                "holds: after a "
-                "failure within a pass it counts from 0 again and stays longer in it. Let the "
-                "loop end by "
-                "engine.global_steps, or give the loader a sampler of as many samples"
+                "holds: after a failure within a pass it counts from 0 again and stays longer in "
+                "it. Let the loop end by engine.global_steps, or give the loader a sampler of as "
+                "many samples"
             )
         if not self._unread or self._said_unread:
             return None
@@ -455,10 +457,8 @@ class DataPosition:
             self._saved = None
             return (
                 f"the version was taken after batch {lost.taken} of a pass over the data, but "
-                "train_batch "
-                "was given other data: from here on the losses differ from those of the "
-                "undisturbed run. "
-                f"Write{_LINES_PIPELINE}"
+                "train_batch was given other data: from here on the losses differ from those of "
+                f"the undisturbed run. Write{_LINES_PIPELINE}"
             )
         if self.left_to_program:
             return None
@@ -492,10 +492,8 @@ class DataPosition:
             lines = _LINES_PIPELINE if self.is_pipeline else _LINES_PLAIN
             return (
                 f"the script iterates over its DataLoader ({described(self._pass.loader)}) in its "
-                "own "
-                "loop. After a failure the script has to find its position itself, or it trains "
-                "on other "
-                f"samples; to let reft do that, write{lines}"
+                "own loop. After a failure the script has to find its position itself, or it "
+                f"trains on other samples; to let reft do that, write{lines}"
             )
         loader = _LINES_PIPELINE if self.is_pipeline else _LINES_PLAIN
         return (
@@ -598,11 +596,9 @@ def difference(ranks: Sequence[Orders]) -> str | None:
             mends = " and ".join("data set" if key == "samples" else key for key in keys)
             return (
                 f"the ranks read {name} in different orders, and would use some samples twice and "
-                "others "
-                "never, or train on inputs and labels of different samples. Found "
+                "others never, or train on inputs and labels of different samples. Found "
                 f"{_found(readers, keys)}; expected the same on all. Where the loader is made, "
-                "give every "
-                f"rank the same {mends}"
+                f"give every rank the same {mends}"
             )
     return None
 
@@ -669,11 +665,9 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
     if lost:
         said.append(
             f"the position in the data ({', '.join(dict.fromkeys(lost))}) was counted in batches "
-            "of one "
-            f"replica and cannot be taken from {resize}: its pass starts again and repeats "
-            "samples, unless "
-            "the script skips to the right position by engine.global_samples or its client state. "
-            f"Write{_LINES_OWN}"
+            f"of one replica and cannot be taken from {resize}: its pass starts again and repeats "
+            "samples, unless the script skips to the right position by engine.global_samples or "
+            f"its client state. Write{_LINES_OWN}"
         )
     if said:
         moved[LEFT] = "; ".join(said)
@@ -715,8 +709,6 @@ def explain_bound_data(loader: Any, batch: int) -> str | None:
     )
     return (
         f"the number of nodes may change ({nodes_may_change()}), and with another data-parallel "
-        "degree the "
-        f"position in the data ({described(loader)}) may be lost: {why}. The pass would start "
-        "again and "
-        f"repeat samples. Write{_LINES_OWN}"
+        f"degree the position in the data ({described(loader)}) may be lost: {why}. The pass would "
+        f"start again and repeat samples. Write{_LINES_OWN}"
     )

@@ -15,7 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader, get_worker_info
@@ -38,9 +38,6 @@ from reft.data.passes import (
 from reft.errors import ConfigError
 from reft.state.blob import restore_host_rng, restore_rng
 from reft.state.codec import class_path
-
-if TYPE_CHECKING:
-    from reft.data.position import DataPosition
 
 # -- Accelerate's loaders read a batch ahead, to know the last one: what counts is what they handed
 # out
@@ -198,9 +195,26 @@ class ResumePhase:
         return one.follow is not None
 
 
+class Listener(Protocol):
+    """An engine that trains on what loaders hand out, as a :class:`LoaderHook` sees it."""
+
+    why_equal: str | None
+    """Why all replicas train on equally many micro-batches of a step; None if they need not."""
+
+    def is_training(self) -> bool: ...
+    def replica(self) -> tuple[int, int] | None: ...
+    def step_samples(self) -> int | None: ...
+
+    def begins_pass(self, loader: Any) -> None: ...
+    def began_pass(self, one: PassReader) -> None: ...
+    def before_batch(self, one: PassReader) -> None: ...
+    def before_read(self, one: PassReader) -> None: ...
+    def after_batch(self, one: PassReader) -> None: ...
+
+
 class LoaderHook:
     def __init__(self) -> None:
-        self._listeners: list[DataPosition] = []
+        self._listeners: list[Listener] = []
         """Of the engines that train on what is read."""
         # classes whose ``__iter__`` is watched, each with its own
         self._patched: list[tuple[Any, Any]] = []
@@ -212,7 +226,7 @@ class LoaderHook:
         """By the identity of loaders that others are about to iterate over: what makes their
         pass."""
 
-    def join(self, listener: DataPosition) -> None:
+    def join(self, listener: Listener) -> None:
         self._listeners.append(listener)
         if self._patched:
             return
@@ -248,7 +262,7 @@ class LoaderHook:
         kind.__iter__ = functools.wraps(original)(lambda loader: iterate(original, loader))
         setattr(kind.__iter__, ORIGINAL, original)
 
-    def leave(self, listener: DataPosition) -> None:
+    def leave(self, listener: Listener) -> None:
         """With the last one gone, ``DataLoader`` is as torch made it."""
         if listener in self._listeners:
             self._listeners.remove(listener)
@@ -442,8 +456,7 @@ class Registry:
         if self._named.get((loader.kind, loader.name)) is not loader:
             raise ConfigError(
                 f"found two loaders that are resumable under the name {loader.name!r}; expected "
-                "one name "
-                f"each: write {loader.call}, name='...')"
+                f"one name each: write {loader.call}, name='...')"
             )
 
     def wrong(self) -> str | None:

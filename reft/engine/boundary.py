@@ -2,19 +2,19 @@
 
 A version is the state with which the next step begins. For tensors that is the moment at which the
 training forward pass (or ``train_batch``) begins. For host state (generators, position in the data,
-schedulers, client state) that is too late: the script has read its batch by then, and a resumed
-script reads it once more. So the host state is taken aside before the script reads from a loader.
-That is only a candidate:
+schedulers, client state) that is too late: by then the script has read its batch, and a resumed
+script reads that batch again. So the host state is captured before the script reads from a loader,
+as a *candidate*:
 
-- a training forward pass makes the candidate of the pass that it trains on final;
-- an evaluation's forward pass discards the candidate of the pass that it reads;
+- a training forward pass selects the candidate of the pass that it trains on;
+- the forward pass of an evaluation discards the candidate of the pass that it reads;
 - further reads of the same pass change nothing: a script may read all micro-batches of a step at
   once.
 
-Where the script itself says that a step begins (``reft.begin_step``), the state there is final.
+If the script itself marks where a step begins (``reft.begin_step``), the state there is final.
 
 A script that reads from no loader has no candidate. Its host state is the one at the forward pass,
-but for the random generators: what was drawn since the optimizer step, or since the last
+except for the random generators: what was drawn since the optimizer step, or since the last
 evaluation, most likely made the batch, and is drawn again.
 """
 
@@ -31,20 +31,24 @@ from reft.state.blob import capture_rng
 logger = logging.getLogger(__name__)
 
 Encoded = Callable[[], bytes | bytearray]
-"""Returns the encoded host state. Whatever may change is encoded before; called on the worker
-thread."""
+"""Returns the encoded host state. Called on the worker thread; what training may change has been
+encoded before."""
 Capture = Callable[[dict[str, Any] | None], Encoded]
-"""Captures the host state as it is now, with the given random states (as ``random_states`` of
-:class:`StepBoundary` returned them), or with the present ones if none are given."""
+"""Captures the present host state. The argument replaces its random states; None keeps the present
+ones."""
 
 
 @dataclass
 class _Candidate:
-    """Host state before a loader was asked for a batch. ``read``: the pass; None while it is being
-    begun."""
+    """Host state before a loader was read.
+
+    Attributes:
+        read: the pass; None while it is being begun.
+        encoded: the state; None if it could not be captured.
+    """
 
     read: PassReader | None
-    encoded: Encoded | None  # None: it could not be captured
+    encoded: Encoded | None
 
 
 class StepBoundary:
@@ -69,29 +73,33 @@ class StepBoundary:
             random_states,
             repeats_draws,
         )
-        # whether a step was made whose version is due, and the next one has not begun
+        # a step was made whose version is due, and the next has not begun
         self._open = False
-        self._is_marked = False  # whether the script has said where the next step begins
+        self._is_marked = False  # the script has marked where the next step begins
         self._candidates: list[_Candidate] = []
-        self._evaluated: list[PassReader] = []  # passes whose batches were evaluated since the step
+        self._evaluated: list[PassReader] = []  # passes of evaluations since the step
         self._rng: dict[str, Any] | None = None
 
     def step_ended(self, *, is_due: bool = True) -> None:
-        """The optimizer step was made. ``is_due``: whether its version is taken where the next one
-        begins; if not, nothing is captured in between."""
+        """The optimizer step was made.
+
+        Args:
+            is_due: whether a version is taken where the next step begins. If not, nothing is
+                captured in between.
+        """
         self._open, self._is_marked = is_due, False
         self._candidates.clear()
         self._evaluated.clear()
         self._rng = self._random_states() if self._repeats_draws else None
 
     def mark(self) -> None:
-        """The script says that the next step begins here."""
+        """The script marks the beginning of the next step."""
         if self._open and not self._is_marked:
             self._candidates = [_Candidate(None, self._encoded())]
             self._is_marked = True
 
     def begins_pass(self) -> None:
-        """A pass is about to begin, before it draws anything."""
+        """A pass is about to begin. It has drawn no random numbers yet."""
         if self._open and not self._is_marked:
             self._candidates.append(_Candidate(None, self._encoded()))
 
@@ -108,8 +116,11 @@ class StepBoundary:
             self._candidates.append(_Candidate(read, self._encoded()))
 
     def evaluated(self, read: PassReader | None) -> None:
-        """A forward pass that does not train has used a batch, of ``read`` if it came from a
-        loader."""
+        """A forward pass without training has used a batch.
+
+        Args:
+            read: the pass that the batch is from; None if it is from no loader.
+        """
         if not self._open or self._is_marked:
             return
         if read is not None:
@@ -142,7 +153,7 @@ class StepBoundary:
         try:
             return self._capture(None)
         except Exception as error:
-            # Reading data must not fail for it (P6). It is tried again, and said, where the step
-            # begins.
+            # Reading data must not fail because of this (P6). The capture is repeated where the
+            # step begins, and a failure is logged there.
             logger.debug("the host state cannot be taken aside: %s", error)
             return None

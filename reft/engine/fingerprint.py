@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from re import Pattern
 from typing import TYPE_CHECKING
 
 from reft.errors import FingerprintError
@@ -24,41 +23,49 @@ _BATCH = ("config.train_batch_size", "config.train_micro_batch_size_per_gpu")
 ACCEPT_KEY = "accept_changes"  # key of the ``reft`` block that lists facts which may differ
 
 AT_LAUNCH = ("script", "seed", "arguments")
-"""Compared when a person starts the job. Not when it restarts by itself: another node may see the
-script under another path, and a seed that is taken from the clock must not keep a job from its own
-memory."""
+"""Compared when a person starts the job, not when it restarts by itself: another node may have the
+script under another path, and a seed taken from the clock must not keep a job from its own memory.
+"""
 
 BY_REPLICAS = ("layout.dp", "config.gradient_accumulation_steps")
-"""What follows from the number of replicas where the global batch is kept. Not compared where a
-version of another data-parallel degree is taken up."""
+"""Facts that follow from the number of replicas if the global batch is kept. Not compared when a
+version of another data-parallel degree is restored."""
 
 BY_LAYOUT = (*BY_REPLICAS, "layout", "model")
-"""Likewise where a version of another layout is taken up; the model is then compared name by
+"""Not compared when a version of another layout is restored: the model is then compared name by
 name."""
 
-_AROUND = re.compile(
-    r"accept|cache|checkpoint(s|ed|ing)?|ckpt|debug|deepspeed|disable|eval|exit|host(file)?|hub|job|kill|load|log"
-    r"|logdir|logging|logs|nodes?|out|output|pin|port|predict|print|prof|profile|project|push|quiet|reft|report"
-    r"|restore|resume|run|saves?|tensorboard|test|threads|timeout|timing|tmp|tqdm|val|valid|validation|verbose"
-    r"|wandb|workers"
+
+def _word_set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_AROUND = _word_set(
+    """
+    accept cache checkpoint checkpoints checkpointed checkpointing ckpt debug deepspeed disable eval
+    exit host hostfile hub job kill load log logdir logging logs node nodes out output pin port
+    predict print prof profile project push quiet reft report restore resume run save saves
+    tensorboard test threads timeout timing tmp tqdm val valid validation verbose wandb workers
+    """
 )
 """Words of an option for what goes on around training, whatever its other words are:
 ``eval_steps``."""
-
-_DECIDES = re.compile(
-    r"accumulation|anneal|annealing|batch|corpora|corpus|data|datasets?|decay|drop|files?|lr|merges?|model|rampup"
-    r"|rate|scheduler|seed|split|tokenizer|vocab|vocabulary|warmup"
+_DECIDES = _word_set(
+    """
+    accumulation anneal annealing batch corpora corpus data dataset datasets decay drop file files
+    lr merge merges model rampup rate scheduler seed split tokenizer vocab vocabulary warmup
+    """
 )
-"""Words that make an option one for the numbers, whatever else is in its name:
+"""Words of an option that changes the numbers, whatever its other words are:
 ``lr-decay-iters``."""
-
-_HOW_LONG_AND_WHERE = re.compile(
-    r"config|dir|directory|epochs?|every|folder|interval|iter|iterations?|iters|keep|memory|path|rank|steps?|stop"
-    r"|until|wait"
+_HOW_LONG_AND_WHERE = _word_set(
+    """
+    config dir directory epoch epochs every folder interval iter iters iteration iterations keep
+    memory path rank step steps stop until wait
+    """
 )
 """Words for how long a job trains, how often it does something, and where things are:
 ``max_steps``."""
-
 _LENGTHS = frozenset({("skip", "train"), ("train", "samples"), ("train", "tokens")})
 
 
@@ -69,22 +76,24 @@ class Fingerprint:
     facts: Mapping[str, Fact]
 
     def without(self, names: Collection[str]) -> Fingerprint:
-        """The same without some facts and what lies under them."""
+        """The same without some facts and all facts under them."""
         return Fingerprint(
             {name: fact for name, fact in self.facts.items() if not _is_under(name, names)}
         )
 
     def only(self, names: Collection[str]) -> Fingerprint:
+        """Some facts, and all facts under them."""
         return Fingerprint(
             {name: fact for name, fact in self.facts.items() if _is_under(name, names)}
         )
 
     def encode(self) -> bytes:
-        """JSON, equal for equal facts."""
+        """Returns JSON, equal for equal facts."""
         return json.dumps({"format": _FORMAT, "facts": dict(sorted(self.facts.items()))}).encode()
 
     @classmethod
     def decode(cls, data: bytes | str) -> Fingerprint:
+        """Raises: FingerprintError: the text is none, or of another release."""
         try:
             content = json.loads(data)
             facts = content["facts"] if content["format"] == _FORMAT else None
@@ -102,21 +111,26 @@ class Fingerprint:
 
 
 def read_argument_facts(arguments: Sequence[str]) -> dict[str, Fact]:
-    """A script's arguments that may change what it trains, as facts ``arguments.NAME``.
+    """The arguments of a script that may change what it trains, as facts ``arguments.NAME``.
 
-    The rule goes by the words of an option's name. What goes on around training (``save``,
-    ``eval``, ``log``) never counts; what names the learning rate, its schedule, batches, data or
-    model always does; of the rest, what says how long, how often and where does not, and everything
-    else does. A job that is started again for more steps, or from another directory, is the same
-    one. Of a path the last part counts where it names data or a model; other paths, and JSON texts,
-    do not."""
+    The words of an option's name decide:
+
+    - an option about what goes on around training (``save``, ``eval``, ``log``) never counts;
+    - an option that names the learning rate, its schedule, batches, data or the model always
+      counts;
+    - of the others, options for how long, how often and where do not count; all else does.
+
+    So a job that is started again for more steps, or from another directory, is the same job. Of a
+    path only the last part counts, if the option names data or a model; other paths, and JSON
+    texts, do not count.
+    """
     given: dict[str, list[str]] = {"": []}
     name = ""
     for word in arguments:
         if word.startswith("-") and not _NUMBER.match(word):
             name, equals, value = word.lstrip("-").partition("=")
             given[name] = [value] if equals else []
-        elif not name and _ASSIGNMENT.match(word):  # Hydra's
+        elif not name and _ASSIGNMENT.match(word):  # an assignment, as for Hydra
             key, _, value = word.partition("=")
             given[key] = [value]
         else:
@@ -139,27 +153,24 @@ def _words(name: str) -> list[str]:
     return re.split(r"[-_.]+", name.lower().replace("drop_out", "drop").replace("drop-out", "drop"))
 
 
-def _any(words: Pattern[str], name: str) -> bool:
-    return any(words.fullmatch(word) for word in _words(name))
-
-
 def _decides(name: str) -> bool:
-    return _any(_DECIDES, name)
+    return not _DECIDES.isdisjoint(_words(name))
 
 
 def _counts(name: str) -> bool:
-    if _any(_AROUND, name) or tuple(_words(name)) in _LENGTHS:
+    words = _words(name)
+    if not _AROUND.isdisjoint(words) or tuple(words) in _LENGTHS:
         return False
-    return _decides(name) or not _any(_HOW_LONG_AND_WHERE, name)
+    return not _DECIDES.isdisjoint(words) or _HOW_LONG_AND_WHERE.isdisjoint(words)
 
 
 def _last_part(value: str) -> str:
-    """Of a path; a text in brackets stays what it is."""
+    """The last part of a path. A text in brackets stays as it is."""
     return value if value.startswith(("{", "[")) else value.rstrip("/").rpartition("/")[2]
 
 
 def changed(was: Fingerprint, now: Fingerprint) -> list[str]:
-    """Names of the facts that differ, in order; one that only one side has differs."""
+    """Names of the facts that differ, sorted. A fact that only one side has differs."""
     missing = object()
     names = sorted(was.facts.keys() | now.facts.keys())
     return [
@@ -170,16 +181,24 @@ def changed(was: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def differences(was: Fingerprint, now: Fingerprint) -> list[str]:
-    """A line for each fact that differs: ``layout.dp: was 2, is 4``; empty where none does."""
+    """A line for each fact that differs: ``layout.dp: was 2, is 4``."""
     return [f"{name}: was {_show(was, name)}, is {_show(now, name)}" for name in changed(was, now)]
 
 
 def require_same(
     was: Fingerprint, now: Fingerprint, *, of: str, accepted: Collection[str] = ()
 ) -> None:
-    """Refuse stored state that belongs to another job, or to this one with other settings. ``of``:
-    what holds the state, for the message: ``the memory of job train``. ``accepted``: names of facts
-    that may differ, with all under them (``reft.accept_changes``)."""
+    """Refuse stored state of another job, or of this job with other settings.
+
+    Args:
+        was: of the stored state.
+        now: of this job.
+        of: what holds the state, for the message: ``the memory of job train``.
+        accepted: names of facts that may differ, with all facts under them (``accept_changes``).
+
+    Raises:
+        FingerprintError: names every fact that differs.
+    """
     was, now = was.without(accepted), now.without(accepted)
     names = changed(was, now)
     if not names:
@@ -189,12 +208,10 @@ def require_same(
         + "".join(f"  {line}\n" for line in differences(was, now))
         + (
             "Restore these settings to continue it; give this job a name of its own (--job-id "
-            "NAME, or "
-            '"job_id" in the reft block), or remove the old memory (`reft clean --job NAME`), to '
-            "start "
-            f'from the beginning; or, to resume in spite of the differences, write "{ACCEPT_KEY}": '
-            f"{json.dumps(names)} into the reft block{_describe_arguments(names)}"
-            f"{_describe_batch(was, names)}"
+            'NAME, or "job_id" in the reft block), or remove the old memory (`reft clean --job '
+            "NAME`), to start from the beginning; or, to resume in spite of the differences, write "
+            f'"{ACCEPT_KEY}": {json.dumps(names)} into the reft '
+            f"block{_describe_arguments(names)}{_describe_batch(was, names)}"
         )
     )
 
@@ -209,7 +226,7 @@ def _describe_arguments(names: Sequence[str]) -> str:
 
 
 def _describe_batch(was: Fingerprint, names: Sequence[str]) -> str:
-    """Which keys keep the batch of the stored state, whatever the number of replicas."""
+    """The keys that keep the batch of the stored state at any number of replicas."""
     if not any(name in names for name in _BATCH):
         return ""
     keys = [
@@ -221,9 +238,8 @@ def _describe_batch(was: Fingerprint, names: Sequence[str]) -> str:
         return ""
     return (
         f". To go on with fewer or more replicas, write {' and '.join(keys)} into DeepSpeed's "
-        "JSON, and no "
-        '"gradient_accumulation_steps", which DeepSpeed then derives: the global batch stays '
-        "what it was"
+        'JSON, and no "gradient_accumulation_steps", which DeepSpeed then derives: the global '
+        "batch stays what it was"
     )
 
 
@@ -232,7 +248,7 @@ def _is_under(name: str, tops: Collection[str]) -> bool:
 
 
 def _same(a: object, b: object) -> bool:
-    # 1 == 1.0 == True in Python; a JSON that says 1 where it said 1.0 is not another job.
+    # 1 == 1.0 == True in Python. 1 and 1.0 in a JSON are the same setting; 1 and true are not.
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 

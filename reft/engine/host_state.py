@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from reft import integrations
+from reft.engine.context import JobContext
 from reft.errors import ConfigError, ReftError
 from reft.state import objects
 from reft.state.codec import class_path, encode
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +70,8 @@ class GivenState(HostState):
         if not objects.is_known(given):
             raise ConfigError(
                 f"state[{name!r}] is of class {class_path(given)}; expected one of: "
-                f"{objects.KINDS}. Give "
-                f"the "
-                "object whose state changes, or keep plain values in client_state=lambda: {...}"
+                f"{objects.KINDS}. Give the object whose state changes, or keep plain values in "
+                "client_state=lambda: {...}"
             )
         self.name = given_name(name)
         self.given = given
@@ -83,9 +80,7 @@ class GivenState(HostState):
         except ReftError as error:
             raise ConfigError(
                 f"state[{name!r}] ({class_path(given)}) cannot be stored: {error}. Give an object "
-                "whose "
-                f"state_dict "
-                "holds such values alone"
+                "whose state_dict holds such values alone"
             ) from error
 
     @property
@@ -103,8 +98,7 @@ class GivenState(HostState):
             raise ConfigError(
                 f"{self.name} of the version does not fit the object that the script gives "
                 f"({class_path(self.given)}): {error}. Give the object that was given when the "
-                "version was "
-                f"taken"
+                "version was taken"
             ) from error
 
 
@@ -182,11 +176,9 @@ class HostStates:
             held = [n for n in saved if n.startswith(given_name(""))]
             raise ConfigError(
                 f"the version that was loaded does not hold {name}; it holds "
-                f"{', '.join(held) or 'no such object'}. "
-                "Give reft.attach the objects that were given when it was taken, or, to continue "
-                "with "
-                f"{name} as the "
-                f'script makes it, write "accept_changes": ["{name}"] into the reft block'
+                f"{', '.join(held) or 'no such object'}. Give reft.attach the objects that were "
+                f"given when it was taken, or, to continue with {name} as the script makes it, "
+                f'write "accept_changes": ["{name}"] into the reft block'
             )
 
     def reapply(self) -> None:
@@ -211,12 +203,9 @@ class HostStates:
             names = ", ".join(f'"{name.removeprefix(given_name(""))}": ...' for name in missing)
             accepted = ", ".join(f'"{name}"' for name in missing)
             raise ConfigError(
-                f"the version that was loaded holds {', '.join(missing)}, which the script has "
-                "not given. "
-                f"Write "
-                f"reft.attach(engine, state={{{names}}}) before training, or, to leave it out, "
-                f'"accept_changes": '
-                f"[{accepted}] into the reft block"
+                f"the version that was loaded holds {', '.join(missing)}, which the script has not "
+                f"given. Write reft.attach(engine, state={{{names}}}) before training, or, to "
+                f'leave it out, "accept_changes": [{accepted}] into the reft block'
             )
         if is_first:
             self.reapply()
@@ -242,7 +231,10 @@ class HostStates:
             follower.close()
 
 
-def host_states(session: Session) -> HostStates:
+def host_states(context: JobContext) -> HostStates:
     """The registry of a session, with the followers that features bring."""
-    made = [integrations.load(function)(session) for _, function in integrations.found("FOLLOWERS")]
-    return HostStates([one for some in made for one in some], session.config.accept_changes)
+    states = HostStates(accepted=context.config.accept_changes)
+    for _, function in integrations.found("FOLLOWERS"):
+        for follower in integrations.load(function)(context, states.given):
+            states.add(follower)
+    return states

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,3 +59,15 @@ def find_ds_config(engine: Any) -> Mapping[str, Any]:
         return params
     config = getattr(engine, "config", None)
     return config if isinstance(config, Mapping) else {}
+
+
+def bind(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of ``original`` by name, defaults left out."""
+    signature = inspect.signature(original)
+    named = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named

@@ -137,10 +137,8 @@ def warn_abandoned_builds() -> None:
         _told.add((lock, made_at))
         logging.getLogger(__name__).warning(
             "%s was left on %s by a build that has ended: no process on this host has it open. A "
-            "script "
-            "that needs this operator of DeepSpeed or torch will wait for it forever. Unless "
-            "another host "
-            "is building there now, remove it: rm '%s'",
+            "script that needs this operator of DeepSpeed or torch will wait for it forever. "
+            "Unless another host is building there now, remove it: rm '%s'",
             *(lock, time.strftime("%F %T", time.localtime(made_at)), lock),
         )
 
@@ -263,7 +261,7 @@ def _initialize(
         from reft.config import load_config
 
         with uncollected():
-            hook = import_module("reft.engine.deepspeed")
+            hook = import_module("reft.engine.attach")
         attached = hook.find_session(engine) is not None
         if (attached and client_state is not None) or (
             not attached and load_config(find_ds_config(engine)).enabled

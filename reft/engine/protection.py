@@ -1,15 +1,16 @@
-"""The protection in force: which losses the job survives, and who is told when that changes."""
+"""The protection in force: which losses the job survives, and how a change of it is reported."""
 
 from __future__ import annotations
 
 import json
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from reft.config import AUTO
 from reft.control.control import WorkerControl
-from reft.engine.identity import local_rank
+from reft.engine.context import JobContext
+from reft.engine.nodes import local_rank
+from reft.faults import FaultPlan
 from reft.memory.files import margin_bytes
 from reft.memory.protection_record import (
     ProtectionRecord,
@@ -22,60 +23,62 @@ from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
 from reft.snapshot.arenas import ArenaSet
 
-if TYPE_CHECKING:
-    from reft.engine.session import Session
-
 logger = logging.getLogger(__name__)
 
 
-def kept_members(session: Session) -> tuple[int, ...]:
-    """Members of the group whose own bytes this rank keeps beside its own, under the scheme in
-    force."""
-    at, scheme = session.coordinate, Scheme.parse(session.protection.record.in_force)
-    placement = place_group(
-        session.topology.group_nodes(at.pp, at.tp), scheme.copies, scheme.parities
-    )
-    return placement.kept_by(at.dp)[1:]
-
-
 class Protection:
-    """The protection that is in force, the same on all ranks. Made collectively; a ConfigError
-    where the groups are too small for the scheme. ``chosen``: whether the scheme was chosen
-    (``auto``), not named by the block."""
+    """The protection that is in force, the same on all ranks. Made collectively.
 
-    def __init__(self, session: Session, *, chosen: bool) -> None:
-        config = session.config
-        self._session = session
+    Args:
+        context: of the job.
+        incarnation: of this start of the job.
+        chosen: whether the scheme was chosen (``auto``), not named by the block.
+
+    Raises:
+        ConfigError: the groups are too small for the scheme.
+    """
+
+    def __init__(self, context: JobContext, incarnation: int, *, chosen: bool) -> None:
+        config = context.config
+        self._context = context
         self.is_chosen = chosen
         # The last switch, if any node's memory tells of one and the block has not been edited
         # since; else what the block says.
-        scheme, mine = str(config.scheme), read_record(session.memory.job_dir.path)
-        told = b"" if mine is None else json.dumps(mine.to_json()).encode()
-        records = [
-            ProtectionRecord.from_json(json.loads(d))
-            for d in session.control.gather_bytes(told)
-            if d
-        ]
+        scheme, local = str(config.scheme), read_record(context.job_dir.path)
+        message = b"" if local is None else json.dumps(local.to_json()).encode()
+        replies = context.control.gather_bytes(message)
+        records = [ProtectionRecord.from_json(json.loads(reply)) for reply in replies if reply]
         found = resume_record(records, f"{AUTO}:{config.tolerance}" if chosen else scheme, scheme)
         self.record = replace(
             found,
-            tolerance=tolerance(session.topology, found.parsed.copies, found.parsed.parities),
-            incarnation=session.memory.incarnation,
+            tolerance=tolerance(context.topology, found.parsed.copies, found.parsed.parities),
+            incarnation=incarnation,
             aor=config.recompute,
         )
 
-    def switch(self, control: WorkerControl, arenas: ArenaSet) -> SchemeSwitch:
-        """For the snapshot worker, which agrees by ``control``; from here on orders are
-        followed."""
+    def kept_members(self) -> tuple[int, ...]:
+        """Members of the sharding group whose own bytes this rank keeps besides its own."""
+        at, scheme = self._context.coordinate, Scheme.parse(self.record.in_force)
+        nodes = self._context.topology.group_nodes(at.pp, at.tp)
+        return place_group(nodes, scheme.copies, scheme.parities).kept_by(at.dp)[1:]
+
+    def switch(self, control: WorkerControl, arenas: ArenaSet, faults: FaultPlan) -> SchemeSwitch:
+        """Make what switches the scheme; from here on protection requests are followed.
+
+        Args:
+            control: of the snapshot worker, by which the ranks agree.
+            arenas: of this rank.
+            faults: where the switch can be made to fail.
+        """
         self.note()
-        config, job_dir = self._session.config, self._session.memory.job_dir.path
+        config, job_dir = self._context.config, self._context.job_dir.path
         return SchemeSwitch(
-            *(control, self._session.topology, arenas, self.record, RequestPoll(job_dir)),
+            *(control, self._context.topology, arenas, self.record, RequestPoll(job_dir)),
             keeping=RetentionConfig(
                 config.arena_count, margin_bytes(config.memory_margin_bytes, job_dir)
             ),
             on_change=self._changed,
-            reach=self._session.faults.reach,
+            reach=faults.reach,
         )
 
     @property
@@ -87,14 +90,13 @@ class Protection:
     def why_unprotected(self) -> str:
         if self.record.in_force == "none":
             return 'the protection is "none"'
-        topology, d = self._session.topology, self._session.topology.degrees
+        topology, d = self._context.topology, self._context.topology.degrees
         if d.dp == 1:
             return "with a data-parallel degree of 1 nothing is redundant"
         if len(set(topology.failure_domains)) == 1:
             return (
                 "all ranks share a node with their copies: killed trainers are survived, the loss "
-                "of the "
-                "node is not"
+                "of the node is not"
             )
         nodes = [topology.group_nodes(*group) for group in topology.groups()]
         order = "across-nodes" if d.tp == 1 else f"across-nodes:{d.tp}"
@@ -106,15 +108,13 @@ class Protection:
         if others:
             return (
                 "a node holds several data-parallel members of a stage, more than "
-                f"{self.record.in_force} "
-                f"restores (found nodes {nodes}); write {others}, which survive the loss of a "
-                "node here, or "
-                f"put the members on different nodes: {to_write}"
+                f"{self.record.in_force} restores (found nodes {nodes}); write {others}, which "
+                "survive the loss of a node here, or put the members on different nodes: "
+                f"{to_write}"
             )
         return (
             "data-parallel members of a stage share a node with their copies (found nodes "
-            f"{nodes}); put "
-            f"them on different nodes: {to_write}"
+            f"{nodes}); put them on different nodes: {to_write}"
         )
 
     def _changed(self, record: ProtectionRecord) -> None:
@@ -122,8 +122,8 @@ class Protection:
         worker."""
         before, self.record = self.record, record
         self.note()
-        self._session.events.write("protection", **record.to_json())
-        if self._session.is_rank_zero:
+        self._context.events.write("protection", **record.to_json())
+        if self._context.is_rank_zero:
             logger.warning("%s", self._words(before, record))
 
     def _words(self, before: ProtectionRecord, now: ProtectionRecord) -> str:
@@ -131,13 +131,12 @@ class Protection:
             refused = now.refused
             return (
                 f"protection stays {before.in_force}; {refused.scheme} was refused at step "
-                f"{refused.step}: "
-                f"{refused.cause}"
+                f"{refused.step}: {refused.cause}"
             )
         survives = f"it survives the loss of {now.tolerance} node(s) per sharding group"
         if not now.tolerance:
             survives += f": TOLERANCE IS 0, {self.why_unprotected()}"
-        config = self._session.config
+        config = self._context.config
         if self.lost:
             survives += (
                 f"; this version is written to {config.persist.dir} at once"
@@ -166,7 +165,7 @@ class Protection:
         if local_rank() != 0:
             return
         try:
-            write_record(self._session.memory.job_dir.path, self.record)
+            write_record(self._context.job_dir.path, self.record)
         except OSError as error:
             logger.warning(
                 "the current protection cannot be recorded for the next start: %s", error

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from reft.data.position import DataPosition
 from reft.engine.fingerprint import Fact
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Degrees
+from reft.relayout.layouts import LayoutChange
 from reft.state.catalogue import Adapter, SectionImage
-
-if TYPE_CHECKING:
-    from reft.data.position import DataPosition
-    from reft.relayout.layouts import LayoutChange
 
 
 class TrainingEngine(Protocol):

@@ -1,5 +1,5 @@
-"""One engine under reft's care: how its parts come together; what happens where a step begins and
-ends."""
+"""One engine under reft's care: how the parts of a session come together, and what happens where a
+step begins and ends."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 from reft import log
 from reft.aor.recompute import PeerOptimizers
-from reft.checks.start import check_start, warn
+from reft.checks.start import StartFacts, end_dry_run, is_dry_run, start_findings
 from reft.config import FaultPoint, ReftConfig, Variant
 from reft.control.control import ControlGroup, WorkerControl
-from reft.engine.engine import CopySetup, EngineState, OptimizerFence, Tracer
-from reft.engine.identity import (
-    JobMemory,
-    NodeIdentity,
-    declared_on_one_host,
-    gather_topology,
-    local_rank,
-    name_job,
-)
+from reft.engine.capture import EngineState
+from reft.engine.context import JobContext
+from reft.engine.copying import CopySetup, OptimizerFence
+from reft.engine.host_state import HostState
+from reft.engine.identity import name_job
+from reft.engine.job_memory import JobMemory
+from reft.engine.load_memory import MemoryRestorer
+from reft.engine.nodes import NodeIdentity, declared_on_one_host, gather_topology, local_rank
 from reft.engine.protection import Protection
 from reft.engine.protocol import ClientState, TrainingEngine
 from reft.engine.stopping import StopController
+from reft.engine.tracer import Tracer
 from reft.env import ENV_REHEARSE
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import VersionId
@@ -40,7 +41,7 @@ from reft.node.client import DaemonClient
 from reft.node.monitors import DeviceMemory, MonitorWriter
 from reft.node.progress import open_page
 from reft.pacing.mirror import MirrorToPeer
-from reft.policy.choice import check_device, choose_protection
+from reft.policy.choice import JobFacts, check_device, choose_protection
 from reft.policy.rates import IntervalRates
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.extension import VersionFeature
@@ -63,128 +64,209 @@ class Session:
     """Snapshots of one training engine. Made by :func:`reft.attach` and its like, collectively on
     all ranks.
 
+    A session wires its parts and calls them in the order of a step. Parts have no access to it:
+    each takes the :class:`~reft.engine.context.JobContext` and the parts that it works with.
+
+    Args:
+        engine: the program that trains.
+        config: the checked ``reft`` block.
+        client_state: returns the script's own values for a version; None if there are none.
+
     Raises:
-        UnsupportedStateError: the engine holds state reft does not know.
+        UnsupportedStateError: the engine holds state that reft does not know.
         LayoutError: the ranks do not form a pp x dp x tp grid.
-        ConfigError: another engine of this process has the job's memory.
+        ConfigError: another engine of this process has the job's memory, or the start is refused.
 
     Attributes:
-        control: agrees with the other ranks, on the training thread.
-        topology: where all ranks are.
-        declared_on_one_host: declared nodes that share a host with another one.
+        context: the job as this rank sees it.
         memory: what the job has on this node.
-        fence: training waits there (P2).
-        progress: what this rank is at, for its node's daemon.
-        tracer: of steps, for tests, pictures and the profiler.
+        progress: what this rank is doing, for its node's daemon.
+        copying: how this rank's bytes are copied.
+        protection: the scheme in force.
+        fence: where training waits for copies (P2).
+        state: captures the state with which a step begins.
+        tracer: traces steps, for tests, pictures and the profiler.
+        stopping: stops the job on request.
         worker: takes versions; None before :meth:`start`.
-        rates: how often, and how often they go to storage; from :meth:`start` on.
+        rates: how often versions are taken, and go to storage; from :meth:`start` on.
+        closed: whether :meth:`close` has been called.
+        first_request: the first version that was requested in this process; None before.
     """
 
     def __init__(
         self, engine: TrainingEngine, config: ReftConfig, client_state: ClientState | None
     ) -> None:
-        self.engine = engine
-        self.coordinate, degrees = engine.place()
-        self.control = ControlGroup(
+        coordinate, degrees = engine.place()
+        control = ControlGroup(
             config.commit_timeout_secs,
             node=NodeIdentity.here().node,
             secret=read_environment_secret(),
             transport=config.transport,
         )
-        self.config = config = name_job(config, self.control)
-        log.set_place(self.job_id, str(self.coordinate), engine.global_steps)
-        self.topology, places = gather_topology(self.control, self.coordinate, degrees)
-        self.declared_on_one_host = declared_on_one_host(places)
-        # Whoever goes on with another engine, should this one be refused, may have the memory.
+        config = name_job(config, control)
+        log.set_place(str(config.job_id), str(coordinate), engine.global_steps)
+        topology, places = gather_topology(control, coordinate, degrees)
+        # If this engine is refused, the script may continue with another one, which then needs
+        # what this one has taken.
         with ExitStack() as undo:
-            undo.callback(self.control.leave)
+            undo.callback(control.leave)
             if engine.data is not None:
                 undo.callback(engine.data.close)
-            self.memory = JobMemory(self)
+            self.memory = JobMemory(config, engine, control, topology)
             undo.callback(self.memory.close)
+            job_dir = self.memory.job_dir
             self.progress = open_page(
-                self.memory.job_dir.path,
+                job_dir.path,
                 local_rank(),
-                self.control.rank,
+                control.rank,
                 config.hang_factor,
                 config.hang_timeout_secs,
             )
             undo.callback(self.progress.close)
-            self._put_together(client_state)
+            context = JobContext(
+                config=config,
+                engine=engine,
+                coordinate=coordinate,
+                topology=topology,
+                control=control,
+                job_dir=job_dir,
+                stats=SnapshotStats(),
+                events=EventLog(control.rank),
+            )
+            control.on_silence = lambda missing, secs: context.events.write(
+                "silent", ranks=missing, secs=secs
+            )
+            self.copying = CopySetup(context)
+            job = self._choose_protection(context)
+            self._make_parts(client_state)
             undo.callback(self.state.close)
-            check_start(self)
+            self._check_start(job, declared_on_one_host(places))
             undo.pop_all()
 
-    def _put_together(self, client_state: ClientState | None) -> None:
-        """Everything that needs the job's memory. Collective."""
+    # -- the parts ---------------------------------------------------------------------------------
+
+    def _choose_protection(self, context: JobContext) -> JobFacts:
+        """Try the devices, and choose the protection where the block leaves that to reft. Sets
+        :attr:`context`. Collective."""
+        config = context.config
+        job = JobFacts(
+            config=config,
+            topology=context.topology,
+            control=context.control,
+            adapter=context.engine.adapter,
+            copies=self.copying.engine,
+            job_dir=context.job_dir.path,
+            devices=(),
+        )
+        job = replace(job, devices=check_device(job))
+        if config.chooses:
+            job = replace(job, config=choose_protection(job, context.events))
+        self.context = context = replace(context, config=job.config)
+        self.protection = Protection(context, self.memory.incarnation, chosen=config.chooses)
+        return job
+
+    def _make_parts(self, client_state: ClientState | None) -> None:
+        """Make the parts that need the protection."""
+        context, memory, at = self.context, self.memory, self.context.coordinate
+        path, engine = context.job_dir.path, context.engine
         self.worker: SnapshotWorker | None = None
+        self.peer_errors = PeerErrors()
         self.faults = FaultPlan(
-            self.config.faults,
-            self.coordinate,
-            self.memory.incarnation,
-            kill_node=lambda: kill_this_node(self.memory.job_dir.path),
+            context.config.faults,
+            at,
+            memory.incarnation,
+            kill_node=lambda: kill_this_node(path),
         )
-        self.stats, self.peer_errors = SnapshotStats(), PeerErrors()
-        self.events = EventLog(self.control.rank)
-        self.control.on_silence = lambda missing, secs: self.events.write(
-            "silent", ranks=missing, secs=secs
+        self.fence = OptimizerFence(self.copying, context.stats)
+        self.state = EngineState(context, self.protection, self.fence, client_state)
+        self.daemon = DaemonClient(path, context.job_dir.secret, self.progress, memory.incarnation)
+        self.stopping = StopController(context, memory, self.daemon)
+        self.tracer = Tracer(context)
+        self._monitor = MonitorWriter(
+            getattr(engine, "engine", None) if context.is_rank_zero else None,
+            path,
+            context.stats,
+            lambda: self.tolerance,
         )
-        self.copying = CopySetup(self)
-        self.device_memory = DeviceMemory(self.progress, self.engine.device)
+        self._device_memory = DeviceMemory(self.progress, engine.device)
         if not self.copying.engine.asynchronous:  # else calls return before their work is done
-            self.progress.set_place((self.coordinate.pp, self.coordinate.dp, self.coordinate.tp))
-        self.device_findings = check_device(self)
-        if chosen := self.config.chooses:
-            self.config = choose_protection(self)
-        self.protection = Protection(self, chosen=chosen)
-        self.fence = OptimizerFence(self)
-        self.state = EngineState(self, client_state)
-        memory = self.memory
-        self.daemon = DaemonClient(
-            memory.job_dir.path, memory.job_dir.secret, self.progress, memory.incarnation
-        )
-        self.monitoring = MonitorWriter(self)
-        self.stopping = StopController(self.config.grace_secs)
-        self.tracer = Tracer()
-        self._last_step = self.engine.global_steps
+            self.progress.set_place((at.pp, at.dp, at.tp))
+        self._last_step = engine.global_steps
         self._stepped = False  # whether a step was made and the next one has not begun
         self._is_due = False  # whether that step's version is to be taken
         self.progress.set_step(self._last_step)
         self._boundary_secs = time.perf_counter()
         self.closed = False
         self.first_request: SnapshotRequest | None = None
-        """Of this life; what has become of it is noted there."""
 
-    # -- facts -----------------------------------------------------------------------------------
+    def _check_start(self, job: JobFacts, declared_together: Sequence[str]) -> None:
+        """Report what the ranks have found, before any state is restored or copied. Collective.
+
+        An error, on all ranks alike, ends the start and leaves the job's memory as it was.
+
+        Raises:
+            ConfigError: the start is refused.
+            SystemExit: this start is a dry run.
+        """
+        context, record = self.context, self.protection.record
+        restarted = self.memory.identity.restarted
+        context.events.write(
+            "attached",
+            incarnation=self.memory.incarnation,
+            coordinate=str(context.coordinate),
+            node=context.node,
+            tolerance=record.tolerance,
+            adapter=type(self.state.adapter).__name__,
+        )
+        gradients = self.state.gradients
+        start = StartFacts(
+            job=job,
+            record=record,
+            incarnation=self.memory.incarnation,
+            restarted=restarted,
+            chosen=self.protection.is_chosen,
+            why_unprotected="" if record.tolerance else self.protection.why_unprotected(),
+            recipe=None if gradients is None else gradients.recipe,
+            declared_on_one_host=declared_together,
+        )
+        # A job that restarts by itself, perhaps on fewer nodes, goes on.
+        context.report(start_findings(start), strict=not restarted)
+        if is_dry_run():
+            end_dry_run(start, context.engine.name)
+
+    def memory_restorer(self) -> MemoryRestorer:
+        """Restores this session from the job's memory."""
+        return MemoryRestorer(
+            self.context, self, self.memory, self.state, self.protection, self.faults
+        )
+
+    # -- facts -------------------------------------------------------------------------------------
 
     @property
-    def job_id(self) -> str:
-        assert self.config.job_id is not None  # name_job() has seen to it
-        return self.config.job_id
+    def stats(self) -> SnapshotStats:
+        """Counters of this rank's versions."""
+        return self.context.stats
 
     @property
-    def node(self) -> str:
-        return self.topology.nodes[self.control.rank]
+    def started(self) -> bool:
+        """Whether versions are taken: the state to resume from was loaded, or there was none."""
+        return self.worker is not None
 
     @property
-    def ranks_here(self) -> int:
-        """Ranks on this node, from the placement: not every launcher says LOCAL_WORLD_SIZE."""
-        return len(self.topology.local_ranks(self.node))
-
-    @property
-    def is_rank_zero(self) -> bool:
-        return self.control.rank == 0
-
-    @property
-    def is_first_on_node(self) -> bool:
-        """One rank per node reads and writes what the node has once."""
-        return self.topology.local_ranks(self.node)[0] == self.control.rank
+    def takes_versions(self) -> bool:
+        """Whether the variant takes versions at all."""
+        return self.copying.takes_versions
 
     @property
     def stepped(self) -> bool:
         """Whether a step was made and the next one has not begun: the script evaluates, saves or
         reads."""
         return self._stepped
+
+    @property
+    def stops_together(self) -> bool:
+        """Whether the job is being stopped after the same step on all ranks."""
+        return self.stopping.together
 
     @property
     def tolerance(self) -> int:
@@ -199,56 +281,93 @@ class Session:
         self.copying.variant = Variant(variant)
 
     def protect(self, scheme: str) -> None:
-        """Switch the protection of the versions to come, at one version boundary on all ranks. One
-        rank that asks is enough; ``reft protect`` does the same from outside. Raises ConfigError:
-        there is no such scheme."""
-        write_request([self.memory.job_dir.path], scheme)
+        """Switch the protection of the versions to come, at one version boundary on all ranks.
+
+        One rank that calls it is enough; ``reft protect`` does the same from outside.
+
+        Raises:
+            ConfigError: there is no such scheme.
+        """
+        write_request([self.context.job_dir.path], scheme)
+
+    def give(self, state: Mapping[str, Any]) -> None:
+        """Follow objects of the script, by name: see :func:`reft.attach`."""
+        self.state.followed.give(state)
+
+    def follow(self, follower: HostState) -> None:
+        """Follow one more kind of host state."""
+        self.state.followed.add(follower)
+
+    def set_client_state(self, client_state: ClientState) -> None:
+        self.state.client_state = client_state
 
     # -- start and end -----------------------------------------------------------------------------
 
     def start(self, frozen: Mapping[int, VersionId]) -> None:
-        """Begin to take snapshots. ``frozen`` slots hold the version that was just recovered."""
+        """Begin to take versions. Collective.
+
+        Args:
+            frozen: slots that hold the version which was just recovered, by number.
+        """
+        context = self.context
+        config, topology, job_dir = context.config, context.topology, context.job_dir
         self.memory.record_identity()
-        self.rates = IntervalRates(self, from_memory=bool(frozen))
-        self.control.end_pairs()  # of the load, with all of the sharding group
-        job_dir, limit, ranks = self.memory.job_dir, self.config.memory_limit_bytes, self.ranks_here
-        control = self.control.for_worker(job_dir.secret)
+        self.rates = IntervalRates(
+            config,
+            context.engine,
+            context.control,
+            topology,
+            job_dir=job_dir.path,
+            scheme=self.protection.record.in_force,
+            tolerance=lambda: self.tolerance,
+            advised_steps=lambda: self.copying.pacer.advised_interval_steps,
+            peer_errors=self.peer_errors,
+            from_memory=bool(frozen),
+        )
+        if self.rates.storage is not None:
+            self.daemon.on_storage_state = self.rates.storage.answered
+        context.control.end_pairs()  # of the load, with all of the sharding group
+        control = context.control.for_worker(job_dir.secret)
+        limit, ranks = config.memory_limit_bytes, context.ranks_here
         arenas = ArenaSet(
-            SlotFiles(job_dir.path, local_rank(), self.config.arena_count, job_dir.secret, ranks),
-            *(self.job_id, self.topology, self.control.rank),
+            SlotFiles(job_dir.path, local_rank(), config.arena_count, job_dir.secret, ranks),
+            *(context.job_id, topology, context.rank),
             frozen=frozen,
             limit_bytes=limit // ranks if limit is not None else None,
             engine=self.copying.engine,
             remake=self._remake_memory,
         )
-        scheme = self.protection.switch(control, arenas)
-        self.worker = SnapshotWorker(
+        scheme = self.protection.switch(control, arenas, self.faults)
+        self.worker = worker = SnapshotWorker(
             control=control,
-            topology=self.topology,
+            topology=topology,
             arenas=arenas,
-            block_bytes=self.config.block_bytes,
-            host_bytes=self.config.host_state_bytes,
+            block_bytes=config.block_bytes,
+            host_bytes=config.host_state_bytes,
             copier=self.copying.copier(),
             callbacks=WorkerCallbacks(
-                self.stats, self.faults, self._committed, self._skipped, self.peer_errors
+                context.stats, self.faults, self._committed, self._skipped, self.peer_errors
             ),
             scheme=scheme,
             features=self._features(control),
             gate=self.copying.pacer.gate,
         )
-        self.daemon.configure(self.config)
-        self.tracer.profile(self)
+        self.fence.worker = self.state.worker = worker
+        self.rates.votes = worker.votes
+        self.daemon.configure(config)
+        self.tracer.profile()
         # Without versions there are no votes to stop by.
-        if self.copying.takes_versions and (lacks := self.stopping.install(self)):
-            warn(self, lacks)
+        if self.copying.takes_versions and (found := self.stopping.install(self, worker)):
+            context.warn(found)
 
     def _features(self, control: WorkerControl) -> list[VersionFeature]:
         """Everything that takes part in the versions of this job. The order counts: partitions are
         recomputed before their checksums are compared."""
-        config, verify = self.config, self.config.verify
+        context, config = self.context, self.context.config
+        verify = config.verify
         features: list[VersionFeature] = [self.rates.agreed, self.copying.pacer]
         if self.state.gradients is not None:
-            features.append(PeerOptimizers(self.state.gradients.recipe, self.stats.recompute))
+            features.append(PeerOptimizers(self.state.gradients.recipe, context.stats.recompute))
         if verify.suspects:
             features.append(FiniteCheck(verify.suspects))
         if verify.peers != "off":
@@ -258,9 +377,9 @@ class Session:
                     block_bytes=config.block_bytes,
                     chunk_bytes=config.has.chunk_bytes,
                     on_difference=verify.on_difference,
-                ).connect(control, self.topology)
+                ).connect(control, context.topology)
             )
-        features.append(MirrorToPeer(control, self.topology, config.block_bytes))
+        features.append(MirrorToPeer(control, context.topology, config.block_bytes))
         return features
 
     def _remake_memory(self) -> None:
@@ -290,45 +409,51 @@ class Session:
         self.progress.close()
         self.stopping.uninstall()
         if self.worker is not None:
-            self.worker.close(self.config.grace_secs if timeout_secs is None else timeout_secs)
+            self.worker.close(
+                self.context.config.grace_secs if timeout_secs is None else timeout_secs
+            )
         self.state.close()
         self.memory.record.close()
         self.memory.close()
-        self.control.leave()
-        self.events.write("closed", **self.stats.to_json())
+        self.context.control.leave()
+        self.context.events.write("closed", **self.stats.to_json())
 
-    # -- what is told of versions, by the worker thread --------------------------------------------
+    # -- called by the worker thread ---------------------------------------------------------------
 
     def _committed(self, label: VersionId) -> None:
-        """All ranks have the version. Whatever cannot be told costs nobody else the news. Other
-        threads wait for the answers of the daemon and of the rendezvous store: the next vote must
-        not."""
+        """All ranks have the version. A failing listener must not stop the others.
+
+        The answers of the daemon and of the rendezvous store are awaited by other threads, never
+        here: the next vote would wait for them, too.
+        """
         stats = self.stats.to_json()
-        due, told_of_rates = False, dict[str, Any]()
+        due, rate_stats = False, dict[str, Any]()
         try:
-            due, told_of_rates = self.rates.committed(label)
+            due, rate_stats = self.rates.committed(label)
         except Exception as error:
             self.peer_errors.record("the rates of versions cannot be computed", error)
         self.peer_errors.run_guarded(
             "the daemon cannot be informed of a commit",
             lambda: self.daemon.report_commit(
                 label,
-                stats | told_of_rates,
+                stats | rate_stats,
                 unprotected=self.protection.lost,
                 due=due,
             ),
         )
         # With the counters: a rank that is killed leaves no "closed" event.
-        told = {
+        counters = {
             key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")
         }
-        self.events.write("commit", step=label.step, copy_secs=self.stats.copy_secs.newest, **told)
-        if self.is_rank_zero:
+        self.context.events.write(
+            "commit", step=label.step, copy_secs=self.stats.copy_secs.newest, **counters
+        )
+        if self.context.is_rank_zero:
             self.memory.record.committed(label, self.peer_errors)
 
     def _skipped(self, step: int, cause: str) -> None:
         self.daemon.report_skip(cause, self.stats.to_json())
-        self.events.write("skip", step=step, cause=cause)
+        self.context.events.write("skip", step=step, cause=cause)
 
     # -- every step --------------------------------------------------------------------------------
 
@@ -336,13 +461,20 @@ class Session:
         self.faults.reach(FaultPoint.DURING_STEP, self._last_step)
         self.fence.before_optimizer_step()
 
+    def after_optimizer_step(self) -> None:
+        self.fence.after_optimizer_step()
+
     def begin_step(self) -> None:
         """The next step begins: take a version of the state that it begins with, if one is due
         (P2).
 
         Called where a training forward pass or ``train_batch`` begins; later calls for the same
-        step do nothing. A state that cannot be captured is not raised here: its version is voted
-        down (P6). Exits where the job stops here, as it was told to."""
+        step do nothing. A state that cannot be captured is no error here: its version is voted
+        down (P6).
+
+        Raises:
+            SystemExit: the job stops here on request.
+        """
         if not self._stepped or self.worker is None or self.closed:
             return
         self._stepped = False
@@ -352,13 +484,44 @@ class Session:
         self.rates.step(step, step_secs)
         if not self.copying.takes_versions:
             return
-        self.stopping.stop_if_due(self, step, step_secs)
+        self.stopping.stop_if_due(step, step_secs)
         if self._is_due:
             self.rates.begun(self.submit(required=False))
         else:
             self.state.boundary.skip()
             self.worker.submit(
                 SnapshotRequest(VersionId(self.memory.incarnation, step), None, b"", vote_only=True)
+            )
+
+    def hold(self) -> None:
+        """Wait until no copy reads the live tensors (P2): they are about to be replaced."""
+        if self.worker is not None:
+            self.worker.fence()
+
+    def go_back(self) -> None:
+        """The job goes back to an older version: what is in memory is the abandoned future, and the
+        versions to come belong to a new incarnation. Collective."""
+        assert self.worker is not None
+        self.worker.drain(self.context.config.commit_timeout_secs)
+        self.worker.fence()
+        self.memory.count_on(self.memory.incarnation + 1)
+
+    def require_first_version(self) -> None:
+        """A strict job continues only if the first version of its state could be taken: no later
+        one would be. The ranks have agreed on that.
+
+        Raises:
+            ConfigError: it could not be taken.
+        """
+        context, request = self.context, self.first_request
+        if not context.config.strict or request is None:
+            return
+        request.done.wait(context.config.commit_timeout_secs)
+        if not request.committed:
+            why = self.stats.last_error or "it did not finish within commit_timeout_secs"
+            context.warn(
+                f"the version of step {request.label.step} could not be taken: {why}. The job "
+                f"could not resume after a failure. Remove the cause, which is in the log"
             )
 
     def check_tensors(self) -> None:
@@ -370,7 +533,7 @@ class Session:
     def after_step(self) -> None:
         """A call that may have made an optimizer step has returned. What the script changes from
         here on, until the next step begins, belongs to the version of this step."""
-        step = self.engine.global_steps
+        step = self.context.engine.global_steps
         if step != self._last_step and not self.closed:
             self._last_step, self._stepped = step, True
             log.set_step(step)
@@ -379,23 +542,23 @@ class Session:
             if not self.tracer.woven:
                 self.copying.pacer.end_step("step", ())
         self.progress.end_step(self._last_step)
-        self.device_memory.after_step()
-        self.monitoring.after_step(self._last_step)
+        self._device_memory.after_step()
+        self._monitor.after_step(self._last_step)
         waited_secs = self.fence.take_waited_secs()
         if self.tracer.active and self.worker is not None:
-            self.tracer.add(self, self._last_step, self.worker.copier.records, waited_secs)
+            self.tracer.add(self._last_step, self.worker.copier.records, waited_secs)
 
     def submit(self, *, required: bool) -> SnapshotRequest:
         """Capture the host state and hand the version to the worker."""
         assert self.worker is not None
         began = time.perf_counter()
-        label = VersionId(self.memory.incarnation, self.engine.global_steps)
+        label = VersionId(self.memory.incarnation, self.context.engine.global_steps)
         request = self.state.capture(label, required=required, variant=self.copying.variant)
         self.worker.submit(request)
         self.first_request = self.first_request or request
         if request.variant is Variant.BLOCKING:
             # the fence says so if it has not ended
-            request.copied.wait(self.config.commit_timeout_secs)
+            request.copied.wait(self.context.config.commit_timeout_secs)
         self.stats.stalls_secs.append(time.perf_counter() - began)
         return request
 
@@ -403,10 +566,10 @@ class Session:
         """The engine's state was replaced: the images may be other tensors, the step another
         one."""
         self.state.replaced()
-        if self.worker is not None and self._last_step != self.engine.global_steps:
-            self.rates.went_to(self.engine.global_steps)
-        self._last_step, self._stepped = self.engine.global_steps, False
-        self.monitoring.starts_at(self._last_step)
+        if self.worker is not None and self._last_step != self.context.engine.global_steps:
+            self.rates.went_to(self.context.engine.global_steps)
+        self._last_step, self._stepped = self.context.engine.global_steps, False
+        self._monitor.starts_at(self._last_step)
         self.progress.set_step(self._last_step)
         log.set_step(self._last_step)
 
@@ -416,4 +579,6 @@ def record(session: Session) -> None:
     not import otherwise. Called when the engine's methods are wrapped: the recorder's wrappers go
     around them."""
     if os.environ.get(ENV_REHEARSE):
-        import_module("reft.rehearse.record").attach(session)
+        import_module("reft.rehearse.record").attach(
+            session.context, session, session.memory, session.state, session.fence, session.stopping
+        )

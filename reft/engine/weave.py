@@ -19,13 +19,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from reft.config import Variant
+from reft.engine.copying import CopySetup
 from reft.engine.marks import wrap
-from reft.engine.session import Session
+from reft.engine.tracer import Tracer
+from reft.node.progress import ProgressPage
 from reft.pacing.pacer import queues_transfers, waits
 from reft.pacing.schedule import InstructionRecord
 
@@ -76,16 +78,31 @@ class WovenSchedule:
                 yield command
 
 
+class WovenSession(Protocol):
+    """What a :class:`Weaver` needs of a session."""
+
+    @property
+    def started(self) -> bool: ...
+
+    def check_tensors(self) -> None: ...
+
+
 class Weaver:
     """Weaves the schedules of a session's pipeline engine. Made once, at ``attach``. Whether
     anything is to be woven, and whether every instruction is timed, is asked before every
     schedule."""
 
-    def __init__(self, engine: Any, session: Session) -> None:
-        self._session, self._tracer = session, session.tracer
-        self._tracer.woven = True
-        self._progress = session.progress
-        self._pacer = session.copying.pacer
+    def __init__(
+        self,
+        engine: Any,
+        copying: CopySetup,
+        tracer: Tracer,
+        progress: ProgressPage,
+        session: WovenSession,
+    ) -> None:
+        self._copying, self._pacer = copying, copying.pacer
+        self._tracer, self._progress, self._session = tracer, progress, session
+        tracer.woven = True
         self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
         self._streams: dict[Hashable, list[str]] = {}
         """The instructions of every schedule, as they were executed."""
@@ -111,9 +128,9 @@ class Weaver:
             stamps.clear()
         # P1: on the instance; the class, and every other engine, executes as before.
         engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
-        copying = self._session.copying
+        copying = self._copying
         paced = copying.variant is Variant.HAS or copying.pacer.gate.wanted
-        if not (traced or (paced and self._session.worker is not None)):
+        if not (traced or (paced and self._session.started)):
             return original(schedule)
         key = _window_key(schedule)
         known, names = self._streams.get(key, []), list[str]()

@@ -3,5 +3,5 @@
 
 FOLLOWERS = {
     "flags": "reft.follow.flags:followers",
-    "schedulers": "reft.follow.schedulers:followers",
+    "schedulers": "reft.follow.groups:followers",
 }

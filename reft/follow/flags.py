@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from reft.engine.context import JobContext
 from reft.engine.host_state import HostState
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
 
 logger = logging.getLogger(__name__)
 
 
-def followers(session: Session) -> Iterable[HostState]:
-    engine = getattr(session.engine, "engine", None)
+def followers(context: JobContext, given: Callable[[], list[Any]]) -> Iterable[HostState]:
+    engine = getattr(context.engine, "engine", None)
     return () if engine is None else (Flags(engine),)
 
 
@@ -69,9 +67,8 @@ class Flags(HostState):
             self._is_restored = True
         elif saved["frozen"]:
             logger.warning(
-                "the version is of another layout: frozen parameters (%d) and the training mode "
-                "of modules "
-                "are those that the script has set",
+                "the version is of another layout: frozen parameters (%d) and the training mode of "
+                "modules are those that the script has set",
                 len(saved["frozen"]),
             )
         if saved["batch"] is not None:
@@ -94,15 +91,10 @@ class Flags(HostState):
             return None
         return (
             f"step {engine.global_steps} was made of {made} micro-batches although the "
-            "accumulation was "
-            f"set to "
-            f"{self._accumulation}: it was changed after {micro} micro-batches, which is no "
-            "multiple. From "
-            f"here on "
-            "steps end within the script's loop over micro-batches, and a resumed script begins "
-            "that loop at "
-            "another micro-batch. Write engine.micro_steps = 0 after "
-            "engine.set_train_batch_size(...)"
+            f"accumulation was set to {self._accumulation}: it was changed after {micro} "
+            "micro-batches, which is no multiple. From here on steps end within the script's loop "
+            "over micro-batches, and a resumed script begins that loop at another micro-batch. "
+            "Write engine.micro_steps = 0 after engine.set_train_batch_size(...)"
         )
 
     def _restore_batch(self, saved: Mapping[str, int]) -> None:

@@ -4,17 +4,15 @@ computes other ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
 from reft.checks.start import rates_from_step
+from reft.engine.context import JobContext
 from reft.engine.host_state import HostState
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
-    from reft.follow.schedulers import Schedulers
+from reft.follow.schedulers import Schedulers
 
 _COUNTS = ("last_epoch", "_step_count", "last_batch_iteration")
 """Attributes by which torch's and DeepSpeed's schedulers count their steps."""
@@ -22,15 +20,27 @@ _MOMENTA = ("betas", "momentum")
 """What torch's cyclic schedulers change beside the learning rate."""
 
 
+def followers(context: JobContext, given: Callable[[], list[Any]]) -> Iterable[HostState]:
+    """Schedulers and parameter groups of a DeepSpeed engine; nothing for other programs."""
+    engine = getattr(context.engine, "engine", None)
+    if engine is None:
+        return ()
+    schedulers = Schedulers(engine, given)
+    return schedulers, ParamGroups(context, schedulers, given)
+
+
 class ParamGroups(HostState):
     """Numbers of every parameter group of the innermost optimizer."""
 
     name = "param_groups"
 
-    def __init__(self, session: Session, schedulers: Schedulers) -> None:
-        self._session = session
+    def __init__(
+        self, context: JobContext, schedulers: Schedulers, given: Callable[[], list[Any]]
+    ) -> None:
+        self._context = context
+        self._given = given
         self._schedulers = schedulers
-        self._state = session.engine.adapter.state  # type: ignore[attr-defined]  # DeepSpeed's have one
+        self._state = context.engine.adapter.state  # type: ignore[attr-defined]  # DeepSpeed's have one
         self._after: tuple[list[dict[str, Any]], Any] | None = None
         """Numbers and counts of the schedulers after the last optimizer step."""
         self._ended: list[dict[str, Any]] | None = None
@@ -65,7 +75,7 @@ class ParamGroups(HostState):
 
     def restore(self, saved: dict[str, Any]) -> None:
         self._after = self._ended = None
-        data = self._session.state.data
+        data = self._context.engine.data
         # A program that loads its own checkpoints may be told to override what they hold.
         overrides = data is not None and data.left_to_program
         self._moved = saved["moved"] and saved["replicas"] == self._replicas() and not overrides
@@ -73,7 +83,7 @@ class ParamGroups(HostState):
             self._state.restore_groups(saved["groups"])
 
     def _replicas(self) -> int:
-        return self._session.topology.degrees.dp
+        return self._context.topology.degrees.dp
 
     def _after_optimizer(self, *_: Any) -> None:
         self._after = None if self._reported else (self._numbers(), self._counts())
@@ -97,9 +107,7 @@ class ParamGroups(HostState):
     def _followed(self) -> list[Any]:
         """Schedulers whose state is part of the version, by reft or because the script has given
         them."""
-        given = [
-            g for g in self._session.state.followed.given() if callable(getattr(g, "step", None))
-        ]
+        given = [g for g in self._given() if callable(getattr(g, "step", None))]
         return [
             s for s in (self._schedulers.own(), *self._schedulers.live(), *given) if s is not None
         ]
@@ -120,19 +128,15 @@ class ParamGroups(HostState):
             return None
         what = "the learning rate" if key == "lr" else f'"{key}"'
         return (
-            f"{lines}{what} of parameter group {index} was changed from {was} to {now} between "
-            "two steps, "
-            f"by nothing "
-            "that reft follows. After a failure the script computes it from values that it has to "
-            "restore "
-            "itself. "
-            "Compute it from engine.global_steps, or give the object that changes it: "
-            'reft.attach(engine, state={"scheduler": ...})'
+            f"{lines}{what} of parameter group {index} was changed from {was} to {now} between two "
+            "steps, by nothing that reft follows. After a failure the script computes it from "
+            "values that it has to restore itself. Compute it from engine.global_steps, or give "
+            'the object that changes it: reft.attach(engine, state={"scheduler": ...})'
         )
 
     def end_step(self) -> str | None:
         self._ended = self._numbers()
-        lost = None if self._lost_reported else self._session.engine.adapter.why_groups_are_lost()  # type: ignore[attr-defined]
+        lost = None if self._lost_reported else self._context.engine.adapter.why_groups_are_lost()  # type: ignore[attr-defined]
         if lost is not None:
             self._lost_reported = True
             return str(lost)

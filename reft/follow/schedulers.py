@@ -11,18 +11,14 @@ import copy
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch.optim import lr_scheduler
 
 from reft.engine.host_state import HostState
 from reft.errors import UnsupportedStateError
-from reft.follow.groups import ParamGroups
 from reft.state.codec import class_path, encode
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
 
 _WATCHED = (
     lr_scheduler.LRScheduler,
@@ -33,14 +29,6 @@ _WATCHED = (
 )
 _MOST_WRAPPERS = 5
 _LATE_STEPS = 2
-
-
-def followers(session: Session) -> Iterable[HostState]:
-    engine = getattr(session.engine, "engine", None)
-    if engine is None:
-        return ()
-    schedulers = Schedulers(engine, lambda: session.state.followed.given())  # noqa: PLW0108  # made later
-    return schedulers, ParamGroups(session, schedulers)
 
 
 class Schedulers(HostState):
@@ -116,10 +104,8 @@ class Schedulers(HostState):
         kinds = ", ".join(state["class"] for state in self._waiting)
         return (
             f"the version holds the state of learning-rate schedulers ({kinds}) that the script "
-            "has not "
-            f"made in "
-            "this start: the learning rate stays what it was. Make them at every start, before "
-            "training"
+            "has not made in this start: the learning rate stays what it was. Make them at every "
+            "start, before training"
         )
 
     def findings(self) -> Iterator[str]:

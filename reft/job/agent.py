@@ -541,7 +541,7 @@ class Agent:
 
     def _global_rank(self, local_rank: int) -> int:
         assert self.agreement is not None
-        ranks = deal_ranks(self.agreement.workers, self.agreement.turn)
+        ranks = deal_ranks(self.agreement.workers, self.agreement.rank_stride)
         return ranks[self._group_rank][local_rank]
 
     # -- the end -----------------------------------------------------------------------------------

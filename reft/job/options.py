@@ -210,13 +210,13 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         "stage on different nodes without a change to the script; with a tensor-parallel degree "
         "of N, "
         "across-nodes:N keeps tensor-parallel groups on one node. Give the same on every node",
-        type=_rank_turn,
+        type=_rank_stride,
         default=0,
         metavar="ORDER",
     )
 
 
-def _rank_turn(order: str) -> int:
+def _rank_stride(order: str) -> int:
     """What ``--rank-order`` says, as :func:`reft.job.rendezvous.membership.deal_ranks` takes it."""
     name, _, size = order.partition(":")
     if order == _BY_NODE:
@@ -266,7 +266,7 @@ class LaunchOptions:
     free_restarts: int  # restarts because of lost peers, without progress in between
     # own failures are counted from the last new version on, not over the job's life
     restarts_renew: bool
-    rank_turn: int  # ranks that a node gets in its turn; 0: all of its ranks in a row
+    rank_stride: int  # ranks that a node gets in its turn; 0: all of its ranks in a row
     devices: tuple[int, ...] | None  # those of this node that the trainers see; None: all
     warm: bool
     preload: tuple[str, ...]
@@ -377,7 +377,7 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
         stop_secs=args.stop_secs,
         free_restarts=args.max_peer_restarts,
         restarts_renew=restarts_renew,
-        rank_turn=args.rank_order,
+        rank_stride=args.rank_order,
         devices=args.devices,
         # Processes with a device have not been forked from anywhere yet: it is for the user to say.
         warm=not args.no_python and (not has_device if args.warm is None else args.warm),

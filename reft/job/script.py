@@ -1,18 +1,18 @@
-"""Runs a training script as ``python`` would, with reft ready for the moment it imports DeepSpeed.
+"""Runs a training script as ``python`` would, with reft ready when it imports DeepSpeed.
 
     python -P -m reft.job.script script.py ARGS...
     python -P -m reft.job.script -m package.module ARGS...
 
 ``-P`` keeps the working directory out of ``sys.path`` while reft is imported: a ``logging.py``
-there is the script's. The script gets the path that ``python`` itself would give it.
+there belongs to the script. The script gets the path that ``python`` itself would give it.
 
-``reft launch`` starts trainers this way. Nothing heavy is imported before the script runs: scripts
-set environment variables first. The traceback and, but for a lost peer, the exit code are the
-script's own.
+``reft launch`` starts trainers this way. Nothing heavy is imported before the script runs, because
+scripts set environment variables first. The traceback is the script's own, and so is the exit code,
+except after the loss of a peer.
 
-TorchElastic counts every failed worker group against ``--max-restarts``, so one lost node uses up a
-restart on each of its peers. Here the trainer notes whether it died of its own cause or because a
-peer vanished (:class:`ExitNote`), and the agent judges all trainers of the node together
+TorchElastic counts every failed worker group against ``--max-restarts``, so that one lost node uses
+up a restart on each of its peers. Here the trainer notes whether it ended by its own cause or
+because a peer vanished (:class:`ExitNote`), and the agent judges all trainers of the node together
 (:func:`judge`).
 """
 
@@ -43,43 +43,52 @@ from reft.engine.on_import import hook_imports
 from reft.env import ENV_EXIT_DIR, ENV_LAUNCHER_PID
 from reft.refusal import EX_REFUSED, is_refusal, write_error_file, write_refusal
 
-EX_PEER_FAILED = 75  # Exit code of a trainer that lost a peer (``EX_TEMPFAIL``: try again)
+EX_PEER_FAILED = 75
+"""Exit code of a trainer that lost a peer (``EX_TEMPFAIL``: try again)."""
 
 EX_FENCED = 76
-"""Exit code of a launcher that was cut off while another node took its place: the job goes on
-without it."""
+"""Exit code of a launcher that was cut off while the job continued without its node."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Those that tell a launcher to stop; its exit code is then 128 + n, whatever its trainers' are."""
+"""Signals that stop a launcher. Its exit code is then 128 + n, whatever its trainers' are."""
 
 
 def not_ignored(numbers: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]:
-    """Signals that this process may handle. Whoever started it with a signal ignored (``nohup``; a
-    shell, for what it starts in the background) wants it to continue when that signal arrives."""
+    """The signals that this process may handle.
+
+    If the parent ignores a signal (``nohup``, or a shell for a background process), this process
+    must continue when that signal arrives.
+    """
     return tuple(number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN)
 
 
-_LAUNCHERS_CODES = frozenset({EX_FENCED, *(128 + number for number in STOP_SIGNALS)})
-"""What they say of a launcher, a trainer's end cannot mean."""
+_LAUNCHER_CODES = frozenset({EX_FENCED, *(128 + number for number in STOP_SIGNALS)})
+"""Exit codes with a meaning for a launcher that the end of a trainer cannot have."""
 
 STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-"""Exit codes of a trainer that was told to stop and did so in good order."""
+"""Exit codes of a trainer that ended in good order after a signal to stop."""
 
 
 class ExitCause(StrEnum):
+    """Why a trainer ended."""
+
     REFUSED = "refused"
-    """reft refused what the script asks for or what is left of the job, or the script cannot run
-    (exit code 2 of a command line): the same in every life, so that the job ends at once."""
-    SIZE = "size"  # Refused for the number of nodes: free, another number may do
-    OWN = "own"  # Its own error, exit code or signal: uses one of ``--max-restarts``
-    PEER = "peer"  # Communication broke because another rank vanished: free
-    STOPPED = "stopped"  # a peer was told to stop and took the whole job to a last commit: free
+    """reft refused what the script asks for or what is left of the job, or the script cannot run.
+    Every restart would end in the same way, so the job ends at once."""
+    SIZE = "size"
+    """Refused for the number of nodes. Uses no restart: another number may fit."""
+    OWN = "own"
+    """Its own error, exit code or signal. Uses one of ``--max-restarts``."""
+    PEER = "peer"
+    """Communication failed because another rank vanished. Uses no restart."""
+    STOPPED = "stopped"
+    """A peer was stopped, and the whole job ended after a last commit. Uses no restart."""
     ENDED = "ended"
-    """Ended well while other ranks trained on. It is to blame only if they lost it: decided by what
-    the other nodes report, as the next."""
+    """Ended well while other ranks still trained. The reports of the other nodes decide whether
+    they failed because of it."""
     UNCLEAR = "unclear"
-    """Aborted by a communication library's watchdog, or by its own code: decided by what the other
-    nodes report (:func:`reft.job.rendezvous.membership.agree`)."""
+    """Aborted by a communication library's watchdog, or by its own code. The reports of the other
+    nodes decide (:func:`reft.job.rendezvous.membership.agree`)."""
 
 
 EXIT_CODES = {
@@ -87,94 +96,103 @@ EXIT_CODES = {
     ExitCause.REFUSED: EX_REFUSED,
     ExitCause.SIZE: EX_REFUSED,
 }
-"""Of a trainer that ended by an exception; any other: 1."""
-_OF_THE_SCRIPT = (SyntaxError, ModuleNotFoundError)  # Errors that every start of it ends with
+"""Exit codes of a trainer that ended by an exception; 1 for any other cause."""
+_SCRIPT_ERRORS = (SyntaxError, ModuleNotFoundError)  # Every start of the script fails with these
 _ERROR_CHARS = 240
 _PEER_TYPES = frozenset({"DistNetworkError", "DistStoreError", "TransferError"})
 _OWN_BACKEND_ERRORS = re.compile(
-    r"ncclInvalid(Usage|Argument)|Duplicate GPU|unhandled (cuda|hip) error|(CUDA|HIP) error|out "
-    r"of memory",
+    r"ncclInvalid(Usage|Argument)|Duplicate GPU|unhandled (cuda|hip) error|(CUDA|HIP) error"
+    r"|out of memory",
     re.I,
 )
-_OF_DEEPSPEEDS_STAGES = re.compile(r"num_stages \(\d+\) must divide distributed world size")
+_STAGES_ERROR = re.compile(r"num_stages \(\d+\) must divide distributed world size")  # DeepSpeed's
 _PEER_MESSAGES = re.compile(
-    r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|socket "
-    r"(timeout|closed|error)"
-    r"|failed to recv, got 0 bytes|connectFullMesh failed|Application timeout caused pair closure"
+    r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe"
+    r"|socket (timeout|closed|error)"
+    r"|failed to recv, got 0 bytes|connectFullMesh failed"
+    r"|Application timeout caused pair closure"
     r"|gloo.*time[ds]? ?out|timed out waiting \d+ ?ms for (recv|send)|monitoredBarrier"
     r"|nccl(System|Remote|Internal|InProgress)Error|NCCL communicator was aborted"
-    r"|Watchdog caught collective operation timeout|remote process exited or there was a network "
-    r"error"
+    r"|Watchdog caught collective operation timeout"
+    r"|remote process exited or there was a network error"
     r"|collective operation timeout|MPI_ERR_PROC_FAILED",
     re.I | re.S,
 )
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether ``error``, or anything it was raised from or while handling, is lost communication. A
-    wrong "yes" costs a bounded number of free restarts, a wrong "no" may end the job."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        current = waiting.pop()
-        if current is None or id(current) in seen:
+    """Whether an exception, or any in its chain, means that communication was lost.
+
+    A wrong "yes" costs a bounded number of free restarts; a wrong "no" may end the job.
+    """
+    visited: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in visited:
             continue
         if _is_communication_error(current):
             return True
-        seen.add(id(current))
-        waiting.append(current.__cause__)
+        visited.add(id(current))
+        pending.append(current.__cause__)
         if not current.__suppress_context__:
-            waiting.append(current.__context__)
+            pending.append(current.__context__)
         if isinstance(current, BaseExceptionGroup):
-            waiting.extend(current.exceptions)
+            pending.extend(current.exceptions)
     return False
 
 
 def _is_communication_error(error: BaseException) -> bool:
-    # Told by name, so that torch need not be imported.
-    names = {
-        c.__name__ for c in type(error).__mro__ if c.__module__.split(".")[0] in ("torch", "reft")
-    }
+    # Types are compared by name, so that torch need not be imported.
+    names = {c.__name__ for c in type(error).__mro__ if c.__module__.split(".")[0] in _PACKAGES}
     if names & _PEER_TYPES:
         return True
     if "DistBackendError" in names:
         return not _OWN_BACKEND_ERRORS.search(str(error))
-    # gloo and torch's C++ raise plain RuntimeErrors; a user's own ConnectionError is an OSError.
+    # gloo and torch's C++ raise plain RuntimeErrors. A ConnectionError of the script is an OSError.
     return isinstance(error, RuntimeError) and bool(_PEER_MESSAGES.search(str(error)))
+
+
+_PACKAGES = ("torch", "reft")
 
 
 @dataclass(frozen=True)
 class ExitNote:
-    """What a trainer says about its end; ``error``: type and first line of the message,
-    shortened."""
+    """A trainer's own record of why it ended."""
 
     cause: ExitCause
-    error: str
+    error: str  # Type and first line of the message, shortened
 
     @classmethod
     def of(cls, error: BaseException) -> ExitNote:
+        """The note of a trainer that an exception ended."""
         cause = ExitCause.PEER if is_peer_failure(error) else ExitCause.OWN
-        if is_refusal(error) or isinstance(error, _OF_THE_SCRIPT):
+        if is_refusal(error) or isinstance(error, _SCRIPT_ERRORS):
             cause = ExitCause.REFUSED
-        ours = any(
+        is_size_error = any(
             c.__name__ == "SizeError" and c.__module__ == "reft.errors" for c in type(error).__mro__
         )
-        if ours or _OF_DEEPSPEEDS_STAGES.match(str(error)):
+        if is_size_error or _STAGES_ERROR.match(str(error)):
             cause = ExitCause.SIZE
+        text = type(error).__name__
         lines = str(error).strip().splitlines()
-        # A first line that announces a list ends with a colon, and so does what is put in front of
-        # the rest.
-        text = f"{type(error).__name__}: {lines[0].rstrip(': ')}" if lines else type(error).__name__
-        return cls(cause, text if len(text) <= _ERROR_CHARS else text[: _ERROR_CHARS - 1] + "…")
+        if lines:
+            # A first line that ends with a colon introduces the others, which are left out.
+            text = f"{text}: {lines[0].rstrip(': ')}"
+        if len(text) > _ERROR_CHARS:
+            text = text[: _ERROR_CHARS - 1] + "…"
+        return cls(cause, text)
 
     def write(self, directory: Path, local_rank: int) -> None:
         from reft.durable import whole_file
 
+        # Without fsync: the reader is on this host, and a crash of the host needs no note.
         with whole_file(directory / f"{local_rank}.json", sync=False) as file:
             file.write(json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, directory: Path, local_rank: int) -> ExitNote | None:
+        """The note of a trainer; None if there is none, or none that can be read."""
         try:
             fields = json.loads((directory / f"{local_rank}.json").read_text())
             return cls(ExitCause(fields["cause"]), str(fields["error"]))
@@ -184,10 +202,9 @@ class ExitNote:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one local trainer ended: ``exit_code`` as ``Popen.returncode`` (negative: signal), None:
-    it is still ending; and what it said, if it could."""
+    """How one local trainer ended."""
 
-    exit_code: int | None
+    exit_code: int | None  # As ``Popen.returncode`` (negative: signal); None: it is still ending
     note: ExitNote | None
 
     @property
@@ -210,26 +227,30 @@ class WorkerExit:
         if self.exit_code is None:
             return "still ending"
         if self.exit_code < 0:
-            named = {number.value: number.name for number in signal.Signals}
-            return f"killed by {named.get(-self.exit_code, f'signal {-self.exit_code}')}"
+            names = {number.value: number.name for number in signal.Signals}
+            number = -self.exit_code
+            return f"killed by {names.get(number, f'signal {number}')}"
         return f"exit code {self.exit_code}"
 
 
 @dataclass(frozen=True)
 class TrainerFailure:
-    """The judgement over the trainers of a node that ended before the agent stopped the rest;
-    ``exit_code`` is what the launcher exits with if nothing restarts."""
+    """The verdict on the trainers of a node that ended before the agent stopped the rest."""
 
     cause: ExitCause
     local_rank: int
-    exit_code: int
+    exit_code: int  # Of the launcher, if the job is not restarted
     reason: str
-    ended_early: bool = False  # a rank that ended well left the others alone
+    ended_early: bool = False  # A rank that ended well left the others alone
 
 
 def judge(exits: Mapping[int, WorkerExit]) -> TrainerFailure:
-    """Judge the trainers of one node that failed by themselves, at least one, by local rank."""
-    order = (
+    """Find the trainer that caused the failure.
+
+    Args:
+        exits: the trainers of one node that failed by themselves, by local rank; at least one.
+    """
+    severity = (
         ExitCause.REFUSED,
         ExitCause.SIZE,
         ExitCause.OWN,
@@ -237,13 +258,12 @@ def judge(exits: Mapping[int, WorkerExit]) -> TrainerFailure:
         ExitCause.PEER,
         ExitCause.STOPPED,
     )
-    rank, worst = min(exits.items(), key=lambda item: (order.index(item[1].cause), item[0]))
+    rank, worst = min(exits.items(), key=lambda item: (severity.index(item[1].cause), item[0]))
     return TrainerFailure(worst.cause, rank, shell_code(worst), f"local rank {rank}: {worst}")
 
 
 def name_ended_early(failure: TrainerFailure, ended: Mapping[int, str]) -> TrainerFailure:
-    """Name a rank that ended well where other ranks lost it and nothing else explains their
-    failure.
+    """Name a rank that ended well, if other ranks lost it and nothing else explains the failure.
 
     Args:
         failure: of this node's trainers.
@@ -258,33 +278,37 @@ def name_ended_early(failure: TrainerFailure, ended: Mapping[int, str]) -> Train
 
 
 def shell_code(end: WorkerExit) -> int:
-    """What a launcher exits with that gives up because of a trainer: its code as a shell reports
-    it, 128 + n for signal n; 1 where that is 0, or says of a launcher that it was told to stop or
-    cut off."""
+    """The exit code of a launcher that gives up because of this trainer.
+
+    It is the trainer's code as a shell reports it, 128 + n for signal n. It is 1 if that code would
+    mean success, or that the launcher itself was stopped or cut off.
+    """
     if end.exit_code is None or end.exit_code == 0:
         return EXIT_CODES.get(end.cause, 1)
     code = 128 - end.exit_code if end.exit_code < 0 else end.exit_code
-    return 1 if code in _LAUNCHERS_CODES else code
+    return 1 if code in _LAUNCHER_CODES else code
 
+
+# -- the trainer -----------------------------------------------------------------------------------
 
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 128 + signal.SIGINT
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this process when its launcher is killed, so that it does not linger."""
+    """Let the kernel kill this process when its launcher is killed."""
     launcher = os.environ.get(ENV_LAUNCHER_PID)
     if launcher is None:
         return
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The launcher may have died before prctl: no signal comes then.
     if os.getppid() != int(launcher):
         os._exit(1)
 
 
 def run_script(path: str) -> None:
-    """Run a script, a directory or an archive as ``__main__``; ``sys.argv`` is already the
-    script's."""
+    """Run a script, a directory or an archive as ``__main__``; ``sys.argv`` is already set."""
     if not os.path.isfile(path):
         if os.path.exists(path):
             runpy.run_path(path, run_name="__main__")
@@ -304,19 +328,22 @@ def run_script(path: str) -> None:
 
 
 def run_module(name: str) -> None:
-    found = name
+    """Run a module, or a package's ``__main__``, as ``__main__``."""
+    module_name = name
     try:
-        spec = importlib.util.find_spec(found)
+        spec = importlib.util.find_spec(module_name)
         if spec is not None and spec.submodule_search_locations is not None:
-            found += ".__main__"
-            spec = importlib.util.find_spec(found)
+            module_name += ".__main__"
+            spec = importlib.util.find_spec(module_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise _not_runnable(f"error while finding module {found!r}: {error}") from error
+        raise _not_runnable(f"error while finding module {module_name!r}: {error}") from error
     if spec is None or spec.loader is None:
-        raise _not_runnable(f"no module named {found!r}, or it is a package that cannot be run")
-    code = spec.loader.get_code(found) if hasattr(spec.loader, "get_code") else None
+        raise _not_runnable(
+            f"no module named {module_name!r}, or it is a package that cannot be run"
+        )
+    code = spec.loader.get_code(module_name) if hasattr(spec.loader, "get_code") else None
     if code is None:
-        raise _not_runnable(f"module {found!r} has no code to run")
+        raise _not_runnable(f"module {module_name!r} has no code to run")
     main = _new_main(file=spec.origin or name)
     main.__spec__, main.__loader__, main.__package__ = spec, spec.loader, spec.parent
     main.__cached__ = spec.cached  # type: ignore[attr-defined]
@@ -325,8 +352,7 @@ def run_module(name: str) -> None:
 
 
 def _new_main(file: str) -> ModuleType:
-    """A fresh ``__main__`` that stays: exit handlers, threads and spawned children still find
-    it."""
+    """A new ``__main__`` that stays in place for exit handlers, threads and spawned children."""
     main = ModuleType("__main__")
     main.__file__ = file
     main.__dict__["__builtins__"] = builtins
@@ -340,9 +366,15 @@ def _not_runnable(reason: str) -> SystemExit:
 
 
 def run_and_classify(run: Callable[[], None]) -> int:
-    """Run the script; report and note how it failed. Returns the exit code: 0, 1 for an exception,
-    2 for what reft refuses, 75 for lost peers, 130 for Ctrl-C. Raises SystemExit: the script's
-    own."""
+    """Run the script; report and note how it ended.
+
+    Returns:
+        The exit code: 0; 1 for an exception; 2 for what reft refuses; 75 for lost peers; 130 for
+        Ctrl-C.
+
+    Raises:
+        SystemExit: the script's own.
+    """
     try:
         run()
     except SystemExit as stop:
@@ -358,24 +390,24 @@ def run_and_classify(run: Callable[[], None]) -> int:
         _show(error)
         write_error_file(error)
         cause = _note(error)
-        return (
-            1 if cause is ExitCause.REFUSED and not is_refusal(error) else EXIT_CODES.get(cause, 1)
-        )
+        if cause is ExitCause.REFUSED and not is_refusal(error):
+            return 1
+        return EXIT_CODES.get(cause, 1)
     _note_good_end()
     return 0
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback as ``python`` itself would; what reft refuses says itself what to
-    change."""
+    """Print the traceback as ``python`` would; a refusal of reft prints what to change instead."""
     if is_refusal(error):
         write_refusal(error)
     else:
-        own, trace = (__file__, runpy.__file__, "<frozen runpy>"), error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        own_files = (__file__, runpy.__file__, "<frozen runpy>")
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in own_files:
             trace = trace.tb_next
         error.__traceback__ = trace
-        # As the interpreter does: exit handlers see by it that the script has failed.
+        # The interpreter sets these: exit handlers recognize by them that the script has failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -384,31 +416,37 @@ def _show(error: BaseException) -> None:
 
 def _note(error: BaseException) -> ExitCause:
     note = ExitNote.of(error)
-    # A script that prints lost communication and exits by itself has still lost a peer; one that
-    # just exits says nothing more than its code does.
+    # A script that prints lost communication and exits by itself has still lost a peer. For any
+    # other exit of the script, its code says all.
     if not (isinstance(error, SystemExit) and note.cause is ExitCause.OWN):
-        _leave(note)
+        _write_note(note)
     return note.cause
 
 
 def _note_good_end() -> None:
-    """Before the interpreter is taken apart, which takes seconds: peers may fail at once."""
-    # Without the module there is no page: nothing is imported for it.
+    """Note a good end, before the interpreter shuts down.
+
+    The shutdown takes seconds, in which peers that have lost this rank may fail.
+    """
+    # If the module was not imported, there is no progress page to read.
     progress = sys.modules.get("reft.node.progress")
     step = progress.newest_step() if progress is not None else 0
-    _leave(ExitNote(ExitCause.ENDED, f"exit code 0 at step {step}" if step else "exit code 0"))
+    end = f"exit code 0 at step {step}" if step else "exit code 0"
+    _write_note(ExitNote(ExitCause.ENDED, end))
 
 
-def _leave(note: ExitNote) -> None:
+def _write_note(note: ExitNote) -> None:
     if directory := os.environ.get(ENV_EXIT_DIR):
         with contextlib.suppress(OSError):
             note.write(Path(directory), int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def main(argv: list[str]) -> int:
+    """Command line of this module; returns the exit code."""
     if not argv or (argv[0] == "-m" and len(argv) < 2):
         print(
-            "usage: python -P -m reft.job.script (script.py | -m module) [ARGS...]", file=sys.stderr
+            "usage: python -P -m reft.job.script (script.py | -m module) [ARGS...]",
+            file=sys.stderr,
         )
         return 2
     die_with_launcher()
@@ -416,13 +454,16 @@ def main(argv: list[str]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process. After the loss of a peer the interpreter is not taken apart: with torch
-    loaded that takes a second, in which all nodes wait for the next round. Threads and exit
-    handlers have their turn."""
+    """End this process.
+
+    After the loss of a peer, the interpreter does not shut down completely. With torch loaded, that
+    takes a second in which all nodes wait for the next round. Threads are joined and exit handlers
+    run in any case.
+    """
     if code == EX_PEER_FAILED:
-        of_python: Any = threading
+        python_threads: Any = threading
         try:
-            of_python._shutdown()
+            python_threads._shutdown()
             atexit._run_exitfuncs()
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -433,14 +474,19 @@ def leave(code: int) -> NoReturn:
 
 
 def run(argv: list[str]) -> int:
-    """Run a script, or behind ``-m`` a module, with the hook; returns as :func:`run_and_classify`
-    does. ``sys.path`` gets the first entry that ``python`` would give it."""
+    """Run a script, or after ``-m`` a module, with the import hook.
+
+    ``sys.path`` gets the first entry that ``python`` would give it.
+
+    Returns:
+        As :func:`run_and_classify`.
+    """
     mark(BEGAN)
     hook_imports()
-    if not os.environ.get("PYTHONSAFEPATH"):  # the flag is reft's own
+    if not os.environ.get("PYTHONSAFEPATH"):  # This process itself runs with -P
         if argv[0] == "-m":
             sys.path.insert(0, os.getcwd())
-        elif os.path.isfile(argv[0]):  # runpy adds a directory itself
+        elif os.path.isfile(argv[0]):  # For a directory, runpy adds the entry
             sys.path.insert(0, os.path.dirname(os.path.realpath(argv[0])))
     if argv[0] == "-m":
         name = argv[1]

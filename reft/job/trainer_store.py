@@ -1,9 +1,9 @@
 """Where the trainers of one round find each other: torch's TCPStore, on loopback only (P11).
 
-Torch's store serves whoever reaches its port, so the launcher of the first node serves it to its
-own host alone. The other launchers listen on their own loopback and relay their trainers'
-connections, through an authenticated server, to that launcher. Trainers on every node find it at
-``127.0.0.1``.
+Torch's store serves every process that reaches its port. So the launcher of the first node serves
+it on loopback, to its own host. The other launchers listen on their own loopback, and relay their
+trainers' connections to that launcher through an authenticated server. Trainers on every node find
+the store at ``127.0.0.1``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ _ENDPOINT_KEY = "trainers"
 
 
 class TrainerStore:
-    """The store of one round, in which the trainers of one start of the job meet, served or
-    relayed."""
+    """The store of one round on one node, served or relayed.
+
+    Attributes:
+        port: where the node's trainers find it, on loopback.
+    """
 
     def __init__(self, port: int, incarnation: int = 0) -> None:
         self.port = port
@@ -60,40 +63,48 @@ class TrainerStore:
         *,
         incarnation: int = 0,
     ) -> TrainerStore:
-        """Serve the store on the first node, and relay to it on the others. ``store``: the agents'
-        own, with the round's prefix. ``nodes``: of this round; a single one serves itself alone.
-        ``local_addr``: ``--local-addr``; None: the address that the rendezvous sees. Raises
-        ConfigError: the address cannot be listened on. Raises TimeoutError, StoreError: the first
-        node did not say where it serves."""
+        """Serve the store on the first node; relay to it on the others.
+
+        Args:
+            store: the rendezvous store, with the round's prefix.
+            secret: of the user.
+            group_rank: of this node.
+            nodes: of this round; a single node accepts no relays.
+            local_addr: ``--local-addr``; None: the address on the route to the rendezvous store.
+            incarnation: number of this start of the job; relays of another start are refused.
+
+        Raises:
+            ConfigError: other nodes cannot reach the address of this node.
+            TimeoutError, StoreError: the first node did not publish where it serves.
+        """
         if group_rank:
             return cls.relay(store.get(_ENDPOINT_KEY).decode(), secret, incarnation)
         served = cls.serve(incarnation)
         if nodes > 1:
-            rendezvous, _ = parse_endpoint(store.endpoint)
+            rendezvous_host, _ = parse_endpoint(store.endpoint)
             host = local_addr or store.local_address()
-            if not local_addr and is_loopback(host) and not is_loopback(rendezvous):
+            if not local_addr and is_loopback(host) and not is_loopback(rendezvous_host):
                 raise ConfigError(
-                    f"the rendezvous host {rendezvous} is {host} on this machine, which other "
-                    "nodes cannot "
-                    f"reach: give this machine's address with --local-addr"
+                    f"the rendezvous host {rendezvous_host} is {host} on this machine, which other "
+                    f"nodes cannot reach: give this machine's address with --local-addr"
                 )
-            port = served.let_relays_in(listen(host, 0, "--local-addr"), secret)
+            port = served.admit_relays(listen(host, 0, "--local-addr"), secret)
             store.set(_ENDPOINT_KEY, format_endpoint(host, port))
         return served
 
-    def let_relays_in(self, listener: socket.socket, secret: bytes) -> int:
-        """Let the relays of the other nodes in; the port that they connect to."""
-        self._server = AuthenticatedServer(listener, secret, PURPOSE, self._pass_on)
+    def admit_relays(self, listener: socket.socket, secret: bytes) -> int:
+        """Accept the relays of the other nodes; returns the port that they connect to."""
+        self._server = AuthenticatedServer(listener, secret, PURPOSE, self._serve_relay)
         return self._server.port
 
     @classmethod
     def serve(cls, incarnation: int = 0) -> TrainerStore:
-        """Serve it to this host alone."""
+        """Serve the store to this host only."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         listener = listen(LOOPBACK, 0)
         served = cls(int(listener.getsockname()[1]), incarnation)
-        # The store takes over the descriptor: torch would listen on all interfaces.
+        # The store gets a descriptor: it would listen on all interfaces if it opened the port.
         options: dict[str, Any] = {
             "is_master": True,
             "wait_for_workers": False,
@@ -102,42 +113,45 @@ class TrainerStore:
         try:
             served._store = TCPStore(LOOPBACK, served.port, **options)
         except NotImplementedError:
-            # Torch 2.4: its store on libuv, which is the default, takes no descriptor.
+            # In torch 2.4 the default store, on libuv, accepts no descriptor.
             served._store = TCPStore(LOOPBACK, served.port, **options, use_libuv=False)
         return served
 
     @classmethod
     def relay(cls, endpoint: str, secret: bytes, incarnation: int = 0) -> TrainerStore:
+        """Relay the connections of this host's trainers to the launcher at ``endpoint``."""
         listener = listen(LOOPBACK, 0)
         relay = cls(int(listener.getsockname()[1]), incarnation)
         relay._listener = listener
 
-        def let_in(trainer: socket.socket, _: Any) -> None:
-            carry = threading.Thread(
-                target=_carry,
+        def admit(trainer: socket.socket, _: Any) -> None:
+            thread = threading.Thread(
+                target=_relay_connection,
                 args=(trainer, endpoint, secret, incarnation),
                 name=PURPOSE,
                 daemon=True,
             )
             try:
-                carry.start()
+                thread.start()
             except RuntimeError:
                 trainer.close()
                 raise
 
-        accept(listener, "the trainers' relay", let_in, relay._closed.is_set)
+        accept(listener, "the trainers' relay", admit, relay._closed.is_set)
         return relay
 
-    def _pass_on(self, channel: Channel) -> None:
-        theirs = channel.receive()
-        if theirs != self._incarnation:
+    def _serve_relay(self, channel: Channel) -> None:
+        """Pass the bytes of one relayed connection to and from the store."""
+        incarnation = channel.receive()
+        if incarnation != self._incarnation:
             channel.send(
-                f"it belongs to start {self._incarnation} of the job, and refuses start {theirs}"
+                f"it belongs to start {self._incarnation} of the job, and refuses start "
+                f"{incarnation}"
             )
             return
         channel.send("")
-        with socket.create_connection((LOOPBACK, self.port), timeout=_CONNECT_SECS) as trainer:
-            _join(trainer, channel)
+        with socket.create_connection((LOOPBACK, self.port), timeout=_CONNECT_SECS) as connection:
+            _pass_bytes(connection, channel)
 
     def close(self) -> None:
         if self._server is not None:
@@ -145,31 +159,35 @@ class TrainerStore:
         self._closed.set()
         if self._listener is not None:
             with suppress(OSError):
+                # Wakes the accepting thread.
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
         self._store = None
 
 
-def deal_ranks(workers: Sequence[int], turn: int) -> tuple[tuple[int, ...], ...]:
-    """Number the trainers of a job: the global ranks of each node, by local rank.
+def deal_ranks(workers: Sequence[int], stride: int) -> tuple[tuple[int, ...], ...]:
+    """Number the trainers of a job.
 
-    DeepSpeed, and Megatron by default, number the data-parallel peers of a pipeline stage one after
-    the other, with the slices of a tensor-parallel group side by side. torchrun gives a node all
-    its ranks in a row, so that peers share nodes. Dealt out in turns as large as the
-    tensor-parallel degree, neighbouring peers are on different nodes, and a tensor-parallel group
-    stays on one.
+    DeepSpeed, and Megatron by default, give consecutive numbers to the data-parallel peers of a
+    pipeline stage, and to the slices of a tensor-parallel group within. torchrun gives consecutive
+    ranks to one node, so that peers share nodes. If the ranks are dealt to the nodes in turn, with
+    the tensor-parallel degree as stride, neighbouring peers are on different nodes and a
+    tensor-parallel group stays on one.
 
     Args:
-        workers: trainers of each node, by group rank.
-        turn: ranks that a node gets in its turn; 0: all of them, as torchrun does.
+        workers: number of trainers of each node, by group rank.
+        stride: number of ranks that a node gets in each turn; 0: all of them, as torchrun does.
+
+    Returns:
+        The global ranks of each node, by local rank.
     """
     dealt: list[list[int]] = [[] for _ in workers]
     rank = 0
     while rank < sum(workers):
         for ranks, count in zip(dealt, workers, strict=True):
-            given = min(turn or count, count - len(ranks))
-            ranks.extend(range(rank, rank + given))
-            rank += given
+            size = min(stride or count, count - len(ranks))
+            ranks.extend(range(rank, rank + size))
+            rank += size
     return tuple(map(tuple, dealt))
 
 
@@ -180,10 +198,15 @@ def trainer_environ(
     port: int,
     restarts: tuple[int, int] = (0, 0),
 ) -> dict[str, str]:
-    """What torch's trainers are told, with torchrun's names. ``rank``: and trainers of the job;
-    ``local``: rank on the node, and trainers of the node; ``node``: its number, and nodes;
-    ``port``: where the store of this start is here; ``restarts``: so far, and as many as are
-    allowed."""
+    """The variables of a trainer, with torchrun's names.
+
+    Args:
+        rank: global rank, and number of trainers of the job.
+        local: local rank, and number of trainers of the node.
+        node: group rank of the node, and number of nodes.
+        port: of the trainers' store on this node.
+        restarts: number of restarts so far, and of those that are allowed.
+    """
     return {
         "RANK": str(rank[0]),
         "WORLD_SIZE": str(rank[1]),
@@ -197,12 +220,15 @@ def trainer_environ(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts[0]),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
-        # The launcher, or the node's first process, serves the store, or relays to it.
+        # Rank 0 must not serve the store itself: the launcher, or the node's first process, does.
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
     }
 
 
-def _carry(trainer: socket.socket, endpoint: str, secret: bytes, incarnation: int) -> None:
+def _relay_connection(
+    trainer: socket.socket, endpoint: str, secret: bytes, incarnation: int
+) -> None:
+    """Relay one connection of a trainer to the launcher that serves the store."""
     with trainer:
         try:
             channel = connect_authenticated(endpoint, secret, PURPOSE, _CONNECT_SECS)
@@ -211,42 +237,42 @@ def _carry(trainer: socket.socket, endpoint: str, secret: bytes, incarnation: in
             return
         try:
             channel.send(incarnation)
-            refused = channel.receive()
-            if refused:
-                logger.warning("the trainers' store at %s refuses this node: %s", endpoint, refused)
+            refusal = channel.receive()
+            if refusal:
+                logger.warning("the trainers' store at %s refuses this node: %s", endpoint, refusal)
                 return
-            _join(trainer, channel)
+            _pass_bytes(trainer, channel)
         except (EOFError, OSError) as error:
             logger.warning("the trainers' store at %s has ended: %s", endpoint, error)
         finally:
             channel.close()
 
 
-def _join(trainer: socket.socket, channel: Channel) -> None:
-    """Pass bytes both ways until one side ends."""
-    trainer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    trainer.settimeout(None)
+def _pass_bytes(connection: socket.socket, channel: Channel) -> None:
+    """Pass bytes in both directions until one side closes its connection."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.settimeout(None)
     channel.settimeout(None)
     outgoing = threading.Thread(
-        target=_send, args=(trainer, channel), name="trainer's store", daemon=True
+        target=_send_all, args=(connection, channel), name="trainer's store", daemon=True
     )
     outgoing.start()
     try:
         while True:
-            trainer.sendall(channel.receive())
+            connection.sendall(channel.receive())
     except (EOFError, OSError):
         pass
     finally:
-        # Ends the other direction, too, wherever it waits.
+        # Ends the other direction, too: its thread waits for bytes or for room.
         with suppress(OSError):
-            trainer.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
         channel.shutdown()
         outgoing.join()
 
 
-def _send(trainer: socket.socket, channel: Channel) -> None:
+def _send_all(connection: socket.socket, channel: Channel) -> None:
     try:
-        while data := trainer.recv(_CHUNK_BYTES):
+        while data := connection.recv(_CHUNK_BYTES):
             channel.send(data)
     except OSError:
         pass

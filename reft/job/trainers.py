@@ -67,7 +67,7 @@ class Trainers:
         """
         self._prepare_notes(agreement.round)
         config: Any = self._options.config
-        ranks = deal_ranks(agreement.workers, agreement.turn)[group_rank]
+        ranks = deal_ranks(agreement.workers, agreement.rank_stride)[group_rank]
         prefix_template = config.log_line_prefix_template
         prefixes = None
         if prefix_template:
@@ -103,7 +103,7 @@ class Trainers:
     ) -> dict[int, dict[str, str]]:
         """Variables for each trainer, by local rank."""
         config: Any = self._options.config
-        ranks = deal_ranks(agreement.workers, agreement.turn)[group_rank]
+        ranks = deal_ranks(agreement.workers, agreement.rank_stride)[group_rank]
         local_size, world_size = len(ranks), sum(agreement.workers)
         node = (group_rank, len(agreement.members))
         # The number of restarts is the same on all nodes: older versions of torch make it part of

@@ -46,7 +46,7 @@ DEFAULT_MODULES = (
     *("numpy.random", "torch", "torch.distributed"),
     "torch._dynamo",  # which every optimizer imports when it is made
     *("deepspeed", "deepspeed.runtime.pipe.engine"),
-    *("reft", "reft.engine.deepspeed", "reft.engine.session"),
+    *("reft", "reft.engine.attach", "reft.engine.session"),
 )
 READ_AT_IMPORT = (
     *(

@@ -471,7 +471,13 @@ class Arena:
             self._store(self._geometry.copy_offset(newest.index), bytes(len(MAGIC)))
 
     def _store(self, offset: int, data: bytes) -> None:
-        """The only place where header bytes are changed."""
+        """Store header bytes; the only place where they are changed.
+
+        Readers in other processes need no barrier. They check the code of authenticity over the
+        whole record, so that bytes which are visible only in part are a torn record, not a wrong
+        one. And the data that a record describes was checksummed: on a weakly ordered processor a
+        reader that sees the record before the data finds the wrong checksum, as with any damage.
+        """
         self._view[offset : offset + len(data)] = data
 
     def _in_state(self, expected: ArenaState, verb: str) -> tuple[Record, ArenaHeader]:

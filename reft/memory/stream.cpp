@@ -328,6 +328,8 @@ extern "C" void reft_copy_and_hash(Hash* hash, const Range* ranges, size_t count
     for (; i + 1 < count && range.continues_in(ranges[i + 1]); ++i) range.nbytes += ranges[i + 1].nbytes;
     copy_and_hash(*hash, range.target, range.source, range.nbytes, range.exponents);
   }
+  // Non-temporal stores are weakly ordered: without this fence the header that says SEALED could become visible to
+  // another process before the data does.
   _mm_sfence();
 }
 
@@ -340,6 +342,8 @@ extern "C" size_t reft_copy_chunks(Hash* hash, const Range* ranges, const uint64
     const size_t end = until ? ends[chunk] : ends[stop - 1];
     reft_copy_and_hash(hash, ranges + row, end - row);
     row = end, ++chunk;
+    // A relaxed load suffices: the flag guards no memory. Training waits for a lock that the caller releases after this
+    // returns, and that orders the copies; if the flag is seen late, one more chunk is copied before that.
   } while (until && chunk < stop && !__atomic_load_n(until, __ATOMIC_RELAXED));
   return until ? chunk - first : stop - first;
 }

@@ -1,10 +1,11 @@
-"""Which trainers stand still, and whose fault it is. Pure: told of what was seen, and when.
+"""Which trainers stand still, and which of them the others wait for.
 
-A trainer is quiet while its page does not change. The limit within a step is ``hang_factor`` times
-the longest of its last 64 steps. Elsewhere (before a step was measured, in an evaluation, a save,
-the script's own code between two steps) it is ``hang_timeout_secs``, or ``hang_factor`` times the
-longest that this took. Time is counted from look to look, so that a watcher that stood still
-itself, or a clock that jumps, accuses nobody.
+No clock and no file is read here. A trainer is quiet while its progress page does not change.
+Within a step its limit is ``hang_factor`` times the longest of its last 64 steps. Elsewhere (before
+a step was measured, in an evaluation, a save, the script's code between two steps) it is
+``hang_timeout_secs``, or ``hang_factor`` times the longest time that this took. Time is counted
+from poll to poll, so that a watcher that stood still itself, or a clock that jumps, suspects no
+trainer.
 """
 
 from __future__ import annotations
@@ -16,36 +17,34 @@ from pydantic import TypeAdapter
 
 from reft.node.progress import Phase, StepPhase, TrainerView, find_phase
 
-LEAST_STEP_SECS = 0.75
-"""Steps count as no shorter: a machine that is busy with something else delays them by seconds."""
-_MOST_BETWEEN_LOOKS_SECS = 2.0
+# Shorter steps count as this long: a machine that is busy with other work delays them by seconds.
+MIN_STEP_SECS = 0.75
+_MAX_GAP_SECS = 2.0  # between two polls; the rest of a longer gap is not counted
 STOPPED, TRACED = "T", "t"
 _STATES = {STOPPED: ", stopped", "D": ", waits in the kernel", "": ", gone", "Z": ", gone"}
-_LOADING = ("LoadMicroBatch",)  # the script's data: as slow as it may be at times
+_LOADING = ("LoadMicroBatch",)  # reading the script's data may take long at times
 
 
 @dataclass(frozen=True)
 class TrainerActivity:
-    """A trainer at the last look, and for how long its page had not changed; ``node``: "" until its
-    launcher has told."""
-
-    seen: TrainerView
-    quiet_secs: float
-    node: str = ""
+    seen: TrainerView  # its page when it was last read
+    quiet_secs: float  # how long the page had not changed
+    node: str = ""  # set by the node's launcher
 
     @property
     def suspected(self) -> bool:
+        """It was quiet for longer than what it does may take."""
         limit = limit_secs(self.seen)
         return limit is not None and self.quiet_secs > limit
 
     @property
     def quiet(self) -> bool:
-        """For longer than a step may take, whatever it is at: its node tells the others of it."""
+        """It was quiet for longer than a step may take, whatever it does: its node reports it."""
         return self.seen.hang_factor > 0 and self.quiet_secs > step_limit_secs(self.seen)
 
     @property
     def communicates(self) -> bool:
-        """It is in an instruction in which a rank may wait for another one."""
+        """It is in an instruction in which a rank may wait for another rank."""
         return find_phase(self.seen.instruction) not in (StepPhase.COMPUTE, StepPhase.OTHER)
 
     def __str__(self) -> str:
@@ -61,12 +60,12 @@ WAITING = TypeAdapter(list[TrainerActivity])
 
 
 def step_limit_secs(seen: TrainerView) -> float:
-    """How long a step may be quiet; before one was measured, as short as any may be."""
-    return seen.hang_factor * max(LEAST_STEP_SECS, seen.step_secs)
+    """How long a trainer may be quiet in a step; until a step was measured, the least limit."""
+    return seen.hang_factor * max(MIN_STEP_SECS, seen.step_secs)
 
 
 def limit_secs(seen: TrainerView) -> float | None:
-    """How long a trainer may be quiet at what it is at; None: it is not watched."""
+    """How long a trainer may be quiet in what it does; None if it is not watched."""
     if seen.hang_factor == 0 or seen.state == TRACED or seen.phase in (Phase.PAUSED, Phase.ENDED):
         return None
     in_step = seen.phase is Phase.STEP and seen.step_secs > 0 and seen.instruction not in _LOADING
@@ -79,83 +78,99 @@ def limit_secs(seen: TrainerView) -> float | None:
 class ChangeTimer:
     """For how long something has not changed."""
 
-    _mark: Hashable = None
     secs: float = 0.0
+    _mark: Hashable = None
 
     def update(self, mark: Hashable, elapsed_secs: float) -> float:
-        """The seconds. ``elapsed_secs``: since the last look."""
-        self.secs = (
-            self.secs + min(elapsed_secs, _MOST_BETWEEN_LOOKS_SECS) if mark == self._mark else 0.0
-        )
+        """Count the time since the last call.
+
+        Args:
+            mark: differs from the last one if the thing has changed.
+            elapsed_secs: since the last call.
+
+        Returns:
+            ``secs``.
+        """
+        if mark == self._mark:
+            self.secs += min(elapsed_secs, _MAX_GAP_SECS)
+        else:
+            self.secs = 0.0
         self._mark = mark
         return self.secs
 
 
 class ActivityTracker:
-    def __init__(self) -> None:
-        self._still: dict[int, ChangeTimer] = {}
+    """For how long the trainers of a node have been quiet."""
 
-    def poll(self, trainers: Iterable[TrainerView], elapsed_secs: float) -> list[TrainerActivity]:
-        seen = list(trainers)
-        self._still = {s.local_rank: self._still.get(s.local_rank, ChangeTimer()) for s in seen}
-        return [
-            TrainerActivity(s, self._still[s.local_rank].update((s.pid, s.nanos), elapsed_secs))
-            for s in seen
-        ]
+    def __init__(self) -> None:
+        self._timers: dict[int, ChangeTimer] = {}  # by local rank
+
+    def poll(self, pages: Iterable[TrainerView], elapsed_secs: float) -> list[TrainerActivity]:
+        """The trainers' activities. ``elapsed_secs``: since the last poll."""
+        before = self._timers
+        self._timers = {}
+        activities = []
+        for page in pages:
+            timer = self._timers[page.local_rank] = before.get(page.local_rank, ChangeTimer())
+            quiet_secs = timer.update((page.pid, page.nanos), elapsed_secs)
+            activities.append(TrainerActivity(page, quiet_secs))
+        return activities
 
     def clear(self) -> None:
-        """The trainers are others: what the ones before were suspected of does not count."""
-        self._still.clear()
+        """Forget the trainers: others follow."""
+        self._timers.clear()
 
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """Whose fault it is that the job stands still; no ranks: every trainer waits for another."""
+    """Why the job stands still."""
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # that the others wait for; none if every trainer waits for another
     reason: str
 
 
-def name_culprit(waiting: Sequence[TrainerActivity]) -> HangDiagnosis | None:
-    """Compare what each rank waits for; None: the job does not stand still, or waits for one that
-    may still take its time."""
-    if not any(w.suspected for w in waiting):
+def name_culprit(activities: Sequence[TrainerActivity]) -> HangDiagnosis | None:
+    """Compare what the ranks wait for.
+
+    Returns:
+        None if the job does not stand still, or waits for a rank that is within its limit.
+    """
+    suspects = [a for a in activities if a.suspected]
+    if not suspects:
         return None
-    outside = [w for w in waiting if not w.communicates]
-    waited_for = any(w.suspected and w.communicates for w in waiting)
-    for found, why in (
-        ([w for w in waiting if w.suspected and w.seen.state == STOPPED], "stopped"),
-        ([w for w in waiting if w.suspected and w.seen.state in ("", "Z")], "gone"),
-        # What the script does between two steps, on all ranks, may last while nobody waits for it.
-        (
-            [
-                w
-                for w in outside
-                if w.suspected and (waited_for or w.seen.phase is not Phase.BETWEEN)
-            ],
-            "in no communication",
-        ),
+    stopped = [a for a in suspects if a.seen.state == STOPPED]
+    gone = [a for a in suspects if a.seen.state in ("", "Z")]
+    # What the script does between two steps may take long on all ranks, while none waits for it.
+    any_waits = any(a.communicates for a in suspects)
+    outside = [a for a in suspects if not a.communicates]
+    outside = [a for a in outside if any_waits or a.seen.phase is not Phase.BETWEEN]
+    for culprits, why in (
+        (stopped, "stopped"),
+        (gone, "gone"),
+        (outside, "in no communication"),
     ):
-        if found:
-            return _accuse(found, why)
-    if outside or not all(w.suspected for w in waiting):
+        if culprits:
+            return _accuse(culprits, why)
+    if not all(a.suspected and a.communicates for a in activities):
         return None
-    newest = max(w.seen.step for w in waiting)
-    oldest = min(w.seen.step for w in waiting)
-    if oldest < newest:
-        return _accuse([w for w in waiting if w.seen.step == oldest], "behind the others")
+    newest = max(a.seen.step for a in activities)
+    behind = [a for a in activities if a.seen.step < newest]
+    if behind:
+        oldest = min(a.seen.step for a in behind)
+        return _accuse([a for a in behind if a.seen.step == oldest], "behind the others")
     return HangDiagnosis(
-        (), f"all ranks wait for each other, none is behind: is a link dead? ({_all(waiting)})"
+        (),
+        f"all ranks wait for each other, none is behind: is a link dead? ({_join(activities)})",
     )
 
 
-def _accuse(found: Sequence[TrainerActivity], why: str) -> HangDiagnosis:
-    ranks = tuple(sorted(w.seen.rank for w in found))
-    who = (
-        f"rank {ranks[0]} hangs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hang"
-    )
-    return HangDiagnosis(ranks, f"{who}: {why} ({_all(found)})")
+def _accuse(culprits: Sequence[TrainerActivity], why: str) -> HangDiagnosis:
+    ranks = tuple(sorted(a.seen.rank for a in culprits))
+    who = f"rank {ranks[0]} hangs"
+    if len(ranks) > 1:
+        who = f"ranks {', '.join(map(str, ranks))} hang"
+    return HangDiagnosis(ranks, f"{who}: {why} ({_join(culprits)})")
 
 
-def _all(waiting: Iterable[TrainerActivity]) -> str:
-    return "; ".join(map(str, sorted(waiting, key=lambda w: w.seen.rank)))
+def _join(activities: Iterable[TrainerActivity]) -> str:
+    return "; ".join(map(str, sorted(activities, key=lambda a: a.seen.rank)))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -13,47 +14,69 @@ from reft.device import find_vendor
 from reft.node.history import read_history, restarts_among
 from reft.node.progress import DeviceUse, ProgressPage
 
-if TYPE_CHECKING:
-    from reft.engine.session import Session
-
-
 logger = logging.getLogger(__name__)
 
 _STEPS = 10
-"""Between two writes where ``steps_per_print`` says nothing: monitors open files, or talk to
-servers."""
+"""Steps between two monitor writes if ``steps_per_print`` is unset: monitors open files, or send
+requests to servers."""
+
+
+class NewestSample(Protocol):
+    @property
+    def newest(self) -> float | None: ...
+
+
+class VersionStats(Protocol):
+    """The counters of a rank's versions that the monitor shows."""
+
+    @property
+    def copy_secs(self) -> NewestSample: ...
+
+    @property
+    def committed_step(self) -> int | None: ...
 
 
 class MonitorWriter:
-    """Feeds DeepSpeed's monitor, on rank 0, if its engine has one that is on."""
+    """Writes to the monitor of a DeepSpeed engine, if that is enabled.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._engine: Any = (
-            getattr(session.engine, "engine", None) if session.is_rank_zero else None
-        )
+    Args:
+        engine: DeepSpeed's own; None on ranks other than 0, and for other programs.
+        job_dir: holds the history of the job.
+        stats: counters of this rank's versions.
+        tolerance: returns the node losses that every sharding group survives.
+    """
+
+    def __init__(
+        self, engine: Any, job_dir: Path, stats: VersionStats, tolerance: Callable[[], int]
+    ) -> None:
+        self._engine = engine
+        self._stats, self._tolerance = stats, tolerance
         self._newest: int | None = None
-        if not getattr(getattr(self._engine, "monitor", None), "enabled", False):
+        if not getattr(getattr(engine, "monitor", None), "enabled", False):
             self._engine = None
             return
-        self._newest = session.engine.global_steps
-        self._recoveries = len(restarts_among(read_history(session.memory.job_dir.path)))
+        self._newest = int(engine.global_steps)
+        self._recoveries = len(restarts_among(read_history(job_dir)))
         """Restarts that followed a failure, before this start of the trainers."""
 
     def starts_at(self, step: int) -> None:
-        """The engine has this step, which it did not make now."""
+        """The engine's state was loaded at this step: it is not written as a step just made."""
         self._newest = step
 
     def after_step(self, step: int) -> None:
-        """Write once for each step, if it is time to; ``step`` is the same again behind each of its
-        micro-batches but the last. Never raises (P6)."""
+        """Write the values of ``step`` if its turn has come. Never raises (P6).
+
+        Called after every micro-batch: all but the last one of a step repeat the step before.
+        """
         if self._engine is None or step == self._newest:
             return
         self._newest = step
         try:
             if step % (self._engine.steps_per_print() or _STEPS) == 0:
                 samples = int(self._engine.global_samples)
-                self._engine.monitor.write_events([(*told, samples) for told in self._events(step)])
+                self._engine.monitor.write_events(
+                    [(*event, samples) for event in self._events(step)]
+                )
         except Exception as error:
             self._engine = None
             logger.warning(
@@ -64,17 +87,19 @@ class MonitorWriter:
             )
 
     def _events(self, step: int) -> Iterable[tuple[str, float]]:
-        stats = self._session.stats
+        stats = self._stats
         if stats.copy_secs.newest is not None:
             yield "Reft/snapshot_seconds", stats.copy_secs.newest
         if stats.committed_step is not None:
             yield "Reft/committed_step", stats.committed_step
             yield "Reft/commit_lag_steps", max(0, step - stats.committed_step)
-        yield "Reft/tolerance_left", self._session.tolerance
+        yield "Reft/tolerance_left", self._tolerance()
         yield "Reft/recoveries", self._recoveries
 
 
 class DeviceMemory:
+    """Reports the memory of one rank's device to its node's daemon, on the progress page."""
+
     def __init__(
         self, page: ProgressPage, device: torch.device, *, every_secs: float = 1.0
     ) -> None:
@@ -86,7 +111,7 @@ class DeviceMemory:
         self._next = 0.0
 
     def after_step(self) -> None:
-        """Note it, if it is time. It never raises."""
+        """Write the page if ``every_secs`` have passed. Never raises (P6)."""
         now = time.monotonic()
         if self._vendor is None or now < self._next:
             return
@@ -102,6 +127,10 @@ class DeviceMemory:
                 self._page.set_device(
                     DeviceUse(self._total, allocated["current"], allocated["peak"])
                 )
-        except (RuntimeError, KeyError, TypeError) as error:  # another allocator counts nothing
+        except (
+            RuntimeError,
+            KeyError,
+            TypeError,
+        ) as error:  # custom allocators report no statistics
             logger.info("the memory of %s is not watched: %s", self._device, error)
             self._vendor = None

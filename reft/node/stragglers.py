@@ -1,21 +1,21 @@
-"""Who is slower than its peers, and of what a step consists: from the reports of all nodes. Pure.
+"""Which ranks, nodes and links are slower than their peers, and how the ranks' steps divide.
+
+Input are the last steps of all ranks, as their nodes report them; no clock or file is read here.
 
 Only equals are compared: the data-parallel replicas of one pipeline stage and tensor slice, which
-compute the same on other data; a stage that has more to do than the others is never named for that.
-Likewise a link between two stages is compared with the same link of the other replicas. With one
-replica nobody is named.
+compute the same on other data. So a stage that has more to do than the others is never reported,
+and with one replica nothing is. A link between two stages is compared with the same link of the
+other replicas.
 
-Whether one rank is slower is a sequential test, step by step. What is compared is the logarithm of
-a rank's time over the median of its peers' times in the same step: what slows all of them says
-nothing. Its noise is taken for Laplace's distribution, whose scale is learned from the spread about
-its own median over the last steps. The evidence for "slower by ``factor``" against "as quick as its
-peers" is Page's cumulative sum of log-likelihood ratios (Biometrika 41, 1954), which begins anew
-whenever it falls to zero. The mean number of steps to a false alarm is at least exp(threshold)
-(Lorden, Annals of Mathematical Statistics 42, 1971) where steps are independent. On a busy machine
-they are
-not: it is busy for a second, and with one rank rather than another. So one step is evidence of no
-more than ``_MOST_EVIDENCE``, and the rank has to be slower over a stretch, in two thirds of its
-steps, and for as long in time as such a burst may take.
+Whether a rank is slower is a sequential test over its steps. Compared is the logarithm of its time
+over the median of its peers' times in the same step: what slows all of them cancels out. The noise
+is modelled by Laplace's distribution, whose scale is estimated from the last steps. The evidence
+for "slower by ``factor``" against "as fast as its peers" is Page's cumulative sum of log-likelihood
+ratios (Biometrika 41, 1954), which starts again whenever it falls to zero. For independent steps,
+the mean number of steps to a false alarm is at least exp(threshold) (Lorden, Annals of Mathematical
+Statistics 42, 1971). On a busy machine steps are not independent: it is busy for a second, and with
+one rank rather than another. So the evidence of one step is limited, and the rank has to be slower
+in two thirds of the steps of a stretch that is longer than such a burst.
 """
 
 from __future__ import annotations
@@ -30,34 +30,32 @@ from typing import NamedTuple
 
 from reft.node.progress import RankSteps, StepTimes
 
-MOST_SHOWN = 64  # Ranks whose split is on the board: the slowest of them
-STEP_PARTS = ("compute", "busy", "transfer", "wait", "other")  # of a step, as `RankSpeed` has them
-_RANK_FACTOR, _LINK_FACTOR = 1.2, 2.0
-_LEAST_SHARE = 0.01  # what costs less than this part of a step is not named
-_WINDOW = 64
-_LEAST_SCALE = 0.02  # Ranks differ by two percent for no reason
-_MOST_EVIDENCE = 2.0
-_LEAST_STEPS, _LEAST_SECS, _MOST = 8, 1.0, 0.65
-_FALSE_ALARM_STEPS = 1e6
+MAX_SHOWN = 64  # ranks whose steps are shown: those that compute longest
+STEP_PARTS = ("compute", "busy", "transfer", "wait", "other")  # see RankSpeed
+_RANK_FACTOR, _LINK_FACTOR = 1.2, 2.0  # slowness that is tested for
+_MIN_COST_SHARE = 0.01  # of a step; less is not reported
+_WINDOW_STEPS = 64
+_MIN_SCALE = 0.02  # of the noise: ranks differ by two percent without a cause
+_MAX_EVIDENCE = 2.0  # of one step
+_MIN_STEPS, _MIN_SECS, _MIN_SLOW_SHARE = 8, 1.0, 0.65  # of a stretch
+_FALSE_ALARM_STEPS = 1e6  # mean number of steps to a false alarm of any rank
 
-At = tuple[int, int, int]
+At = tuple[int, int, int]  # pipeline stage, replica, tensor slice
 
 
 @dataclass(frozen=True)
 class RankSpeed:
-    """Of what a rank's steps consist: means over the last steps, in seconds."""
+    """How a rank's steps divide: means over its last steps, in seconds."""
 
     rank: int
     node: str
     at: At
     step_secs: float
     compute_secs: float
-    # in which it could compute and has no core: its machine is busy with something else
-    busy_secs: float
-    # sends, receives and reductions, from the moment at which all who take part are there
-    transfer_secs: float
-    wait_secs: float  # in which it waits for others to be there
-    other_secs: float  # the optimizer's step, the data, the script's own
+    busy_secs: float  # ready to compute, without a core: its machine does something else
+    transfer_secs: float  # sends, receives and reductions, once all participants are present
+    wait_secs: float  # for other participants
+    other_secs: float  # the optimizer's step, the data, the script
 
 
 class SlownessKind(StrEnum):
@@ -68,278 +66,316 @@ class SlownessKind(StrEnum):
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank, a node whose ranks all are, or a link between two stages, that is slower than its
+    """A rank, a node with all its ranks, or a link between two stages that is slower than its
     peers."""
 
     kind: SlownessKind
-    name: str  # for people: ``rank 3``, ``node2``, ``rank 1 (node0) - rank 3 (node2)``
-    ranks: tuple[int, ...]  # ranks, nodes: that are meant; of a link its ends
+    name: str  # for people: "rank 3", "node2", "rank 1 (node0) - rank 3 (node2)"
+    ranks: tuple[int, ...]  # the ranks concerned; the ends of a link
     nodes: tuple[str, ...]
-    since_step: int  # first step in which it was slow
-    factor: float  # how many times as long as its peers it takes
-    # that it costs the job in every step, at most: its time beyond its peers'; ``cost_share``: the
-    # same, of the whole step
-    cost_secs: float
-    cost_share: float
-    why: str  # what is slow of it
+    since_step: int
+    factor: float  # its time over its peers'
+    cost_secs: float  # upper bound of what it costs the job in every step
+    cost_share: float  # the same, as a share of the step
+    why: str  # what is slow
 
     def __str__(self) -> str:
         return (
             f"{self.name} is slow since step {self.since_step}: {self.why}, {self.factor:.2f} "
-            "times its "
-            f"peers'; it costs the job up to {self.cost_secs:.3g} s in every step "
+            f"times its peers'; it costs the job up to {self.cost_secs:.3g} s in every step "
             f"({self.cost_share:.0%})"
         )
 
 
+class _StretchStep(NamedTuple):
+    slowness: float  # logarithm of the rank's time over its peers'
+    excess_secs: float  # the rank's time beyond its peers'
+    step_secs: float
+
+
 class SlowTest:
-    """One rank, or link, against its peers. ``ranks``: of the job. The evidence that is asked for
-    grows with them, so that of independent noise one of them is wrongly named in a million steps at
-    most. ``factor``: slowness that is looked for; less than its square root counts as none."""
+    """Tests one rank, or one link, against its peers.
+
+    Args:
+        ranks: number of ranks of the job. With more ranks, more evidence is required, so that noise
+            alone makes any of them slow once in a million steps at most.
+        factor: slowness that is tested for. Less than its square root counts as none.
+    """
 
     def __init__(self, ranks: int, factor: float = _RANK_FACTOR) -> None:
+        self.since_step: int | None = None  # first slow step; None while it is not slow
         self._threshold = math.log(max(1, ranks) * _FALSE_ALARM_STEPS)
         self._shift = math.log(factor)
-        self._spread: deque[float] = deque(maxlen=_WINDOW)
+        self._last: deque[float] = deque(maxlen=_WINDOW_STEPS)  # slowness
         self._evidence = 0.0
-        self._began: int | None = None
-        # slowness, excess, whole
-        self._stretch: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
-        self._secs = 0.0
-        self.since_step: int | None = None
-        """First step of the stretch in which it is slow; None while it is not named."""
+        # Steps since the evidence was last zero.
+        self._first_step: int | None = None
+        self._stretch: deque[_StretchStep] = deque(maxlen=_WINDOW_STEPS)
+        self._stretch_secs = 0.0
 
-    def see(self, step: int, secs: float, peers_secs: float, whole_secs: float) -> None:
-        """Another step. ``secs``: that it took; ``peers_secs``: its peers; ``whole_secs``: the
-        whole step."""
+    def add(self, step: int, secs: float, peers_secs: float, step_secs: float) -> None:
+        """Take in a step.
+
+        Args:
+            step: its number.
+            secs: time of the rank.
+            peers_secs: median time of its peers.
+            step_secs: time of the whole step.
+        """
         slowness = math.log(max(secs, 1e-9) / max(peers_secs, 1e-9))
-        self._spread.append(slowness)
-        middle = median(self._spread)
-        scale = max(_LEAST_SCALE, median(abs(s - middle) for s in self._spread) / math.log(2.0))
-        evidence = (abs(slowness) - abs(slowness - self._shift)) / scale
-        # Named, it is so until the evidence against it is as strong.
-        most = math.inf if self.since_step is None else self._threshold
-        self._evidence = min(
-            most, self._evidence + min(_MOST_EVIDENCE, max(-_MOST_EVIDENCE, evidence))
-        )
+        self._last.append(slowness)
+        center = median(self._last)
+        # The median deviation of Laplace's distribution is its scale times log 2.
+        scale = max(_MIN_SCALE, median(abs(s - center) for s in self._last) / math.log(2.0))
+        ratio = (abs(slowness) - abs(slowness - self._shift)) / scale
+        self._evidence += min(_MAX_EVIDENCE, max(-_MAX_EVIDENCE, ratio))
+        if self.since_step is not None:
+            # A slow rank stays so until there is as much evidence against it.
+            self._evidence = min(self._threshold, self._evidence)
         if self._evidence <= 0.0:
             self._stretch.clear()
-            self._evidence, self._secs = 0.0, 0.0
-            self._began = self.since_step = None
+            self._evidence, self._stretch_secs = 0.0, 0.0
+            self._first_step = self.since_step = None
             return
-        if self._began is None:
-            self._began = step
-        self._stretch.append((slowness, secs - peers_secs, whole_secs))
-        self._secs += whole_secs
-        found = [slowness for slowness, _, _ in self._stretch]
-        if (
-            self.since_step is None
-            and self._evidence > self._threshold
-            and len(found) >= _LEAST_STEPS
-            and self._secs >= _LEAST_SECS
-            and sum(s > self._shift / 2 for s in found) >= _MOST * len(found)
-            and median(found) > self._shift / 2
-        ):
-            self.since_step = self._began
+        if self._first_step is None:
+            self._first_step = step
+        self._stretch.append(_StretchStep(slowness, secs - peers_secs, step_secs))
+        self._stretch_secs += step_secs
+        if self.since_step is None and self._is_sure():
+            self.since_step = self._first_step
             self._evidence = self._threshold
+
+    def _is_sure(self) -> bool:
+        slowness = [s.slowness for s in self._stretch]
+        slow = sum(s > self._shift / 2 for s in slowness)
+        return (
+            self._evidence > self._threshold
+            and len(slowness) >= _MIN_STEPS
+            and self._stretch_secs >= _MIN_SECS
+            and slow >= _MIN_SLOW_SHARE * len(slowness)
+            and median(slowness) > self._shift / 2
+        )
 
     @property
     def factor(self) -> float:
-        return math.exp(median(slowness for slowness, _, _ in self._stretch))
+        return math.exp(median(s.slowness for s in self._stretch))
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Seconds per step, and the part of a step that they are."""
-        secs = max(0.0, median(excess for _, excess, _ in self._stretch))
-        return secs, min(1.0, secs / max(median(whole for _, _, whole in self._stretch), 1e-9))
+        """Seconds of every step that the slowness costs, and their share of the step."""
+        secs = max(0.0, median(s.excess_secs for s in self._stretch))
+        step_secs = median(s.step_secs for s in self._stretch)
+        return secs, min(1.0, secs / max(step_secs, 1e-9))
 
     @property
     def is_slow(self) -> bool:
-        return self.since_step is not None and self.cost[1] >= _LEAST_SHARE
+        return self.since_step is not None and self.cost[1] >= _MIN_COST_SHARE
 
 
 class _Rank(NamedTuple):
     node: str
-    told: RankSteps
-    steps: dict[int, StepTimes]
+    report: RankSteps
+    steps: dict[int, StepTimes]  # by number
 
 
 class SpeedWatch:
-    """Told of all nodes again and again; says who is slow. One of a job, at whoever keeps its
-    board."""
+    """Compares the ranks of a job. Run by the aggregator alone."""
 
     def __init__(self) -> None:
         self._ranks: dict[At, _Rank] = {}
         self._tests: dict[tuple[SlownessKind, At], SlowTest] = {}
-        self._seen: dict[tuple[SlownessKind, int, int], int] = {}
+        # Newest step that was compared, by kind, stage and tensor slice.
+        self._compared: dict[tuple[SlownessKind, int, int], int] = {}
 
-    def poll(self, told: Iterable[tuple[str, RankSteps]]) -> None:
-        """The newest of every rank, with the name of its node."""
+    def poll(self, reports: Iterable[tuple[str, RankSteps]]) -> None:
+        """Take in the newest steps of every rank, with the name of its node."""
         before = self._ranks
-        self._ranks = {t.at: _Rank(node, t, {s.step: s for s in t.steps}) for node, t in told}
-        if any(before.get(at, now).told.pid != now.told.pid for at, now in self._ranks.items()):
-            # The trainers were started anew: others may be elsewhere.
+        self._ranks = {r.at: _Rank(node, r, {s.step: s for s in r.steps}) for node, r in reports}
+        if any(before.get(at, now).report.pid != now.report.pid for at, now in self._ranks.items()):
+            # The trainers were restarted: ranks may be on other nodes.
             self._tests.clear()
-            self._seen.clear()
+            self._compared.clear()
         for group in self._groups():
             if len(group) > 1:
-                self._compare(
-                    SlownessKind.RANK,
-                    group,
-                    lambda rank, step: rank.steps[step].compute,
-                    _RANK_FACTOR,
-                )
+                self._compare(SlownessKind.RANK, group, _compute_secs, _RANK_FACTOR)
                 self._compare(SlownessKind.LINK, group, self._link_secs, _LINK_FACTOR)
 
     def _groups(self) -> list[list[_Rank]]:
-        found: dict[tuple[int, int], list[_Rank]] = {}
+        """Ranks of equal pipeline stage and tensor slice."""
+        groups: dict[tuple[int, int], list[_Rank]] = {}
         for (pp, _, tp), rank in sorted(self._ranks.items()):
-            found.setdefault((pp, tp), []).append(rank)
-        return list(found.values())
+            groups.setdefault((pp, tp), []).append(rank)
+        return list(groups.values())
 
     def _compare(
         self,
         kind: SlownessKind,
         group: list[_Rank],
-        secs: Callable[[_Rank, int], float],
+        measure: Callable[[_Rank, int], float],
         factor: float,
     ) -> None:
-        """Take in the steps that all of a group have made and that are new."""
-        (pp, _, tp) = group[0].told.at
-        key = (kind, pp, tp)
-        last = self._seen.get(key, -1)
+        """Test the new steps that all ranks of a group have made. ``measure`` returns the seconds
+        of a rank in a step; 0 if unknown."""
+        (pp, _, tp) = group[0].report.at
+        last = self._compared.get((kind, pp, tp), -1)
         common = _common_steps(group)
         newest = max(common, default=last)
-        if newest < last:  # the job went back
+        if newest < last:  # the job was rolled back
             last = min(common, default=0) - 1
         for step in sorted(s for s in common if s > last):
-            found = {rank.told.at: secs(rank, step) for rank in group}
-            if min(found.values()) <= 0.0:
-                continue  # it is not measured here
+            secs = {rank.report.at: measure(rank, step) for rank in group}
+            if min(secs.values()) <= 0.0:
+                continue
             for rank in group:
-                at = rank.told.at
-                peers = median(s for peer, s in found.items() if peer != at)
+                at = rank.report.at
+                peers_secs = median(s for peer, s in secs.items() if peer != at)
                 test = self._tests.setdefault((kind, at), SlowTest(len(self._ranks), factor))
-                test.see(step, found[at], peers, rank.steps[step].whole)
-        self._seen[key] = newest
+                test.add(step, secs[at], peers_secs, rank.steps[step].whole)
+        self._compared[kind, pp, tp] = newest
 
     def _link_secs(self, rank: _Rank, step: int) -> float:
-        """Of all transfers with the next stage: the quickest one, as both ends saw it, for each."""
-        pp, dp, tp = rank.told.at
+        """Seconds of all transfers with the next stage, without waiting: each taken to last as long
+        as the quickest one, by the end that saw it quicker."""
+        pp, dp, tp = rank.report.at
         following = self._ranks.get((pp + 1, dp, tp))
         if following is None or step not in following.steps:
             return 0.0
         mine, theirs = rank.steps[step], following.steps[step]
-        # in the middle half of them are with either side
-        both = mine.next > 0 and mine.previous > 0
-        return _quickest(mine.next, theirs.previous) * (
-            mine.transfers / 2 if both else mine.transfers
-        )
+        # A stage with neighbours on both sides has half of its transfers with either.
+        has_both = mine.next > 0 and mine.previous > 0
+        transfers = mine.transfers / 2 if has_both else mine.transfers
+        return _quickest(mine.next, theirs.previous) * transfers
 
-    # -- what is said ------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------
 
     def slow(self) -> tuple[Straggler, ...]:
-        """Who is slow now, the costliest first."""
-        return tuple(sorted((*self._slow_ranks(), *self._slow_links()), key=lambda s: -s.cost_secs))
+        """The stragglers now, the costliest first."""
+        found = [*self._slow_ranks(), *self._slow_links()]
+        return tuple(sorted(found, key=lambda straggler: -straggler.cost_secs))
 
     def _slow_ranks(self) -> Iterator[Straggler]:
-        """Nodes of which all trainers are slow, two or more; of what is left tensor-parallel peers
-        together, since they wait for each other; else ranks one by one."""
+        """Nodes of which all ranks, two or more, are slow. Of the other slow ranks, tensor-parallel
+        peers together, since they wait for each other; the rest one by one."""
         slow = {
-            at for (kind, at), t in self._tests.items() if kind is SlownessKind.RANK and t.is_slow
+            at
+            for (kind, at), test in self._tests.items()
+            if kind is SlownessKind.RANK and test.is_slow and at in self._ranks
         }
-        slow &= self._ranks.keys()
-        nodes: dict[str, list[At]] = {}
+        by_node: dict[str, list[At]] = {}
         for at, rank in sorted(self._ranks.items()):
-            nodes.setdefault(rank.node, []).append(at)
-        for node, places in sorted(nodes.items()):
+            by_node.setdefault(rank.node, []).append(at)
+        for node, places in sorted(by_node.items()):
             if len(places) > 1 and slow.issuperset(places):
-                yield self._of(SlownessKind.NODE, node, places, "all its trainers compute")
+                yield self._describe(SlownessKind.NODE, node, places, "all its trainers compute")
                 slow -= set(places)
         while slow:
             at = min(slow)
-            peers = sorted(a for a in self._ranks if a[:2] == at[:2])
-            places = peers if len(peers) > 1 and slow.issuperset(peers) else [at]
-            ranks = ", ".join(str(self._ranks[a].told.rank) for a in places)
-            one = len(places) == 1
-            name = f"rank {ranks} ({self._ranks[at].node})" if one else f"one of ranks {ranks}"
-            yield self._of(
-                SlownessKind.RANK, name, places, "it computes" if one else "they compute together"
-            )
-            slow -= set(places)
+            peers = sorted(other for other in self._ranks if other[:2] == at[:2])
+            if len(peers) > 1 and slow.issuperset(peers):
+                numbers = ", ".join(str(self._ranks[peer].report.rank) for peer in peers)
+                name = f"one of ranks {numbers}"
+                yield self._describe(SlownessKind.RANK, name, peers, "they compute together")
+                slow -= set(peers)
+            else:
+                name = self._name_rank(at)
+                yield self._describe(SlownessKind.RANK, name, [at], "it computes")
+                slow.remove(at)
 
     def _slow_links(self) -> Iterator[Straggler]:
         for (kind, at), test in self._tests.items():
             pp, dp, tp = at
-            ends = [a for a in (at, (pp + 1, dp, tp)) if a in self._ranks]
+            ends = [end for end in (at, (pp + 1, dp, tp)) if end in self._ranks]
             if kind is SlownessKind.LINK and test.is_slow and len(ends) == 2:
-                name = " - ".join(
-                    f"rank {self._ranks[a].told.rank} ({self._ranks[a].node})" for a in ends
-                )
-                yield self._of(SlownessKind.LINK, name, ends, "its transfers take", test)
+                name = " - ".join(map(self._name_rank, ends))
+                yield self._describe(SlownessKind.LINK, name, ends, "its transfers take", test)
 
-    def _of(
+    def _name_rank(self, at: At) -> str:
+        return f"rank {self._ranks[at].report.rank} ({self._ranks[at].node})"
+
+    def _describe(
         self,
         kind: SlownessKind,
         name: str,
         places: list[At],
         why: str,
-        test: SlowTest | None = None,
+        link_test: SlowTest | None = None,
     ) -> Straggler:
-        tests = [self._tests[SlownessKind.RANK, at] for at in places] if test is None else [test]
-        secs, share = max(t.cost for t in tests)
+        if link_test is not None:
+            tests = [link_test]
+        else:
+            tests = [self._tests[SlownessKind.RANK, at] for at in places]
+        cost_secs, cost_share = max(test.cost for test in tests)
         return Straggler(
             kind=kind,
             name=name,
-            ranks=tuple(sorted(self._ranks[at].told.rank for at in places)),
+            ranks=tuple(sorted(self._ranks[at].report.rank for at in places)),
             nodes=tuple(sorted({self._ranks[at].node for at in places})),
-            since_step=min(t.since_step or 0 for t in tests),
-            factor=median(t.factor for t in tests),
-            cost_secs=secs,
-            cost_share=share,
+            since_step=min(test.since_step or 0 for test in tests),
+            factor=median(test.factor for test in tests),
+            cost_secs=cost_secs,
+            cost_share=cost_share,
             why=why,
         )
 
     def speeds(self) -> tuple[RankSpeed, ...]:
-        """Of what the last steps consisted: of all ranks, or of those that compute longest, by
-        rank. What all peers took of a collective is its transfer; what one took beyond that it has
-        waited."""
-        found = []
+        """How the last steps divide, by rank; of many ranks those that compute longest.
+
+        The time that even the quickest rank of a group took for a collective is its transfer; what
+        another rank took beyond that, it waited.
+        """
+        speeds = []
         for group in self._groups():
-            if not (common := _common_steps(group)):
+            common = _common_steps(group)
+            if not common:
                 continue
             collective = fmean(min(r.steps[s].collective for r in group) for s in common)
             optimizer = fmean(min(r.steps[s].optimizer for r in group) for s in common)
             for rank in group:
-                mine = [rank.steps[s] for s in common]
-                whole, compute, busy, linked = (
-                    fmean(getattr(s, name) for s in mine)
-                    for name in ("whole", "compute", "busy", "linked")
+                steps = [rank.steps[s] for s in common]
+                whole = fmean(s.whole for s in steps)
+                compute = fmean(s.compute for s in steps)
+                busy = fmean(s.busy for s in steps)
+                linked = fmean(s.linked for s in steps)
+                linked_transfer = fmean(self._transfer_secs(rank, s) for s in common)
+                transfer = collective + min(linked, linked_transfer)
+                waited = linked + fmean(s.collective for s in steps) - transfer
+                waited += max(0.0, fmean(s.optimizer for s in steps) - optimizer)
+                speeds.append(
+                    RankSpeed(
+                        rank=rank.report.rank,
+                        node=rank.node,
+                        at=rank.report.at,
+                        step_secs=whole,
+                        compute_secs=compute,
+                        busy_secs=busy,
+                        transfer_secs=transfer,
+                        wait_secs=max(0.0, waited),
+                        other_secs=max(0.0, whole - compute - busy - transfer - waited),
+                    )
                 )
-                transfer = collective + min(
-                    linked, fmean(self._transfer_secs(rank, s) for s in common)
-                )
-                waited = linked + fmean(s.collective for s in mine) - transfer
-                waited += max(0.0, fmean(s.optimizer for s in mine) - optimizer)
-                other = max(0.0, whole - compute - busy - transfer - waited)
-                parts = (whole, compute, busy, transfer, max(0.0, waited), other)
-                found.append(RankSpeed(rank.told.rank, rank.node, rank.told.at, *parts))
-        shown = sorted(found, key=lambda s: -s.compute_secs)[:MOST_SHOWN]
-        return tuple(sorted(shown, key=lambda s: s.rank))
+        shown = sorted(speeds, key=lambda speed: -speed.compute_secs)[:MAX_SHOWN]
+        return tuple(sorted(shown, key=lambda speed: speed.rank))
 
     def _transfer_secs(self, rank: _Rank, step: int) -> float:
-        """Of a rank's transfers with the neighbouring stages, without waiting."""
-        pp, dp, tp = rank.told.at
+        """Seconds of a rank's transfers with the neighbouring stages, without waiting."""
+        pp, dp, tp = rank.report.at
         mine = rank.steps[step]
         sides = []
-        for own, other, of in ((mine.next, pp + 1, "previous"), (mine.previous, pp - 1, "next")):
-            if own > 0:
-                peer = self._ranks.get((other, dp, tp))
-                known = peer is not None and step in peer.steps
-                sides.append(
-                    _quickest(own, getattr(peer.steps[step], of) if known and peer else 0.0)
-                )
+        if mine.next > 0:
+            following = self._steps_at((pp + 1, dp, tp), step)
+            sides.append(_quickest(mine.next, following.previous if following else 0.0))
+        if mine.previous > 0:
+            before = self._steps_at((pp - 1, dp, tp), step)
+            sides.append(_quickest(mine.previous, before.next if before else 0.0))
         return sum(sides) * mine.transfers / max(1, len(sides))
+
+    def _steps_at(self, at: At, step: int) -> StepTimes | None:
+        rank = self._ranks.get(at)
+        return None if rank is None else rank.steps.get(step)
+
+
+def _compute_secs(rank: _Rank, step: int) -> float:
+    return rank.steps[step].compute
 
 
 def _common_steps(group: Sequence[_Rank]) -> set[int]:
@@ -347,5 +383,5 @@ def _common_steps(group: Sequence[_Rank]) -> set[int]:
 
 
 def _quickest(one: float, other: float) -> float:
-    """As both ends saw it; 0: not known there."""
+    """The quickest transfer as both ends saw it; an end that saw none says 0."""
     return min(one, other) if one > 0 and other > 0 else max(one, other)

@@ -95,6 +95,9 @@ class HostGate(Gate):
     def close(self) -> float:
         if self.opened is None:
             return 0.0
+        # Before the lock is taken below. ``admit`` reads ``opened`` only while it holds the lock,
+        # so once this thread has held it, no chunk is in flight and none can be admitted by this
+        # window: no chunk overlaps the training instruction that follows.
         self.opened = None
         self.alive_at = time.perf_counter()
         if not self.wanted:

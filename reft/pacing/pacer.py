@@ -288,7 +288,7 @@ _BANDWIDTHS = {1: "window", 2: "compute", 3: "communication"}  # by tier
 
 class Pacer(VersionFeature):
     """Measures the windows of a running job, plans with HAS, opens and closes the gate: one per
-    engine. The training thread tells it what begins and ends (:mod:`reft.engine.deepspeed`); the
+    engine. The training thread tells it what begins and ends (:mod:`reft.engine.attach`); the
     copying thread asks its gate before every chunk and has the plan renewed after every version.
 
     Args:

@@ -16,15 +16,16 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
 
 import torch
 
 from reft.aor.gradients import check_recomputable
 from reft.config import AOR, ReftConfig
+from reft.control.control import ControlGroup
 from reft.device import Vendor, find_vendor
 from reft.errors import UnsupportedStateError
-from reft.grid import ring_order
+from reft.grid import Topology, ring_order
+from reft.log import EventLog
 from reft.memory.files import free_bytes, margin_bytes
 from reft.optim import ExactAdam
 from reft.policy.choose import Choice, ChoiceInputs, choose
@@ -38,11 +39,10 @@ from reft.policy.loads import (
 from reft.protect.backend import NumpyBackend, backend_for
 from reft.protect.placement import LEAST_ARENAS
 from reft.protect.rs import CELL_BYTES, GRAIN_BYTES, parity_rows
+from reft.snapshot.copy_engine import CopyEngine
 from reft.snapshot.device_engine import DeviceCopyEngine
 from reft.state.adapters import StateAdapter
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
+from reft.state.catalogue import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +51,45 @@ _SENT_BYTES = 8 * 2**20
 _SPARE = 4
 
 
-def choice_inputs(session: Session) -> ChoiceInputs:
-    """What a rank alone knows, the bytes of its state and the memory of its node, is gathered; the
-    rest is pure, so that all ranks choose the same. Collective."""
-    config, topology, adapter = session.config, session.topology, session.engine.adapter
-    job_dir, limit = session.memory.job_dir.path, config.memory_limit_bytes
+@dataclass(frozen=True)
+class JobFacts:
+    """What the choice of the protection depends on, and a dry run.
+
+    Attributes:
+        config: the ``reft`` block.
+        topology: of all ranks.
+        control: messages between them.
+        adapter: of this rank's optimizer.
+        copies: copies this rank's state to the host.
+        job_dir: the job's memory on this node.
+        devices: what every rank's device can do, by rank; empty where ranks train on CPUs.
+    """
+
+    config: ReftConfig
+    topology: Topology
+    control: ControlGroup
+    adapter: Adapter
+    copies: CopyEngine
+    job_dir: Path
+    devices: Sequence[DeviceFindings]
+
+
+def choice_inputs(job: JobFacts) -> ChoiceInputs:
+    """Gather what only each rank knows: the bytes of its state, and the memory of its node.
+
+    The choice is a pure function of the result, so that all ranks choose the same. Collective.
+    """
+    config, topology, adapter = job.config, job.topology, job.adapter
+    job_dir, limit = job.job_dir, config.memory_limit_bytes
     # What may be reserved on this node: what is free but the margin, and what the job's arenas hold
     # already, which make room for the new ones; at most the limit.
     room = max(0, free_bytes(job_dir) - margin_bytes(config.memory_margin_bytes, job_dir))
     room += sum(path.stat().st_size for path in job_dir.glob("*.arena"))
     usable = room if limit is None else min(room, limit)
-    gathered = session.control.gather_ints(
-        [*adapter.expected_bytes(), config.host_state_bytes, usable]
-    )
+    gathered = job.control.gather_ints([*adapter.expected_bytes(), config.host_state_bytes, usable])
     # Whether what a host recomputes is the owner's partition to the bit, as on CPUs.
-    exact = adapter.steps_exactly and all(found.adam_is_exact for found in session.device_findings)
-    exact = exact or not session.copying.engine.asynchronous
+    exact = adapter.steps_exactly and all(found.adam_is_exact for found in job.devices)
+    exact = exact or not job.copies.asynchronous
     memory: dict[str, int] = {}
     for node, (_, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
         memory[node] = min(nbytes, memory.get(node, nbytes))
@@ -74,12 +97,13 @@ def choice_inputs(session: Session) -> ChoiceInputs:
     return ChoiceInputs(topology, sections, config.arena_count, config.block_bytes, memory, exact)
 
 
-def choose_protection(session: Session) -> ReftConfig:
-    """The block with the chosen protection in the place of ``auto``. Collective. Windows are not
-    measured
-    yet: the choice needs none, since it takes what moves least."""
-    config, situation = session.config, choice_inputs(session)
-    situation = replace(situation, rates=_measured_rates(session, situation))
+def choose_protection(job: JobFacts, events: EventLog) -> ReftConfig:
+    """The block with the chosen protection in the place of ``auto``. Collective.
+
+    Windows have not been measured yet. The choice does not need them: it takes what moves least.
+    """
+    config, situation = job.config, choice_inputs(job)
+    situation = replace(situation, rates=_measured_rates(job, situation))
     # Versions are given up before the tolerance is, as when memory runs short later.
     choices = [
         choose(replace(situation, arenas=arenas), config.tolerance, recompute=config.recompute)
@@ -88,7 +112,7 @@ def choose_protection(session: Session) -> ReftConfig:
     reached = (choice for choice in choices if choice.reached)
     choice = next(reached, max(choices, key=lambda choice: choice.chosen.tolerance))
     chosen, scheme = choice.chosen, choice.chosen.scheme
-    session.events.write(
+    events.write(
         "protection_chosen",
         scheme=chosen.name,
         tolerance=chosen.tolerance,
@@ -97,7 +121,7 @@ def choose_protection(session: Session) -> ReftConfig:
         needed=choice.needed,
         load=asdict(chosen.busiest),
     )
-    if session.is_rank_zero:
+    if job.control.rank == 0:
         _describe(choice)
     # Where it is asked for also if nothing is partitioned, as in a block that names the scheme.
     recompute = chosen.owned_by is PartitionSurvival.AOR or (
@@ -106,10 +130,10 @@ def choose_protection(session: Session) -> ReftConfig:
     return config.model_copy(update={"protection": f"{scheme}{AOR}" if recompute else str(scheme)})
 
 
-def _measured_rates(session: Session, situation: ChoiceInputs) -> LinkRates | None:
+def _measured_rates(job: JobFacts, situation: ChoiceInputs) -> LinkRates | None:
     """None where recomputing was not seen to be exact, or is not possible. Collective."""
-    config, control, adapter = session.config, session.control, session.engine.adapter
-    found = session.device_findings
+    config, control, adapter, topology = job.config, job.control, job.adapter, job.topology
+    found = job.devices
     if (
         not (found and situation.exact and situation.owns)
         or config.recompute
@@ -121,17 +145,16 @@ def _measured_rates(session: Session, situation: ChoiceInputs) -> LinkRates | No
     parameters = (
         max(1, config.tolerance) * situation.sections[control.rank].owned_bytes // OPTIMIZER_BYTES
     )
-    possible = session.copying.engine.free_bytes >= _SPARE * GRADIENT_BYTES * parameters
+    possible = job.copies.free_bytes >= _SPARE * GRADIENT_BYTES * parameters
     try:
         possible = (
             possible and isinstance(adapter, StateAdapter) and bool(check_recomputable(adapter))
         )
     except UnsupportedStateError:
         possible = False
-    stage = session.coordinate.pp, session.coordinate.tp
-    ring = [
-        session.topology.group(*stage)[d] for d in ring_order(session.topology.group_nodes(*stage))
-    ]
+    coordinate = topology.coordinates[control.rank]
+    stage = coordinate.pp, coordinate.tp
+    ring = [topology.group(*stage)[d] for d in ring_order(topology.group_nodes(*stage))]
     at = ring.index(control.rank)
     peers = {ring[at - 1], ring[(at + 1) % len(ring)]} - {control.rank}
     if control.any_of(not possible or not peers)[0]:
@@ -155,8 +178,7 @@ def _describe(choice: Choice) -> None:
     else:
         logger.warning(
             "THE WANTED TOLERANCE OF %d IS NOT REACHED; protection auto chose the best possible: "
-            "%s, %s. "
-            "To reach it: %s",
+            "%s, %s. To reach it: %s",
             *(choice.wanted, choice.chosen.name, choice.reason, "; ".join(choice.needed)),
         )
     for other in choice.alternatives:
@@ -184,22 +206,28 @@ class DeviceFindings:
     to_change: list[str] = field(default_factory=list)
 
 
-def check_device(session: Session) -> list[DeviceFindings]:
-    """Of all ranks, in their order; none where ranks train on CPUs. Collective."""
-    vendor, engine = find_vendor(session.engine.device), session.copying.engine
-    if vendor is None or not isinstance(engine, DeviceCopyEngine):
+def check_device(job: JobFacts) -> list[DeviceFindings]:
+    """Try the device of every rank. Collective.
+
+    Returns:
+        What was found, by rank; empty where ranks train on CPUs.
+    """
+    engine = job.copies
+    if not isinstance(engine, DeviceCopyEngine):
         return []
+    vendor = find_vendor(engine.device)
+    assert vendor is not None  # the engine copies from its device
+    node = job.topology.nodes[job.control.rank]
+    ranks_here = len(job.topology.local_ranks(node))
     # It is bound to cores of its own, or shares the node's.
-    cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // session.ranks_here)
+    cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks_here)
     mine = DeviceFindings(vendor.name, max(0, cores - max(_OWN_THREADS, torch.get_num_threads())))
-    mine.to_change = vendor.settings_to_change(os.environ, session.topology.degrees.tp)
-    parities = session.config.chooses or session.config.scheme.parities > 0
+    mine.to_change = vendor.settings_to_change(os.environ, job.topology.degrees.tp)
+    parities = job.config.chooses or job.config.scheme.parities > 0
     # In a thread of its own: what it sets for itself is not set for the training thread.
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(
-            try_device, mine, vendor, engine, session.memory.job_dir.path, parities
-        ).result()
-    gathered = session.control.gather_bytes(json.dumps(asdict(mine)).encode())
+        thread.submit(try_device, mine, vendor, engine, job.job_dir, parities).result()
+    gathered = job.control.gather_bytes(json.dumps(asdict(mine)).encode())
     return [DeviceFindings(**json.loads(one)) for one in gathered]
 
 
@@ -215,20 +243,17 @@ def device_paragraph(ranks: Sequence[DeviceFindings], nodes: Sequence[str]) -> s
     # 0: said above, it could not be tried out
     usual = median([rate for rate in rates if rate] or [0.0])
     change += [
-        f"rank {rank} on node {nodes[rank]} copies at {rate / 1e9:.3g} GB/s, less than half of "
-        "the median "
-        f"{usual / 1e9:.3g}: look at its link to the host, or replace the node"
+        f"rank {rank} on node {nodes[rank]} copies at {rate / 1e9:.3g} GB/s, less than half of the "
+        f"median {usual / 1e9:.3g}: look at its link to the host, or replace the node"
         for rank, rate in enumerate(rates)
         if 0 < rate < usual / 2
     ]
     return (
         f"tried on {ranks[0].name}: reft.ExactAdam steps "
         f"{'as' if all(one.adam_is_exact for one in ranks) else 'NOT as'} on a host; copies into "
-        "host memory "
-        f"run at {slowest / 1e9:.3g} (rank {rates.index(slowest)}) to {max(rates) / 1e9:.3g} "
-        "GB/s; every "
-        f"rank has {min(one.free_cores for one in ranks)} cores or more to spare. "
-        f"To change: {'; '.join(change) or 'nothing'}"
+        f"host memory run at {slowest / 1e9:.3g} (rank {rates.index(slowest)}) to "
+        f"{max(rates) / 1e9:.3g} GB/s; every rank has {min(one.free_cores for one in ranks)} cores "
+        f"or more to spare. To change: {'; '.join(change) or 'nothing'}"
     )
 
 

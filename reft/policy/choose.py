@@ -315,8 +315,7 @@ def node_bytes(topology: Topology, loads: Mapping[int, TrafficEstimate]) -> dict
 
 SENT_AFTER_ALL = (
     "a host cannot repeat a GPU's optimizer bit for bit, unless it is reft.ExactAdam, so every "
-    "partition "
-    "is sent as well"
+    "partition is sent as well"
 )
 
 
@@ -361,12 +360,9 @@ def _needed(
     for a in sorted(tight, key=lambda a: a.lacking_bytes)[:1]:
         yield (
             f"{a.name} would survive {_nodes(a.tolerance)}, with {_memory(a.lacking_bytes)} more "
-            "of host "
-            f"memory on {a.node} than the {_memory(a.limit_bytes or 0)} that reft may use there: "
-            "raise "
-            "memory_limit_bytes, enlarge the memory directory, keep fewer versions (arenas), or "
-            "use more "
-            f"nodes"
+            f"of host memory on {a.node} than the {_memory(a.limit_bytes or 0)} that reft may use "
+            "there: raise memory_limit_bytes, enlarge the memory directory, keep fewer versions "
+            "(arenas), or use more nodes"
         )
     for a in [a for a in reaching if not a.available and a.fits_memory][:1]:
         yield f"{a.name} would do: {a.why_not(wanted)}"
@@ -374,8 +370,7 @@ def _needed(
     if not reaching and size <= wanted:
         yield (
             f"a data-parallel degree of {size} cannot survive {_nodes(wanted)}: at least "
-            f"{wanted + 1} are "
-            "needed, each on its own node"
+            f"{wanted + 1} are needed, each on its own node"
         )
     elif not reaching:
         spread = {group: len(set(topology.group_nodes(*group))) for group in topology.groups()}
@@ -385,9 +380,8 @@ def _needed(
             apart = "every member on its own node"
         yield (
             f"the {size} members of the sharding group pp{pp}.tp{tp} sit on {spread[pp, tp]} "
-            "node(s); put "
-            f"{apart} (for example with a rank order that separates data-parallel peers: "
-            "data-pipe-model)"
+            f"node(s); put {apart} (for example with a rank order that separates data-parallel "
+            "peers: data-pipe-model)"
         )
 
 

@@ -21,11 +21,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
+import torch
 from pydantic import BaseModel, PositiveInt
 
 from reft.config import ReftConfig
+from reft.control.control import ControlGroup
 from reft.device import find_vendor
 from reft.durable import write_durably
 from reft.errors import PersistError
@@ -41,11 +43,9 @@ from reft.policy.rate import (
     whole_interval,
 )
 from reft.protect.placement import Weibull
-from reft.snapshot.worker import SnapshotRequest
+from reft.snapshot.stats import PeerErrors
+from reft.snapshot.worker import SnapshotRequest, Votes
 from reft.storage.persisted import job_directory, list_persisted
-
-if TYPE_CHECKING:
-    from reft.engine.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -111,23 +111,65 @@ class RateCache:
             self._told = True
 
 
-class IntervalRates:
-    """Both tiers of one rank, ``memory`` and ``storage``: None where the block has a number. Made
-    collectively. ``from_memory``: this node's memory holds the version that the job goes on
-    with."""
+class MeasuredEngine(Protocol):
+    """A training engine, as the costs of its versions depend on it."""
 
-    def __init__(self, session: Session, *, from_memory: bool) -> None:
-        self._session, self._config = session, session.config
-        config, persist = session.config, session.config.persist
-        self._versions = DueSteps(session.engine.global_steps)
-        self.agreed = AgreedRates(
-            self.wanted_interval, self.wanted_persist_interval, session.peer_errors
-        )
+    name: str
+    device: torch.device
+    micro_batches: int
+
+    @property
+    def global_steps(self) -> int: ...
+
+    def shapes(self) -> str: ...
+
+
+class IntervalRates:
+    """How often one rank takes versions, and how often they go to storage. Made collectively.
+
+    Args:
+        config: the ``reft`` block.
+        engine: what trains.
+        control: messages between the ranks.
+        topology: of all ranks.
+        job_dir: the job's memory on this node.
+        scheme: the protection in force, by name.
+        tolerance: returns the node losses that every sharding group survives.
+        advised_steps: returns the smallest interval that keeps within the allowed overhead.
+        peer_errors: records where this rank cannot compute its interval.
+        from_memory: whether this node's memory holds the version from which the job continues.
+
+    Attributes:
+        agreed: what the ranks have agreed on, in their votes.
+        memory: the controller of the tier; None where the block has a number.
+        storage: likewise.
+        votes: of the snapshot worker; None until it runs.
+    """
+
+    def __init__(
+        self,
+        config: ReftConfig,
+        engine: MeasuredEngine,
+        control: ControlGroup,
+        topology: Topology,
+        *,
+        job_dir: Path,
+        scheme: str,
+        tolerance: Callable[[], int],
+        advised_steps: Callable[[], int],
+        peer_errors: PeerErrors,
+        from_memory: bool,
+    ) -> None:
+        self._config, self._advised_steps = config, advised_steps
+        persist, step = config.persist, engine.global_steps
+        self._versions = DueSteps(step)
+        self.agreed = AgreedRates(self.wanted_interval, self.wanted_persist_interval, peer_errors)
+        self.votes: Votes | None = None
         self.memory: IntervalController | None = None
         self.storage: StorageIntervalController | None = None
         if not (config.adapts or persist.adapts):
             return
-        cache = RateCache(config.memory_dir, self._facts())
+        cache = RateCache(config.memory_dir, _cost_facts(config, engine, control, topology, scheme))
         if config.adapts:
             bounds = [n for n in (config.max_lost_steps, persist.max_lost_steps) if n is not None]
             self.memory = IntervalController(
@@ -138,50 +180,17 @@ class IntervalRates:
                 on_change=partial(cache.note, "memory"),
             )
         if persist.adapts:
-            job_dir, topology = session.memory.job_dir.path, session.topology
             self.storage = StorageIntervalController(
                 persist.max_overhead,
                 most_lost_steps=persist.max_lost_steps,
                 interval_steps=config.version_steps,
-                start_step=self._stored_step(from_memory),
+                start_step=_stored_step(config, control, step, from_memory=from_memory),
                 risk=lambda: learned_risk(
-                    job_dir, topology, session.tolerance, persist.node_mtbf_days, persist.survival
+                    job_dir, topology, tolerance(), persist.node_mtbf_days, persist.survival
                 ),
                 known=cache.known.storage,
                 on_change=partial(cache.note, "storage"),
             )
-            session.daemon.on_storage_state = self.storage.answered
-
-    def _facts(self) -> dict[str, Any]:
-        """What the costs of versions depend on, on this machine."""
-        session, config, engine = self._session, self._config, self._session.engine
-        vendor = find_vendor(engine.device)
-        return {
-            "engine": engine.name,
-            "shapes": engine.shapes(),
-            "micro_batches": engine.micro_batches,
-            "degrees": asdict(session.topology.degrees),
-            "at": asdict(session.coordinate),
-            "nodes": len(set(session.topology.failure_domains)),
-            "ranks_here": session.ranks_here,
-            "cores": len(os.sched_getaffinity(0)),
-            "protection": session.protection.record.in_force,
-            "variant": config.variant.value,
-            "has": config.has.model_dump(mode="json"),
-            "persist": str(config.persist.dir),
-            "device": vendor.module.get_device_name(engine.device)
-            if vendor
-            else engine.device.type,
-        }
-
-    def _stored_step(self, from_memory: bool) -> int:
-        """The newest step on storage on the way to where the job goes on, as rank 0 sees it: the
-        step itself, if it was loaded from there or nothing was trained yet; 0 where nothing is.
-        Collective."""
-        session, step = self._session, self._session.engine.global_steps
-        stored = newest_step(self._config, step) if session.is_rank_zero else 0
-        told = session.control.gather_ints([from_memory, stored])
-        return told[0][1] if any(said[0] for said in told) else step
 
     def step(self, step: int, secs: float) -> None:
         """A step has ended, ``secs`` after the one before. On the training thread."""
@@ -196,8 +205,8 @@ class IntervalRates:
     # -- asked in every vote -----------------------------------------------------------------------
 
     def wanted_interval(self) -> int:
-        windows = self._session.copying.pacer.advised_interval_steps
-        return windows if self.memory is None else self.memory.wanted_interval(windows)
+        advised = self._advised_steps()
+        return advised if self.memory is None else self.memory.wanted_interval(advised)
 
     def wanted_persist_interval(self) -> int:
         return 0 if self.storage is None else self.storage.wanted_interval()
@@ -223,8 +232,7 @@ class IntervalRates:
 
     def takes_version(self, step: int) -> bool:
         """Whether one is taken behind ``step``. Asked once a step, on the training thread."""
-        worker = self._session.worker
-        given_up = -1 if worker is None else worker.votes.given_up_step(step)
+        given_up = -1 if self.votes is None else self.votes.given_up_step(step)
         return self._versions.is_due(step, self.version_steps(step), given_up=given_up)
 
     def went_to(self, step: int) -> None:
@@ -253,3 +261,41 @@ def newest_step(config: ReftConfig, until_step: int) -> int:
     labels = [info.label for info in found if info.label.step <= until_step]
     passed = given_up(labels)
     return max((label.step for label in labels if label not in passed), default=0)
+
+
+def _stored_step(config: ReftConfig, control: ControlGroup, step: int, *, from_memory: bool) -> int:
+    """The newest step on storage on the way to ``step``, as rank 0 sees it. Collective.
+
+    That is ``step`` itself if it was loaded from storage or nothing was trained yet, and 0 if
+    storage holds nothing.
+    """
+    stored = newest_step(config, step) if control.rank == 0 else 0
+    replies = control.gather_ints([from_memory, stored])
+    return replies[0][1] if any(reply[0] for reply in replies) else step
+
+
+def _cost_facts(
+    config: ReftConfig,
+    engine: MeasuredEngine,
+    control: ControlGroup,
+    topology: Topology,
+    scheme: str,
+) -> dict[str, Any]:
+    """What the costs of versions depend on, on this machine."""
+    vendor = find_vendor(engine.device)
+    node = topology.nodes[control.rank]
+    return {
+        "engine": engine.name,
+        "shapes": engine.shapes(),
+        "micro_batches": engine.micro_batches,
+        "degrees": asdict(topology.degrees),
+        "at": asdict(topology.coordinates[control.rank]),
+        "nodes": len(set(topology.failure_domains)),
+        "ranks_here": len(topology.local_ranks(node)),
+        "cores": len(os.sched_getaffinity(0)),
+        "protection": scheme,
+        "variant": config.variant.value,
+        "has": config.has.model_dump(mode="json"),
+        "persist": str(config.persist.dir),
+        "device": vendor.module.get_device_name(engine.device) if vendor else engine.device.type,
+    }

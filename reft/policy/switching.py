@@ -144,8 +144,7 @@ def agree_on_room(control: ControlGroup, topology: Topology, room: MemoryBudget)
         if found.over_limit:
             return (
                 f"needs {_mib(found.needed)} for the arenas of rank {rank}, but "
-                "reft.memory_limit_bytes "
-                f"leaves it {_mib(found.limit)}"
+                f"reft.memory_limit_bytes leaves it {_mib(found.limit)}"
             )
     for node in dict.fromkeys(topology.nodes):
         there = [r for r, at in zip(rooms, topology.nodes, strict=True) if at == node]
@@ -153,9 +152,8 @@ def agree_on_room(control: ControlGroup, topology: Topology, room: MemoryBudget)
         free, margin = min(r.free for r in there), max(r.margin for r in there)
         if more > 0 and more > free - margin:
             return (
-                f"needs {_mib(more)} more than now on node {node}, where {_mib(free)} are free, "
-                "of which "
-                f"reft.memory_margin_bytes keeps {_mib(margin)}"
+                f"needs {_mib(more)} more than now on node {node}, where {_mib(free)} are free, of "
+                f"which reft.memory_margin_bytes keeps {_mib(margin)}"
             )
     return None
 

@@ -20,8 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reft.engine.load import bind
-from reft.engine.marks import wrap
+from reft.engine.marks import bind, wrap
 from reft.errors import ConfigError
 
 SAVED = "saved"

@@ -30,8 +30,12 @@ from typing import Any, Literal
 import torch
 
 from reft.engine.boundary import Encoded
+from reft.engine.capture import EngineState
+from reft.engine.context import JobContext
+from reft.engine.copying import OptimizerFence
+from reft.engine.job_memory import JobMemory
 from reft.engine.marks import wrap
-from reft.engine.session import Session
+from reft.engine.stopping import StopController
 from reft.env import ENV_REHEARSE
 from reft.grid import VersionId
 from reft.memory.header import checksum
@@ -103,19 +107,40 @@ class RunPlan:
         (directory / PLAN).write_text(json.dumps(asdict(self)))
 
 
-def attach(session: Session) -> None:
-    """StepRecord every step of this session from now on."""
-    Recorder(session, Path(os.environ[ENV_REHEARSE]))
+def attach(  # noqa: PLR0917 -- the parts of a session
+    context: JobContext,
+    session: object,
+    memory: JobMemory,
+    state: EngineState,
+    fence: OptimizerFence,
+    stopping: StopController,
+) -> None:
+    """Record every step of a session from now on.
+
+    Args:
+        context: of the job.
+        session: its ``after_step`` is called after every step.
+        memory: knows the incarnation of the job.
+        state: captures the versions.
+        fence: before the optimizer writes.
+        stopping: ends the run after its last step.
+    """
+    recorder = Recorder(context, memory, stopping, Path(os.environ[ENV_REHEARSE]))
+    state.listener = recorder.captured
+    wrap(fence, "hold", recorder.hold)
+    wrap(session, "after_step", recorder.after_step)
 
 
 class Recorder:
     """Records the steps of one rank, and kills it where the plan says so. Used by the training
     thread."""
 
-    def __init__(self, session: Session, directory: Path) -> None:
-        self._session = session
+    def __init__(
+        self, context: JobContext, memory: JobMemory, stopping: StopController, directory: Path
+    ) -> None:
+        self._context, self._memory, self._stopping = context, memory, stopping
         self._plan = RunPlan.read(directory)
-        self._rank = session.control.rank
+        self._rank = context.rank
         self._path = directory / f"rank-{self._rank}.jsonl"
         self._base_file = directory / f"base-{self._rank}"
         self._batches: list[str] = []  # of the micro-batches of the step that is being made
@@ -126,10 +151,7 @@ class Recorder:
         """Step from which the first life began: steps of the plan count from it."""
         if self._base_file.exists():
             self._start_from(int(self._base_file.read_text()))
-        session.state.listener = self._captured
         logging.getLogger("reft").addHandler(_Warnings(self))
-        wrap(session.fence, "hold", self._hold)
-        wrap(session, "after_step", self._after_step)
         self._watch_engine()
 
     # -- what is watched ---------------------------------------------------------------------------
@@ -137,10 +159,10 @@ class Recorder:
     def _watch_engine(self) -> None:
         """Batches, losses, evaluations and saves of DeepSpeed's engine, or of Megatron-core's
         chunks."""
-        engine: Any = getattr(self._session.engine, "engine", None)
+        engine: Any = getattr(self._context.engine, "engine", None)
         keep_files(Path(os.environ[ENV_REHEARSE]), engine, overwrites=self._plan.overwrites)
         if engine is None:
-            for chunk in self._session.engine.chunks:  # type: ignore[attr-defined]  # Megatron-core's
+            for chunk in self._context.engine.chunks:  # type: ignore[attr-defined]  # Megatron-core's
                 chunk.register_forward_pre_hook(self._chunk_forward, with_kwargs=True)
             return
         wrap(engine, "save_checkpoint", self._save)
@@ -165,7 +187,7 @@ class Recorder:
         self._begin_forward((args, kwargs), training=chunk.training)
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._begin_forward((args, kwargs), training=self._session.engine.engine.training)  # type: ignore[attr-defined]
+        self._begin_forward((args, kwargs), training=self._context.engine.engine.training)  # type: ignore[attr-defined]
         return original(*args, **kwargs)
 
     def _begin_forward(self, inputs: Any, *, training: bool) -> None:
@@ -185,7 +207,7 @@ class Recorder:
 
     def _begin_training(self) -> None:
         """A step begins, or a further micro-batch of it."""
-        step = self._session.engine.global_steps
+        step = self._context.engine.global_steps
         if self._last_step is None:
             self._last_step = step
         self._write_trained()
@@ -197,12 +219,12 @@ class Recorder:
 
     def _start_from(self, step: int) -> None:
         self._base = step
-        self._session.stopping.replayed_step = step + self._plan.steps
+        self._stopping.replayed_step = step + self._plan.steps
 
     def _next_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The first and the last stage of a pipeline load a micro-batch."""
         batch = original(*args, **kwargs)
-        if self._session.engine.engine.module.training:  # type: ignore[attr-defined]  # a pipeline's
+        if self._context.engine.engine.module.training:  # type: ignore[attr-defined]  # a pipeline's
             self._batches.append(digest_tensors(batch))
         return batch
 
@@ -223,14 +245,14 @@ class Recorder:
 
     # -- what is written ---------------------------------------------------------------------------
 
-    def _after_step(self, original: Callable[..., Any]) -> Any:
+    def after_step(self, original: Callable[..., Any]) -> Any:
         """A step was made. It exits where the job ends here."""
         self._write_trained()
         return original()
 
     def _write_trained(self) -> None:
         """The newest step, if it was not written yet."""
-        step = self._session.engine.global_steps
+        step = self._context.engine.global_steps
         if step == self._last_step:
             return
         self._last_step = step
@@ -239,7 +261,7 @@ class Recorder:
         self.write(TRAINED, step=step, values={DATA: batches, LOSS: losses}, began=self._began)
         self._batches, self._losses, self._began = [], [], 0.0
 
-    def _captured(self, label: VersionId, images: LiveImages, encode: Encoded) -> None:
+    def captured(self, label: VersionId, images: LiveImages, encode: Encoded) -> None:
         """The state with which the next step begins is final. Called by the session for every
         version."""
         block = encode()
@@ -258,14 +280,14 @@ class Recorder:
         self.write(STATE, step=label.step, values=values)
 
     def _rates(self) -> dict[str, str]:
-        engine = self._session.engine
+        engine = self._context.engine
         optimizer = getattr(getattr(engine, "engine", engine), "optimizer", None)
         groups = getattr(optimizer, "param_groups", ())
         return {f"group{number}": repr(float(group["lr"])) for number, group in enumerate(groups)}
 
     def write(self, event: str, **facts: Any) -> None:
         line = json.dumps(
-            {"event": event, "rank": self._rank, "life": self._session.memory.incarnation, **facts}
+            {"event": event, "rank": self._rank, "life": self._memory.incarnation, **facts}
             | {"time": time.time()}
         )
         with self._path.open("a") as file:
@@ -276,10 +298,10 @@ class Recorder:
     def _between(self, what: Where) -> None:
         """The script evaluates or saves between two steps."""
         if self._base is not None:
-            self.write(BETWEEN, what=what, step=self._session.engine.global_steps)
+            self.write(BETWEEN, what=what, step=self._context.engine.global_steps)
             self._die_at(what)
 
-    def _hold(self, original: Callable[[], None]) -> None:
+    def hold(self, original: Callable[[], None]) -> None:
         """The optimizer is about to write; the version with which the step began was copied by
         then."""
         original()
@@ -287,26 +309,26 @@ class Recorder:
 
     def _die_at(self, where: Where) -> None:
         """Die, if it is here. The last rank does: in a pipeline it computes the loss."""
-        plan, session = self._plan, self._session
-        is_first_life = session.memory.incarnation == 1
-        is_last_rank = self._rank == session.topology.degrees.world_size - 1
+        plan, context = self._plan, self._context
+        is_first_life = self._memory.incarnation == 1
+        is_last_rank = self._rank == context.topology.degrees.world_size - 1
         if not (plan.kill_after and where == plan.kill_at and is_first_life and is_last_rank):
             return
-        step = session.engine.global_steps
+        step = context.engine.global_steps
         assert self._base is not None
         if step != self._base + plan.kill_after:
             return
         # Else the job might begin anew. Of a kill between steps the version before may be the
         # newest.
         self._await_commit(step if where == "step" else step - 1)
-        memory_dir = str(session.memory.job_dir.path)
-        self.write(KILLED, step=step, committed=session.stats.committed_step, memory_dir=memory_dir)
+        memory_dir = str(context.job_dir.path)
+        self.write(KILLED, step=step, committed=context.stats.committed_step, memory_dir=memory_dir)
         while plan.kills_node:
             time.sleep(1.0)  # the command kills all processes of this node
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _await_commit(self, step: int) -> None:
-        deadline, stats = time.monotonic() + _COMMIT_SECS, self._session.stats
+        deadline, stats = time.monotonic() + _COMMIT_SECS, self._context.stats
         while (stats.committed_step or 0) < step and time.monotonic() < deadline:
             time.sleep(_POLL_SECS)
 

@@ -220,17 +220,15 @@ def plan_replica(
         if was != now:
             raise LayoutError(
                 f"{name} has {was} elements in the version and {now} in the running job; expected "
-                "it equal "
-                f"on all replicas: {_AS_IT_WAS}"
+                f"it equal on all replicas: {_AS_IT_WAS}"
             )
     for name in old.parts.keys() | new.parts.keys():
         (part, length), (own, total) = old.parts.get(name, (0, 0)), new.parts.get(name, (0, 0))
         if not total == length <= min(resize.old * part, resize.new * own):
             raise LayoutError(
                 f"{name} has {part} elements on each of {resize.old} replicas in the version and "
-                f"{own} on "
-                f"each of {resize.new} in the running job; expected parts of {total} elements: "
-                f"{_AS_IT_WAS}"
+                f"{own} on each of {resize.new} in the running job; expected parts of {total} "
+                f"elements: {_AS_IT_WAS}"
             )
     index = _Index({(at.pp, at.tp): old}, resize.old)
     return tuple(move for extent in new.extents(at.dp) for move in index.moves(extent, at, at.tp))
@@ -314,8 +312,7 @@ class _Index:
             if here <= 0:
                 raise LayoutError(
                     f"elements [{start}, {end}) of {extent.name} ({extent.kind}) are not in the "
-                    "version: "
-                    f"its partitions do not make up the whole; expected those of one job"
+                    "version: its partitions do not make up the whole; expected those of one job"
                 )
             source = Coordinate(pp, dp, tp)
             yield ElementMove(
@@ -350,19 +347,16 @@ def _splits(old: RankLayout, new: RankLayout) -> dict[str, _Split]:
     if several := [name for name, splits in said.items() if len(splits) > 1]:
         raise LayoutError(
             f"slices share different dimensions, or parts of them, of {listing(several)} in "
-            f"{old.degrees} "
-            f"and {new.degrees}; give every parameter the same partition_dim and partition_blocks "
-            "in both"
+            f"{old.degrees} and {new.degrees}; give every parameter the same partition_dim and "
+            "partition_blocks in both"
         )
     if unknown := [name for name, splits in said.items() if not splits]:
         raise LayoutError(
             f"{old.degrees} cannot become {new.degrees}: it is not known how tensor slices share "
             f"{listing(unknown)}. Declare it where the model is built, as Megatron does: "
             "parameter.partition_dim = the dimension that the slices share equally, or -1 where "
-            "each slice "
-            "has the whole; and parameter.partition_blocks = the lengths in it of the matrices "
-            "that the "
-            "slice has one behind the other, (its length,) where there is one"
+            "each slice has the whole; and parameter.partition_blocks = the lengths in it of the "
+            "matrices that the slice has one behind the other, (its length,) where there is one"
         )
     return {name: splits.pop() for name, splits in said.items()}
 
@@ -373,26 +367,23 @@ def _check_same(old: RankLayout, new: RankLayout, splits: Mapping[str, _Split]) 
         if alone := sorted(here.keys() - there.keys()):
             raise LayoutError(
                 f"{where} alone has {listing(alone)}: parameters are identified by their names in "
-                "the model, "
-                f"which have to be the same in both layouts ({old.degrees} and {new.degrees}); "
-                "number the "
-                "layers over all stages, as deepspeed.pipe.PipelineModule does"
+                f"the model, which have to be the same in both layouts ({old.degrees} and "
+                f"{new.degrees}); number the layers over all stages, as "
+                "deepspeed.pipe.PipelineModule does"
             )
     for name in was:
         (old_shape, old_group, old_kinds), (new_shape, new_group, new_kinds) = was[name], now[name]
         if old_shape != new_shape:
             raise LayoutError(
                 f"{name} has the shape {list(old_shape)} in the version ({old.degrees}) and "
-                f"{list(new_shape)} in the running job ({new.degrees}), slices put together; "
-                "start the "
-                f"job with the model that wrote the version"
+                f"{list(new_shape)} in the running job ({new.degrees}), slices put together; start "
+                "the job with the model that wrote the version"
             )
         if (old_group, old_kinds) != (new_group, new_kinds):
             raise LayoutError(
                 f"{name} is in the optimizer's group {old_group} with {listing(old_kinds)} in the "
                 f"version, and in group {new_group} with {listing(new_kinds)} in the running job; "
-                "start "
-                f"the job with the optimizer and the parameter groups that wrote the version"
+                "start the job with the optimizer and the parameter groups that wrote the version"
             )
 
 
@@ -412,10 +403,8 @@ def _whole(layout: RankLayout, splits: Mapping[str, _Split]) -> dict[str, _Whole
             if found.setdefault(part.name, told) != told:
                 raise LayoutError(
                     f"{part.name} of stage {pp}, slice {tp}, is {told} there and "
-                    f"{found[part.name]} on "
-                    "another rank (shape, optimizer's group, state): all slices and stages have "
-                    "to hold it "
-                    "in the same way"
+                    f"{found[part.name]} on another rank (shape, optimizer's group, state): all "
+                    "slices and stages have to hold it in the same way"
                 )
     return found
 

@@ -16,6 +16,7 @@ from reft.relayout.element_map import (
     MASTER,
     WEIGHT,
     WHOLE,
+    ElementMove,
     Parameter,
     RankContents,
     RankLayout,
@@ -23,6 +24,9 @@ from reft.relayout.element_map import (
 )
 from reft.state.adapters import StateAdapter
 from reft.state.blob import capture_rng
+
+LiveTensors = Mapping[str, torch.Tensor]
+"""This rank's tensors, flat, by the names that a plan uses."""
 
 
 class LayoutChange:
@@ -266,10 +270,9 @@ def check_stages(module: Any, old: RankLayout, new: RankLayout, at: Coordinate) 
         raise LayoutError(
             f"each of the stages {sorted(was[unlike[0]])} of {old.degrees} has a different copy of "
             f"{', '.join(unlike[:4])}: DeepSpeed keeps only the tensors equal that "
-            "tied_weight_attr names. "
-            f"Start with {old.degrees.pp} stages; or, if the first stage's is the one that "
-            "counts, name it "
-            'as "pipeline_replicated_parameter_patterns" in universal_checkpoint_info of the model'
+            f"tied_weight_attr names. Start with {old.degrees.pp} stages; or, if the first stage's "
+            'is the one that counts, name it as "pipeline_replicated_parameter_patterns" in '
+            "universal_checkpoint_info of the model"
         )
 
 
@@ -312,3 +315,13 @@ def live_tensors(engine: Any, adapter: StateAdapter) -> dict[str, torch.Tensor]:
                 f"{name} is not contiguous: make it so, or start in the layout that wrote it"
             )
     return {name: tensor.detach().view(-1) for name, tensor in found.items()}
+
+
+def check_numbers(move: ElementMove, dtype: torch.dtype, numel: int, target: torch.Tensor) -> None:
+    """Refuse a move from a stored tensor of ``numel`` numbers that does not fit its target."""
+    if dtype != target.dtype or move.start + move.numel > numel:
+        raise LayoutError(
+            f"{move.tensor} of {move.source} has {numel} numbers of {dtype}; expected "
+            f"{target.dtype}, and {move.start + move.numel} of them: start with the precision and "
+            "the model that wrote it"
+        )

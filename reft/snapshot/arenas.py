@@ -214,58 +214,56 @@ class RingExchange:
         at = self._topology.coordinates[self._control.rank]
         return self._topology.group(at.pp, at.tp)
 
-    def facts(self, filling: ArenaWriter) -> None:
+    def facts(self, writer: ArenaWriter) -> None:
         """Tell ring predecessors lengths and checksums; learn the successors'. Collective in the
         group. Raises TransferError where a peer vanished or announced what was not agreed."""
-        holders, kept = self._peers(filling)
-        facts = filling.own_facts()
-        incoming = {
-            m: torch.empty(1 + len(filling.peer_blocks(m)), dtype=torch.int64) for m in kept
-        }
+        holders, kept = self._peers(writer)
+        facts = writer.own_facts()
+        incoming = {m: torch.empty(1 + len(writer.peer_blocks(m)), dtype=torch.int64) for m in kept}
         self._control.exchange(
             {rank: [facts] for rank in holders.values()},
             {kept[m]: [t] for m, t in incoming.items()},
         )
         for rank in holders.values():
-            self._count(filling, rank, Counter({ByteKind.CHECKSUMS: facts.nbytes}))
+            self._count(writer, rank, Counter({ByteKind.CHECKSUMS: facts.nbytes}))
         for member, peer_facts in incoming.items():
-            filling.expect(member, peer_facts)
+            writer.expect(member, peer_facts)
 
-    def blocks(self, filling: ArenaWriter) -> list[PlacedBlock]:
+    def blocks(self, writer: ArenaWriter) -> list[PlacedBlock]:
         """Send the blocks that the predecessors lack, take those that this rank lacks. Collective.
         Returns those that have arrived: see :meth:`ArenaWriter.check_received`."""
-        holders, kept = self._peers(filling)
-        me = filling.layout.member
-        mine = filling.peer_blocks(me)
-        lacking = {m: filling.wanted(m) for m in kept}
+        holders, kept = self._peers(writer)
+        me = writer.layout.member
+        mine = writer.peer_blocks(me)
+        lacking = {m: writer.wanted(m) for m in kept}
         asked = dict.fromkeys(holders, mine)
-        if filling.layout.plan.sizes.recomputed:
+        if writer.layout.plan.sizes.recomputed:
             masks = {}
             for member, blocks in lacking.items():
                 lacks = {*blocks}
-                said = [b in lacks for b in filling.peer_blocks(member)]
+                said = [b in lacks for b in writer.peer_blocks(member)]
                 masks[kept[member]] = [torch.tensor(said, dtype=torch.uint8)]
             told = {h: torch.empty(len(mine), dtype=torch.uint8) for h in holders}
             self._control.exchange(masks, {holders[h]: [mask] for h, mask in told.items()})
             asked = {h: [*compress(mine, mask.tolist())] for h, mask in told.items()}
         self._control.exchange(
-            {holders[h]: filling.selection(blocks) for h, blocks in asked.items()},
-            {kept[m]: filling.selection(blocks) for m, blocks in lacking.items()},
+            {holders[h]: writer.selection(blocks) for h, blocks in asked.items()},
+            {kept[m]: writer.selection(blocks) for m, blocks in lacking.items()},
         )
         for holder, blocks in asked.items():
             sent = Counter[ByteKind]()
             for placed in blocks:
-                sent[find_byte_kind(placed.key, me)] += filling.length(placed)
-            self._count(filling, holders[holder], sent)
+                sent[find_byte_kind(placed.key, me)] += writer.length(placed)
+            self._count(writer, holders[holder], sent)
         return [*chain.from_iterable(lacking.values())]
 
-    def _count(self, filling: ArenaWriter, rank: int, sent: Counter[ByteKind]) -> None:
-        count_sent(filling, self._topology, self._control.rank, rank, sent)
+    def _count(self, writer: ArenaWriter, rank: int, sent: Counter[ByteKind]) -> None:
+        count_sent(writer, self._topology, self._control.rank, rank, sent)
 
-    def _peers(self, filling: ArenaWriter) -> tuple[dict[int, int], dict[int, int]]:
+    def _peers(self, writer: ArenaWriter) -> tuple[dict[int, int], dict[int, int]]:
         """Ranks by member: of those that keep this rank's bytes, and of those whose bytes it
         keeps."""
-        ranks, placement, me = self._members, filling.layout.plan.placement, filling.layout.member
+        ranks, placement, me = self._members, writer.layout.plan.placement, writer.layout.member
         return (
             {h: ranks[h] for h in placement.holders_of(me)[1:]},
             {m: ranks[m] for m in placement.kept_by(me)[1:]},
@@ -273,11 +271,11 @@ class RingExchange:
 
 
 def count_sent(
-    filling: ArenaWriter, topology: Topology, rank: int, to_rank: int, sent: Counter[ByteKind]
+    writer: ArenaWriter, topology: Topology, rank: int, to_rank: int, sent: Counter[ByteKind]
 ) -> None:
     """Count bytes that were sent for a version, if the receiver is on another node."""
     if topology.nodes[to_rank] != topology.nodes[rank]:
-        filling.traffic.sent.update(sent)
+        writer.traffic.sent.update(sent)
 
 
 _PIN_POLL_SECS = 0.005
@@ -499,27 +497,25 @@ class ArenaSet:
         """Memory of the node that nobody has taken."""
         return free_bytes(self._files.job_dir)
 
-    def commit(self, filling: ArenaWriter) -> None:
+    def commit(self, writer: ArenaWriter) -> None:
         """All ranks have sealed the version: it counts, whether or not that can be noted here."""
         try:
-            filling.arena.commit()
+            writer.arena.commit()
             # What an earlier incarnation with more slots or more ranks left here. Only after a
             # commit: until then one of them may hold the version that was recovered (P3).
             if not self._leftovers_removed:
                 self._leftovers_removed = True
                 self._files.remove_leftovers(self._unused)
         except (ArenaError, OSError) as error:
-            logger.warning(
-                "the commit of step %d cannot be recorded: %s", filling.label.step, error
-            )
+            logger.warning("the commit of step %d cannot be recorded: %s", writer.label.step, error)
         finally:
-            filling.arena.unlock()
+            writer.arena.unlock()
 
-    def abort(self, filling: ArenaWriter) -> None:
+    def abort(self, writer: ArenaWriter) -> None:
         """Free the slot. What was sealed stays readable until the slot is written again: it is the
         true state of that step, and a recovery may use it if every member's bytes are there."""
-        wait(filling.hashing)  # a thread that reads the slot would hash another version's bytes
-        filling.arena.unlock()
+        wait(writer.hashing)  # a thread that reads the slot would hash another version's bytes
+        writer.arena.unlock()
 
     def close(self) -> None:
         """Forget the mappings; the files stay."""

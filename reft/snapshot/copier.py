@@ -150,24 +150,24 @@ class Chunk:
         return self.placed.key.section
 
 
-def cut_chunks(images: LiveImages, filling: ArenaWriter, chunk_bytes: int) -> tuple[Chunk, ...]:
+def cut_chunks(images: LiveImages, writer: ArenaWriter, chunk_bytes: int) -> tuple[Chunk, ...]:
     """Cut everything that is copied from this rank's own device; padding in the arena is zeroed
-    here. ``images``: live tensors. ``filling``: any version in the arena. ``chunk_bytes``: most
+    here. ``images``: live tensors. ``writer``: any version in the arena. ``chunk_bytes``: most
     bytes of a chunk, a multiple of 64."""
     chunks: list[Chunk] = []
-    for placed in filling.local_blocks:
+    for placed in writer.local_blocks:
         image = _find_image(images, placed)
         if image is not None:
-            chunks += _cut_block(image, filling, placed, chunk_bytes)
-    return (*chunks, *_cut_parity(images, filling, chunk_bytes))
+            chunks += _cut_block(image, writer, placed, chunk_bytes)
+    return (*chunks, *_cut_parity(images, writer, chunk_bytes))
 
 
-def _cut_parity(images: LiveImages, filling: ArenaWriter, chunk_bytes: int) -> Iterator[Chunk]:
-    mine, plan = filling.layout.mine, filling.layout.plan
+def _cut_parity(images: LiveImages, writer: ArenaWriter, chunk_bytes: int) -> Iterator[Chunk]:
+    mine, plan = writer.layout.mine, writer.layout.plan
     blocks = {b.key: b.block for m in plan.members for b in m.own} if mine.parity else {}
     encoder = ParityEncoder(images.replicated, blocks, chunk_bytes)
     for placed in mine.parity:
-        total, target = placed.block.nbytes, filling.tensor(placed)
+        total, target = placed.block.nbytes, writer.tensor(placed)
         for at, stop, encoding in encoder.cut(placed, mine.terms[placed.key].terms, target):
             stored = _hashed_only(target[at:stop])
             yield Chunk(placed, ByteKind.PARITY, CheckedPieces(), stored, stop == total, encoding)
@@ -183,11 +183,11 @@ def _find_image(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
 
 
 def _cut_block(
-    image: SectionImage, filling: ArenaWriter, placed: PlacedBlock, chunk_bytes: int
+    image: SectionImage, writer: ArenaWriter, placed: PlacedBlock, chunk_bytes: int
 ) -> Iterator[Chunk]:
-    target = filling.tensor(placed)
+    target = writer.tensor(placed)
     total, begin = placed.block.nbytes, placed.block.start_bytes
-    kind = find_byte_kind(placed.key, filling.layout.member)
+    kind = find_byte_kind(placed.key, writer.layout.member)
     parts = [target[at : at + chunk_bytes] for at in range(0, total, chunk_bytes)]
     pieces = [
         CheckedPieces.of(image.pieces_into(begin + at, part))
@@ -201,7 +201,7 @@ def _cut_block(
         cut = CutRanges.of(in_order)
     else:
         cut = None
-        filling.scanned[placed] = find_ranges(
+        writer.scanned[placed] = find_ranges(
             (0, row[0] or row[1], *row[2:]) for rows in in_order for row in rows
         )
     for number, (part, of_part) in enumerate(zip(parts, pieces, strict=True)):
@@ -393,15 +393,15 @@ class Copier:
         """Let go of the arenas: what is replaced must not stay mapped (P9)."""
         self._cut.clear()
 
-    def _chunks(self, images: LiveImages, filling: ArenaWriter) -> tuple[Chunk, ...]:
+    def _chunks(self, images: LiveImages, writer: ArenaWriter) -> tuple[Chunk, ...]:
         """Cut again when images, layout or arena have changed."""
-        if (known := self._cut.get(filling.slot)) is not None:
+        if (known := self._cut.get(writer.slot)) is not None:
             first, seen, chunks = known
-            if first.arena is filling.arena and first.layout is filling.layout and seen is images:
-                filling.scanned = first.scanned
+            if first.arena is writer.arena and first.layout is writer.layout and seen is images:
+                writer.scanned = first.scanned
                 return chunks
-        chunks = cut_chunks(images, filling, self._chunk_bytes)
-        self._cut[filling.slot] = filling, images, chunks
+        chunks = cut_chunks(images, writer, self._chunk_bytes)
+        self._cut[writer.slot] = writer, images, chunks
         return chunks
 
     # -- worker thread -----------------------------------------------------------------------------
@@ -409,7 +409,7 @@ class Copier:
     def copy(
         self,
         images: LiveImages,
-        filling: ArenaWriter,
+        writer: ArenaWriter,
         gate: Gate,
         *,
         reach: Callable[[FaultPoint], None],
@@ -421,7 +421,7 @@ class Copier:
 
         Args:
             images: live tensors.
-            filling: where to.
+            writer: where to.
             gate: asked before every chunk.
             reach: called in the middle of the data, and before and in the middle of the parities.
             handed_over: called when the fence need not wait any longer.
@@ -429,10 +429,10 @@ class Copier:
 
         Returns:
             What was copied when. Checksums of blocks that were hashed on the way are in
-            ``filling``. What was staged is in :attr:`staged`; the version is whole after
+            ``writer``. What was staged is in :attr:`staged`; the version is whole after
             :meth:`drain`.
         """
-        chunks = self._chunks(images, filling)
+        chunks = self._chunks(images, writer)
         self.staged, self._hasher = (), hashing_copier()
         self._fault, self._points = reach, _fault_points(chunks)
         if not chunks:
@@ -452,30 +452,32 @@ class Copier:
                 return self.engine.copy(pieces, mark, encode)
 
             stages = self._stages(chunks, may_stage)
-            queued = self._queue(enumerate(chunks), filling, gate, hand_over, stages)
+            queued = self._queue(enumerate(chunks), writer, gate, hand_over, stages)
             if (count := sum(len(batch) for batch, _, _ in queued)) < len(chunks):
                 assert self.staging is not None
                 self.staged = self.staging.stage(chunks, count)
         else:
-            records = self._copy(chunks, filling, gate)
+            records = self._copy(chunks, writer, gate)
         for feature in self.features:
-            feature.read(images, filling.label, self.engine, gate)
-        again = self._read_again(images, filling, gate)
+            feature.read(images, writer.label, self.engine, gate)
+        again = self._read_again(images, writer, gate)
+        # Training is released before the wait: on a device all copies are queued by now, and the
+        # fence makes the device's next writes wait for them. The host need not.
         handed_over()
         self.engine.synchronize()
-        self.written = self._differing_tensors(images, filling, again)
+        self.written = self._differing_tensors(images, writer, again)
         records += _settled(queued)
         self.records.extend(records)
         return records
 
     def _read_again(
-        self, images: LiveImages, filling: ArenaWriter, gate: Gate
+        self, images: LiveImages, writer: ArenaWriter, gate: Gate
     ) -> PlacedBlock | None:
         """Copy one block a second time, after all others: another one with each version, for ever.
         Writes that torch does not count (through ``.data``, by other libraries) show in the
         difference (P2). Returns the block; None where there is none to compare."""
         own = [
-            b for b in filling.local_blocks if b.block.nbytes and b.key.section in _COPIED_AS_IT_IS
+            b for b in writer.local_blocks if b.block.nbytes and b.key.section in _COPIED_AS_IT_IS
         ]
         if not own or self.staged:
             return None
@@ -493,29 +495,29 @@ class Copier:
         return placed
 
     def _differing_tensors(
-        self, images: LiveImages, filling: ArenaWriter, placed: PlacedBlock | None
+        self, images: LiveImages, writer: ArenaWriter, placed: PlacedBlock | None
     ) -> Sequence[str]:
         """Names of the tensors in a block that was read twice, if it has changed in between."""
         if placed is None:
             return ()
         begin, nbytes = placed.block.start_bytes, placed.block.nbytes
-        if torch.equal(self._scratch[:nbytes], filling.tensor(placed)[:nbytes]):
+        if torch.equal(self._scratch[:nbytes], writer.tensor(placed)[:nbytes]):
             return ()
         image = _find_image(images, placed)
         assert image is not None
-        first = filling.tensor(placed)[:nbytes]
+        first = writer.tensor(placed)[:nbytes]
         differs = (self._scratch[:nbytes] != first).nonzero()
         at = [begin + int(differs[0]), begin + int(differs[-1])]
         return [spec.name for spec in image.tensors_at(at[0], at[1] + 1)]
 
-    def drain(self, filling: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
+    def drain(self, writer: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
         """Bring what was staged to the arena; training goes on meanwhile, whatever it does. Returns
         what was copied when."""
         staged, self.staged = self.staged, ()
         pieces = {item.number: item.pieces for item in staged}
         queued = self._queue(
             [(item.number, item.chunk) for item in staged],
-            filling,
+            writer,
             gate,
             lambda batch, mark: self.engine.drain([p for n, _ in batch for p in pieces[n]], mark),
             lambda number, permit: False,
@@ -542,14 +544,14 @@ class Copier:
         first = area.first_fitting(chunks)
         return lambda number, permit: permit.tier == 0 and number >= first and may_stage()
 
-    def _copy(self, chunks: Sequence[Chunk], filling: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
+    def _copy(self, chunks: Sequence[Chunk], writer: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
         """As much at a time as the gate lets through, and no more than the rest of a block."""
         records, number = [], 0
         while number < len(chunks):
             self._reach(number)
             permit = gate.admit()
             some = self._admitted(chunks, number, permit)
-            record, copied = self._some(some, filling, gate, permit)
+            record, copied = self._some(some, writer, gate, permit)
             records.append(record)
             number += copied
         return records
@@ -570,7 +572,7 @@ class Copier:
     def _some(
         self,
         chunks: Sequence[Chunk],
-        filling: ArenaWriter,
+        writer: ArenaWriter,
         gate: Gate,
         permit: Permit,
     ) -> tuple[ChunkRecord, int]:
@@ -591,19 +593,19 @@ class Copier:
                     if hashes:
                         self._hasher.copy(find_ranges([chunk.stored]))
             if hashes and chunks[copied - 1].last:
-                filling.take(first.placed, self._hasher)
+                writer.take(first.placed, self._hasher)
             ended = time.perf_counter()
         finally:
             gate.release(permit, ended - began)
         nbytes = sum(chunk.nbytes for chunk in chunks[:copied])
-        filling.traffic.to_host[first.kind] += nbytes
+        writer.traffic.to_host[first.kind] += nbytes
         record = ChunkRecord(permit.tier, nbytes, began, ended, permit.window, first.section.value)
         return record, copied
 
     def _queue(
         self,
         chunks: Iterable[tuple[int, Chunk]],
-        filling: ArenaWriter,
+        writer: ArenaWriter,
         gate: Gate,
         hand_over: Callable[[_Batch, Any], CopyTicket],
         stages: Callable[[int, Permit], bool],
@@ -621,9 +623,9 @@ class Copier:
                 follows = bool(queued) and queued[-1][1] is permit
                 ticket = hand_over(batch, None if follows else permit.mark)
                 queued.append((batch, permit, ticket))
-                self._hash_later(batch, ticket, filling)
+                self._hash_later(batch, ticket, writer)
                 for _, chunk in batch:
-                    filling.traffic.to_host[chunk.kind] += chunk.nbytes
+                    writer.traffic.to_host[chunk.kind] += chunk.nbytes
                 batch, nbytes = [], 0
 
         for number, chunk in chunks:
@@ -640,7 +642,7 @@ class Copier:
         flush()
         return queued
 
-    def _hash_later(self, batch: _Batch, ticket: CopyTicket, filling: ArenaWriter) -> None:
+    def _hash_later(self, batch: _Batch, ticket: CopyTicket, writer: ArenaWriter) -> None:
         """Have the blocks that end in a batch hashed when it has arrived: what was queued before
         has, too."""
         ended = [c.placed for _, c in batch if c.last and c.section is not Section.GRADIENTS]
@@ -650,10 +652,10 @@ class Copier:
         def hash_blocks() -> None:
             self.engine.wait(ticket)
             for placed in ended:
-                filling.hash(placed)
+                writer.hash(placed)
 
         assert self._hashers is not None  # the engine queues copies
-        filling.hashing.append(self._hashers.submit(hash_blocks))
+        writer.hashing.append(self._hashers.submit(hash_blocks))
 
     def _reach(self, number: int) -> None:
         """Before a chunk, once."""

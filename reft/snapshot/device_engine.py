@@ -308,6 +308,8 @@ class DeviceCopyEngine(CopyEngine):
         return event
 
     def fence(self) -> None:
+        # ``_order.fence`` closes the version first, and waits for calls that are inside ``copy``:
+        # no copy can be queued behind the event that training's stream waits for.
         if self._order.fence() and self._copied_version:
             event = self._module.Event()
             event.record(self._side)

@@ -1,11 +1,13 @@
-"""The snapshot worker: a thread that copies, exchanges, seals and commits while training goes on.
+"""The snapshot worker: a thread that copies, exchanges, seals and commits while training continues.
 
-Training thread and worker thread tell :func:`~reft.snapshot.version.step` what happened, under one
-lock, and do what follows; a reader who wants to know why a version is committed, and when a slot
-may be overwritten, reads that. Both votes are all-reduces of the control group. Training waits for
-nothing but its own copy, at the fence (P2): to host memory, or as far as it is staged, within the
-device; then the version is drained and committed later. Whatever fails here is counted, logged once
-per cause and never reaches the training thread (P6).
+The training thread and the worker thread report events to :func:`~reft.snapshot.version.step`, a
+pure function, under one lock, and carry out the effects that it returns. Why a version is
+committed, and when a slot may be overwritten, is decided there; this module is the doing. Both
+votes are all-reduces of the control group.
+
+Training waits for one thing, at the fence: its own copy (P2), to host memory, or within the device
+as far as it is staged; a staged version is drained and committed later. Failures in this module are
+counted, logged once per cause, and never reach the training thread (P6).
 """
 
 from __future__ import annotations
@@ -48,31 +50,38 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SnapshotRequest:
-    """One version to take, handed over by the training thread, and what has become of it so far."""
+    """A version that the training thread hands over, and its outcome.
 
-    label: VersionId  # name of the version
-    # live tensors; unchanged until ``copied`` is set. None where the state was never captured.
+    Attributes:
+        label: name of the version.
+        images: live tensors, unchanged until ``copied`` is set; None if the state was never
+            captured.
+        host_blob: encoded host state, unless ``encode`` makes it on the worker thread.
+        captured: what features captured of this state on the training thread, by feature.
+        required: wait for a free slot and never cancel it (after a restore, before an exit).
+        vote_only: there is nothing to take after this step; the ranks only vote, so that a request
+            to stop reaches all of them.
+        written: names of the tensors that were written since the hand-over; None if training waits
+            until the version is committed.
+        variant: when the bytes are copied; recovery treats all variants alike.
+        cause: why it cannot be taken, though the ranks vote on it; None if it can.
+        copied: set when the live tensors are not needed any more.
+        done: set when the version is committed or given up.
+        version: its state in the protocol.
+    """
+
+    label: VersionId
     images: LiveImages | None
-    host_blob: bytes | bytearray = b""  # encoded host state; or
-    encode: Callable[[], bytes | bytearray] | None = None  # makes it, on the worker thread
-    # what features captured of this state on the training thread, by feature
+    host_blob: bytes | bytearray = b""
+    encode: Callable[[], bytes | bytearray] | None = None
     captured: Mapping[str, Any] = field(default_factory=dict)
-    # wait for a free slot and never cancel (restore, last snapshot before an exit)
     required: bool = False
-    # nothing to take after this step; the ranks only vote, so that a request to stop gets around
     vote_only: bool = False
-    # names of the tensors that were written since the hand-over; None where training waits for the
-    # version
     written: Callable[[], list[str]] | None = None
-    # when the bytes are copied; all variants are the same to recovery
     variant: Variant = Variant.HOST
-    # why it cannot be taken, though the ranks vote on it; None if it can
     cause: SkipCause | None = None
-    # set when it does not need the live tensors any more
     copied: threading.Event = field(default_factory=threading.Event)
-    # set when it is known what became of it
     done: threading.Event = field(default_factory=threading.Event)
-    # what is known of it: before it is handed over, what is asked for
     version: Version = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,14 +96,14 @@ class SnapshotRequest:
 
     @property
     def paced(self) -> bool:
-        """Whether the copy keeps to the windows; one that must be taken does not."""
+        """Whether the copy keeps to the windows; the copy of a required version does not."""
         return self.variant is Variant.HAS and not (self.required or self.vote_only)
 
     def follow(self, version: Version, *, done: bool = False) -> None:
-        """Note what has become of it."""
+        """Take over the version's new state."""
         self.version = version
         if version.cause is not None:
-            self.encode = None  # nobody needs the state that it holds
+            self.encode = None  # releases the captured host state
         if done or not version.holds_training:
             self.copied.set()
         if done:
@@ -139,20 +148,29 @@ class WorkerCallbacks:
 
 
 def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int:
-    """The step to stop after that a rank names in the vote on the version of ``step``: one that no
-    rank has passed when it hears of it. ``proposal``: the step after which it would stop; 0: it
-    would not. ``step``: whose version is voted on. ``newest_step``: the last one whose version was
-    handed over here. ``late``: votes may lag behind training, as the ranks agreed in the last
-    one."""
+    """Choose the step to stop after that this rank names in a vote. No rank may have passed it when
+    it receives the result.
+
+    Args:
+        proposal: step after which this rank would stop; 0: it would not.
+        step: step of the version that is voted on.
+        newest_step: step of the newest version that was handed over here.
+        late: votes may lag behind training, as the last vote agreed.
+    """
     if proposal and (late or step < newest_step):
         return max(proposal, newest_step + 2)
     return proposal
 
 
 def may_lag(holds_up: bool, *, step: int, newest_step: int, late: bool) -> bool:
-    """Whether a rank says in the vote on the version of ``step`` that the next votes may lag behind
-    training: before the next one it has more to do than seal the version, or it is behind
-    already."""
+    """Whether the next votes may lag behind training because of this rank.
+
+    Args:
+        holds_up: this rank has more to do before the next vote than to seal the version.
+        step: step of the version that is voted on.
+        newest_step: step of the newest version that was handed over here.
+        late: votes may lag already, as the last vote agreed.
+    """
     return holds_up or (late and step < newest_step)
 
 
@@ -260,11 +278,11 @@ class WrittenError(ReftError):
 _STANDING = TypeAdapter(versions.RejoinState)
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
-_POLL_SECS = 0.0005  # how often a host that is ahead of its device asks where the device is
+_POLL_SECS = 0.0005  # poll interval of a host that is ahead of its device
 LATE_PART = 0.25
-"""Part of a step that the device may be past a version's state while the worker is at an older one;
-then the version is given up. The host is held no longer; what is left of its lead keeps the device
-busy."""
+"""Fraction of a step. When the device is further past a version's state than this and the worker is
+still busy with an older version, the version is given up. The host is not held any longer, so that
+the rest of its lead keeps the device busy."""
 _REJOINS = 3
 
 
@@ -306,7 +324,7 @@ class SnapshotWorker:
         self.features = (scheme, *features)
         copier.features = self.features
         self.layout: GroupLayout | None = None
-        """Of the next version, agreed by all ranks; None before the first agreement."""
+        """Layout of the next version, agreed by all ranks; None before the first agreement."""
         self._ring = RingExchange(control, topology)
         self.written_tensors: set[str] = set()
         """Names of tensors that the script wrote while a version of them was copied."""
@@ -318,15 +336,17 @@ class SnapshotWorker:
         self._vote_missed = False
         self._broke_off = ""
         self._gate = gate or Gate()
-        self._filling: ArenaWriter | None = None
-        """The slot that a version is written to, until it is known what becomes of that."""
+        self._writer: ArenaWriter | None = None
+        """Writer of the version in progress, until that is committed or given up."""
         self._version: CopiedVersion | None = None  # the one that was copied last
         self._records: list[ChunkRecord] = []
-        # by the training thread, the last time
+        # Times of the training thread's last calls, seconds of ``time.perf_counter()``.
         self._handed_over_at = self._fenced_at = time.perf_counter()
         self._state = RankState(arenas.slots)
         self._requests: deque[SnapshotRequest] = deque()
-        """What belongs to the state's versions, in the same order."""
+        """Requests of the versions in ``_state``, in the same order."""
+        # Re-entrant: ``submit`` holds it while ``_notify`` takes it again, so that no event of the
+        # worker comes between a request and its version.
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="reft-snapshot", daemon=True)
         self._thread.start()
@@ -334,18 +354,27 @@ class SnapshotWorker:
     # -- one rank's versions under one lock: both threads ------------------------------------------
 
     def _notify(self, event: versions.Event) -> list[versions.Effect]:
-        """Tell what happened. Returns what the caller has to do, in this order; raises ValueError
-        if the event does not fit."""
+        """Apply an event to the state of this rank.
+
+        Returns:
+            Effects that the caller has to carry out, in this order.
+
+        Raises:
+            ValueError: the event is not allowed in this state.
+        """
         with self._changed:
             before = self._state
+            # The state is immutable and replaced as a whole: other methods read it without the
+            # lock, and see one or the other.
             self._state, effects = versions.step(before, event)
             self.arenas.slots = self._state.slots
             self._follow(len(before.versions), effects)
             if (self._state.task, self._state.versions) != (before.task, before.versions):
-                self._changed.notify_all()  # what the waits below look at
+                self._changed.notify_all()
             rest: list[versions.Effect] = []
             for effect in effects:
-                # what concerns the gate under the lock: the other thread may do the contrary
+                # The gate is entered and left under the lock: otherwise the other thread's next
+                # event could be applied to the gate before this one.
                 match effect:
                     case versions.EnterGate(draining):
                         self._gate.enter(draining)
@@ -356,7 +385,12 @@ class SnapshotWorker:
             return rest
 
     def _follow(self, before: int, effects: tuple[versions.Effect, ...]) -> None:
-        """Have the requests know what became of their versions."""
+        """Pass the new states of versions on to their requests.
+
+        Args:
+            before: number of versions before the event.
+            effects: of the event.
+        """
         known = self._state.versions
         over = [self._requests.popleft() for _ in range(before - len(known))]
         causes = {
@@ -374,7 +408,7 @@ class SnapshotWorker:
 
     @property
     def _fence_waiting(self) -> bool:
-        """Whether training waits for a copy, or will soon."""
+        """Whether training waits for a copy at the fence, or will soon."""
         state = self._state
         return state.fence_near and state.holds_training
 
@@ -389,6 +423,8 @@ class SnapshotWorker:
             version = request.version
             if self._state.accepts:
                 if request.images is not None:
+                    # Before the hand-over: the copy engine marks this point of the device's work,
+                    # and the worker may queue copies after it as soon as it sees the version.
                     self.copier.begin()
                     self._handed_over_at = time.perf_counter()
                 self._requests.append(request)
@@ -403,22 +439,26 @@ class SnapshotWorker:
             self._carry_out(effect)
 
     def near_fence(self) -> None:
-        """The fence is near: copy what is left at once, beside what training still does before it
-        writes.
+        """Announce the fence: copy the rest now, while training does what it still has to do before
+        it writes.
 
-        On a CPU no version begins to be copied any more. A device is not there yet.
+        On a CPU, versions that have not started are cancelled. A device has not reached this point
+        yet, so they may still start there.
         """
         self._notify(versions.FenceNear(ahead=self.copier.engine.asynchronous))
-        # what is drained keeps to the windows
+        # A staged version does not hold training, and is drained in the windows.
         if self._state.holds_training and not self._state.staged:
             self._gate.expedite()
 
     def fence(self) -> float:
-        """Wait until no copy reads the live tensors; called before they change (P2).
+        """Wait until no copy reads the live tensors. Called before they change (P2).
 
-        A copy that has not started when the device is there is cancelled instead: a snapshot is the
-        state after exactly one step, or it is none. Returns seconds waited, but for those in which
-        the device had work."""
+        A copy that has not started when the device gets here is cancelled: a version holds the
+        state of exactly one step.
+
+        Returns:
+            Seconds waited, without those in which the device had work.
+        """
         approached = self._state.fence_near
         self._notify(versions.FenceNear(ahead=True))
         self._await_device()
@@ -434,32 +474,35 @@ class SnapshotWorker:
                             FENCE_SECS,
                         ),
                     )
-        # Before TENSORS_CHANGE: whatever the script wrote is counted by now, and the optimizer has
-        # not begun.
+        # Before TENSORS_CHANGE: every write of the script is counted by now, and the optimizer has
+        # not started to write.
         self.check_tensors()
-        # P2: from here on the tensors are another step's; what still reads them is given up, not
-        # committed.
+        # P2: from here on the tensors belong to the next step; a version that is still being copied
+        # is given up. Before the device's fence: once the event is applied, the worker queues no
+        # copy of this version any more, so none can be queued after the fence.
         self._notify(Signal.TENSORS_CHANGE)
         self.copier.fence()
         return time.perf_counter() - began
 
     def check_between_passes(self) -> None:
-        """As :meth:`check_tensors`, before the fence. Not while a device may still have copies to
-        make: a write that the script launches after this call could overtake them."""
+        """Call :meth:`check_tensors` before the fence, unless a device may still have copies to
+        make: a write that the script launches after this call could reach the tensors before
+        them."""
         if not (self.copier.engine.asynchronous and self._state.task is Task.COPY):
             self.check_tensors()
 
     def check_tensors(self) -> None:
-        """Compare the write counts of what was copied with those of the boundary; then it may be
-        committed.
+        """Compare the write counts of the copied tensors with those at the step boundary. A version
+        is committed only after this.
 
-        Called by the training thread, so that none of its own writes is under way: at its fence,
-        and between passes before that, since until then a failure would cost the version. At the
-        fence the device's next writes wait for the copies."""
+        Called by the training thread, so that none of its own writes is in progress: at the fence,
+        where the device's next writes wait for the copies; and between passes before it, since a
+        failure before this check costs the version.
+        """
         if not self._state.unchecked:
             return
         with self._changed:
-            # The worker may have given the version up since it was looked at.
+            # The worker may have given the version up since the line above.
             waiting = [r for r in self._requests if r.version.unchecked and r.version.cause is None]
         if not waiting or waiting[0].written is None:
             return
@@ -474,13 +517,13 @@ class SnapshotWorker:
         self._notify(versions.TensorsChecked(cause))
 
     def _await_device(self) -> None:
-        """Let versions begin while the host is ahead of its device, by up to a step or more.
+        """Give waiting versions time to start while the host is ahead of its device.
 
-        A version whose turn it is begins within milliseconds: it may do so until the device is at
-        the write. One that waits for an older version may do so until the device is
-        :data:`LATE_PART` of a step past the state that it would copy. A host that waited longer
-        would have no lead left when it goes on, in every step, and the copy would not end before
-        the write."""
+        The next version in line starts within milliseconds: it may do so until the device has
+        reached the write. A version that waits for an older one may start until the device is
+        :data:`LATE_PART` of a step past the state that it would copy. If the host waited longer, it
+        would lose its lead in every step, and the copy would not end before the write.
+        """
         now = time.perf_counter()
         # A step by the host's clock: the waits of this method keep the host at the device's pace.
         step_secs = now - self._fenced_at
@@ -490,8 +533,7 @@ class SnapshotWorker:
             return
         engine, until = self.copier.engine, now + FENCE_SECS
         at_write, at_state = engine.stamp(), self.copier.begun
-        # A device that is past the state already got there when the version was handed over at the
-        # earliest.
+        # If the device is past the state already, it got there after the hand-over.
         passed_at = self._handed_over_at if engine.reached(at_state) else None
         with self._changed:
             while self._state.may_begin and not engine.reached(at_write) and now < until:
@@ -508,7 +550,8 @@ class SnapshotWorker:
 
     @contextmanager
     def _hurried(self) -> Iterator[None]:
-        """The gate lets everything through meanwhile; nothing is paced any more afterwards."""
+        """Within this context the gate admits everything; after it nothing is paced, except what is
+        drained."""
         self._gate.expedite()
         try:
             yield
@@ -516,19 +559,21 @@ class SnapshotWorker:
             with self._changed:
                 self._gate.reset()
                 if self._state.staged:
-                    self._gate.enter()  # in the windows of the steps to come
+                    self._gate.enter()  # drained in the windows of the next steps
 
     def await_vote(self, step: int, timeout_secs: float) -> None:
-        """Wait until the ranks have voted on the version of ``step``, so that what they said is
-        known; not while votes are late, with which the ranks reckon, nor again after it was waited
-        in vain, until the votes have caught up: a commit never blocks a step (P6)."""
+        """Wait until the ranks have voted on the version of ``step``, so that the result is known.
+
+        Does not wait while the ranks have agreed that votes lag. After a wait that timed out, does
+        not wait again until the votes have caught up: a commit never blocks a step (P6).
+        """
         votes = self.votes
         if not self._vote_missed:
             self._wait_for(lambda: votes.voted_step >= step or votes.late, timeout_secs)
         self._vote_missed = votes.voted_step < step
 
     def _wait_for(self, enough: Callable[[], bool], timeout_secs: float) -> None:
-        """Wait until something is enough, or nothing is under way any more."""
+        """Wait until ``enough`` returns True, or no version is in progress."""
 
         def over() -> bool:
             return enough() or not self._state.versions or not self._runs
@@ -542,7 +587,7 @@ class SnapshotWorker:
 
     @property
     def broken(self) -> str | None:
-        """Why no version is taken any more; None while they are."""
+        """Why this worker has stopped taking versions; None while it takes them."""
         return self._state.broken
 
     def drain(self, timeout_secs: float) -> bool:
@@ -596,7 +641,7 @@ class SnapshotWorker:
                 )
 
     def _next(self) -> Task:
-        """What there is to do; waits for something."""
+        """Wait for the next task."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._state.task is not Task.WAIT or self._state.versions
@@ -604,7 +649,7 @@ class SnapshotWorker:
             return self._state.task
 
     def _apply(self, event: versions.Event) -> None:
-        """Tell what happened, and do what follows; all of it, whatever fails."""
+        """Apply an event and carry out all of its effects, even if one of them fails."""
         effects = self._notify(event)
         failed: Exception | None = None
         for effect in effects:
@@ -629,8 +674,11 @@ class SnapshotWorker:
     # -- one version's bytes: from the live tensors into a slot, at once or through staging ------
 
     def _copy(self, request: SnapshotRequest) -> versions.Event | None:
-        """Copy own and redundant replicated blocks and the owned ones into a free slot. Returns how
-        it ended; None if the fence came before it began."""
+        """Copy this rank's blocks into a free slot.
+
+        Returns:
+            How it ended; None if the fence came first.
+        """
         if request.images is None:
             return versions.CopyFailed(SkipCause("the state could not be captured"))
         if not self._fits(request):
@@ -655,16 +703,16 @@ class SnapshotWorker:
         layout = self.layout
         if layout is None:  # it went with the files
             return Signal.UNFIT
-        # Without a permit: to wait for a reader, or to make an arena that is not there, may take a
-        # minute, and training waits where a window closes for whoever has a permit.
-        self._filling = self.arenas.begin(
+        # Without a permit: waiting for a reader of the slot, or making a new arena, may take a
+        # minute, and where a window closes training waits for the holder of a permit.
+        self._writer = self.arenas.begin(
             request.label,
             layout,
             wait=request.required,
             taken=lambda slot: self._apply(versions.SlotTaken(slot)),
         )
-        # What prepares the copy takes a while too: it begins where the copy may. On a device the
-        # host's work disturbs nobody, and the permits of windows carry bytes that must be copied.
+        # Preparing the copy takes time as well, so it needs a permit. Not on a device: the host's
+        # work does not disturb it, and the permits of windows are meant for bytes.
         permit = Permit(0) if self.copier.engine.asynchronous else gate.admit()
         began = time.perf_counter()
         try:
@@ -673,26 +721,26 @@ class SnapshotWorker:
                 return Signal.UNFIT
         finally:
             gate.release(permit, time.perf_counter() - began)
-        self._copy_bytes(request, self._filling, gate)
+        self._copy_bytes(request, self._writer, gate)
         self.callbacks.stats.copy_secs.append(time.perf_counter() - began)
         return Signal.COPIED
 
-    def _copy_bytes(self, request: SnapshotRequest, filling: ArenaWriter, gate: Gate) -> None:
+    def _copy_bytes(self, request: SnapshotRequest, writer: ArenaWriter, gate: Gate) -> None:
         assert request.images is not None
         step = request.label.step
         self._records = self.copier.copy(
             request.images,
-            filling,
+            writer,
             gate,
             reach=lambda point: self.callbacks.faults.reach(point, step),
             handed_over=self._released,
             may_stage=(lambda: self._fence_waiting) if request.paced else None,
         )
-        # Last: it may wait for the device, and training does not wait for it.
-        for placed in filling.local_blocks:
+        # Last: it may wait for the device, and training has been released by now.
+        for placed in writer.local_blocks:
             if placed.key.section is Section.HOST:
-                filling.write_host(placed, request.host_blob)
-                filling.hash(placed)
+                writer.write_host(placed, request.host_blob)
+                writer.hash(placed)
         self.callbacks.stats.tier_bytes.update(bytes_by_tier(self._records))
         if self.copier.written:
             self.written_tensors.update(self.copier.written)
@@ -703,21 +751,21 @@ class SnapshotWorker:
             )
 
     def _released(self) -> None:
-        """Training may go on: all was copied, or is kept on the device."""
+        """Release training: everything was copied, or is staged on the device."""
         staged = sum(item.chunk.nbytes for item in self.copier.staged)
         if staged:
             self.callbacks.stats.staged += 1
             self.callbacks.stats.staged_bytes += staged
         self._apply(versions.Released(staged=bool(staged)))
 
-    def _drain(self, request: SnapshotRequest, filling: ArenaWriter) -> SkipCause | None:
-        """Bring what was staged to host memory, in the windows of the steps after the version's
-        own. Returns why that failed, if it did."""
+    def _drain(self, request: SnapshotRequest, writer: ArenaWriter) -> SkipCause | None:
+        """Copy the staged part to host memory, in the windows of the following steps. Returns why
+        that failed; None if it did not."""
         if not request.version.staged:
             return None
         began, stats = time.perf_counter(), self.callbacks.stats
         try:
-            records = self.copier.drain(filling, self._gate_for(request))
+            records = self.copier.drain(writer, self._gate_for(request))
             stats.tier_bytes.update(bytes_by_tier(records))
             self._records = [*self._records, *records]
             return None
@@ -728,18 +776,18 @@ class SnapshotWorker:
             self._apply(Signal.DRAINED)
 
     def _drop(self) -> None:
-        """Nothing of the version is kept; nothing of it may arrive in its slot any more (P5)."""
-        filling, self._filling = self._filling, None
+        """Give the version's slot back, after its last copy has arrived there (P5)."""
+        writer, self._writer = self._writer, None
         try:
             self.copier.settle()
         finally:
             self.copier.staged = ()
-            if filling is not None:
-                self.arenas.abort(filling)
-                self.callbacks.stats.total_traffic.add(filling.traffic)
+            if writer is not None:
+                self.arenas.abort(writer)
+                self.callbacks.stats.total_traffic.add(writer.traffic)
 
     def _gate_for(self, request: SnapshotRequest) -> Gate:
-        """What is asked before every chunk of a version."""
+        """The gate for the chunks of a version."""
         if request.paced:
             return self._gate
         waited_for = request.required or request.variant is Variant.BLOCKING
@@ -768,13 +816,12 @@ class SnapshotWorker:
         return [feature for feature in self.features if feature.neutral_ballot()]
 
     def _ballot(self, state: RankState) -> Ballot:
-        """What this rank says of a version. If it cannot be found out, it says no: peers wait for
-        it (P6)."""
+        """The ballot of this rank. On an error it votes no, since peers are waiting (P6)."""
         voters = self._voters
         try:
             cause = state.head.cause
             numbers = {f.name: f.ballot(cause, self.layout) for f in voters}
-            # Memory may be reserved after this version, before the next vote.
+            # Arenas may have to be reserved after this version, before the next vote.
             late = state.staged or self.arenas.unsettled
             late = late or any(f.delays_votes(numbers[f.name]) for f in voters)
             return Ballot(state.votes_yes, relayout=state.wants_layout, late=late, features=numbers)
@@ -785,22 +832,22 @@ class SnapshotWorker:
     # -- from copied bytes to a sealed arena, with what only peers have ----------------------------
 
     def _seal(self, request: SnapshotRequest) -> versions.Event:
-        """Collective in the group: also a rank that cannot seal takes part, since its peers wait
-        for what it sends. They are told in the vote."""
-        filling = self._filling
-        assert filling is not None  # the version was copied into it
-        failure = self._drain(request, filling)
+        """Exchange with the ring and seal the slot. Collective in the group: a rank that cannot
+        seal takes part as well, since peers wait for its blocks; the vote tells them."""
+        writer = self._writer
+        assert writer is not None  # the version was copied into it
+        failure = self._drain(request, writer)
         self.callbacks.stats.taken += 1
         assert request.images is not None
         version = self._version = CopiedVersion(
             request.images,
-            filling,
+            writer,
             captured=request.captured,
             variant=request.variant,
             is_paced=request.paced,
             records=self._records,
         )
-        failure = failure or _attempt(filling.hash_rest)
+        failure = failure or _attempt(writer.hash_rest)
         for feature in self.features:
             failure = failure or feature.inspect(version)
         try:
@@ -808,18 +855,19 @@ class SnapshotWorker:
         except TransferError:
             raise
         except Exception as error:
-            # Peers may wait for what this rank has not sent: only in new groups can it tell them.
+            # Peers may be waiting for blocks that this rank has not sent: they can be told only
+            # over new connections.
             raise TransferError(
                 f"the exchange broke off: {type(error).__name__}: {error}"
             ) from error
         failure = failure or differs or self._await_check()
-        failure = failure or _attempt(lambda: self._seal_arena(filling, arrived))
+        failure = failure or _attempt(lambda: self._seal_arena(writer, arrived))
         return Signal.SEALED if failure is None else versions.SealFailed(failure)
 
     def _await_check(self) -> SkipCause | None:
-        """Wait until the training thread has compared the tensors: at its fence at the latest. A
-        slot that is recorded SEALED earlier could be recovered although the script was writing into
-        the version. Returns why the version must not be sealed."""
+        """Wait until the training thread has compared the write counts, at its fence at the latest.
+        A slot that is recorded SEALED before that could be recovered although the script had
+        written to its tensors. Returns why the version must not be sealed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._state.head.unchecked or self._state.head.cause is not None
@@ -833,37 +881,37 @@ class SnapshotWorker:
             feature.fill(version)
         self._ring.facts(version.writer)
         differs = None
-        for feature in self.features:  # all of them: peers take part in each
+        for feature in self.features:  # all of them: peers take part in each comparison
             differs = feature.compare(version) or differs
         arrived = self._ring.blocks(version.writer)
         for feature in self.features:
             feature.exchanged(version)
         return arrived, differs
 
-    def _seal_arena(self, filling: ArenaWriter, arrived: Sequence[PlacedBlock]) -> None:
-        self.callbacks.stats.peer_bytes += filling.check_received(arrived)
-        faults, number = self.callbacks.faults, filling.label.step
+    def _seal_arena(self, writer: ArenaWriter, arrived: Sequence[PlacedBlock]) -> None:
+        self.callbacks.stats.peer_bytes += writer.check_received(arrived)
+        faults, number = self.callbacks.faults, writer.label.step
         faults.reach(FaultPoint.BEFORE_SEAL, number)
-        filling.seal()
-        # What was written to a file that is not there any more is no version (P3).
-        lost = filling.arena.lost()
+        writer.seal()
+        # The file may have been removed meanwhile: then no version could be recovered from it (P3).
+        lost = writer.arena.lost()
         if lost is not None:
-            raise ArenaError(f"{filling.arena.path} {lost}")
+            raise ArenaError(f"{writer.arena.path} {lost}")
         faults.reach(FaultPoint.AFTER_SEAL, number)
 
-    # -- what became of it -------------------------------------------------------------------------
+    # -- outcome of a version ----------------------------------------------------------------------
 
     def _commit(self, label: VersionId) -> None:
         """All ranks have sealed the version."""
-        filling, self._filling = self._filling, None
-        assert filling is not None  # it was sealed here
-        self.arenas.commit(filling)
-        self.callbacks.stats.commit(label.step, filling.traffic)
+        writer, self._writer = self._writer, None
+        assert writer is not None  # it was sealed here
+        self.arenas.commit(writer)
+        self.callbacks.stats.commit(label.step, writer.traffic)
         self.callbacks.faults.reach(FaultPoint.AFTER_COMMIT, label.step)
         self._peer_errors.run_guarded(
             "a commit cannot be reported", lambda: self.callbacks.on_commit(label)
         )
-        # After the report: planning the next versions may wait for the device.
+        # After the report, since planning the next versions may wait for the device.
         assert self._version is not None
         for feature in self.features:
             self._peer_errors.run_guarded(
@@ -871,7 +919,7 @@ class SnapshotWorker:
                 partial(feature.committed, self._version),
             )
         self._peer_errors.run_guarded(
-            "memory cannot be reserved", lambda: self.arenas.settle(filling.layout)
+            "memory cannot be reserved", lambda: self.arenas.settle(writer.layout)
         )
 
     def _tell_given_up(self, label: VersionId, cause: SkipCause) -> None:
@@ -890,13 +938,13 @@ class SnapshotWorker:
     # -- the layout that all ranks have agreed on --------------------------------------------------
 
     def _release_arenas(self) -> None:
-        """Memory is given up next: nothing may keep an arena mapped then (P9)."""
+        """Unmap all arenas, since their memory is about to be freed (P9)."""
         self.copier.forget()
         for feature in self.features:
             feature.release_arenas()
 
     def _fits(self, request: SnapshotRequest) -> bool:
-        """Whether the layout is made for the state that a request brings."""
+        """Whether the layout fits the state of a request."""
         return (
             self.layout is not None
             and request.images is not None
@@ -905,7 +953,8 @@ class SnapshotWorker:
         )
 
     def _renew_layout(self, request: SnapshotRequest) -> versions.Event:
-        """Agree on a layout for every rank's newest state, and reserve its memory. Collective."""
+        """Agree on a layout for the newest state of every rank, and reserve its memory.
+        Collective."""
         if len(request.host_blob) > self._host_bytes:
             self._host_bytes = 2 * len(request.host_blob)
         images = request.images or self._images

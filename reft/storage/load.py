@@ -102,22 +102,6 @@ class LoadedCheckpoint:
 _FOUND = TypeAdapter(LoadedCheckpoint)
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    path: Any  # as it was returned to the script
-    client_state: Any
-    # the checkpoint, or the version in memory; None: a load that reft knows nothing of
-    source: DiskCheckpoint | VersionId | None
-
-    @property
-    def is_the_jobs_own(self) -> bool:
-        """Whether this job wrote it: a directory of the script may hold another training to start
-        from."""
-        return isinstance(self.source, VersionId) or (
-            self.source is not None and self.source.label is not None
-        )
-
-
 # --- what is there --------------------------------------------------------------------------------
 
 
@@ -319,9 +303,8 @@ class DiskRestorer:
         partly = not complete and any(present for _, present in told)
         if partly and self._control.rank == 0 and read_degrees(checkpoint.path) is None:
             logger.warning(
-                "%s: not every rank saved its host state there; random state and data position "
-                "are not "
-                "restored",
+                "%s: not every rank saved its host state there; random state and data position are "
+                "not restored",
                 checkpoint,
             )
         if problems := tuple(
@@ -342,8 +325,7 @@ def _some(problems: Sequence[str]) -> str:
 def damaged(what: object, problems: Sequence[str]) -> PersistError:
     return PersistError(
         f"{what} was asked for and is damaged: {_some(problems)}. Ask for another tag, or restore "
-        "the "
-        f"directory from a copy"
+        "the directory from a copy"
     )
 
 

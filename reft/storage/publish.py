@@ -157,10 +157,12 @@ def write_arena(
             entries.append(replace(block.entry, arena_offset=offset))
             offset += aligned(block.entry.nbytes)
             on_block(block.entry.nbytes)
-        # Nothing is decoded from what lies on storage: it has no parity.
+        # Nothing is decoded from an arena on storage, which has no parity.
         head = replace(header, state=ArenaState.COMMITTED, entries=(), coding="")
         body = encode_header(head, pack_entries(entries))
         record = encode_record(RecordKind.HEADER, 1, body, STORAGE_KEY)
+        # The order does not matter here, and one fsync suffices: the version gets its name only
+        # after this returns, so a reader never opens a file that is written in part.
         _write_all(fd, record, geometry.copy_offset(0))
         _write_all(fd, encode_geometry(geometry, STORAGE_KEY), 0)
         os.ftruncate(fd, geometry.file_bytes)
@@ -242,6 +244,9 @@ def publish(
             refuse_stale(info.directory, info.job_id, info.label)
             for script in _files(work.scripts):
                 script.replace(info.directory / script.name)
+            # Staging goes before the marker is written: a directory with a marker is whole, and
+            # contains nothing else. ``write_durably`` syncs the directory of this node's files; the
+            # other nodes have synced theirs before they reported them as written.
             shutil.rmtree(work.staging)
             write_durably(
                 work.root / MARKER_NAME, (json.dumps(info.to_json(), indent=1) + "\n").encode()

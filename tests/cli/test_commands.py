@@ -17,16 +17,12 @@ import reft
 from reft import cli
 from reft.cli import EXIT_NOT_WELL, EXIT_WELL, EXIT_WRONG_USE, find_commands
 from reft.config import explain
-from reft.grid import VersionId
 from reft.job.node_memory import NodeMemory
 from reft.memory.jobdir import CONFIG_FILE, DAEMON_FILE, JobDir, process_identity, write_json
 from reft.node.advice import SpeedSample, situation
-from reft.node.client import TrainerReport
-from reft.node.daemon import NodeStatus
 from reft.node.history import ENDED, HISTORY_FILE, RESUMED, STARTED, STEPPED, note
 from reft.node.progress import ProgressPage
 from reft.node.report import BOARD_FILE, ENDED_WELL, NodeReport, ReportBoard, read_board
-from reft.storage.persister import PersistStatus
 from tests.commands import Answer, command
 from tests.machine import can_give_away
 
@@ -318,33 +314,6 @@ def test_without_memory_or_daemon_it_is_json_too(tmp_path: Path, there: bool) ->
         assert "no job has memory in" in answer.err
 
 
-def test_traffic_and_recomputing_of_all_ranks_of_the_node_are_summed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    status = NodeStatus(ended(tmp_path).path, {}, PersistStatus())
-    status.add_commit(VersionId(1, 3))
-    for rank in (0, 1):
-        traffic = {"to_host": {"shard": 2**20, "parity": 512}, "sent": {"host_state": 2048 * rank}}
-        status.set_report(rank, TrainerReport(1, stats={"traffic": traffic}))
-    status.set_report(2, TrainerReport(1))  # it has not committed anything yet
-    status.write_if_changed()
-    shown = " ".join(asked(tmp_path).out.split())
-    assert "a version copies │ 2.0 MiB (shard 2.0 MiB, parity 1.0 KiB)" in shown
-    assert "and sends to other nodes │ 2.0 KiB (host state 2.0 KiB)" in shown
-    (here,) = asked(tmp_path, "--json").json["here"]
-    assert here["status"]["trainers"]["1"]["stats"]["traffic"]["sent"] == {"host_state": 2048}
-    assert "recomputed" not in shown
-    none = {"traffic": {"to_host": {}, "sent": {}}}
-    status.set_report(0, TrainerReport(1, stats=none | {"recomputed": 5}))
-    resynced = {"recomputed": 4, "resynced": {"it is not what its owner has": 1}}
-    status.set_report(1, TrainerReport(1, stats=none | resynced))
-    status.write_if_changed()
-    shown = " ".join(asked(tmp_path).out.split())
-    said = "9 partitions; copied from their owners: 1x it is not what its owner has"
-    assert f"recomputed │ {said}" in shown
-
-
 def test_commits_that_a_restart_did_not_find_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,24 +370,6 @@ def test_an_event_that_lacks_fields_is_left_out_of_the_history(
         assert said == said[:1] * 3
 
 
-def test_the_whole_job_is_told_from_one_node(tmp_path: Path) -> None:
-    running(tmp_path, "b", "a", "[c]")
-    shown, answer = asked(tmp_path), asked(tmp_path, "--json")
-    assert (shown.code, answer.code) == (EXIT_NOT_WELL, EXIT_NOT_WELL)  # nothing is committed
-    assert "3, 2.5 steps/s" in shown.out
-    assert [line.split()[1] for line in shown.out.splitlines() if "HEALTHY" in line] == [
-        "[c]",
-        "a",
-        "b",
-    ]
-    told = answer.json
-    assert (told["state"], told["step"], [n["node"] for n in told["nodes"]]) == (
-        "runs",
-        3,
-        ["[c]", "a", "b"],
-    )
-
-
 def recovering(
     tmp_path: Path, doing: str, *, gone: bool = False, **of_history: object
 ) -> dict[str, Any]:
@@ -453,9 +404,6 @@ def test_a_job_that_waits_for_a_node_says_for_which_since_when_and_until_when(
     assert (told["state"], told["waiting"]["for"]) == ("waiting for a node", ["b"])
     assert 6 <= time.time() - told["waiting"]["since_unix_secs"] < 60
     assert told["waiting"]["until_unix_secs"] is None
-    shown = " ".join(asked(tmp_path).out.split())
-    assert "waiting for a node: b, or one in its place, since" in shown
-    assert "join_timeout" in shown
     write_json(ended(tmp_path).path / CONFIG_FILE, {"elastic": {"wait_secs": 60}})
     answer = asked(tmp_path, "--json")
     waiting = answer.json["waiting"]

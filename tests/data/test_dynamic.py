@@ -259,8 +259,8 @@ def test_p12_an_engine_that_takes_equally_many_refuses_it_on_all_ranks(
             range(2 * STEP), MICRO, order="dynamic", step_samples=STEP, name="equal"
         )
         ranks = [json.dumps(orders).encode() for orders in (data.orders(None), {})]
-        session: Any = SimpleNamespace(control=SimpleNamespace(gather_bytes=lambda mine: ranks))
-        for act in (lambda: check_orders(session, {}, data.why_equal), lambda: next(iter(loader))):
+        control: Any = SimpleNamespace(gather_bytes=lambda mine: ranks)
+        for act in (lambda: check_orders(control, {}, data.why_equal), lambda: next(iter(loader))):
             with (
                 pytest.raises(ConfigError, match=f"dynamic.*{why}.*Leave") if why else nullcontext()
             ):

@@ -36,7 +36,7 @@ from reft.data import watch as watching
 from reft.data.passes import LoaderIterator, Position
 from reft.data.position import difference
 from reft.data.watch import LoaderHook, ResumePhase
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.state.blob import capture_rng, restore_host_rng
 from reft.state.codec import decode, encode
 from tests.data.life import seed

@@ -19,7 +19,7 @@ from torch import nn
 
 import reft
 from reft.device import VENDORS
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.protect.backend import backend_for
 from reft.snapshot.device_engine import DeviceCopyEngine
 from tests.device.accelerator import BACKEND, use_simulated

@@ -17,7 +17,7 @@ import reft
 from reft.aor.host_adam import AdamRecipe
 from reft.aor.recompute import PeerOptimizers
 from reft.checks.start import explain_inexact
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.errors import UnsupportedStateError
 from reft.snapshot.version import SkipCause
 from reft.state.adam import AdamKind
@@ -152,10 +152,10 @@ class Watched:
 
     def partitions(self) -> dict[str, str]:
         """A digest of the bytes of every partition that this rank keeps, its own too."""
-        filling = self.newest
-        members = filling.layout.plan.placement.kept_by(filling.layout.member)
+        writer = self.newest
+        members = writer.layout.plan.placement.kept_by(writer.layout.member)
         return {
-            str(m): hashlib.sha256(filling.partition(m).numpy().tobytes()).hexdigest()
+            str(m): hashlib.sha256(writer.partition(m).numpy().tobytes()).hexdigest()
             for m in members
         }
 

@@ -10,7 +10,7 @@ import pytest
 
 from reft.config import parse_block
 from reft.engine import session as session_module
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.errors import ConfigError
 from reft.policy.choice import DeviceFindings
 from reft.snapshot.copy_engine import CpuCopyEngine
@@ -53,12 +53,14 @@ def case(name: str, block: dict[str, Any], told: Told) -> dict[str, Any]:
     engine = make(int(name in ZERO1), block, **kept)
     session = find_session(engine)
     assert session is not None
-    assert parse_block(session.config.as_block()) == session.config, "the daemon reads it so"
+    assert parse_block(session.context.config.as_block()) == session.context.config, (
+        "the daemon reads it so"
+    )
     expected = session.state.adapter.expected_bytes()
     path, _ = engine.load_checkpoint(str(Path(block["memory_dir"]) / "none"))
     losses = train(engine)
     result = {
-        "scheme": session.config.protection,
+        "scheme": session.context.config.protection,
         "in_force": session.protection.record.scheme,
         "tolerance": session.tolerance,
         "expected": expected,
@@ -79,7 +81,7 @@ def case(name: str, block: dict[str, Any], told: Told) -> dict[str, Any]:
 
 def ordered(session: Any, scheme: str) -> str:
     """What an order that recomputes is told; it comes too late to be followed."""
-    if "+aor" in session.config.protection:
+    if "+aor" in session.context.config.protection:
         return ""
     try:
         session.protect(scheme)

@@ -12,7 +12,7 @@ import pytest
 
 import reft
 from reft.config import ReftConfig
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.grid import Degrees, VersionId
 from reft.policy.rates import newest_step
 from reft.storage.persisted import MARKER_NAME, PersistedInfo, format_tag

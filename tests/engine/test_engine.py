@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.engine.on_import import install
 from reft.memory.arena import Arena
 from reft.memory.job_secret import read_secret

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.recover.inventory import ArenaStore
 from tests.engine.ranks import be_a_rank, block_of, images_of, run_life
 from tests.engine.test_aor import USUAL, Watched, make, train

@@ -12,13 +12,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import (
-    EXPERTS,
-    find_session,
-    flops_per_token,
-    own_flops_per_token,
-    tokens_per_sample,
-)
+from reft.engine.attach import find_session
+from reft.engine.model_size import EXPERTS, flops_per_token, own_flops_per_token, tokens_per_sample
 from reft.grid import Coordinate
 from reft.node.progress import read_pages
 from tests.engine.ranks import be_a_rank, block_of, run_ranks
@@ -72,7 +67,7 @@ def main(root: Path) -> dict[str, Any]:
     return {
         "flops": page.flops_per_token,
         "tokens": page.tokens_per_sample,
-        "pp": session.coordinate.pp,
+        "pp": session.context.coordinate.pp,
     }
 
 

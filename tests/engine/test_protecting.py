@@ -22,7 +22,7 @@ from reft.checks.start import describe_protection, group_timeout_secs, timeout_i
 from reft.config import ReftConfig, parse_block
 from reft.control.keyvalue import KeyValueServer, KeyValueStore, StoreError
 from reft.control.wire import listen
-from reft.engine.identity import JobRecord, noted_commit
+from reft.engine.job_record import JobRecord, noted_commit
 from reft.engine.load_memory import MemoryRestorer
 from reft.engine.session import Session
 from reft.errors import TransferError
@@ -42,12 +42,14 @@ def test_p6_a_restored_state_whose_commit_does_not_come_is_waited_for_only_so_lo
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     request = SnapshotRequest(VersionId(2, 7), None, required=True)  # nothing ever becomes of it
-    session: Any = SimpleNamespace(
-        submit=lambda required: request,
+    context: Any = SimpleNamespace(
         config=SimpleNamespace(commit_timeout_secs=0.1),
         stats=SimpleNamespace(last_error="a peer is silent"),
     )
-    protecting = threading.Thread(target=MemoryRestorer(session).protect, daemon=True)
+    session: Any = SimpleNamespace(submit=lambda required: request)
+    unused: Any = None
+    restorer = MemoryRestorer(context, session, unused, unused, unused, unused)
+    protecting = threading.Thread(target=restorer.protect, daemon=True)
     protecting.start()
     protecting.join(LONG / 2)
     assert not protecting.is_alive(), "training waits for a commit that does not come"
@@ -75,14 +77,9 @@ def test_p6_a_restored_state_whose_commit_does_not_come_is_waited_for_only_so_lo
 def test_p4_a_start_says_in_a_line_what_is_protected(
     block: dict[str, Any], tolerance: int, survives: str, kept: str
 ) -> None:
-    session: Any = SimpleNamespace(
-        config=parse_block(block),
-        tolerance=tolerance,
-        topology=SimpleNamespace(degrees=Degrees(1, 2, 1), failure_domains=("a", "b")),
-        memory=SimpleNamespace(incarnation=1),
-        protection=SimpleNamespace(record=SimpleNamespace(in_force="arc")),
-    )
-    said = describe_protection(session)
+    topology: Any = SimpleNamespace(degrees=Degrees(1, 2, 1), failure_domains=("a", "b"))
+    record: Any = SimpleNamespace(in_force="arc", tolerance=tolerance)
+    said = describe_protection(parse_block(block), topology, record, incarnation=1)
     assert said.startswith(
         "the job is protected: PP1xDP2xTP1 on 2 node(s), incarnation 1; protection arc survives "
     )
@@ -91,8 +88,8 @@ def test_p4_a_start_says_in_a_line_what_is_protected(
     assert len(said.splitlines()) == 1
 
 
-def restarted(job_dir: Path) -> Any:
-    """A session on rank 0 whose launcher has seen a trainer fail."""
+def restarted(job_dir: Path) -> MemoryRestorer:
+    """Of a session on rank 0 whose launcher has seen a trainer fail."""
     failed = dict(failures=["b, rank 1, killed by SIGKILL"], failed_unix_secs=time.time() - 100)
     history.note(
         job_dir,
@@ -104,25 +101,22 @@ def restarted(job_dir: Path) -> Any:
         newest_step=7,
         **failed,
     )
-    return SimpleNamespace(
+    context: Any = SimpleNamespace(
         is_rank_zero=True,
         engine=SimpleNamespace(global_steps=7),
         job_id="job",
-        memory=SimpleNamespace(
-            job_dir=SimpleNamespace(path=job_dir),
-            identity=SimpleNamespace(restarted=True),
-            record=None,
-        ),
+        job_dir=SimpleNamespace(path=job_dir),
         control=SimpleNamespace(rank=1, gather_bytes=lambda data: [encode(["", ""])]),
     )
+    memory: Any = SimpleNamespace(identity=SimpleNamespace(restarted=True), record=None)
+    unused: Any = None
+    return MemoryRestorer(context, unused, memory, unused, unused, unused)
 
 
 def test_a_restart_that_finds_nothing_says_that_the_job_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    MemoryRestorer(restarted(tmp_path)).refuse_silent_restart(
-        NotRecoverable(("nothing is in memory",))
-    )
+    restarted(tmp_path).refuse_silent_restart(NotRecoverable(("nothing is in memory",)))
     (record,) = caplog.records
     assert re.search(
         r"the job starts from the beginning: nothing was committed and .* on storage, "
@@ -240,13 +234,13 @@ def test_p6_neither_a_rate_nor_the_store_keeps_a_commit_from_the_daemon_and_peer
     record = JobRecord(None, "job")
     record.note_commit = mock.Mock(side_effect=KeyError("the store"))  # type: ignore[method-assign]
     session: Any = SimpleNamespace(
+        context=SimpleNamespace(
+            events=EventLog(0), coordinate=Coordinate(0, 0, 0), is_rank_zero=True
+        ),
         stats=SnapshotStats(),
         peer_errors=peer_errors,
-        events=EventLog(0),
         daemon=daemon,
         memory=SimpleNamespace(record=record),
-        coordinate=Coordinate(0, 0, 0),
-        is_rank_zero=True,
         protection=SimpleNamespace(lost=False),
         rates=mock.Mock(committed=mock.Mock(side_effect=KeyError("a rate"))),
     )

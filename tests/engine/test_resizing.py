@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import reft
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.engine.load_memory import MemoryRestorer
 from reft.engine.on_import import find_refusal
 from reft.recover.inventory import ArenaStore

@@ -8,12 +8,11 @@ import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.engine.stopping import StopController
 from reft.errors import TransferError
 from reft.grid import VersionId
@@ -49,42 +48,48 @@ def main(out: Path) -> None:
 GRACE_SECS = 25.0
 
 
-def told_to_stop(*, waited_secs: float, committed: bool) -> Any:
-    """A session that was told to stop, and whose last version is committed or given up."""
-    session = mock.Mock()
-    session.config.grace_secs = GRACE_SECS
-    session.stopping = StopController(GRACE_SECS)
-    session.stopping.requested = True
-    session.stopping._since_secs = time.monotonic() - waited_secs
-    session.worker.broken = session.worker.votes.stop_step = None
-    session.submit.return_value = SimpleNamespace(committed=committed, label="the label")
-    return session
+class Stopped:
+    """A controller that has the request to stop, and the parts of the session around it. Its last
+    version is committed or given up."""
+
+    def __init__(self, *, waited_secs: float, committed: bool) -> None:
+        self.context, self.memory, self.daemon = mock.Mock(), mock.Mock(), mock.Mock()
+        self.context.config.grace_secs = GRACE_SECS
+        self.session, self.worker = mock.Mock(), mock.Mock()
+        self.worker.broken = self.worker.votes.stop_step = None
+        request = SimpleNamespace(committed=committed, label="the label")
+        self.session.submit.return_value = request
+        self.stopping = StopController(self.context, self.memory, self.daemon)
+        self.stopping.install(self.session, self.worker)
+        self.stopping.uninstall()
+        self.stopping.requested = True
+        self.stopping._since_secs = time.monotonic() - waited_secs
 
 
 def test_p6_a_step_longer_than_half_the_grace_is_committed_and_persisted_before_the_end() -> None:
     """All ranks are told, as a rule; there is no time for another step, in which they could agree on one."""
-    session = told_to_stop(waited_secs=20.0, committed=True)
+    job = Stopped(waited_secs=20.0, committed=True)
     with pytest.raises(SystemExit):
-        session.stopping.stop_if_due(session, 7, 0.1)
-    session.submit.assert_called_once_with(required=True)
-    (secs,) = session.worker.drain.call_args.args
+        job.stopping.stop_if_due(7, 0.1)
+    job.session.submit.assert_called_once_with(required=True)
+    (secs,) = job.worker.drain.call_args.args
     assert 0 < secs < GRACE_SECS - 20.0
-    label, secs = session.daemon.persist_now.call_args.args
+    label, secs = job.daemon.persist_now.call_args.args
     assert label == "the label"
     assert secs < GRACE_SECS - 20.0
-    assert session.events.write.call_args.kwargs["committed"]
+    assert job.context.events.write.call_args.kwargs["committed"]
 
 
 def test_the_job_ends_after_the_step_that_a_vote_names() -> None:
-    session = told_to_stop(waited_secs=0.0, committed=True)
-    session.worker.votes.stop_step, session.worker.votes.halt = 7, None
-    session.stopping.stop_if_due(session, 6, 0.1)
-    assert not session.submit.called
+    job = Stopped(waited_secs=0.0, committed=True)
+    job.worker.votes.stop_step, job.worker.votes.halt = 7, None
+    job.stopping.stop_if_due(6, 0.1)
+    assert not job.session.submit.called
     with pytest.raises(SystemExit) as ended:
-        session.stopping.stop_if_due(session, 7, 0.1)
+        job.stopping.stop_if_due(7, 0.1)
     assert ended.value.code == 143
-    session.submit.assert_called_once_with(required=True)
-    session.close.assert_called_once_with()
+    job.session.submit.assert_called_once_with(required=True)
+    job.session.close.assert_called_once_with()
 
 
 @pytest.mark.parametrize("stepped", [True, False])
@@ -94,18 +99,17 @@ def test_where_no_step_begins_in_time_the_newest_version_is_persisted_and_the_pr
     """An evaluation of ten minutes. Within a step the boundary is near, and its state is newer."""
     exits: list[int] = []
     monkeypatch.setattr(os, "_exit", exits.append)
-    session = told_to_stop(waited_secs=0.6 * GRACE_SECS, committed=True)
-    session.closed, session.stepped = False, stepped
-    session.stats.committed_step, session.memory.incarnation = 6, 2
-    session.stopping._session = session
-    session.stopping._stop_between_steps()
+    job = Stopped(waited_secs=0.6 * GRACE_SECS, committed=True)
+    job.session.closed, job.session.stepped = False, stepped
+    job.context.stats.committed_step, job.memory.incarnation = 6, 2
+    job.stopping._stop_between_steps()
     assert exits == ([143] if stepped else [])
     if stepped:
-        label, secs = session.daemon.persist_now.call_args.args
+        label, secs = job.daemon.persist_now.call_args.args
         assert label == VersionId(2, 6)
         assert 0 < secs < 0.4 * GRACE_SECS
     else:
-        assert not session.daemon.persist_now.called
+        assert not job.daemon.persist_now.called
 
 
 @pytest.mark.integration

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import reft
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from tests.engine.ranks import Mlp, be_a_rank, block_of, commit_every_version, run_ranks
 
 pytestmark = pytest.mark.integration

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.engine.weave import CloseSnapshotWindow, OpenSnapshotWindow, WovenSchedule
 from reft.pacing.schedule import StepTrace
 from tests.engine.ranks import be_a_rank, block_of, run_ranks

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.engine.marks import wrap
 
 SECS = 30.0

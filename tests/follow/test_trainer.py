@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import reft.hf
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from tests.follow.lives import SECS, CutOffError, Row
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from tests.follow.lives import Life, live, mlp, resumed, said, square
 
 STEPS = 9

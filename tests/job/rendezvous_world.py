@@ -245,7 +245,7 @@ class Node:
         while True:
             clock.sleep(_LOOK_SECS)
             if clock.now - beaten >= _BEAT_SECS:
-                handler.beat()
+                handler.heartbeat()
                 beaten = clock.now
             if self.fails:
                 self.fails = False

@@ -115,18 +115,18 @@ def test_p3_the_place_of_a_launcher_that_has_ended_is_free_at_once_if_a_round_is
 ):
     job = training(a=TRAINS, b=TRAINS, c=SPARE)
     assert looked(job, ended="b").participants == {"a", "b"}
-    assert looked(job, ended="b").seats == {"a", "b"}
-    left = training(a=Node(seated=True), b=TRAINS._replace(seated=True), c=SPARE)
-    assert looked(left, ended="b").seats == {"a"}
+    assert looked(job, ended="b").members == {"a", "b"}
+    left = training(a=Node(is_member=True), b=TRAINS._replace(is_member=True), c=SPARE)
+    assert looked(left, ended="b").members == {"a"}
 
 
 def test_p6_who_waits_for_a_place_that_there_is_not_restarts_nobody() -> None:
     """It has waited for the round that is complete now without it; as soon as it looks, it is a spare."""
-    job = training(a=TRAINS, b=TRAINS, late=WAITS._replace(seated=True))
+    job = training(a=TRAINS, b=TRAINS, late=WAITS._replace(is_member=True))
     job.state = looked(job)
     assert job.state.role("late") is Role.WAITS
     assert job.num_nodes_waiting() == 0
-    assert job.state.seats == {"a", "b"}, "a seat more than places"
+    assert job.state.members == {"a", "b"}, "a seat more than places"
 
 
 class Clocks:
@@ -172,7 +172,7 @@ def test_further_nodes_are_waited_for_though_a_clock_is_an_hour_behind(
         wait_for(lambda: one.state.participants, "the first node")
         found.append(there.submit(behind.next_rendezvous))
         wait_for(lambda: len(one.state.participants) == 2, "the second node")
-        time.sleep(2 * one._look_secs)  # in which a round would be complete whose time is up
+        time.sleep(2 * one._poll_secs)  # in which a round would be complete whose time is up
         members = set(third.next_rendezvous().members)
         assert members == {one.node, behind.node, third.node}
         assert all(set(each.result(WAIT_SECS).members) == members for each in found)
@@ -197,7 +197,7 @@ def test_nodes_meet_over_a_store_tell_that_they_live_and_hear_that_the_job_has_e
     assert found == [tuple(sorted(n.node for n in pair))] * 2
     began = time.time()
     wait_for(
-        lambda: all(node.seen > began for node in pair[0].state.nodes.values()),
+        lambda: all(node.alive_at > began for node in pair[0].state.nodes.values()),
         "heartbeats of both",
     )
     pair[0].shutdown("enough")

@@ -32,13 +32,15 @@ from reft.job.rendezvous.membership import (
     agree,
     decode_state,
     encode_state,
+    has_replacement,
     step,
-    waits_for_them,
 )
 from reft.job.script import ExitCause
 from reft.job.trainer_store import deal_ranks
 
-RULES = JobRules(least=1, most=2, last_call_secs=2, beat_secs=1, beats=4)
+RULES = JobRules(
+    min_nodes=1, max_nodes=2, last_call_secs=2, heartbeat_secs=1, max_missed_heartbeats=4
+)
 TURNS = 40  # after which a job has settled
 
 
@@ -74,7 +76,7 @@ class World:
         def told(data: bytes) -> bytes:
             state = decode_state(data)
             ago = {
-                n: node._replace(seen=max(node.seen - self.now, -9.0))
+                n: node._replace(alive_at=max(node.alive_at - self.now, -9.0))
                 for n, node in state.nodes.items()
             }
             deadline = None if state.deadline is None else max(state.deadline - self.now, -1.0)
@@ -116,12 +118,12 @@ def act(world: World, at: int, *, hears: bool = True) -> World:
         info = NodeInfo(name, 1)
         info = info if one.agreement is None else info.after(one.agreement)
         return tell(
-            world, at, JoinRequested(name, info, alone=not waits_for_them(state)), hears=hears
+            world, at, JoinRequested(name, info, alone=not has_replacement(state)), hears=hears
         )
     assert one.agreement is not None
     told = state.scaling is not None and state.scaling.round == state.round
-    waits = told or (state.those(Role.WAITS) and not RULES.is_full(state))
-    if waits or not (in_round or RULES.is_free(state, one.agreement)):
+    waits = told or (state.with_role(Role.WAITS) and not RULES.is_full(state))
+    if waits or not (in_round or RULES.may_return(state, one.agreement)):
         return world.put(at, doing=Doing.EXITS)
     return tell(world, at, Heartbeat(name, one.agreement), hears=hears)
 
@@ -351,7 +353,7 @@ def test_restarts_without_a_limit_given_are_counted_from_the_last_new_version_on
     renews: bool, newest: int, used: int
 ) -> None:
     """Two were used when the newest version was the sixth; then a trainer fails again."""
-    second = {"round": 3, "size": 2, "restarts_used": 2, "known_step": 6, "renews": renews}
+    second = {"round": 3, "size": 2, "restarts_used": 2, "known_step": 6, "restarts_renew": renews}
     a, b = info("a", **second, cause=OWN), info("b", **second, cause=PEER, newest_step=newest)
     third = agree({"a": a, "b": b, "c": info("c", newest_step=6)})
     assert (third.restarts_used, third.known_step) == (used, max(6, newest))

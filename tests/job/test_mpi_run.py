@@ -18,7 +18,7 @@ from benchmarks.job_events import History
 from examples.llama import PRETRAIN
 from reft.errors import AuthenticationError, ConfigError
 from reft.memory.jobdir import is_running, read_json
-from reft_mpi.mpi_run import ProcessLocation, check_together
+from reft_mpi.mpi_run import ProcessLocation, check_consistent
 from tests import mpi
 from tests.faults.job import MODEL, write_corpus
 
@@ -223,10 +223,10 @@ def test_without_mpi_it_says_what_to_install(tmp_path: Path) -> None:
 
 def test_processes_that_do_not_belong_together_are_refused() -> None:
     one = ProcessLocation("n0", "kernel0", 1, b"s", "job")
-    check_together([one, ProcessLocation("n1", "kernel1", 1, b"s", "job"), one])
+    check_consistent([one, ProcessLocation("n1", "kernel1", 1, b"s", "job"), one])
     with pytest.raises(AuthenticationError, match="different secrets"):
-        check_together([one, ProcessLocation("n1", "kernel1", 1, b"t", "job")])
+        check_consistent([one, ProcessLocation("n1", "kernel1", 1, b"t", "job")])
     with pytest.raises(ConfigError, match="job, other"):
-        check_together([one, ProcessLocation("n1", "kernel1", 1, b"s", "other")])
+        check_consistent([one, ProcessLocation("n1", "kernel1", 1, b"s", "other")])
     with pytest.raises(ConfigError, match="two hosts call themselves node n0"):
-        check_together([one, ProcessLocation("n0", "kernel1", 1, b"s", "job")])
+        check_consistent([one, ProcessLocation("n0", "kernel1", 1, b"s", "job")])

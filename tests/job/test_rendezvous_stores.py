@@ -176,7 +176,7 @@ def test_p11_what_lies_in_etcd_is_checked_and_holds_no_secret(etcd: EtcdCluster)
     line = EtcdLine(EtcdSettings.parse(etcd.endpoint, {}, {}))
 
     def forge(value: bytes) -> None:
-        line.ask(
+        line.request(
             "KV", "Put", line.messages.PutRequest(key=b"reft/a", value=value), time.monotonic() + 30
         )
 

@@ -297,7 +297,7 @@ def test_a_number_that_does_not_fit_is_refused_with_those_that_do() -> None:
     said = refusal(ScaleRequest(1, 2), THREE)
     assert "2 replicas cannot share the 12 samples" in said
     assert said.endswith("What fits the layout and the batch: 3 nodes, as now; `reft scale 1`")
-    assert refusal(ScaleRequest(1, 2), replace(THREE, least=2)).endswith(
+    assert refusal(ScaleRequest(1, 2), replace(THREE, min_nodes=2)).endswith(
         "No other number of --nnodes 2:3 fits the layout and the batch"
     )
 
@@ -557,9 +557,11 @@ def test_a_degree_that_would_be_refused_does_not_fit_and_one_that_only_differs_d
     def of(dp: int, pp: int = 1, size: Size | None = None) -> ScaleSituation:
         return ScaleSituation(1, 8, (), 0, 1, 0, Degrees(pp, dp, 1), size=size)
 
-    assert "7 replicas cannot share the 512 samples" in of(8, size=Size("", 512, 4)).why_not(7)
-    assert not of(8, size=Size("", 512, 4)).why_not(4)
-    assert "3 trainers, which do not make whole" in of(2, pp=2).why_not(3)
-    assert not of(8, size=Size("because", 0, 4)).why_not(7)
-    assert "because" in of(8, size=Size("because", 0, 4)).why_not(7, asked=True)
-    assert "because" in of(8, size=Size("because", 0, 4, fixed=True)).why_not(7)
+    assert "7 replicas cannot share the 512 samples" in of(8, size=Size("", 512, 4)).reason_against(
+        7
+    )
+    assert not of(8, size=Size("", 512, 4)).reason_against(4)
+    assert "3 trainers, which do not make whole" in of(2, pp=2).reason_against(3)
+    assert not of(8, size=Size("because", 0, 4)).reason_against(7)
+    assert "because" in of(8, size=Size("because", 0, 4)).reason_against(7, asked=True)
+    assert "because" in of(8, size=Size("because", 0, 4, fixed=True)).reason_against(7)

@@ -79,7 +79,7 @@ def test_the_end_of_a_round_ends_its_connections(stores: list[TrainerStore]) -> 
 def test_the_trainers_of_another_start_do_not_reach_the_store() -> None:
     """A relay of a replaced start may find the port of its old store in use by the new one."""
     served = TrainerStore.serve(2)
-    port = served.let_relays_in(listen("127.0.0.1", 0), SECRET)
+    port = served.admit_relays(listen("127.0.0.1", 0), SECRET)
     old, new = (TrainerStore.relay(f"127.0.0.1:{port}", SECRET, start) for start in (1, 2))
     try:
         with pytest.raises((RuntimeError, OSError)):

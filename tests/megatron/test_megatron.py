@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from megatron_patches.deepspeed import running_program
 from reft.cli import COMMANDS, make_app
-from reft.engine.deepspeed import attach
+from reft.engine.attach import attach
 from reft.errors import ConfigError, UnsupportedStateError
 from reft.state.codec import decode, encode
 from tests.job.cluster import WatchedCluster

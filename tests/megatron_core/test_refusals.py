@@ -13,7 +13,7 @@ import torch
 from megatron_patches.core import engine as support
 from megatron_patches.core.attach import MegatronProtection, attach_megatron
 from reft.config import parse_block
-from reft.engine.engine import gradient_capture
+from reft.engine.capture import gradient_capture
 from reft.errors import ConfigError, UnsupportedStateError
 
 
@@ -124,14 +124,14 @@ def test_a_block_that_asks_for_more_is_refused(
 
 
 def test_recomputing_is_refused_for_optimizers_that_a_host_cannot_repeat() -> None:
-    session = mock.Mock(config=parse_block({"protection": "arc+aor"}))
+    context = mock.Mock(config=parse_block({"protection": "arc+aor"}))
     with pytest.raises(UnsupportedStateError, match='write "protection": "arc"'):
-        gradient_capture(session)
+        gradient_capture(context, mock.Mock(), mock.Mock())
 
 
 def test_a_loop_that_calls_in_another_order_is_told() -> None:
     engine, session = mock.Mock(chunks=[mock.Mock()]), mock.Mock()
-    engine.adapter.parts, session.topology.degrees.pp = [], 1
+    engine.adapter.parts, session.context.topology.degrees.pp = [], 1
     protected = MegatronProtection(engine, session)
     with pytest.raises(ConfigError, match=r"load\(\) was called.*call it once"):
         protected.load()

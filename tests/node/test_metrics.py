@@ -11,7 +11,6 @@ import socket
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from math import exp, sin
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,66 +23,34 @@ from reft.grid import VersionId
 from reft.memory.jobdir import JobDir, write_json
 from reft.node.client import TrainerReport
 from reft.node.daemon import NodeStatus
-from reft.node.goodput import GoodputTimes
-from reft.node.history import STARTED, RoundReport, note
+from reft.node.history import STARTED, note
 from reft.node.memory_watch import (
     MemoryForecast,
     MemorySample,
     MemoryTrend,
-    MemoryUse,
     fullest,
 )
-from reft.node.metrics import METRICS, MetricsServer, values
+from reft.node.metrics import METRICS, MetricsServer
 from reft.node.observer import NodeObserver
 from reft.node.progress import DeviceUse, ProgressPage
 from reft.node.report import (
     BOARD_FILE,
-    HealthSignal,
     NodeReport,
-    ReportBoard,
-    Shard,
 )
-from reft.node.stragglers import RankSpeed, SlownessKind, Straggler
 from reft.storage.persister import PersistStatus
 from tests.commands import command
 from tests.job.daemons import wait_for
 from tests.machine import Clock, free_port
+from tests.node.boards import make_board
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| `(reft_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$", re.MULTILINE)
 
 
-def board() -> ReportBoard:
-    where = {"at": (0, 0, 0), "degrees": (1, 2, 1), "label": (1, 7), "scheme": "arc"}
-    shard = Shard(**where, sealed_unix_secs=90.0, committed=True)
-    last = RoundReport(round=2, unix_secs=50.0, secs={"gathering": 1.5, "transfer": 0.25})
-    facts = {
-        "step": 9,
-        "steps_per_sec": 2.0,
-        "round": 2,
-        "tolerance": 1,
-        "restarts": 1,
-        "recovery": last,
-    }
-    made = {"samples": 40, "flops": 8e13}
-    facts["counts"] = GoodputTimes(
-        began_unix_secs=1.0, elapsed_secs=10.0, recovering_secs=2.0, **made
-    )
-    facts["trainers"] = 2
-    facts["memory"] = (MemoryUse(name="the host", used_bytes=8, peak_bytes=9, limit_bytes=10),)
-    facts["runs_out"] = (MemoryForecast("the host", "", 8, 10, 0.1, 20.0, 40, 2),)
-    here = NodeReport(node="a", domain="a", signal=HealthSignal.COMPLETED, shards=(shard,), **facts)
-    lost = (replace(shard, at=(0, 1, 0)),)
-    gone = NodeReport(node="b", domain="b", shards=lost, offline_unix_secs=95.0)
-    speed = RankSpeed(3, "a", (0, 0, 0), 0.5, 0.2, 0.0, 0.1, 0.15, 0.05)
-    slow = Straggler(SlownessKind.RANK, "rank 3 (a)", (3,), ("a",), 4, 1.5, 0.1, 0.2, "it computes")
-    return ReportBoard(job_id="job", nodes=(here, gone), slow=(slow,), speeds=(speed,))
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> JobDir:
     job = JobDir.open_or_create(tmp_path, "job", "a", secret=b"s" * 32)
-    write_json(job.path / BOARD_FILE, board().model_dump(mode="json"))
+    write_json(job.path / BOARD_FILE, make_board().model_dump(mode="json"))
     return job
 
 
@@ -134,23 +101,6 @@ def test_what_is_exposed_is_what_the_table_says(server: MetricsServer) -> None:
     }
     assert exposed == table, "the table in docs/monitoring.md"
     assert exposed.keys() == METRICS.keys()
-
-
-def test_figures_are_those_of_job_and_node(status: NodeStatus) -> None:
-    told = values(board(), "a", status.snapshot(), 100.0)
-    found = {(name, tuple(labels.values())): value for name, labels, value in told}
-    assert found["reft_node_signal", ("COMPLETED",)] == 1.0
-    assert found["reft_node_signal", ("HEALTHY",)] == 0.0
-    assert found["reft_nodes", ("OFFLINE",)] == 1.0
-    assert found["reft_step", ()] == 9.0
-    assert found["reft_commit_age_seconds", ()] == 10.0
-    assert found["reft_commit_lag_steps", ()] == 2.0
-    assert found["reft_tolerance_left_nodes", ()] == 0.0
-    assert found["reft_last_recovery_seconds", ("gathering",)] == 1.5
-    assert found["reft_snapshot_bytes", ("to_host", "shard")] == 200.0
-    assert found["reft_versions_skipped_total", ("no memory",)] == 1.0
-    assert found["reft_stale", ()] == 1.0
-    assert found["reft_persisted_step", ()] == 5.0
 
 
 def test_p6_a_port_that_is_taken_is_said_once(
@@ -258,8 +208,8 @@ def watched(
     for now in range(secs):
         used = round((use(now) + draw.gauss(0.0, noise)) * MIB)
         parts = {"rank 0 (pid 1)": 100 * MIB, "rank 1 (pid 2)": used - 100 * MIB}
-        trend.see(MemorySample(now, 2 * now, used, parts), LIMIT)
-        if (said := trend.runs_out("the host", LIMIT, steps_per_sec=2.0)) is not None:
+        trend.add(MemorySample(now, 2 * now, used, parts), LIMIT)
+        if (said := trend.forecast("the host", LIMIT, steps_per_sec=2.0)) is not None:
             found.append((now, said))
     return found
 
@@ -320,10 +270,10 @@ def test_what_becomes_free_again_is_not_said_any_more() -> None:
 def test_memory_that_nobody_of_the_job_takes_accuses_nobody() -> None:
     trend = MemoryTrend()
     for now in range(60):
-        trend.see(
+        trend.add(
             MemorySample(now, now, (500 + 5 * now) * MIB, {"rank 0 (pid 1)": 400 * MIB}), LIMIT
         )
-    said = trend.runs_out("the host", LIMIT, steps_per_sec=None)
+    said = trend.forecast("the host", LIMIT, steps_per_sec=None)
     assert said is not None
     assert (said.who, said.step) == ("", None)
     assert "No process of the job is known to grow" in str(said)

@@ -463,8 +463,8 @@ def test_a_busy_machine_does_not_hide_who_is_slower_by_a_third() -> None:
             for step, whole, ranks in steps[: start + 30]:
                 slower = 4 / 3 if step >= steps[start][0] else 1.0
                 one, other = slower * ranks[pp, 0, 0][0], ranks[pp, 1, 0][0]
-                mine.see(step, one, other, whole)
-                peer.see(step, other, one, whole)
+                mine.add(step, one, other, whole)
+                peer.add(step, other, one, whole)
             cases += 1
             named += mine.since_step is not None
             assert peer.since_step is None

@@ -17,7 +17,7 @@ from reft.memory.jobdir import JobDir, write_json
 from reft.node import goodput
 from reft.node.client import DaemonClient
 from reft.node.goodput import GoodputCounters, GoodputTimes
-from reft.node.history import RESUMED, STARTED, RoundReport, note
+from reft.node.history import RESUMED, STARTED, note
 from reft.node.job_status import forget_replaced
 from reft.node.observer import NodeObserver, StepRate
 from reft.node.progress import Phase, ProgressPage, TrainerView
@@ -215,26 +215,6 @@ def test_p9_a_report_has_a_bound() -> None:
     assert len(report.pack()) < MOST_REPORT_BYTES
     assert (len(report.why), len(report.warnings)) == (MAX_TEXT_CHARS, 6)
     assert NodeReport.unpack(report.pack()) == report
-
-
-def test_the_job_is_told_as_a_whole() -> None:
-    nodes = three(step=9, steps_per_sec=2.0, tolerance=1, round=3, warnings=("the disk is full",))
-    last = RoundReport(round=3, unix_secs=20.0, lost=["x"], resumed_step=5, secs={"gathering": 1.5})
-    nodes[2] = node(
-        "n2", (0, 2, 0), label=(1, 6), gone=30.0, recovery=last, step=900, steps_per_sec=99.0
-    )
-    told = summary(ReportBoard(job_id="j", nodes=tuple(nodes), unix_secs=59.0), 60.0)
-    assert (told["step"], told["steps_per_sec"], told["round"]) == (9, 2.0, 3)
-    assert told["newest_commit"] == {"incarnation": 1, "step": 7, "unix_secs": 50.0}
-    assert (told["commit_age_secs"], told["commit_lag_steps"]) == (10.0, 2)
-    assert (told["tolerance"], told["tolerance_left"]) == (1, 0)
-    assert told["last_recovery"]["secs"] == {"gathering": 1.5}
-    assert told["warnings"] == [
-        "n2 is gone: its launcher does not report",
-        "the loss of one more node would lose the versions in memory",
-        "n0, n1: the disk is full",
-    ]
-    assert not is_well(told)
 
 
 def test_the_speed_of_the_model_is_of_the_whole_job() -> None:

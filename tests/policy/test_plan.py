@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from benchmarks.simulator.costs import Costs
 from benchmarks.simulator.schedules import one_f_one_b
@@ -22,7 +20,6 @@ from reft.pacing.schedule import Bandwidth
 from reft.policy.loads import TrafficEstimate
 from reft.profile.analysis import analyse
 from reft.profile.result import Activity, Percentiles, ProfileResult
-from reft.tools.planning.command import show_plan
 from reft.tools.planning.job import LayoutOptions, plan_job
 from reft.tools.planning.model import (
     CLUSTERS,
@@ -33,7 +30,7 @@ from reft.tools.planning.model import (
     load_shape,
     read_model_shape,
 )
-from reft.tools.planning.plan import StageWindows, WindowPace, make_plan
+from reft.tools.planning.plan import StageWindows, WindowPace
 from tests.commands import Answer, command
 from tests.profile.simulated import run as run_steps
 
@@ -126,65 +123,6 @@ def test_a_partitioned_optimizer_needs_a_device_for_its_part_only() -> None:
 
 
 # ---- what is said ----
-
-
-def test_a_plan_for_people() -> None:
-    result = run(FP16, *SMALL)
-    assert result.code == cli.EXIT_WELL
-    for text in (
-        "estimated",
-        "> arc",
-        "GiB",
-        "unprotected",
-        "A node fails once in",
-        "auto would choose",
-    ):
-        assert text in result.out, text
-    assert "WARNING: nothing is written to storage" in " ".join(result.out.split()), (
-        "as config --check"
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "cluster", "layouting", "block"),
-    [
-        ("1.3b", "v100", LayoutOptions(4, 4, 8, micro_batches=64), {}),
-        ("34b", "h100", LayoutOptions(4, 8, 8), {"tolerance": 4, "protection": "arc+rs:3+aor"}),
-        (
-            "34b",
-            "h100",
-            LayoutOptions(4, 8, 2),
-            {"protection": "none", "memory_limit_bytes": 3 * 10**9},
-        ),
-        ("34b", "v100", LayoutOptions(16, 1, 24, order="auto"), {"protection": "auto+aor"}),
-        ("6.7b", "h100", LayoutOptions(4, 4, 256), {"tolerance": 2}),
-    ],
-    ids=str,
-)
-def test_a_plan_is_read_at_80_columns(
-    model: str, cluster: str, layouting: LayoutOptions, block: dict[str, Any]
-) -> None:
-    """Nothing is cut off, and a row of a table is one line."""
-    config = json.loads(Path(BF16_ZERO1).read_text())
-    job = plan_job(config | {"reft": config["reft"] | block}, CLUSTERS[cluster], model, layouting)
-    plan = make_plan(job)
-    for columns in (80, 120):
-        console = Console(width=columns, file=StringIO(), record=True)
-        show_plan(job, plan, console)
-        lines = console.export_text().splitlines()
-        said = " ".join(" ".join(lines).split())
-        left_out = [one["name"] for one in plan["not_possible"]]
-        assert all(f"{name}: " in said or f"{name}, " in said for name in left_out)
-        assert max(map(len, lines)) <= columns
-        assert "\u2026" not in "".join(lines)
-        rules = [number for number, line in enumerate(lines) if set(line.strip()) == {"\u2500"}]
-        assert len(rules) == 2
-        for rule in rules:
-            rows = lines[
-                rule + 1 : next(n for n in range(rule, len(lines)) if not lines[n].strip())
-            ]
-            assert rows
-            assert all(any(map(str.isdigit, row)) for row in rows)
 
 
 def test_the_plan_is_about_what_the_configuration_asks_for(tmp_path: Path) -> None:
@@ -327,82 +265,6 @@ def test_a_printed_cluster_is_read_back(tmp_path: Path, name: str) -> None:
     assert printed.code == cli.EXIT_WELL
     read = load_cluster(write(tmp_path / f"{name}.json", printed.out))
     assert read.to_json() == CLUSTERS[name].to_json()
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"like": "v101"}, "\"like\" is 'v101'; known: v100"),
-        ({"devices_per_node": 8}, "peak_flops: missing"),
-        ({"like": "v100", "device_per_node": 8}, 'did you mean "devices_per_node"?'),
-        ({"like": "v100", "devices_per_node": 0}, "greater than 0 (found 0)"),
-        ({"like": "v100", "failures": []}, "at least 1 item"),
-        ({"like": "v100", "failures": [{"mtbf": 3}]}, 'did you mean "mtbf_days"?'),
-        ({"like": "v100", "achieved_flops": 1e15}, "exceed peak_flops"),
-        ({"like": "v100", "host_memory_bytes": "much"}, "host_memory_bytes"),
-    ],
-)
-def test_a_wrong_cluster_file_is_explained(tmp_path: Path, values: Any, says: str) -> None:
-    result = run(FP16, *SMALL[:2], "--dp", "8", "--cluster", write(tmp_path / "c.json", values))
-    assert result.code == cli.EXIT_WRONG_USE
-    assert says in result.err
-
-
-# ---- wrong use ----
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "CONFIG is missing"),
-        ([FP16], "the model is not known"),
-        (["missing.json", *SMALL], "cannot read the DeepSpeed configuration missing.json"),
-        ([FP16, "--model", "llama2-1.4b", "--dp", "8"], "no model named '1.4b'"),
-        ([FP16, "--model", "1.3b"], "write --dp N or --nodes N"),
-        ([FP16, "--model", "1.3b", "--dp", "8", "--nodes", "2"], "leave one of them out"),
-        ([FP16, "--model", "1.3b", "--nodes", "1", "--tp", "3"], "not a multiple of"),
-        ([FP16, "--model", "1.3b", "--dp", "8", "--pp", "30"], "needs at least one per stage"),
-        ([FP16, "--model", "1.3b", "--dp", "8", "--cluster", "h200"], "did you mean h100?"),
-        ([FP16, *SMALL, "--protection", "prayer"], "found protection 'prayer'"),
-        ([FP16, *SMALL, "--protection", "rs:8"], "needs at least 9 data-parallel members"),
-        ([FP16, *SMALL, "--protection", "naive:arc+aec"], 'write "arc+aec"'),
-        ([BF16_ZERO1, *LARGE, "--protection", "none+aor"], 'write "arc+aor" or "aec+aor"'),
-        ([FP16, *SMALL, "--host-memory-gb", "0"], "write a positive number"),
-        ([FP16, *SMALL, "--rank-order", "pipe-data"], "data-pipe-model"),
-    ],
-)
-def test_wrong_use_is_explained(arguments: list[str], says: str) -> None:
-    result = run(*arguments)
-    assert result.code == cli.EXIT_WRONG_USE
-    assert says in result.err
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"zero_optimization": {"stage": 3}}, '"zero_optimization.stage" is 3'),
-        ({"zero_optimization": {"stage": "auto"}}, "\"zero_optimization.stage\" is 'auto'"),
-        (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-            "offloaded state",
-        ),
-        ({"fp16": {"enabled": "auto"}}, "write true or false"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
-        ({"optimizer": {"type": "SGD"}}, "knows the bytes of Adam"),
-        ({"gradient_accumulation_steps": "auto"}, "\"gradient_accumulation_steps\" is 'auto'"),
-        (
-            {"train_micro_batch_size_per_gpu": 3, "train_batch_size": 10},
-            "not divisible by 3 samples",
-        ),
-        ({"bf16": True}, '"bf16" is True; expected an object'),
-        ({"reft": {"copis": 2}}, 'did you mean "copies"?'),
-        ({"reft": {"variant": "none"}}, 'write "has"'),
-    ],
-)
-def test_a_wrong_configuration_is_explained(tmp_path: Path, config: Any, says: str) -> None:
-    result = run(write(tmp_path / "ds.json", config), *SMALL)
-    assert result.code == cli.EXIT_WRONG_USE
-    assert says in result.err
 
 
 def test_what_was_assumed_is_noted(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from benchmarks.simulator.schedules import (
 from reft import cli
 from reft.config import Variant, explain, parse_block
 from reft.device import VENDORS
-from reft.engine.engine import Tracer
+from reft.engine.tracer import Tracer
 from reft.engine.weave import Weaver
 from reft.env import ENV_PROFILE
 from reft.errors import ConfigError
@@ -397,17 +397,12 @@ class _Engine:
 def test_every_traced_instruction_has_its_marks_and_no_other(tmp_path: Path):
     engine = _Engine()
     page = ProgressPage(tmp_path, 0, 0, 1.0, 60.0)
-    tracer = Tracer()
+    context: Any = None
+    tracer = Tracer(context)
     tracer.traces = deque(maxlen=1)
-    session: Any = SimpleNamespace(
-        progress=page,
-        copying=SimpleNamespace(pacer=_Pacer(), variant=Variant.HAS),
-        check_tensors=lambda: None,
-        worker=object(),
-        tracer=tracer,
-        boundary=lambda: None,
-    )
-    Weaver(engine, session)
+    session = SimpleNamespace(check_tensors=lambda: None, started=True)
+    copying: Any = SimpleNamespace(pacer=_Pacer(), variant=Variant.HAS)
+    Weaver(engine, copying, tracer, page, session)
     engine.train_batch()
     assert (len(tracer.records), tracer.marks) == (12, [])
     tracer.records.clear()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import reft
 from reft.config import PersistConfig, ReftConfig
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from reft.grid import BlockKey, Degrees, Section
 from reft.memory.arena import Arena
 from reft.memory.job_secret import read_secret
@@ -177,7 +177,7 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     engine, said = with_reft(root, case, life)
     path, _ = engine.load_checkpoint(str(root / "none"))
     session = find_session(engine)
-    if session.config.recompute:
+    if session.context.config.recompute:
         commit_every_version(session)
     out = {
         "refused": told,

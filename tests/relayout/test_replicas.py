@@ -17,8 +17,7 @@ from reft.recover.inventory import merge_summaries, summarize
 from reft.recover.plan import NotRecoverable
 from reft.relayout.element_map import RankImages, plan_replica
 from reft.snapshot.plan import SectionSizes
-
-from .fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place
+from tests.recover.fleet import JOB, NEW, OLD, Fleet, inventories, oracle, place
 
 MOST = 6
 LENGTHS = (1, 2, 3, 5, 12, 23, 24, 61, 128)

@@ -102,8 +102,8 @@ def filling_of(
     path.unlink(missing_ok=True)
     with Arena.create(path, layout.mine.data_bytes, len(layout.mine.blocks), b"s" * 32) as arena:
         data = torch.frombuffer(arena.data, dtype=torch.uint8).fill_(0xEE)
-        filling = ArenaWriter(0, arena, layout, VersionId(0, 1), data)
-        yield filling, LiveImages(replicated, owned, "signature")
+        writer = ArenaWriter(0, arena, layout, VersionId(0, 1), data)
+        yield writer, LiveImages(replicated, owned, "signature")
 
 
 def expected_bytes(images: LiveImages, section: Section, begin: int, nbytes: int) -> torch.Tensor:
@@ -113,26 +113,26 @@ def expected_bytes(images: LiveImages, section: Section, begin: int, nbytes: int
     return out
 
 
-def check(filling: ArenaWriter, images: LiveImages) -> None:
+def check(writer: ArenaWriter, images: LiveImages) -> None:
     """Nothing is left to be hashed but the host block, which the worker writes."""
-    facts = {b.key: b for b in filling.local_blocks if b.key.section is not Section.HOST}
+    facts = {b.key: b for b in writer.local_blocks if b.key.section is not Section.HOST}
     for placed in facts.values():
-        raw = filling.tensor(placed)
+        raw = writer.tensor(placed)
         if placed.key.section in (Section.REPLICATED, Section.OWNED):
             block = placed.block
             assert torch.equal(
                 raw, expected_bytes(images, placed.key.section, block.start_bytes, block.nbytes)
             )
-        assert filling.checksums.get(placed) == checksum(raw.numpy())
+        assert writer.checksums.get(placed) == checksum(raw.numpy())
     for key, expected in parity_of(
-        filling.layout.plan, filling.layout.mine, images.replicated
+        writer.layout.plan, writer.layout.mine, images.replicated
     ).items():
-        np.testing.assert_array_equal(filling.tensor(facts[key]).numpy(), expected)
+        np.testing.assert_array_equal(writer.tensor(facts[key]).numpy(), expected)
 
 
-def copy_all(copier: Copier, filling: ArenaWriter, images: LiveImages, gate: Gate) -> list[int]:
+def copy_all(copier: Copier, writer: ArenaWriter, images: LiveImages, gate: Gate) -> list[int]:
     copier.begin()
-    records = copier.copy(images, filling, gate, reach=lambda point: None, handed_over=lambda: None)
+    records = copier.copy(images, writer, gate, reach=lambda point: None, handed_over=lambda: None)
     copier.fence()
     return [record.nbytes for record in records]
 
@@ -157,14 +157,14 @@ def test_p5_what_is_copied_is_hashed_on_the_way_whatever_the_gate(
     with filling_of(
         folder, tensors, copies=scheme[0], parities=scheme[1], block_bytes=block_bytes
     ) as made:
-        filling, images = made
+        writer, images = made
         copier = Copier(CpuCopyEngine(), chunk_bytes)
         for _ in range(2):  # the second version finds the chunks cut
             for tensor in tensors:
                 tensor.add_(1)
-            copied = copy_all(copier, filling, images, GATES[gate]())
-            check(filling, images)
-        local = [b for b in filling.local_blocks if b.key.section is not Section.HOST]
+            copied = copy_all(copier, writer, images, GATES[gate]())
+            check(writer, images)
+        local = [b for b in writer.local_blocks if b.key.section is not Section.HOST]
         assert sum(copied) == sum(b.block.nbytes for b in local)
         most = {"window": chunk_bytes, "closing": chunk_bytes}.get(gate, block_bytes)
         assert max(copied, default=0) <= most, (
@@ -181,19 +181,19 @@ def test_p5_parities_are_encoded_on_a_device_by_what_is_there(
     made = case_or_skip("cupy").make() if backend == "cupy" else TorchBackend()
     monkeypatch.setitem(_tried, tensors[0].device, made)
     with filling_of(tmp_path, tensors, copies=1, parities=2, block_bytes=16_384) as (
-        filling,
+        writer,
         images,
     ):
         copier = Copier(copy_engine_for(at_hand.type), 4096)
-        assert copier.engine.register(filling.arena.data)
+        assert copier.engine.register(writer.arena.data)
         for _ in range(2):  # the second version finds the chunks cut
-            filling.checksums.clear()
+            writer.checksums.clear()
             for tensor in tensors:
                 tensor.add_(1)
-            copy_all(copier, filling, images, Gate())
+            copy_all(copier, writer, images, Gate())
             copier.engine.synchronize()
-            filling.hash_rest()
-            check(filling, images)
+            writer.hash_rest()
+            check(writer, images)
         copier.close()
         copier.engine.close()
 
@@ -205,11 +205,11 @@ def test_p2_what_was_staged_is_hashed_as_it_was_then(
     monkeypatch.setattr(DeviceCopyEngine, "least_chunk_bytes", 0)
     tensors = [random_bytes(50_000, 1).to("sim"), random_bytes(50_000, 2).to("sim")]
     with filling_of(tmp_path, tensors, copies=1, parities=1, block_bytes=16_384) as (
-        filling,
+        writer,
         images,
     ):
         engine = copy_engine_for("sim")
-        engine.register(filling.arena.data)
+        engine.register(writer.arena.data)
         area, gate = StagingArea(engine), StreamGate()
         assert area.reserve(30_000)
         gate.expedite()
@@ -217,7 +217,7 @@ def test_p2_what_was_staged_is_hashed_as_it_was_then(
         copier.begin()
         copier.copy(
             images,
-            filling,
+            writer,
             gate,
             reach=lambda point: None,
             handed_over=lambda: None,
@@ -228,12 +228,12 @@ def test_p2_what_was_staged_is_hashed_as_it_was_then(
         before = [t.clone() for t in tensors]
         for tensor in tensors:
             tensor.fill_(7)
-        copier.drain(filling, Gate())
+        copier.drain(writer, Gate())
         for tensor, bytes_before in zip(tensors, before, strict=True):
             tensor.copy_(bytes_before)
         sim.synchronize()
-        filling.hash_rest()
-        check(filling, images)
+        writer.hash_rest()
+        check(writer, images)
         copier.close()
 
 
@@ -243,14 +243,14 @@ def test_memory_that_is_registered_shares_no_page_with_anything_else(
     """The driver refuses a copy to memory that is registered in part: a tensor of the heap on the same page."""
     tensors = [random_bytes(50_000, 1).to("sim")]
     with filling_of(tmp_path, tensors, copies=0, parities=0, block_bytes=16_384) as (
-        filling,
+        writer,
         images,
     ):
         engine, begins = copy_engine_for("sim"), list[int]()
         copier = Copier(engine, 4096)
         copier.features = [PeerCheck(by_turns=False, block_bytes=16_384)]
         monkeypatch.setattr(engine, "register", lambda memory: begins.append(memory.data_ptr()))
-        copy_all(copier, filling, images, Gate())
+        copy_all(copier, writer, images, Gate())
         assert begins
         assert all(begin % mmap.PAGESIZE == 0 for begin in begins)
         copier.close()
@@ -261,11 +261,11 @@ def test_blocks_are_hashed_by_several_threads_while_others_arrive(
 ) -> None:
     tensors = [random_bytes(300_000, 1).to("sim"), random_bytes(50_000, 2).to("sim")]
     with filling_of(tmp_path, tensors, copies=0, parities=0, block_bytes=16_384) as (
-        filling,
+        writer,
         images,
     ):
         engine = copy_engine_for("sim")
-        engine.register(filling.arena.data)
+        engine.register(writer.arena.data)
         copier = Copier(engine, 4096, hashers=3)
         together, threads = threading.Barrier(3), set[int]()
         hash_block = ArenaWriter.hash
@@ -281,9 +281,9 @@ def test_blocks_are_hashed_by_several_threads_while_others_arrive(
             mock.patch.object(copier_module, "_BATCH_BYTES", 16_384),
             mock.patch.object(ArenaWriter, "hash", hash_together),
         ):
-            copy_all(copier, filling, images, Gate())
-            filling.hash_rest()
-        check(filling, images)
+            copy_all(copier, writer, images, Gate())
+            writer.hash_rest()
+        check(writer, images)
         assert len(threads) == 3
         copier.close()
 
@@ -294,7 +294,7 @@ def test_p6_a_device_that_fails_while_blocks_arrive_fails_the_version(
     with filling_of(
         tmp_path, [random_bytes(50_000, 1).to("sim")], copies=0, parities=0, block_bytes=16_384
     ) as (
-        filling,
+        writer,
         images,
     ):
         copier = Copier(copy_engine_for("sim"), 4096)
@@ -303,16 +303,16 @@ def test_p6_a_device_that_fails_while_blocks_arrive_fails_the_version(
             raise RuntimeError("the device failed")
 
         monkeypatch.setattr(copier.engine, "wait", fail)
-        copy_all(copier, filling, images, Gate())
+        copy_all(copier, writer, images, Gate())
         with pytest.raises(RuntimeError, match="the device failed"):
-            filling.hash_rest()
+            writer.hash_rest()
         copier.close()
 
 
 def test_faults_are_reached_in_the_middle_whatever_the_gate_lets_through(tmp_path: Path) -> None:
     tensors = [random_bytes(50_000, 1), random_bytes(50_000, 2)]
     with filling_of(tmp_path, tensors, copies=0, parities=1, block_bytes=2**20) as (
-        filling,
+        writer,
         images,
     ):
         copier = Copier(CpuCopyEngine(), 4096)
@@ -320,10 +320,10 @@ def test_faults_are_reached_in_the_middle_whatever_the_gate_lets_through(tmp_pat
         copier.begin()
 
         def reach(point: FaultPoint) -> None:
-            reached[point] = sum(filling.traffic.to_host.values())
+            reached[point] = sum(writer.traffic.to_host.values())
 
-        copier.copy(images, filling, at_the_fence(), reach=reach, handed_over=lambda: None)
-        total = sum(filling.traffic.to_host.values())
+        copier.copy(images, writer, at_the_fence(), reach=reach, handed_over=lambda: None)
+        total = sum(writer.traffic.to_host.values())
         assert set(reached) == {
             FaultPoint.DURING_COPY,
             FaultPoint.BEFORE_PARITY,
@@ -337,11 +337,11 @@ def test_p1_training_may_still_resize_what_was_copied(tmp_path: Path) -> None:
     """Torch refuses that for a storage that NumPy has seen."""
     tensors = [random_bytes(n, n) for n in (5000, 3001, 7000)]
     with filling_of(tmp_path, tensors, copies=1, parities=1, block_bytes=2**12) as (
-        filling,
+        writer,
         images,
     ):
-        copy_all(Copier(CpuCopyEngine(), 1024), filling, images, Gate())
-        check(filling, images)
+        copy_all(Copier(CpuCopyEngine(), 1024), writer, images, Gate())
+        check(writer, images)
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
 
@@ -367,12 +367,12 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
     monkeypatch.setattr("reft.snapshot.copier._BATCH_BYTES", most)
     # The storages of tensors do not touch each other: each is a piece of its own.
     live = [random_bytes(total // tensors, n).to("sim") for n in range(tensors)]
-    with filling_of(tmp_path, live, copies=1, parities=0, block_bytes=total) as (filling, images):
+    with filling_of(tmp_path, live, copies=1, parities=0, block_bytes=total) as (writer, images):
         engine = copy_engine_for("sim")
-        engine.register(filling.arena.data)
+        engine.register(writer.arena.data)
         gate, copier = Windows(), Copier(engine, chunk)
         wanted = sum(
-            b.block.nbytes for b in filling.local_blocks if b.key.section is not Section.HOST
+            b.block.nbytes for b in writer.local_blocks if b.key.section is not Section.HOST
         )
         copier.begin()
         gate.enter()
@@ -381,7 +381,7 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
         gate.expedite()
         sim.settings.recorded = sim.settings.waits = sim.settings.transfers = 0
         records = copier.copy(
-            images, filling, gate, reach=lambda point: None, handed_over=lambda: None
+            images, writer, gate, reach=lambda point: None, handed_over=lambda: None
         )
         recorded, waits, transfers = (
             sim.settings.recorded,
@@ -394,4 +394,4 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
     at_once = gate.permits + wanted // most + 1  # the fault point in the middle splits one
     assert recorded <= at_once + 1, "an event for what is copied at once, one that tells the time"
     assert waits <= gate.permits + 1, "a mark of each window, and the state's own"
-    assert transfers <= tensors + len(filling.local_blocks) + at_once
+    assert transfers <= tensors + len(writer.local_blocks) + at_once

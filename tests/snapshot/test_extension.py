@@ -50,7 +50,7 @@ class Recorded(VersionFeature):
         self.calls.append(("committed", version.label.step))
 
     def neutral_ballot(self) -> tuple[int, ...]:
-        return 0, 0
+        return 0, 7
 
     def ballot(self, cause: SkipCause | None, layout: GroupLayout | None) -> tuple[int, ...]:
         return int(cause is not None), 7

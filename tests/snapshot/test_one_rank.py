@@ -126,10 +126,10 @@ def test_p6_a_mistake_while_partitions_are_compared_does_not_leave_this_rank() -
     label = VersionId(1, 7)
     placement = mock.Mock(kept_by=mock.Mock(return_value=(0, 1)))
     layout = SimpleNamespace(member=0, plan=SimpleNamespace(placement=placement))
-    filling = mock.Mock(layout=layout, label=label, wanted=mock.Mock(side_effect=KeyError("lost")))
+    writer = mock.Mock(layout=layout, label=label, wanted=mock.Mock(side_effect=KeyError("lost")))
     peers = PeerOptimizers(mock.Mock())
     peers.replicas[1] = mock.Mock(stale="", number=label.step)
-    peers.count_equal(filling, mock.Mock(gradients={1: mock.Mock()}), mock.Mock())
+    peers.count_equal(writer, mock.Mock(gradients={1: mock.Mock()}), mock.Mock())
     assert peers.stats.resynced == {"KeyError": 1}
 
 

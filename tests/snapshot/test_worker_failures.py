@@ -74,12 +74,12 @@ def _damaged(me: Rank) -> Any:
     """A patch under which the first version's blocks arrive, and a byte of them is another one."""
     blocks, calls = RingExchange.blocks, [0]
 
-    def act(self: RingExchange, filling: ArenaWriter) -> Any:
-        arrived = blocks(self, filling)
+    def act(self: RingExchange, writer: ArenaWriter) -> Any:
+        arrived = blocks(self, writer)
         calls[0] += 1
         if calls[0] == 1:
-            came = next(b for b in filling.layout.mine.redundant if b.key.section is Section.OWNED)
-            filling.arena.data[came.arena_offset] ^= 0xFF
+            came = next(b for b in writer.layout.mine.redundant if b.key.section is Section.OWNED)
+            writer.arena.data[came.arena_offset] ^= 0xFF
         return arrived
 
     return mock.patch.object(RingExchange, "blocks", act)
@@ -278,9 +278,9 @@ def slow(rank: int, root: Path) -> dict[str, Any]:
     assert me.take(1)
     release, facts = threading.Event(), RingExchange.facts
 
-    def held(self: RingExchange, filling: ArenaWriter) -> None:
+    def held(self: RingExchange, writer: ArenaWriter) -> None:
         assert release.wait(WAIT_SECS)
-        facts(self, filling)
+        facts(self, writer)
 
     waits = []
     with mock.patch.object(RingExchange, "facts", held):

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.config import PersistConfig, ReftConfig
-from reft.engine.deepspeed import find_session, save_with_host_state
+from reft.engine.attach import find_session, save_with_host_state
 from reft.engine.load_memory import write_and_hash
 from reft.grid import Coordinate, Degrees, Section, VersionId
 from reft.memory.arena import Arena
 from reft.memory.header import checksum
 from reft.memory.jobdir import JobDir
 from reft.memory.stream import PlainHashingCopier, hashing_copier
+from reft.relayout.checkpoint_files import CheckpointParts
 from reft.relayout.element_map import WHOLE, Parameter, RankContents
-from reft.relayout.restore import CheckpointParts
 from reft.state.catalogue import SectionImage
 from reft.storage.load import DiskCheckpoint, find_on_disk, find_share, in_order
 from reft.storage.persist import persist_label
@@ -189,12 +189,10 @@ def test_p6_what_cannot_be_listed_is_told_and_raises_nothing(tmp_path: Path) -> 
 def test_p6_a_rank_whose_data_cannot_be_captured_has_its_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = mock.Mock()
-    session.state.client_state = None
-    session.state.host_state.side_effect = TypeError("the data")
-    saved = save_with_host_state(
-        session, lambda **call: "saved", {"save_dir": str(tmp_path), "tag": "mine"}
-    )
+    state = mock.Mock(client_state=None)
+    state.host_state.side_effect = TypeError("the data")
+    call = {"save_dir": str(tmp_path), "tag": "mine"}
+    saved = save_with_host_state(mock.Mock(), mock.Mock(), state, lambda **call: "saved", call)
     assert saved == "saved"
     assert "without random and data state: TypeError: the data" in caplog.text
 

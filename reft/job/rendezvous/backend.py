@@ -80,7 +80,7 @@ class RendezvousBackend:
         config, options = self._config, self._options
         store = self._store = self._open()
         info = NodeInfo(
-            options.node, config.nproc_per_node, options.rank_turn, options.restarts_renew
+            options.node, config.nproc_per_node, options.rank_stride, options.restarts_renew
         )
         try:
             rendezvous = StoreRendezvous(store, config, info, options.job_id)

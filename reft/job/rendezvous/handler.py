@@ -1,4 +1,4 @@
-"""The rendezvous of one node, over reft's store; :mod:`reft.job.rendezvous.membership` decides."""
+"""The rendezvous of one node over a store; :mod:`reft.job.rendezvous.membership` decides."""
 
 from __future__ import annotations
 
@@ -41,55 +41,70 @@ from reft.job.rendezvous.membership import (
     TrainersExited,
     decode_state,
     encode_state,
+    has_replacement,
     step,
-    waits_for_them,
 )
 from reft.naming import committed_key
 from reft.relayout.sizes import Sizes
 
 logger = logging.getLogger(__name__)
 
-_JOIN_PART = 0.9  # of ``join_timeout``, after which whoever waits ends
+_JOIN_SHARE = 0.9  # Of ``join_timeout``: a node that waits for others ends at its end
 _ALONE_SECS = 5.0
-"""A node that is to be replaced takes its place again where for so long no other has waited for
-it."""
-_GRACE_SECS = 0.5
-"""In which a node that lives, and has lost its connection, connects again; a lost lease is taken
-again with the next heartbeat."""
-_LEAST_SECS, _MOST_SECS = 0.1, 1.0
-_NODES_PER_SEC = 500  # All nodes together look so often, whose state grows with their number
-_SKEW_SECS = 0.3  # Nodes that are started at once do not all ask the store at once
-_COMPARE_SECS = 60.0
-_MOST_NAMED = 4  # Nodes in one message
+"""A node that is to be replaced keeps its place if no other node has waited for it this long."""
+_RECONNECT_SECS = 0.5
+"""Time for a living node that has lost its connection to connect again."""
+_MIN_POLL_SECS, _MAX_POLL_SECS = 0.1, 1.0
+_NODES_PER_SEC = 500  # All nodes together poll at this rate; the size of the state grows with them
+_START_SKEW_SECS = 0.3  # Spreads the first requests of nodes that are started at the same time
+_CLOCK_SECS = 60.0  # Interval of measurements of the store's clock
+_MAX_NAMED = 4  # Nodes in one message
 _NEVER = float("-inf")
 
 
 class LeftError(ReftError, RuntimeError):
-    """This node has left the job, as it was told to."""
+    """This node has left the job on request."""
 
 
 class StoreRendezvous:
-    """Elastic rendezvous of one node over reft's store. Raises ValueError: an option cannot be
-    used."""
+    """Elastic rendezvous of one node over a store.
+
+    Args:
+        store: the rendezvous store.
+        config: torchrun's part of the options.
+        info: of this node.
+        job_id: name of the job's memory.
+
+    Attributes:
+        info: what this node brings into the next round.
+        other_nnodes: ``--nnodes`` of nodes whose option differs from this node's, by node id.
+        agreement: of the last round that this node took part in.
+        node: name of this launcher, which is unique.
+        state: what the nodes share, as the last heartbeat or poll read it.
+        left: group ranks of nodes of the last round that have left on request.
+        wait_secs: how long the remaining nodes wait for replacements of lost nodes; None: as for
+            any round.
+        newest_incarnation: the newest start of the job, as the last heartbeat found it.
+
+    Raises:
+        ValueError: an option cannot be used.
+    """
 
     def __init__(
         self, store: RendezvousStore, config: LaunchConfig, info: NodeInfo, job_id: str
     ) -> None:
         def number(name: str, default: int) -> int:
-            found = int(config.rdzv_configs.get(name, default))
-            if found <= 0:
-                raise ValueError(f"{name} is {found}; expected a number above 0")
-            return found
+            value = int(config.rdzv_configs.get(name, default))
+            if value <= 0:
+                raise ValueError(f"{name} is {value}; expected a number above 0")
+            return value
 
         self._store, self._run_id = store, config.run_id
         nnodes = sorted({config.min_nodes, config.max_nodes})
-        self.info = replace(
-            info, nnodes=":".join(map(str, nnodes))
-        )  # that this node brings into the next round
-        # ``--nnodes`` of nodes that have another one, by node id
+        self.info = replace(info, nnodes=":".join(map(str, nnodes)))
         self.other_nnodes: dict[str, str] = {}
-        self.agreement: Agreement | None = None  # of the last round that this node took part in
-        # Unique: in containers, launchers that follow each other have one number.
+        self.agreement: Agreement | None = None
+        # The random part: successive launchers in containers may have equal process ids.
         address = config.local_addr or socket.getfqdn()
         self.node = f"{address}/{os.getpid()}/{secrets.token_hex(4)}"
         self.rules = JobRules(
@@ -100,67 +115,72 @@ class StoreRendezvous:
             number("keep_alive_max_attempt", 3),
         )
         self._join_secs, self._close_secs = number("join_timeout", 600), number("close_timeout", 30)
-        self._heartbeat_secs = number("heartbeat_timeout", 5)
-        self.state = (
-            JobState()
-        )  # What it shares, as the last heartbeat saw it: as old is all that is said of it
+        self._heartbeat_timeout_secs = number("heartbeat_timeout", 5)
+        self.state = JobState()
         self._key = f"rendezvous/{config.run_id}"
-        self._here = f"{self._key}/here/"
-        self._look_secs = min(_MOST_SECS, max(_LEAST_SECS, self.rules.most / _NODES_PER_SEC))
-        self._held: bytes | None = None
-        self._looked_at = self._trusts_after = self._compared_at = _NEVER
+        self._alive_prefix = f"{self._key}/here/"
+        self._poll_secs = min(
+            _MAX_POLL_SECS, max(_MIN_POLL_SECS, self.rules.max_nodes / _NODES_PER_SEC)
+        )
+        self._encoded: bytes | None = None  # The shared state as it was read last
+        self._polled_at = self._trusts_after = self._measured_at = _NEVER
         self._offset_secs = time.time() - time.monotonic()
         self._writer_behind_secs = 0.0
-        self._alive: dict[str, float] = {}
-        # Longer than the time between two looks.
-        self._lease_secs = max(self.rules.alive_secs / 2, self.rules.beat_secs + 1.0)
-        self._grace_secs = self._lease_secs if store.keeps_leases else _GRACE_SECS
+        self._alive_at: dict[str, float] = {}  # Of nodes with a lease
+        # Longer than the interval of two renewals.
+        self._lease_secs = max(self.rules.expiry_secs / 2, self.rules.heartbeat_secs + 1.0)
+        self._left_grace_secs = self._lease_secs if store.keeps_leases else _RECONNECT_SECS
+        # Guards the state and its encoding: the heartbeat thread and the agent both exchange it.
         self._lock = threading.Lock()
-        self._end_of_beats = threading.Event()
-        self._beats: threading.Thread | None = None
+        self._heartbeats_ended = threading.Event()
+        self._heartbeats: threading.Thread | None = None
         self._trains = False
-        self._known = JobState()  # what was shared last, also where the store has lost it
-        self._was_spare = self._said = False
+        self._last_state = JobState()  # The last state that was not empty, for a store that lost it
+        self._was_spare = self._has_warned = False
         self._forgotten_until = _NEVER
         self._alone_since: float | None = None
         self.left: frozenset[int] = frozenset()
-        """Ranks that nodes had in the round before which have left since, as they were told to."""
-        self._lost: str | None = None
+        self._store_error: str | None = None  # Of the last heartbeat
         self.incarnations = IncarnationRecord(store, job_id)
         self.wait_secs: float | None = None
-        """How long those that are left wait for others in the place of lost nodes; None: as for any
-        round."""
-        self._began = self._again_as_many_at = 0.0
-        self.newest_incarnation = 0  # the newest one, as the last heartbeat found it in the store
+        self._round_left_at = self._complete_again_at = 0.0
+        self.newest_incarnation = 0
 
     # -- the clock ---------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        """Seconds since 1970 by the store's clock, with which shared ages and deadlines are
-        compared: a host whose own clock is an hour ahead would seem alive for an hour after its
-        death."""
+        """Seconds since 1970 by the store's clock.
+
+        Shared times are compared by this clock. By its own, a host whose clock is an hour ahead
+        would seem to be alive for an hour after its death.
+        """
         return time.monotonic() + self._offset_secs
 
-    def _compare_clocks(self) -> None:
-        """Measure how far the store's clock is from this host's monotonic one, once a minute.
-        Raises StoreError."""
-        began = time.monotonic()
-        if began - self._compared_at < _COMPARE_SECS:
+    def _measure_clock(self) -> None:
+        """Measure the offset of the store's clock, once a minute. Raises StoreError."""
+        started_at = time.monotonic()
+        if started_at - self._measured_at < _CLOCK_SECS:
             return
-        told = self._store.time()
+        store_time = self._store.time()
         now = time.monotonic()
-        # A store that tells no time has leases, which its own clock ends.
-        offset = time.time() - now if told is None else told - (began + now) / 2
-        if abs(offset - self._offset_secs) > self.rules.beat_secs and self._compared_at != _NEVER:
-            # It was set, or another host serves the store: what nodes wrote before is by another
-            # clock.
-            self._trusts_after = now + self.rules.alive_secs
-        self._offset_secs, self._compared_at = offset, now
+        if store_time is None:
+            # A store without a clock keeps leases, which its own clock ends.
+            offset_secs = time.time() - now
+        else:
+            offset_secs = store_time - (started_at + now) / 2
+        has_jumped = abs(offset_secs - self._offset_secs) > self.rules.heartbeat_secs
+        if has_jumped and self._measured_at != _NEVER:
+            # The clock was set, or another host serves the store: times that nodes have written are
+            # by another clock until they write again.
+            self._trusts_after = now + self.rules.expiry_secs
+        self._offset_secs, self._measured_at = offset_secs, now
 
-    def _in_own_time(self, state: JobState, *, is_new: bool) -> JobState:
-        """The state of a store that tells no time: its times are by the clock of the host that
-        wrote it last. A new one was written since the last look, so that the clocks differ by its
-        age."""
+    def _to_own_clock(self, state: JobState, *, is_new: bool) -> JobState:
+        """Convert the times of a state from a store without a clock.
+
+        They are by the clock of the host that wrote it last. A new state was written since the last
+        poll, so that its age is the difference of the clocks.
+        """
         if is_new:
             self._writer_behind_secs = self._now() - state.written
         behind = self._writer_behind_secs
@@ -168,140 +188,167 @@ class StoreRendezvous:
             state,
             deadline=None if state.deadline is None else state.deadline + behind,
             nodes={
-                name: node._replace(seen=node.seen + behind) for name, node in state.nodes.items()
+                name: node._replace(alive_at=node.alive_at + behind)
+                for name, node in state.nodes.items()
             },
         )
 
-    # -- what all share ----------------------------------------------------------------------------
+    # -- the shared state --------------------------------------------------------------------------
 
     def _poll(self) -> JobState:
-        """What is shared now, or was a moment ago. Raises as :meth:`_exchange`."""
-        if time.monotonic() - self._looked_at >= self._look_secs:
+        """The shared state, at most one poll interval old. Raises as :meth:`_exchange`."""
+        if time.monotonic() - self._polled_at >= self._poll_secs:
             self._exchange(None)
         return self.state
 
     def _exchange(self, state: JobState | None) -> JobState:
-        """What is shared now; with ``state`` in its place, unless another node has written
-        meanwhile. Raises RendezvousConnectionError: the store does not answer;
-        RendezvousStateError: it holds something else.
+        """Read the shared state; first write ``state``, unless another node has written meanwhile.
 
-        After a gap in its own view (this process or the store stood still) it gives the others the
-        time again in which a living node beats: their silence may have been its own. In a store
-        that keeps leases, a lease says that a node lives, and its heartbeats are written nowhere;
-        who has lost it has that time, too, to show itself again."""
+        After a gap in this node's own view (this process or the store stood still), the others get
+        the time of a living node to show themselves: their silence may have been this node's. In a
+        store that keeps leases, a lease shows that a node is alive, and heartbeats are written
+        nowhere; a node that has lost its lease gets that time, too.
+
+        Raises:
+            RendezvousConnectionError: the store does not answer.
+            RendezvousStateError: the store holds something else.
+        """
         try:
-            self._store.hold(self._here + self.node, self._lease_secs)
-            self._compare_clocks()
+            self._store.hold(self._alive_prefix + self.node, self._lease_secs)
+            self._measure_clock()
             if state is None:
-                held = self._store.peek(self._key)
+                encoded = self._store.peek(self._key)
             else:
                 written = encode_state(replace(state, written=self._now()))
-                _, held = self._store.compare_set(self._key, self._held, written)
-            names = self._store.alive(self._here)
-            found = JobState() if held is None else decode_state(held)
-            left = self._store.left(self._here) if found.is_between_rounds else {}
+                _, encoded = self._store.compare_set(self._key, self._encoded, written)
+            alive = self._store.alive(self._alive_prefix)
+            read = JobState() if encoded is None else decode_state(encoded)
+            left = self._store.left(self._alive_prefix) if read.is_between_rounds else {}
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
-        at, now = self._now(), time.monotonic()
+        store_now, now = self._now(), time.monotonic()
         if self._store.keeps_leases:
-            found = self._in_own_time(found, is_new=held != self._held)
-        bare = len(self._here)
-        self._alive.update((name[bare:], at) for name in names)
-        seen = [max(node.seen, self._alive.get(name, 0.0)) for name, node in found.nodes.items()]
-        gap = now - self._looked_at
-        # On the first look there is none to go by: where nobody has beaten, the store may have
-        # stood still.
-        stood_still = (
-            max(seen, default=at) < at - self.rules.alive_secs if gap == float("inf") else True
+            read = self._to_own_clock(read, is_new=encoded != self._encoded)
+        start = len(self._alive_prefix)
+        self._alive_at.update((name[start:], store_now) for name in alive)
+        if self._has_gap(read, store_now, now):
+            self._trusts_after = now + self.rules.expiry_secs
+        ended = frozenset(
+            name[start:] for name, secs in left.items() if secs > self._left_grace_secs
         )
-        if gap > self.rules.alive_secs and stood_still:
-            self._trusts_after = now + self.rules.alive_secs
-        ended = frozenset(name[bare:] for name, secs in left.items() if secs > self._grace_secs)
-        looked = StateRead(self.node, self._alive, ended, now >= self._trusts_after)
-        self.state, self._held, self._looked_at = step(found, looked, at, self.rules), held, now
+        event = StateRead(self.node, self._alive_at, ended, trusts=now >= self._trusts_after)
+        self.state = step(read, event, store_now, self.rules)
+        self._encoded, self._polled_at = encoded, now
         return self.state
+
+    def _has_gap(self, state: JobState, store_now: float, now: float) -> bool:
+        """Whether this process or the store stood still since the last poll."""
+        gap_secs = now - self._polled_at
+        if gap_secs <= self.rules.expiry_secs:
+            return False
+        if gap_secs != float("inf"):
+            return True
+        # At the first poll there is no last one. If no node has shown a sign of life for long, the
+        # store may have stood still.
+        alive_at = [
+            max(node.alive_at, self._alive_at.get(name, 0.0)) for name, node in state.nodes.items()
+        ]
+        return max(alive_at, default=store_now) < store_now - self.rules.expiry_secs
 
     # -- rounds ------------------------------------------------------------------------------------
 
     def is_closed(self) -> bool:
-        """Looks at the store."""
+        """Whether the job has ended; reads the store."""
         with self._lock:
             return bool(self._poll().closed)
 
     def outcome(self) -> str:
-        """Why the job has ended; empty where it has not, as far as is known."""
+        """Why the job has ended; empty if it has not, as far as is known."""
         with suppress(RendezvousError):
             self.is_closed()
         return self.state.closed
 
-    def shutdown(self, why: str) -> None:
-        """Tell all nodes, also those yet to come, that the job has ended; not from a node that it
-        goes on without."""
-        mine, newest = self.incarnation, 0
+    def shutdown(self, reason: str) -> None:
+        """Tell all nodes, also later ones, that the job has ended.
+
+        It does nothing if the job continues without this node.
+        """
+        own, newest = self.incarnation, 0
         with suppress(StoreError):
             newest = self.incarnations.read()
-        if newest > mine > 0:
+        if newest > own > 0:
             with suppress(RendezvousError):
-                self.is_closed()  # looks at the store: that start may not have come about
+                self.is_closed()  # Reads the store: the newer start may not have come about
             if not self.has_place:
                 logger.error(
                     "the job continues as start %d without this node, which belongs to start %d",
                     newest,
-                    mine,
+                    own,
                 )
                 return
         try:
             self._stop_heartbeats()
-            self.submit(JobClosed(why), self._close_secs)
+            self.submit(JobClosed(reason), self._close_secs)
         except (RuntimeError, RendezvousError) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
 
     @property
     def table(self) -> RendezvousStore:
-        """What the nodes of the last round tell each other."""
+        """The store's table of the last round, for messages among its nodes."""
         return self._store.with_prefix(f"run/{self._run_id}/{self.info.round}")
 
     def next_rendezvous(self) -> Agreement:
-        """Wait for a place in a round, and for the round to be complete. Raises
-        RendezvousClosedError: the job has ended; RendezvousGracefulExitError: while this node was a
-        spare; RendezvousTimeoutError: too few nodes came; RendezvousConnectionError: the store does
-        not answer; LeftError, FencedError: this node has to go."""
+        """Wait for a place in a round, and for the round to be complete.
+
+        Raises:
+            RendezvousClosedError: the job has ended.
+            RendezvousGracefulExitError: the job has ended while this node was a spare.
+            RendezvousTimeoutError: too few nodes came.
+            RendezvousConnectionError: the store does not answer.
+            LeftError: this node has left the job on request.
+            FencedError: another node has replaced this one.
+        """
         self._stop_heartbeats()
-        self._trains, self._lost, self._was_spare = False, None, False
-        self._again_as_many_at, self._said = 0.0, False
+        self._trains, self._store_error, self._was_spare = False, None, False
+        self._complete_again_at, self._has_warned = 0.0, False
         if self.state.agreement is None:
-            time.sleep(random.uniform(0, _SKEW_SECS))
+            time.sleep(random.uniform(0, _START_SKEW_SECS))
         self.submit(TrainersExited(self.node), self._join_secs)
-        self._began = self._now()
+        self._round_left_at = self._now()
         members, leaving = self._members, self.state.leaving
-        told_to_leave = self.node in leaving
-        if not told_to_leave and self.incarnation:
+        is_leaving = self.node in leaving
+        if not is_leaving and self.incarnation:
             self._refuse_if_replaced()
-        agreement = self._join(told_to_leave)
-        gone = leaving | self.state.those(Role.SPARE)
+        agreement = self._join(is_leaving)
+        gone = leaving | self.state.with_role(Role.SPARE)
         self.left = frozenset(rank for rank, name in enumerate(members) if name in gone)
         self.agreement, self._trains, self.info = agreement, True, self.info.after(agreement)
         self._start_heartbeats()
         return agreement
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that this round's trainers keep waiting; does not wait for the store. Raises
-        RendezvousConnectionError: the last heartbeat did not reach the store."""
-        if self._lost is not None:
-            raise RendezvousConnectionError(self._lost)
+        """Nodes that wait for this round's trainers to end; does not wait for the store.
+
+        Raises:
+            RendezvousConnectionError: the last heartbeat did not reach the store.
+        """
+        if self._store_error is not None:
+            raise RendezvousConnectionError(self._store_error)
         state = self.state
-        has_place = not self._trains or self._me.role is Role.TRAINS or state.closed
-        if has_place or (self.agreement is not None and self.rules.is_free(state, self.agreement)):
-            # For whom there is no place, it sees that itself, and is a spare then.
+        has_place = not self._trains or self._own.role is Role.TRAINS or state.closed
+        if has_place or (
+            self.agreement is not None and self.rules.may_return(state, self.agreement)
+        ):
+            # A node without a place in a full round becomes a spare when it polls.
             waiting = 0 if self.is_full else self._joining(state)
             return waiting or int(self.is_scaled_down)
-        # The job goes on, or gathers, without this node: it joins again.
-        return max(1, len(state.those(Role.WAITS)))
+        # The job continues, or forms a round, without this node: it has to join again.
+        return max(1, len(state.with_role(Role.WAITS)))
 
     # -- joining -----------------------------------------------------------------------------------
 
     def _refuse_if_replaced(self) -> None:
-        """End where a round goes on that another node has joined in this one's place."""
+        """Raise FencedError if a round runs in which another node has this node's place."""
         try:
             newest = self.incarnations.read()
         except StoreError as error:
@@ -309,61 +356,71 @@ class StoreRendezvous:
         if newest > self.incarnation and self.state.complete and not self.has_place:
             raise replaced(self.incarnation, newest, by_another=self.is_full)
 
-    def _join(self, told_to_leave: bool) -> Agreement:
-        """Join where there is a place: a spare waits until a node is struck out, one that leaves
-        until it is not needed any more, and then raises LeftError."""
+    def _join(self, is_leaving: bool) -> Agreement:
+        """Wait for a place. A spare waits until a node is lost.
+
+        Raises:
+            LeftError: this node was notified to leave, and the others do not need it any more.
+        """
         state = self._poll()
         deadline = time.monotonic() + self._join_secs
         while True:
             role, now = state.role(self.node), time.monotonic()
-            self._report_other_nnodes(state)
+            self._warn_other_nnodes(state)
             if state.closed:
                 ended = RendezvousGracefulExitError if role is Role.SPARE else RendezvousClosedError
                 raise ended(f"the rendezvous {self._run_id} is closed")
             if state.complete and role is Role.TRAINS and state.agreement is not None:
                 return state.agreement
-            event = self._joins(state)
+            event = self._join_event(state)
             after = step(state, event, self._now(), self.rules)
-            waits_on = after.role(self.node) is Role.SPARE
+            stays_spare = after.role(self.node) is Role.SPARE
             if role is Role.SPARE or event.forgotten:
                 deadline = now + self._join_secs
-            elif now > deadline and not waits_on:
+            elif now > deadline and not stays_spare:
                 if role is Role.NONE:
                     raise RendezvousTimeoutError
                 after = step(state, TrainersExited(self.node), self._now(), self.rules)
-            if role is Role.SPARE and waits_on and told_to_leave and self._is_dispensable(state):
-                # One that fell silent meanwhile was struck out: nobody else knows any more that it
-                # leaves.
+            # `is_leaving` was read before this node could be removed from the state for its
+            # silence, after which no other node knows that it leaves.
+            is_idle = role is Role.SPARE and stays_spare and is_leaving
+            if is_idle and self._is_dispensable(state):
                 self.submit(SpareLeft(self.node))
                 raise LeftError(
                     "this node has left the job, as requested; the job continues without it"
                 )
-            if not waits_on:
-                self._say_what_is_waited_for(state)
-            self._was_spare = waits_on
-            if after != state:
-                there, train = len(state.participants | {self.node}), len(after.participants)
-                if after.complete and not state.complete and train < there:
-                    logger.warning(
-                        "%d nodes have joined and %d of them train, as many as fit the job's "
-                        "layout and "
-                        "batch; the others wait",
-                        *(there, train),
-                    )
-                state = self._exchange(after)
-            else:
-                time.sleep(self._look_secs)
+            if not stays_spare:
+                self._warn_missing_nodes(state)
+            self._was_spare = stays_spare
+            if after == state:
+                time.sleep(self._poll_secs)
                 state = self._poll()
+                continue
+            present, training = len(state.participants | {self.node}), len(after.participants)
+            if after.complete and not state.complete and training < present:
+                logger.warning(
+                    "%d nodes have joined and %d of them train, as many as fit the job's layout "
+                    "and batch; the others wait",
+                    present,
+                    training,
+                )
+            state = self._exchange(after)
 
-    def _joins(self, state: JobState) -> JoinRequested:
-        """What this node has to say of itself. The store may have lost lately that it is a spare:
-        then it may have lost as well who trains, and they tell it with their next heartbeats."""
+    def _join_event(self, state: JobState) -> JoinRequested:
+        """The request of this node for a place.
+
+        If the store has lately lost that this node is a spare, it may also have lost which nodes
+        train. They write it again with their next heartbeats.
+        """
         now, scaling = time.monotonic(), state.scaling
         replaces = scaling is not None and scaling.replaces
-        is_alone = self.is_leaving and replaces and not waits_for_them(state)
-        self._alone_since = (self._alone_since or now) if is_alone else None
+        is_alone = self.is_leaving and replaces and not has_replacement(state)
+        if not is_alone:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
         if self._was_spare and state.role(self.node) is not Role.SPARE:
-            self._forgotten_until = now + self.rules.alive_secs
+            self._forgotten_until = now + self.rules.expiry_secs
         return JoinRequested(
             self.node,
             self.info,
@@ -373,32 +430,40 @@ class StoreRendezvous:
         )
 
     def _wait_until(self, state: JobState) -> float | None:
-        """When those that have come wait no more for others, of whom there are enough."""
+        """When a round with enough nodes stops waiting for replacements of lost nodes."""
         if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
             return None
         if len(state.participants) < len(set(self._members) - state.leaving):
-            return self._began + min(self.wait_secs, _JOIN_PART * self._join_secs)
-        self._again_as_many_at = self._again_as_many_at or self._now()
-        return self._again_as_many_at + self.rules.last_call_secs
+            return self._round_left_at + min(self.wait_secs, _JOIN_SHARE * self._join_secs)
+        # As many nodes as before have come: further ones get the usual last call.
+        self._complete_again_at = self._complete_again_at or self._now()
+        return self._complete_again_at + self.rules.last_call_secs
 
-    def _say_what_is_waited_for(self, state: JobState) -> None:
-        """Once, where trainers of this node have ended and no round has formed within a
-        heartbeat."""
-        here = len(state.participants | state.seats)
-        least, waited = self.rules.least, self._now() - self._began
-        if self._said or not self._members or here >= least or waited < self.rules.beat_secs:
+    def _warn_missing_nodes(self, state: JobState) -> None:
+        """Warn once if trainers have ended and no round has formed within a heartbeat."""
+        present = len(state.participants | state.members)
+        required = self.rules.min_nodes
+        waited_secs = self._now() - self._round_left_at
+        if self._has_warned or not self._members or present >= required:
             return
-        self._said = True
+        if waited_secs < self.rules.heartbeat_secs:
+            return
+        self._has_warned = True
         logger.warning(
             "%d of %d nodes are here; waiting up to %.0f s for `reft launch` on another node",
-            *(here, least, self._join_secs),
+            present,
+            required,
+            self._join_secs,
         )
 
-    def _report_other_nnodes(self, state: JobState) -> None:
-        """Once for each group of nodes that disagree: every node decides by its own ``--nnodes``
-        whether a round is complete, so that some may wait while others train."""
-        found = {node.node: node.nnodes for node in state.nodes.values() if node.nnodes}
-        others = {node: nnodes for node, nnodes in found.items() if nnodes != self.info.nnodes}
+    def _warn_other_nnodes(self, state: JobState) -> None:
+        """Warn once for each set of nodes whose ``--nnodes`` differs.
+
+        Every node decides by its own ``--nnodes`` whether a round is complete, so that some may
+        wait while others train.
+        """
+        nnodes = {node.node: node.nnodes for node in state.nodes.values() if node.nnodes}
+        others = {node: value for node, value in nnodes.items() if value != self.info.nnodes}
         if others and others != self.other_nnodes:
             self.other_nnodes = others
             logger.warning("%s", self.describe_other_nnodes())
@@ -407,17 +472,16 @@ class StoreRendezvous:
         """Which nodes have another ``--nnodes`` than this one; empty if none has."""
         if not self.other_nnodes:
             return ""
-        named = [f"node {node} with {nnodes}" for node, nnodes in sorted(self.other_nnodes.items())]
-        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+        names = [f"node {node} with {value}" for node, value in sorted(self.other_nnodes.items())]
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         return (
             f"node {self.info.node} was started with --nnodes {self.info.nnodes}, but "
-            f"{', '.join(named[:_MOST_NAMED])}{more}: start all nodes of a job with the same "
-            "--nnodes"
+            f"{', '.join(names[:_MAX_NAMED])}{more}: start all nodes of a job with the same "
+            f"--nnodes"
         )
 
     def _is_dispensable(self, state: JobState) -> bool:
-        """Whether the others have committed without this node; until then they may need its
-        memory."""
+        """Whether the others have committed without this node; until then they need its memory."""
         try:
             return state.complete and self.incarnations.committed() > self.incarnation
         except StoreError as error:
@@ -426,69 +490,93 @@ class StoreRendezvous:
     # -- while trainers run ------------------------------------------------------------------------
 
     def submit(self, event: Event, secs: float | None = None) -> None:
-        """Have an event count in what the nodes share; within so many seconds. Raises
-        RendezvousError: the store does not answer."""
-        deadline = time.monotonic() + (self._heartbeat_secs if secs is None else secs)
+        """Apply an event to the shared state.
+
+        Args:
+            event: what happened.
+            secs: time-out; None: that of a heartbeat.
+
+        Raises:
+            RendezvousError: the store does not answer.
+        """
+        timeout_secs = self._heartbeat_timeout_secs if secs is None else secs
+        deadline = time.monotonic() + timeout_secs
         with self._lock:
             state = self._poll()
+            # Repeated if another node writes in between, until the event changes nothing more.
             while (after := step(state, event, self._now(), self.rules)) != state:
                 if time.monotonic() > deadline:
                     raise RendezvousTimeoutError
                 state = self._exchange(after)
 
     def note_sizes(self, sizes: Sizes) -> None:
-        """Have all nodes know with how many the job can train, as a version of this node's round
-        tells, whose members are filled in where it says what they hold. Raises RendezvousError: the
-        store is silent."""
+        """Share with how many nodes the job can train, as a version of this round shows.
+
+        Args:
+            sizes: the members are filled in here.
+
+        Raises:
+            RendezvousError: the store does not answer.
+        """
         members = self._members
         sizes = replace(sizes, members=members if sizes.groups else ())
         event = SizesKnown(self.info.round, len(members), sizes)
-        # nobody waits for the store else
+        # Compared with the last state first, so that the store is only asked after a change.
         if step(self.state, event, self._now(), self.rules) != self.state:
             self.submit(event)
 
     def refuse_size(self) -> bool:
-        """Trainers were refused with as many nodes as this round has: it is not tried again.
-        Whether another number may do: fewer, where this is not all that may come, or what fitted
-        before. Raises RendezvousError: the store does not answer."""
+        """Note that trainers refused to start with the number of nodes of this round.
+
+        Returns:
+            Whether another number may fit: more nodes than there are now, or a number that fitted
+            before.
+
+        Raises:
+            RendezvousError: the store does not answer.
+        """
         number = len(self._members)
         self.submit(SizeRejected(number))
         sizes, rules = self.state.sizes or Sizes(), self.rules
-        return number < rules.most or bool(sizes.fitting and sizes.of(rules.least, rules.most))
+        if number < rules.max_nodes:
+            return True
+        return bool(sizes.fitting and sizes.of(rules.min_nodes, rules.max_nodes))
 
     def _start_heartbeats(self) -> None:
-        self._end_of_beats = ended = threading.Event()
+        self._heartbeats_ended = ended = threading.Event()
 
-        def beat() -> None:
-            while not ended.wait(self.rules.beat_secs):
-                self.beat()
+        def run() -> None:
+            while not ended.wait(self.rules.heartbeat_secs):
+                self.heartbeat()
 
-        self._beats = threading.Thread(target=beat, name="rendezvous heartbeat", daemon=True)
-        self._beats.start()
+        self._heartbeats = threading.Thread(target=run, name="rendezvous heartbeat", daemon=True)
+        self._heartbeats.start()
 
     def _stop_heartbeats(self) -> None:
-        self._end_of_beats.set()
-        if self._beats is not None:
-            self._beats.join()
+        self._heartbeats_ended.set()
+        if self._heartbeats is not None:
+            self._heartbeats.join()
 
-    def beat(self) -> None:
-        """Tell that this node lives, and look at what all share."""
+    def heartbeat(self) -> None:
+        """Show that this node is alive, and read the shared state."""
         try:
             agreement = self.agreement if self._trains else None
-            self.submit(Heartbeat(self.node, agreement, self._known.scaling, self._known.sizes))
+            last = self._last_state
+            self.submit(Heartbeat(self.node, agreement, last.scaling, last.sizes))
             self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
-            self._lost = None
+            self._store_error = None
         except RendezvousTimeoutError:
-            pass  # the store stood still and goes on: the next beat is in time
+            pass  # The store stood still and works again: the next heartbeat is in time
         except (RendezvousError, AuthenticationError, StoreError) as error:
-            self._lost = str(error)
-        self._known = self._known if self.state.is_empty else self.state
+            self._store_error = str(error)
+        if not self.state.is_empty:
+            self._last_state = self.state
 
-    # -- what follows from that --------------------------------------------------------------------
+    # -- what follows from the state ---------------------------------------------------------------
 
     @property
     def incarnation(self) -> int:
-        """Number of the start that this node took part in last; 0: none."""
+        """Number of the last start that this node took part in; 0: none."""
         return 0 if self.agreement is None else self.agreement.incarnation
 
     @property
@@ -496,67 +584,70 @@ class StoreRendezvous:
         return () if self.agreement is None else self.agreement.members
 
     @property
-    def _me(self) -> Node:
+    def _own(self) -> Node:
         return self.state.nodes.get(self.node, Node())
 
     @property
     def has_place(self) -> bool:
-        """Whether this node is in the round that runs or forms, or goes from one to the next."""
-        return self._me.role is Role.TRAINS or self._me.seated
+        """Whether this node is in the round that runs or forms, or between two rounds."""
+        return self._own.role is Role.TRAINS or self._own.is_member
 
     @property
     def is_full(self) -> bool:
+        """Whether the running round has as many nodes as it may have."""
         return self.rules.is_full(self.state)
 
     @property
     def is_refused(self) -> bool:
+        """Whether another launcher has this node's id, and this one has to end."""
         return self.agreement is not None and self.node in self.agreement.refused
 
     @property
     def is_leaving(self) -> bool:
-        return self._me.leaving
+        return self._own.leaving
 
     @property
     def is_spare(self) -> bool:
-        return self._me.role is Role.SPARE
+        return self._own.role is Role.SPARE
 
     @property
     def nodes(self) -> list[str]:
-        """Ids of all that are there, in the same order on each of them."""
+        """Ids of all nodes that are present, in the same order on each of them."""
         return [node.node for _, node in sorted(self.state.nodes.items()) if node.node]
 
     @property
     def fitting(self) -> tuple[int, ...]:
-        sizes = self.state.sizes or self._known.sizes or Sizes()
-        return sizes.of(self.rules.least, self.rules.most)
+        """Numbers of nodes that fit, as far as is known."""
+        sizes = self.state.sizes or self._last_state.sizes or Sizes()
+        return sizes.of(self.rules.min_nodes, self.rules.max_nodes)
 
     def _joining(self, state: JobState) -> int:
-        """Nodes that wait for the next round, where they make it larger, or have left this one."""
-        waits, running = state.those(Role.WAITS), len(state.participants)
-        if state.sizes is None or waits.intersection(self._members):
-            return len(waits)
-        larger = state.sizes.largest(
-            running + len(waits), self.rules.least, self.rules.limit(state)
-        )
-        return len(waits) if larger > running else 0
+        """Nodes that wait for the next round, if they make it larger or have left this one."""
+        waiting, running = state.with_role(Role.WAITS), len(state.participants)
+        if state.sizes is None or waiting.intersection(self._members):
+            return len(waiting)
+        limit = self.rules.limit(state)
+        larger = state.sizes.largest(running + len(waiting), self.rules.min_nodes, limit)
+        return len(waiting) if larger > running else 0
 
     @property
     def is_scaled_down(self) -> bool:
+        """Whether nodes of this round were notified to leave."""
         scaling = self.state.scaling
         return self._trains and scaling is not None and scaling.round == self.info.round
 
     @property
     def is_whole(self) -> bool:
-        """Whether all nodes of this round are there: nothing has failed."""
-        return bool(self._members) and self.state.seats.issuperset(self._members)
+        """Whether all nodes of this round are present, so that no failure ended it."""
+        return bool(self._members) and self.state.members.issuperset(self._members)
 
     def goes_on_without(self, gone: int) -> bool:
-        """Whether enough nodes are left, with those that wait, where so many of this round have
-        ended."""
+        """Whether enough nodes are left, with those that wait, if ``gone`` of this round end."""
         state = self.state
-        waiting = state.those(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
+        waiting = state.with_role(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
         left = len(self._members) - gone + len(waiting)
-        return (state.sizes or Sizes()).largest(left, self.rules.least, self.rules.most) > 0
+        sizes = state.sizes or Sizes()
+        return sizes.largest(left, self.rules.min_nodes, self.rules.max_nodes) > 0
 
     @property
     def all_ended_well(self) -> bool:
@@ -565,7 +656,7 @@ class StoreRendezvous:
 
     @property
     def stopped(self) -> dict[str, int]:
-        """Nodes of this round whose launchers were told to stop, and the signals that said so."""
+        """Nodes of this round whose launchers were stopped, and the signals that stopped them."""
         agreement, ends = self.agreement, self.state.ends
         if agreement is None or agreement != self.state.agreement:
             return {}
@@ -574,36 +665,42 @@ class StoreRendezvous:
 
     @property
     def has_lost_silent_node(self) -> bool:
-        """Whether a node of the round that runs was struck out, no other has come, and those that
-        are left are enough for a round."""
+        """Whether a silent node was removed from the running round, and the rest suffices.
+
+        False if another node has come in its place, or the store does not answer.
+        """
         state = self.state
-        trains = state.participants
-        same = (
+        participants = state.participants
+        is_own_round = (
             self._trains
             and state.complete
             and state.agreement == self.agreement
-            and self.node in trains
+            and self.node in participants
         )
-        lost = set(self._members) - trains - state.leaving
-        return self._lost is None and same and bool(lost) and len(trains) >= self.rules.least
+        lost = set(self._members) - participants - state.leaving
+        is_enough = len(participants) >= self.rules.min_nodes
+        return self._store_error is None and is_own_round and bool(lost) and is_enough
 
 
-def replaced(mine: int, newest: int, *, by_another: bool) -> FencedError:
-    """Why this node ends: it took part in start ``mine`` of the job, was cut off, and ``newest``
-    runs without it, with as many nodes as it may have (``by_another``) or with fewer."""
+def replaced(own: int, newest: int, *, by_another: bool) -> FencedError:
+    """The error of a node that was cut off while the job continued.
+
+    Args:
+        own: start of the job that the node took part in.
+        newest: start of the job that runs without it.
+        by_another: another node has its place; otherwise the job runs with fewer nodes.
+    """
     how = "another node has replaced it" if by_another else "the job continued with fewer nodes"
     then = "be a spare" if by_another else "join it"
     return FencedError(
         f"this node was cut off and {how}: the job runs as start {newest}, this node as start "
-        f"{mine}. This "
-        "launcher ends, with its trainers and its daemon; start `reft launch` here again for the "
-        "node to "
-        f"{then}"
+        f"{own}. This launcher ends, with its trainers and its daemon; start `reft launch` here "
+        f"again for the node to {then}"
     )
 
 
 class IncarnationRecord:
-    """What the store knows of the starts of the job. Safe to use from several threads."""
+    """The starts of the job that the store knows. Safe to use from several threads."""
 
     def __init__(self, store: RendezvousStore, job_id: str) -> None:
         self._store = store
@@ -611,31 +708,40 @@ class IncarnationRecord:
         self._committed_key = committed_key(job_id)
 
     def read(self) -> int:
-        """The newest start that the store knows of; 0 if none. Raises StoreError."""
-        return _number(self._store.peek(self._key))
+        """The newest start; 0 if none. Raises StoreError."""
+        return _parse_number(self._store.peek(self._key))
 
     def committed(self) -> int:
-        """The start that has committed the newest version; 0 if none is known of. Raises
-        StoreError."""
-        held = self._store.peek(self._committed_key)
-        return 0 if held is None else _number(held.partition(b":")[0])
+        """The start that committed the newest version; 0 if none is known. Raises StoreError."""
+        value = self._store.peek(self._committed_key)
+        return 0 if value is None else _parse_number(value.partition(b":")[0])
 
     def forget_committed(self) -> None:
-        """The job's memory goes on purpose: a later start is not refused for want of it. Best
-        effort."""
+        """Forget the newest version, because the job's memory is removed on purpose.
+
+        A later start would otherwise be refused because that version is missing. Best effort.
+        """
         with suppress(StoreError):
             self._store.delete(self._committed_key)
 
     def raise_to(self, number: int) -> int:
-        """Have the store know of a start, as one that was lost and came back does not; returns the
-        newest that it knows of now. Raises StoreError."""
-        held = self._store.peek(self._key)
-        while (known := _number(held)) < number:
-            done, held = self._store.compare_set(self._key, held, str(number).encode())
+        """Note a start, as long as the store knows no newer one.
+
+        A store that came back without its state learns it in this way.
+
+        Returns:
+            The newest start.
+
+        Raises:
+            StoreError: the store does not answer.
+        """
+        value = self._store.peek(self._key)
+        while (newest := _parse_number(value)) < number:
+            done, value = self._store.compare_set(self._key, value, str(number).encode())
             if done:
                 return number
-        return known
+        return newest
 
 
-def _number(held: bytes | None) -> int:
-    return int(held) if held is not None and held.isdigit() else 0
+def _parse_number(value: bytes | None) -> int:
+    return int(value) if value is not None and value.isdigit() else 0

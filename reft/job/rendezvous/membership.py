@@ -1,16 +1,17 @@
-"""Who belongs to a job: which nodes take part in its rounds, which wait, are spare or have to
-leave.
+"""Who belongs to a job: which nodes take part in its rounds, which wait, are spare or must leave.
 
-:func:`step` alone changes any of it, and is pure: what the nodes share, an event and the time go
-in, what they share next comes out. A node writes that by compare-and-set
-(:mod:`reft.job.rendezvous.handler`): of two steps from one state one counts, and the other is made
-again from what is there then.
+Only :func:`step` changes any of it, and it is pure: it takes the state that the nodes share, an
+event and the time, and returns the next state. A node writes that by compare-and-set
+(:mod:`reft.job.rendezvous.handler`). Of two steps from one state one is written; the other is made
+again from the new state.
 
-Three things are not as in TorchElastic's rendezvous. A node that was struck out while it stood
-still, or while the store did, takes its place again. A spare, a node beyond the largest number,
-takes the place of a dead node alone, and not that of a healthy one between two rounds, whose memory
-would then be out of the job's reach. And a job goes to another number of nodes on request: those
-that leave are spares, with their memory, until the others have committed a version without them.
+It differs from TorchElastic's rendezvous in three points:
+
+- A node that was removed while it, or the store, stood still takes its place again.
+- A spare, a node beyond the largest number, only takes the place of a dead node. It does not take
+  that of a healthy node between two rounds, whose memory would then be out of the job's reach.
+- A job changes its number of nodes on request. Nodes that leave become spares, with their memory,
+  until the others have committed a version without them.
 """
 
 from __future__ import annotations
@@ -35,26 +36,20 @@ class NodeInfo:
 
     node: str
     workers: int
-    turn: int = 0  # how many ranks each node gets in its turn (`deal_ranks`)
-    # restarts are counted from the last new version on, not over the job's life
-    renews: bool = False
-    # last round this launcher took part in, with its number of nodes and ``restarts_used``; 0: it
-    # is new
-    round: int = 0
-    size: int = 0
-    restarts_used: int = 0
-    # newest committed step that any node of that round knew of; ``newest_step``: that this node
-    # knows of now; -1: none
-    known_step: int = -1
-    newest_step: int = -1
-    incarnation: int = 0  # number of the newest start of the job that this node knows of
-    # why the node's trainers of that round ended; None if they did not fail; ``failure``: in words
-    cause: ExitCause | None = None
-    failure: str = ""
-    nnodes: str = ""  # its ``--nnodes``; empty: not known
+    rank_stride: int = 0  # Ranks that each node gets in a turn (`deal_ranks`)
+    restarts_renew: bool = False  # Restarts are counted since the last new version
+    round: int = 0  # Last round that this launcher took part in; 0: none
+    size: int = 0  # Number of nodes of that round
+    restarts_used: int = 0  # By the job up to that round
+    known_step: int = -1  # Newest committed step that any node of that round knew; -1: none
+    newest_step: int = -1  # Newest committed step that this node knows now; -1: none
+    incarnation: int = 0  # Number of the newest start of the job that this node knows
+    cause: ExitCause | None = None  # Why its trainers of that round failed; None: they did not
+    failure: str = ""  # The same in words
+    nnodes: str = ""  # Its ``--nnodes``; empty: not known
 
     def after(self, agreement: Agreement) -> NodeInfo:
-        """What this node brings into the next round, if the trainers of this one do not fail."""
+        """What this node brings into the next round if its trainers of this one do not fail."""
         return replace(
             self,
             round=agreement.round,
@@ -69,135 +64,150 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The outcome, equal on all nodes."""
+    """The outcome of a rendezvous, equal on all nodes. Tuples are in the order of group ranks."""
 
     round: int  # 1 for the first start of the trainers, one more after every restart
-    members: tuple[str, ...]  # members, nodes: launchers and node ids of this round, by group rank
-    nodes: tuple[str, ...]
-    workers: tuple[int, ...]  # trainers of each node
-    restarts_used: int  # of ``--max-restarts``, by the whole job
-    known_step: int  # newest committed step that any of the nodes knows of; -1: none
-    # number of this start of the job, greater than any that a node, or the store, knows of. Whoever
-    # carries a lower one was replaced and is refused.
+    members: tuple[str, ...]  # Launchers
+    nodes: tuple[str, ...]  # Node ids
+    workers: tuple[int, ...]  # Number of trainers of each node
+    restarts_used: int  # Of ``--max-restarts``, by the whole job
+    known_step: int  # Newest committed step that any of the nodes knows; -1: none
+    # Number of this start of the job, greater than any that a node or the store knows. A node with
+    # a lower one was replaced, and is refused.
     incarnation: int = 1
-    # why trainers of the round before ended, on the nodes that are still there
-    failures: tuple[str, ...] = ()
-    # members that have to go: they claim to be a node that another is
-    refused: tuple[str, ...] = ()
-    turn: int = 0  # ranks that each node gets in its turn
+    failures: tuple[str, ...] = ()  # Why trainers of the last round failed, on remaining nodes
+    refused: tuple[str, ...] = ()  # Members that must end: another launcher has their node id
+    rank_stride: int = 0  # Ranks that each node gets in a turn
 
     def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
+        """Ids of the nodes whose launchers are not among ``members``."""
         return tuple(
-            n for n, member in zip(self.nodes, self.members, strict=True) if member not in members
+            node
+            for node, member in zip(self.nodes, self.members, strict=True)
+            if member not in members
         )
 
 
 def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agreement:
-    """Work out a round from what its members bring, in the order of group ranks. ``before``: the
-    newest round that is known of, whoever took part in it.
+    """Work out a round from what its members bring.
 
-    A round that ended with at least one failure by own cause uses one restart of the job, however
-    many nodes failed in it; one that ended because a node vanished, or because somebody joined,
-    uses none.
+    A round that ended with a failure by own cause uses one restart of the job, however many nodes
+    failed in it. A round that ended because a node vanished or joined uses none.
+
+    Args:
+        infos: by launcher, in the order of group ranks.
+        before: the newest round that is known, whichever nodes took part in it.
     """
     all_infos = tuple(infos.values())
-    last_round = max(c.round for c in all_infos)
-    last = [c for c in all_infos if c.round == last_round and last_round]
-    causes = {c.cause for c in last}
-    somebody_vanished = bool(last) and len(last) < last[0].size
-    # An abort without a word is a watchdog's if a peer is gone, and a bug of its own otherwise.
-    # Trainers that end well are to blame only if their peers lost them.
+    last_round = max(info.round for info in all_infos)
+    # Nodes that missed the last round do not decide: their counts and failures are older.
+    last = [info for info in all_infos if info.round == last_round and last_round]
+    causes = {info.cause for info in last}
+    node_vanished = bool(last) and len(last) < last[0].size
+    # Trainers that ended well are to blame only if their peers failed because they lost them.
     ended_early = ExitCause.ENDED in causes and ExitCause.PEER in causes
-    own = ExitCause.OWN in causes or (
-        (ExitCause.UNCLEAR in causes or ended_early) and not somebody_vanished
-    )
-    newest = max(c.newest_step for c in all_infos)
-    known = max((c.known_step for c in last), default=-1)
-    renewed = all_infos[0].renews and newest > known
-    used = 0 if renewed else max((c.restarts_used for c in last), default=0)
-    # Causes, not consequences: that peers were lost is said only where nothing else is known.
-    named = (ExitCause.OWN, ExitCause.UNCLEAR, *([ExitCause.ENDED] if ended_early else []))
-    told = [c for c in last if c.cause in named]
-    if not told and not somebody_vanished:
-        told = [c for c in last if c.cause not in (None, ExitCause.ENDED)]
+    # An abort without a message is a watchdog's if a peer is gone, and otherwise a bug of its own.
+    is_own = ExitCause.OWN in causes
+    if (ExitCause.UNCLEAR in causes or ended_early) and not node_vanished:
+        is_own = True
+    newest_step = max(info.newest_step for info in all_infos)
+    known_step = max((info.known_step for info in last), default=-1)
+    used = max((info.restarts_used for info in last), default=0)
+    if all_infos[0].restarts_renew and newest_step > known_step:
+        used = 0
     return Agreement(
         round=1 + max(last_round, before.round if before else 0),
         members=tuple(infos),
-        nodes=tuple(c.node for c in all_infos),
-        workers=tuple(c.workers for c in all_infos),
-        restarts_used=used + own,
-        known_step=max(newest, known),
+        nodes=tuple(info.node for info in all_infos),
+        workers=tuple(info.workers for info in all_infos),
+        restarts_used=used + is_own,
+        known_step=max(newest_step, known_step),
         incarnation=1
-        + max([before.incarnation if before else 0, *(c.incarnation for c in all_infos)]),
-        failures=tuple(f"{c.node}, {c.failure}" for c in told),
-        refused=tuple(name for same in doubles(infos) for name in _refused(same, infos)),
-        turn=all_infos[0].turn,
+        + max([before.incarnation if before else 0, *(info.incarnation for info in all_infos)]),
+        failures=_describe_failures(last, ended_early=ended_early, node_vanished=node_vanished),
+        refused=tuple(name for names in duplicate_nodes(infos) for name in _refused(names, infos)),
+        rank_stride=all_infos[0].rank_stride,
     )
 
 
-def doubles(infos: Mapping[str, NodeInfo]) -> list[list[str]]:
-    """Launchers that claim to be the same node, by node."""
-    found: dict[str, list[str]] = defaultdict(list)
+def _describe_failures(
+    infos: list[NodeInfo], *, ended_early: bool, node_vanished: bool
+) -> tuple[str, ...]:
+    """The failures of a round, in words: causes only, unless nothing but consequences is known."""
+    causes = [ExitCause.OWN, ExitCause.UNCLEAR]
+    if ended_early:
+        causes.append(ExitCause.ENDED)
+    failed = [info for info in infos if info.cause in causes]
+    if not failed and not node_vanished:
+        failed = [info for info in infos if info.cause not in (None, ExitCause.ENDED)]
+    return tuple(f"{info.node}, {info.failure}" for info in failed)
+
+
+def duplicate_nodes(infos: Mapping[str, NodeInfo]) -> list[list[str]]:
+    """Launchers that claim to be the same node, grouped by node."""
+    launchers: dict[str, list[str]] = defaultdict(list)
     for name, info in infos.items():
-        found[info.node].append(name)
-    return [same for same in found.values() if len(same) > 1]
+        launchers[info.node].append(name)
+    return [names for names in launchers.values() if len(names) > 1]
 
 
-def _refused(same: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
-    """Whoever is new has to go; the one that trains already keeps its name."""
-    first, second, *others = sorted(same, key=lambda name: -infos[name].round)
-    return [second, *others] if infos[first].round > infos[second].round else same
+def _refused(names: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
+    """Of launchers with one node id, those that must end: a launcher that trains keeps the id."""
+    first, second, *others = sorted(names, key=lambda name: -infos[name].round)
+    return [second, *others] if infos[first].round > infos[second].round else names
 
 
 class Role(StrEnum):
-    NONE = ""  # on its way from one round to the next, if it has a seat
-    TRAINS = "trains"  # takes part in the round that runs or forms
-    WAITS = "waits"  # for the next round
-    SPARE = "spare"
+    """What a node does in the job."""
+
+    NONE = ""  # It is between two rounds, if it is a member
+    TRAINS = "trains"  # It takes part in the round that runs or forms
+    WAITS = "waits"  # For the next round
+    SPARE = "spare"  # It waits until a node is lost
 
 
 class Node(NamedTuple):
+    """One launcher, as all nodes know it."""
+
     role: Role = Role.NONE
-    seen: float = 0.0  # when it was last known to live, in seconds since 1970 by the store's clock
-    # it took part in the last complete round and has not been struck out since: it keeps its place
-    # from one round to the next
-    seated: bool = False
-    leaving: bool = False  # it is to leave the job, and is still there
-    info: NodeInfo | None = None  # what it brings into a round that forms
-    node: str = ""  # its id
-    nnodes: str = ""  # its ``--nnodes``; empty: not known
+    alive_at: float = 0.0  # Last sign of life, in seconds since 1970 by the store's clock
+    # It took part in the last complete round and was not removed since: it keeps its place between
+    # two rounds.
+    is_member: bool = False
+    leaving: bool = False  # It was notified to leave the job, and is still there
+    info: NodeInfo | None = None  # What it brings into a round that forms
+    node: str = ""  # Its node id
+    nnodes: str = ""  # Its ``--nnodes``; empty: not known
 
 
 @dataclass(frozen=True)
 class GrantedScale:
     """The newest ``reft scale`` that was granted."""
 
-    number: int  # of the order
-    nodes: int  # that the job is to have
-    # nodes that the next round may have: fewer leave at once than the job survives the loss of
-    limit: int
-    without: tuple[str, ...] = ()  # ids of the nodes that leave first
-    round: int = -1  # in which those were told that are leaving; -1: nobody was
-    replaces: bool = False  # nodes that wait take the places of those that leave
+    number: int  # Of the request
+    nodes: int  # Number of nodes that the job is to have
+    limit: int  # Nodes that the next round may have: nodes leave in steps that the job survives
+    without: tuple[str, ...] = ()  # Ids of the nodes that leave first
+    round: int = -1  # Round in which leaving nodes were notified; -1: none was
+    replaces: bool = False  # Waiting nodes take the places of those that leave
 
 
 @dataclass
 class JobState:
-    """What the nodes of a job share; ``nodes``: by launcher."""
+    """What the nodes of a job share."""
 
-    agreement: Agreement | None = None  # of the newest round; None: there was none
-    complete: bool = False  # that round runs; else another forms
-    closed: str = ""  # why the job has ended; empty: it has not
-    deadline: float | None = None  # when those that have come are a round, if they are enough
-    nodes: dict[str, Node] = field(default_factory=dict)
-    # members of the round that runs which have ended: 0: well; else the signal that stopped their
-    # launcher
+    agreement: Agreement | None = None  # Of the newest round; None: there was none
+    complete: bool = False  # That round runs; otherwise another one forms
+    closed: str = ""  # Why the job has ended; empty: it has not
+    deadline: float | None = None  # When the nodes that have come form a round, if they are enough
+    nodes: dict[str, Node] = field(default_factory=dict)  # By launcher
+    # Members of the running round that have ended: 0 if well, else the signal to their launcher
     ends: dict[str, int] = field(default_factory=dict)
-    scaling: GrantedScale | None = None  # None: as many nodes take part as there may be
-    sizes: Sizes | None = None  # with how many nodes the job can train; None: nothing is known
-    written: float = 0.0  # when, by the clock by which the times above are meant
+    scaling: GrantedScale | None = None  # None: as many nodes train as are allowed
+    sizes: Sizes | None = None  # Numbers of nodes that the job can train with; None: not known
+    written: float = 0.0  # When it was written, by the clock of all times in it
 
-    def those(self, *roles: Role) -> set[str]:
+    def with_role(self, *roles: Role) -> set[str]:
         return {name for name, node in self.nodes.items() if node.role in roles}
 
     def role(self, name: str) -> Role:
@@ -209,12 +219,13 @@ class JobState:
 
     @property
     def participants(self) -> set[str]:
-        """Those of the round that runs that were not struck out; or of the round that forms."""
-        return self.those(Role.TRAINS)
+        """Nodes of the running round that were not removed, or nodes of the round that forms."""
+        return self.with_role(Role.TRAINS)
 
     @property
-    def seats(self) -> set[str]:
-        return {name for name, node in self.nodes.items() if node.seated}
+    def members(self) -> set[str]:
+        """Nodes that keep a place between two rounds."""
+        return {name for name, node in self.nodes.items() if node.is_member}
 
     @property
     def leaving(self) -> set[str]:
@@ -222,15 +233,14 @@ class JobState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the store has lost it, or nobody was here yet."""
-        return not (
-            self.complete or self.closed or self.agreement or self.those(Role.TRAINS, Role.WAITS)
-        )
+        """Whether the store has lost the state, or no node has joined yet."""
+        has_nodes = bool(self.with_role(Role.TRAINS, Role.WAITS))
+        return not (self.complete or self.closed or self.agreement or has_nodes)
 
     @property
     def is_between_rounds(self) -> bool:
         """Whether a node has left its round, and may join the next."""
-        return any(node.seated and node.role is not Role.TRAINS for node in self.nodes.values())
+        return any(node.is_member and node.role is not Role.TRAINS for node in self.nodes.values())
 
 
 _STATE = TypeAdapter(JobState)
@@ -242,105 +252,114 @@ def encode_state(state: JobState) -> bytes:
 
 
 def decode_state(data: bytes) -> JobState:
-    """Read what :func:`encode_state` wrote; TorchElastic unpickles it, so that whoever writes it
-    runs code on every node (P11). Raises RendezvousStateError: it is something else."""
+    """Read what :func:`encode_state` wrote.
+
+    TorchElastic unpickles its state, so that a process that writes it runs code on every node
+    (P11).
+
+    Raises:
+        RendezvousStateError: it is something else.
+    """
     try:
-        found = json.loads(data)
-        if not isinstance(found, dict) or found.keys() != _FIELDS:
+        content = json.loads(data)
+        if not isinstance(content, dict) or content.keys() != _FIELDS:
             raise ValueError("other fields")
-        return _STATE.validate_python(found)
+        return _STATE.validate_python(content)
     except (ValueError, RecursionError) as error:
         raise RendezvousStateError(
             f"the rendezvous state in the store is none of reft's ({type(error).__name__}: "
-            f"{error}): all "
-            f"nodes need the same version of reft"
+            f"{error}): all nodes need the same version of reft"
         ) from error
 
 
 @dataclass(frozen=True)
 class JobRules:
-    """What all nodes of a job were started with."""
+    """Options that all nodes of a job were started with."""
 
-    least: int  # least, most: nodes of a round
-    most: int
-    last_call_secs: float  # how long more nodes than the least number are waited for
-    beat_secs: float  # so often a node tells that it lives
-    beats: int  # so many may be missed
+    min_nodes: int  # Of a round
+    max_nodes: int
+    last_call_secs: float  # How long a round with enough nodes waits for more
+    heartbeat_secs: float  # Interval of heartbeats
+    max_missed_heartbeats: int  # A node that misses more is removed
 
     @property
-    def alive_secs(self) -> float:
-        return self.beat_secs * self.beats
+    def expiry_secs(self) -> float:
+        """How old the last sign of life of a node may be."""
+        return self.heartbeat_secs * self.max_missed_heartbeats
 
     def limit(self, state: JobState) -> int:
-        """Nodes that a round may have: no more than were asked for."""
-        scaling = state.scaling
-        return self.most if scaling is None else max(self.least, min(self.most, scaling.limit))
+        """Nodes that a round may have: no more than were requested."""
+        if state.scaling is None:
+            return self.max_nodes
+        return max(self.min_nodes, min(self.max_nodes, state.scaling.limit))
 
     def is_full(self, state: JobState) -> bool:
         return state.complete and len(state.participants) >= self.limit(state)
 
-    def is_free(self, state: JobState, agreement: Agreement) -> bool:
-        """Whether a node that has lost its place in a round may take it again: the round still runs
-        and it was struck out, or the store came back empty."""
-        same = state.complete and state.agreement == agreement
-        return state.is_empty or (same and len(state.participants) < self.most)
+    def may_return(self, state: JobState, agreement: Agreement) -> bool:
+        """Whether a node that has lost its place in a round may take it again.
 
-    def room(self, state: JobState, name: str, info: NodeInfo) -> int:
-        """Nodes that may train, as one of them sees it. While others do, as many as fit of those
-        that are
-        there: a node that left their round comes back, any other waits until its coming makes it
-        larger."""
-        most = self.limit(state)
+        It may if that round still runs and the node was removed from it, or if the store came back
+        empty.
+        """
+        is_same = state.complete and state.agreement == agreement
+        has_room = len(state.participants) < self.max_nodes
+        return state.is_empty or (is_same and has_room)
+
+    def capacity(self, state: JobState, name: str, info: NodeInfo) -> int:
+        """Nodes that may train, from the view of one of them.
+
+        While a round runs, it is the largest number of the present nodes that fits. A node that
+        left this round comes back; any other waits until it makes the round larger.
+        """
+        limit = self.limit(state)
         if state.sizes is None or not state.complete or info.round == state.round:
-            return most
-        there = state.those(Role.TRAINS, Role.WAITS, Role.SPARE) - state.leaving
-        return state.sizes.largest(len(there | {name}), self.least, most)
+            return limit
+        present = state.with_role(Role.TRAINS, Role.WAITS, Role.SPARE) - state.leaving
+        return state.sizes.largest(len(present | {name}), self.min_nodes, limit)
 
 
 # -- events ----------------------------------------------------------------------------------------
 
 
 class StateRead(NamedTuple):
-    """A node has read the state. ``alive``: when others were last known to live, as it knows of
-    their leases; ``ended``: those whose launchers have ended; ``trusts``: whether their silence is
-    their own."""
+    """A node has read the state."""
 
     node: str
-    alive: Mapping[str, float]
-    ended: frozenset[str]
-    trusts: bool
+    alive: Mapping[str, float]  # When other nodes were last alive, by their leases
+    ended: frozenset[str]  # Nodes whose launchers have ended
+    trusts: bool  # The silence of other nodes is their own, not that of this node or the store
 
 
 class TrainersExited(NamedTuple):
-    """Its trainers have ended, or it has waited too long: it is in no round, and waits for none."""
+    """The node's trainers have ended, or it waited too long: it is in no round."""
 
     node: str
 
 
 class JoinRequested(NamedTuple):
-    """It waits for a place in a round. ``forgotten``: the store has lately lost that it is a spare,
-    and may have lost as well who trains. ``alone``: for long no other node has waited.
-    ``wait_until``: for others, in the place of lost nodes; None: as all do."""
+    """The node waits for a place in a round."""
 
     node: str
     info: NodeInfo
+    # The store has lately lost that the node is a spare, and perhaps also which nodes train
     forgotten: bool = False
-    alone: bool = False
+    alone: bool = False  # No other node has waited for a while
+    # When to stop waiting for replacements of lost nodes; None: at the deadline of the round
     wait_until: float | None = None
 
 
 class Heartbeat(NamedTuple):
-    """It lives. ``agreement``: of the round that its trainers run in; None: in none. ``scaling,
-    sizes``: as it saw them last, for a store that has lost them."""
+    """The node is alive. The other fields are for a store that has lost its state."""
 
     node: str
-    agreement: Agreement | None = None
+    agreement: Agreement | None = None  # The round of its trainers; None: they do not run
     scaling: GrantedScale | None = None
     sizes: Sizes | None = None
 
 
 class NodeFinished(NamedTuple):
-    """Its trainers have ended well; or its launcher was told to stop, by ``signal``."""
+    """The node's trainers have ended well, or its launcher was stopped by ``signal``."""
 
     node: str
     signal: int = 0
@@ -353,46 +372,47 @@ class SpareLeft(NamedTuple):
 
 
 class JobClosed(NamedTuple):
-    """The job has ended, and why: no round forms any more."""
+    """The job has ended: no further round forms."""
 
     why: str
 
 
 class ScaleRequested(NamedTuple):
-    """``reft scale`` asks for so many nodes, of which ``running`` train. More may join now; fewer
-    leave when they are told."""
+    """``reft scale`` requests another number of nodes, or other nodes.
+
+    More nodes may join at once. Fewer nodes leave when they are notified.
+    """
 
     number: int
     nodes: int
     without: tuple[str, ...]
-    running: int
+    running: int  # Nodes that train
 
 
 class LeaveNotified(NamedTuple):
-    """Those of ``running`` nodes with these ranks are told to leave."""
+    """Nodes with these group ranks are notified to leave."""
 
     ranks: tuple[int, ...]
-    running: int
+    running: int  # Nodes that train
 
 
 class ScaleCancelled(NamedTuple):
-    """The job stays at the number of nodes that it has, in the place of an order that went half
-    way."""
+    """A request that was carried out in part ends: the job keeps its number of nodes."""
 
     number: int
-    running: int
+    running: int  # Nodes that train
 
 
 class SizesKnown(NamedTuple):
-    """With how many nodes the job can train, by a version of that round."""
+    """A version shows with how many nodes the job can train."""
 
-    round: int
-    nodes: int  # of that round
+    round: int  # In which the version was taken
+    nodes: int  # Of that round
     sizes: Sizes
 
 
 class SizeRejected(NamedTuple):
-    """Trainers refused to start on so many nodes."""
+    """Trainers refused to start on this number of nodes."""
 
     nodes: int
 
@@ -414,23 +434,30 @@ Event = (
 
 
 def step(state: JobState, event: Event, now: float, rules: JobRules) -> JobState:
-    """What the nodes share after ``event``; equal to ``state`` where nothing follows from it."""
+    """The state after an event; equal to ``state`` if the event changes nothing.
+
+    Args:
+        state: is not changed.
+        event: what happened.
+        now: seconds since 1970, by the store's clock.
+        rules: of the job.
+    """
     after = replace(state, nodes=dict(state.nodes))
     match event:
         case StateRead():
-            _poll(after, event, now, rules)
+            _read(after, event, now, rules)
         case TrainersExited():
             role = after.role(event.node)
             if role in (Role.TRAINS, Role.WAITS):
                 _set(after, event.node, role=Role.NONE)
             if role is Role.TRAINS:
-                _thin(after, rules)
+                _participants_left(after, rules)
         case JoinRequested():
             _join(after, event, now, rules)
             if after.role(event.node) is not Role.NONE:
                 _set(after, event.node, node=event.info.node, nnodes=event.info.nnodes)
         case Heartbeat():
-            _beat(after, event, now, rules)
+            _heartbeat(after, event, now, rules)
         case NodeFinished():
             after.ends = {**after.ends, event.node: event.signal}
         case SpareLeft():
@@ -442,7 +469,9 @@ def step(state: JobState, event: Event, now: float, rules: JobRules) -> JobState
         case _:
             _scale(after, event)
     after.nodes = {
-        n: node for n, node in after.nodes.items() if node.role or node.seated or node.leaving
+        name: node
+        for name, node in after.nodes.items()
+        if node.role or node.is_member or node.leaving
     }
     return after
 
@@ -451,205 +480,225 @@ def _set(state: JobState, name: str, **changes: object) -> None:
     state.nodes[name] = state.nodes.get(name, Node())._replace(**changes)  # type: ignore[arg-type]
 
 
-def _thin(state: JobState, rules: JobRules) -> None:
-    """Nodes are in their round no more."""
+def _participants_left(state: JobState, rules: JobRules) -> None:
+    """Update the round after nodes have left it."""
     left = len(state.participants)
     if state.complete and not left:
         state.complete = False
-    elif not state.complete and left < rules.least:
+    elif not state.complete and left < rules.min_nodes:
         state.deadline = None
 
 
-def _poll(state: JobState, event: StateRead, now: float, rules: JobRules) -> None:
-    for name, at in event.alive.items():
-        if name in state.nodes and state.nodes[name].seen < at:
-            _set(state, name, seen=at)
+def _read(state: JobState, event: StateRead, now: float, rules: JobRules) -> None:
+    """Update signs of life and membership, and remove nodes that are silent."""
+    for name, alive_at in event.alive.items():
+        if name in state.nodes and state.nodes[name].alive_at < alive_at:
+            _set(state, name, alive_at=alive_at)
     if state.complete:
-        scaling = state.scaling
-        # Where nodes were told to leave, the limit is that of the next round.
-        is_told = scaling is not None and scaling.round == state.round
-        # There is no place for those that a full round went on without.
-        full = rules.is_full(state) and not is_told
-        for name, node in state.nodes.items():
-            seated = node.role is Role.TRAINS or (node.seated and not full)
-            if seated != node.seated:
-                state.nodes[name] = node._replace(seated=seated)
+        _update_members(state, rules)
     if not event.trusts:
         return
-    # Struck out are those that are silent, and while a round is left for the next one those whose
-    # launchers have ended: whoever waits for their places need not wait until they are silent for
-    # long. A node does not strike out itself.
+    # While a round ends, nodes whose launchers have ended are removed at once: the nodes that wait
+    # for their places need not wait until they are silent for long.
     ended = event.ended if state.is_between_rounds else frozenset[str]()
-    expired = now - rules.alive_secs
-    lost = {name for name, node in state.nodes.items() if node.seen < expired or name in ended}
-    lost.discard(event.node)
+    expired = now - rules.expiry_secs
+    lost = {name for name, node in state.nodes.items() if node.alive_at < expired or name in ended}
+    lost.discard(event.node)  # A node that reads is alive
     took_part = any(state.role(name) is Role.TRAINS for name in lost)
     for name in lost:
         del state.nodes[name]
     if took_part:
-        _thin(state, rules)
+        _participants_left(state, rules)
 
 
-def _beat(state: JobState, event: Heartbeat, now: float, rules: JobRules) -> None:
-    role, mine = state.role(event.node), event.agreement
-    if (
-        mine is not None
-        and role is not Role.TRAINS
-        and not state.closed
-        and rules.is_free(state, mine)
-    ):
-        if state.is_empty:
-            state.scaling = event.scaling or state.scaling
-            state.sizes = event.sizes or state.sizes
-        state.agreement, state.complete = mine, True
-        node = mine.nodes[mine.members.index(event.node)]
-        _set(state, event.node, role=Role.TRAINS, seen=now, node=node)
-    else:
+def _update_members(state: JobState, rules: JobRules) -> None:
+    """While a round runs: its nodes are members; others lose their place if the round is full."""
+    scaling = state.scaling
+    # After nodes were notified to leave, the limit is that of the next round.
+    is_notified = scaling is not None and scaling.round == state.round
+    is_full = rules.is_full(state) and not is_notified
+    for name, node in state.nodes.items():
+        is_member = node.role is Role.TRAINS or (node.is_member and not is_full)
+        if is_member != node.is_member:
+            state.nodes[name] = node._replace(is_member=is_member)
+
+
+def _heartbeat(state: JobState, event: Heartbeat, now: float, rules: JobRules) -> None:
+    agreement = event.agreement
+    has_lost_place = state.role(event.node) is not Role.TRAINS and not state.closed
+    if agreement is None or not has_lost_place or not rules.may_return(state, agreement):
         _keep_alive(state, event.node, now, rules)
+        return
+    if state.is_empty:
+        state.scaling = event.scaling or state.scaling
+        state.sizes = event.sizes or state.sizes
+    state.agreement, state.complete = agreement, True
+    node = agreement.nodes[agreement.members.index(event.node)]
+    _set(state, event.node, role=Role.TRAINS, alive_at=now, node=node)
 
 
 def _keep_alive(state: JobState, name: str, now: float, rules: JobRules) -> bool:
-    """Note that a node lives, if it is time to; whether it is."""
-    due = state.role(name) is not Role.NONE and state.nodes[name].seen <= now - rules.beat_secs
-    if due:
-        _set(state, name, seen=now)
-    return due
+    """Note a sign of life if the last one is older than a heartbeat; returns whether it is."""
+    is_known = state.role(name) is not Role.NONE
+    is_due = is_known and state.nodes[name].alive_at <= now - rules.heartbeat_secs
+    if is_due:
+        _set(state, name, alive_at=now)
+    return is_due
 
 
 def _join(state: JobState, event: JoinRequested, now: float, rules: JobRules) -> None:
+    """Give a node a place in a round, or make it a spare."""
     name, role = event.node, state.role(event.node)
     trains, leaving = state.participants, state.leaving
-    room = rules.room(state, name, event.info)
-    taken = (state.seats | trains | state.those(Role.WAITS)) - leaving
-    is_free = len(taken) < room and _may_take_a_place(state, event) and not event.forgotten
-    # One that the others went on without keeps nobody from training, although it had a seat.
-    is_one_too_many = state.complete and name not in trains and len(trains - leaving) >= room
-    # of a round that is over counts the room
-    most = rules.most if state.complete else rules.limit(state)
-    if not is_free and (name not in taken or is_one_too_many):
+    capacity = rules.capacity(state, name, event.info)
+    taken = (state.members | trains | state.with_role(Role.WAITS)) - leaving
+    is_free = len(taken) < capacity and _may_take_place(state, event) and not event.forgotten
+    # A node that missed the restart of a full round must not block the others, although it was a
+    # member.
+    is_surplus = state.complete and name not in trains and len(trains - leaving) >= capacity
+    if not is_free and (name not in taken or is_surplus):
         if role is not Role.SPARE and not (event.forgotten and state.is_empty):
-            _set(state, name, role=Role.SPARE, seen=now)
+            _set(state, name, role=Role.SPARE, alive_at=now)
         elif role is Role.SPARE:
             _keep_alive(state, name, now, rules)
-    elif role is Role.SPARE:
-        if len(trains) == most:
+        return
+    # While a round runs, a node may wait for a larger one.
+    limit = rules.max_nodes if state.complete else rules.limit(state)
+    if role is Role.SPARE:
+        if len(trains) == limit:
             _keep_alive(state, name, now, rules)
             return
         _set(state, name, role=Role.NONE)
         _join(state, event, now, rules)
-    else:
-        if name in leaving:
-            _set(state, name, leaving=False)  # a node was lost: its place is taken
-        _take_place(state, event, now, rules, most)
+        return
+    if name in leaving:
+        _set(state, name, leaving=False)  # A node was lost, so that this one has to stay
+    _take_place(state, event, now, rules, limit)
 
 
-def _may_take_a_place(state: JobState, event: JoinRequested) -> bool:
-    """While nodes leave, a place that is free is theirs: one was lost. Where they are replaced it
-    is that of a node that waits, and theirs again where none has waited for long."""
+def _may_take_place(state: JobState, event: JoinRequested) -> bool:
+    """Whether a free place is for this node, while others leave.
+
+    If nodes leave without replacement, a free place means that another node was lost, and belongs
+    to one of them. If they are replaced, it belongs to a waiting node; but to them again if none
+    has waited for a while.
+    """
     leaving, scaling = state.leaving, state.scaling
     if not leaving:
         return True
     is_leaving = event.node in leaving
     if scaling is None or not scaling.replaces:
         return is_leaving
-    return event.alone if is_leaving and not waits_for_them(state) else not is_leaving
+    if is_leaving and not has_replacement(state):
+        return event.alone
+    return not is_leaving
 
 
-def waits_for_them(state: JobState) -> bool:
-    """Whether a spare is there that may replace a node that leaves."""
-    return bool(state.those(Role.SPARE) - state.leaving)
+def has_replacement(state: JobState) -> bool:
+    """Whether a spare waits that can replace a node that leaves."""
+    return bool(state.with_role(Role.SPARE) - state.leaving)
 
 
 def _take_place(
-    state: JobState, event: JoinRequested, now: float, rules: JobRules, most: int
+    state: JobState, event: JoinRequested, now: float, rules: JobRules, limit: int
 ) -> None:
+    """Let a node wait for the next round, or take part in the round that forms."""
     name, role, count = event.node, state.role(event.node), len(state.participants)
     if state.complete:
         if role is Role.NONE:
-            full = count >= most
-            _set(state, name, role=Role.SPARE if full else Role.WAITS, seen=now)
+            new_role = Role.SPARE if count >= limit else Role.WAITS
+            _set(state, name, role=new_role, alive_at=now)
         elif role is Role.WAITS:
             _keep_alive(state, name, now, rules)
         return
-    waits = event.wait_until is not None and state.deadline is not None
-    deadline = event.wait_until if waits else state.deadline
+    deadline = state.deadline
+    if event.wait_until is not None and deadline is not None:
+        deadline = event.wait_until
     if role is Role.TRAINS:
-        if rules.least <= count <= most and deadline is not None and deadline < now:
-            _complete(state, now, rules, most)
+        is_enough = rules.min_nodes <= count <= limit
+        if is_enough and deadline is not None and deadline < now:
+            _complete(state, now, rules, limit)
         elif _keep_alive(state, name, now, rules):
             state.deadline = deadline
         return
-    _set(state, name, role=Role.TRAINS, seen=now, info=event.info)
-    state.deadline = now + rules.last_call_secs if count + 1 == rules.least else deadline
-    if count + 1 == most:
-        _complete(state, now, rules, most)
+    _set(state, name, role=Role.TRAINS, alive_at=now, info=event.info)
+    state.deadline = now + rules.last_call_secs if count + 1 == rules.min_nodes else deadline
+    if count + 1 == limit:
+        _complete(state, now, rules, limit)
 
 
-def _complete(state: JobState, now: float, rules: JobRules, most: int) -> None:
-    """The round is complete with the nodes that fit, and the others become spares. Later, without
-    any, or while it is not clear which of two launchers that claim to be one node is still
-    there."""
-    there = sorted(state.participants)
-    staying = frozenset(there)
+def _complete(state: JobState, now: float, rules: JobRules, limit: int) -> None:
+    """Complete the round with the nodes that fit; the others become spares.
+
+    It is put off if no number of nodes fits, or if two launchers claim to be one node and it is not
+    clear whether both are alive.
+    """
+    present = sorted(state.participants)
+    staying = frozenset(present)
     if state.sizes is not None:
-        found = state.sizes.staying(there, rules.least, most)
-        if found is None:
+        fitting = state.sizes.staying(present, rules.min_nodes, limit)
+        if fitting is None:
             state.deadline = now + rules.last_call_secs
             return
-        staying = found
-    infos = {name: info for name in there if (info := state.nodes[name].info) and name in staying}
-    fresh = now - 2 * rules.beat_secs
-    if any(state.nodes[name].seen < fresh for same in doubles(infos) for name in same):
-        state.deadline = now + rules.beat_secs
+        staying = fitting
+    infos = {name: info for name in present if (info := state.nodes[name].info) and name in staying}
+    recent = now - 2 * rules.heartbeat_secs
+    duplicates = [name for names in duplicate_nodes(infos) for name in names]
+    if any(state.nodes[name].alive_at < recent for name in duplicates):
+        state.deadline = now + rules.heartbeat_secs
         return
     state.agreement, state.ends = agree(infos, state.agreement), {}
     state.complete, state.deadline = True, None
-    for name in there:
+    for name in present:
         if name not in staying:
-            _set(state, name, role=Role.SPARE, seated=False)
+            _set(state, name, role=Role.SPARE, is_member=False)
         _set(state, name, info=None)
 
 
 def _note_sizes(state: JobState, event: SizesKnown | SizeRejected) -> None:
-    known = state.sizes or Sizes()
+    sizes = state.sizes or Sizes()
     if state.closed:
         return
     if isinstance(event, SizeRejected):
-        state.sizes = known.refusing(event.nodes)
+        state.sizes = sizes.refusing(event.nodes)
     elif state.complete and state.round == event.round:
-        refused = tuple(n for n in known.refused if n != event.nodes)
+        # This number of nodes has taken a version, so it is no longer refused.
+        refused = tuple(number for number in sizes.refused if number != event.nodes)
         state.sizes = replace(event.sizes, refused=refused)
 
 
 def _scale(state: JobState, event: ScaleRequested | LeaveNotified | ScaleCancelled) -> None:
-    scaling, running = state.scaling, event.running
+    scaling = state.scaling
     if isinstance(event, ScaleCancelled):
-        if (
-            scaling is not None
-            and scaling.number == event.number
-            and len(state.participants) == running
-        ):
-            state.scaling = replace(scaling, nodes=running, limit=running)
+        is_same = scaling is not None and scaling.number == event.number
+        if scaling is not None and is_same and len(state.participants) == event.running:
+            state.scaling = replace(scaling, nodes=event.running, limit=event.running)
         return
     if not state.complete or state.closed:
         return
-    if isinstance(event, ScaleRequested):
-        if scaling is None or scaling.number < event.number:
-            replaces = bool(event.without) and event.nodes == running
-            most = max(event.nodes, running)
-            state.scaling = GrantedScale(
-                event.number, event.nodes, most, event.without, replaces=replaces
-            )
-        return
+    if isinstance(event, LeaveNotified):
+        _notify_leaving(state, event)
+    elif scaling is None or scaling.number < event.number:
+        state.scaling = GrantedScale(
+            event.number,
+            event.nodes,
+            limit=max(event.nodes, event.running),
+            without=event.without,
+            replaces=bool(event.without) and event.nodes == event.running,
+        )
+
+
+def _notify_leaving(state: JobState, event: LeaveNotified) -> None:
+    scaling = state.scaling
     members = () if state.agreement is None else state.agreement.members
-    whole = state.participants == set(members) and len(members) == running
-    if scaling is None or scaling.round == state.round or not whole:
+    is_whole = state.participants == set(members) and len(members) == event.running
+    if scaling is None or scaling.round == state.round or not is_whole:
         return
-    stay = tuple(name for rank, name in enumerate(members) if rank not in event.ranks)
-    sizes = state.sizes
-    if sizes is not None and not scaling.replaces and sizes.staying(stay, 1, len(stay)) is None:
-        return  # no number of those that stay fits, or could recover the version
-    for name in set(members) - set(stay):
+    staying = tuple(name for rank, name in enumerate(members) if rank not in event.ranks)
+    sizes = None if scaling.replaces else state.sizes
+    if sizes is not None and sizes.staying(staying, 1, len(staying)) is None:
+        return  # No number of the remaining nodes fits, or they could not recover the version
+    for name in set(members) - set(staying):
         _set(state, name, leaving=True)
-    limit = running if scaling.replaces else running - len(event.ranks)
+    limit = event.running if scaling.replaces else event.running - len(event.ranks)
     state.scaling = replace(scaling, limit=limit, round=state.round)

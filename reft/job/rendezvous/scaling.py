@@ -1,12 +1,17 @@
-"""Going to another number of nodes on request: ``reft scale``, or SIGUSR1 to a launcher.
+"""Changes of the number of nodes on request: ``reft scale``, or SIGUSR1 to a launcher.
 
-An order lies in the job's memory on any node that trains. Its launcher judges it, and asks for it
-in what all nodes share (:class:`reft.job.rendezvous.membership.GrantedScale`). More nodes: spares
-find places free, and join as any node does. Fewer: the launcher of the first node tells as many to
-leave as the job survives the loss of, since their memory goes with them; when the others have
-committed a version without them, it tells the next. As many, without a node that is named: one that
-waits takes its place in the next round. In all cases the trainers are told to stop, commit the step
-that they are in, and start anew.
+A request is a file in the job's memory on any node that trains. The launcher of that node checks
+it, and enters it into the state that all nodes share
+(:class:`reft.job.rendezvous.membership.GrantedScale`).
+
+- More nodes: spares find free places, and join as any node does.
+- Fewer nodes: the launcher of the first node notifies as many to leave as the job survives the loss
+  of, because their memory goes with them. When the others have committed a version without them, it
+  notifies the next.
+- The same number, with nodes to be replaced: a waiting node takes the place of each in the next
+  round.
+
+In all cases the trainers receive a signal to stop, commit their current step, and start again.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from reft.job.options import LaunchOptions
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.membership import (
     Agreement,
+    GrantedScale,
     LeaveNotified,
     Role,
     ScaleCancelled,
@@ -53,215 +59,250 @@ from reft.relayout.sizes import Sizes, find_job_sizes
 logger = logging.getLogger(__name__)
 
 TOLERANCE_SECS = 60.0
-"""An order waits so long, in each start of the job, until the job survives the losses that it
-means: for the first version, for a node that is replaced, or until the launchers have told each
-other again what a store has lost."""
+"""How long a request waits, in each start of the job, until the job survives the losses it needs.
+
+That may need the first version, the replacement of a lost node, or reports of the launchers after
+the store has lost them.
+"""
 _WHAT_TO_DO = (
     "`reft status` says which nodes are gone and what is not protected. Start `reft launch` again "
-    "for a "
-    "node that is gone, then repeat the order; if no node is gone, the placement or its protection "
-    "survives too little (`reft plan` shows what would be enough)"
+    "for a node that is gone, then repeat the order; if no node is gone, the placement or its "
+    "protection survives too little (`reft plan` shows what would be enough)"
 )
 
 
 class Scaler:
-    """One launcher's part. Looks while the trainers run."""
+    """One launcher's part; polls while the trainers run.
+
+    Args:
+        rendezvous: of this node.
+        options: of the launcher.
+        path: directory of the job's memory on this node.
+        board: status of all nodes.
+        signals: of the launcher.
+    """
 
     def __init__(
         self,
-        handler: StoreRendezvous,
+        rendezvous: StoreRendezvous,
         options: LaunchOptions,
         path: Path,
         board: JobStatus,
         signals: StopSignals,
     ) -> None:
-        self._handler = handler
+        self._rendezvous = rendezvous
         self._options = options
         self._path = path
         self._board = board
-        self._seen = self._stat()  # an order of an earlier run has been dealt with
-        self._order: ScaleRequest | None = None
         self._signals = signals
-        self._waits: tuple[Any, int] | None = None
-        self._waits_since = 0.0
+        self._handled = self._stat()  # A request from before this launcher was answered then
+        self._order: ScaleRequest | None = None  # The request that is being carried out
+        self._waiting: tuple[Any, int] | None = None  # The request that waits, and the start
+        self._waiting_since = 0.0
         self._noted: ReportBoard | None = None
 
     def poll(self, agreement: Agreement, group_rank: int) -> None:
-        """Take up a new order, and go on with an old one. Best effort: it looks again."""
+        """Accept a new request, and continue an accepted one. Errors are retried at the next poll.
+
+        Args:
+            agreement: the running round.
+            group_rank: of this node.
+        """
         try:
             self._take_order(agreement)
             if group_rank == 0:
                 self._note_sizes(agreement)
-                self._name_leavers(agreement)
-            self._tell_when_done(agreement)
+                self._notify_leaving(agreement)
+            self._answer_when_done(agreement)
         except (RendezvousError, StoreError, AuthenticationError, OSError) as error:
             logger.debug("scaling: %s", error)
 
     def left(self) -> None:
+        """Answer the request of this node, which has left the job."""
         if self._order is not None:
             self._answer(self._order.nodes, done=True)
 
     def _situation(self, agreement: Agreement) -> ScaleSituation:
         config, record = self._options.config, read_record(self._path)
-        state = self._handler.state
-        sizes, members = state.sizes, () if state.agreement is None else state.agreement.members
-        known = (
-            sizes is not None and sizes.members == members and state.participants == set(members)
-        )
-        named = (
-            record is not None and not record.configured.startswith(AUTO) and record.parsed.parities
-        )
+        state = self._rendezvous.state
+        members = () if state.agreement is None else state.agreement.members
+        sizes = state.sizes
+        if sizes is not None and sizes.members != members:
+            sizes = None
+        if state.participants != set(members):
+            sizes = None
+        parities = None
+        if record is not None and not record.configured.startswith(AUTO):
+            parities = record.parsed if record.parsed.parities else None
         return ScaleSituation(
-            least=config.min_nodes,
-            most=config.max_nodes,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
             nodes=agreement.nodes,
-            spares=len(state.those(Role.SPARE)),
+            spares=len(state.with_role(Role.SPARE)),
             workers=config.nproc_per_node,
             tolerance=self._board.tolerance_left(agreement.incarnation),
             degrees=self._board.degrees,
-            parities=record.parsed if record is not None and named else None,
+            parities=parities,
             size=read_size(self._path),
-            sizes=sizes if known else None,
+            sizes=sizes,
         )
 
     def _note_sizes(self, agreement: Agreement) -> None:
-        """Have all nodes know with how many the job can train, by its newest version."""
-        if self._board.board is self._noted and self._handler.state.sizes is not None:
+        """Share with how many nodes the job can train, as its newest version shows."""
+        if self._board.board is self._noted and self._rendezvous.state.sizes is not None:
             return
-        self._noted, holders, now = (
-            self._board.board,
-            self._board.holders,
-            self._situation(agreement),
-        )
-        if now.tolerance is None or now.degrees is None:
+        self._noted = self._board.board
+        holders, situation = self._board.holders, self._situation(agreement)
+        if situation.tolerance is None or situation.degrees is None:
             return
-        fitting = [n for n in range(now.least, now.most + 1) if not now.why_not(n)]
-        self._handler.note_sizes(
-            find_job_sizes(fitting, agreement.nodes, holders, now.degrees, self._board.scheme)
+        numbers = range(situation.min_nodes, situation.max_nodes + 1)
+        fitting = [number for number in numbers if not situation.reason_against(number)]
+        self._rendezvous.note_sizes(
+            find_job_sizes(fitting, agreement.nodes, holders, situation.degrees, self._board.scheme)
         )
 
+    # -- the request -------------------------------------------------------------------------------
+
     def _take_order(self, agreement: Agreement) -> None:
+        """Accept, refuse or put off a new request."""
         if self._signals.asked_to_leave:
             write_request(self._path, len(agreement.nodes) - 1, (self._options.node,))
             self._signals.asked_to_leave = False
-        seen = self._stat()
-        if seen == self._seen:
+        found = self._stat()
+        if found == self._handled:
             return
         order = read_request(self._path)
-        if order is None or self._handler.is_closed():  # which looks at who waits now
-            self._seen = seen
+        # is_closed() reads the store, so that the spares are those of now.
+        if order is None or self._rendezvous.is_closed():
+            self._handled = found
             return
-        running, now = len(agreement.nodes), self._situation(agreement)
-        missing = shortfall(order, now)
-        why = refusal(order, now)
-        # Before the first version, a node that waits may not have said so yet.
-        hopeful = now.tolerance is None or not why
-        if missing and hopeful:
-            if self._waits != (seen, agreement.incarnation):
-                self._waits, self._waits_since = (seen, agreement.incarnation), time.monotonic()
-            if time.monotonic() - self._waits_since < TOLERANCE_SECS:
-                self._say_that_it_waits(order, running, missing)
-                return
-        why = why or (missing and f"{missing}. {_WHAT_TO_DO}")
-        if not why:
-            self._handler.submit(ScaleRequested(order.number, order.nodes, order.without, running))
-            granted = self._handler.state.scaling
+        situation = self._situation(agreement)
+        missing = shortfall(order, situation)
+        reason = refusal(order, situation)
+        # Before the first version, a waiting node may not have reached the store yet.
+        may_change = situation.tolerance is None or not reason
+        if missing and may_change and self._may_wait((found, agreement.incarnation)):
+            self._report_waiting(order, len(agreement.nodes), missing)
+            return
+        if not reason and missing:
+            reason = f"{missing}. {_WHAT_TO_DO}"
+        if not reason:
+            granted = self._request(order, agreement)
             if granted is None or granted.number < order.number:
-                return  # the round is over: another look, in the next one
+                return  # The round has ended meanwhile: the next round takes the request
             if granted.number > order.number:
-                why = (
+                reason = (
                     "another node gave a later order: repeat this one, and synchronise the clocks "
-                    "of the "
-                    "nodes"
+                    "of the nodes"
                 )
-        self._seen, self._order = seen, order
-        self._board.warn()
-        if why:
-            logger.warning("the job does not go to %d nodes: %s", order.nodes, why)
-            self._answer(running, refused=why)
+        self._handled, self._order = found, order
+        self._answer_first(order, agreement, reason)
+
+    def _may_wait(self, request: tuple[Any, int]) -> bool:
+        """Whether a request that the job does not survive now may wait longer in this start."""
+        now = time.monotonic()
+        if self._waiting != request:
+            self._waiting, self._waiting_since = request, now
+        return now - self._waiting_since < TOLERANCE_SECS
+
+    def _request(self, order: ScaleRequest, agreement: Agreement) -> GrantedScale | None:
+        """Enter a request into the shared state; returns the newest one that is there then."""
+        running = len(agreement.nodes)
+        self._rendezvous.submit(ScaleRequested(order.number, order.nodes, order.without, running))
+        return self._rendezvous.state.scaling
+
+    def _answer_first(self, order: ScaleRequest, agreement: Agreement, reason: str) -> None:
+        """Answer that a request is refused for a reason, or accepted if there is none."""
+        running = len(agreement.nodes)
+        self._board.warn()  # It does not wait any more
+        if reason:
+            logger.warning("the job does not go to %d nodes: %s", order.nodes, reason)
+            self._answer(running, refused=reason)
             return
         if replaces(order, agreement.nodes):
-            logger.warning("the job continues without %s, as requested", ", ".join(order.without))
+            names = ", ".join(order.without)
+            logger.warning("the job continues without %s, as requested", names)
         else:
             logger.warning(
                 "the job changes from %d to %d nodes, as requested", running, order.nodes
             )
         self._answer(running)
 
-    def _say_that_it_waits(self, order: ScaleRequest, running: int, missing: str) -> None:
-        """Once, unless something else is missing."""
-        said = (
+    def _report_waiting(self, order: ScaleRequest, running: int, missing: str) -> None:
+        """Report that the request waits; again only if the reason changes."""
+        text = (
             f"the order to go to {order.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: {missing}"
         )
-        self._board.warn(said)
-        told = read_answer(self._path)
-        if told is None or (told.number, told.waits) != (order.number, said):
-            write_answer(self._path, ScaleAnswer(order.number, order.nodes, running, waits=said))
-            logger.warning("%s", said)
+        self._board.warn(text)
+        answer = read_answer(self._path)
+        if answer is None or (answer.number, answer.waits) != (order.number, text):
+            write_answer(self._path, ScaleAnswer(order.number, order.nodes, running, waits=text))
+            logger.warning("%s", text)
 
-    def _name_leavers(self, agreement: Agreement) -> None:
-        """Tell the next nodes to leave: of more than were asked for, or, once, those to be
-        replaced."""
-        nodes, scaling = agreement.nodes, self._handler.state.scaling
-        if scaling is None or self._handler.state.leaving:
+    # -- carrying it out ---------------------------------------------------------------------------
+
+    def _notify_leaving(self, agreement: Agreement) -> None:
+        """On the first node: notify the next nodes to leave, if the job survives their loss."""
+        nodes, scaling = agreement.nodes, self._rendezvous.state.scaling
+        if scaling is None or self._rendezvous.state.leaving:
             return
-        if not scaling.replaces:
-            fewer = scaling.nodes < len(nodes)
-            ranks = (
-                leave_next(scaling.nodes, scaling.without, self._situation(agreement))
-                if fewer
-                else ()
-            )
-        else:
-            ranks = tuple(i for i, node in enumerate(nodes) if node in scaling.without)
-            survived = self._board.tolerance_left(agreement.incarnation)
-            if scaling.round != -1 or survived is None or survived < len(ranks):
+        if scaling.replaces:
+            ranks = tuple(rank for rank, node in enumerate(nodes) if node in scaling.without)
+            tolerance = self._board.tolerance_left(agreement.incarnation)
+            is_notified = scaling.round != -1
+            if is_notified or tolerance is None or tolerance < len(ranks):
                 return
-        if not ranks:  # not yet
+        elif scaling.nodes < len(nodes):
+            ranks = leave_next(scaling.nodes, scaling.without, self._situation(agreement))
+        else:
             return
-        self._handler.submit(LeaveNotified(ranks, len(nodes)))
-        if self._handler.state.leaving:  # else the round is over
+        if not ranks:
+            return
+        self._rendezvous.submit(LeaveNotified(ranks, len(nodes)))
+        if self._rendezvous.state.leaving:  # Else the round has ended meanwhile
             logger.warning("asked to leave: %s", ", ".join(nodes[rank] for rank in ranks))
 
-    def _tell_when_done(self, agreement: Agreement) -> None:
+    def _answer_when_done(self, agreement: Agreement) -> None:
         order, running = self._order, len(agreement.nodes)
-        if order is None or self._handler.state.leaving:
+        if order is None or self._rendezvous.state.leaving:
             return
         if running != order.nodes:
-            self._end_half_way(order, agreement)
+            self._cancel_if_stuck(order, agreement)
             return
         if self._board.tolerance_left(agreement.incarnation) is None:
-            return
+            return  # No version is committed in this start of the job yet
         staying = sorted(set(order.without) & set(agreement.nodes))
         if not staying:
             self._answer(running, done=True)
             self._order = None
             return
-        state = self._handler.state
-        # Whether nodes were told to leave in a round before this one.
-        if state.scaling is not None and state.scaling.round not in (-1, state.round):
+        state = self._rendezvous.state
+        was_notified = state.scaling is not None and state.scaling.round not in (-1, state.round)
+        if was_notified:
             self._answer(running, refused=f"no node took the place of {', '.join(staying)}")
 
-    def _end_half_way(self, order: ScaleRequest, agreement: Agreement) -> None:
-        """Where the job can go no further on its way: the number of nodes that it has holds."""
+    def _cancel_if_stuck(self, order: ScaleRequest, agreement: Agreement) -> None:
+        """End a request that was carried out in part, if no further step is possible."""
         running = len(agreement.nodes)
-        why = running > order.nodes and count_leaving(order, self._situation(agreement))
-        if not why:
+        if running <= order.nodes:
             return
-        self._handler.submit(ScaleCancelled(order.number, running))
-        logger.warning("the job stays at %d nodes: %s", running, why)
-        self._answer(running, refused=f"the job stays at {running} nodes: {why}")
+        reason = reason_too_many_leave(order, self._situation(agreement))
+        if not reason:
+            return
+        self._rendezvous.submit(ScaleCancelled(order.number, running))
+        logger.warning("the job stays at %d nodes: %s", running, reason)
+        self._answer(running, refused=f"the job stays at {running} nodes: {reason}")
 
     def _answer(self, running: int, *, refused: str = "", done: bool = False) -> None:
         assert self._order is not None
-        write_answer(
-            self._path,
-            ScaleAnswer(self._order.number, self._order.nodes, running, refused=refused, done=done),
-        )
+        order = self._order
+        answer = ScaleAnswer(order.number, order.nodes, running, refused=refused, done=done)
+        write_answer(self._path, answer)
         if refused:
             self._order = None
 
     def _stat(self) -> Any:
+        """Identifies the request file; None if there is none."""
         try:
             info = (self._path / REQUEST_FILE).stat()
         except OSError:
@@ -269,45 +310,48 @@ class Scaler:
         return info.st_mtime_ns, info.st_ino
 
 
+# -- decisions; pure -------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class ScaleSituation:
-    least: int  # least, most: nodes, of ``--nnodes``
-    most: int
-    nodes: tuple[str, ...]  # ids of those that train
-    spares: int  # nodes that wait
-    workers: int  # trainers of each node
-    tolerance: int | None  # node losses that the job survives now; None: nothing is committed yet
-    degrees: Degrees | None = None  # of the newest version; None: not known
-    # the protection that was asked for by name and keeps parities; None: another
-    parities: Scheme | None = None
-    size: Size | None = None  # what else decides about the degree; None: not known
-    # who holds what of the newest version, by the ranks of these nodes; None: not known
+    """What a request is judged by."""
+
+    min_nodes: int  # Of ``--nnodes``
+    max_nodes: int
+    nodes: tuple[str, ...]  # Ids of the nodes that train
+    spares: int  # Nodes that wait
+    workers: int  # Trainers of each node
+    tolerance: int | None  # Node losses that the job survives now; None: nothing is committed yet
+    degrees: Degrees | None = None  # Of the newest version; None: not known
+    parities: Scheme | None = None  # The protection that was asked for, if it keeps parities
+    size: Size | None = None  # What limits the data-parallel degree; None: not known
+    # Which nodes hold which parts of the newest version, by group rank; None: not known
     sizes: Sizes | None = None
 
-    def why_not(self, nodes: int, *, asked: bool = False) -> str:
-        """Why the job cannot train on so many nodes; "" where it can, as far as is known.
-        ``asked``: for so many, although the job could keep those it has."""
+    def reason_against(self, nodes: int, *, asked: bool = False) -> str:
+        """Why the job cannot train on a number of nodes; empty if it can, as far as is known.
+
+        Args:
+            nodes: the number.
+            asked: a user asks for it, although the job could keep its number of nodes.
+        """
         if self.degrees is None:
             return ""
-        trainers, one = nodes * self.workers, self.degrees.pp * self.degrees.tp
-        if trainers % one:
+        trainers, replica = nodes * self.workers, self.degrees.pp * self.degrees.tp
+        if trainers % replica:
             return (
                 f"{nodes} nodes have {trainers} trainers, which do not make whole replicas of "
                 f"{self.degrees.pp} stages x {self.degrees.tp} slices"
             )
-        replicas, size = trainers // one, self.size
-        if (
-            size is not None
-            and replicas != self.degrees.dp
-            and size.why_not
-            and (asked or size.fixed)
-        ):
+        replicas, size = trainers // replica, self.size
+        is_other = replicas != self.degrees.dp
+        if size is not None and is_other and size.why_not and (asked or size.fixed):
             return f"the job keeps its data-parallel degree of {self.degrees.dp}: {size.why_not}"
         if size is not None and size.batch % (size.micro * replicas):
             return (
                 f"{replicas} replicas cannot share the {size.batch} samples of a step in "
-                "micro-batches of "
-                f"{size.micro}"
+                f"micro-batches of {size.micro}"
             )
         try:
             if self.parities is not None:
@@ -316,134 +360,166 @@ class ScaleSituation:
             return str(error)
         return ""
 
-    def way(self, wanted: int) -> tuple[int, ...]:
-        """Numbers of nodes to which it can go on its way to fewer, ``wanted`` first."""
+    def path_to(self, nodes: int) -> tuple[int, ...]:
+        """Numbers of nodes that the job can have on its way to fewer nodes, ``nodes`` first."""
         return tuple(
-            n for n in range(wanted, len(self.nodes)) if n == wanted or not self.why_not(n)
+            number
+            for number in range(nodes, len(self.nodes))
+            if number == nodes or not self.reason_against(number)
         )
 
 
-def refusal(order: ScaleRequest, now: ScaleSituation) -> str:
-    """Why an order cannot be followed, however long it waits; "" where it can. Pure."""
-    wanted, running, named = order.nodes, len(now.nodes), set(order.without)
-    unknown, leave, waiting = (
-        sorted(named - set(now.nodes)),
-        max(0, running - wanted),
-        now.spares or "none",
-    )
-    why = ""
-    if not now.least <= wanted <= now.most:
-        why = (
-            f"{wanted} nodes were asked for, but the job was started with --nnodes "
-            f"{now.least}:{now.most}; "
-            f"give a number from {now.least} to {now.most}"
-        )
-    elif wanted > running + now.spares:
-        why = (
-            f"{wanted} nodes were asked for, {running} train and {waiting} wait: start `reft "
-            "launch` on "
-            f"{wanted - running - now.spares} more and repeat the order"
-        )
-    elif unknown:
-        why = f"no node {', '.join(unknown)} trains; training nodes are {', '.join(now.nodes)}"
-    elif wanted == running and len(named) > now.spares:
-        why = (
-            f"{len(named)} of {running} nodes were named to be replaced, and {waiting} wait: "
-            "start `reft "
-            f"launch` on {len(named) - now.spares} more and repeat the order"
-        )
-    elif wanted != running and len(named) > leave:
-        why = (
-            f"{len(named)} nodes were named to leave, but {leave} leave from {running} to "
-            f"{wanted} nodes"
-        )
-    elif why := now.why_not(wanted, asked=True):
-        why = f"{why}. {_other_numbers(now)}"
-    return why or count_leaving(order, now)
+def refusal(order: ScaleRequest, situation: ScaleSituation) -> str:
+    """Why a request can never be carried out; empty if it can."""
+    if reason := _refusal_by_numbers(order, situation):
+        return reason
+    if reason := situation.reason_against(order.nodes, asked=True):
+        return f"{reason}. {_describe_fitting(situation)}"
+    return reason_too_many_leave(order, situation)
 
 
-def shortfall(order: ScaleRequest, now: ScaleSituation) -> str:
-    """Which losses, that the order means, the job does not survive at this moment; "": it does.
-    Pure."""
-    if now.tolerance is None:
+def _refusal_by_numbers(order: ScaleRequest, situation: ScaleSituation) -> str:
+    """Why the nodes that were asked for and named do not match those that exist."""
+    requested, running, named = order.nodes, len(situation.nodes), set(order.without)
+    unknown = sorted(named - set(situation.nodes))
+    leaving = max(0, running - requested)
+    waiting = situation.spares or "none"
+    if not situation.min_nodes <= requested <= situation.max_nodes:
+        allowed = f"{situation.min_nodes}:{situation.max_nodes}"
+        return (
+            f"{requested} nodes were asked for, but the job was started with --nnodes {allowed}; "
+            f"give a number from {situation.min_nodes} to {situation.max_nodes}"
+        )
+    if requested > running + situation.spares:
+        missing = requested - running - situation.spares
+        return (
+            f"{requested} nodes were asked for, {running} train and {waiting} wait: start `reft "
+            f"launch` on {missing} more and repeat the order"
+        )
+    if unknown:
+        return (
+            f"no node {', '.join(unknown)} trains; training nodes are {', '.join(situation.nodes)}"
+        )
+    if requested == running and len(named) > situation.spares:
+        missing = len(named) - situation.spares
+        return (
+            f"{len(named)} of {running} nodes were named to be replaced, and {waiting} wait: start "
+            f"`reft launch` on {missing} more and repeat the order"
+        )
+    if requested != running and len(named) > leaving:
+        return (
+            f"{len(named)} nodes were named to leave, but {leaving} leave from {running} to "
+            f"{requested} nodes"
+        )
+    return ""
+
+
+def shortfall(order: ScaleRequest, situation: ScaleSituation) -> str:
+    """Which losses that a request needs the job does not survive now; empty if it survives all."""
+    if situation.tolerance is None:
         return "nothing is committed in this start of the job yet"
-    named = len(set(order.without)) if replaces(order, now.nodes) else 0
-    fewer = order.nodes < len(now.nodes)
-    if now.tolerance >= named and not (fewer and not leave_next(order.nodes, order.without, now)):
+    replaced = len(set(order.without)) if replaces(order, situation.nodes) else 0
+    is_fewer = order.nodes < len(situation.nodes)
+    can_leave = not is_fewer or bool(leave_next(order.nodes, order.without, situation))
+    if situation.tolerance >= replaced and can_leave:
         return ""
-    leave = "a node that leaves takes its part of the state with it"
-    if named > 1:
-        leave = f"{named} nodes were named to be replaced at once"
-    elif fewer and (at_once := len(now.nodes) - max(now.way(order.nodes))) > 1:
-        leave = f"{at_once} nodes would leave at once, since no number between fits"
-    return f"{leave}, and now the job survives the loss of {max(0, now.tolerance) or 'none'}"
+    losses = "a node that leaves takes its part of the state with it"
+    if replaced > 1:
+        losses = f"{replaced} nodes were named to be replaced at once"
+    elif is_fewer:
+        at_once = len(situation.nodes) - max(situation.path_to(order.nodes))
+        if at_once > 1:
+            losses = f"{at_once} nodes would leave at once, since no number between fits"
+    survived = max(0, situation.tolerance) or "none"
+    return f"{losses}, and now the job survives the loss of {survived}"
 
 
 def leave_next(
-    wanted: int, first: tuple[str, ...], now: ScaleSituation, survived: int | None = None
+    requested: int,
+    first: tuple[str, ...],
+    situation: ScaleSituation,
+    tolerance: int | None = None,
 ) -> tuple[int, ...]:
-    """Group ranks of the nodes that leave next, on the way to fewer: as many as the job survives
-    the loss of (``survived``: losses, whichever they are; None: as now), down to a number that
-    fits; () where there is none. Pure."""
-    survived = (now.tolerance or 0) if survived is None else survived
-    running, way = len(now.nodes), now.way(wanted)
+    """Find the nodes that leave next on the way to fewer nodes.
+
+    As many leave as the job survives the loss of, down to a number that fits.
+
+    Args:
+        requested: number of nodes at the end.
+        first: ids of nodes that leave first.
+        situation: of the job.
+        tolerance: losses that the job survives, of any nodes; None: as in the situation.
+
+    Returns:
+        Their group ranks; empty if no nodes may leave.
+    """
+    survived = (situation.tolerance or 0) if tolerance is None else tolerance
+    running, path = len(situation.nodes), situation.path_to(requested)
     if survived < 0:
         return ()
-    for number in way:
+    for number in path:
         if running - number <= survived:
-            return leavers(now.nodes, running - number, first)
-    whole = None if now.sizes is None else now.sizes.tolerance()
-    if now.sizes is None or whole is None or survived < whole:
-        return ()  # another node is lost, perhaps
-    named = [rank for rank, node in enumerate(now.nodes) if node in first]
-    found = (now.sizes.leaving(running - number, named[: running - number]) for number in way)
-    return next((ranks for ranks in found if ranks), ())
+            return leavers(situation.nodes, running - number, first)
+    # More than any such loss. It may still survive the loss of certain nodes together.
+    sizes = situation.sizes
+    full_tolerance = None if sizes is None else sizes.tolerance()
+    if sizes is None or full_tolerance is None or survived < full_tolerance:
+        return ()  # Perhaps another node is lost, and the sizes do not show it
+    named = [rank for rank, node in enumerate(situation.nodes) if node in first]
+    for number in path:
+        leaving = running - number
+        if ranks := sizes.leaving(leaving, named[:leaving]):
+            return ranks
+    return ()
 
 
-def count_leaving(order: ScaleRequest, now: ScaleSituation) -> str:
-    """Where the nodes that leave at once are more than the job ever survives the loss of."""
-    running = len(now.nodes)
-    whole = None if now.sizes is None else now.sizes.tolerance()
-    if order.nodes >= running or now.tolerance is None or whole is None:
+def reason_too_many_leave(order: ScaleRequest, situation: ScaleSituation) -> str:
+    """Why the nodes that leave at once are too many, however well the job is protected now."""
+    running = len(situation.nodes)
+    full_tolerance = None if situation.sizes is None else situation.sizes.tolerance()
+    if order.nodes >= running or situation.tolerance is None or full_tolerance is None:
         return ""
-    survived = max(whole, now.tolerance)
-    if leave_next(order.nodes, order.without, now, survived):
+    survived = max(full_tolerance, situation.tolerance)
+    if leave_next(order.nodes, order.without, situation, survived):
         return ""
-    at_once = running - max(now.way(order.nodes))
-    protect = ""
-    if now.degrees is not None and at_once < now.degrees.dp:
-        protect = f"`reft protect arc:{at_once}` makes it survive that; then repeat the order. "
-    others = order.without and leave_next(order.nodes, (), now, survived)
-    if others:
-        leave = " and ".join(now.nodes[rank] for rank in others)
+    if order.without and (others := leave_next(order.nodes, (), situation, survived)):
+        names = " and ".join(situation.nodes[rank] for rank in others)
         return (
             f"{', '.join(order.without)} would leave at once and together hold state that the "
-            "others need: "
-            f"without --without, {leave} would leave"
+            f"others need: without --without, {names} would leave"
         )
+    at_once = running - max(situation.path_to(order.nodes))
+    protect = ""
+    if situation.degrees is not None and at_once < situation.degrees.dp:
+        protect = f"`reft protect arc:{at_once}` makes it survive that; then repeat the order. "
     return (
         f"{order.nodes} nodes were asked for and {running} train: {at_once} would leave at once, "
-        "with their "
-        f"parts of the state, and the job survives the loss of {survived or 'none'}. {protect}"
-        f"{_other_numbers(now)}"
+        f"with their parts of the state, and the job survives the loss of {survived or 'none'}. "
+        f"{protect}{_describe_fitting(situation)}"
     )
 
 
-def _other_numbers(now: ScaleSituation) -> str:
-    numbers = range(now.least, now.most + 1)
-    others = [n for n in numbers if n != len(now.nodes) and not now.why_not(n, asked=True)]
+def _describe_fitting(situation: ScaleSituation) -> str:
+    """The numbers of nodes that a user may ask for, in words."""
+    numbers = range(situation.min_nodes, situation.max_nodes + 1)
+    others = [
+        number
+        for number in numbers
+        if number != len(situation.nodes) and not situation.reason_against(number, asked=True)
+    ]
     if not others:
-        return f"No other number of --nnodes {now.least}:{now.most} fits the layout and the batch"
-    said = " or ".join(f"`reft scale {n}`" for n in others)
-    return f"What fits the layout and the batch: {len(now.nodes)} nodes, as now; {said}"
+        allowed = f"{situation.min_nodes}:{situation.max_nodes}"
+        return f"No other number of --nnodes {allowed} fits the layout and the batch"
+    commands = " or ".join(f"`reft scale {number}`" for number in others)
+    return f"What fits the layout and the batch: {len(situation.nodes)} nodes, as now; {commands}"
 
 
 def replaces(order: ScaleRequest, nodes: tuple[str, ...]) -> bool:
-    """Whether others are to take the places of the nodes that it names."""
+    """Whether the request keeps the number of nodes and names some to be replaced."""
     return bool(order.without) and order.nodes == len(nodes)
 
 
 def leavers(nodes: tuple[str, ...], number: int, first: tuple[str, ...]) -> tuple[int, ...]:
-    """Ranks of so many nodes that leave: those that were named, then the last. Pure."""
-    order = sorted(range(len(nodes)), key=lambda rank: (nodes[rank] not in first, -rank))
-    return tuple(order[:number])
+    """Group ranks of ``number`` nodes that leave: those in ``first``, then the last ones."""
+    ranks = sorted(range(len(nodes)), key=lambda rank: (nodes[rank] not in first, -rank))
+    return tuple(ranks[:number])

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import reft
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 
 EPOCHS, WIDTH, SAMPLES, BATCH = 2, 8, 56, 4
 

@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from tests.job.grid_job import WIDTH, engine_of
 
 

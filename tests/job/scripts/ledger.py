@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import reft
-from reft.engine.deepspeed import find_session
+from reft.engine.attach import find_session
 from tests.job.test_ledger import BATCH, SEED, Samples, digest, seed_rank, state_digest
 
 CONFIG, WORKERS, STEPS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -21,7 +21,7 @@ STEPS = 6
 
 
 def committed(engine) -> int:
-    from reft.engine.deepspeed import find_session
+    from reft.engine.attach import find_session
 
     return find_session(engine).stats.committed_step or 0
 

@@ -24,7 +24,7 @@ def wait_for_commit(engine: Any) -> None:
     """Told to stop behind a step, where the environment names one. A busy machine gives up versions of steps that take a millisecond: wait for each, where reft takes any."""
     if engine.global_steps == int(os.environ.get("TEST_STOP_AT", "0")):
         signal.raise_signal(signal.SIGTERM)
-    hook = sys.modules.get("reft.engine.deepspeed")
+    hook = sys.modules.get("reft.engine.attach")
     session = hook.find_session(engine) if hook is not None else None
     if session is None or session.worker is None:
         return

@@ -1,0 +1,95 @@
+"""A call of ``engine.load_checkpoint``, and what messages say of such calls."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reft.engine.marks import bind
+
+_BASE_ONLY = (("load_module_only", True), ("load_optimizer_states", False))
+"""Options by which DeepSpeed loads less than a training state: the start of a job, never its
+resumption."""
+
+
+@dataclass(frozen=True)
+class LoadCall:
+    """A call of ``load_checkpoint``.
+
+    Attributes:
+        original: DeepSpeed's method.
+        load_dir: its first argument; None for :func:`reft.resume`.
+        tag: the checkpoint that the script names; None for the newest.
+        options: the other arguments, by name.
+    """
+
+    original: Callable[..., tuple[Any, Any]]
+    load_dir: Any
+    tag: Any
+    options: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> LoadCall:
+        named = bind(original, args, kwargs)
+        return cls(original, named.pop("load_dir"), named.pop("tag", None), named)
+
+    @property
+    def directory(self) -> Path | None:
+        return Path(self.load_dir) if self.load_dir else None
+
+    @property
+    def base_only(self) -> str | None:
+        """The option by which this loads weights without the optimizer, as written; None if it
+        loads a complete state."""
+        for name, value in _BASE_ONLY:
+            if name in self.options and bool(self.options[name]) is value:
+                return f"{name}={value}"
+        return None
+
+    def by_deepspeed(self) -> tuple[Any, Any]:
+        """DeepSpeed's own result of the call: a path and a client state, or None twice."""
+        return self.original(self.load_dir, tag=self.tag, **self.options)
+
+    def __str__(self) -> str:
+        shown = [repr(str(self.load_dir))]
+        if self.tag is not None:
+            shown.append(f"tag={self.tag!r}")
+        if self.base_only is not None:
+            shown.append(self.base_only)
+        return f"load_checkpoint({', '.join(shown)})"
+
+
+def describe_restore(
+    bases: Sequence[LoadCall], tagged: LoadCall | None, left_out: Sequence[str] = ()
+) -> str:
+    """What a script did before its first step that resumes nothing, for errors and warnings.
+
+    Args:
+        bases: its loads of base weights.
+        tagged: its load of a checkpoint by name.
+        left_out: its loads that a condition has left out, in words.
+    """
+    if tagged is not None:
+        return f"the script names the checkpoint that it resumes: {tagged}"
+    if bases:
+        calls = ", ".join(str(base) for base in bases)
+        return f"the script has loaded base weights only ({calls}) and trains"
+    why = f": {'; '.join(left_out)}" if left_out else ""
+    return f"the script trains without calling engine.load_checkpoint(...){why}"
+
+
+def describe_resume_lines(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
+    """The line by which it resumes the newest state."""
+    if "transformers.trainer" in sys.modules:
+        return "Write trainer = reft.hf.resumable(trainer) before trainer.train()"
+    calls = [tagged] if tagged is not None else bases
+    last = str(calls[-1]) if calls else "deepspeed.initialize"
+    return (
+        f"Write engine.load_checkpoint(save_dir), or reft.resume(engine), after {last}, also at "
+        f"the first start, and let the loop begin at engine.global_steps"
+    )

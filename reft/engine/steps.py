@@ -1,0 +1,140 @@
+"""What the hooks of a DeepSpeed engine do where a step begins and ends, besides taking versions.
+
+They follow the position in the data and the state of the script, and report on both (P12).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from reft.checks.start import check_orders, describe_fresh_state, merge_findings
+from reft.data.position import DataPosition
+from reft.engine.capture import EngineState
+from reft.engine.context import JobContext
+from reft.engine.load import Restorer
+from reft.engine.load_memory import MemoryRestorer
+
+logger = logging.getLogger(__name__)
+
+
+class SteppedSession(Protocol):
+    """What :class:`StepHooks` needs of a session."""
+
+    @property
+    def stepped(self) -> bool: ...
+
+    @property
+    def takes_versions(self) -> bool: ...
+
+    def require_first_version(self) -> None: ...
+
+
+class StepHooks:
+    """Called by the wrappers around one engine's methods, on the training thread.
+
+    Args:
+        context: of the job.
+        session: takes the versions.
+        state: what versions hold.
+        restorer: answers the script's loads.
+        memory: has the random states of the version that was restored.
+        data: the position in the data that feeds the engine.
+    """
+
+    def __init__(  # noqa: PLR0917 -- the parts of a session
+        self,
+        context: JobContext,
+        session: SteppedSession,
+        state: EngineState,
+        restorer: Restorer,
+        memory: MemoryRestorer,
+        data: DataPosition,
+    ) -> None:
+        self._context, self._session, self._state = context, session, state
+        self._restorer, self._memory, self._data = restorer, memory, data
+        self._trains = False  # whether this process has begun to train
+        self._first_step = context.engine.global_steps  # from which it trains
+        self._made_first_step = False
+
+    # -- before a step -----------------------------------------------------------------------------
+
+    def before_batch(self, data_iter: Any) -> None:
+        """``train_batch`` begins, which takes its batches itself. The random states of the version
+        hold from here on: whatever the script has drawn since it loaded is undone."""
+        self.before_step(data_iter)
+        self._data.begin_batch(data_iter)
+        self._memory.restore_rng()
+
+    def after_batch(self) -> None:
+        self._data.end_batch()
+
+    def begin_by_script(self) -> None:
+        """The script marks the beginning of a step (``reft.begin_step``)."""
+        if self._trains:
+            self._data.mark()
+        else:
+            self._memory.restore_rng(marked=True)
+
+    def before_forward(self, *, training: bool) -> None:
+        """A plain engine computes on a batch that the script has read."""
+        if training:
+            self.before_step()
+        moved = self._data.forward(training=training)
+        if moved is not None:
+            self._context.warn(moved)
+
+    def before_step(self, data_iter: Any = None) -> None:
+        """A step begins. The first one of this process fixes what the job starts from.
+
+        Args:
+            data_iter: what ``train_batch`` is given; None for a plain engine.
+
+        Raises:
+            ConfigError: the ranks read different data.
+            NotResumedError: the job has state in memory that the script has not resumed.
+            UnrecoverableError: the job made progress, and nothing of it is left.
+        """
+        if not self._trains:
+            orders = self._data.orders(data_iter)
+            check_orders(self._context.control, orders, self._data.why_equal)
+            self._first_step = self._context.engine.global_steps
+            if (left := self._data.left_behind()) is not None:
+                self._context.warn(left)
+        self._restorer.begin_step()
+        self._state.followed.begin_step(is_first=not self._trains)
+        self._trains = True
+        self._state.restored_client = None
+        self._data.trains()
+
+    # -- after a step ------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """A step has returned. After the first one it is known how the script reads its data."""
+        for text in self._state.followed.end_step():
+            self._context.warn(text)
+        if self._session.stepped and (found := self._data.found_on_the_way()) is not None:
+            self._context.warn(found)
+        if not self._made_first_step and self._context.engine.global_steps != self._first_step:
+            self._made_first_step = True
+            self._after_first_step()
+
+    def _after_first_step(self) -> None:
+        self._memory.made_first_step()
+        advice = self._data.advice()
+        if not self._session.takes_versions:
+            return
+        if not self._restorer.has_resumed:
+            self._session.require_first_version()
+        # With its client state the script restores the position in data that reft does not follow,
+        # and nothing else.
+        has_client_state = self._state.client_state is not None
+        if advice is not None and has_client_state and not self._data.comes_back():
+            if self._context.is_rank_zero:
+                logger.info("the attached client state restores the position in the data")
+            advice = None
+        findings = [*self._state.followed.findings(), *describe_fresh_state()]
+        if advice is not None:
+            findings.insert(0, advice)
+        if (text := merge_findings(findings)) is not None:
+            self._context.warn(text)
