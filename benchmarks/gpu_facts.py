@@ -769,7 +769,7 @@ from reft.job import warm
 begin = time.monotonic()
 for name in warm.DEFAULT_MODULES:
     importlib.import_module(name)
-    if why := warm._unfit():
+    if why := warm.reason_not_forkable():
         print("UNFIT", name, why); sys.exit()
 imported = time.monotonic() - begin
 sys.stdout.flush()

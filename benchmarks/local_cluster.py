@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-from reft.engine.on_import import abandoned_locks
+from reft.engine.build_locks import abandoned_locks
 from reft.env import ENV_CLUSTER, ENV_EXTENSIONS, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.errors import ReftError
 from reft.memory.jobdir import STATUS_FILE, read_json

@@ -20,9 +20,12 @@ from simulator.costs import Costs
 from simulator.pipeline import simulate
 from simulator.schedules import from_deepspeed
 
-from reft.profile.analysis import ClockOffset, RankTraces, analyse
+from reft.profile.analysis import analyse
+from reft.profile.clocks import ClockOffset
+from reft.profile.figure import draw
 from reft.profile.result import ProfileResult
-from reft.tools.profile import draw, show
+from reft.profile.table import show
+from reft.profile.traces import RankTraces
 
 STAGES, MICRO_BATCHES, STEPS = 4, 8, 8
 SNAPSHOT_BYTES = (1.1e9, 0.9e9, 1.2e9, 0.45e9)

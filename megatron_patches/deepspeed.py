@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.data.position import nodes_may_change
+from reft.data.degrees import nodes_may_change
 from reft.engine.context import JobContext
 from reft.engine.marks import wrap
 from reft.errors import ConfigError, UnsupportedStateError

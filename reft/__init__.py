@@ -14,7 +14,7 @@ from reft.engine.on_import import hook_imports
 
 if TYPE_CHECKING:
     from reft.config import ReftConfig
-    from reft.data.watch import resumable
+    from reft.data.resumable import resumable
     from reft.engine.attach import attach, begin_step, resume
     from reft.engine.on_import import initialize
     from reft.errors import (
@@ -69,7 +69,7 @@ _ELSEWHERE = {
     "begin_step": "reft.engine.attach",
     "initialize": "reft.engine.on_import",
     "pause_watch": "reft.node.progress",
-    "resumable": "reft.data.watch",
+    "resumable": "reft.data.resumable",
     "resume": "reft.engine.attach",
     "topology": "reft.grid",
 }
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
         if name in __all__:
             return getattr(import_module(_ELSEWHERE.get(name, "reft.errors")), name)
         if not name.startswith("_"):
-            for public, module in import_module("reft.integrations").found("NAMES"):
+            for public, module in import_module("reft.integrations").entries("NAMES"):
                 if public == name:
                     return getattr(import_module(module), name)
     raise AttributeError(f"module 'reft' has no attribute {name!r}")

@@ -41,7 +41,7 @@ GROUP = "reft.integrations"
 OWN = ("reft.follow",)
 
 
-def found(table: str) -> Iterator[tuple[str, Any]]:
+def entries(table: str) -> Iterator[tuple[str, Any]]:
     """Pairs of one table, such as ``"ON_IMPORT"``, in all integrations."""
     for own in OWN:
         yield from getattr(import_module(own), table, {}).items()
@@ -61,7 +61,7 @@ def find(table: str, name: str) -> Any:
     Raises:
         ConfigError: no installed package registers it.
     """
-    targets = dict(found(table))
+    targets = dict(entries(table))
     if name not in targets:
         known = ", ".join(targets) or "none"
         raise ConfigError(

@@ -17,7 +17,7 @@ from reft.env import ENV_ETCD_PASSWORD
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.backend import POLL_SECS, JobEndedError, RendezvousBackend
 from reft.job.trainer_store import LOOPBACK
-from reft_etcd.etcd import RUN_LEASE_SECS, EtcdLine, EtcdSettings, EtcdStore
+from reft_etcd.etcd import RUN_LEASE_SECS, EtcdClient, EtcdSettings, EtcdStore
 
 logger = logging.getLogger(f"reft.{__name__}")
 
@@ -34,7 +34,7 @@ class EtcdBackend(RendezvousBackend):
         super().__init__(options, secret)
         endpoint = self._config.rdzv_endpoint
         settings = self._settings = EtcdSettings.parse(endpoint, self._conf, os.environ)
-        self._line = EtcdLine(settings)
+        self._client = EtcdClient(settings)
         # Trainers inherit the environment, and any code in them could read the password there.
         os.environ.pop(ENV_ETCD_PASSWORD, None)
         if settings.password is not None and not settings.tls:
@@ -49,19 +49,19 @@ class EtcdBackend(RendezvousBackend):
 
     def close(self) -> None:
         super().close()
-        self._line.close()
+        self._client.close()
 
     def _open(self) -> RendezvousStore:
         store = EtcdStore(
-            self._line, self._secret, self._config.run_id, timeout_secs=self._read_secs
+            self._client, self._secret, self._config.run_id, timeout_secs=self._read_secs
         )
         self._wait_for_cluster(store)
         self._server = relay_store(listen(LOOPBACK, 0), self._secret, store.lasting())
         return store
 
     def _make_client(self, timeout_secs: float) -> RendezvousStore:
-        line = EtcdLine(self._settings)
-        return EtcdStore(line, self._secret, self._config.run_id, timeout_secs=timeout_secs)
+        client = EtcdClient(self._settings)
+        return EtcdStore(client, self._secret, self._config.run_id, timeout_secs=timeout_secs)
 
     def _outlives_nodes(self, store: RendezvousStore) -> bool:
         return True
@@ -88,7 +88,7 @@ class EtcdBackend(RendezvousBackend):
 
     def _describe_member(self, endpoint: str) -> str:
         """What is wrong with a member of the cluster, in words."""
-        has_leader = self._line.leader_known_by(endpoint, _PROBE_SECS)
+        has_leader = self._client.leader_known_by(endpoint, _PROBE_SECS)
         if has_leader is not None:
             no_leader = "has no leader: most members are down or cut off"
             return f"{endpoint} {'answers' if has_leader else no_leader}"

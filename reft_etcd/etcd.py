@@ -234,7 +234,7 @@ class RefusedError(StoreError):
         self.details = details
 
 
-class EtcdLine:
+class EtcdClient:
     """Connections to the members of one cluster. Safe to use from several threads.
 
     Raises:
@@ -412,7 +412,7 @@ class EtcdStore(RendezvousStore):
     """A client of an etcd cluster. Its keys hang on the lease of the run.
 
     Args:
-        line: connections to the cluster.
+        client: of the cluster.
         secret: of the user.
         run_id: of the job's run.
         timeout_secs: for the keys that :meth:`get` waits for. A request has 10 s of it at most.
@@ -421,13 +421,13 @@ class EtcdStore(RendezvousStore):
     keeps_leases = True
 
     def __init__(
-        self, line: EtcdLine, secret: bytes, run_id: str, *, timeout_secs: float = 30.0
+        self, client: EtcdClient, secret: bytes, run_id: str, *, timeout_secs: float = 30.0
     ) -> None:
-        self._line = line
+        self._client = client
         self._secret = purpose_key(secret, "etcd")
         self._timeout_secs = timeout_secs
         self._run_id = run_id
-        self._leases = _Leases(line)
+        self._leases = _Leases(client)
         self._run_lease: int | None = _lease_number(self._secret + run_id.encode())
         self._own_lease = _lease_number(os.urandom(_NONCE_BYTES))
         self._names = _Names()
@@ -443,13 +443,13 @@ class EtcdStore(RendezvousStore):
 
     def greet(self) -> None:
         """Check within seconds that the cluster can be used; raises what is wrong."""
-        message = self._line.messages.RangeRequest(key=ROOT.encode(), count_only=True)
+        message = self._client.messages.RangeRequest(key=ROOT.encode(), count_only=True)
         deadline = time.monotonic() + _ANSWER_SECS_AFTER_FAILURE
-        self._line.request("KV", "Range", message, deadline)
+        self._client.request("KV", "Range", message, deadline)
 
     @property
     def endpoint(self) -> str:
-        return self._line.member
+        return self._client.member
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -467,9 +467,9 @@ class EtcdStore(RendezvousStore):
             return self._open(name, self._read(name, deadline).sealed)
 
     def delete(self, key: str) -> bool:
-        message = self._line.messages.DeleteRangeRequest(key=self._name(key))
+        message = self._client.messages.DeleteRangeRequest(key=self._name(key))
         with self._write_deadline() as deadline:
-            return bool(self._line.request("KV", "DeleteRange", message, deadline).deleted)
+            return bool(self._client.request("KV", "DeleteRange", message, deadline).deleted)
 
     def compare_set(
         self, key: str, expected: bytes | None, value: bytes
@@ -495,18 +495,18 @@ class EtcdStore(RendezvousStore):
                 held.clear()  # The names went with the lease
             if key not in held:
                 value = self._seal(key, b"")
-                message = self._line.messages.PutRequest(
+                message = self._client.messages.PutRequest(
                     key=key, value=value, lease=self._own_lease
                 )
-                self._line.request("KV", "Put", message, deadline)
+                self._client.request("KV", "Put", message, deadline)
                 held.add(key)
 
     def alive(self, prefix: str) -> frozenset[str]:
         first = self._name(prefix)
         with self._deadline() as deadline:
             end = first[:-1] + bytes([first[-1] + 1])  # The first key after all with that prefix
-            message = self._line.messages.RangeRequest(key=first, range_end=end)
-            answer = self._line.request("KV", "Range", message, deadline)
+            message = self._client.messages.RangeRequest(key=first, range_end=end)
+            answer = self._client.request("KV", "Range", message, deadline)
         values = {bytes(entry.key): bytes(entry.value) for entry in answer.kvs}
         for key, value in values.items():
             self._open(key, value)  # Checks that the job has written it
@@ -535,23 +535,23 @@ class EtcdStore(RendezvousStore):
 
     def local_address(self) -> str:
         """This host's address towards the first member on another host, if there is one."""
-        members = [parse_endpoint(endpoint) for endpoint in self._line.settings.endpoints]
+        members = [parse_endpoint(endpoint) for endpoint in self._client.settings.endpoints]
         addresses = [address_towards(host, port) for host, port in members]
         reachable = [address for address in addresses if address is not None]
         if not reachable:
             raise StoreError(
-                f"cannot reach the etcd members {', '.join(self._line.settings.endpoints)}"
+                f"cannot reach the etcd members {', '.join(self._client.settings.endpoints)}"
             )
         return next((a for a in reachable if not is_loopback(a)), reachable[0])
 
     def close(self) -> None:
         if self._names.held:
             # Revoked, so that the others need not wait for the end of the lease.
-            message = self._line.messages.LeaseRevokeRequest(ID=self._own_lease)
+            message = self._client.messages.LeaseRevokeRequest(ID=self._own_lease)
             deadline = time.monotonic() + _REVOKE_SECS
             with suppress(StoreError, AuthenticationError, ConfigError):
-                self._line.request("Lease", "LeaseRevoke", message, deadline)
-        self._line.close()
+                self._client.request("Lease", "LeaseRevoke", message, deadline)
+        self._client.close()
 
     def _name(self, key: str) -> bytes:
         return f"{ROOT}{self.prefix}{key}".encode()
@@ -608,12 +608,12 @@ class EtcdStore(RendezvousStore):
                 self._writing.release()
 
     def _read(self, name: bytes, deadline: float) -> _Entry:
-        message = self._line.messages.RangeRequest(key=name)
-        return _first_entry(self._line.request("KV", "Range", message, deadline).kvs)
+        message = self._client.messages.RangeRequest(key=name)
+        return _first_entry(self._client.request("KV", "Range", message, deadline).kvs)
 
     def _swap(self, name: bytes, revision: int, sealed: bytes, deadline: float) -> bool:
         """Write if the key still has this revision (0: does not exist); whether it was written."""
-        messages, lease = self._line.messages, self._run_lease or 0
+        messages, lease = self._client.messages, self._run_lease or 0
         is_unchanged = messages.Compare(
             target=messages.Compare.MOD,
             result=messages.Compare.EQUAL,
@@ -628,7 +628,7 @@ class EtcdStore(RendezvousStore):
         if lease:
             self._leases.renew(lease, RUN_LEASE_SECS, deadline)
         try:
-            answer = self._line.request("KV", "Txn", transaction, deadline)
+            answer = self._client.request("KV", "Txn", transaction, deadline)
         except RefusedError as error:
             if error.code != "NOT_FOUND":
                 raise
@@ -678,8 +678,8 @@ class _Names:
 class _Leases:
     """Leases that this process renews, under numbers that it has chosen."""
 
-    def __init__(self, line: EtcdLine) -> None:
-        self._line = line
+    def __init__(self, client: EtcdClient) -> None:
+        self._client = client
         self._renewed_at: dict[int, float] = {}
 
     def renew(self, lease: int, ttl_secs: int, deadline: float) -> bool:
@@ -691,14 +691,14 @@ class _Leases:
         now = time.monotonic()
         if now - self._renewed_at.get(lease, float("-inf")) < ttl_secs / 3:
             return True
-        messages = self._line.messages
+        messages = self._client.messages
         keep_alive = messages.LeaseKeepAliveRequest(ID=lease)
-        answer = self._line.request("Lease", "LeaseKeepAlive", keep_alive, deadline)
+        answer = self._client.request("Lease", "LeaseKeepAlive", keep_alive, deadline)
         existed = bool(answer.TTL > 0)
         if not existed:
             grant = messages.LeaseGrantRequest(ID=lease, TTL=ttl_secs)
             try:
-                self._line.request("Lease", "LeaseGrant", grant, deadline)
+                self._client.request("Lease", "LeaseGrant", grant, deadline)
             except RefusedError as error:
                 # Another launcher granted it first, or this request was carried out twice.
                 if "lease already exists" not in error.details:

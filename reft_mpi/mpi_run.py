@@ -132,7 +132,7 @@ def check_consistent(locations: Sequence[ProcessLocation]) -> None:
             )
 
 
-class StartStep:
+class MpiStep:
     """This process's part in a step, from start to end. All methods are collective.
 
     Raises:
@@ -319,7 +319,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         open_transport = mpi_carrier(world.rank, world.size, "", options.start_secs)
         transport = open_transport(options.start_secs, lambda: True, lambda missing, secs: None)
-        step = StartStep(options, transport, world.rank)
+        step = MpiStep(options, transport, world.rank)
         set_place(step.job_id, f"rank {world.rank}")
         step.prepare()
     except (ReftError, OSError) as error:

@@ -118,7 +118,7 @@ def reached(changed: Iterable[Path]) -> list[str]:
     """Test files that are changed, or import a changed file, or a file that imports one."""
     files = {
         module_of(path): path
-        for folder in ("reft", "tests", "benchmarks", "examples")
+        for folder in ("reft", "reft_etcd", "reft_mpi", "tests", "benchmarks", "examples")
         for path in (ROOT / folder).rglob("*.py")
     }
     imports = {name: imported(path, files) for name, path in files.items()}

@@ -170,7 +170,7 @@ def paper_command(
 
 
 def _check_figures(*paths: Path | None) -> None:
-    from reft.tools.profile import check_figure
+    from reft.profile.figure import check_figure
 
     for path in paths:
         if path is not None:

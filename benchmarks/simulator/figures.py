@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reft.config import Variant
-from reft.tools.profile import new_figure, save_figure
+from reft.profile.figure import new_figure, save_figure
 
 from .copying import Tier
 from .instructions import (

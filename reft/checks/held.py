@@ -1,9 +1,8 @@
-"""State that a training script holds outside the engine, as far as reading the script tells.
+"""State that a training script holds outside the engine, as far as reading the script shows. Pure.
 
 Random generators that it makes, averaged copies of the model, and attributes of modules that
-training counts
-up: no engine leads to them, so only the script can name them in ``reft.attach(engine,
-state={...})``. Pure.
+training increments: the engine has no reference to them, so only the script can name them in
+``reft.attach(engine, state={...})``.
 """
 
 from __future__ import annotations
@@ -47,7 +46,12 @@ class HeldFinding(NamedTuple):
 
 
 class HeldState:
-    """Looks through one script. ``nodes``: all of its tree, with the ``parents`` of each."""
+    """Searches one script.
+
+    Args:
+        nodes: all nodes of its syntax tree.
+        parents: the parent of each.
+    """
 
     def __init__(self, nodes: list[ast.AST], parents: dict[ast.AST, ast.AST]) -> None:
         self._nodes = nodes
@@ -136,8 +140,8 @@ class HeldState:
                         yield target, node.value
 
     def _made(self) -> Iterator[tuple[str, ast.expr, ast.Call]]:
-        """Objects that are made outside training and used there, and not kept: name, target, and
-        the call."""
+        """Objects that are made outside training, used in it, and not stored: name, target, and the
+        call."""
         for target, value in self._assigned():
             call, name = _innermost_call(value), ast.unparse(target)
             if call is None or target in self._training or name in self._kept:

@@ -1,7 +1,7 @@
 """What a preflight finds: one list for `reft plan`, `reft config --check` and the start of a job.
+Pure, and without torch.
 
-Pure, and without torch. What the engine and the placement decide is found by the job at its start
-(P12).
+What depends on the engine and the placement is found by the job at its start (P12).
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from reft.naming import BLOCK_NAME
 
 
 class Severity(StrEnum):
-    """REFUSED: the job does not start so. WARNING: it does, and with ``"strict": true`` it does
-    not. NOTE: it does."""
+    """How a finding affects the start of a job.
+
+    REFUSED: the job does not start. WARNING: it starts, unless the block says ``"strict": true``.
+    NOTE: it starts.
+    """
 
     REFUSED = "REFUSED"
     WARNING = "WARNING"
@@ -32,8 +35,14 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the list: what is there, and what that means; what to write; 0 or the line of the
-    training script."""
+    """One line of the list.
+
+    Attributes:
+        severity: how it affects the start.
+        found: what was found, and what that means.
+        change: what to write.
+        line: of the training script; 0 if it is about something else.
+    """
 
     severity: Severity
     found: str
@@ -46,8 +55,12 @@ class Finding:
 
 
 def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding]]:
-    """The checked ``reft`` block of a DeepSpeed configuration, and what that alone tells of the
-    job; a ConfigError where it has none, one that cannot be used, or parts that are no objects."""
+    """The checked ``reft`` block of a DeepSpeed configuration, and what the configuration alone
+    says about the job.
+
+    Raises:
+        ConfigError: there is no block, or one that cannot be used, or parts that are no objects.
+    """
     if BLOCK_NAME not in config:
         raise ConfigError(
             f'the configuration has no "{BLOCK_NAME}" block, so that reft has no effect on the '
@@ -59,13 +72,14 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
 
 
 def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """What reft refuses of DeepSpeed's own settings, whatever its block says."""
+    """Settings of DeepSpeed that reft refuses, whatever its block says."""
     refused = partial(Finding, Severity.REFUSED)
     zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
-    if stage not in (0, 1) or isinstance(stage, bool):
+    if stage not in (0, 1, 2) or isinstance(stage, bool):
         yield refused(
-            f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 and 1', "write 1"
+            f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0, 1 and 2',
+            "write 2",
         )
     for part in ("offload_optimizer", "offload_param"):
         device = find_part(zero, part).get("device", "none")
@@ -103,7 +117,7 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
-    """By the scheme alone; a plan and the start of a job know the placement too (P4)."""
+    """Findings by the scheme alone. A plan and the start of a job also know the placement (P4)."""
     if block.chooses or block.allow_unprotected or block.variant is Variant.NONE:
         return
     survived = block.scheme.certain_losses
@@ -117,13 +131,18 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
 
 
 def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
-    """What keeps peers from recomputing ZeRO-1 partitions; without partitions "+aor" has no
+    """What keeps peers from recomputing ZeRO partitions. Without partitions "+aor" has no
     effect."""
     zero = find_part(config, "zero_optimization")
-    if not block.recompute or block.variant is Variant.NONE or zero.get("stage", 0) != 1:
+    stage = zero.get("stage", 0)
+    if not block.recompute or block.variant is Variant.NONE or stage not in (1, 2):
         return
     refused = partial(Finding, Severity.REFUSED)
     leave_out = f'leave "{AOR}" out of "protection"'
+    if stage == 2:
+        found = f'"{AOR}" needs the gradients of all partitions on every rank, but ZeRO-2'
+        yield refused(f"{found} keeps those of the own partition only", f"{leave_out}, or write 1")
+        return
     kind = str(find_part(config, "optimizer").get("type", "")).lower()
     if kind not in ("", "adam", "adamw"):
         found = f'"optimizer.type" is {kind!r}, but "{AOR}" recomputes Adam and AdamW only'
@@ -147,7 +166,7 @@ def _accumulates_bf16_in_fp32(config: Mapping[str, Any]) -> bool:
 
 
 def block_findings(block: ReftConfig) -> Iterator[Finding]:
-    """What the block makes a recovery lack (P12)."""
+    """What a recovery would lack because of the block (P12)."""
     warning = partial(Finding, Severity.WARNING)
     if not block.enabled:
         yield warning(f'"{BLOCK_NAME}.enabled" is false: reft has no effect', "write true")
@@ -169,9 +188,26 @@ def block_findings(block: ReftConfig) -> Iterator[Finding]:
         yield warning('"faults" makes ranks fail on purpose', "remove it from a production job")
 
 
+def storage_findings(block: ReftConfig) -> Iterator[Finding]:
+    """Whether this host can write to ``persist.dir``."""
+    from reft.storage.persist import MAKE_WRITABLE, reason_unwritable
+
+    directory = block.persist.dir
+    if directory is not None and (reason := reason_unwritable(directory)):
+        yield Finding(
+            Severity.WARNING,
+            f"checkpoints cannot be written to persist.dir, {directory}: {reason}. Until they can, "
+            f"the job resumes from memory only",
+            MAKE_WRITABLE,
+        )
+
+
 def find_part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object within the configuration; empty where it is missing; a ConfigError where it is
-    none."""
+    """An object within the configuration; empty if it is missing.
+
+    Raises:
+        ConfigError: it is no object.
+    """
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f'"{key}" is {value!r}; expected an object')
@@ -205,8 +241,12 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class ScriptLook:
-    """What a training script lacks to be resumed as it would have run, as far as reading it tells;
-    a ConfigError where it is no Python. What another module does for the script is not seen."""
+    """What a training script lacks in order to resume exactly, as far as reading it shows. What
+    another module does for the script is not seen.
+
+    Raises:
+        ConfigError: it is no Python.
+    """
 
     def __init__(self, source: str | bytes, name: str) -> None:
         try:
@@ -225,7 +265,7 @@ class ScriptLook:
         return sorted([*self._no_load(), *resumed, *self._data()], key=lambda f: f.line)
 
     def begins_anew(self) -> list[Finding]:
-        """What a version does not bring back, by line."""
+        """State that a version does not restore, by line."""
         found = (
             *(*self.loops(), *self.skips(), *self.cycles()),
             *(*self.client_states(), *self.counted_early(), *self.own_state()),
@@ -233,12 +273,12 @@ class ScriptLook:
         return sorted(found, key=lambda f: f.line)
 
     def own_state(self) -> Iterator[Finding]:
-        """Generators, averaged copies and attributes of modules that the script has to name."""
+        """Generators, averaged copies and attributes of modules that the script must name."""
         for held in HeldState(self._nodes, self._parents).findings():
             yield _finding(held.node, held.found, held.change)
 
     def skips(self) -> Iterator[Finding]:
-        """Batches of a resumable loader that the script skips, too."""
+        """Batches of a resumable loader that the script skips as well."""
         loaders = self._loaders()
         for loop in self._all(ast.For):
             read = {_text(part) for part in ast.walk(loop.iter)} & loaders
@@ -259,7 +299,7 @@ class ScriptLook:
                 )
 
     def cycles(self) -> Iterator[Finding]:
-        """Loaders that ``itertools.cycle`` reads once: it repeats what it has read since the
+        """Loaders that ``itertools.cycle`` reads once. It repeats what it has read since the
         process began, which after a failure are other batches."""
         for call in self._calls("cycle"):
             read = {_text(argument) for argument in call.args} & self._all_loaders()
@@ -281,7 +321,7 @@ class ScriptLook:
         return {_text(target) for target, call in self._assigned() if _is_resumable(call)}
 
     def _continues_below(self, loop: ast.For, counter: str) -> bool:
-        """Whether turns of the loop are left out by a comparison of its counter."""
+        """Whether a comparison of the loop's counter skips iterations."""
         return any(
             isinstance(node, ast.If)
             and any(isinstance(part, ast.Continue) for part in node.body)
@@ -295,8 +335,8 @@ class ScriptLook:
         )
 
     def conditional_loads(self) -> Iterator[Finding]:
-        """Loads that stand behind a condition, such as a test for a file that is not there at the
-        first restart. None where another load has no condition."""
+        """Loads behind a condition, such as a test for a file that does not exist at the first
+        restart. None if another load has no condition."""
         loads = [(call, self._condition(call)) for call in self._calls(*_LOADS)]
         if any(test is None for _, test in loads):
             return
@@ -315,8 +355,8 @@ class ScriptLook:
             )
 
     def loops(self) -> Iterator[Finding]:
-        """Loops that count steps, or passes over a resumable loader, from 0: so they do when
-        resumed."""
+        """Loops that count steps, or passes over a resumable loader, from 0, also after a
+        resumption."""
         loaders = self._loaders()
         for loop in self._all(ast.For):
             if not (over := _counted_from_zero(loop.iter)):
@@ -366,8 +406,8 @@ class ScriptLook:
         return False
 
     def client_states(self) -> Iterator[Finding]:
-        """What is read from a checkpoint's client state; a version in memory has only what it was
-        given."""
+        """What is read from a checkpoint's client state: a version in memory has only what was
+        given to reft."""
         attached = self._calls("attach", "initialize")
         if any(keyword.arg == "client_state" for call in attached for keyword in call.keywords):
             return
@@ -395,8 +435,7 @@ class ScriptLook:
 
     def counted_early(self) -> Iterator[Finding]:
         """Client state that a step without a loader changes before its forward pass, where a
-        version is
-        taken: a resumed step would change it once more."""
+        version is taken: a resumed step would change it again."""
         attached = self._calls("attach", "resume")
         states = [k.value for call in attached for k in call.keywords if k.arg == "client_state"]
         kept = {
@@ -454,7 +493,7 @@ class ScriptLook:
             )
 
     def _calls(self, *names: str) -> list[ast.Call]:
-        """Of functions of these names; without names, all."""
+        """Calls of functions with these names; without names, all calls."""
         return [call for call in self._all(ast.Call) if not names or _name(call) in names]
 
     def _all(self, kind: type[N]) -> Iterator[N]:
@@ -467,7 +506,7 @@ class ScriptLook:
 
     def _has_trainer(self) -> bool:
         """Whether it makes a Hugging Face ``Trainer``, which loads by itself. A class of the script
-        that is derived from no other ``Trainer`` is none."""
+        does not count unless it is derived from such a class."""
         classes = self._all(ast.ClassDef)
         own = {
             c.name for c in classes if not any(_text(base).endswith("Trainer") for base in c.bases)
@@ -486,7 +525,7 @@ class ScriptLook:
 
     def _condition(self, node: ast.AST, within: ast.AST | None = None) -> ast.expr | None:
         """The innermost test within its function, or ``within`` a loop, that decides whether
-        ``node`` is reached. One whose branches all load does not decide."""
+        ``node`` is reached. A test whose branches all load does not decide."""
         while (parent := self._parents.get(node)) is not within and parent is not None:
             if isinstance(parent, _FUNCTIONS):
                 return None
@@ -499,8 +538,8 @@ class ScriptLook:
         return None
 
     def _always_trains(self, loop: ast.For) -> bool:
-        """Whether each turn of the loop trains. A loop within another one, or without an index,
-        counts micro-batches or repeats; so does one in a function that a loop calls."""
+        """Whether each iteration of the loop trains. A loop within another one, or without an
+        index, counts micro-batches or repeats; so does one in a function that a loop calls."""
         around: ast.AST | None = loop
         while around is not None and not isinstance(around, _FUNCTIONS):
             around = self._parents.get(around)
@@ -551,7 +590,7 @@ def _always_loads(test: ast.If) -> bool:
 
 
 def _counted_from_zero(over: ast.expr) -> ast.Call | None:
-    """``range(steps)`` or ``range(0, steps)``, and not the rest of the steps."""
+    """``range(steps)`` or ``range(0, steps)``, and not the remaining steps."""
     if not (isinstance(over, ast.Call) and _name(over) == "range" and over.args) or _reads_step(
         over
     ):
@@ -564,7 +603,7 @@ def _counted_from_zero(over: ast.expr) -> ast.Call | None:
 
 
 def _skips(loop: ast.For) -> bool:
-    """Whether the loop may leave steps out that were done before, or end when all were."""
+    """Whether the loop may skip steps that were made before, or end when all were."""
     orders = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
     return any(
         isinstance(node, ast.Continue)
@@ -587,7 +626,7 @@ ZERO0_PIPELINE = "ZeRO-0 in a pipeline"
 
 @dataclass(frozen=True)
 class Releases:
-    """DeepSpeed's from ``first`` on, up to the next row's."""
+    """DeepSpeed's releases from ``first`` on, up to the next row's."""
 
     first: str
     # engines in bf16 that it saves and cannot load; it loads all others
@@ -609,7 +648,7 @@ END = "0.20"
 
 
 def release(deepspeed: str) -> Releases | None:
-    """The row of a release; None where none is known."""
+    """The row of a release; None if there is none."""
     number = _number(deepspeed)
     known = [row for row in RELEASES if _number(row.first) <= number < _number(END)]
     return known[-1] if known else None
@@ -623,8 +662,8 @@ def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
     if row is None or not bf16.get("enabled"):
         return None
     engines: tuple[str, ...] = (ZERO0, ZERO0_PIPELINE)
-    if find_part(config, "zero_optimization").get("stage", 0):
-        engines = (ZERO1_FP32,) if _accumulates_bf16_in_fp32(config) else ()
+    if stage := find_part(config, "zero_optimization").get("stage", 0):
+        engines = (ZERO1_FP32,) if stage == 1 and _accumulates_bf16_in_fp32(config) else ()
     return next((engine for engine in engines if engine in row.unloadable), None)
 
 
@@ -634,14 +673,14 @@ def installed(config: Mapping[str, Any]) -> Finding:
     deepspeed, torch = (one.version if one else "of an unknown release" for one in found)
     row, engine, severity = release(deepspeed), unloadable(config, deepspeed), Severity.WARNING
     if row is None:
-        said, change = "is not known", f"install {RELEASES[0].first} or later, below {END}"
+        text, change = "is not known", f"install {RELEASES[0].first} or later, below {END}"
     elif engine:
-        said = f"cannot load its own checkpoints in bf16 of {engine}: that resumes from memory only"
+        text = f"cannot load its own checkpoints in bf16 of {engine}: that resumes from memory only"
         change = "install DeepSpeed 0.18.5 or later" if engine == ZERO1_FP32 else 'write "stage": 1'
     else:
-        severity, said = Severity.NOTE, "loads its own checkpoints of this configuration"
+        severity, text = Severity.NOTE, "loads its own checkpoints of this configuration"
         change = f"Megatron-DeepSpeed needs megatron_patches/{row.patch}" if row.patch else ""
-    return Finding(severity, f"DeepSpeed {deepspeed} with torch {torch} {said}", change)
+    return Finding(severity, f"DeepSpeed {deepspeed} with torch {torch} {text}", change)
 
 
 def _number(release: str) -> tuple[int, ...]:

@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 import torch
 
 from reft.aor.host_adam import AdamRecipe
-from reft.checks.preflight import Finding, ScriptLook, Severity
+from reft.checks.preflight import Finding, ScriptLook, Severity, storage_findings
 from reft.config import ReftConfig, Variant
 from reft.control.control import ControlGroup
+from reft.data.comparison import Orders, difference, dynamic_refused
 from reft.data.order import shares_store
-from reft.data.position import Orders, difference, dynamic_refused
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
 from reft.grid import Topology
@@ -80,12 +80,12 @@ def start_findings(start: StartFacts) -> Iterator[Finding]:
     if config.variant is not Variant.NONE:
         protection = describe_protection(config, topology, record, start.incarnation)
         yield Finding(Severity.NOTE, protection)
-    seen = _persist_dir_lacks(config.persist.dir) if job.control.rank == 0 else ""
-    lacks = job.control.gather_bytes(seen.encode())[0].decode()
+    on_storage = list(map(str, storage_findings(config))) if job.control.rank == 0 else []
+    unwritable = job.control.gather_bytes("".join(on_storage).encode())[0].decode()
     missing = describe_missing(persists=config.persist.dir is not None)
     exact = all(device.adam_is_exact for device in job.devices)
     inexact = None if start.recipe is None else explain_inexact(start.recipe, seen_exact=exact)
-    for text in (lacks, inexact, missing, None if config.allow_unprotected else shortfall):
+    for text in (unwritable, inexact, missing, None if config.allow_unprotected else shortfall):
         if text:
             yield Finding(Severity.WARNING, text)
     for text in _notes(start):
@@ -141,18 +141,18 @@ def describe_missing(persists: bool) -> str | None:
     ]
     if persists:
         missing.insert(1, 'the checkpoints of "persist" are not written')
-    said = (
+    text = (
         "`reft launch` did not start this job. Snapshots and recovery from memory work: killed "
         f"trainers resume when the launcher restarts them. But {', '.join(missing)}. Start the "
         "script with `reft launch` instead; it accepts torchrun's options"
     )
     if shares_store():
-        said += (
+        text += (
             '. If it stays with torchrun: a restart may hang or end with "Gloo connectFullMesh '
             'failed", also without reft, because torchrun keeps the addresses of killed trainers '
             "in its store; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 to prevent it"
         )
-    return said
+    return text
 
 
 def check_orders(control: ControlGroup, orders: Orders, why_equal: str | None) -> None:
@@ -196,19 +196,6 @@ def group_timeout_secs() -> float | None:
         device = next(iter(group._device_types))
         return float(group._get_backend(device).options._timeout.total_seconds())
     return None
-
-
-def _persist_dir_lacks(wanted: Path | None) -> str:
-    """On one rank: it is a directory that every node sees. Its own are made, those above it are
-    not: where a file system is missing, nothing is written beneath its mount point."""
-    there = wanted if wanted is None or wanted.exists() else wanted.parent
-    if there is None or (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        return ""
-    found = "cannot be written to" if there.is_dir() else "is no directory"
-    return (
-        f"checkpoints cannot be written to persist.dir, {wanted}: {there} {found}. Make it, or "
-        'write another "dir" into "persist"; until then the job can resume from memory only'
-    )
 
 
 def conditional_loads() -> list[str]:

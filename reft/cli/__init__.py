@@ -23,12 +23,13 @@ _HELP = ["-h", "--help"]
 
 @dataclass(frozen=True)
 class Command:
-    module: str  # where it is. name: its function there.
-    name: str
-    help: str  # one line for ``reft --help``
-    # it takes the arguments as they are and returns the exit code: it builds upon the parser of
-    # another tool (torchrun's, the demonstration's). The others are functions that typer parses
-    # for.
+    """A sub-command, which is imported when it is used."""
+
+    module: str
+    name: str  # Of its function in the module
+    help: str  # One line for ``reft --help``
+    # The function takes the arguments as they are and returns the exit code: it extends the parser
+    # of another tool, such as torchrun's. For the other functions, typer parses.
     parses: bool = False
 
 
@@ -96,11 +97,12 @@ COMMANDS = {
 
 def find_commands() -> dict[str, Command]:
     """All sub-commands: reft's own and those of integrations, which parse their arguments."""
-    commands = dict(COMMANDS)
-    for name, (target, help_line) in integrations.found("COMMANDS"):
+    integrated = {}
+    for name, (target, help_line) in integrations.entries("COMMANDS"):
         module, _, function = target.partition(":")
-        commands[name] = Command(module, function, help_line, parses=True)
-    return commands
+        integrated[name] = Command(module, function, help_line, parses=True)
+    # In the order of the list of commands: what starts jobs comes first.
+    return {"launch": COMMANDS["launch"], **integrated, **COMMANDS}
 
 
 def make_app(commands: Mapping[str, Command], used: Collection[str]) -> typer.Typer:
@@ -116,7 +118,7 @@ def make_app(commands: Mapping[str, Command], used: Collection[str]) -> typer.Ty
         "in seconds.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # half of the time of --help
+        rich_markup_mode=None,  # Halves the time of --help
         context_settings={"help_option_names": _HELP},
     )
     app.callback()(_root)
@@ -140,11 +142,11 @@ def _describe_in_lower_case(app: Any) -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
 ) -> None:
-    """Declares what :func:`_dispatch` answers for every sub-command."""
+    """Declares ``--version``; :func:`_dispatch` answers it for every sub-command."""
 
 
 def launch(argv: Sequence[str]) -> int:
-    """``reft launch``: its help without torch, whose import takes seconds."""
+    """``reft launch``; its help does not import torch, which takes seconds."""
     if argv[:1] in (["-h"], ["--help"]):
         from reft.job.options import DESCRIPTION, add_own_options
         from reft.refusal import Parser
@@ -155,7 +157,7 @@ def launch(argv: Sequence[str]) -> int:
         return EXIT_WELL
     from reft.job.launch import main as run
 
-    return run(["--help"] if argv[:1] == ["--help-all"] else argv)  # torchrun's too
+    return run(["--help"] if argv[:1] == ["--help-all"] else argv)  # Of torchrun, too
 
 
 def _elsewhere() -> None:
@@ -166,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point. Exit codes: 0 well, 1 the thing asked about is not well, 2 wrong use."""
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
-    # an OSError is of a path that was given: its message names it
+    # An OSError is about a path that the user gave: its message names the path.
     except (ReftError, OSError) as error:
         from rich.console import Console
 
@@ -189,7 +191,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         app = typer.main.get_command(make_app(commands, tuple(commands) if completes else (name,)))
         _describe_in_lower_case(app)
         app(args=arguments, prog_name="reft")
-    # usage errors have been shown; typer.Exit carries a command's verdict
+    # Usage errors were shown already; typer.Exit carries the exit code of a command.
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_WELL
     return EXIT_WELL

@@ -1,12 +1,12 @@
-"""``reft check``: which of the nodes is slow or hangs, before a job is started on them.
+"""``reft check``: find nodes that are slow or hang, before a job is started on them.
 
-Each measures what it can do, then all reduce in pairs, twice. As DLRover's node check: a pair is
-bad where the reduction fails or takes long. In the second round whoever was in a bad pair is with
-somebody from a good one, so that who is in a bad pair twice is bad itself.
+Each node measures its own speed. Then the nodes all-reduce in pairs, twice, as in DLRover's node
+check. A pair is bad if its reduction fails or takes long. In the second round, a node of a bad pair
+has a partner from a good pair, so that a node that is in a bad pair twice is bad itself.
 
-Nodes hear of each other through the rendezvous store. Nobody waits for a node that does not answer
-for longer than ``timeout_secs`` per turn. The pairs are those that the first node that was done has
-written; the verdict follows, on every node, from what it has heard in time.
+Nodes communicate through the rendezvous store. In each round, a node waits for the others for
+``timeout_secs`` at most. The first node that is ready writes the pairs. Every node reaches its
+verdict from the reports that arrived in time.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ MEASURES = {
     "memory_bytes": "copies memory",
     "link_bytes": "copies to its device",
 }
-"""What a node measures by itself, per second."""
+"""Measurements of one node, per second, and their names in messages."""
 _POLL_SECS = 0.1
 _CPU_SIZE, _DEVICE_SIZE = 512, 8192
 _COPY_BYTES = 64 * 2**20
 _REDUCED_BYTES = 16 * 2**20
 _WARM_UP, _REDUCTIONS = 2, 10
 
-Pair = tuple[int, ...]  # Two nodes, three where their number is odd, by their indices
+Pair = tuple[int, ...]  # Indices of two nodes; of three in the last pair of an odd number
 Round = tuple[Sequence[Pair], Mapping[int, float | None]]
-"""Who reduced together, and each node's seconds; None: it failed; missing: it has not answered."""
+"""The pairs, and the seconds of each node: None if it failed, missing if it did not answer."""
 
 
 def check_command(
@@ -104,9 +104,8 @@ def check_command(
     """
     if nnodes > 1 and not rdzv_endpoint:
         raise ConfigError(
-            f"--nnodes {nnodes} without --rdzv-endpoint: start `reft rendezvous --port 29400` on "
-            "a host that "
-            f"all reach, and write --rdzv-endpoint HOST:29400"
+            f"--nnodes {nnodes} without --rdzv-endpoint: start `reft rendezvous --port 29400` on a "
+            "host that all reach, and write --rdzv-endpoint HOST:29400"
         )
     logging.getLogger("torch").setLevel(logging.ERROR)
     secret = user_secret()
@@ -118,8 +117,10 @@ def check_command(
             closing(KeyValueStore(rdzv_endpoint, secret, prefix=f"reft-check/{rdzv_id}/"))
         )
         try:
-            found = check_nodes(
-                *(store, nnodes, node_id or socket.gethostname()),
+            report = check_nodes(
+                store,
+                nnodes,
+                node_id or socket.gethostname(),
                 factor=factor,
                 secs=secs,
                 timeout_secs=timeout,
@@ -131,31 +132,31 @@ def check_command(
                 f"{rdzv_endpoint}"
             ) from error
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(report, indent=2))
     else:
-        _show(found, Console())
-    if not found["well"]:
+        _show(report, Console())
+    if not report["well"]:
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def _show(found: dict[str, Any], console: Console) -> None:
+def _show(report: dict[str, Any], console: Console) -> None:
     table = Table(
         "node", "matmul TFLOP/s", "memory GB/s", "to device GB/s", "all-reduce 1", "2, in ms"
     )
-    for node in found["nodes"]:
-        alone = node["alone"] or {}
+    for node in report["nodes"]:
+        speeds = node["alone"] or {}
         scaled = zip(MEASURES, (1e12, 1e9, 1e9), strict=True)
-        cells = [f"{alone[of] / unit:.3g}" if of in alone else "" for of, unit in scaled]
-        rounds = ["" if took is None else f"{took * 1e3:.3g}" for took in node["all_reduce_secs"]]
+        cells = [f"{speeds[of] / unit:.3g}" if of in speeds else "" for of, unit in scaled]
+        rounds = ["" if secs is None else f"{secs * 1e3:.3g}" for secs in node["all_reduce_secs"]]
         table.add_row(escape(node["node"]), *cells, *rounds)
     console.print(table)
-    for bad in found["bad"]:
+    for bad in report["bad"]:
         console.print(
             f"[bold red]bad:[/] {escape(bad['node'])}: {escape('; '.join(bad['reasons']))}"
         )
-    for said in found["unclear"]:
-        console.print(f"[bold yellow]not clear which:[/] {escape(said)}")
-    if found["well"]:
+    for text in report["unclear"]:
+        console.print(f"[bold yellow]not clear which:[/] {escape(text)}")
+    if report["well"]:
         console.print("[green]all nodes are well[/]")
 
 
@@ -169,64 +170,80 @@ def check_nodes(
     timeout_secs: float,
     persist_dir: Path | None = None,
 ) -> dict[str, Any]:
-    """One node's part; what came out, as JSON. ``store``: of this check alone. ``nodes``: that take
-    part.
-    name: of this one. ``factor``: how many times as slow as the median of the others a node, or a
-    pair, has to be. ``secs``: of every measure. timeout_secs: for which the others are waited for,
-    in each turn. Raises StoreError: the rendezvous store does not answer."""
+    """Run one node's part of a check.
+
+    Args:
+        store: for this check only.
+        nodes: number of nodes that take part.
+        name: of this node.
+        factor: a node or a pair is bad if it is this many times slower than the median of the
+            others.
+        secs: duration of every measurement.
+        timeout_secs: how long to wait for the other nodes, in each round.
+        persist_dir: of the block; nodes that cannot write there are bad.
+
+    Returns:
+        The report, as JSON.
+
+    Raises:
+        StoreError: the rendezvous store does not answer.
+    """
     index = store.add("joined", 1) - 1
     if index >= nodes:
         raise ConfigError(
-            f"{name} is node {index + 1} of a check of {nodes}: an earlier check was made "
-            f"under this id, or --nnodes is too small; give every check another --rdzv-id"
+            f"{name} is node {index + 1} of a check of {nodes}: an earlier check was made under "
+            "this id, or --nnodes is too small; give every check another --rdzv-id"
         )
 
-    def tell(what: str, value: Any) -> None:
-        store.set(f"{what}/{index}", json.dumps(value))
+    def publish(key: str, value: Any) -> None:
+        store.set(f"{key}/{index}", json.dumps(value))
 
-    def gather(what: str, of: Sequence[int]) -> dict[int, Any]:
-        """What the nodes told, of those who did in time."""
-        found: dict[int, Any] = {}
+    def gather(key: str, indices: Sequence[int]) -> dict[int, Any]:
+        """What these nodes published, by index; those that are late are left out."""
+        values: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_secs
-        while len(found) < len(of) and time.monotonic() < deadline:
-            for node in set(of) - found.keys():
-                if (data := store.peek(f"{what}/{node}")) is not None:
-                    found[node] = json.loads(data)
-            time.sleep(_POLL_SECS if len(found) < len(of) else 0)
-        return dict(sorted(found.items()))
+        while len(values) < len(indices) and time.monotonic() < deadline:
+            for node in set(indices) - values.keys():
+                if (data := store.peek(f"{key}/{node}")) is not None:
+                    values[node] = json.loads(data)
+            time.sleep(_POLL_SECS if len(values) < len(indices) else 0)
+        return dict(sorted(values.items()))
 
-    def reduce(turn: str, wanted: Sequence[Pair]) -> Round:
-        """All reduce in pairs, those that the first node wanted."""
-        _, held = store.compare_set(f"pairs{turn}", None, json.dumps(wanted).encode())
-        pairs = [tuple(pair) for pair in json.loads(held or b"[]")]
-        for number, pair in enumerate(pairs):
+    def reduce(number: str, proposed: Sequence[Pair]) -> Round:
+        """All-reduce in pairs; those that the first node proposed count."""
+        _, agreed = store.compare_set(f"pairs{number}", None, json.dumps(proposed).encode())
+        pairs = [tuple(pair) for pair in json.loads(agreed or b"[]")]
+        for pair_index, pair in enumerate(pairs):
             if index in pair:
-                took = _reduce(
-                    store, f"meet/{turn}.{number}", pair.index(index), len(pair), timeout_secs
+                reduce_secs = _reduce(
+                    store,
+                    f"meet/{number}.{pair_index}",
+                    pair.index(index),
+                    len(pair),
+                    timeout_secs,
                 )
-                tell(f"reduced{turn}", took)
-        return pairs, gather(f"reduced{turn}", [n for pair in pairs for n in pair])
+                publish(f"reduced{number}", reduce_secs)
+        return pairs, gather(f"reduced{number}", [node for pair in pairs for node in pair])
 
-    tell("storage", "" if persist_dir is None else reason_unwritable(persist_dir))
-    tell("name", name)
-    known = gather("name", range(nodes))
-    # Together: what others of the same host do shows in what each can do.
-    tell("alone", measure_alone(secs))
-    alone = gather("alone", list(known))
-    names = [str(known.get(n, f"node {n} of {nodes}")) for n in range(nodes)]
+    publish("storage", "" if persist_dir is None else reason_unwritable(persist_dir))
+    publish("name", name)
+    published_names = gather("name", range(nodes))
+    # At the same time on all nodes: other nodes on one host share its speed.
+    publish("alone", measure_alone(secs))
+    alone = gather("alone", list(published_names))
+    names = [str(published_names.get(n, f"node {n} of {nodes}")) for n in range(nodes)]
     first = reduce("1", first_pairs(list(alone)))
     rounds = (first, reduce("2", second_pairs(list(alone), first[1])))
     bad, unclear = judge(names, alone, rounds, factor)
-    told = gather("storage", list(alone))
-    bad += [
-        (names[n], [f"it cannot write to {persist_dir}: {why}"]) for n, why in told.items() if why
-    ]
+    for node, reason in gather("storage", list(alone)).items():
+        if reason:
+            bad.append((names[node], [f"it cannot write to {persist_dir}: {reason}"]))
     return {
         "nodes": [
             {
                 "node": names[n],
                 "alone": alone.get(n),
-                "all_reduce_secs": [took.get(n) for _, took in rounds],
+                "all_reduce_secs": [secs_of_node.get(n) for _, secs_of_node in rounds],
             }
             for n in range(nodes)
         ],
@@ -240,7 +257,11 @@ def check_nodes(
 
 
 def measure_alone(secs: float) -> dict[str, float]:
-    """Of several devices the slowest counts."""
+    """Measure this node; the slowest of its devices counts.
+
+    Args:
+        secs: duration of every measurement.
+    """
     vendor = find_local_vendor()
     cpu = vendor is None
     devices = [torch.device("cpu")]
@@ -249,7 +270,7 @@ def measure_alone(secs: float) -> dict[str, float]:
             torch.device(vendor.type, index) for index in range(vendor.module.device_count())
         ]
     size = _CPU_SIZE if cpu else _DEVICE_SIZE
-    found: dict[str, float] = {}
+    speeds: dict[str, float] = {}
     for device in devices:
         one = torch.ones(size, size, device=device, dtype=torch.float32 if cpu else torch.bfloat16)
         out, source = (
@@ -267,13 +288,13 @@ def measure_alone(secs: float) -> dict[str, float]:
                 partial(target.copy_, host.pin_memory(), non_blocking=True),
             )
         for name, (amount, call) in calls.items():
-            found[name] = min(found.get(name, inf), amount * _per_sec(call, device, secs))
-    return found
+            speed = amount * _calls_per_sec(call, device, secs)
+            speeds[name] = min(speeds.get(name, inf), speed)
+    return speeds
 
 
-def _per_sec(call: Callable[[], object], device: torch.device, secs: float) -> float:
-    """Calls per second of a busy loop; without the time for which this thread had no core."""
-
+def _calls_per_sec(call: Callable[[], object], device: torch.device, secs: float) -> float:
+    """Calls per second of a busy loop, not counting time in which this thread had no core."""
     vendor = find_vendor(device)
 
     def finish() -> None:
@@ -295,7 +316,7 @@ def _per_sec(call: Callable[[], object], device: torch.device, secs: float) -> f
 
 
 def _delayed_secs() -> float:
-    """For which this thread was ready to run and had no core; 0 where the kernel does not say."""
+    """Time in which this thread was ready to run but had no core; 0 if it is not known."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
@@ -304,7 +325,7 @@ def _delayed_secs() -> float:
 def _reduce(
     store: KeyValueStore, meeting: str, rank: int, size: int, timeout_secs: float
 ) -> float | None:
-    """Seconds of one all-reduce over gloo, the median of several; None: it failed."""
+    """Median seconds of an all-reduce over gloo; None if it failed."""
     timeout = timedelta(seconds=timeout_secs)
     try:
         if rank == 0:
@@ -331,7 +352,7 @@ def _reduce(
 
 
 def first_pairs(nodes: Sequence[int]) -> list[Pair]:
-    """Neighbours; three where their number is odd."""
+    """Pairs of neighbours; the last has three nodes if their number is odd."""
     order = sorted(nodes)
     pairs = [tuple(order[i : i + 2]) for i in range(0, len(order) - 1, 2)]
     if pairs and len(order) % 2:
@@ -340,7 +361,10 @@ def first_pairs(nodes: Sequence[int]) -> list[Pair]:
 
 
 def second_pairs(nodes: Sequence[int], first: Mapping[int, float | None]) -> list[Pair]:
-    """The quickest with the slowest of the first round, who failed there last."""
+    """Pair the fastest node of the first round with the slowest, and so on.
+
+    A node whose reduction failed counts as the slowest.
+    """
     order = sorted(nodes, key=lambda n: (first.get(n) is None, first.get(n) or 0.0, n))
     crossed = [order[i // 2] if i % 2 == 0 else order[-1 - i // 2] for i in range(len(order))]
     places = first_pairs(range(len(order)))
@@ -353,48 +377,64 @@ def judge(
     rounds: Sequence[Round],
     factor: float,
 ) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """The bad nodes, by name, each with its reasons, and what cannot be told: which of two it is.
+    """Find the bad nodes.
 
-    Bad is who is ``factor`` times as slow as the median of the others, alone or in a pair of every
-    round, or has not answered: who is missing in ``alone``.
+    A node is bad if it did not answer, or if it is slower than the median of the others by the
+    factor: alone, or in its pair of every round.
+
+    Args:
+        names: of all nodes.
+        alone: measurements of the nodes that answered, by index.
+        rounds: of all-reduces.
+        factor: see above.
+
+    Returns:
+        The names of bad nodes with the reasons; and sentences about pairs of which one node is bad,
+        but it is not clear which.
     """
-    reasons: dict[int, list[str]] = {n: [] for n in range(len(names))}
-    for node, why in reasons.items():
+    reasons: dict[int, list[str]] = {node: [] for node in range(len(names))}
+    for node, reasons_of_node in reasons.items():
         if node not in alone:
-            why.append("it does not answer")
+            reasons_of_node.append("it does not answer")
     for measure, words in MEASURES.items():
-        found = {n: of[measure] for n, of in alone.items() if measure in of}
-        for node, value in found.items():
-            others = [v for n, v in found.items() if n != node]
-            if others and median(others) > factor * value:
-                times = median(others) / max(value, 1e-9)
+        speeds = {node: speed[measure] for node, speed in alone.items() if measure in speed}
+        for node, speed in speeds.items():
+            others = [value for other, value in speeds.items() if other != node]
+            if others and median(others) > factor * speed:
+                times = median(others) / max(speed, 1e-9)
                 reasons[node].append(f"it {words} {times:.1f} times slower than the others")
-    bad = [_slow(pairs, secs, factor) for pairs, secs in rounds]
-    always = set.intersection(*map(set, bad)) if bad else set()
+    bad = [_find_bad_pairs(pairs, secs, factor) for pairs, secs in rounds]
+    always_bad = set.intersection(*map(set, bad)) if bad else set()
     unclear = []
     for pair in rounds[-1][0] if rounds else ():
-        # Those of one pair who were in a bad one in every round cannot be told apart.
-        together = [node for node in pair if node in always]
-        said = f"all-reduce with others {bad[-1][together[0]]}" if together else ""
-        if len(together) == 1:
-            reasons[together[0]].append(said)
-        elif together and not any(reasons[node] for node in together):
-            unclear.append(f"one of {', '.join(names[n] for n in together)}: {said}")
-    return [(names[n], why) for n, why in reasons.items() if why], unclear
+        # Two nodes of one pair that were in a bad pair in every round cannot be distinguished.
+        suspects = [node for node in pair if node in always_bad]
+        if not suspects:
+            continue
+        reason = f"all-reduce with others {bad[-1][suspects[0]]}"
+        if len(suspects) == 1:
+            reasons[suspects[0]].append(reason)
+        elif not any(reasons[node] for node in suspects):
+            unclear.append(f"one of {', '.join(names[node] for node in suspects)}: {reason}")
+    bad_nodes = [(names[node], why) for node, why in reasons.items() if why]
+    return bad_nodes, unclear
 
 
-def _slow(pairs: Sequence[Pair], secs: Mapping[int, float | None], factor: float) -> dict[int, str]:
-    times = {pair: [secs.get(n) for n in pair] for pair in pairs}
-    took = {
-        pair: max(t for t in ts if t is not None) for pair, ts in times.items() if None not in ts
-    }
+def _find_bad_pairs(
+    pairs: Sequence[Pair], secs: Mapping[int, float | None], factor: float
+) -> dict[int, str]:
+    """The nodes of bad pairs, and what is wrong with their pair."""
+    pair_secs: dict[Pair, float] = {}
+    for pair in pairs:
+        node_secs = [value for node in pair if (value := secs.get(node)) is not None]
+        if len(node_secs) == len(pair):
+            pair_secs[pair] = max(node_secs)
     bad: dict[int, str] = {}
     for pair in pairs:
-        others = [t for other, t in took.items() if other != pair]
-        if pair not in took:
+        others = [value for other, value in pair_secs.items() if other != pair]
+        if pair not in pair_secs:
             bad |= dict.fromkeys(pair, "fails, or takes too long")
-        elif others and took[pair] > factor * median(others):
-            bad |= dict.fromkeys(
-                pair, f"takes {took[pair] / median(others):.1f} times as long as in other pairs"
-            )
+        elif others and pair_secs[pair] > factor * median(others):
+            times = pair_secs[pair] / median(others)
+            bad |= dict.fromkeys(pair, f"takes {times:.1f} times as long as in other pairs")
     return bad

@@ -36,8 +36,7 @@ def config_command(
     if not explain:
         raise ConfigError(
             "say what to do: 'reft config --explain', 'reft config --check ds_config.json' or "
-            "'reft config "
-            "--check ds_config.json --script train.py'"
+            "'reft config --check ds_config.json --script train.py'"
         )
     keys = list(explain_keys())
     if as_json:
@@ -50,9 +49,15 @@ def config_command(
 
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
-    from reft.checks.preflight import Finding, ScriptLook, Severity, config_findings, installed
+    from reft.checks.preflight import (
+        Finding,
+        ScriptLook,
+        Severity,
+        config_findings,
+        installed,
+        storage_findings,
+    )
     from reft.config import read_object
-    from reft.storage.persist import MAKE_WRITABLE, reason_unwritable
 
     block = None
     findings: list[Finding] = []
@@ -60,9 +65,7 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
         config = read_object(Path(check), "the DeepSpeed configuration", "an object")
         block, findings = config_findings(config)
         findings.append(installed(config))
-        if block.persist.dir is not None and (reason := reason_unwritable(block.persist.dir)):
-            found = f'"persist.dir" is {block.persist.dir}, which cannot be written: {reason}'
-            findings.append(Finding(Severity.WARNING, found, MAKE_WRITABLE))
+        findings += storage_findings(block)
     lines = [(finding.severity, str(finding)) for finding in findings]
     lacks = []
     if script is not None:
@@ -78,8 +81,14 @@ def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
     well = not refused and not (lacks and block is not None and block.strict)
     if as_json:
         shown = block.model_dump(mode="json") if block is not None else None
-        told = {"well": well, "refused": refused, "warned": warned, "noted": noted, "block": shown}
-        typer.echo(json.dumps(told, indent=2, default=str))
+        report = {
+            "well": well,
+            "refused": refused,
+            "warned": warned,
+            "noted": noted,
+            "block": shown,
+        }
+        typer.echo(json.dumps(report, indent=2, default=str))
         return well
     for kind, text in lines:
         typer.echo(f"{kind}: {text}")

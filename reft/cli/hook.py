@@ -1,5 +1,7 @@
-"""``reft hook``: the block becomes effective in every script of a Python environment, under any
-launcher."""
+"""``reft hook``: the block takes effect in every script of a Python environment.
+
+It does so under any launcher: ``import deepspeed`` imports reft first.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,7 @@ LINE = r"""import sys; exec("class Reft:
   return importlib.util.find_spec(name)
 sys.meta_path.insert(0, Reft())", {"sys": sys})
 """
-"""What Python carries out when it starts: it imports nothing, and ``import deepspeed`` imports reft
-first."""
+"""Python runs this line at every start. It imports nothing until deepspeed is imported."""
 
 
 class HookAction(StrEnum):
@@ -40,9 +41,10 @@ def hook_command(
     ],
 ) -> None:
     """Make the reft block effective under any launcher, in this Python environment: `import
-    deepspeed` imports reft in every script."""
+    deepspeed` imports reft in every script.
+    """
     path = Path(sysconfig.get_path("purelib")) / FILE_NAME
-    was_there = path.exists()
+    existed = path.exists()
     try:
         if action is HookAction.INSTALL:
             path.write_text(LINE.strip().replace("\n", r"\n") + "\n")
@@ -51,16 +53,15 @@ def hook_command(
     except OSError as error:
         raise ReftError(
             f"{path} cannot be changed ({error.strerror}): run this as its owner, in a virtual "
-            "environment "
-            f"of your own, or write `import reft` into the script before it imports deepspeed"
+            "environment of your own, or write `import reft` into the script before it imports "
+            "deepspeed"
         ) from error
     if action is HookAction.INSTALL:
         typer.echo(
             f"installed: {path}. Scripts in {sys.prefix} use the reft block under any launcher; "
-            "only `reft "
-            "launch` starts the node daemon and replaces nodes"
+            "only `reft launch` starts the node daemon and replaces nodes"
         )
-    elif was_there:
+    elif existed:
         typer.echo(f"{'removed' if action is HookAction.REMOVE else 'installed'}: {path}")
     else:
         typer.echo(f"not installed: there is no {path}")

@@ -25,8 +25,7 @@ from reft.storage.persist import PersistProgress
 EXIT_NOT_WELL = 1
 _REMOVED, _PLANNED, _FAILED = "removed", "would be removed", "failed"
 _NO_DEVICE = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1", "DS_ACCELERATOR": "cpu"}
-"""AMD's runtime takes an empty list for none given, and shows every device; -1 is no device to
-both."""
+"""Hides all devices. AMD's runtime shows every device if the list is empty; -1 works for both."""
 
 MemoryDirs = Annotated[
     list[Path] | None,
@@ -52,7 +51,7 @@ def inspect_command(
     memory_dir: MemoryDirs = None, job: Job = None, stored: Stored = None, as_json: AsJson = False
 ) -> None:
     """Show the versions in memory: of which ranks, complete or torn, recoverable or why not."""
-    report = _poll(memory_dir, job, stored)
+    report = _inspect(memory_dir, job, stored)
     _show(report, as_json)
     if report.restores is None:
         raise typer.Exit(EXIT_NOT_WELL)
@@ -62,13 +61,13 @@ def verify_command(
     memory_dir: MemoryDirs = None, job: Job = None, stored: Stored = None, as_json: AsJson = False
 ) -> None:
     """Read every stored block and compare it with its checksum."""
-    report = _poll(memory_dir, job, stored, verify=True)
+    report = _inspect(memory_dir, job, stored, verify=True)
     _show(report, as_json)
     if not report.well:
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def _poll(
+def _inspect(
     memory_dirs: Sequence[Path] | None,
     job: str | None,
     stored: Path | None,
@@ -95,24 +94,24 @@ def clean_command(
     if force and job is None:
         raise ConfigError("--force removes the memory of a live job: name it with --job")
     dirs = _memory_dirs(memory_dir)
-    jobs = (
-        [s for d in dirs for s in list_jobs(d)]
-        if job is None
-        else [summarise(path) for path in require_memory(memory_dir, job, as_json=as_json)]
-    )
-    done = [(summary, _clean(summary, force, dry_run)) for summary in jobs]
-    if as_json:
-        told = [
-            {**s.to_json(), "action": action, "removed": action == _REMOVED} for s, action in done
-        ]
-        typer.echo(json.dumps(told, indent=2))
+    if job is None:
+        summaries = [summary for path in dirs for summary in list_jobs(path)]
     else:
-        _show_cleaning(done, dirs, dry_run)
-    if any(
-        a.startswith(_FAILED) or (job is not None and a not in (_REMOVED, _PLANNED))
-        for _, a in done
-    ):
-        raise typer.Exit(EXIT_NOT_WELL)
+        paths = require_memory(memory_dir, job, as_json=as_json)
+        summaries = [summarise(path) for path in paths]
+    actions = [(summary, _clean(summary, force, dry_run)) for summary in summaries]
+    if as_json:
+        rows = [
+            {**summary.to_json(), "action": action, "removed": action == _REMOVED}
+            for summary, action in actions
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        _show_cleaning(actions, dirs, dry_run)
+    for _, action in actions:
+        is_named_and_kept = job is not None and action not in (_REMOVED, _PLANNED)
+        if action.startswith(_FAILED) or is_named_and_kept:
+            raise typer.Exit(EXIT_NOT_WELL)
 
 
 def persist_command(  # noqa: PLR0917 - options of the command line
@@ -145,11 +144,10 @@ def persist_command(  # noqa: PLR0917 - options of the command line
     if any(live_processes(path) for path in paths):
         screen.print(
             "the job is running: its newest whole version is held in memory until it is written. "
-            "Training "
-            "continues; it skips versions for which no other arena is free",
+            "Training continues; it skips versions for which no other arena is free",
             markup=False,
         )
-    with _no_device(), redirect_stdout(sys.stderr):  # DeepSpeed says there what it imports
+    with _no_device(), redirect_stdout(sys.stderr):  # DeepSpeed prints while it is imported
         if stored is not None:
             result = export_stored(_existing(stored), out, keep=keep, progress=progress)
         else:
@@ -181,7 +179,7 @@ def _existing(stored: Path) -> Path:
 
 @contextmanager
 def _no_device() -> Iterator[None]:
-    """What is imported sees none."""
+    """Hide all devices from the libraries that are imported in this block."""
     before = {name: os.environ.get(name) for name in _NO_DEVICE}
     os.environ.update(_NO_DEVICE)
     try:
@@ -192,29 +190,32 @@ def _no_device() -> Iterator[None]:
 
 
 def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Path]:
-    """The directories of one job on all given nodes."""
+    """The directories of one job on all given nodes.
+
+    Args:
+        memory_dirs: of the nodes; None: the default of this node.
+        job: its name; None: the only one that has memory there.
+
+    Raises:
+        ReftError: the job has no memory there.
+        ConfigError: several jobs have, and none is named.
+    """
     dirs = _memory_dirs(memory_dirs)
-    found = find_job_dirs(dirs)
-    places = ", ".join(map(str, dirs))
-    if job is not None and job not in found:
-        raise ReftError(
-            f"no memory of job {job!r} in {places}; found: {', '.join(sorted(found)) or 'none'}"
-        )
-    if not found:
+    job_dirs = find_job_dirs(dirs)
+    places, names = ", ".join(map(str, dirs)), ", ".join(sorted(job_dirs))
+    if job is not None and job not in job_dirs:
+        raise ReftError(f"no memory of job {job!r} in {places}; found: {names or 'none'}")
+    if not job_dirs:
         raise ReftError(f"no job has memory in {places}")
-    if job is None and len(found) > 1:
-        raise ConfigError(
-            f"several jobs have memory in {places}: {', '.join(sorted(found))}; choose one with "
-            "--job"
-        )
-    return found[job if job is not None else next(iter(found))]
+    if job is None and len(job_dirs) > 1:
+        raise ConfigError(f"several jobs have memory in {places}: {names}; choose one with --job")
+    return job_dirs[job if job is not None else next(iter(job_dirs))]
 
 
 def require_memory(
     memory_dirs: Sequence[Path] | None, job: str | None, *, as_json: bool
 ) -> list[Path]:
-    """As :func:`find_memory`, for commands whose JSON is a list: an empty one is printed before the
-    error."""
+    """As :func:`find_memory`, for commands that print a JSON list: after an error it is empty."""
     try:
         return find_memory(memory_dirs, job)
     except ReftError:
@@ -233,7 +234,7 @@ def _memory_dirs(given: Sequence[Path] | None) -> list[Path]:
 
 
 def _clean(summary: JobSummary, force: bool, dry_run: bool) -> str:
-    """What was done."""
+    """Remove the memory of a job if that is allowed; returns what was done, in words."""
     if summary.alive and not force:
         return f"left alone: {'; '.join(summary.alive_because)}"
     if summary.owner_uid != os.geteuid():
@@ -247,7 +248,7 @@ def _clean(summary: JobSummary, force: bool, dry_run: bool) -> str:
     return _REMOVED
 
 
-# ---- for people ----
+# -- output for people -----------------------------------------------------------------------------
 
 
 def _console() -> Console:
@@ -321,16 +322,16 @@ def _arenas_table(report: JobReport) -> Table:
     columns = ["node", "arena", "rank at", "version", "state", "blocks", "own", "for others"]
     table = Table(*columns, *(["damaged"] if report.verified else []), title="arenas")
     for arena in sorted(report.arenas, key=lambda a: (a.node, a.path.name)):
-        row = [arena.node, arena.path.name, *_content(arena)]
+        row = [arena.node, arena.path.name, *_arena_cells(arena)]
         if report.verified:
             bad = arena.bad_blocks
-            named = ", ".join(f"{k.section} {k.member}.{k.index}" for k in (bad or ())[:4])
-            row.append("not read" if bad is None else named or "none")
+            names = ", ".join(f"{k.section} {k.member}.{k.index}" for k in (bad or ())[:4])
+            row.append("not read" if bad is None else names or "none")
         table.add_row(*row)
     return table
 
 
-def _content(arena: ArenaReport) -> list[str]:
+def _arena_cells(arena: ArenaReport) -> list[str]:
     header = arena.header
     if header is None:
         return ["", "", str(arena.state), "", "", ""]
@@ -345,19 +346,26 @@ def _content(arena: ArenaReport) -> list[str]:
 
 
 def _show_cleaning(
-    done: Sequence[tuple[JobSummary, str]], dirs: Sequence[Path], dry_run: bool
+    actions: Sequence[tuple[JobSummary, str]], dirs: Sequence[Path], dry_run: bool
 ) -> None:
     console = _console()
-    if not done:
+    if not actions:
         console.print(f"no job has memory in {', '.join(map(str, dirs))}", markup=False)
         return
     table = Table("job", "node", "owner", "incarnation", "arenas", "memory", "directory", "action")
-    for s, action in done:
-        size = format_size(s.nbytes)
-        cells = (s.job_id, s.node, s.owner_uid, s.incarnation, s.arenas, size, s.path, action)
-        table.add_row(*map(str, cells))
+    for summary, action in actions:
+        table.add_row(
+            summary.job_id,
+            summary.node,
+            str(summary.owner_uid),
+            str(summary.incarnation),
+            str(summary.arenas),
+            format_size(summary.nbytes),
+            str(summary.path),
+            action,
+        )
     console.print(table, markup=False)
-    freed = sum(s.nbytes for s, action in done if action in (_REMOVED, _PLANNED))
+    freed = sum(s.nbytes for s, action in actions if action in (_REMOVED, _PLANNED))
     console.print(f"{format_size(freed)} {'would be' if dry_run else 'were'} freed", markup=False)
 
 

@@ -22,9 +22,15 @@ _EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft rehearse``. Returns 0: all steps are equal; 1: a step differs after
-    the kill, or the job did not come back; 3: the two undisturbed runs differ; 130: told to stop.
-    Raises ConfigError: the options do not fit together, or the job fails undisturbed."""
+    """Command line of ``reft rehearse``.
+
+    Returns:
+        0: all steps are equal; 1: a step differs after the kill, or the job did not come back; 3:
+        the two undisturbed runs differ; 130: stopped by a signal.
+
+    Raises:
+        ConfigError: options contradict each other, or the job fails undisturbed.
+    """
     from reft.job.local import handle_stop_signals
     from reft.rehearse.run import rehearse
 
@@ -48,8 +54,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[Any, bool]:
-    """The rehearsal that a command line asks for, and whether it is reported in JSON. Raises
-    SystemExit: argparse's own refusals, and ``--help``."""
+    """Parse a command line.
+
+    Returns:
+        The rehearsal, and whether its report is in JSON.
+
+    Raises:
+        SystemExit: argparse refuses an option, or ``--help`` is given.
+    """
     from reft.job.options import collect_options, make_parser
     from reft.naming import safe_name
     from reft.rehearse.run import Rehearsal, new_job_id
@@ -58,35 +70,30 @@ def parse(argv: Sequence[str]) -> tuple[Any, bool]:
     parser.prog = _NAME
     parser.description = (
         "Run a job twice undisturbed and twice with a trainer killed (SIGKILL), and compare every "
-        "step to "
-        "the last bit: the batch that each rank trained on, generators, learning rates, client "
-        "state, the "
-        "state of the engine and every tensor. Takes the options of 'reft launch'; with --nnodes "
-        "N and "
-        "without --rdzv-endpoint the nodes are started on this machine, else run it on every node "
-        "of the "
-        "job. The script needs no change and keeps its working directory. The memory of the job "
-        "itself is "
-        "not touched, and checkpoints that the script saves go into a directory of the rehearsal. "
-        "Exit "
-        "codes: 0 equal, 1 a step differs after the kill, 2 wrong use, 3 the undisturbed runs "
-        "differ."
+        "step to the last bit: the batch that each rank trained on, generators, learning rates, "
+        "client state, the state of the engine and every tensor. Takes the options of 'reft "
+        "launch'; with --nnodes N and without --rdzv-endpoint the nodes are started on this "
+        "machine, else run it on every node of the job. The script needs no change and keeps its "
+        "working directory. The memory of the job itself is not touched, and checkpoints that the "
+        "script saves go into a directory of the rehearsal. Exit codes: 0 equal, 1 a step differs "
+        "after the kill, 2 wrong use, 3 the undisturbed runs differ."
     )
     _add_own(parser.add_argument_group("rehearse"))
     args = parser.parse_args(list(argv))
     own = Parser(prog=_NAME, add_help=False, allow_abbrev=False)
     _add_own(own)
     program = len(argv) - 1 - len(args.training_script_args)
-    # "--" may stand before the script, and belongs to neither.
+    # A "--" before the script belongs neither to the launcher nor to the script.
     _, launch = own.parse_known_args(list(argv[:program]))
     launch = [word for word in launch if word != "--"]
     given_nodes = args.nnodes
     meets = bool(args.rdzv_endpoint or args.slurm or args.hostfile or args.standalone)
     if not meets and given_nodes is not None:
-        # Where they meet is known when they are started.
+        # The rendezvous is started later, with the nodes.
         args.rdzv_endpoint = "127.0.0.1:0"
     options = collect_options(args)
-    with suppress(OSError, AttributeError):  # torchrun makes it for logs when it reads its options
+    # torchrun makes a directory for logs when it reads its options.
+    with suppress(OSError, AttributeError):
         os.rmdir(options.config.logs_specs.root_log_dir)  # type: ignore[union-attr]
     nodes = 0 if meets and options.config.max_nodes > 1 else options.config.min_nodes
     what = Rehearsal(
@@ -109,8 +116,8 @@ def parse(argv: Sequence[str]) -> tuple[Any, bool]:
 
 
 def _add_own(group: argparse._ActionsContainer) -> None:
-    def add(option: str, says: str, **how: Any) -> None:
-        group.add_argument(option, dest=f"rehearse_{option[2:]}", help=says, **how)
+    def add(option: str, help_text: str, **settings: Any) -> None:
+        group.add_argument(option, dest=f"rehearse_{option[2:]}", help=help_text, **settings)
 
     add(
         "--steps",
@@ -141,7 +148,7 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
         return
     for one in report["tries"]:
         yield from _describe_try(report["steps"], one)
-    # Also where all is equal: what does not enter the numbers of the next steps may differ unseen.
+    # Even if all steps are equal: state that does not affect them may have been lost.
     for text in report["said"]:
         yield f"reft said: {text}"
 

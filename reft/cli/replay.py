@@ -1,5 +1,4 @@
-"""``reft replay``: makes the last step of a stopped job again, from the version before, and
-compares."""
+"""``reft replay``: repeats the last step of a stopped job from the version before, and compares."""
 
 from __future__ import annotations
 
@@ -25,19 +24,24 @@ _NAME = "reft replay"
 _DESCRIPTION = (
     "Make the last step of a stopped job again: start every node with the options of 'reft launch' "
     "(--help-all lists them). From a copy of the version before the newest one the job trains to "
-    "the newest "
-    "one's step and stops. Each node compares the blocks of its ranks with those in memory, which "
-    "stay as "
-    "they are."
+    "the newest one's step and stops. Each node compares the blocks of its ranks with those in "
+    "memory, which stay as they are."
 )
 Blocks = Mapping[tuple[Coordinate, BlockKey], Mapping[str, int]]
-"""Checksums of what a block in a rank's memory holds of tensors, by their names."""
+"""Checksums of the parts of tensors in each block of a rank's memory, by name of the tensor."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft replay``; returns the exit code: 0 if all is equal, 1 if not, else
-    what ``reft launch`` returns. Raises ConfigError: memory does not hold what is needed."""
-    if argv[:1] in (["-h"], ["--help"]):  # without torch, whose import takes seconds
+    """Command line of ``reft replay``.
+
+    Returns:
+        The exit code: 0 if all blocks are equal, 1 if not; that of ``reft launch`` if it fails.
+
+    Raises:
+        ConfigError: the memory does not hold the versions that are needed.
+    """
+    # Help does not import torch, which takes seconds.
+    if argv[:1] in (["-h"], ["--help"]):
         own = Parser(prog=_NAME, words="SCRIPT [ARGUMENTS]...", description=_DESCRIPTION)
         _add_options(own)
         own.print_help()
@@ -56,10 +60,8 @@ def main(argv: Sequence[str]) -> int:
     except ReftError as error:
         raise ConfigError(
             f"{options.memory_dir} has no memory of job {options.job_id!r} ({error}); a replay "
-            "needs the "
-            "memory that the job left: start the job with --keep-memory, and this command with "
-            "its "
-            f"--memory-dir and --job-id"
+            "needs the memory that the job left: start the job with --keep-memory, and this "
+            "command with its --memory-dir and --job-id"
         ) from error
     if holders := live_processes(kept.path):
         raise ConfigError(
@@ -67,34 +69,39 @@ def main(argv: Sequence[str]) -> int:
         )
     before, newest = _last_two(kept)
     os.environ[ENV_REPLAY] = str(newest.step)
-    os.environ[ENV_PROFILE] = json.dumps({"persist": {}})  # what is replayed does not go to storage
+    os.environ[ENV_PROFILE] = json.dumps(
+        {"persist": {}}
+    )  # Replayed versions must not go to storage
     memory = options.memory_dir.with_name(f"{options.memory_dir.name}-replay")
     if memory.exists():
         raise ConfigError(f"{memory} exists; a replay keeps its copy there: remove it")
-    made: list[Blocks] = []
+    repeats: list[Blocks] = []
     try:
         for _ in range(2 if args.twice else 1):
             _copy(kept, memory / kept.path.name, before)
             if code := launch(replace(options, memory_dir=memory, keep_memory=True)):
                 return code
-            made.append(_blocks(JobDir.open(memory / kept.path.name), newest.step))
+            repeats.append(_blocks(JobDir.open(memory / kept.path.name), newest.step))
     finally:
         shutil.rmtree(memory, ignore_errors=True)
     expected = _blocks(kept, newest.step)
-    differ, unsteady = _differing(expected, made[0]), _differing(made[0], made[-1])
-    told: dict[str, Any] = {
+    differ = _differing(expected, repeats[0])
+    unsteady = _differing(repeats[0], repeats[-1])
+    report: dict[str, Any] = {
         "from_step": before.step,
         "step": newest.step,
         "blocks": len(expected),
-        "differ": [_format_report(at, expected, made[0]) for at in differ],
-        "not_deterministic": [_format_report(at, made[0], made[-1]) for at in unsteady]
-        if args.twice
-        else None,
+        "differ": [_format_report(block, expected, repeats[0]) for block in differ],
+        "not_deterministic": None,
     }
+    if args.twice:
+        report["not_deterministic"] = [
+            _format_report(block, repeats[0], repeats[-1]) for block in unsteady
+        ]
     if args.json is not None:
-        args.json.write_text(json.dumps(told, indent=2))
+        args.json.write_text(json.dumps(report, indent=2))
     for key, what in (("differ", "not what is in memory"), ("not_deterministic", "never the same")):
-        for block in told[key] or ():
+        for block in report[key] or ():
             print(f"{what}: rank {block['at']}, {block['block']}: {', '.join(block['tensors'])}")
     print(f"step {newest.step} from {before.step}: {len(differ)} of {len(expected)} blocks differ")
     return EXIT_NOT_WELL if differ or unsteady else 0
@@ -109,29 +116,29 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _last_two(job: JobDir) -> tuple[VersionId, VersionId]:
-    found = headers(job.path, job.secret, job.job_id)
-    labels = sorted({header.label for _, header in found if header.state.whole})
+    """The newest complete version and the one before it."""
+    arenas = headers(job.path, job.secret, job.job_id)
+    labels = sorted({header.label for _, header in arenas if header.state.whole})
     if len(labels) < 2 or labels[-2].step >= labels[-1].step:
         steps = ", ".join(str(label.step) for label in labels) or "none"
         raise ConfigError(
-            f"{job.path} holds versions of steps {steps}; a replay needs the newest one and one "
-            "of a step "
-            f"before: start the job with --keep-memory"
+            f"{job.path} holds versions of steps {steps}; a replay needs the newest one and one of "
+            "a step before: start the job with --keep-memory"
         )
     return labels[-2], labels[-1]
 
 
 def _copy(job: JobDir, target: Path, label: VersionId) -> None:
-    """A directory of the same job that holds one version alone."""
-    shutil.rmtree(target, ignore_errors=True)  # of the first time
+    """Make a directory of the same job that holds one version only."""
+    shutil.rmtree(target, ignore_errors=True)  # From the first repeat
     target.parent.mkdir(mode=0o700, exist_ok=True)
     target.mkdir(mode=0o700)
     versions = {
         path.name: header.label for path, header in headers(job.path, job.secret, job.job_id)
     }
     for path in job.path.iterdir():
-        known = path.name not in (DAEMON_FILE, STATUS_FILE) and path.suffix != ARENA_SUFFIX
-        if path.is_file() and (known or versions.get(path.name) == label):
+        is_state = path.name not in (DAEMON_FILE, STATUS_FILE) and path.suffix != ARENA_SUFFIX
+        if path.is_file() and (is_state or versions.get(path.name) == label):
             shutil.copy2(path, target / path.name)
 
 
@@ -139,7 +146,8 @@ def _blocks(job: JobDir, step: int) -> Blocks:
     from reft.state.blob import DecodedBlob
     from reft.state.catalogue import end_to_end
 
-    found: dict[tuple[Coordinate, BlockKey], Mapping[str, int]] = {}
+    """Checksums of the tensors in all blocks of one step."""
+    blocks: dict[tuple[Coordinate, BlockKey], Mapping[str, int]] = {}
     for path, header in headers(job.path, job.secret, job.job_id):
         if header.label.step != step or not header.state.whole:
             continue
@@ -149,7 +157,7 @@ def _blocks(job: JobDir, step: int) -> Blocks:
             specs = {Section.REPLICATED: manifest.replicated, Section.OWNED: manifest.owned}
             places = {s: end_to_end(spec.nbytes for spec in of)[0] for s, of in specs.items()}
             for e in header.entries:
-                # A partition that is kept for its owner is compared with the owner.
+                # A copy of another rank's partition is compared on that rank.
                 if e.key.section is Section.REPLICATED or (
                     e.key.section is Section.OWNED and e.owner
                 ):
@@ -158,8 +166,8 @@ def _blocks(job: JobDir, step: int) -> Blocks:
                         begin, end = at - e.start_bytes, at + t.nbytes - e.start_bytes
                         if begin < e.nbytes and end > 0:
                             tensors[t.name] = checksum(data[max(0, begin) : end])
-                    found[header.coordinate, e.key] = tensors
-    return found
+                    blocks[header.coordinate, e.key] = tensors
+    return blocks
 
 
 def _differing(kept: Blocks, made: Blocks) -> list[tuple[Coordinate, BlockKey]]:

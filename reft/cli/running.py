@@ -1,8 +1,7 @@
-"""``reft protect``, ``scale``, ``advise``: what a running job keeps, on how many nodes, and what to
-change.
+"""``reft protect``, ``scale``, ``advise``: change a running job, or find out what to change.
 
-An order is a numbered file in the job's memory on this node, which its trainers or its launcher
-take up and answer.
+A request is a numbered file in the job's memory on this node. Its trainers, or its launcher, carry
+it out and write an answer.
 """
 
 from __future__ import annotations
@@ -65,11 +64,12 @@ def protect_command(
             raise ReftError(f"{paths[0]}: no trainer has reported its protection yet")
         _show(record, as_json)
         return
-    wanted = parse_request(scheme)
-    for path in paths:  # what the groups of this job have no room for, as far as its arenas tell
+    requested = parse_request(scheme)
+    # Refused here if the job's groups have no room for it, as far as its arenas show.
+    for path in paths:
         directory = JobDir.open(path)
         for _, header in headers(path, directory.secret, directory.job_id):
-            wanted.check_room(header.degrees.dp)
+            requested.check_room(header.degrees.dp)
     running = [path for path in paths if live_processes(JobDir.open(path).path)]
     if not running:
         raise ReftError(
@@ -84,7 +84,7 @@ def protect_command(
     if not wait:
         return
     answers: list[ProtectionRecord] = []
-    for _ in _looks(wait):
+    for _ in _polls(wait):
         records = [read_record(path) for path in running]
         answers = [r for r in records if r is not None and r.number >= order.number]
         if len(answers) == len(running):
@@ -102,8 +102,8 @@ def protect_command(
         raise typer.Exit(EXIT_NOT_WELL)
 
 
-def _looks(secs: float) -> Iterator[None]:
-    """Turns to look for an answer, until the time is up."""
+def _polls(secs: float) -> Iterator[None]:
+    """Poll for an answer, until the time is up."""
     deadline = time.monotonic() + secs
     while time.monotonic() < deadline:
         yield
@@ -118,7 +118,7 @@ def _show(record: ProtectionRecord, as_json: bool) -> None:
 
 
 def describe(record: dict[str, Any]) -> list[str]:
-    """A record in words; the first line says what is in force. Nothing where there is no record."""
+    """A record in words, the active protection first; empty if there is no record."""
     if not record:
         return []
     degraded = record.get("degraded")
@@ -184,9 +184,8 @@ def scale_command(
     ]
     if not paths:
         raise ReftError(
-            "the job does not run here: run this on one of its nodes, or give --nnodes to its "
-            "next `reft "
-            "launch`"
+            "the job does not run here: run this on one of its nodes, or give --nnodes to its next "
+            "`reft launch`"
         )
     path = paths[0]
     try:
@@ -196,21 +195,20 @@ def scale_command(
     if not wait:
         return
     answer: ScaleAnswer | None = None
-    for _ in _looks(wait):
-        found = read_answer(path)
-        if found is not None and found.number == order.number:
-            answer = found
-        if answer is not None and not path.exists():  # this node has left, and its memory went
+    for _ in _polls(wait):
+        newest = read_answer(path)
+        if newest is not None and newest.number == order.number:
+            answer = newest
+        # The node has left the job, and its memory was removed with the answer.
+        if answer is not None and not path.exists():
             answer = ScaleAnswer(order.number, nodes, nodes, done=True)
         if answer is not None and (answer.done or answer.refused):
             break
     if answer is None:
         raise ReftError(
             f"no launcher has taken up the order in {path} within {wait:.0f} s: this node is a "
-            "spare (run "
-            "the command on a node that trains), or the job is still starting. The order stays "
-            "until a "
-            "launcher takes it up"
+            "spare (run the command on a node that trains), or the job is still starting. The "
+            "order stays until a launcher takes it up"
         )
     typer.echo(json.dumps(asdict(answer), indent=2) if as_json else _describe(answer))
     if not answer.done:
@@ -251,22 +249,28 @@ def advise_command(
     memory. 'reft scale' carries it out.
     """
     paths = find_memory(memory_dir, job)
-    seen = situation(paths, newest_board(paths), max_nodes)
-    found = advise(seen)
+    observed = situation(paths, newest_board(paths), max_nodes)
+    advices = advise(observed)
     name = JobDir.open(paths[0]).job_id
     if as_json or as_yaml:
         memory = min((b.limit_bytes for b in bounds(paths[0]) if b.limit_bytes > 0), default=0)
         # A plan of the same name is the same plan to the operator; every round has its own.
         number = max((r.round for p in paths for r in read_history(p)), default=0)
         cores = len(os.sched_getaffinity(0))
-        workers, spares = len(seen.nodes), len(seen.spares)
         plan = scale_plan(
-            name, number, found, workers=workers, spares=spares, cpu=cores, memory_bytes=memory
+            name,
+            number,
+            advices,
+            workers=len(observed.nodes),
+            spares=len(observed.spares),
+            cpu=cores,
+            memory_bytes=memory,
         )
-        told = {"job_id": name, "advice": [a.to_json() for a in found], "scale_plan": plan}
-        typer.echo(json.dumps(plan if as_yaml else told, indent=2))  # what is JSON is YAML too
+        rows = [advice.to_json() for advice in advices]
+        report = {"job_id": name, "advice": rows, "scale_plan": plan}
+        typer.echo(json.dumps(plan if as_yaml else report, indent=2))  # JSON is valid YAML
         return
-    for advice in found:
+    for advice in advices:
         typer.echo(str(advice))
-    if not found:
+    if not advices:
         typer.echo(f"job {name}: nothing to change, as far as its nodes report")

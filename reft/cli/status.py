@@ -1,5 +1,4 @@
-"""``reft status``, a whole job seen from any of its nodes, once or live; ``reft history``, its
-restarts."""
+"""``reft status``: a whole job from any of its nodes. ``reft history``: its restarts."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ from reft.node.status import ENDED_AS_WANTED, StatusReader, clock
 from reft.node.stragglers import STEP_PARTS
 
 _REMOVAL_SECS = 1.0
-_MOST_RANKS = 16
+_MAX_RANKS = 16
 _STYLES = {
     HealthSignal.HEALTHY: "green",
     HealthSignal.COMPLETED: "green",
@@ -82,34 +81,37 @@ def status_command(
     try:
         reader = StatusReader(find_memory(memory_dir, job))
         if web:
-            told = reader.read()
-            running = [node["status"] or {} for node in told["here"] if node["daemon_runs"]]
-            if problem := next((s["web_problem"] for s in running if s.get("web_problem")), None):
-                raise ReftError(
-                    f"the page is not served: {problem}. End what listens there, or start the job "
-                    "with "
-                    f"another metrics.port"
-                )
-            if (url := next((s["web"] for s in running if s.get("web")), None)) is None:
-                raise ConfigError(
-                    f"no node daemon of job {told['job_id']} serves the page here; write "
-                    '"metrics": '
-                    f'{{"port": 9095}} into the reft block, and install the extra '
-                    "reft-ckpt[metrics]"
-                )
-            typer.echo(url)
+            typer.echo(_find_page(reader.read()))
             return
         if watch:
-            told = _watch(reader, interval, as_json=as_json)
+            status = _watch(reader, interval, as_json=as_json)
         else:
-            told = reader.read()
-            _show(told, as_json=as_json)
+            status = reader.read()
+            _show(status, as_json=as_json)
     except (ReftError, PermissionError) as error:
         if as_json:
             typer.echo(json.dumps({"job_id": None, "nodes": [], "here": [], "problem": str(error)}))
         raise
-    if not told["well"]:
+    if not status["well"]:
         raise typer.Exit(EXIT_NOT_WELL)
+
+
+def _find_page(status: dict[str, Any]) -> str:
+    """Address of the status page that a daemon of these nodes serves."""
+    daemons = [node["status"] or {} for node in status["here"] if node["daemon_runs"]]
+    for daemon in daemons:
+        if problem := daemon.get("web_problem"):
+            raise ReftError(
+                f"the page is not served: {problem}. End what listens there, or start the job with "
+                "another metrics.port"
+            )
+    for daemon in daemons:
+        if url := daemon.get("web"):
+            return str(url)
+    raise ConfigError(
+        f'no node daemon of job {status["job_id"]} serves the page here; write "metrics": '
+        '{"port": 9095} into the reft block, and install the extra reft-ckpt[metrics]'
+    )
 
 
 def history_command(
@@ -136,11 +138,11 @@ def history_command(
         else _read_memory(memory_dir, job, as_json=as_json)
     )
     if as_json:
-        told = [
+        nodes = [
             {"job_id": j, "node": n, "rounds": [*map(vars, rounds)]}
             for (j, n), rounds in histories.items()
         ]
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(nodes, indent=2))
         return
     for (job_id, node), rounds in histories.items():
         title = f"job {job_id}, as node {node} saw it"
@@ -171,8 +173,7 @@ def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: boo
     except ReftError as error:
         raise ReftError(
             f"{error}. The history of a job that ended well is in persist.dir/JOB, or in its "
-            "--log-dir: "
-            f"reft history --from DIRECTORY"
+            "--log-dir: reft history --from DIRECTORY"
         ) from error
     jobs = map(JobDir.open, paths)
     return {(job.job_id, job.node): read_history(job.path) for job in jobs}
@@ -191,89 +192,89 @@ def _kept(directory: Path, *, as_json: bool) -> Histories:
 
 
 def _watch(reader: StatusReader, interval_secs: float, *, as_json: bool) -> dict[str, Any]:
-    """Show the job until Ctrl-C or its end; returns what was seen last."""
+    """Show the job until Ctrl-C or its end. Returns the last status."""
     console = Console()
-    told: dict[str, Any] = {"well": True}
+    status: dict[str, Any] = {"well": True}
     try:
         if console.is_terminal and not as_json:
             with Live(console=console, auto_refresh=False, transient=False) as screen:
-                for told in _looks(reader, interval_secs):
-                    screen.update(_view(told), refresh=True)
+                for status in _poll(reader, interval_secs):
+                    screen.update(_view(status), refresh=True)
         else:
-            for told in _looks(reader, interval_secs):
-                _show(told, as_json=as_json, briefly=True)
+            for status in _poll(reader, interval_secs):
+                _show(status, as_json=as_json, briefly=True)
                 sys.stdout.flush()
     except KeyboardInterrupt:
-        return told
-    except BrokenPipeError:  # whoever read it has seen enough
+        return status
+    except BrokenPipeError:  # the reader of the pipe has ended
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return told
+        return status
     if not as_json:
-        console.print(f"job {told['job_id']} has ended: {told['ended']}", markup=False)
-    return told
+        console.print(f"job {status['job_id']} has ended: {status['ended']}", markup=False)
+    return status
 
 
-def _looks(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any]]:
-    """What is seen, one look after the other, until the job has ended."""
-    told: dict[str, Any] = {}
-    while told.get("state") != "ended":
-        if told:
+def _poll(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any]]:
+    """The status again and again, until the job has ended."""
+    status: dict[str, Any] = {}
+    while status.get("state") != "ended":
+        if status:
             time.sleep(interval_secs)
         try:
-            ran, told = bool(told), reader.read()
-            told["well"] = told["well"] or told["ended"] == ENDED_AS_WANTED
-            vanishes = ran and told["state"] == "ended" and _vanishes(reader.paths)
+            ran, status = bool(status), reader.read()
+            status["well"] = status["well"] or status["ended"] == ENDED_AS_WANTED
+            vanishes = ran and status["state"] == "ended" and _vanishes(reader.paths)
         except (ReftError, OSError):
             if not (vanishes := _vanishes(reader.paths)):
                 raise
         if vanishes:
             ended = f"{ENDED_AS_WANTED}, and its memory was removed"
-            told = {**told, "state": "ended", "ended": ended, "well": True}
-        yield told
+            status = {**status, "state": "ended", "ended": ended, "well": True}
+        yield status
 
 
 def _vanishes(paths: Sequence[Path]) -> bool:
-    """Whether the memory of one of these nodes is removed, file by file, as that of a job that has
-    ended well."""
+    """Whether the memory of one of these nodes is being removed, as at the end of a job that ended
+    well. That takes a moment, in which files are missing."""
     deadline = time.monotonic() + _REMOVAL_SECS
     while (whole := all(path.is_dir() for path in paths)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not whole
 
 
-def _show(told: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None:
+def _show(status: dict[str, Any], *, as_json: bool, briefly: bool = False) -> None:
     if as_json:
-        typer.echo(json.dumps(told, indent=None if briefly else 2, default=str))
+        typer.echo(json.dumps(status, indent=None if briefly else 2, default=str))
         return
     console = Console()
-    console.print(_view(told))
-    for node in () if briefly else told["here"]:
+    console.print(_view(status))
+    for node in () if briefly else status["here"]:
         table = Table(title=escape(f"job {node['job_id']}, node {node['node']}"), show_header=False)
         for name, said in _describe_node(node):
             table.add_row(name, escape(said))
         console.print(table)
 
 
-def _view(told: dict[str, Any]) -> RenderableType:
-    table = Table(title=escape(f"job {told['job_id']}"), show_header=False)
-    for name, value in _facts(told):
+def _view(status: dict[str, Any]) -> RenderableType:
+    table = Table(title=escape(f"job {status['job_id']}"), show_header=False)
+    for name, value in _facts(status):
         table.add_row(name, escape(value))
-    parts: list[RenderableType] = [table, _nodes(told)]
-    if told["speeds"]:
-        parts.append(_speeds(told))
-    parts += [f"[bold yellow]warning:[/] {escape(said)}" for said in told["warnings"]]
-    parts += [f"[cyan]advice:[/] {escape(advice['said'])}" for advice in told["advice"]]
+    parts: list[RenderableType] = [table, _nodes(status)]
+    if status["speeds"]:
+        parts.append(_speeds(status))
+    parts += [f"[bold yellow]warning:[/] {escape(said)}" for said in status["warnings"]]
+    parts += [f"[cyan]advice:[/] {escape(advice['said'])}" for advice in status["advice"]]
     return Group(*parts)
 
 
-def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "state", _state(told)
-    speed = "" if told["steps_per_sec"] is None else f", {told['steps_per_sec']:.3g} steps/s"
-    yield "step", f"{_or(told['step'], 'none yet')}{speed}; round {told['round']}"
-    if (counts := told["since_start"]) is not None and counts["newest_step"] is not None:
+def _facts(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "state", _state(status)
+    speed = "" if status["steps_per_sec"] is None else f", {status['steps_per_sec']:.3g} steps/s"
+    yield "step", f"{_or(status['step'], 'none yet')}{speed}; round {status['round']}"
+    if (counts := status["since_start"]) is not None and counts["newest_step"] is not None:
         parts = [
-            f"{counts['newest_step'] - counts['first_step']} steps in "
-            f"{counts['elapsed_secs']:.0f} s"
+            f"{counts['newest_step'] - counts['first_step']} steps in {counts['elapsed_secs']:.0f} "
+            "s"
         ]
         if counts["samples_per_sec"] is not None:
             parts.append(f"{counts['samples_per_sec']:.3g} samples/s")
@@ -287,10 +288,10 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ]:
             parts.append(f"lost to {', '.join(lost)}")
         yield "since the start", "; ".join(parts)
-    age = "" if told["newest_commit"] is None else f", {told['commit_age_secs']:.0f} s ago"
-    yield "newest commit", _label(told["newest_commit"]) + age
-    yield "protection", _or(told["protection"], "not known")
-    left, whole = told["tolerance_left"], told["tolerance"]
+    age = "" if status["newest_commit"] is None else f", {status['commit_age_secs']:.0f} s ago"
+    yield "newest commit", _label(status["newest_commit"]) + age
+    yield "protection", _or(status["protection"], "not known")
+    left, whole = status["tolerance_left"], status["tolerance"]
     said = "not known yet"
     if left is not None:
         usual = "" if whole is None or whole == left else f" (of {whole} when all nodes are there)"
@@ -298,7 +299,7 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if left is not None and left < 0:
         said = "NOTHING: more nodes are lost than the protection survives"
     yield "survives now", said
-    if (last := told["last_recovery"]) is not None:
+    if (last := status["last_recovery"]) is not None:
         causes = "; ".join([*last["failures"], *(f"node {n} was lost" for n in last["lost"])])
         resumed = ""
         if last["resumed_step"] is not None:
@@ -307,14 +308,14 @@ def _facts(told: dict[str, Any]) -> Iterator[tuple[str, str]]:
         recovered = describe_parts(last["secs"])
         total = sum(last["secs"].values())
         yield "its seconds", f"{total:.1f}: {recovered}" if recovered else "not known yet"
-    yield "restarts", str(told["restarts"])
+    yield "restarts", str(status["restarts"])
 
 
-def _state(told: dict[str, Any]) -> str:
-    if told["ended"] is not None:
-        return f"does not run: {told['ended']}"
-    said = str(told["state"])
-    if (waiting := told["waiting"]) is None:
+def _state(status: dict[str, Any]) -> str:
+    if status["ended"] is not None:
+        return f"does not run: {status['ended']}"
+    said = str(status["state"])
+    if (waiting := status["waiting"]) is None:
         return said
     if len(names := waiting["for"]) == 1:
         said += f": {names[0]}, or one in its place"
@@ -327,11 +328,11 @@ def _state(told: dict[str, Any]) -> str:
     return f"{said}, until {limit} at most"
 
 
-def _nodes(told: dict[str, Any]) -> Table:
+def _nodes(status: dict[str, Any]) -> Table:
     table = Table(
         Column("node", overflow="fold"), "signal", "since", "step", "shards", "what it does"
     )
-    for node in told["nodes"]:
+    for node in status["nodes"]:
         signal, since = HealthSignal(node["signal"]), node["since_unix_secs"]
         shown = "snapshot done" if signal is HealthSignal.COMPLETED else str(signal)
         style = _STYLES[HealthSignal.UNHEALTHY if node["quiet"] else signal]
@@ -353,78 +354,85 @@ def _nodes(told: dict[str, Any]) -> Table:
     return table
 
 
-def _speeds(told: dict[str, Any]) -> Table:
-    longest = sorted(told["speeds"], key=lambda s: -float(s["compute_secs"]))
+def _speeds(status: dict[str, Any]) -> Table:
+    longest = sorted(status["speeds"], key=lambda s: -float(s["compute_secs"]))
     title = "what a step consists of, in ms"
     table = Table("rank", Column("node", overflow="fold"), "step", *STEP_PARTS, title=title)
-    slow = {rank for s in told["slow"] for rank in s["ranks"]}
-    for speed in sorted(longest[:_MOST_RANKS], key=lambda s: int(s["rank"])):
+    slow = {rank for s in status["slow"] for rank in s["ranks"]}
+    for speed in sorted(longest[:_MAX_RANKS], key=lambda s: int(s["rank"])):
         style = _STYLES[HealthSignal.UNHEALTHY] if speed["rank"] in slow else ""
         millis = (f"{speed[f'{name}_secs'] * 1000:.3g}" for name in ("step", *STEP_PARTS))
         table.add_row(str(speed["rank"]), escape(speed["node"]), *millis, style=style)
-    if (left_out := len(longest) - _MOST_RANKS) > 0:
+    if (left_out := len(longest) - _MAX_RANKS) > 0:
         table.caption = f"and {left_out} that compute no longer than these"
     return table
 
 
 def _describe_node(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the node's own files tell, for people."""
+    """A node's own part of the status, as rows of a table."""
     status = node["status"] or {}
-    persist = status.get("persist") or {}
     stats = [t["stats"] for t in (status.get("trainers") or {}).values() if t.get("stats")]
+    skipped = (status.get("skipped") or {}).items()
     yield "restarts", node["restarts"]
     yield "daemon", "runs" if node["daemon_runs"] else "does not run"
     yield "newest commit", _label(status.get("last_committed"))
     yield from zip(("protection", ""), describe(node["protection"] or {}), strict=False)
     yield "snapshots", _staleness(status.get("stale_since_step"), status.get("stale_cause"))
-    yield (
-        "skipped",
-        ", ".join(f"{n}x {c}" for c, n in (status.get("skipped") or {}).items()) or "none",
-    )
-    yield "on disk", _label(persist.get("last")) if persist.get("dir") else "not configured"
-    if persist.get("dir"):
-        said = _staleness(persist.get("stale_since_step"), persist.get("error"))
-        if writing := persist.get("writing"):
-            said += (
-                f"; writes {_label(writing)}, {persist.get('lag_steps') or 0} steps behind memory"
-            )
-        yield "persist", said
-    # How often versions are taken, and go to storage, and why, where the job finds that itself; by
-    # the rank that asks for the longest interval.
+    yield "skipped", ", ".join(f"{count}x {cause}" for cause, count in skipped) or "none"
+    yield from _describe_storage(status.get("persist") or {})
+    yield from _describe_rates(stats)
+    yield from _describe_traffic(stats)
+    if updated := status.get("updated_unix_secs"):
+        yield "as of", f"{max(0.0, time.time() - updated):.0f} s ago"
+
+
+def _describe_storage(persist: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if not persist.get("dir"):
+        yield "on disk", "not configured"
+        return
+    yield "on disk", _label(persist.get("last"))
+    state = _staleness(persist.get("stale_since_step"), persist.get("error"))
+    if writing := persist.get("writing"):
+        state += f"; writes {_label(writing)}, {persist.get('lag_steps') or 0} steps behind memory"
+    yield "persist", state
+
+
+def _describe_rates(stats: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """How often versions are taken and persisted, if the job measures that itself. Shown is the
+    rank that asks for the longest interval."""
     for name, key, when in (
         ("snapshot rate", "memory_rate", "after a failure that memory survives"),
         ("persist rate", "persist_rate", "when memory fails"),
     ):
-        if rates := [rate for s in stats if (rate := s.get(key))]:
-            rate = max(rates, key=lambda r: r["interval_steps"])
-            seen = (
-                "not measured yet"
-                if rate["overhead"] is None
-                else f"{rate['overhead']:.1%} observed"
-            )
-            most = max(rate["most_lost_steps"], 2 * rate["agreed_steps"])
-            looks = "; looks at steps without a snapshot now" if rate.get("observing") else ""
-            yield (
-                name,
-                f"every {rate['agreed_steps']} steps ({rate['why']}{looks}); "
-                f"{seen} of {rate['max_overhead']:.1%} allowed; at most {most} steps are lost "
-                f"{when}",
-            )
-    # Bytes of the newest version of all ranks of the node, by what they are; nothing before there
-    # is one.
-    counted = [s["traffic"] for s in stats if "traffic" in s]
-    for name, direction in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
-        total: Counter[str] = sum((Counter(c[direction]) for c in counted), Counter())
+        rates = [rank[key] for rank in stats if rank.get(key)]
+        if not rates:
+            continue
+        rate = max(rates, key=lambda rate: rate["interval_steps"])
+        observed = "not measured yet"
+        if rate["overhead"] is not None:
+            observed = f"{rate['overhead']:.1%} observed"
+        lost_steps = max(rate["most_lost_steps"], 2 * rate["agreed_steps"])
+        observing = "; looks at steps without a snapshot now" if rate.get("observing") else ""
+        yield (
+            name,
+            f"every {rate['agreed_steps']} steps ({rate['why']}{observing}); {observed} of "
+            f"{rate['max_overhead']:.1%} allowed; at most {lost_steps} steps are lost {when}",
+        )
+
+
+def _describe_traffic(stats: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Bytes of the newest version of all ranks of the node, by kind."""
+    traffic = [rank["traffic"] for rank in stats if "traffic" in rank]
+    for name, way in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
+        total: Counter[str] = sum((Counter(rank[way]) for rank in traffic), Counter())
         parts = ", ".join(f"{kind.replace('_', ' ')} {format_size(n)}" for kind, n in total.items())
-        if counted:
+        if traffic:
             yield name, f"{format_size(total.total())} ({parts})" if total else "nothing"
-    made = sum(s.get("recomputed", 0) for s in stats)
-    copied: Counter[str] = sum((Counter(s.get("resynced") or {}) for s in stats), Counter())
-    if made or copied:
-        causes = ", ".join(f"{n}x {cause}" for cause, n in copied.items()) or "none"
-        yield "recomputed", f"{made} partitions; copied from their owners: {causes}"
-    if updated := status.get("updated_unix_secs"):
-        yield "as of", f"{max(0.0, time.time() - updated):.0f} s ago"
+    recomputed = sum(rank.get("recomputed", 0) for rank in stats)
+    copied: Counter[str] = sum((Counter(rank.get("resynced") or {}) for rank in stats), Counter())
+    if recomputed or copied:
+        causes = ", ".join(f"{count}x {cause}" for cause, count in copied.items()) or "none"
+        yield "recomputed", f"{recomputed} partitions; copied from their owners: {causes}"
 
 
 def _staleness(since: int | None, cause: str | None) -> str:

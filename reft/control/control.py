@@ -337,11 +337,11 @@ class WorkerControl(ControlGroup):
         """
         # The transport only has a minimum. Fields whose maximum is needed are sent negated, and the
         # version is sent twice, so that its minimum and its maximum can be compared.
-        raised = [getattr(ballot, name) for name in _RAISED]
+        flags = [getattr(ballot, name) for name in _RAISED]
         names = sorted(ballot.features)
         numbers = [number for name in names for number in ballot.features[name]]
         word = [version.step, -version.step, version.incarnation, -version.incarnation]
-        word += [int(ballot.ok), *(-int(value) for value in (*raised, *numbers))]
+        word += [int(ballot.ok), *(-int(value) for value in (*flags, *numbers))]
         lowest, highest, oldest, newest, ok, *largest = self._connections.reduce_min(word)
         if oldest != -newest:
             raise TransferError(
@@ -355,7 +355,7 @@ class WorkerControl(ControlGroup):
                 f"{version.step}. Every rank must take the same optimizer steps"
             )
         results = iter(-value for value in largest)
-        fields = {name: type(own)(next(results)) for name, own in zip(_RAISED, raised, strict=True)}
+        fields = {name: type(own)(next(results)) for name, own in zip(_RAISED, flags, strict=True)}
         features = {name: tuple(next(results) for _ in ballot.features[name]) for name in names}
         return Ballot(ok=bool(ok), features=features, **fields)
 

@@ -344,9 +344,8 @@ def connect_authenticated(
         connection.close()
         raise AuthenticationError(
             f"the {purpose} at {endpoint} has another secret than this node, or is not reft's. "
-            f"Every process of a job needs the same secret: share ~/.reft/secret between the "
-            f"hosts, or set REFT_SECRET to the same 64 hexadecimal digits everywhere, and check "
-            f"the address"
+            "Every process of a job needs the same secret: share ~/.reft/secret between the hosts, "
+            "or set REFT_SECRET to the same 64 hexadecimal digits everywhere, and check the address"
         ) from error
     except EOFError as error:
         connection.close()

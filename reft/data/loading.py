@@ -2,18 +2,17 @@
 
     loader = reft.data.loader(dataset, batch_size=4, shuffle=True, seed=1, num_workers=3)
     for epoch in range(loader.epoch, epochs):
-        for batch in loader:
-            ...
+        for batch in loader: ...
 
 torch's ``DataLoader`` reads: workers, prefetch, pinning and collation are its own. What it reads
 follows from :mod:`reft.data.order`. The position counts what was handed out, not what was read
-ahead; to come back sets two numbers.
+ahead; to return to a position, two numbers are set.
 
-Random numbers of a sample follow from (seed, epoch, sample), never from a worker's state: before it
-is read, the generators of Python, NumPy and torch (on the CPU) are seeded for it; so they are for
-the collation of a batch, by its first sample. A sample is therefore the same to the bit in every
-worker, in the process that trains, whose generators are put back behind it, and when it is read
-again after a failure.
+Random numbers of a sample follow from (seed, epoch, sample), never from the state of a worker.
+Before a sample is read, the generators of Python, NumPy and torch (on the CPU) are seeded for it;
+before a batch is collated, by its first sample. So a sample is the same to the bit in every worker,
+in the training process, whose generators are put back afterwards, and when it is read again after a
+failure.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ from reft.data.order import (
     mix,
 )
 from reft.data.passes import PassReader, count_received, is_left_out, raw_iterator
-from reft.data.watch import LOADERS, WATCH, TrackedLoader
+from reft.data.resumable import LOADERS, TrackedLoader
+from reft.data.watch import WATCH
 from reft.errors import ConfigError
 from reft.state.blob import capture_host_rng, restore_host_rng
 from reft.state.codec import class_path
@@ -59,7 +59,7 @@ _DECIDED = {
 
 
 class Progress(PassReader):
-    """Where one pass over a :class:`Loader` is; it outlives the iterator, and does not keep the
+    """Where one pass over a :class:`Loader` is. It outlives the iterator, and does not keep the
     loader alive."""
 
     def __init__(self, loader: Any, follow: Callable[[Any], None], began: JobPosition) -> None:
@@ -127,7 +127,11 @@ class Loader(TrackedLoader[Progress]):
         return self._batches.deal(self.replica[1])
 
     def __len__(self) -> int:
-        """Batches of a whole pass; a TypeError where replicas take as many as they come to."""
+        """Batches of a complete pass.
+
+        Raises:
+            TypeError: replicas take as many as they reach.
+        """
         if self._batches.step_samples is not None:
             raise TypeError(
                 f"the loader {self.name!r} has no length: each replica takes micro-batches at its "
@@ -137,8 +141,8 @@ class Loader(TrackedLoader[Progress]):
 
     @property
     def epoch(self) -> int:
-        """Number of the running pass, counted from 0; of the one to go on in, after a
-        resumption."""
+        """Number of the present pass, counted from 0; after a resumption, of the pass to
+        continue."""
         restored, one = self._to_go_on_at(), self._pass
         return restored.epoch if restored is not None else 0 if one is None else one.at.epoch
 
@@ -148,7 +152,7 @@ class Loader(TrackedLoader[Progress]):
         return ReadAhead(self, self._begun)
 
     def _follow(self, progress: Progress) -> None:
-        """A batch of its pass is trained on: this is the job's position from now on."""
+        """A batch of its pass is trained on: its position is now the job's."""
         followed = self._followed
         if self._left_within_step and followed not in (None, progress) and self.replica[1] > 1:
             raise ConfigError(
@@ -157,10 +161,10 @@ class Loader(TrackedLoader[Progress]):
                 "the next pass at different steps. Leave the loop where loader.ends_step is true: "
                 "count steps, not micro-batches"
             )
-        mine, engines = self._batches.step_samples, WATCH.step_samples()
-        if mine is not None and engines is not None and mine != engines:
+        own, engines = self._batches.step_samples, WATCH.step_samples()
+        if own is not None and engines is not None and own != engines:
             raise ConfigError(
-                f"the loader {self.name!r} has steps of {mine} samples (step_samples), but the "
+                f"the loader {self.name!r} has steps of {own} samples (step_samples), but the "
                 f"engine has steps of {engines} (train_batch_size), by which its gradients would "
                 "be weighted. Write reft.data.loader(..., step_samples=engine.train_batch_size())"
             )
@@ -174,8 +178,8 @@ class Loader(TrackedLoader[Progress]):
 
     @property
     def ends_step(self) -> bool | None:
-        """Of ``order="dynamic"``, whether the batch that training takes next, or has just taken, is
-        the replica's last one of its step; else None. A look changes nothing."""
+        """With ``order="dynamic"``, whether the batch that training takes next, or has just taken,
+        is the replica's last one of its step; else None. A look changes nothing."""
         one = self._followed
         if one is not None and one.is_held and not (one.is_trained and one.ends_step):
             return one.ends_step
@@ -189,7 +193,7 @@ class Loader(TrackedLoader[Progress]):
         return restored or (JobPosition() if one is None else one.began)
 
     def read_from(self, at: JobPosition) -> tuple[Iterator[Any], ConsumedSamples]:
-        """torch's iterator over what is left of a pass, and what it is given to read."""
+        """torch's iterator over the rest of a pass, and what it is given to read."""
         taken = self._batches.begin_at(at, self.replica, self._loads)
         return raw_iterator(self.inner), taken
 
@@ -216,8 +220,8 @@ class Loader(TrackedLoader[Progress]):
         return self._restored
 
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
-        """None where the script deals out to others than the replicas, which :meth:`wrong`
-        names."""
+        """None if the script divides samples among others than the replicas, which :meth:`wrong`
+        reports."""
         if self.replica[1] != replicas:
             return None
         batches = {"batch_size": self.batch_size, "drop_last": self.drop_last}
@@ -248,7 +252,7 @@ class Loader(TrackedLoader[Progress]):
             self._loads += 1  # as on ranks that have read something
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for checkpoints of one's own; reft needs no call of it."""
+        """The position, for checkpoints of the script. reft does not need it."""
         return self.position() or encode(JobPosition(), self._order)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""Which samples a step trains on, a pure function of the position, equal on every rank; and which a
-replica reads.
+"""Which samples a step trains on, and which of them a replica reads: pure functions of the
+position, equal on every rank.
 
 A position counts the samples that the whole job has consumed, not the batches of a replica. The
 order of an epoch follows from (seed, epoch) alone. So a position means the same at every
-data-parallel degree, with any number of workers, and the rest of an epoch can be dealt out anew at
+data-parallel degree, with any number of workers, and the rest of an epoch can be divided anew at
 any sample (CheckFreq's resumable iterator, completed for elastic data parallelism: keep the global
 sample index, re-shard the tail).
 """
@@ -32,7 +32,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def _mix(value: Any) -> Any:
-    """SplitMix64's finaliser, of an integer or of an array of unsigned ones."""
+    """SplitMix64's finalizer, for an integer or an array of unsigned integers."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -48,10 +48,9 @@ def mix(*keys: int) -> int:
 
 
 class Permutation:
-    """A bijection of ``0..n-1`` chosen by ``keys``, which needs no memory and never changes with a
-    library's
-    version: a Feistel network over the smallest even number of bits that holds ``n`` values, walked
-    until the value falls below ``n``."""
+    """A bijection of ``0..n-1`` chosen by ``keys``. It needs no memory and never changes with a
+    library's version: a Feistel network over the smallest even number of bits that holds ``n``
+    values, repeated until the value is below ``n``."""
 
     def __init__(self, n: int, *keys: int) -> None:
         if not 0 < n < 1 << 62:
@@ -65,7 +64,7 @@ class Permutation:
         """Values at ``positions`` (integers in ``0..n-1``, any shape)."""
         values = np.atleast_1d(np.asarray(positions)).astype(np.uint64)
         outside = np.ones(values.shape, dtype=bool)
-        # The domain holds fewer than 4n values, so a few turns are enough.
+        # The domain has fewer than 4n values, so that a few rounds suffice.
         while outside.any():
             values[outside] = self._turn(values[outside])
             outside = values >= np.uint64(self._n)
@@ -81,8 +80,8 @@ class Permutation:
 
 @dataclass(frozen=True)
 class JobPosition:
-    """Where the job is in its data: in the pass ``epoch``, counted from 0, after ``consumed``
-    samples that the whole job has consumed, or dropped, since the first pass began."""
+    """Where the job is in its data: in pass ``epoch``, counted from 0, after ``consumed`` samples
+    that the whole job has consumed, or dropped, since the first pass began."""
 
     epoch: int = 0
     consumed: int = 0
@@ -90,7 +89,7 @@ class JobPosition:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The samples of a data set of ``size``, in their order or, if ``shuffle``, in one chosen by
+    """The order of the samples of a data set of ``size``: its own or, if ``shuffle``, one chosen by
     (``seed``, epoch)."""
 
     size: int
@@ -98,8 +97,8 @@ class SampleOrder:
     shuffle: bool
 
     def part(self, first: int, count: int, part: slice) -> list[tuple[int, int]]:
-        """(epoch, sample) of each of one replica's ``part`` of the ``count`` samples of a
-        micro-batch, the first of which is at position ``first``, counted through all epochs."""
+        """(epoch, sample) of each sample of one replica's ``part`` of a micro-batch of ``count``
+        samples. The first of them is at position ``first``, counted through all epochs."""
         positions = np.arange(first, first + count, dtype=np.int64)[part]
         epochs = positions // self.size
         return list(zip(epochs.tolist(), self.samples(positions).tolist(), strict=True))
@@ -111,8 +110,8 @@ class SampleOrder:
             return places
         found = np.empty_like(places)
         for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            found[mine] = Permutation(self.size, self.seed, int(epoch))(places[mine])
+            in_epoch = epochs == epoch
+            found[in_epoch] = Permutation(self.size, self.seed, int(epoch))(places[in_epoch])
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -122,14 +121,14 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class EpochPartition:
-    """How the ``size`` samples of an epoch are dealt out to ``dp_size`` replicas.
+    """How the ``size`` samples of an epoch are divided among ``dp_size`` replicas.
 
-    A micro-batch takes ``batch_size * dp_size`` samples that follow each other. The last one of a
-    pass is smaller, its samples spread as evenly as they can be, or left out if ``drop_last``. No
-    replica is ever without a sample in a micro-batch, so that all replicas make equally many: the
-    last but one gives samples to the last if needed. Where that cannot be (batches of one sample; a
-    degree that has grown within the last micro-batch), the rest, fewer samples than replicas, is
-    read with the first micro-batch of the next pass.
+    A micro-batch takes ``batch_size * dp_size`` consecutive samples. The last one of a pass is
+    smaller, with its samples spread as evenly as possible, or left out if ``drop_last``. No replica
+    is ever without a sample in a micro-batch, so that all replicas make equally many: the last but
+    one gives samples to the last if needed. If that is impossible (batches of one sample; a degree
+    that has grown within the last micro-batch), the rest, fewer samples than replicas, is read with
+    the first micro-batch of the next pass.
     """
 
     size: int
@@ -160,29 +159,29 @@ class EpochPartition:
         return (at.epoch + 1) * self.size - at.consumed
 
     def next(self, at: JobPosition) -> int:
-        """Samples of the next micro-batch; 0: the pass is over."""
+        """Samples of the next micro-batch; 0 at the end of the pass."""
         left = self.left(at)
         if self.drop_last:
             return self.full if left >= self.full else 0
         if left == self.full or left >= self.full + self.dp_size:
             return self.full
-        if left > self.full:  # would leave fewer samples than replicas
+        if left > self.full:  # else fewer samples than replicas would be left
             return left - self.dp_size if self.batch_size > 1 else self.full
         return left if left >= self.dp_size else 0
 
     def behind(self, at: JobPosition) -> JobPosition:
-        """The position when the next micro-batch was consumed."""
+        """The position after the next micro-batch."""
         return JobPosition(at.epoch, at.consumed + self.next(at))
 
     def next_pass(self, at: JobPosition) -> JobPosition:
-        """Where the pass behind that of ``at`` begins. Of a pass that was left before its end, the
-        rest is left out."""
+        """Where the pass after that of ``at`` begins. The rest of a pass that was left before its
+        end is left out."""
         carried = not self.drop_last and self.next(at) == 0
         return JobPosition(at.epoch + 1, at.consumed if carried else (at.epoch + 1) * self.size)
 
     def part(self, count: int, dp_rank: int) -> slice:
-        """A replica's of the ``count`` samples of a micro-batch: as many as others have, or one
-        more."""
+        """A replica's samples of the ``count`` samples of a micro-batch: as many as others have, or
+        one more."""
         return slice(count * dp_rank // self.dp_size, count * (dp_rank + 1) // self.dp_size)
 
     def __len__(self) -> int:
@@ -194,13 +193,16 @@ class EpochPartition:
 
 
 def encode(at: JobPosition, order: SampleOrder) -> dict[str, Any]:
-    """Plain values; equal on every rank that read the same number of micro-batches."""
+    """Plain values, equal on every rank that has read the same number of micro-batches."""
     return {"version": _STATE_VERSION, "epoch": at.epoch, "consumed": at.consumed, **order.facts()}
 
 
 def decode(saved: Mapping[str, Any], order: SampleOrder, name: str) -> JobPosition:
-    """The inverse of :func:`encode`; a ConfigError where the position belongs to other data or
-    another order."""
+    """The inverse of :func:`encode`.
+
+    Raises:
+        ConfigError: the position belongs to other data or another order.
+    """
     for key, have in {"version": _STATE_VERSION, **order.facts()}.items():
         if saved.get(key) != have:
             raise ConfigError(
@@ -220,8 +222,8 @@ _alone = HashStore()
 
 
 def shares_store() -> bool:
-    """Whether torch.distributed's store is that of the starts before this one too: torchrun's is,
-    that of ``reft launch`` is not."""
+    """Whether torch.distributed's store is also that of earlier starts: torchrun's is, that of
+    ``reft launch`` is not."""
     return (
         ENV_LAUNCHER_PID not in os.environ
         and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -229,8 +231,11 @@ def shares_store() -> bool:
 
 
 def job_store(replicas: int) -> Any:
-    """Where the ranks of the job find each other: torch.distributed's store, of this start alone; a
-    ConfigError where there is none, and more than one replica, or the starts share one."""
+    """The store of torch.distributed, in which the ranks of this start of the job find each other.
+
+    Raises:
+        ConfigError: there is none and more than one replica, or starts share one.
+    """
     if dist.is_available() and dist.is_initialized():
         if shares_store():
             raise ConfigError(
@@ -249,13 +254,13 @@ def job_store(replicas: int) -> Any:
 
 
 def readers(replicas: int) -> int:
-    """Processes that read what is dealt out to so many replicas: all of torch.distributed's."""
+    """Number of processes that read what is divided among this number of replicas: all of
+    torch.distributed's."""
     return max(replicas, process()[1])
 
 
 def explain_refusal(loader: str, why_equal: str | None) -> str | None:
-    """What is wrong with ``order="dynamic"`` where replicas have to train on equally many
-    micro-batches."""
+    """Why ``order="dynamic"`` is wrong if replicas must train on equally many micro-batches."""
     return why_equal and (
         f'{loader} has order="dynamic", in which replicas train on unequal numbers of '
         f'micro-batches, but {why_equal}. Leave order="dynamic" and step_samples out'
@@ -266,10 +271,13 @@ class SharedLedger:
     """Which micro-batch of a step each replica has taken (DLRover's dynamic sharding, within a
     step).
 
-    Every take is a line in ``store``, appended by compare-and-set behind the last one that its
-    writer has read. So every process reads the same takes in the same order, a micro-batch is
-    handed out once, and no coordinator can die. ``todo``: what there is to take, the lowest first;
-    the same in every process."""
+    Every take is a line in ``store``, appended by compare-and-set after the last line that its
+    writer has read. So all processes read the same takes in the same order, a micro-batch is handed
+    out once, and there is no coordinator that can die.
+
+    Attributes:
+        todo: what there is to take, the lowest first; the same in every process.
+    """
 
     def __init__(self, store: Any, prefix: str, todo: Iterable[int]) -> None:
         self._store = store
@@ -280,19 +288,19 @@ class SharedLedger:
         ``todo``."""
 
     def take(self, replica: int, number: int) -> int | None:
-        """What a replica's ``number``-th take gives, counted from 0; None: nothing is left. Ranks
+        """What a replica's ``number``-th take gives, counted from 0; None if nothing is left. Ranks
         of one replica that take with the same number are given the same."""
         taker = (replica, number)
         while self._store.check([self._next_key]):
             self._read(self._store.get(self._next_key))
         while taker not in self._takers and len(self._takers) < len(self._todo):
-            # What another process has written there meanwhile is read instead.
+            # Another process has written this line meanwhile: it is read instead.
             self._read(self._store.compare_set(self._next_key, "", f"{replica} {number}"))
         return self._todo[self._takers.index(taker)] if taker in self._takers else None
 
     def leave(self, readers: int) -> None:
-        """This process was told that nothing is left, and reads no line any more. The last of all
-        readers takes the lines out of the store, so that none is missing to one that is late."""
+        """This process has learned that nothing is left, and reads no further line. The last of all
+        readers removes the lines from the store: a late reader misses none."""
         if self._store.add(f"{self._prefix}/left", 1) == readers:
             for name in (*range(len(self._takers)), "left"):
                 self._store.delete_key(f"{self._prefix}/{name}")
@@ -308,21 +316,21 @@ class SharedLedger:
 
 @dataclass
 class ConsumedSamples:
-    """What a pass's batch sampler has given out to be read, and was not yet handed out."""
+    """What the batch sampler of a pass has given out to be read, and was not yet handed out."""
 
     # by micro-batch, the position behind it, and where its step ends, if replicas have unequally
     # many of a
     # step: then the position is where the step begins, since its last one alone brings the job to
     # its end
     ahead: deque[tuple[JobPosition, JobPosition | None]] = field(default_factory=deque)
-    # of steps of which none is left to take, with their ends
+    # steps of which nothing is left to take, with their ends
     ledgers: deque[tuple[JobPosition, SharedLedger]] = field(default_factory=deque)
     failed: Exception | None = (
-        None  # why no further one can be taken, no fault of the data set's; None: they can
+        None  # why none can be taken any more, other than errors of the data set; None: they can
     )
 
     def leave(self, at: JobPosition, replicas: int) -> None:
-        """This process does not come back to what lies before ``at``, but by a version."""
+        """This process returns to what lies before ``at`` only with a version."""
         while self.ledgers and self.ledgers[0][0].consumed <= at.consumed:
             self.ledgers.popleft()[1].leave(readers(replicas))
 
@@ -344,8 +352,11 @@ class StaticBatches:
         return EpochPartition(self.order.size, self.batch_size, replicas, self.drop_last)
 
     def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> ConsumedSamples:
-        """The next iteration reads on from ``at``, within a pass. ``loads``: how often this process
-        has loaded a version; the same on every rank."""
+        """The next iteration continues at ``at``, within a pass.
+
+        Args:
+            loads: how often this process has loaded a version; the same on every rank.
+        """
         taken = ConsumedSamples()
         self._pass = self._noted(self._rest(at, replica, loads, taken), taken)
         return taken
@@ -379,15 +390,16 @@ replicas."""
 
 
 class SharedBatches(StaticBatches):
-    """The micro-batches of a step are taken by the replicas as they come to them: a slow one takes
-    fewer.
+    """The replicas take the micro-batches of a step as they reach them: a slow one takes fewer.
 
-    A step trains on the samples that follow the position, as in the static order; which replica
-    trains on which of its micro-batches is written in a ledger in the job's store. So a position is
-    what it is in the static order, and a version that is loaded gives back all that was taken
-    behind it. Every replica has its first micro-batch of a step by its number, so that none is
-    without; the rest is taken when it is to be read. Who begins a pass again before training on it
-    is given what he had taken.
+    A step trains on the samples that follow the position, as in the static order. A ledger in the
+    job's store records which replica trains on which of its micro-batches. So a position means the
+    same as in the static order, and a version that is loaded gives back all that was taken after
+    it.
+
+    Every replica has its first micro-batch of a step by its number, so that none is without; the
+    others are taken when they are read. A reader that begins a pass again before it trains is given
+    what it had taken.
     """
 
     step_samples: int
@@ -412,7 +424,7 @@ class SharedBatches(StaticBatches):
         """Of the loader, among those of its name that this process reads one after another."""
 
     def deal(self, replicas: int) -> EpochPartition:
-        # Of samples one by one: what does not fill a step is left for the next pass.
+        # Samples one by one: what does not fill a step is left for the next pass.
         return EpochPartition(self.order.size, 1, self.step_samples, self.drop_last)
 
     def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> ConsumedSamples:
@@ -436,7 +448,7 @@ class SharedBatches(StaticBatches):
         deal, rest = self.deal(replicas), range(replicas, self.step_samples // self.batch_size)
         while deal.next(at):
             behind = deal.behind(at)
-            # Of the pass too: a position comes again in the next one.
+            # The pass counts, too: a position recurs in the next one.
             key = (
                 f"reft.data/{self._name}/{replicas}/{self._number}/{loads}/{at.epoch}/{at.consumed}"
             )

@@ -1,9 +1,9 @@
-"""One pass over a ``DataLoader``, and how to come back into the middle of it (P8).
+"""One pass over a ``DataLoader``, and how to return into the middle of it (P8).
 
-The order of a pass follows from the random states at its beginning. To come back, the pass is begun
+The order of a pass follows from the random states at its beginning. To return, the pass is begun
 again under these states, and the samples that were taken are skipped by their indices: no data is
-loaded for them, and nothing of an earlier pass is repeated. The script's own random states are as
-before.
+loaded for them, and nothing of an earlier pass is repeated. The script's own random states are put
+back.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ from reft.state.codec import class_path
 
 @dataclass(frozen=True)
 class DistributedPass:
-    """A pass that torch's ``DistributedSampler`` deals out to the replicas. Its order is the same
-    at every degree, so that a position in it is one of the whole job: sample ``n`` is replica ``n %
-    replicas``'s. ``cuts``: whether the sampler leaves out what the replicas cannot share evenly;
-    else it repeats samples."""
+    """A pass that torch's ``DistributedSampler`` divides among the replicas.
+
+    Its order is the same at every degree, so that a position in it is one of the whole job: replica
+    ``n % replicas`` reads sample ``n``.
+
+    Attributes:
+        cuts: whether the sampler leaves out samples that the replicas cannot share evenly; else it
+            repeats samples.
+    """
 
     samples: int
     replicas: int
@@ -41,13 +46,14 @@ class DistributedPass:
 
     @property
     def batches(self) -> int:
-        """Of one replica, in a pass."""
+        """Batches of one replica in a pass."""
         share = self.samples // self.replicas if self.cuts else -(-self.samples // self.replicas)
         return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
 
     def taken_at(self, taken: int, replicas: int) -> int | None:
-        """Batches that a replica has taken where the job has consumed what it has after ``taken``
-        batches of this degree; None where a batch of the other degree does not begin there."""
+        """Batches that a replica of another degree has taken if the job has consumed what it has
+        after ``taken`` batches of this degree; None if no batch of the other degree begins there.
+        """
         other = replace(self, replicas=replicas)
         if taken >= self.batches:
             return other.batches
@@ -56,7 +62,8 @@ class DistributedPass:
 
 
 def find_distribution(loader: Any) -> DistributedPass | None:
-    """What a ``DataLoader`` deals out; None where its order or its batches are made otherwise."""
+    """How a ``DataLoader`` divides its samples; None if its order or its batches are made in
+    another way."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     if type(sampler) is not DistributedSampler or type(batches) is not BatchSampler:
         return None
@@ -66,8 +73,8 @@ def find_distribution(loader: Any) -> DistributedPass | None:
 
 
 def find_order(loader: Any, replicas: int) -> dict[str, Any] | None:
-    """What has to be equal on all ranks of the order that a ``DistributedSampler`` deals out to all
-    replicas; None where it is another one, which may be meant to differ."""
+    """Facts of an order that a ``DistributedSampler`` divides among all replicas, which must be
+    equal on all ranks; None for other orders, which may differ on purpose."""
     dealt = find_distribution(loader)
     if dealt is None or dealt.replicas != replicas:
         return None
@@ -76,29 +83,36 @@ def find_order(loader: Any, replicas: int) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Position:
-    """Where training is in a pass."""
+    """Where training is in a pass.
 
-    # random states when the pass was begun, with those of the loader's own generators
+    Attributes:
+        start: random states when the pass was begun, with those of the loader's own generators.
+        first: random states when the first batch was requested, if something was drawn in between.
+        taken: batches that were handed out.
+        length: batches of the pass; None if the loader does not know.
+        source: describes the data.
+        number: of the pass, for loaders that count them.
+        renewed: whether nothing was drawn after ``start`` to begin the pass: the loader's
+            persistent workers had read an earlier pass, or it was begun unobserved.
+        ahead: random states when the batch was read that was read ahead of training.
+        evaluates: whether the next pass begins anew: it was about to begin, or this one was read
+            while no engine trained.
+        dealt: how the replicas share the pass, as fields of :class:`DistributedPass`; None if not
+            known.
+        dataset: state of a data set that is read by index and has one.
+    """
+
     start: dict[str, Any]
-    # random states when the first batch was asked for, where something was drawn in between
     first: dict[str, Any] | None
-    taken: int  # batches that were taken, of ``length``
-    length: int | None  # None: the loader cannot tell
+    taken: int
+    length: int | None
     source: str
-    number: int = 0  # of the pass, for loaders that count them
-    # whether nothing was drawn after ``start`` to begin it: the loader's persistent workers had
-    # read an earlier pass, or it was begun before anybody watched
+    number: int = 0
     renewed: bool = False
-    ahead: dict[str, Any] | None = (
-        None  # random states when the batch was read that was read ahead of training
-    )
-    # whether the next pass begins anew: it was about to begin, or this one was read while no engine
-    # trained
+    ahead: dict[str, Any] | None = None
     evaluates: bool = False
-    dealt: dict[str, Any] | None = (
-        None  # how the replicas share the pass, as of ``DistributedPass``; None: not known
-    )
-    dataset: Any = None  # state of a data set that is read by index and says that it has one
+    dealt: dict[str, Any] | None = None
+    dataset: Any = None
 
     @property
     def complete(self) -> bool:
@@ -106,7 +120,8 @@ class Position:
         return self.length is not None and self.taken >= self.length
 
     def fits(self, loader: Any) -> bool:
-        """Whether it can be of this loader: others are read before the first step too."""
+        """Whether it may be a position in this loader: the script may read others before the first
+        step."""
         return (
             find_length(loader) == self.length
             and find_source(loader) == self.source
@@ -115,8 +130,8 @@ class Position:
         )
 
     def at_degree(self, old: int, new: int) -> Position | None:
-        """The position of a replica where ``new`` of them go on with what ``old`` have left; None
-        where no batch of theirs begins there, or the order is not known to be the job's."""
+        """The position of a replica if ``new`` replicas continue from ``old`` ones; None if no
+        batch of theirs begins there, or the order is not known to be the job's."""
         dealt = None if self.dealt is None else DistributedPass(**self.dealt)
         taken = None if dealt is None or dealt.replicas != old else dealt.taken_at(self.taken, new)
         if dealt is None or taken is None:
@@ -134,7 +149,7 @@ def own_generators(loader: Any) -> list[torch.Generator]:
 
 
 def capture_start(loader: Any) -> dict[str, Any]:
-    """All that decides the order of the pass that is about to begin."""
+    """All states that decide the order of the pass that is about to begin."""
     generators = [g.get_state() for g in own_generators(loader)]
     return {**capture_host_rng(), "generators": generators, "samplers": capture_samplers(loader)}
 
@@ -147,7 +162,7 @@ def _restore_start(loader: Any, start: dict[str, Any]) -> None:
 
 
 def _same_start(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether a look, for one, has drawn from none of the generators."""
+    """Whether nothing was drawn from any generator in between."""
     own = zip(one["generators"], other["generators"], strict=True)
     samplers = one.get("samplers") == other.get("samplers")
     return samplers and same_host_rng(one, other) and all(torch.equal(a, b) for a, b in own)
@@ -170,33 +185,40 @@ def described(loader: Any) -> str:
 
 
 def reads_lazily(loader: Any) -> bool:
-    """Whether samples are chosen when batches are asked for; worker processes are given theirs at
-    once."""
+    """Whether samples are chosen when batches are requested. Worker processes are given theirs in
+    advance."""
     return int(getattr(loader, "num_workers", 0)) == 0
 
 
 class PassReader:
-    """A pass over ``loader`` that is read."""
+    """A pass over ``loader`` that is being read.
+
+    Attributes:
+        loader: torch's.
+        taken: batches that were handed out.
+        counts: whether it was trained on, or read to its end: to look at a batch is no epoch.
+        era: the resumption that it was begun or moved in.
+        handle: refers to the script's iterator.
+    """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.taken = 0  # batches that were handed out
-        # whether it was trained on or read to its end; a look at a batch makes no epoch
+        self.taken = 0
         self.counts = False
         self.unwatched = False
-        """Whether it counts only as long as there is no engine, which would train on another."""
+        """Whether it counts only until there is an engine, which may train on another one."""
         self.evaluates = False
-        """Whether it was read while no engine trained: a version has where the next one begins."""
-        self.era: object = None  # the resumption that it was begun or moved in
-        self.handle: weakref.ref[Any] | None = None  # to the script's iterator
+        """Whether it was read while no engine trained. A version then has the place where the next
+        one begins."""
+        self.era: object = None
+        self.handle: weakref.ref[Any] | None = None
         self.follow: weakref.WeakMethod[Any] | None = None
-        """Called when a batch is trained on, by a loader that reft brings back by itself. The
-        reference is
-        weak: a loader that the script does not keep goes with its iterator."""
+        """Called when a batch is trained on, if reft restores the loader's position. The reference
+        is weak: a loader that the script does not keep is freed with its iterator."""
 
     @property
     def is_held(self) -> bool:
-        """Whether the script is known to have its iterator yet: of a look, it has none."""
+        """Whether the script is known to have its iterator still. After a look it has not."""
         return self.handle is not None and self.handle() is not None
 
     def train(self) -> None:
@@ -207,8 +229,19 @@ class PassReader:
 
 
 class LoaderIterator(PassReader):
-    """The iterator of one pass: the loader's own, counted. ``inner``, of which nothing was taken,
-    was begun under the random states ``start``; ``adopted``: before anybody watched."""
+    """The iterator of one pass: the loader's own, counted.
+
+    Args:
+        loader: torch's.
+        inner: the loader's own iterator, of which nothing was taken.
+        start: the random states under which it was begun.
+        watch: receives the reads.
+        adopted: whether it was begun unobserved.
+        renewed: see :class:`Position`.
+
+    Attributes:
+        natural: whether it was begun with the random states of training.
+    """
 
     def __init__(
         self,
@@ -223,18 +256,17 @@ class LoaderIterator(PassReader):
         super().__init__(loader)
         self.start = start
         self.number = 0
-        self.natural = True  # whether it was begun with the random states that training had
+        self.natural = True
         self.reads_ahead = False
-        """Whether whoever iterates over this hands its batches out later, and says when."""
+        """Whether its consumer hands batches out later, and calls :meth:`hand_out`."""
         self._inner = inner
         self._watch = watch
         self._renewed = renewed or adopted
-        # batches that were read: as many as were taken, or those that are read ahead as well
+        # batches that were read: those that were taken, and those read ahead
         self._read = 0
         self._before_read: dict[str, Any] | None = None
         self._read_under: dict[str, Any] | None = None
-        """The random states of the next batch, where it is not to be read under those that training
-        uses."""
+        """The random states of the next batch, if it is not read under those of training."""
         self._first: dict[str, Any] | None = None
         self._notes_first = reads_lazily(loader)
         self._begun: dict[str, Any] | None = None if adopted else capture_start(loader)
@@ -323,8 +355,8 @@ class LoaderIterator(PassReader):
             setattr(self, name, getattr(other, name))
 
     def go_to(self, position: Position, *, skip: bool = True) -> None:
-        """Become the pass of ``position``: behind what was taken of it, or at its beginning. The
-        random states that training uses stay as they are."""
+        """Become the pass of ``position``: after what was taken of it, or at its beginning. The
+        random states of training are unchanged."""
         taken = position.taken if skip else 0
         self._inner = positioned(self.loader, position, taken)
         self.start, self._first, self._notes_first = position.start, position.first, False
@@ -336,8 +368,8 @@ class LoaderIterator(PassReader):
 
 
 def _has_stateful_items(loader: Any) -> bool:
-    """Whether reading items changes a state of the data set that it can tell. Skipped items are not
-    read."""
+    """Whether reading items changes a state of the data set that it can return. Skipped items are
+    not read."""
     data = loader.dataset
     return (
         objects.is_stateful(data) and not isinstance(data, IterableDataset) and reads_here(loader)
@@ -345,7 +377,7 @@ def _has_stateful_items(loader: Any) -> bool:
 
 
 def restore_items(loader: Any, position: Position) -> None:
-    """Put back the state of the data set, if it is read by index and has one."""
+    """Restore the state of the data set, if it is read by index and has one."""
     if position.dataset is not None and _has_stateful_items(loader):
         loader.dataset.load_state_dict(position.dataset)
 
@@ -356,16 +388,17 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
     try:
         _restore_start(loader, position.start)
         if isinstance(loader.dataset, IterableDataset):
-            # There are no indices to skip by: the pass is read again.
+            # There are no indices to skip: the pass is read again.
             inner = raw_iterator(loader)
             for _ in range(taken):
-                with suppress(StopIteration, Exception):  # as when they were taken
+                # errors that were raised when they were taken
+                with suppress(StopIteration, Exception):
                     next(inner)
             return inner
         twin = copy.copy(loader)
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         skipping = SkippingSampler(getattr(loader, name), taken)
-        # DataLoader refuses to have these set; on the copy nothing else refers to them.
+        # DataLoader refuses to have these set. Nothing else refers to the copy's.
         vars(twin).update({name: skipping, "_iterator": None})
         if position.renewed:
             skipping.before = lambda: _restore_start(loader, position.start)
@@ -384,9 +417,8 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
 
 
 def leave_behind(loader: Any, position: Position) -> None:
-    """Put what the loader itself keeps, its own generators and persistent workers, where the pass
-    of ``position`` leaves them: at its end, or where an evaluation was broken off. At most one
-    batch is loaded."""
+    """Put the loader's own state, generators and persistent workers, where the pass of ``position``
+    leaves it: at its end, or where an evaluation was broken off. At most one batch is loaded."""
     waits = getattr(loader, "persistent_workers", False) and not has_workers(loader)
     own = (
         own_generators(loader)
@@ -397,7 +429,7 @@ def leave_behind(loader: Any, position: Position) -> None:
         return
     before = capture_samplers(loader)
     if position.complete or not reads_lazily(loader):
-        # Workers are given more batches than are taken: of short evaluations, all.
+        # Workers are given more batches than are taken, and all batches of a short evaluation.
         for _ in positioned(loader, position, position.length):
             pass
     else:
@@ -412,7 +444,7 @@ def has_workers(loader: Any) -> bool:
 
 def is_within(loader: Any) -> bool | None:
     """Whether the pass that is about to begin was begun before and broken off: Megatron's random
-    sampler goes on behind the samples that the job has consumed. None: that is not known."""
+    sampler continues after the samples that the job has consumed. None if not known."""
     sampler: Any = getattr(loader, "batch_sampler", None)
     left_out = getattr(sampler, "last_batch_size", None)
     return (
@@ -422,12 +454,12 @@ def is_within(loader: Any) -> bool | None:
     )
 
 
-ORIGINAL = "_reft_original"  # of ``__iter__`` of a class that is watched: the class's own
+ORIGINAL = "_reft_original"  # attribute of a replaced ``__iter__``: the class's own
 
 
 def raw_iterator(loader: Any) -> Iterator[Any]:
-    """What ``DataLoader.__iter__`` gives where nobody watches. Not iter(): a subclass with an
-    __iter__ of its own asks for this one, and is not to be asked again."""
+    """What ``DataLoader.__iter__`` of torch returns. Not iter(): a subclass with an __iter__ of its
+    own calls this one, and must not be called again."""
     iterate = DataLoader.__iter__
     while (original := getattr(iterate, ORIGINAL, None)) is not None:
         iterate = original
@@ -435,19 +467,23 @@ def raw_iterator(loader: Any) -> Iterator[Any]:
 
 
 def count_received(iterator: Iterator[Any]) -> int | None:
-    """Batches that torch's iterator has received of its workers; None where there are none."""
+    """Batches that torch's iterator has received from its workers; None if there are none."""
     return getattr(iterator, "_rcvd_idx", None)
 
 
 def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
-    """Whether torch's iterator goes on behind the batch in whose place it has raised an error: one
-    of the data set, and not that workers have died or are late."""
+    """Whether torch's iterator continues after the batch in whose place it raised an error. It does
+    after an error of the data set, but not after workers died or timed out."""
     return received is None or count_received(iterator) != received
 
 
 class SkippingSampler:
-    """A sampler without its first draws. ``before``: sets the random states for the draws that are
-    made at once, in which most samplers choose the whole order; None: those that are there."""
+    """A sampler without its first draws.
+
+    Attributes:
+        before: sets the random states for the draws at the beginning, in which most samplers choose
+            the whole order; None for the present ones.
+    """
 
     def __init__(self, sampler: Any, skip: int) -> None:
         self._sampler = sampler
@@ -473,14 +509,14 @@ class SkippingSampler:
 
 
 def of_inner(outer: Any, inner: str, name: str) -> Any:
-    """An attribute that ``outer`` lacks, of what it wraps. A copy that is being made wraps nothing
-    yet."""
+    """An attribute that ``outer`` does not have, from what it wraps. A copy that is being made
+    wraps nothing yet."""
     if inner not in vars(outer):
         raise AttributeError(f"{type(outer).__name__!r} object has no attribute {name!r}")
     return getattr(vars(outer)[inner], name)
 
 
 def iterates_itself(loader: Any) -> bool:
-    """Whether it is of a subclass with an ``__iter__`` of its own: what that does with batches,
-    nobody can tell."""
+    """Whether it is of a subclass with an ``__iter__`` of its own: what that does with batches is
+    not known."""
     return type(loader).__iter__ is not DataLoader.__iter__

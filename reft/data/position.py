@@ -4,22 +4,20 @@ What is followed, and restored:
 
 - an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful
   protocol);
-- an endless ``RepeatingLoader`` over a ``DataLoader`` for ``train_batch``, DeepSpeed's own from
-  ``training_data`` too;
+- an endless ``RepeatingLoader`` over a ``DataLoader`` for ``train_batch``, also DeepSpeed's own
+  from ``training_data``;
 - loaders that the script has made :func:`reft.resumable`;
-- loaders of :func:`reft.data.loader`, whose position is one of the whole job.
+- loaders of :func:`reft.data.loader`, whose position is that of the whole job.
 
-A ``DataLoader`` that the script iterates over in a loop of its own is watched: the script has to go
-to where it was, and whether it did is checked. Everything else belongs into the client state. What
-is not followed is said at the first step (P12).
+A ``DataLoader`` that the script iterates over in a loop of its own is observed: the script must
+skip to where it was, and that is checked. Everything else belongs into the client state. What is
+not followed is reported at the first step (P12).
 """
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -28,53 +26,47 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.data.order import explain_refusal
+from reft.data.accelerate import DISPATCHED, is_dispatched, is_shard
+from reft.data.comparison import Orders
+from reft.data.degrees import (
+    ITERATOR_OF,
+    LEFT,
+    LINES_OWN,
+    SAYS_SO,
+    explain_bound_data,
+    explain_bound_iterator,
+    nodes_may_change,
+)
 from reft.data.passes import (
     LoaderIterator,
     PassReader,
     Position,
     capture_start,
     described,
-    find_distribution,
     find_length,
     find_order,
     iterates_itself,
     reads_lazily,
 )
-from reft.data.watch import DISPATCHED, LOADERS, WATCH, ResumePhase, is_dispatched, is_shard
-from reft.env import ENV_NODES
-from reft.grid import Resize
+from reft.data.resumable import LOADERS
+from reft.data.watch import WATCH, ResumePhase
 from reft.state.codec import class_path
 
-Orders = dict[str, dict[str, Any]]
-"""What one rank reads: of each loader that it names, plain values that must be equal on all
-ranks."""
-LEFT = "left"  # Beside the positions: what has to be said of those that were left out
-# Beside the state of an iterator that counts what a replica has read: its class
-ITERATOR_OF = "iterator_of"
-
 READ_BY_SCRIPT = "read_by_script"
-"""Next to the positions: the random states are those before the script makes its next batch, which
-it does before ``train_batch`` or the forward pass."""
-BEGINS = "begins"  # next to the positions: the script was about to begin a pass
+"""Key next to the positions: the random states are those before the script makes its next batch,
+which it does before ``train_batch`` or the forward pass."""
+BEGINS = "begins"  # key next to the positions: the script was about to begin a pass
 
 _LINES_PLAIN = """
     loader = reft.resumable(loader)
     for epoch in range(loader.epoch, epochs):    # after engine.load_checkpoint(save_dir)
         for batch in loader: ..."""
-_LINES_OWN = """
-    loader = reft.data.loader(dataset, batch_size)    # its position is one of the job"""
 _LINES_PIPELINE = """
     engine.train_batch(data_iter)    # data_iter = iter(deepspeed.utils.RepeatingLoader(loader))"""
 _LINES_STATE = """
     reft.attach(engine, client_state=lambda: {"position": ...})
     _, client_state = engine.load_checkpoint(save_dir)    # and go there"""
 
-_SAYS_SO = "position_of_job"
-"""Of a stateful iterator: whether its state is the same on all replicas and right at every
-degree."""
-_OF_JOB = """
-    iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
 _AHEAD = (
     "the script reads the resumable loader ahead of training: after a failure the batches in "
     "between would be skipped. Take a batch from the loader only when it is trained on; "
@@ -94,15 +86,18 @@ class ReadListener(Protocol):
 
 
 class DataPosition:
-    """Follows the data that feeds an engine: loaders are watched from now on. ``replica``: says
-    which replica it trains; None: nobody is told."""
+    """Follows the data that feeds an engine. Loaders are observed from now on.
+
+    Args:
+        engine: DeepSpeed's.
+        replica: returns which replica it trains, and how many there are; None if that is not known.
+    """
 
     def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
         self._engine = engine
         self._replica = replica
         self.why_equal = _explain_equal(engine)
-        """Why all replicas have to train on equally many micro-batches of a step; None: they need
-        not."""
+        """Why all replicas train on equally many micro-batches of a step; None if they need not."""
         self.is_pipeline = hasattr(engine, "grid")
         self._thread = threading.get_ident()
         self._stateful: Any = None
@@ -110,28 +105,29 @@ class DataPosition:
         self._source: Any = None  # what ``train_batch`` was given
         self._repeating = False
         self._inside = False
-        self._read_inside = False  # whether the last ``train_batch`` read from a loader itself
+        self._read_inside = False  # the last ``train_batch`` read from a loader itself
         self.boundary: ReadListener | None = None
-        """Is told of reads between two steps; None where nothing is captured."""
+        """Receives the reads between two steps; None if nothing is captured."""
         self._upcoming: PassReader | None = None
-        """The pass that the script is about to read, while the state before that is captured."""
-        self._is_marking = False  # whether the script says that a step begins, likewise
-        self._begins: Any = None  # the loader of which a pass is about to begin, likewise
+        """The pass that the script is about to read, while the state before the read is captured.
+        """
+        self._is_marking = False  # the script marks a step, likewise
+        self._begins: Any = None  # the loader that a pass is about to begin of, likewise
         self._maybe: list[PassReader] = []
         self._batches = 0
         self._micro_batches = 0
         self._datasets: set[int] = set()
         self._trained_loaders: dict[str, Any] = {}
-        """Resumable loaders by name: the last version is taken when the script's own variables are
+        """Resumable loaders by name. The last version is taken when the variables of the script are
         gone."""
         self._elsewhere = self._ahead = False
         """Whether batches were read ahead by the script, or since the last version."""
-        # whether a step trained on no batch that was read for it, as earlier steps did
+        # a step trained on no batch that was read for it, unlike earlier steps
         self._unread = False
-        # how much of a pass was trained on when it was left; None: reported
+        # how much of a pass was trained on when the script left it; None: reported
         self._cut_off: str | None = ""
         self._said_unread = False
-        self._goes_there = True  # whether batches that were read may be those that the script skips
+        self._goes_there = True  # batches that are read may be those that the script skips
         self._pass: PassReader | None = None
         self._known = False
         self._saved: Position | None = None
@@ -139,8 +135,8 @@ class DataPosition:
         self._check: Position | None = None
         self._unmoved: dict[str, Any] | None = None
         """The captured position that was restored, until training reads on."""
-        self.left_to_program = False  # whether a program keeps the position itself
-        # of what was restored: what has to be said before training goes on
+        self.left_to_program = False  # a program keeps the position itself
+        # a warning about what was restored, before training continues
         self._left: str | None = None
         WATCH.join(self)
         if self.is_pipeline:
@@ -153,18 +149,18 @@ class DataPosition:
         self._trained_loaders.clear()
 
     def leave_to_program(self) -> None:
-        """The program makes its loaders at the position that it finds in its client state."""
+        """The program makes its loaders at the position that its client state holds."""
         self.left_to_program = WATCH.reopens = True
 
     def is_training(self) -> bool:
         return bool(self._engine.training) and torch.is_grad_enabled()
 
     def replica(self) -> tuple[int, int] | None:
-        """Which replica this rank trains, and how many there are; None: not known."""
+        """Which replica this rank trains, and how many there are; None if that is not known."""
         return None if self._replica is None else self._replica()
 
     def step_samples(self) -> int | None:
-        """Samples of a step of all replicas; None: not known."""
+        """Samples of a step of all replicas; None if that is not known."""
         return None if self._replica is None else int(self._engine.train_batch_size())
 
     # -- what training reads -----------------------------------------------------------------------
@@ -180,7 +176,7 @@ class DataPosition:
             self._saved = None
 
     def before_read(self, one: PassReader) -> None:
-        """The next batch of a pass is about to be read: what it draws has not been drawn."""
+        """The next batch of a pass is about to be read. Its random numbers have not been drawn."""
         if self.boundary is not None and self._may_train(one.loader):
             self._upcoming = one
             try:
@@ -192,7 +188,7 @@ class DataPosition:
         one, of_step = self._pass, int(self._engine.gradient_accumulation_steps())
         if isinstance(one, LoaderIterator) and one.loader is loader and self._may_train(loader):
             length = find_length(loader)
-            # A pass of a step's batches is no loop: each step begins one.
+            # A script that begins a pass for each step has no loop over passes.
             if length is not None and of_step < one.taken < length and self._cut_off == "":
                 self._cut_off = f"{one.taken} of {length} batches"
         if self.boundary is not None and self._may_train(loader):
@@ -208,7 +204,7 @@ class DataPosition:
 
     def _may_train(self, loader: Any) -> bool:
         """Whether the script reads ``loader`` itself, on the training thread, and may train on its
-        batch: not ``train_batch``, nor a thread that reads ahead, nor an evaluation."""
+        batch: not ``train_batch``, a thread that reads ahead, or an evaluation."""
         if self._inside or self._read_inside or threading.get_ident() != self._thread:
             return False
         # A script may read the next batch before it ends an evaluation by engine.train().
@@ -222,7 +218,7 @@ class DataPosition:
         return passes[-1] if passes else None
 
     def mark(self) -> None:
-        """The script says that the next step begins here."""
+        """The script marks the beginning of the next step."""
         if self.boundary is not None:
             self._is_marking = True
             try:
@@ -232,7 +228,7 @@ class DataPosition:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """``eval_batch`` of a pipeline engine, which reads its batches itself."""
+        """Around ``eval_batch`` of a pipeline engine, which reads its batches itself."""
         inside, self._inside = self._inside, True
         try:
             yield
@@ -249,7 +245,7 @@ class DataPosition:
 
     def after_batch(self, one: PassReader) -> None:
         if threading.get_ident() != self._thread:
-            self._elsewhere = True  # read ahead: how far is not known
+            self._elsewhere = True  # read ahead by another thread: how far is not known
         elif self._inside:
             self._read_inside = True
             self._take([one])
@@ -271,9 +267,12 @@ class DataPosition:
             one.train()
 
     def orders(self, iterator: Any) -> Orders:
-        """What this rank reads, to be compared with the others; nothing on stages that read
-        nothing. ``iterator``: what ``train_batch`` is given in its first step; None for a plain
-        engine."""
+        """What this rank reads, to be compared with the other ranks; nothing on stages that read
+        nothing.
+
+        Args:
+            iterator: what ``train_batch`` is given in its first step; None for a plain engine.
+        """
         engine, replicas = self._engine, (self.replica() or (0, 1))[1]
         if self.is_pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
             return {}
@@ -290,8 +289,8 @@ class DataPosition:
         return iterator if iterator is not None else getattr(self._engine, "data_iterator", None)
 
     def begin_batch(self, iterator: Any) -> None:
-        """``train_batch`` was called with this iterator; a restored position is applied to it
-        now."""
+        """``train_batch`` was called with this iterator. A restored position is applied to
+        it now."""
         if all(
             callable(getattr(iterator, name, None)) for name in ("state_dict", "load_state_dict")
         ):
@@ -308,11 +307,14 @@ class DataPosition:
         self._inside = False
 
     def forward(self, *, training: bool) -> str | None:
-        """A plain engine computes. Returns what has to be said about data that is not where it
-        was."""
+        """A plain engine computes.
+
+        Returns:
+            A warning if its data are not where they were.
+        """
         passes, self._maybe = self._maybe, []
         if not training:
-            # What was evaluated is the last; a batch that training has read before is yet to be
+            # The last pass was evaluated. A batch that training has read before it is still to be
             # trained on.
             evaluated = passes[-1] if passes and passes[-1] is not self._pass else None
             self._maybe = list(dict.fromkeys(one for one in passes if one is not evaluated))
@@ -326,7 +328,7 @@ class DataPosition:
             and passes[-1].follow is not None
             and passes.count(passes[-1]) > 1
         ):
-            self._elsewhere = True  # nothing has to be skipped there
+            self._elsewhere = True  # nothing must be skipped there
         self._take(passes[-1:] if self._goes_there else passes)
         self._goes_there = False
         self._micro_batches += 1
@@ -340,12 +342,12 @@ class DataPosition:
         )
 
     def trains(self) -> None:
-        """A step begins: the script has come to where it was, with every engine that it has."""
+        """A step begins: the script has skipped to where it was, with all its engines."""
         WATCH.resuming = self._unmoved = None
 
     def leave_to_script(self) -> None:
-        """The script goes to where the version was, random states included: nothing is changed or
-        checked."""
+        """The script itself goes to where the version was, random states included: nothing is
+        changed or checked."""
         WATCH.resuming = self._unmoved = self._saved = self._check = None
 
     # -- versions ----------------------------------------------------------------------------------
@@ -364,14 +366,14 @@ class DataPosition:
             found[BEGINS] = True
         if self._stateful is not None:
             found["iterator"] = self._stateful.state_dict()
-            if not getattr(self._stateful, _SAYS_SO, False):
+            if not getattr(self._stateful, SAYS_SO, False):
                 found[ITERATOR_OF] = class_path(self._stateful)
         if self._known and isinstance(self._pass, LoaderIterator):
             found["pass"] = dict(vars(self._position_of(self._pass)))
         return found | LOADERS.positions(self._upcoming, self._begins)
 
     def _position_of(self, trained: LoaderIterator) -> Position:
-        """Where the pass that is trained on goes on, with the batch that the script is about to
+        """The position of the pass that is trained on, with the batch that the script is about to
         read."""
         if isinstance(self._upcoming, LoaderIterator) and self._upcoming.loader is trained.loader:
             return self._upcoming.position()
@@ -380,7 +382,7 @@ class DataPosition:
         return trained.position()
 
     def _count_up(self) -> None:
-        """Known is a position where every micro-batch was one batch of one loader."""
+        """A position is known if every micro-batch was one batch of one loader."""
         if self._micro_batches:
             if not (self._batches or self._pass is None or self.left_to_program):
                 self._unread = True
@@ -393,7 +395,7 @@ class DataPosition:
             self._datasets.clear()
 
     def restore(self, state: dict[str, Any], rng: dict[str, Any] | None) -> None:
-        """Go to a captured position, now or as soon as the iterator is seen."""
+        """Go to a captured position, now or as soon as the iterator is known."""
         self._left = state.get(LEFT)
         self._unmoved = state
         position = Position(**state["pass"]) if "pass" in state else None
@@ -414,10 +416,10 @@ class DataPosition:
             self._stateful.load_state_dict(self._stateful_saved)
             self._stateful_saved = None
 
-    # -- what is said (P12) ------------------------------------------------------------------------
+    # -- reports (P12) -----------------------------------------------------------------------------
 
     def left_behind(self) -> str | None:
-        """What of the version's position was not taken up, and what to write. Asked before the
+        """What of the version's position was not restored, and what to write. Called before the
         first step."""
         left, self._left = self._left, None
         return left
@@ -449,8 +451,8 @@ class DataPosition:
         )
 
     def advice(self) -> str | None:
-        """What is not restored by itself, and the lines that change it; None: all of it is. Asked
-        behind a step."""
+        """What is not restored by itself, and the lines that change it; None if all of it is.
+        Called after a step."""
         self._count_up()
         lost, self._lost = self._lost or self._saved, None
         if lost is not None:
@@ -472,20 +474,20 @@ class DataPosition:
 
     def comes_back(self) -> bool:
         """Whether a loader that training reads keeps its position itself. Stages that read nothing
-        have one all the same."""
+        count as well."""
         if isinstance(self._pass, LoaderIterator) or self._pass is None:
             reads = LOADERS.positions()
             return "resumable" in reads or (self._pass is None and "samples" in reads)
         return True
 
     def _advice_on_degrees(self) -> str | None:
-        """On a job whose number of replicas may change."""
+        """Advice for a job whose number of replicas may change."""
         if isinstance(self._pass, LoaderIterator) and nodes_may_change():
             return explain_bound_data(self._pass.loader, int(self._engine.train_batch_size()))
         return None
 
     def _advice_for_loop(self) -> str | None:
-        """On what the script reads without a wrapper of reft's."""
+        """Advice on what the script reads without a wrapper of reft."""
         if self._known and self._pass is not None:
             if self.is_pipeline and self._repeating:
                 return self._advice_on_degrees()
@@ -500,7 +502,7 @@ class DataPosition:
             "the position in the data is not known: the data does not come from one "
             f"DataLoader{_named(self._source)}. After a failure the job continues with other "
             "data, unless "
-            f"batches follow from engine.global_steps. Write{_LINES_OWN}{loader}\nor keep the "
+            f"batches follow from engine.global_steps. Write{LINES_OWN}{loader}\nor keep the "
             "position "
             f"yourself:{_LINES_STATE}"
         )
@@ -524,9 +526,12 @@ def _named(source: Any) -> str:
 
 
 def _without_looks(passes: list[PassReader]) -> list[PassReader]:
-    """What was read since the last step, without looks at the loader that is trained on. Of several
-    passes over it, one is trained on: that whose iterator the script has kept. Where it has kept
-    several, the one that was trained on before; where none, the last."""
+    """The passes that were read since the last step, without those of which the script only looked
+    at a batch.
+
+    Of several passes over the loader that is trained on, the one counts whose iterator the script
+    has kept. If it has kept several, the one that was trained on before; if none, the last.
+    """
     last = passes[-1:]
     of_loader = [one for one in reversed(passes) if one.loader is last[0].loader]
     held = [one for one in of_loader if one.is_held] or of_loader[:1]
@@ -548,8 +553,7 @@ def _is_repeating(source: Any) -> bool:
 
 
 def _watch_begun(source: Any) -> None:
-    """Watch a pass of a RepeatingLoader that was begun before anybody watched, if nothing was taken
-    of it."""
+    """Observe a pass of a RepeatingLoader that was begun earlier, if nothing was taken of it."""
     if not _is_repeating(source):
         return
     loader, begun = source.loader, source.data_iter
@@ -568,8 +572,8 @@ def _watch_begun(source: Any) -> None:
 
 
 def _adopted(loader: Any, begun: Any) -> LoaderIterator | None:
-    """A pass that was begun unseen, if nothing was taken of it and its order can be told all the
-    same: workers are given samples at once."""
+    """A pass that was begun unobserved, if nothing was taken of it and its order is known: workers
+    are given samples at once."""
     is_told = reads_lazily(loader) or isinstance(
         loader.sampler, SequentialSampler | DistributedSampler
     )
@@ -580,135 +584,3 @@ def _adopted(loader: Any, begun: Any) -> LoaderIterator | None:
     ):
         return None
     return LoaderIterator(loader, begun, capture_start(loader), WATCH, adopted=True)
-
-
-def difference(ranks: Sequence[Orders]) -> str | None:
-    """Which ranks read another order than others under the same name, and what to change; None:
-    none does. Ranks that read none say nothing. Pure."""
-    for name in dict.fromkeys(name for orders in ranks for name in orders):
-        readers = {rank: orders[name] for rank, orders in enumerate(ranks) if name in orders}
-        keys = [
-            key
-            for key in dict.fromkeys(key for facts in readers.values() for key in facts)
-            if len({repr(facts.get(key)) for facts in readers.values()}) > 1
-        ]
-        if keys:
-            mends = " and ".join("data set" if key == "samples" else key for key in keys)
-            return (
-                f"the ranks read {name} in different orders, and would use some samples twice and "
-                "others never, or train on inputs and labels of different samples. Found "
-                f"{_found(readers, keys)}; expected the same on all. Where the loader is made, "
-                f"give every rank the same {mends}"
-            )
-    return None
-
-
-def dynamic_refused(ranks: Sequence[Orders], why_equal: str | None) -> str | None:
-    """The same on all ranks, also on stages that read nothing and would wait for the others.
-    Pure."""
-    dynamic = (
-        name for orders in ranks for name, facts in orders.items() if facts.get("step_samples")
-    )
-    return next((explain_refusal(name, why_equal) for name in dynamic), None)
-
-
-def _found(readers: Mapping[int, dict[str, Any]], keys: Sequence[str], most: int = 8) -> str:
-    ranks = defaultdict(list)
-    for rank, facts in readers.items():
-        ranks[", ".join(f"{key} {facts.get(key)!r}" for key in keys)].append(rank)
-    found = []
-    for said, those in ranks.items():
-        more = f" and {len(those) - most} more" if len(those) > most else ""
-        found.append(
-            f"{said} on rank{'s'[: len(those) - 1]} {', '.join(map(str, those[:most]))}{more}"
-        )
-    return "; ".join(found)
-
-
-# -- at another data-parallel degree ---------------------------------------------------------------
-#
-# reft's own loaders count samples of the job. A ``DataLoader`` over torch's ``DistributedSampler``,
-# as DeepSpeed's own is, counts batches of a replica; its order is that of the job, so that the
-# position is taken to another degree wherever a batch of that degree begins there.
-
-
-def nodes_may_change() -> str:
-    """MIN:MAX of the launcher's ``--nnodes``; "" where their number is fixed, or no launcher says
-    it."""
-    least, _, most = os.environ.get(ENV_NODES, "").partition(":")
-    return "" if most in {"", least} else f"--nnodes {least}:{most}"
-
-
-def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
-    """The positions of a replica of another degree, from those of a replica of the old one, without
-    those that do not go there, which :data:`LEFT` names."""
-    moved, lost, said = dict(data), [], []
-    if "pass" in data:
-        if (one := _moved(data["pass"], resize)) is None:
-            lost.append(str(data["pass"]["source"]))
-            del moved["pass"]
-        else:
-            moved["pass"] = one
-    if "resumable" in data:
-        found = {name: _moved(position, resize) for name, position in data["resumable"].items()}
-        lost += [
-            str(data["resumable"][name]["source"]) for name, one in found.items() if one is None
-        ]
-        moved["resumable"] = {name: one for name, one in found.items() if one is not None}
-    if (kind := moved.pop(ITERATOR_OF, None)) is not None:
-        said.append(
-            f"the iterator ({kind}) was given the state of one replica, which does not cover the "
-            "change "
-            f"from {resize}: some samples are used twice and others never. "
-            f"Write{_LINES_OWN}\nor{_OF_JOB}"
-        )
-    if lost:
-        said.append(
-            f"the position in the data ({', '.join(dict.fromkeys(lost))}) was counted in batches "
-            f"of one replica and cannot be taken from {resize}: its pass starts again and repeats "
-            "samples, unless the script skips to the right position by engine.global_samples or "
-            f"its client state. Write{_LINES_OWN}"
-        )
-    if said:
-        moved[LEFT] = "; ".join(said)
-    return moved
-
-
-def explain_bound_iterator(iterator: Any) -> str | None:
-    """Why the state of a stateful iterator may not go to another degree, and what to write; None:
-    it does, or the number of nodes is fixed."""
-    if getattr(iterator, _SAYS_SO, False) or not nodes_may_change():
-        return None
-    return (
-        f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel "
-        "degree the "
-        f"iterator ({class_path(iterator)}) would get the state of one replica: some samples "
-        "would be used "
-        f"twice and others never. Write{_LINES_OWN}\nor{_OF_JOB}"
-    )
-
-
-def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
-    one = Position(**position).at_degree(resize.old, resize.new)
-    return None if one is None else dict(vars(one))
-
-
-def explain_bound_data(loader: Any, batch: int) -> str | None:
-    """Why the position in torch's ``loader`` may not go to another degree, and what to write; None:
-    it does. ``batch``: samples of a step."""
-    dealt = find_distribution(loader)
-    if dealt is not None and dealt.samples % batch == 0:
-        return None
-    why = (
-        "reft does not know how its order is distributed over the replicas, as it does for torch's "
-        "DistributedSampler"
-        if dealt is None
-        else f"its {dealt.samples} samples are no multiple of the {batch} of a step: a pass ends "
-        "within a "
-        f"step, and batches of another degree do not begin there"
-    )
-    return (
-        f"the number of nodes may change ({nodes_may_change()}), and with another data-parallel "
-        f"degree the position in the data ({described(loader)}) may be lost: {why}. The pass would "
-        f"start again and repeat samples. Write{_LINES_OWN}"
-    )

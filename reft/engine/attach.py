@@ -114,7 +114,7 @@ class Program(Protocol):
 def running_program(engine: Any) -> Program | None:
     """The program that has made the engine, if it can be resumed; None for any other
     script."""
-    for module, function in integrations.found("PROGRAMS"):
+    for module, function in integrations.entries("PROGRAMS"):
         if module in sys.modules:
             program: Program | None = integrations.load(function)(engine)
             if program is not None:

@@ -207,8 +207,7 @@ class EngineState:
         self._images = None
 
     def close(self) -> None:
-        """Remove all hooks of the optimizer and the loaders. No version is being copied any
-        more."""
+        """Remove all hooks of optimizer and loaders. No version is being copied any more."""
         if self.gradients is not None:
             self.gradients.close()
         if self.data is not None:

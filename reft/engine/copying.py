@@ -100,6 +100,7 @@ class OptimizerFence:
     def hold(self) -> None:
         """Hold training until no copy reads the live tensors."""
         if self.worker is not None:
+            # P2: from here on the optimizer writes. On a device the fence is a wait of the stream.
             secs = self.worker.fence()
             self._waited_secs += secs
             self._stats.stalls_secs.add_to_newest(secs)

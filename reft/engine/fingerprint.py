@@ -138,9 +138,9 @@ def read_argument_facts(arguments: Sequence[str]) -> dict[str, Fact]:
     found: dict[str, Fact] = {}
     for name, values in given.items():
         if (name or values) and _counts(name):
-            told = [_last_part(value) if _decides(name) else value for value in values]
-            if not any("/" in value or value.startswith(("{", "[")) for value in told):
-                found[f"arguments.{name or 'positional'}"] = " ".join(told)
+            shown = [_last_part(value) if _decides(name) else value for value in values]
+            if not any("/" in value or value.startswith(("{", "[")) for value in shown):
+                found[f"arguments.{name or 'positional'}"] = " ".join(shown)
     return found
 
 

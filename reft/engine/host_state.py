@@ -1,12 +1,12 @@
 """State of the script that a version holds, besides the engine's own.
 
 A *follower* captures one kind of it and puts it back: learning-rate schedulers, flags of the
-engine, objects that ``reft.attach(engine, state={...})`` was given. Features bring followers; a
+engine, objects that were given to ``reft.attach(engine, state={...})``. Features bring followers; a
 session has one registry of them.
 
-A version is the state with which a step begins. So it is restored twice: at the load, where the
-script may read it, and again where the first step begins, which undoes what the script has changed
-in between, as with random states.
+A version is the state with which a step begins. So it is restored twice: by the load, so that the
+script can read it, and again where the first step begins. The second time undoes what the script
+has changed in between, as for random states.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 DRAWN = "drawn"
-"""Key of the states that given generators had where the last step ended, in versions whose step
-began without a loader: what was drawn between the two most likely made its batch, and is drawn
-again. Where the step begins they have the states of the version itself, so that other draws between
-the two are not lost."""
+"""Key of the states that the given generators had at the end of the last step, in versions whose
+step began without a loader: what was drawn between the two most likely made its batch, and is drawn
+again. Where the step begins the generators get the states of the version itself, so that other
+draws in between are not lost."""
 
 
 class HostState(Protocol):
-    """Follows one kind of state. ``name``: its key in a version."""
+    """Follows one kind of state.
+
+    Attributes:
+        name: its key in a version.
+    """
 
     name: str
 
@@ -42,24 +46,24 @@ class HostState(Protocol):
         return True
 
     def capture(self) -> Any:
-        """The state as it is now, in encodable values. They are encoded before training continues,
-        so they may alias live objects."""
+        """Return the present state in encodable values. They are encoded before training continues,
+        and may alias live objects."""
 
     def restore(self, saved: Any) -> None:
         """Put back what :meth:`capture` returned, in place. What does not exist yet is restored
         when it appears."""
 
     def findings(self) -> Iterable[str]:
-        """What of its kind is not restored, and the line to write. Read once, after the first
-        step."""
+        """What of its kind is not restored, each with the line to write. Called once, after the
+        first step."""
         return ()
 
     def end_step(self) -> str | None:
-        """A step has returned. Returns what to report then."""
+        """A step has returned. Returns a warning, if there is one."""
         return None
 
     def close(self) -> None:
-        """Leave nothing in classes and objects that others use."""
+        """Remove all hooks from classes and objects of others."""
         return
 
 
@@ -85,7 +89,8 @@ class GivenState(HostState):
 
     @property
     def is_reapplied(self) -> bool:
-        # A loader has begun its pass by then, and a large model would be copied twice.
+        # A loader has begun its pass by then, and a large model would be copied twice: only
+        # generators.
         return objects.is_generator(self.given)
 
     def capture(self) -> Any:
@@ -111,18 +116,19 @@ class HostStates:
     """The followers of one session, by name.
 
     Args:
-        accepted: names of given objects that a version may lack, or have beside those that are
-            given (``accept_changes`` of the ``reft`` block).
+        followers: the first ones.
+        accepted: names of given objects that may be missing in a version, or among the given ones
+            (``accept_changes`` of the ``reft`` block).
     """
 
     def __init__(self, followers: Iterable[HostState] = (), accepted: Collection[str] = ()) -> None:
         self._followers = {follower.name: follower for follower in followers}
         self._accepted = frozenset(accepted)
         self._saved: dict[str, Any] | None = None
-        """What was restored last, until training continues. Captured again as it is: nothing was
+        """What was restored last, until training continues. It is captured unchanged: nothing was
         trained since."""
         self._is_due = False
-        """Whether it has yet to be restored a second time."""
+        """Whether it must still be restored a second time."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._followers
@@ -132,13 +138,17 @@ class HostStates:
         return [f.given for f in self._followers.values() if isinstance(f, GivenState)]
 
     def give(self, state: Mapping[str, Any]) -> None:
-        """Follow the objects of the script's ``state={...}``. Raises ConfigError: an object is of
-        an unknown kind, or the version that was loaded does not hold it."""
+        """Follow the objects of the script's ``state={...}``.
+
+        Raises:
+            ConfigError: an object is of an unknown kind, or the version that was loaded does not
+                hold it.
+        """
         for name, given in state.items():
             self.add(GivenState(name, given))
 
     def add(self, follower: HostState) -> None:
-        """Follow one more. If a version was loaded before, it is restored at once."""
+        """Add a follower. If a version was loaded before, its state is restored at once."""
         self._followers[follower.name] = follower
         if self._saved is not None:
             self._restore(follower, self._saved)
@@ -154,8 +164,14 @@ class HostStates:
         return {f.name: f.capture() for f in given if objects.is_generator(f.given)}
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
-        """The host state of a version; None if it was written before there were followers. Raises
-        ConfigError: it does not hold an object that was given."""
+        """Restore the host state of a version.
+
+        Args:
+            saved: None if the version was written before there were followers.
+
+        Raises:
+            ConfigError: it does not hold an object that was given.
+        """
         if saved is None:
             given = [name for name in self._followers if name.startswith(given_name(""))]
             if given:
@@ -182,8 +198,8 @@ class HostStates:
             )
 
     def reapply(self) -> None:
-        """The first step after a load is about to begin, before anything is drawn for it. Does its
-        work once."""
+        """The first step after a load is about to begin, before anything is drawn for it. Later
+        calls do nothing."""
         if self._is_due and self._saved is not None:
             self._is_due = False
             for name, follower in self._followers.items():
@@ -191,9 +207,15 @@ class HostStates:
                     follower.restore(self._saved[name])
 
     def begin_step(self, *, is_first: bool) -> None:
-        """A step begins. ``is_first``: of this process. A job that goes back to a checkpoint while
-        it trains may change what was restored. Raises ConfigError: the version holds an object that
-        the script has not given."""
+        """A step begins.
+
+        Args:
+            is_first: whether it is the first step of this process. A job that goes back to a
+                checkpoint while it trains may change what was restored.
+
+        Raises:
+            ConfigError: the version holds an object that the script has not given.
+        """
         if self._saved is None:
             return
         missing = sorted(
@@ -216,14 +238,14 @@ class HostStates:
 
     def findings(self) -> list[str]:
         """What is not restored, of all kinds; each with the line to write."""
-        return [said for follower in self._followers.values() for said in follower.findings()]
+        return [text for follower in self._followers.values() for text in follower.findings()]
 
     def end_step(self) -> list[str]:
-        """A step has returned. What to report now."""
+        """A step has returned. Returns warnings."""
         return [
-            said
+            text
             for follower in self._followers.values()
-            if (said := follower.end_step()) is not None
+            if (text := follower.end_step()) is not None
         ]
 
     def close(self) -> None:
@@ -234,7 +256,7 @@ class HostStates:
 def host_states(context: JobContext) -> HostStates:
     """The registry of a session, with the followers that features bring."""
     states = HostStates(accepted=context.config.accept_changes)
-    for _, function in integrations.found("FOLLOWERS"):
+    for _, function in integrations.entries("FOLLOWERS"):
         for follower in integrations.load(function)(context, states.given):
             states.add(follower)
     return states

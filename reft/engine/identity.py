@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
-    """The block with the name of the job in it: the one given, the same on all ranks, else rank 0's
-    own."""
+    """The block with the job's name in it: the configured one, which is the same on all ranks, else
+    rank 0's derived one."""
     given = [g.decode() for g in control.gather_bytes((config.job_id or "").encode())]
     own = find_process_name() if control.rank == 0 and not given[0] else ""
     derived = control.gather_bytes(own.encode())[0].decode()
@@ -49,8 +49,8 @@ def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
 
 
 def log_sibling_jobs(memory_dir: Path, name: str) -> None:
-    """Say how to resume what the same program left under other arguments, where ``name`` has
-    nothing."""
+    """If there is no memory of job ``name``, log how to resume what the same program left under
+    other arguments."""
     program, others = name.rpartition("-")[0], [path.name for path in find_jobs(memory_dir)]
     if name not in others and (others := [n for n in others if n.rpartition("-")[0] == program]):
         logger.warning(
@@ -62,12 +62,21 @@ def log_sibling_jobs(memory_dir: Path, name: str) -> None:
 
 
 _ANOTHER_BATCH = frozenset({"config", "config.train_batch_size"})
-"""To accept one of these changes is to accept another global batch."""
+"""Changes that a job accepts only if it accepts another global batch."""
 
 
 @dataclass
 class Identity:
-    """The fingerprint of the running job, and what it says to stored state."""
+    """The fingerprint of the running job, by which stored state is accepted or refused.
+
+    Attributes:
+        fingerprint: of the job.
+        config: its block.
+        control: messages between its ranks.
+        restarted: whether this start follows a failure: no person is there to change a setting.
+        why_one_size: why the job cannot continue at another degree; "" if it can.
+        is_one_size: whether that keeps the job from other numbers of nodes.
+    """
 
     fingerprint: Fingerprint
     config: ReftConfig
@@ -105,16 +114,24 @@ class Identity:
             control,
             restarted=any(restarts for _, _, restarts in replies),
             why_one_size=why,
-            # Data that belong to a degree do not keep a job from another one.
+            # Data that are bound to a degree do not keep a job from another degree.
             is_one_size=resizing is None or why not in ("", resizing.data_is_bound),
         )
 
     def require_same(self, was: Fingerprint, of: str, but: Collection[str] = ()) -> None:
-        """Refuse stored state of another job, or of this one with other settings, by a
-        FingerprintError that says in what it differs; the same on all ranks if ``was`` is."""
+        """Refuse stored state of another job, or of this one with other settings.
+
+        Args:
+            was: of the stored state, the same on all ranks.
+            of: what holds the state, for the message.
+            but: facts that may differ.
+
+        Raises:
+            FingerprintError: names what differs. Raised on all ranks.
+        """
         was, now = was.without(but), self.fingerprint.without(but)
         if self.restarted:
-            # Nobody is there to answer: the job goes on, and says so.
+            # No person is there to decide: the job continues, and logs it.
             for line in differences(was.only(AT_LAUNCH), now.only(AT_LAUNCH)):
                 logger.warning("%s, after a restart: %s. The job goes on with %s", of, line, of)
             was, now = was.without(AT_LAUNCH), now.without(AT_LAUNCH)
@@ -123,14 +140,22 @@ class Identity:
     def check_memory(
         self, job_dir: Path, label: VersionId, *, reads: bool, but: Collection[str] = ()
     ) -> None:
-        """Before a version is restored from memory: was it written by this job as it is now? A
-        FingerprintError on all ranks where not. ``reads``: this rank is the one of its node that
-        reads the record. ``but``: facts that may differ: at another degree, or in another layout,
-        it is no other job as long as the global batch is the same. Collective."""
+        """Refuse a version in memory that this job, as it is now, did not write. Collective.
+
+        Args:
+            job_dir: the memory of this node.
+            label: of the version.
+            reads: whether this rank reads the record of its node.
+            but: facts that may differ. At another degree, or in another layout, it is the same job
+                if the global batch is the same.
+
+        Raises:
+            FingerprintError: on all ranks.
+        """
         record = newest_record(job_dir, label.incarnation) if reads else None
-        told = self.control.gather_bytes(encode(record and list(record)))
-        records = {(int(r[0]), str(r[1])) for data in told if (r := decode(data)) is not None}
-        # A node that was away has not recorded what came after.
+        replies = self.control.gather_bytes(encode(record and list(record)))
+        records = {(int(r[0]), str(r[1])) for data in replies if (r := decode(data)) is not None}
+        # A node that was absent has not recorded later incarnations.
         newest = max((number for number, _ in records), default=0)
         found = []
         for text in sorted(text for number, text in records if number == newest):
@@ -151,10 +176,19 @@ class Identity:
     def check_checkpoint(
         self, was: str | None, of: str, *, own: bool, but: Collection[str] = ()
     ) -> None:
-        """Before a checkpoint with the fingerprint ``was`` is loaded from disk: was it written by
-        this job as it is now, else a FingerprintError. Another job's is loaded only where the
-        script names its
-        directory: that is its user's decision, and the differences are said."""
+        """Refuse a checkpoint on storage that this job, as it is now, did not write.
+
+        Args:
+            was: its encoded fingerprint; None if it has none.
+            of: the checkpoint, for messages.
+            own: whether this job wrote it. The checkpoint of another job is loaded only if the
+                script names its directory, which is its user's decision: the differences are
+                logged.
+            but: facts that may differ.
+
+        Raises:
+            FingerprintError: on all ranks.
+        """
         if was is None:
             return
         stored = Fingerprint.decode(was)
@@ -165,7 +199,8 @@ class Identity:
                 logger.warning("%s is another job's: %s", of, line)
 
     def record(self, job_dir: Path, incarnation: int) -> None:
-        """Note whose work the versions from ``incarnation`` on are. By one rank per node."""
+        """Record the fingerprint of the versions from ``incarnation`` on. One rank of each node
+        does."""
         try:
             record_fingerprint(job_dir, incarnation, self.fingerprint.encode().decode())
             any_batch = not _ANOTHER_BATCH.isdisjoint(self.config.accept_changes)

@@ -41,18 +41,25 @@ from reft.storage.persisted import job_directory, newest_incarnation
 
 logger = logging.getLogger(__name__)
 
-# by engines of this process; by its place
+# memory that engines of this process hold, by real path
 held: WeakValueDictionary[str, JobMemory] = WeakValueDictionary()
 
-# Trainers that were just killed hold the lock until the kernel has taken their memory down
+# Trainers that were just killed hold the lock until the kernel has released their memory
 _LOCK_SECS = 10.0
 
 
 def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLock | None:
-    """Hold the job's memory on this node against every other start, before anything in it is
-    touched. Returns this rank's part, to be closed with the session; None where the launcher holds
-    it for its trainers. Raises ConfigError: another engine of this process has it. Raises
-    JobInUseError: another job, or another start of this one, has it on some node."""
+    """Lock the job's memory on this node against every other start, before anything in it is
+    touched.
+
+    Returns:
+        This rank's part of the lock, to be closed with the session; None if the launcher holds it
+        for its trainers.
+
+    Raises:
+        ConfigError: another engine of this process has the memory.
+        JobInUseError: another job, or another start of this one, has it on some node.
+    """
     path = config.memory_dir / job_id
     place = f"{kernel_id()}:{os.path.realpath(path)}".encode()
     first = control.gather_bytes(place).index(place) == control.rank
@@ -101,23 +108,25 @@ def _held_by_launcher(path: Path) -> bool:
 def all_or_none(
     attempt: Callable[[], None], control: ControlGroup, refused: Callable[[str], Exception]
 ) -> None:
-    """Run ``attempt`` on all ranks; where it fails on one, raise everywhere."""
+    """Run ``attempt`` on all ranks; if it fails on one, raise on all of them."""
     own: Exception | None = None
     try:
         attempt()
     except (ReftError, OSError) as error:
         own = error
-    told = control.gather_bytes(b"" if own is None else str(own).encode())
+    replies = control.gather_bytes(b"" if own is None else str(own).encode())
     if own is not None:
         raise own
-    if failed := [t.decode() for t in told if t]:
+    if failed := [reply.decode() for reply in replies if reply]:
         raise refused(failed[0])
 
 
 def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGroup) -> JobDir:
-    """Open the job's memory on this node under the secret that all nodes share: the launcher's
-    (REFT_SECRET); under plain ``torchrun`` that of a surviving node's memory, or of a new job rank
-    0's. Collective."""
+    """Open the job's memory on this node, under the secret that all nodes share. Collective.
+
+    The secret is the launcher's (REFT_SECRET); under plain ``torchrun`` that of a surviving node's
+    memory, or rank 0's for a new job.
+    """
     secret = None
     if not os.environ.get(ENV_SECRET):
         path = config.job_memory_dir
@@ -129,8 +138,7 @@ def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGro
 
 
 def _require_own_files(path: Path, control: ControlGroup) -> None:
-    """Refuse ranks that would write each other's arenas in the job's memory: a ConfigError on
-    all."""
+    """Refuse ranks that would write each other's arenas, by a ConfigError on all ranks."""
     at = path.stat()
     places = control.gather_bytes(f"{kernel_id()} {at.st_dev} {at.st_ino} {local_rank()}".encode())
     for rank, place in enumerate(places):
@@ -143,16 +151,21 @@ def _require_own_files(path: Path, control: ControlGroup) -> None:
 
 
 def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGroup) -> int:
-    """One more than every incarnation that any node or the disk has seen (P7): that on which the
-    launchers agreed when they started the trainers, unless the disk knows a later one. Older starts
-    change nothing on the disk any more. Collective; a FencedError on all ranks, if another start of
-    the job has claimed the disk with the same number."""
+    """The number of this start: one more than any node or the storage has seen (P7). Collective.
+
+    It is the number on which the launchers agreed when they started the trainers, unless storage
+    knows a later one. From here on older starts cannot change anything on storage.
+
+    Raises:
+        FencedError: another start of the job has claimed the storage with the same number. Raised
+            on all ranks.
+    """
     job_id, disk = job_dir.job_id, config.persist.dir if control.rank == 0 else None
     seen = max(job_dir.newest_incarnation(), int(os.environ.get(ENV_INCARNATION, "0")) - 1)
     if disk is not None:
         try:
             seen = max(seen, newest_incarnation(job_directory(disk, job_id), job_id))
-        except (ReftError, OSError) as error:  # the job can do without
+        except (ReftError, OSError) as error:  # the job can run without
             logger.warning("the incarnations on disk cannot be read: %s", error)
     incarnation = 1 + max(values[0] for values in control.gather_ints([seen]))
 
@@ -213,7 +226,7 @@ class JobMemory:
         held[os.path.realpath(self.job_dir.path)] = self
 
     def count_on(self, incarnation: int) -> None:
-        """The versions to come belong to this incarnation, unless a later one runs already. On all
+        """The versions to come belong to this incarnation, unless a later one is current. On all
         ranks."""
         self.incarnation = max(self.incarnation, incarnation)
         self._note()
@@ -233,7 +246,7 @@ class JobMemory:
             self.identity.record(self.job_dir.path, self.incarnation)
 
     def remake(self) -> None:
-        """Somebody removed this node's memory of the job: make it anew, under the same secret."""
+        """This node's memory of the job was removed: create it again, under the same secret."""
         made = self.job_dir
         JobDir.open_or_create(made.path.parent, made.job_id, node=made.node, secret=made.secret)
         self.record_identity()

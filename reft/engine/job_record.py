@@ -1,4 +1,4 @@
-"""What the rendezvous store, which outlives every worker node, knows of a job."""
+"""What the rendezvous store knows of a job. It outlives every worker node."""
 
 from __future__ import annotations
 
@@ -24,27 +24,37 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_SECS = 10.0
 
-_SILENT_SECS = 30.0  # a store that did not answer is left alone for so long
+_SILENT_SECS = 30.0  # no request is sent to a store that did not answer before this has passed
 
 
 class JobRecord:
-    """Facts kept in the rendezvous store, which outlives every worker node. Best effort: without a
-    store (plain ``torchrun``) the arenas alone tell. Used by global rank 0 only; its methods wait
-    for the store, but for :meth:`committed` and :meth:`close`."""
+    """Facts of the job in the rendezvous store.
+
+    Best effort: without a store (plain ``torchrun``) only the arenas know. Used by global rank 0
+    only. All methods but :meth:`committed` and :meth:`close` wait for the store.
+    """
 
     def __init__(self, store: KeyValueStore | None, job_id: str) -> None:
         self._committed_key = committed_key(job_id)
         self._store = store
         self._lost_until = 0.0
         self._noted: bytes | None = None
+        # Appended by the worker thread and popped by this record's. Each operation is atomic, and a
+        # newer commit replaces one that was not recorded yet: no lock is needed.
         self._newest: deque[VersionId] = deque(maxlen=1)
         self._wake, self._closing = threading.Semaphore(0), False
         self._thread: threading.Thread | None = None
 
     @classmethod
     def at(cls, endpoint: str | None, job_id: str, answer_secs: float = _ANSWER_SECS) -> JobRecord:
-        """The record in the store at ``host:port``, if there is one and it answers within
-        ``answer_secs``, as it has to whenever it is asked."""
+        """The record in the store at ``host:port``.
+
+        Args:
+            endpoint: None for no store.
+            job_id: name of the job.
+            answer_secs: how long each request may take. If the store does not answer now, there is
+                no record.
+        """
         store = None
         try:
             if endpoint:
@@ -56,8 +66,7 @@ class JobRecord:
         return cls(store, job_id)
 
     def note_commit(self, label: VersionId) -> None:
-        """Remember that ``label`` was committed, unless a newer start of the job has committed
-        since."""
+        """Record the commit of ``label``, unless a newer start of the job has committed since."""
         if self._store is None or time.monotonic() < self._lost_until:
             return
         note, done = f"{label.incarnation}:{label.step}".encode(), False
@@ -82,22 +91,25 @@ class JobRecord:
             self._lost_until = time.monotonic() + _SILENT_SECS
 
     def newest_commit(self) -> VersionId | None:
-        """The newest commit noted, or None if there was none (or no store); a TransferError where
-        there is one, but it does not say."""
+        """The newest commit recorded; None if there is none, or no store.
+
+        Raises:
+            TransferError: the store does not answer.
+        """
         key = self._committed_key
         try:
             if self._store is None or not self._store.check([key]):
                 return None
             return _label(self._store.get(key))
-        except Exception as error:  # whatever it is, peers wait for an answer
+        except Exception as error:  # any error is reported: peers wait for the answer
             raise TransferError(
                 "the rendezvous store does not say what the job had committed: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
     def committed(self, label: VersionId, peer_errors: PeerErrors) -> None:
-        """A version was committed by all ranks. It is noted by a thread of its own: no vote waits
-        for the store. Of commits that come while the store is asked, the newest is noted."""
+        """A version was committed by all ranks. A thread records it: no vote waits for the store.
+        Of commits that arrive while the store is busy, the newest is recorded."""
         self._newest.append(label)
         self._wake.release()
         if self._thread is None:
@@ -108,7 +120,7 @@ class JobRecord:
             self._thread.start()
 
     def close(self, timeout_secs: float = 2.0) -> None:
-        """Have the last commit noted, within this time."""
+        """Wait for the last commit to be recorded, at most this long."""
         self._closing = True
         self._wake.release()
         if self._thread is not None:
@@ -122,6 +134,7 @@ class JobRecord:
         closing = False
         while not closing:
             self._wake.acquire()
+            # Read before the queue: a commit that is appended before close() is still recorded.
             closing = self._closing
             while self._newest:
                 peer_errors.run_guarded(
@@ -136,9 +149,15 @@ def _label(note: bytes) -> VersionId:
 
 
 def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
-    """The newest commit that the rendezvous store knows of, in words; empty if there was none; a
-    TransferError on all ranks if it does not say. Collective: asked where neither memory nor disk
-    holds a version."""
+    """The newest commit that the rendezvous store knows of. Collective: called if neither memory
+    nor storage holds a version.
+
+    Returns:
+        The commit in words; empty if there was none.
+
+    Raises:
+        TransferError: the store does not answer. Raised on all ranks.
+    """
     note = error = ""
     if control.rank == 0:
         try:

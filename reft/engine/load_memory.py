@@ -1,6 +1,8 @@
-"""A session's memory as a level of the ladder: what is recovered from it is whole and protected
-again on every node before the first step, and what recovery reads is not overwritten until then
-(P3). The same for every engine."""
+"""Restores a session from the job's memory.
+
+The recovered version is complete and protected again on every node before the first step, and what
+recovery reads is not overwritten until then (P3). The same for every engine.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +88,8 @@ class Target:
         self.state: dict[str, Any]
 
     def prepare(self, hosts: Mapping[Coordinate, bytes], was: Degrees) -> Sequence[ImageRange]:
-        """The host states are there: give the engine's state the shape it had, or has in this
-        layout."""
+        """The host states have arrived: give the engine's state the shape that it had, or has in
+        this layout."""
         ranges = self._prepare(hosts, was)
         if self._device_writer is not None:
             self._device_writer.begin()
@@ -110,15 +112,15 @@ class Target:
         from reft.relayout.restore import Relayout
 
         source = ArenaSource(hosts, was, self._version)
-        assert engine.resizing is not None  # else no version of another layout was surveyed
+        assert engine.resizing is not None  # else versions of other layouts are not surveyed
         relayout = Relayout(context.control, context.topology, engine.resizing, source)
         self.state = relayout.prepare()
         self._parts = source.parts
         return source.pieces
 
     def write(self, fetch: Fetch, data: torch.Tensor) -> int:
-        """Copy a block into the live tensors and return its checksum, in one pass over it. Several
-        threads may bring blocks at once."""
+        """Copy a block into the live tensors and return its checksum, in one pass over it. Called
+        by several threads at once."""
         parts = self._parts(fetch, data)
         if self._device_writer is not None:
             return self._device_writer.write(parts, data)
@@ -127,7 +129,7 @@ class Target:
         return write_and_hash(parts, data, self._own.hasher)
 
 
-# live bytes, and what goes there: 1-D uint8 of equal length
+# live bytes and their new content, 1-D uint8 of equal length
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -141,8 +143,16 @@ def _split_parts(
 
 
 def write_and_hash(parts: Iterable[Pair], data: torch.Tensor, hasher: HashingCopier) -> int:
-    """Copy parts of ``data`` (1-D uint8, on the host as their targets are), which are in its order.
-    Returns the checksum of all of ``data``, what lies between them included."""
+    """Copy parts of a block and compute its checksum in one pass.
+
+    Args:
+        parts: pairs of a target on the host and its part of ``data``, in the order of ``data``.
+        data: the block, 1-D uint8 on the host.
+        hasher: copies and hashes.
+
+    Returns:
+        The checksum of all of ``data``, with the bytes between the parts.
+    """
     ranges: list[Range] = []
     base, at = data.data_ptr(), 0
     for target, source in parts:
@@ -231,16 +241,15 @@ def is_still_protected(
 
 
 def may_differ(was: Degrees, now: Degrees) -> tuple[str, ...]:
-    """Facts of the fingerprint that may be other ones where a version of another layout is taken
-    up."""
+    """Facts of the fingerprint that may differ if a version of another layout is restored."""
     if was == now:
         return ()
     return BY_REPLICAS if only_replicas_differ(was, now) else BY_LAYOUT
 
 
 class ClientStateView(dict[str, Any]):
-    """The client state of a version in memory. A key that was never given to reft is an error that
-    says so, not a ``KeyError`` that looks like a broken checkpoint."""
+    """The client state of a version in memory. A missing key raises an error that says what to
+    change, instead of a ``KeyError`` that looks like a broken checkpoint."""
 
     def __missing__(self, key: str) -> Any:
         raise ConfigError(
@@ -271,7 +280,7 @@ class MemoryRestorer:
         self._job_memory, self._state = memory, state
         self._protection, self._faults = protection, faults
         self._rng: dict[str, Any] | None = None
-        # whether the script draws from these states before it trains
+        # whether the script draws from them before it trains
         self._is_read_by_script = False
         self.client_state = ClientStateView()
 
@@ -279,8 +288,15 @@ class MemoryRestorer:
     def survey(
         self, me: Participant | None = None, *, any_layout: bool = True
     ) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
-        """What is in the memory of all nodes, or where ``me`` says, and what would be restored from
-        it. ``any_layout``: from whichever layout, if the engine can. Collective."""
+        """Find what could be restored. Collective.
+
+        Args:
+            me: this rank, as it sees a version on storage; None for the memory of all nodes.
+            any_layout: whether versions of other layouts count, if the engine can load them.
+
+        Returns:
+            The recovery, and its plan.
+        """
         context = self._context
         any_layout = any_layout and context.engine.resizing is not None
         how = completing(context, self._protection.record) if me is None else None
@@ -304,7 +320,15 @@ class MemoryRestorer:
     def take_up(
         self, recovery: Recovery, version: str
     ) -> tuple[RecoveryOutcome | NotRecoverable, dict[str, Any]]:
-        """Restore what was surveyed into the engine; with the host state. Collective."""
+        """Restore into the engine what was surveyed. Collective.
+
+        Args:
+            recovery: of :meth:`survey`.
+            version: where it is from, for messages.
+
+        Returns:
+            The outcome, and the host state.
+        """
         context = self._context
         target = Target(context, version)
         with closing(target):
@@ -351,7 +375,7 @@ class MemoryRestorer:
         return outcome
 
     def after_restore(self, state: dict[str, Any]) -> None:
-        """The host state was restored, from wherever it came."""
+        """Restore the parts of a host state that are not the engine's, from any source."""
         part = self._state
         if part.data is not None:
             part.data.restore(state.get("data") or {}, state.get("rng"))
@@ -365,21 +389,24 @@ class MemoryRestorer:
         self._session.restored()
 
     def keep_rng(self) -> None:
-        """The program has loaded its random states: what it draws until it trains is undone
-        likewise."""
+        """The program has loaded its random states: what it draws until it trains is undone."""
         self._rng = capture_rng()
 
     def restore_rng(self, *, marked: bool = False) -> None:
-        """Training begins: whatever the script has drawn since it loaded is undone. ``marked``: the
-        script says that a step begins, and makes its batch after that."""
+        """Training begins: undo what the script has drawn since it loaded.
+
+        Args:
+            marked: the script has marked the beginning of a step, and makes its batch after that.
+        """
         if self._rng is not None and (marked or not self._is_read_by_script):
             restore_rng(self._rng)
         self._rng = None
 
     def protect(self) -> None:
-        """Take the restored state as the first version of this incarnation and wait for its commit:
-        from then on the old version is no longer needed, and the new node is protected too."""
+        """Take the restored state as the first version of this incarnation, and wait for its
+        commit. From then on the old version is not needed any more, and new nodes are protected."""
         request = self._session.submit(required=True)
+        # Training must not begin before: the commit is what protects the state on new nodes (P3).
         request.done.wait(self._context.config.commit_timeout_secs)
         if not request.committed:
             logger.warning(
@@ -391,8 +418,17 @@ class MemoryRestorer:
     # -- refusals ---------------------------------------------------------------------------------
 
     def refuse_silent_restart(self, plan: RecoveryPlan | NotRecoverable, beside: str = "") -> None:
-        """Nothing to resume from: right for a new job, an error for one that had made progress.
-        Collective. ``beside``: what is wrong with the checkpoints on disk, in lines."""
+        """There is nothing to resume from. A new job starts; for a job that had made progress it is
+        an error. Collective.
+
+        Args:
+            plan: why nothing can be recovered.
+            beside: what is wrong with the checkpoints on storage, in lines.
+
+        Raises:
+            UnrecoverableError: the job had made progress, or storage holds checkpoints that are
+                damaged.
+        """
         context = self._context
         assert isinstance(plan, NotRecoverable)
         note = noted_commit(self._job_memory.record, context.control, context.job_id)
@@ -426,8 +462,14 @@ class MemoryRestorer:
     def refuse_to_overwrite(
         self, plan: RecoveryPlan, did: str, to_write: str, *, persistable: bool
     ) -> NoReturn:
-        """The script trains, and has not resumed what is there. ``to_write``: lines that resume.
-        ``persistable``: whether a checkpoint can be written from memory."""
+        """The script trains, and has not resumed what memory holds.
+
+        Args:
+            plan: what could be restored.
+            did: what the script did, in words.
+            to_write: lines that resume.
+            persistable: whether a checkpoint can be written from memory.
+        """
         job = self._context.job_id
         persist = f"'reft persist --job {job} --out DIR' writes a checkpoint to DIR/{job}; "
         raise NotResumedError(
@@ -443,10 +485,15 @@ class MemoryRestorer:
             "node, or give the job another id."
         )
 
-    # -- what is said -----------------------------------------------------------------------------
+    # -- reports ----------------------------------------------------------------------------------
 
     def report(self, source: str, began: float) -> None:
-        """Say from where the job was resumed. ``began``: when, by ``time.perf_counter``."""
+        """Log from where the job was resumed.
+
+        Args:
+            source: in words.
+            began: start of the load, by ``time.perf_counter``.
+        """
         secs, step = time.perf_counter() - began, self._context.engine.global_steps
         self.note(history.RESUMED, source=source, step=step, secs=secs, times=marks.times())
         if self._context.is_rank_zero:
@@ -454,7 +501,7 @@ class MemoryRestorer:
             logger.warning("resumed at step %d from %s in %.2f s%s", step, source, secs, after)
 
     def made_first_step(self) -> None:
-        """The first step of this life has been made: the recovery, if it was one, is over."""
+        """The first step of this process was made: a recovery, if there was one, has ended."""
         self.note(history.STEPPED)
         job_dir, events = self._context.job_dir.path, self._context.events
         if local_rank() == 0 and events.enabled and (rounds := history.read_history(job_dir)):

@@ -1,10 +1,10 @@
-"""Helpers of the hook and of the load: time marks of a start, and wrappers around methods."""
+"""Time marks of a start, and helpers to wrap methods. Imported in every process: standard library
+only."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,16 +27,16 @@ def mark(name: str) -> None:
 
 
 def times() -> dict[str, float]:
-    """Unix seconds of this host, by name: the script begins, process groups are made and are there,
-    the engine likewise, memory is looked at, and all ranks agree on what to restore. What did not
-    happen is missing."""
+    """Unix seconds of this host, by name: the script begins, process groups are being made and
+    exist, the engine likewise, the survey of memory begins, and all ranks have agreed on what to
+    restore. Missing: it has not happened."""
     return dict(_times)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collections: a full one reads all that torch and DeepSpeed have imported, for
-    tenths of a second, and what is made here is kept or freed by its references."""
+    """Run without garbage collections. A full one visits all that torch and DeepSpeed have
+    imported, which takes tenths of a second, and finds nothing here."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -47,8 +47,14 @@ def uncollected() -> Iterator[None]:
 
 
 def wrap(where: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put ``around``, which is given the original and its arguments, in the place of a method of an
-    instance or of a function of a module; others and the class stay as they are."""
+    """Replace a method of an instance, or a function of a module. Other instances and the class are
+    not changed.
+
+    Args:
+        where: the instance or module.
+        name: of the method or function.
+        around: called with the original and the arguments.
+    """
     original = getattr(where, name)
     setattr(where, name, functools.wraps(original)(partial(around, original)))
 
@@ -64,7 +70,9 @@ def find_ds_config(engine: Any) -> Mapping[str, Any]:
 def bind(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call of ``original`` by name, defaults left out."""
+    """The arguments of a call of ``original`` by name, without defaults."""
+    import inspect  # reft.engine.on_import imports this module in every process
+
     signature = inspect.signature(original)
     named = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():

@@ -19,11 +19,20 @@ from reft.state.codec import decode, encode
 
 @dataclass(frozen=True)
 class NodeIdentity:
-    node: str  # what the launcher calls the node, else the host's name
-    # somebody gave the node this name (``--node-id``), and thereby says that it fails by itself
+    """Where one rank runs.
+
+    Attributes:
+        node: what the launcher calls the node, else the host's name.
+        declared: whether the node was named on purpose (``--node-id``), which says that it fails
+            independently of others.
+        host_name: of the host.
+        kernel: equal for all processes under one kernel, in containers too.
+    """
+
+    node: str
     declared: bool
     host_name: str
-    kernel: str  # equal for all processes under one kernel, containers too
+    kernel: str
 
     @classmethod
     def here(cls) -> NodeIdentity:
@@ -38,8 +47,8 @@ class NodeIdentity:
 
 
 def read_hosts(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
-    """What fails as one (P4), for each place: the declared node, else the host, by the name that
-    its first rank gives it. Pure."""
+    """The failure domain of each rank (P4): its declared node, else its host, by the name that the
+    host's first rank gives it. Pure."""
     names: dict[str, str] = {}
     for place in places:
         taken = place.host_name in names.values()
@@ -50,8 +59,8 @@ def read_hosts(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
 
 
 def declared_on_one_host(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
-    """Declared nodes that share a host with another one: what the tolerance counts is then a claim.
-    Pure."""
+    """Declared nodes that share a host with another one: that they fail independently is a claim,
+    on which the tolerance depends. Pure."""
     nodes = {place.node: place.kernel for place in places if place.declared}
     kernels = list(nodes.values())
     return tuple(sorted(node for node, kernel in nodes.items() if kernels.count(kernel) > 1))
@@ -64,11 +73,14 @@ def local_rank() -> int:
 def gather_topology(
     control: ControlGroup, coordinate: Coordinate, degrees: Degrees
 ) -> tuple[Topology, tuple[NodeIdentity, ...]]:
-    """Tell all ranks where this one is; the topology, and the place of every global rank.
-    Collective."""
+    """Exchange where each rank is. Collective.
+
+    Returns:
+        The topology, and the node of every global rank.
+    """
     at = (coordinate.pp, coordinate.dp, coordinate.tp)
-    mine = encode([list(at), list(astuple(NodeIdentity.here()))])
-    facts = [decode(data) for data in control.gather_bytes(mine)]
+    message = encode([list(at), list(astuple(NodeIdentity.here()))])
+    facts = [decode(reply) for reply in control.gather_bytes(message)]
     places = tuple(NodeIdentity(*place) for _, place in facts)
     topology = Topology(
         degrees=degrees,

@@ -42,8 +42,8 @@ class Protection:
         config = context.config
         self._context = context
         self.is_chosen = chosen
-        # The last switch, if any node's memory tells of one and the block has not been edited
-        # since; else what the block says.
+        # The last switch that a node's memory has recorded, unless the block was edited since; else
+        # the block's scheme.
         scheme, local = str(config.scheme), read_record(context.job_dir.path)
         message = b"" if local is None else json.dumps(local.to_json()).encode()
         replies = context.control.gather_bytes(message)
@@ -83,11 +83,12 @@ class Protection:
 
     @property
     def lost(self) -> bool:
-        """Whether memory has become too short to survive the loss of a node, which it did
+        """Whether memory has become too short to survive the loss of a node, which the job survived
         before."""
         return self.record.degraded is not None and self.record.tolerance == 0
 
     def why_unprotected(self) -> str:
+        """Why the loss of a node is not survived, and what to change."""
         if self.record.in_force == "none":
             return 'the protection is "none"'
         topology, d = self._context.topology, self._context.topology.degrees
@@ -118,8 +119,8 @@ class Protection:
         )
 
     def _changed(self, record: ProtectionRecord) -> None:
-        """An order was carried out, or refused; or memory ran short, or came back. Called by the
-        worker."""
+        """A request was carried out or refused, or memory ran short or is available again. Called
+        by the worker."""
         before, self.record = self.record, record
         self.note()
         self._context.events.write("protection", **record.to_json())
@@ -161,7 +162,7 @@ class Protection:
         )
 
     def note(self) -> None:
-        """Say on this node what is in force: for ``reft status``, and for the next start."""
+        """Record on this node what is in force, for ``reft status`` and for the next start."""
         if local_rank() != 0:
             return
         try:

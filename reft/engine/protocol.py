@@ -19,9 +19,15 @@ from reft.state.catalogue import Adapter, SectionImage
 class TrainingEngine(Protocol):
     """One rank's part of a training: DeepSpeed's or Megatron-core's.
 
-    Whoever implements it also calls the session: ``begin_step`` where a step begins,
-    ``before_optimizer_step`` and its fence around every optimizer step, ``after_step`` after it;
-    and restores through :class:`~reft.engine.load_memory.MemoryRestorer`."""
+    Its hooks call the session: ``begin_step`` where a step begins, ``before_optimizer_step`` and
+    ``after_optimizer_step`` around every optimizer step, ``after_step`` after a step. They restore
+    through :class:`~reft.engine.load_memory.MemoryRestorer`.
+
+    Attributes:
+        name: for messages.
+        device: that this rank trains on.
+        micro_batches: of one step.
+    """
 
     name: str
     device: torch.device
@@ -32,42 +38,55 @@ class TrainingEngine(Protocol):
 
     @property
     def data(self) -> DataPosition | None:
-        """None where the program keeps its position itself."""
+        """The position in the data; None if the program keeps it."""
 
     @property
     def resizing(self) -> LayoutChange | None:
-        """None where versions of another data-parallel degree cannot be taken up."""
+        """How versions of other layouts are restored; None if they cannot be."""
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps made so far, those left out on overflow too."""
+        """Optimizer steps made so far, with those that were skipped on overflow."""
 
     def place(self) -> tuple[Coordinate, Degrees]:
-        """A LayoutError where the ranks are split in a way that reft does not know."""
+        """The coordinate of this rank, and the degrees of the job.
+
+        Raises:
+            LayoutError: the ranks are split in a way that reft does not know.
+        """
 
     def settings(self) -> dict[str, Fact]:
-        """What would change the numbers, for the fingerprint; rank 0's counts."""
+        """Facts that change the numbers, for the fingerprint. Those of rank 0 count."""
 
     def shapes(self) -> str:
-        """What this rank's part of the model consists of, for people, with a digest of it."""
+        """This rank's part of the model in words, with a digest of names and shapes."""
 
     def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The host state at a step boundary (see :mod:`reft.state.blob` for its keys)."""
+        """The host state where a step begins; :mod:`reft.state.blob` lists its keys."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The images have been written."""
+        """The images have been written: restore the host state."""
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
-        """By which a checkpoint can be written from memory (:mod:`reft.storage.deepspeed_format`);
-        empty: none. A ReftError where it cannot be described."""
+        """By which a checkpoint can be written from memory (:mod:`reft.storage.deepspeed_format`).
+
+        Returns:
+            Nothing if the program has no checkpoints that reft can write.
+
+        Raises:
+            ReftError: it cannot be described.
+        """
 
 
 ClientState = Callable[[], Mapping[str, Any]]
 
 
 def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
-    """Read the parallel coordinate of this rank from a DeepSpeed engine; a LayoutError where it
-    splits ranks in a way reft does not know (experts, sequences)."""
+    """Read the coordinate of this rank and the degrees from a DeepSpeed engine.
+
+    Raises:
+        LayoutError: it splits ranks in a way that reft does not know (experts, sequences).
+    """
     import torch.distributed as dist
 
     grid = getattr(engine, "grid", None)
@@ -96,8 +115,7 @@ def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
 
 
 def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
-    """Every number, text and truth value in ``value``, by dotted name; other objects are left
-    out."""
+    """All numbers, texts and booleans in ``value``, by dotted name. Other objects are left out."""
     if isinstance(value, Mapping):
         for key in value:
             yield from flat_facts(f"{name}.{key}", value[key])
@@ -111,8 +129,7 @@ def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
 
 
 def read_shapes(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """What this rank's part of a model consists of, for people, with a digest of every name and
-    shape."""
+    """A rank's part of a model in words, with a digest of all names and shapes."""
     digest = hashlib.blake2b(digest_size=6)
     tensors = numbers = 0
     for name, parameter in parameters:

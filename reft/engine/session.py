@@ -1,5 +1,5 @@
-"""One engine under reft's care: how the parts of a session come together, and what happens where a
-step begins and ends."""
+"""Versions of one training engine: how the parts of a session are put together, and what happens
+where a step begins and ends."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 def _fails() -> bool:
-    """Whether the script ends by an exception: its state after the last step may be half
-    changed."""
+    """Whether the script ends by an exception. Its state may be half changed then."""
     raised = sys.exc_info()[1] or getattr(sys, "last_value", None)
     return raised is not None and not isinstance(raised, SystemExit)
 
@@ -146,7 +145,7 @@ class Session:
     # -- the parts ---------------------------------------------------------------------------------
 
     def _choose_protection(self, context: JobContext) -> JobFacts:
-        """Try the devices, and choose the protection where the block leaves that to reft. Sets
+        """Try the devices, and choose the protection if the block leaves that to reft. Sets
         :attr:`context`. Collective."""
         config = context.config
         job = JobFacts(
@@ -189,11 +188,12 @@ class Session:
             lambda: self.tolerance,
         )
         self._device_memory = DeviceMemory(self.progress, engine.device)
-        if not self.copying.engine.asynchronous:  # else calls return before their work is done
+        # on a device, calls return before their work is done
+        if not self.copying.engine.asynchronous:
             self.progress.set_place((at.pp, at.dp, at.tp))
         self._last_step = engine.global_steps
-        self._stepped = False  # whether a step was made and the next one has not begun
-        self._is_due = False  # whether that step's version is to be taken
+        self._stepped = False  # a step was made, and the next has not begun
+        self._is_due = False  # that step's version is to be taken
         self.progress.set_step(self._last_step)
         self._boundary_secs = time.perf_counter()
         self.closed = False
@@ -326,7 +326,7 @@ class Session:
         )
         if self.rates.storage is not None:
             self.daemon.on_storage_state = self.rates.storage.answered
-        context.control.end_pairs()  # of the load, with all of the sharding group
+        context.control.end_pairs()  # connections of the load, with the whole sharding group
         control = context.control.for_worker(job_dir.secret)
         limit, ranks = config.memory_limit_bytes, context.ranks_here
         arenas = ArenaSet(
@@ -352,6 +352,7 @@ class Session:
             features=self._features(control),
             gate=self.copying.pacer.gate,
         )
+        # Before the first step: training's hooks read these without a lock.
         self.fence.worker = self.state.worker = worker
         self.rates.votes = worker.votes
         self.daemon.configure(config)
@@ -361,7 +362,7 @@ class Session:
             context.warn(found)
 
     def _features(self, control: WorkerControl) -> list[VersionFeature]:
-        """Everything that takes part in the versions of this job. The order counts: partitions are
+        """The features of this job that take part in its versions, in order: partitions are
         recomputed before their checksums are compared."""
         context, config = self.context, self.context.config
         verify = config.verify
@@ -387,9 +388,12 @@ class Session:
         self.protection.note()
 
     def flush(self, timeout_secs: float) -> bool:
-        """Take a version of the last step now, instead of where the next one begins, and wait until
-        every version is committed or given up. Collective. Returns whether none is under way any
-        more."""
+        """Take a version of the last step now, instead of where the next one begins, and wait for
+        all versions. Collective.
+
+        Returns:
+            Whether all versions are committed or given up.
+        """
         self._take_last_step()
         return self.worker is not None and self.worker.drain(timeout_secs)
 
@@ -399,8 +403,12 @@ class Session:
             self.submit(required=True)
 
     def close(self, timeout_secs: float | None = None) -> None:
-        """Take a version of the last step if the script ends well, finish what is under way, within
-        the grace unless another time is given, and release everything. The memory stays."""
+        """Take a version of the last step if the script ends well, finish what is under way, and
+        release everything. The memory stays.
+
+        Args:
+            timeout_secs: how long that may take; the grace by default.
+        """
         if self.closed:
             return
         if not _fails():
@@ -503,7 +511,9 @@ class Session:
         versions to come belong to a new incarnation. Collective."""
         assert self.worker is not None
         self.worker.drain(self.context.config.commit_timeout_secs)
+        # P2: a version that has not ended in time must not be copied from the loaded state.
         self.worker.fence()
+        # P3: after the fence, so that no version of the abandoned future gets the new number.
         self.memory.count_on(self.memory.incarnation + 1)
 
     def require_first_version(self) -> None:
@@ -525,14 +535,15 @@ class Session:
             )
 
     def check_tensors(self) -> None:
-        """Called on the training thread between two passes of a step; see
-        :meth:`~reft.snapshot.worker.SnapshotWorker.check_between_passes`."""
+        """Compare the write counts of the tensors between two passes of a step: see
+        :meth:`~reft.snapshot.worker.SnapshotWorker.check_between_passes`. On the training thread.
+        """
         if self.worker is not None:
             self.worker.check_between_passes()
 
     def after_step(self) -> None:
-        """A call that may have made an optimizer step has returned. What the script changes from
-        here on, until the next step begins, belongs to the version of this step."""
+        """A call that may have made an optimizer step has returned. Later changes by the script,
+        until the next step begins, belong to the version of this step."""
         step = self.context.engine.global_steps
         if step != self._last_step and not self.closed:
             self._last_step, self._stepped = step, True
@@ -557,13 +568,13 @@ class Session:
         self.worker.submit(request)
         self.first_request = self.first_request or request
         if request.variant is Variant.BLOCKING:
-            # the fence says so if it has not ended
+            # if it has not ended by then, the fence waits and logs it
             request.copied.wait(self.context.config.commit_timeout_secs)
         self.stats.stalls_secs.append(time.perf_counter() - began)
         return request
 
     def restored(self) -> None:
-        """The engine's state was replaced: the images may be other tensors, the step another
+        """The engine's state was replaced: the images may be other tensors, and the step another
         one."""
         self.state.replaced()
         if self.worker is not None and self._last_step != self.context.engine.global_steps:
@@ -575,9 +586,9 @@ class Session:
 
 
 def record(session: Session) -> None:
-    """Have every step recorded where `reft rehearse` asks for it, by a feature that the core does
-    not import otherwise. Called when the engine's methods are wrapped: the recorder's wrappers go
-    around them."""
+    """Have every step recorded if `reft rehearse` asks for it, by a feature that the core does not
+    import. Called after the engine's methods were wrapped: the recorder's wrappers enclose the
+    others."""
     if os.environ.get(ENV_REHEARSE):
         import_module("reft.rehearse.record").attach(
             session.context, session, session.memory, session.state, session.fence, session.stopping

@@ -178,6 +178,8 @@ class StopController:
         exit. What was trained since is trained again after the restart. Runs on a thread of its
         own."""
         session, context = self._session, self._context
+        # No lock: a step that begins right now takes its version by itself, and both ends of the
+        # job leave a committed version.
         if session is None or session.closed or self._at_boundary or not session.stepped:
             return
         step = context.stats.committed_step

@@ -20,20 +20,28 @@ logger = logging.getLogger(__name__)
 
 
 class Tracer:
-    """Collects the traces of one rank; what executes the instructions of a pipeline notes them
-    here. Used by the training thread."""
+    """Collects the traces of one rank. Executors of pipeline instructions add to it. Used by the
+    training thread.
+
+    Attributes:
+        traces: of the newest steps, if a bounded deque is set; None: steps are not traced.
+        profiler: receives traces; None if no profile is made.
+        woven: whether the instructions of a pipeline are recorded.
+        records: instructions of the present step.
+        marks: of the device's clock, before and after each of them.
+        began: when the last schedule began, by ``time.perf_counter``.
+    """
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
-        # set to a bounded deque to have every step traced
         self.traces: deque[StepTrace] | None = None
         self.profiler: Profiler | None = None
-        self.woven = False  # whether the instructions of a pipeline are noted
+        self.woven = False
         self.mark: Callable[[], Any] | None = None
-        """Set to have the device's time marked before and after every traced instruction, too."""
-        self.records: list[InstructionRecord] = []  # of this step
-        self.marks: list[tuple[Any, Any]] = []  # before and after each of them
-        self.began = 0.0  # the last schedule
+        """Returns a mark of the device's clock, if instructions are timed by it, too."""
+        self.records: list[InstructionRecord] = []
+        self.marks: list[tuple[Any, Any]] = []
+        self.began = 0.0
 
     @property
     def active(self) -> bool:
@@ -48,9 +56,10 @@ class Tracer:
         if not self.woven:
             logger.warning("%s cannot be profiled; only a pipeline engine can", context.engine.name)
             return
-        from reft.profile.profiler import DeviceClock, Profiler
+        from reft.profile.clocks import DeviceClock
+        from reft.profile.profiler import Profiler
 
-        # On a device calls return before their work is done; its own clock is read, without
+        # On a device calls return before their work is done: its own clock is read, without
         # waiting.
         vendor = find_vendor(context.engine.device)
         clock = None if vendor is None else DeviceClock(vendor)
@@ -76,7 +85,7 @@ class Tracer:
         records, self.records = self.records, []
         marks, self.marks = self.marks, []
         copied = []
-        while chunks:  # the thread that copies adds more
+        while chunks:  # the copying thread appends
             copied.append(chunks.popleft())
         trace = StepTrace(
             step=step,

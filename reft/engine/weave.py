@@ -1,16 +1,15 @@
 """Weaving: snapshot instructions in the schedule that a pipeline engine is about to execute.
 
-The engine's ``_exec_schedule`` is wrapped on the instance; it gets the same schedule, yielding the
-same training instructions in the same order, with instructions of ours around those in which the
-device may wait. They are DeepSpeed's own kind of instruction and are looked up in a
-copy of ``_INSTRUCTION_MAP`` that belongs to this engine. Any schedule class works: 1F1B, inference,
-data parallel, zero-bubble, a user's own. Nothing is known about it beforehand but the names of
-instructions.
+The engine's ``_exec_schedule`` is wrapped on the instance. It receives the same schedule, which
+yields the same training instructions in the same order, with snapshot instructions around those in
+which the device may wait. They are DeepSpeed's own kind of instruction, and are looked up in a copy
+of ``_INSTRUCTION_MAP`` that belongs to this engine. Any schedule class works: 1F1B, inference, data
+parallel, zero-bubble, a user's own. Only the names of instructions are known beforehand.
 
-Bubble time is spent *inside* receives, so a window opens before one and closes after it; where a
-schedule queues its transfers (DualPipeV), that is the instruction which carries them out. The wait
-for the other stages at the end of a step, inside ``_aggregate_total_loss``, is no window: a version
-begins where the next step does, since the script may change the state until then.
+Bubble time is spent *inside* receives, so a window opens before a receive and closes after it. If a
+schedule queues its transfers (DualPipeV), the window is around the instruction that carries them
+out. The wait for the other stages at the end of a step, inside ``_aggregate_total_loss``, is no
+window: a version begins where the next step does, since the script may change the state until then.
 """
 
 from __future__ import annotations
@@ -33,12 +32,16 @@ from reft.pacing.schedule import InstructionRecord
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """The device is about to wait: snapshot copies may run. ``window_id``: position of the waiting
-    instruction in the step's stream; ``receives``: whether it is a receive."""
+    """The device is about to wait: snapshot copies may run.
+
+    Args:
+        window_id: position of the waiting instruction in the step.
+        receives: whether it is a receive.
+    """
 
 
 class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """The device goes on: no snapshot copy runs any more. ``window_id``: of the window."""
+    """The device continues: snapshot copies stop. ``window_id``: of the window."""
 
 
 def _steps(names: list[str]) -> bool:
@@ -47,9 +50,14 @@ def _steps(names: list[str]) -> bool:
 
 
 class WovenSchedule:
-    """A schedule with snapshot instructions; everything else is the schedule's own. ``seen``: takes
-    the names of the training instructions, in order. ``queues``: its transfers are known to be
-    queued, as in DualPipeV; else that shows with the first."""
+    """A schedule with snapshot instructions. All other attributes are the schedule's own.
+
+    Args:
+        schedule: of training instructions.
+        seen: receives their names, in order.
+        queues: whether its transfers are known to be queued, as in DualPipeV; else the first one
+            shows it.
+    """
 
     def __init__(self, schedule: Any, *, seen: list[str], queues: bool = False) -> None:
         self._schedule = schedule
@@ -88,9 +96,8 @@ class WovenSession(Protocol):
 
 
 class Weaver:
-    """Weaves the schedules of a session's pipeline engine. Made once, at ``attach``. Whether
-    anything is to be woven, and whether every instruction is timed, is asked before every
-    schedule."""
+    """Weaves the schedules of a pipeline engine. Made once, by ``attach``. Before every schedule it
+    is decided whether to weave, and whether to time every instruction."""
 
     def __init__(
         self,
@@ -105,11 +112,11 @@ class Weaver:
         tracer.woven = True
         self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
         self._streams: dict[Hashable, list[str]] = {}
-        """The instructions of every schedule, as they were executed."""
+        """Names of the instructions of every schedule, as they were executed."""
         self._counts: Counter[str] = Counter()
         self._position = 0
         self._drains: Hashable = None
-        """The schedule that ended with the optimizer step, until its loss was added up."""
+        """The schedule that ended with the optimizer step, until its loss has been aggregated."""
         self._source: Mapping[type, Callable[..., Any]] = {}
         self._maps: dict[bool, Mapping[type, Callable[..., Any]]] = {}
         for name, around in (
@@ -126,7 +133,7 @@ class Weaver:
         traced = self._tracer.active
         for stamps in self._computing.values():
             stamps.clear()
-        # P1: on the instance; the class, and every other engine, executes as before.
+        # P1: set on the instance. The class, and every other engine, executes as before.
         engine._INSTRUCTION_MAP = self._instruction_map(engine, traced)
         copying = self._copying
         paced = copying.variant is Variant.HAS or copying.pacer.gate.wanted
@@ -141,7 +148,7 @@ class Weaver:
         try:
             result = original(woven)
         finally:
-            self._pacer.close()  # whatever happened, no window stays open
+            self._pacer.close()  # no window stays open after an error, either
         self._streams[key] = names
         if _steps(names):
             self._drains = key
@@ -152,7 +159,7 @@ class Weaver:
     def _aggregate(
         self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """The loss of the step: the first stages wait here for the last one, or all for all."""
+        """The loss of a step is aggregated: the first stages wait for the last, or all for all."""
         self._progress.instruction(self._progress.number_of("AggregateTotalLoss"))
         if (key := self._drains) is None:
             return original(*args, **kwargs)
@@ -178,8 +185,8 @@ class Weaver:
     # -- timing ------------------------------------------------------------------------------------
 
     def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
-        """This engine's map: what its class has now, with clocks (around everything if traced, else
-        around computation), and the snapshot instructions."""
+        """The instruction map of this engine: its class's present one, with clocks around every
+        instruction if traced, else around computation; and the snapshot instructions."""
         source = type(engine)._INSTRUCTION_MAP
         if source != self._source:
             self._source = dict(source)
@@ -191,14 +198,15 @@ class Weaver:
                 ),
                 CloseSnapshotWindow: lambda engine, window_id: self._pacer.close(),
             }
-            told = {
-                kind: self._told(kind.__name__, execute, traced) for kind, execute in source.items()
+            reported = {
+                kind: self._reported(kind.__name__, execute, traced)
+                for kind, execute in source.items()
             }
-            self._maps[traced] = {**told, **own}
+            self._maps[traced] = {**reported, **own}
         return self._maps[traced]
 
-    def _told(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
-        """``execute``, noted and, where that is wanted, with clocks around it."""
+    def _reported(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
+        """``execute``, reported on the progress page and, if asked for, between two clocks."""
         stamps, stamp = self._computing.get(name), self._pacer.stamp
         number, note = self._progress.number_of(name), self._progress.instruction
 
@@ -244,7 +252,7 @@ class Weaver:
 
 
 def _window_key(schedule: Any) -> Hashable:
-    """Tells apart schedules whose streams differ."""
+    """Distinguishes schedules whose instructions differ."""
     facts = (
         getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only")
     )

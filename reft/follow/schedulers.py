@@ -62,8 +62,8 @@ class Schedulers(HostState):
     def live(self) -> list[Any]:
         """Schedulers over the engine's optimizer that are followed here, in the order of
         construction."""
-        mine = {id(optimizer) for optimizer in _wrapped(self._engine.optimizer)}
-        found = [s for s in CONSTRUCTED.live() if mine & {id(o) for o in _wrapped(s.optimizer)}]
+        own = {id(optimizer) for optimizer in _wrapped(self._engine.optimizer)}
+        found = [s for s in CONSTRUCTED.live() if own & {id(o) for o in _wrapped(s.optimizer)}]
         left_out = {id(part) for s in (*found, self.own()) for part in _parts(s)}
         left_out |= {id(s) for s in (self.own(), *self._given())}
         return [s for s in found if id(s) not in left_out]
@@ -110,9 +110,9 @@ class Schedulers(HostState):
 
     def findings(self) -> Iterator[str]:
         given = {id(one) for one in self._given()}
-        mine = {id(optimizer) for optimizer in _wrapped(self._engine.optimizer)}
+        own = {id(optimizer) for optimizer in _wrapped(self._engine.optimizer)}
         for scheduler in CONSTRUCTED.live():
-            if id(scheduler) not in given and not mine & {
+            if id(scheduler) not in given and not own & {
                 id(o) for o in _wrapped(scheduler.optimizer)
             }:
                 kind = type(scheduler).__name__

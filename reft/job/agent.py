@@ -40,7 +40,7 @@ from reft.errors import ConfigError, FencedError, ReftError
 from reft.job.hang_verdict import HangDetector
 from reft.job.options import LaunchOptions
 from reft.job.rendezvous.backend import JobEndedError, RendezvousBackend
-from reft.job.rendezvous.handler import StoreRendezvous, replaced
+from reft.job.rendezvous.handler import StoreRendezvous, replaced_error
 from reft.job.rendezvous.membership import Agreement, NodeFinished
 from reft.job.script import ExitCause, TrainerFailure, WorkerExit, judge, name_ended_early
 from reft.job.signals import StopSignals
@@ -263,7 +263,7 @@ class Agent:
             with suppress(StoreError):
                 newest = self._rendezvous.incarnations.read()
         if newest > own > 0:
-            raise replaced(own, newest, by_another=self._rendezvous.is_full)
+            raise replaced_error(own, newest, by_another=self._rendezvous.is_full)
         if reason := self._launcher.fenced():
             raise FencedError(reason)
 
@@ -555,7 +555,7 @@ class Agent:
         with suppress(RuntimeError, RendezvousError):
             self._rendezvous.is_closed()  # Reads the store
         stopped = self._rendezvous.stopped
-        if stopped and not self._rendezvous.goes_on_without(len(stopped)):
+        if stopped and not self._rendezvous.can_continue_without(len(stopped)):
             node, number = next(iter(stopped.items()))
             received = signal.Signals(number)
             raise SignalException(

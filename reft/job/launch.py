@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from reft.config import parse_block
-from reft.engine.on_import import warn_abandoned_builds
+from reft.engine.build_locks import warn_abandoned_builds
 from reft.env import ENV_CONFIG, ENV_DRY_RUN, ENV_INCARNATION, ENV_NODES, ENV_ROUND, ENV_STORE
 from reft.errors import AuthenticationError, ConfigError, FencedError, ReftError
 from reft.job.agent import Agent
@@ -328,9 +328,8 @@ class Launcher:
         return (
             f"{required} nodes did not join in {secs:.0f} s: no node replaced a missing one. Start "
             "`reft launch` on another node in time, or wait longer with --rdzv-conf "
-            "join_timeout=SECS. Only nodes with one run id meet, here "
-            f"{options.config.run_id!r}; without --rdzv-id it is made of user, directory, program "
-            "and arguments"
+            f"join_timeout=SECS. Only nodes with one run id meet, here {options.config.run_id!r}; "
+            "without --rdzv-id it is made of user, directory, program and arguments"
         )
 
     def conclude(self, agent: Agent, failures: dict[int, ProcessFailure] | None) -> int:

@@ -1,5 +1,4 @@
-"""Launchers on this machine, each a node of its own that can be lost; for commands that try a
-job."""
+"""Launchers on this machine, each a node that can be lost; for commands that try a job."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ import psutil
 from reft.env import ENV_CLUSTER, ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID
 from reft.job.script import not_ignored
 
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOT_INHERITED = (ENV_JOB_ID, ENV_MEMORY_DIR, ENV_NODE_ID)
 _KILL_SECS = 60.0
 _POLL_SECS = 0.01
@@ -29,7 +28,7 @@ _POLL_SECS = 0.01
 
 @dataclass(frozen=True)
 class LocalNode:
-    """One ``reft launch`` with a memory directory of its own, and what it started."""
+    """One ``reft launch`` with its own memory directory, and the processes that it started."""
 
     name: str
     memory_dir: Path
@@ -38,29 +37,52 @@ class LocalNode:
 
 
 class LocalNodes:
-    """Starts launchers, and finds all of their processes again by a token in their environment."""
+    """Starts launchers, and finds all of their processes by a token in their environment.
+
+    Args:
+        environment: set for all nodes, in addition to this process's own.
+    """
 
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
-    """Starts a launcher; tests fork theirs."""
+    """Starts a launcher; tests replace it by one that forks."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """``environment``: set for all nodes, on top of this process's own."""
         self.started: list[LocalNode] = []
         self._token = uuid.uuid4().hex
         inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
-        # Found also where reft is not installed but run from its sources.
-        source = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(p for p in (source, inherited.get("PYTHONPATH")) if p)
+        # The launchers find reft even if it is not installed but runs from its sources.
+        sources = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(p for p in (sources, inherited.get("PYTHONPATH")) if p)
         self._environment = {**inherited, "PYTHONPATH": path, **environment}
 
     def start(
-        self, name: str, memory_dir: Path, log: Path, options: Sequence[str], program: Sequence[str]
+        self,
+        name: str,
+        memory_dir: Path,
+        log: Path,
+        options: Sequence[str],
+        program: Sequence[str],
     ) -> LocalNode:
-        """Start ``reft launch OPTIONS PROGRAM`` with this memory directory, in a session of its
-        own."""
+        """Start ``reft launch OPTIONS PROGRAM`` as a node, in a session of its own.
+
+        Args:
+            name: of the node.
+            memory_dir: of the node.
+            log: receives the output.
+            options: of the launcher.
+            program: the training script and its arguments.
+        """
         # -P: the launcher does not import modules of the working directory. The memory directory
-        # comes after the options, which may name another one.
-        words = ["-P", "-m", "reft.job.launch", *options, "--memory-dir", str(memory_dir), *program]
+        # follows the options, so that it overrides one that they name.
+        words = [
+            "-P",
+            "-m",
+            "reft.job.launch",
+            *options,
+            "--memory-dir",
+            str(memory_dir),
+            *program,
+        ]
         with log.open("ab") as output:
             process = type(self).popen(
                 [sys.executable, *words],
@@ -70,21 +92,23 @@ class LocalNodes:
                 env={**self._environment, ENV_CLUSTER: f"{self._token}:{name}"},
                 start_new_session=True,
             )
-        self.started.append(LocalNode(name, memory_dir, log, process))
-        return self.started[-1]
+        node = LocalNode(name, memory_dir, log, process)
+        self.started.append(node)
+        return node
 
     def lose(self, node: LocalNode) -> None:
-        """Kill everything on a node and remove its memory, as the loss of a host does."""
+        """Kill all processes of a node and remove its memory, as if its host had failed."""
         self.kill(node)
         shutil.rmtree(node.memory_dir, ignore_errors=True)
 
     def kill(self, *nodes: LocalNode) -> None:
-        """SIGKILL of every process of these nodes, until none is left: first all stand still, so
-        that none starts another."""
-        deadline, number = time.monotonic() + _KILL_SECS, signal.SIGSTOP
+        """Kill all processes of these nodes, until none is left."""
+        deadline = time.monotonic() + _KILL_SECS
         marks = {f"{self._token}:{node.name}" for node in nodes}
-        while (found := [*self._processes(marks)]) and time.monotonic() < deadline:
-            for process in found:
+        # All are stopped first, so that none starts another process while others are killed.
+        number = signal.SIGSTOP
+        while (processes := [*self._processes(marks)]) and time.monotonic() < deadline:
+            for process in processes:
                 with suppress(psutil.Error):
                     process.send_signal(number)
             time.sleep(0 if number is signal.SIGSTOP else _POLL_SECS)
@@ -92,22 +116,24 @@ class LocalNodes:
 
     def _processes(self, marks: Collection[str]) -> Iterator[psutil.Process]:
         for node in self.started:
-            node.process.poll()  # no zombie counts
+            node.process.poll()  # Removes zombies
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                marked = process.environ().get(ENV_CLUSTER) in marks
-                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                is_marked = process.environ().get(ENV_CLUSTER) in marks
+                if is_marked and process.status() != psutil.STATUS_ZOMBIE:
                     yield process
 
 
 def handle_stop_signals() -> None:
-    """Let the first signal to stop raise KeyboardInterrupt; later ones do not disturb the end. A
-    signal that was ignored when this process started stays ignored."""
-    for number in not_ignored(_STOPS):
+    """Let the first signal to stop raise KeyboardInterrupt; later ones do not disturb the end.
+
+    A signal that was ignored when this process started stays ignored.
+    """
+    for number in not_ignored(_STOP_SIGNALS):
         signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    for each in _STOPS:
+    for each in _STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Options of ``reft launch``: torchrun's own, and where reft keeps what.
+"""Options of ``reft launch``: those of torchrun, and reft's own.
 
 The parser is the one that torch makes for torchrun, with one group added: argparse, not typer,
 because what torchrun accepts has to be accepted here in every version of torch. That is imported
@@ -37,37 +37,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFT_BACKEND, ETCD_BACKEND = "c10d", "etcd-v3"
-RESTARTS = 3  # Failures of trainers that follow each other without a new version in between
+MAX_FAILURES = 3  # Consecutive failures of trainers without a new version in between
 _BY_NODE, _ACROSS_NODES = "by-node", "across-nodes"
 DESCRIPTION = (
-    "Start this node's trainers like torchrun, with reft: the training state is kept in the "
-    "memory of "
-    "peers, and any node may die and be replaced. Every option of torchrun works (--help-all; a "
-    "job "
-    "usually needs --nnodes N or MIN:MAX, --nproc-per-node N or gpu, --rdzv-endpoint HOST:PORT, "
-    "where "
-    "`reft rendezvous` runs, and --rdzv-id), but two defaults differ: the nodes meet by c10d, or "
-    "by "
-    f"--rdzv-backend {ETCD_BACKEND} at an etcd cluster, of whose hosts any minority may die (extra "
-    f"`etcd`); and without --max-restarts, failed trainers are restarted until {RESTARTS} "
-    "restarts in a "
-    "row have brought no new version. A given --max-restarts counts over the job's whole life."
+    "Start this node's trainers like torchrun, with reft: the training state is kept in the memory "
+    "of peers, and any node may die and be replaced. Every option of torchrun works (--help-all; a "
+    "job usually needs --nnodes N or MIN:MAX, --nproc-per-node N or gpu, --rdzv-endpoint "
+    "HOST:PORT, where `reft rendezvous` runs, and --rdzv-id), but two defaults differ: the nodes "
+    f"meet by c10d, or by --rdzv-backend {ETCD_BACKEND} at an etcd cluster, of whose hosts any "
+    "minority may die (extra `etcd`); and without --max-restarts, failed trainers are restarted "
+    f"until {MAX_FAILURES} restarts in a row have brought no new version. A given --max-restarts "
+    "counts over the job's whole life."
 )
 _ENVIRONMENT = (
     f"Environment: {env.ENV_LOG_LEVEL}=DEBUG|INFO|WARNING|ERROR, what launchers, daemons and "
-    "trainers log "
-    "to stderr (default: INFO; in trainers, the level of the script's logging); "
+    "trainers log to stderr (default: INFO; in trainers, the level of the script's logging); "
     f"{env.ENV_EVENTS}=DIRECTORY, where every reft process appends its events as JSON lines; for "
-    "an etcd "
-    f"cluster {env.ENV_ETCD_USER} with {env.ENV_ETCD_PASSWORD} or {env.ENV_ETCD_PASSWORD_FILE}, "
-    "and "
-    f"{env.ENV_ETCD_CACERT}, {env.ENV_ETCD_CERT}, {env.ENV_ETCD_KEY} (or --rdzv-conf "
-    "user=NAME,cacert=FILE,cert=FILE,key=FILE)."
+    f"an etcd cluster {env.ENV_ETCD_USER} with {env.ENV_ETCD_PASSWORD} or "
+    f"{env.ENV_ETCD_PASSWORD_FILE}, and {env.ENV_ETCD_CACERT}, {env.ENV_ETCD_CERT}, "
+    f"{env.ENV_ETCD_KEY} (or --rdzv-conf user=NAME,cacert=FILE,cert=FILE,key=FILE)."
 )
 
 
 def add_own_options(parser: argparse.ArgumentParser) -> None:
-    """Those that torchrun does not have, each with dashes or underscores as there."""
+    """Add reft's options; as in torchrun, each may be written with dashes or underscores."""
     parser.epilog = _ENVIRONMENT
     group = parser.add_argument_group("reft")
 
@@ -78,24 +71,21 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     value = os.environ.get
     add(
         "memory-dir",
-        f"tmpfs directory for snapshots on this node ({env.ENV_MEMORY_DIR}; default: "
-        "%(default)s). It "
-        "overrides memory_dir in the reft block.",
+        f"tmpfs directory for snapshots on this node ({env.ENV_MEMORY_DIR}; default: %(default)s). "
+        "It overrides memory_dir in the reft block.",
         default=value(env.ENV_MEMORY_DIR) or str(parse_block({}).memory_dir),
     )
     add(
         "node-id",
         "name of this node, which declares it to be a failure domain; without it, the host is the "
-        "failure "
-        "domain (default: host name and memory directory)",
+        "failure domain (default: host name and memory directory)",
         default=value(env.ENV_NODE_ID),
     )
     add(
         "job-id",
         f"name of the job's memory ({env.ENV_JOB_ID}; default: --rdzv-id, or a name made from "
-        "user, "
-        "directory, program and arguments). The same name finds the memory that an earlier launch "
-        "left.",
+        "user, directory, program and arguments). The same name finds the memory that an earlier "
+        "launch left.",
         default=value(env.ENV_JOB_ID),
     )
     add(
@@ -109,10 +99,8 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     add(
         "spares",
         "spare nodes that wait and replace lost nodes: --nnodes 4 --spares 2 for six nodes, four "
-        "of which "
-        "train. With --hostfile or --slurm, K of those nodes wait. The job never grows into its "
-        "spares "
-        "(with --nnodes 4:6 it trains on four to six nodes, as many as there are)",
+        "of which train. With --hostfile or --slurm, K of those nodes wait. The job never grows "
+        "into its spares (with --nnodes 4:6 it trains on four to six nodes, as many as there are)",
         type=int,
         default=0,
         metavar="K",
@@ -122,9 +110,8 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     add(
         "warm",
         "fork trainers from a process on the node that has imported torch and DeepSpeed "
-        f"({env.ENV_WARM}=1 "
-        "or 0; default: yes where the node has no device). --no-warm is for scripts that cannot "
-        "be forked.",
+        f"({env.ENV_WARM}=1 or 0; default: yes where the node has no device). --no-warm is for "
+        "scripts that cannot be forked.",
         action=argparse.BooleanOptionalAction,
         default=None if warm is None else warm not in ("", "0"),
     )
@@ -155,45 +142,38 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "max-peer-restarts",
-        "free restarts after the loss of peers without any progress in between; further ones "
-        "count against "
-        "--max-restarts (default: %(default)s)",
+        "free restarts after the loss of peers without any progress in between; further ones count "
+        "against --max-restarts (default: %(default)s)",
         type=int,
         default=10,
     )
     add(
         "dry-run",
         "start the trainers, build the engine, print what reft would keep, copy, survive or "
-        "refuse, and "
-        "end before the first step. The job's memory and checkpoints are not touched",
+        "refuse, and end before the first step. The job's memory and checkpoints are not touched",
         action="store_true",
     )
     add(
         "hostfile",
-        "DeepSpeed's hostfile (lines HOST slots=N) instead of --nnodes and --nproc-per-node: "
-        "start this "
-        "command on every host that it names (with pdsh, srun or mpirun; reft does not log in to "
-        "any "
-        "host). The nodes meet on the first one unless --rdzv-endpoint is given",
+        "DeepSpeed's hostfile (lines HOST slots=N) instead of --nnodes and --nproc-per-node: start "
+        "this command on every host that it names (with pdsh, srun or mpirun; reft does not log in "
+        "to any host). The nodes meet on the first one unless --rdzv-endpoint is given",
         "-H",
         metavar="FILE",
     )
     add(
         "slurm",
         "take missing options from Slurm: the nodes of this step, one trainer per GPU, the first "
-        "node as "
-        "rendezvous, the names of run and memory. Write `srun --ntasks-per-node=1 --no-kill reft "
-        "launch "
-        "--slurm`; reft warns about Slurm settings that would end the remaining nodes when one is "
-        "lost",
+        "node as rendezvous, the names of run and memory. Write `srun --ntasks-per-node=1 "
+        "--no-kill reft launch --slurm`; reft warns about Slurm settings that would end the "
+        "remaining nodes when one is lost",
         action="store_true",
     )
     add("num-gpus", "trainers per node, as in DeepSpeed's launcher", type=int, metavar="N")
     add(
         "include",
         "hosts and slots of the hostfile to use, as in DeepSpeed's launcher: "
-        "worker-1@worker-2:0,2. Slots "
-        "are devices of the node",
+        "worker-1@worker-2:0,2. Slots are devices of the node",
         "-i",
         metavar="HOSTS",
         default="",
@@ -204,12 +184,10 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
     add(
         "rank-order",
         "by-node: consecutive ranks on each node, as in torchrun (default). across-nodes: ranks "
-        "are dealt "
-        "to the nodes in turn, so that DeepSpeed's own order puts the data-parallel peers of a "
-        "pipeline "
-        "stage on different nodes without a change to the script; with a tensor-parallel degree "
-        "of N, "
-        "across-nodes:N keeps tensor-parallel groups on one node. Give the same on every node",
+        "are dealt to the nodes in turn, so that DeepSpeed's own order puts the data-parallel "
+        "peers of a pipeline stage on different nodes without a change to the script; with a "
+        "tensor-parallel degree of N, across-nodes:N keeps tensor-parallel groups on one node. "
+        "Give the same on every node",
         type=_rank_stride,
         default=0,
         metavar="ORDER",
@@ -217,7 +195,7 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _rank_stride(order: str) -> int:
-    """What ``--rank-order`` says, as :func:`reft.job.rendezvous.membership.deal_ranks` takes it."""
+    """Parse ``--rank-order`` into the stride of :func:`reft.job.trainer_store.deal_ranks`."""
     name, _, size = order.partition(":")
     if order == _BY_NODE:
         return 0
@@ -235,10 +213,10 @@ def _rank_stride(order: str) -> int:
 
 _AUTO = "auto"
 _SMALL_JOB_NODES = 32
-_MOST_PORT = 65535
+_MAX_PORT = 65535
 _IN_MEMORY = ("tmpfs", "ramfs")
 _OF_DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
-_MOST_RUN_ID_BYTES = 240  # a file's name may have 255; TorchElastic appends 9
+_MAX_RUN_ID_BYTES = 240  # A file name may have 255; TorchElastic appends 9
 _NUMBERS = frozenset(
     f"{name}_timeout" for name in ("join", "last_call", "close", "heartbeat", "read", "connect")
 ) | {"timeout", "keep_alive_interval", "keep_alive_max_attempt"}
@@ -247,36 +225,37 @@ _NUMBERS = frozenset(
 
 @dataclass(frozen=True)
 class LaunchOptions:
+    """A complete command line."""
+
     config: LaunchConfig  # torchrun's part
     entrypoint: str
-    script: Path | None  # the training script; None for a module, or another program
+    script: Path | None  # The training script; None for a module or another program
     arguments: tuple[str, ...]
     memory_dir: Path
-    node: str
-    # somebody gave the node's id, and thereby says that the node fails by itself
-    node_declared: bool
+    node: str  # Its id
+    node_declared: bool  # The id was given, which declares the node to be a failure domain
     job_id: str
-    block_file: Path | None  # holds the ``reft`` block; None where the DeepSpeed JSON does
+    block_file: Path | None  # Has the ``reft`` block; None if it is in DeepSpeed's JSON
     dry_run: bool
     daemon: bool
     keep_memory: bool
-    # time for trainers after SIGTERM or Ctrl-C; None: what the job's ``reft`` block says
-    grace_secs: float | None
-    stop_secs: float  # time for trainers to end when a round is over
-    free_restarts: int  # restarts because of lost peers, without progress in between
-    # own failures are counted from the last new version on, not over the job's life
-    restarts_renew: bool
-    rank_stride: int  # ranks that a node gets in its turn; 0: all of its ranks in a row
-    devices: tuple[int, ...] | None  # those of this node that the trainers see; None: all
-    warm: bool
-    preload: tuple[str, ...]
+    grace_secs: float | None  # For trainers after a signal to stop; None: as in the block
+    stop_secs: float  # For trainers to end when a round is over
+    free_restarts: int  # Restarts after lost peers, without progress in between
+    restarts_renew: bool  # Failures are counted since the last new version
+    rank_stride: int  # Ranks that a node gets in each turn; 0: all of its ranks
+    devices: tuple[int, ...] | None  # Devices of this node that its trainers see; None: all
+    warm: bool  # Trainers are forked from a process with imports
+    preload: tuple[str, ...]  # Modules that this process imports
 
     @property
     def join_timeout_secs(self) -> float:
+        """How long a node waits for a round."""
         return float(self.config.rdzv_configs.get("join_timeout", 600))
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
     import torch.distributed.run as torchrun
 
     parser = Parser(
@@ -284,12 +263,12 @@ def make_parser() -> argparse.ArgumentParser:
         words="SCRIPT [ARGUMENTS]...",
         description=DESCRIPTION,
         parents=[torchrun.get_args_parser()],
-        add_help=False,  # that parser has it
+        add_help=False,  # The parent has it
     )
     parser.set_defaults(
         rdzv_backend=os.environ.get("PET_RDZV_BACKEND", _AUTO),
         max_restarts=os.environ.get("PET_MAX_RESTARTS"),
-        # None where nobody gave them: --slurm knows better than torchrun's defaults.
+        # None if they were not given: --slurm has better values than torchrun's defaults.
         nnodes=os.environ.get("PET_NNODES"),
         nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
     )
@@ -298,14 +277,24 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_options(argv: Sequence[str]) -> LaunchOptions:
-    """Parse and complete a command line. Raises ConfigError: something does not fit together; says
-    what to write. Raises SystemExit: argparse's own refusals, and ``--help``."""
+    """Parse and complete a command line.
+
+    Raises:
+        ConfigError: options contradict each other; says what to write.
+        SystemExit: argparse refuses an option, or ``--help`` is given.
+    """
     return collect_options(make_parser().parse_args(list(argv)))
 
 
 def collect_options(args: argparse.Namespace) -> LaunchOptions:
-    """Complete what :func:`make_parser`, or a parser made of it, has parsed. Raises ConfigError:
-    something does not fit together; says what to write."""
+    """Complete the parsed options.
+
+    Args:
+        args: of :func:`make_parser`, or of a parser made from it.
+
+    Raises:
+        ConfigError: options contradict each other; says what to write.
+    """
     import torch.distributed.run as torchrun
 
     from reft.job.hosts import apply_hostfile, apply_slurm
@@ -320,10 +309,11 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
         raise ConfigError(
             f"--nnodes is {args.nnodes!r}; write a number such as 4, or MIN:MAX such as 2:4"
         )
-    least, _, most = args.nnodes.partition(":")
-    if most and int(least) > int(most):
+    minimum, _, maximum = args.nnodes.partition(":")
+    if maximum and int(minimum) > int(maximum):
         raise ConfigError(
-            f"--nnodes is {args.nnodes}, whose minimum is above its maximum; write {most}:{least}"
+            f"--nnodes is {args.nnodes}, whose minimum is above its maximum; write "
+            f"{maximum}:{minimum}"
         )
     if args.spares < 0:
         raise ConfigError(f"--spares is {args.spares}; write 0 or more")
@@ -331,12 +321,12 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
     job_id = safe_name(f"dry-run-{_job_id(args)}") if args.dry_run else _job_id(args)
     restarts_renew = args.max_restarts is None
     if restarts_renew:
-        args.max_restarts = RESTARTS
+        args.max_restarts = MAX_FAILURES
     if args.rdzv_id in ("", "none"):
-        # Jobs that meet at one rendezvous without an id must not be taken for one.
+        # Two jobs without an id that use one rendezvous must not be taken for one job.
         args.rdzv_id = job_id
-    if "/" in args.rdzv_id or len(os.fsencode(args.rdzv_id)) > _MOST_RUN_ID_BYTES:
-        # TorchElastic names its log directory by it.
+    if "/" in args.rdzv_id or len(os.fsencode(args.rdzv_id)) > _MAX_RUN_ID_BYTES:
+        # TorchElastic uses it as the name of its log directory.
         args.rdzv_id = safe_name(args.rdzv_id)
     try:
         _choose_rendezvous(args)
@@ -350,15 +340,14 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
         if "nproc_per_node" in str(error):
             raise ConfigError(
                 f"--nproc-per-node is {args.nproc_per_node!r}; write a number such as 8, or gpu, "
-                "cpu or auto "
-                f"for as many trainers as the node has of them"
+                "cpu or auto for as many trainers as the node has of them"
             ) from error
         raise ConfigError(f"these options cannot be used: {error}") from error
     _complete_rendezvous_conf(config)
     entrypoint, arguments = _program(args)
     block_file = Path(args.block).absolute() if args.block else None
     if block_file is not None:
-        parse_block(read_block(block_file))  # refused here, before any trainer starts
+        parse_block(read_block(block_file))  # A mistake is refused before any trainer starts
     has_device = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
     return LaunchOptions(
         config=config,
@@ -379,7 +368,7 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
         restarts_renew=restarts_renew,
         rank_stride=args.rank_order,
         devices=args.devices,
-        # Processes with a device have not been forked from anywhere yet: it is for the user to say.
+        # Not tried yet with a device: the user has to ask for it.
         warm=not args.no_python and (not has_device if args.warm is None else args.warm),
         preload=tuple(dict.fromkeys([*DEFAULT_MODULES, *args.preload])),
     )
@@ -387,14 +376,14 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
 
 def _choose_rendezvous(args: argparse.Namespace) -> None:
     """Resolve the backend as torchrun does, but prefer one that can replace nodes."""
-    most = int(args.nnodes.rpartition(":")[2])
+    max_nodes = int(args.nnodes.rpartition(":")[2])
     old_style = (
         args.master_port is not None or args.master_addr != "127.0.0.1" or args.node_rank != 0
     )
     if args.standalone or (
         args.rdzv_backend == _AUTO
         and not args.rdzv_endpoint
-        and most + args.spares == 1
+        and max_nodes + args.spares == 1
         and not old_style
     ):
         args.rdzv_backend, args.rdzv_endpoint = REFT_BACKEND, "localhost:0"
@@ -402,8 +391,8 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
     elif args.rdzv_backend == _AUTO and args.rdzv_endpoint:
         args.rdzv_backend = REFT_BACKEND
     elif args.rdzv_backend == "static" or (args.rdzv_backend == _AUTO and old_style):
-        # torchrun numbers such nodes for good, and none can be replaced. Here node 0 serves the
-        # store.
+        # In torchrun, such nodes have fixed numbers, and none can be replaced. Here node 0 serves
+        # the store, and the numbers are not used.
         args.rdzv_backend = REFT_BACKEND
         args.rdzv_endpoint = args.rdzv_endpoint or format_endpoint(
             args.master_addr, args.master_port or 29500
@@ -413,55 +402,51 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
         spares = f" with --spares {args.spares}" if args.spares else ""
         raise ConfigError(
             f"--nnodes is {args.nnodes}{spares}, but nothing says where the nodes meet: start "
-            "`reft "
-            "rendezvous` on a host that does not train and give its address as --rdzv-endpoint "
-            "HOST:PORT to "
-            f"every node"
+            "`reft rendezvous` on a host that does not train and give its address as "
+            "--rdzv-endpoint HOST:PORT to every node"
         )
     if args.master_port is None:
         args.master_port = 29500
 
 
 def _check_rendezvous(config: LaunchConfig) -> None:
-    """Refuse what would serve strangers (P11): only reft's own stores ask for the secret."""
+    """Refuse backends that serve processes without the secret (P11)."""
     backend, store = config.rdzv_backend, config.rdzv_configs.get("store_type", "tcp")
     if backend not in (REFT_BACKEND, ETCD_BACKEND) or store != "tcp":
-        found = f"--rdzv-backend {backend}" if store == "tcp" else f"--rdzv-conf store_type={store}"
+        option = f"--rdzv-backend {backend}"
+        if store != "tcp":
+            option = f"--rdzv-conf store_type={store}"
         raise ConfigError(
-            f"{found} cannot be used: TorchElastic unpickles what it finds there, whoever wrote "
-            "it. Leave it "
-            "out, or give --rdzv-backend c10d: start `reft rendezvous` on a host that does not "
-            "train and "
-            "give its address as --rdzv-endpoint HOST:PORT. For an etcd cluster write "
-            "--rdzv-backend "
-            f"{ETCD_BACKEND}"
+            f"{option} cannot be used: TorchElastic unpickles what it finds there, whoever wrote "
+            "it. Leave it out, or give --rdzv-backend c10d: start `reft rendezvous` on a host that "
+            "does not train and give its address as --rdzv-endpoint HOST:PORT. For an etcd cluster "
+            f"write --rdzv-backend {ETCD_BACKEND}"
         )
 
 
 def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
-    """Refuse what cannot be meant: torchrun takes numbers as they come and stumbles over them
-    later."""
-    most_rank = config.max_nodes + args.spares - 1
-    for option, found, least, most in (
+    """Refuse numbers that make no sense; torchrun accepts them and fails later."""
+    max_rank = config.max_nodes + args.spares - 1
+    for option, number, minimum, maximum in (
         ("--nproc-per-node", config.nproc_per_node, 1, math.inf),
         ("--nnodes", config.min_nodes, 1, math.inf),
-        ("--node-rank", args.node_rank, 0, most_rank),
+        ("--node-rank", args.node_rank, 0, max_rank),
         ("--max-peer-restarts", args.max_peer_restarts, 0, math.inf),
-        ("--master-port", args.master_port, 0, _MOST_PORT),
+        ("--master-port", args.master_port, 0, _MAX_PORT),
         ("--monitor-interval", args.monitor_interval, sys.float_info.min, sys.float_info.max),
         ("--grace-secs", args.grace_secs or 0, 0, sys.float_info.max),
         ("--stop-secs", args.stop_secs, 0, sys.float_info.max),
     ):
-        if not least <= found <= most:
-            up_to = f" to {most}" if most < sys.float_info.max else " or more"
-            least_said = "above 0" if 0 < least < 1 else f"{least}{up_to}"
-            raise ConfigError(f"{option} is {found:g}; write {least_said}")
+        if not minimum <= number <= maximum:
+            up_to = f" to {maximum}" if maximum < sys.float_info.max else " or more"
+            allowed = "above 0" if 0 < minimum < 1 else f"{minimum}{up_to}"
+            raise ConfigError(f"{option} is {number:g}; write {allowed}")
     for key in _NUMBERS & config.rdzv_configs.keys():
         try:
-            good = 0 < float(config.rdzv_configs[key]) < math.inf
+            is_valid = 0 < float(config.rdzv_configs[key]) < math.inf
         except (TypeError, ValueError):
-            good = False
-        if not good:
+            is_valid = False
+        if not is_valid:
             raise ConfigError(
                 f"--rdzv-conf {key} is {config.rdzv_configs[key]!r}; write a number above 0"
             )
@@ -469,21 +454,20 @@ def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
 
 def _check_program(args: argparse.Namespace) -> None:
     if getattr(args, "run_path", False):
-        # Every script runs through runpy's like here, in a process of its own.
+        # reft.job.script runs every script as this option of torchrun would.
         args.run_path = False
     if args.no_python:
         if args.module:
             raise ConfigError("--no-python and --module exclude each other; leave one of them out")
         logger.warning(
             "--no-python: %s is started as it is, reft is not installed into it. It is protected "
-            "only if it "
-            "calls reft.attach() or reft.initialize() itself",
+            "only if it calls reft.attach() or reft.initialize() itself",
             args.training_script,
         )
 
 
 def default_node_id(memory_dir: Path) -> str:
-    """Host name and memory directory: the same after a restart, another for another directory."""
+    """An id from the host name and the memory directory, the same after a restart."""
     digest = hashlib.blake2b(os.fsencode(memory_dir.resolve()), digest_size=3).hexdigest()
     return f"{socket.gethostname()}-{digest}"
 
@@ -494,20 +478,20 @@ def _program(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:
     module = ("-m",) if args.module else ()
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     script = (args.training_script, *args.training_script_args)
-    # -P: reft's own imports do not find modules of the working directory.
+    # -P: reft's own imports must not find modules of the working directory.
     return python, ("-u", "-P", "-m", "reft.job.script", *module, *script)
 
 
 def _complete_rendezvous_conf(config: LaunchConfig) -> None:
-    """Times that suit a job whose nodes are replaced; what the user set stands."""
+    """Set time-outs for a job whose nodes are replaced, unless the user has set them."""
     conf: dict[str, Any] = config.rdzv_configs
-    # How long survivors wait for a replacement.
+    # How long the remaining nodes wait for a replacement.
     conf.setdefault("join_timeout", 1800)
-    # A dead node is struck out, and its place free, after interval x attempts (torch: 5 s x 3).
-    # Every heartbeat rewrites the whole state, so large jobs keep torch's pace.
+    # A dead node is removed, and its place is free, after interval x attempts (torch: 5 s x 3).
+    # Every heartbeat writes the whole state, so large jobs keep torch's interval.
     conf.setdefault("keep_alive_interval", 1 if config.max_nodes <= _SMALL_JOB_NODES else 5)
     conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
-    # Bounds the wait for a node that dies between joining and introducing itself.
+    # Bounds the wait for a node that dies between joining and publishing its trainers' store.
     conf.setdefault("read_timeout", min(30.0, float(conf["join_timeout"])))
     if config.min_nodes < config.max_nodes:
         conf.setdefault("last_call_timeout", 10)
@@ -530,51 +514,48 @@ def _memory_dir(args: argparse.Namespace) -> Path:
     except (RuntimeError, OSError) as error:
         raise ConfigError(
             f"--memory-dir is {args.memory_dir}, which cannot be followed ({error}); write a "
-            "directory "
-            f"that is no link to itself"
+            "directory that is no link to itself"
         ) from error
     return Path(args.memory_dir).absolute()
 
 
 def find_warnings(options: LaunchOptions) -> list[str]:
-    """What can be used as it is written, and is probably not meant."""
-    found, directory = [], options.memory_dir
+    """Find options that are valid but probably a mistake."""
+    warnings, directory = [], options.memory_dir
     kind = _find_file_system(directory)
     if kind not in (*_IN_MEMORY, ""):
-        found.append(
-            f"--memory-dir {directory} is on {kind}, which is not memory: every version is "
-            "written there, at "
-            "its speed. Write a directory on tmpfs, such as /dev/shm/reft"
+        warnings.append(
+            f"--memory-dir {directory} is on {kind}, which is not memory: every version is written "
+            "there, at its speed. Write a directory on tmpfs, such as /dev/shm/reft"
         )
     if not directory.parent.exists():
-        found.append(f"--memory-dir {directory}: {directory.parent} does not exist, and is made")
+        warnings.append(f"--memory-dir {directory}: {directory.parent} does not exist, and is made")
     words = [part for word in options.arguments for part in (word, word.partition("=")[2])]
     configs = [(word, config) for word in words if (config := _deepspeed_json(word)) is not None]
     has_block = options.block_file is not None or any(BLOCK_NAME in config for _, config in configs)
     if configs and not has_block and not os.environ.get(env.ENV_PROFILE):
-        found.append(
+        warnings.append(
             f'{configs[0][0]} has no "{BLOCK_NAME}" block: this job is not protected, unless its '
-            "script adds "
-            f'the block. Write "{BLOCK_NAME}": {{"enabled": true}} into it'
+            f'script adds the block. Write "{BLOCK_NAME}": {{"enabled": true}} into it'
         )
-    return found
+    return warnings
 
 
 def _find_file_system(path: Path) -> str:
-    """Its kind, such as tmpfs; "" where that cannot be found out."""
+    """The type of the file system at a path, such as tmpfs; empty if it is not known."""
     target, kind, longest = path.resolve(), "", 0
     with suppress(OSError):
         for line in Path("/proc/self/mounts").read_text().splitlines():
             _, mounted, name, *_ = line.split()
             point = mounted.replace("\\040", " ")
-            # Of two file systems at one place the later covers the other.
+            # Of two file systems mounted at one directory, the later one covers the other.
             if target.is_relative_to(point) and len(point) >= longest:
                 kind, longest = name, len(point)
     return kind
 
 
 def _deepspeed_json(path: str) -> dict[str, Any] | None:
-    """DeepSpeed's configuration in that file; None if it is something else."""
+    """DeepSpeed's configuration from a file; None if the file is something else."""
     if not path.endswith(".json"):
         return None
     with suppress(OSError, ValueError):
@@ -589,8 +570,7 @@ def _job_id(args: argparse.Namespace) -> str:
     if job_id and not is_name(job_id):
         raise ConfigError(
             f"job id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or "
-            "underscores, no dot "
-            f"first: give --job-id"
+            "underscores, no dot first: give --job-id"
         )
     if job_id:
         return job_id

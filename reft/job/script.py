@@ -164,7 +164,7 @@ class ExitNote:
     error: str  # Type and first line of the message, shortened
 
     @classmethod
-    def of(cls, error: BaseException) -> ExitNote:
+    def from_error(cls, error: BaseException) -> ExitNote:
         """The note of a trainer that an exception ended."""
         cause = ExitCause.PEER if is_peer_failure(error) else ExitCause.OWN
         if is_refusal(error) or isinstance(error, _SCRIPT_ERRORS):
@@ -415,7 +415,7 @@ def _show(error: BaseException) -> None:
 
 
 def _note(error: BaseException) -> ExitCause:
-    note = ExitNote.of(error)
+    note = ExitNote.from_error(error)
     # A script that prints lost communication and exits by itself has still lost a peer. For any
     # other exit of the script, its code says all.
     if not (isinstance(error, SystemExit) and note.cause is ExitCause.OWN):

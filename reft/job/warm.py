@@ -1,12 +1,13 @@
-"""Trainers that start warm: forked from a process of the node that has torch and DeepSpeed
-imported.
+"""Warm starts: trainers are forked from a process that has imported torch and DeepSpeed.
 
-``reft launch`` starts that process, the server, at once, so that it imports while nodes gather.
-What it forks becomes a child of the launcher, which is the subreaper of its descendants for that
-moment (prctl(2)): it is waited for, signalled and killed like any process that the launcher started
-itself. (A child of multiprocessing's ``forkserver`` is the server's: its exit code is lost with the
-server, exit handlers of its script do not run, and processes that the script makes by "forkserver"
-come from the launcher's server.)
+``reft launch`` starts that process, the fork server, at once, so that it imports while nodes
+gather. A forked process becomes a child of the launcher: while it is forked, the launcher is the
+subreaper of its descendants (prctl(2)). So it is waited for, signalled and killed like any process
+that the launcher started itself.
+
+multiprocessing's ``forkserver`` differs: its children are the server's. Their exit codes are lost
+with the server, exit handlers of the script do not run, and processes that the script itself makes
+by "forkserver" come from the launcher's server.
 
     python -P -m reft.job.warm FD MODULE...
 """
@@ -43,36 +44,44 @@ from reft.job.script import WorkerExit
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODULES = (
-    *("numpy.random", "torch", "torch.distributed"),
-    "torch._dynamo",  # which every optimizer imports when it is made
-    *("deepspeed", "deepspeed.runtime.pipe.engine"),
-    *("reft", "reft.engine.attach", "reft.engine.session"),
+    "numpy.random",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",  # Imported by every optimizer when it is made
+    "deepspeed",
+    "deepspeed.runtime.pipe.engine",
+    "reft",
+    "reft.engine.attach",
+    "reft.engine.session",
 )
 READ_AT_IMPORT = (
-    *(
-        "ATEN_",
-        "BLIS_",
-        "DNNL_",
-        "DS_",
-        "GLIBC_",
-        "GOMP_",
-        "KMP_",
-        "LD_",
-        "MALLOC_",
-        "MKL_",
-        "OMP_",
-    ),
-    *("ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_"),
+    "ATEN_",
+    "BLIS_",
+    "DNNL_",
+    "DS_",
+    "GLIBC_",
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "OMP_",
+    "ONEDNN_",
+    "OPENBLAS_",
+    "PYTHON",
+    "PYTORCH_",
+    "TORCH_",
 )
-"""How variables begin that libraries read while they are loaded."""
+"""Prefixes of variables that libraries read while they are loaded."""
 READ_LATER = frozenset({"TORCH_CUDA_ARCH_LIST", "TORCH_EXTENSIONS_DIR", "TORCH_HOME"})
-"""Exceptions: torch and DeepSpeed read these only when they compile an operator or download a
-model."""
+"""Exceptions: torch and DeepSpeed read these when they compile an operator or download a model."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_MOST_BYTES = 2**18
+_MAX_REQUEST_BYTES = 2**18
+_ENTRY_ROOM_BYTES = 2**14
 _READY_SECS, _END_SECS, _THREAD_ENDS_SECS = 600.0, 5.0, 1.0
-_STARTS, _UNFIT = 5, 3
-_UNDERSTOOD = {
+_MAX_STARTS = 5
+_EX_NOT_FORKABLE = 3
+_POPEN_OPTIONS = {
     "cwd",
     "env",
     "stdin",
@@ -83,46 +92,63 @@ _UNDERSTOOD = {
     "encoding",
     "errors",
 }
+"""Options of Popen that a forked program gets; with any other one, it is started as usual."""
+_DEVICE_FILES = ("/dev/kfd", "/dev/nvidia-uvm")
 _prctl = ctypes.CDLL(None).prctl
 
 
 def is_read_at_import(name: str) -> bool:
+    """Whether a variable may have been read by the libraries that are imported already."""
     return name.startswith(READ_AT_IMPORT) and name not in READ_LATER
 
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """A Python program to run: a script and its arguments, or ``-m``, a module and its
-    arguments."""
+    """A Python program to run."""
 
-    argv: list[str]
+    argv: list[str]  # A script and its arguments, or ``-m``, a module and its arguments
     env: dict[str, str]
     cwd: str
     parent: int
-    session: bool
+    session: bool  # The program gets a session of its own
     unbuffered: bool
-    safe_path: bool  # started with -P
+    safe_path: bool  # The program is started with -P
 
     def command(self) -> list[str]:
-        flags = [*(["-u"] if self.unbuffered else []), *(["-P"] if self.safe_path else [])]
+        """The command line that would start the program without a fork server."""
+        flags = []
+        if self.unbuffered:
+            flags.append("-u")
+        if self.safe_path:
+            flags.append("-P")
         return [sys.executable, *flags, *self.argv]
 
 
 class ForkError(ReftError, RuntimeError):
-    """Nothing was forked: the server has ended, or the request does not fit."""
+    """Nothing was forked: the server has ended, or the request is too large."""
 
 
-# -- the process that asks -------------------------------------------------------------------------
+# -- the client ------------------------------------------------------------------------------------
 
 
 def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) -> int:
-    """Have a server fork a child of this process with these standard streams; returns its process
-    id, or raises ForkError. ``connection``: of type SOCK_SEQPACKET; the first answer waits for
-    imports."""
+    """Let a server fork a child of this process.
+
+    Args:
+        connection: to the server, of type SOCK_SEQPACKET. The first answer waits for its imports.
+        request: the program.
+        fds: its standard streams.
+
+    Returns:
+        The process id of the child.
+
+    Raises:
+        ForkError: nothing was forked.
+    """
     message = json.dumps(asdict(request)).encode()
-    if len(message) > _MOST_BYTES:
+    if len(message) > _MAX_REQUEST_BYTES:
         raise ForkError(
-            f"arguments and environment take {len(message)} bytes, room for {_MOST_BYTES}"
+            f"arguments and environment take {len(message)} bytes, room for {_MAX_REQUEST_BYTES}"
         )
     read, write = os.pipe()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -130,7 +156,8 @@ def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) ->
         connection.settimeout(_READY_SECS)
         socket.send_fds(connection, [message], [*fds, read])
         pid = int(connection.recv(64))
-        # A child whose number did not arrive ends: it reads the pipe's end instead of this.
+        # The child waits for this byte. If its process id did not arrive here, it reads the end of
+        # the pipe instead, and exits: a child that its parent does not know must not run.
         os.write(write, b"g")
         return pid
     except (OSError, ValueError) as error:
@@ -143,41 +170,45 @@ def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) ->
 
 
 class ForkingPopen(subprocess.Popen[Any]):
-    """:class:`subprocess.Popen`, which forks Python programs where :meth:`server_for` has a
-    connection."""
+    """:class:`subprocess.Popen`, but Python programs are forked if :meth:`server_for` allows it."""
 
     def __init__(self, args: Any, *more: Any, **options: Any) -> None:
         words = [] if more or isinstance(args, str | bytes) else [os.fspath(word) for word in args]
         program = list(dropwhile(lambda word: word in ("-u", "-P"), words[1:]))
         self._flags = words[1 : len(words) - len(program)]
-        fits = words[:1] == [sys.executable] and set(options) <= _UNDERSTOOD
-        fits = fits and (program[:1] == ["-m"] or not "".join(program[:1]).startswith("-"))
-        self._program = program if fits else []
+        is_python = words[:1] == [sys.executable] and set(options) <= _POPEN_OPTIONS
+        is_module = program[:1] == ["-m"]
+        has_other_flags = not is_module and "".join(program[:1]).startswith("-")
+        self._program = program if is_python and not has_other_flags else []
         self._session = bool(options.get("start_new_session"))
         super().__init__(args, *more, **options)
 
     def server_for(self, program: Sequence[str], env: Mapping[str, str]) -> socket.socket | None:
-        """The connection to what forks ``program`` with that environment; None starts it as
-        usual."""
+        """The connection to a server that forks ``program``; None starts it as usual."""
         return None
 
     def failed(self, error: ForkError) -> None:
-        """It could not be forked; the program is started as usual, unless this raises."""
+        """Called if it could not be forked; the program is started as usual unless this raises."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
+        # The positions of Popen's private method, which has no documented form.
         cwd, env, pipes = os.fspath(rest[4] or os.getcwd()), rest[5], rest[9:15]
         env = dict(os.environ) if env is None else {str(k): str(v) for k, v in env.items()}
         server = self.server_for(self._program, env) if self._program else None
         if server is not None:
-            unbuffered = "-u" in self._flags or bool(env.get("PYTHONUNBUFFERED"))
-            safe_path = "-P" in self._flags or bool(env.get("PYTHONSAFEPATH"))
-            how = self._session, unbuffered, safe_path
-            request = ForkRequest(self._program, env, cwd, os.getpid(), *how)
-            ends = enumerate((pipes[0], pipes[3], pipes[5]))
+            request = ForkRequest(
+                self._program,
+                env,
+                cwd,
+                os.getpid(),
+                session=self._session,
+                unbuffered="-u" in self._flags or bool(env.get("PYTHONUNBUFFERED")),
+                safe_path="-P" in self._flags or bool(env.get("PYTHONSAFEPATH")),
+            )
+            streams = (pipes[0], pipes[3], pipes[5])  # -1: the stream of this process
+            fds = [number if fd == -1 else fd for number, fd in enumerate(streams)]
             try:
-                self.pid = fork(
-                    server, request, [number if end == -1 else end for number, end in ends]
-                )
+                self.pid = fork(server, request, fds)
             except ForkError as error:
                 self.failed(error)
             else:
@@ -188,76 +219,83 @@ class ForkingPopen(subprocess.Popen[Any]):
 
 
 class ForkServer:
-    """Starts the server, and trainers through it. One that has died is started again with the next
-    trainers. ``modules`` are imported ahead; ``environ``: of the trainers, as far as all of a node
-    share it."""
+    """Starts the server, and lets TorchElastic start trainers through it.
+
+    A server that has died is started again with the next trainers.
+
+    Args:
+        modules: that the server imports.
+        environ: the variables that all trainers of the node share.
+    """
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
         self._modules, self._environ = tuple(modules), dict(environ)
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._starts = 0
         self._start()
-        # TorchElastic's trainers are forked where they can be.
         outer: Any = self
 
         class TrainerPopen(ForkingPopen):
             def server_for(
                 self, program: Sequence[str], env: Mapping[str, str]
             ) -> socket.socket | None:
-                found: socket.socket | None = outer._server_for(env)
-                return found
+                server: socket.socket | None = outer._server_for(env)
+                return server
 
             def failed(self, error: ForkError) -> None:
-                outer._notify(str(error))
+                outer._warn(str(error))
 
         torch_handler: Any = subprocess_handler
         torch_handler.Popen = TrainerPopen
 
     def _start(self) -> None:
         self._starts += 1
-        self._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Asking CUDA or HIP whether there are devices makes a state that no forked process can use:
-        # with this, torch asks NVML, or on AMD's devices amdsmi.
-        environ = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **self._environ, ENV_ROOM: "x" * 2**14}
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "reft.job.warm",
-            str(theirs.fileno()),
-            *self._modules,
-        ]
-        with theirs:
+        self._server, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environ = {
+            # A process that has asked CUDA or HIP for devices cannot be forked. With this variable,
+            # torch asks NVML, or amdsmi on AMD's devices.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            **self._environ,
+            ENV_ROOM: "x" * _ENTRY_ROOM_BYTES,
+        }
+        command = [sys.executable, "-P", "-m", "reft.job.warm", str(child_end.fileno())]
+        with child_end:
             self._process = subprocess.Popen(
-                command,
+                [*command, *self._modules],
                 env=environ,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
 
     def _server_for(self, env: Mapping[str, str]) -> socket.socket | None:
+        """The connection to the server; None if trainers with this environment start cold."""
         code = self._process.poll()
-        if code not in (None, _UNFIT) and self._starts < _STARTS:
+        if code not in (None, _EX_NOT_FORKABLE) and self._starts < _MAX_STARTS:
             logger.warning(
-                "the preloading process has ended (%s); it is started again", WorkerExit(code, None)
+                "the preloading process has ended (%s); it is started again",
+                WorkerExit(code, None),
             )
             self._server.close()
             self._start()
         elif code is not None:
-            self._notify("the preloading process does not run: see its messages")
+            self._warn("the preloading process does not run: see its messages")
             return None
-        names = sorted(n for n in {*self._environ, *env} if self._environ.get(n) != env.get(n))
-        if others := [n for n in names if is_read_at_import(n)]:
-            self._notify(f"{', '.join(others)} differ from the launcher's environment")
+        different = sorted(
+            name
+            for name in {*self._environ, *env}
+            if self._environ.get(name) != env.get(name) and is_read_at_import(name)
+        )
+        if different:
+            self._warn(f"{', '.join(different)} differ from the launcher's environment")
             return None
         return self._server
 
-    def _notify(self, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
+    def _warn(self, reason: str) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
             logger.warning("trainers start without preloaded imports: %s", reason)
 
     def close(self) -> None:
@@ -274,9 +312,12 @@ class ForkServer:
 
 
 class ProcTitle:
-    """What /proc shows of this process and its forks as command and environment: the memory into
-    which the kernel wrote both, made larger by ENV_ROOM. Make it before libraries keep pointers
-    into them."""
+    """The command and environment that /proc shows of this process and its forks.
+
+    The kernel reads them from the memory where it wrote both when the process started. ENV_ROOM
+    makes that memory large enough for other values. Make this object before libraries keep pointers
+    into the memory.
+    """
 
     def __init__(self) -> None:
         kept = {name: value for name, value in os.environ.items() if name != ENV_ROOM}
@@ -286,38 +327,49 @@ class ProcTitle:
         self._command, self._command_end, self._environ, self._environ_end = map(int, fields[45:49])
 
     def show(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Show these from now on; what does not fit is left out."""
-        _write(
-            self._environ, self._environ_end, [f"{name}={value}" for name, value in environ.items()]
-        )
+        """Show these values from now on; those for which there is no room are left out."""
+        variables = [f"{name}={value}" for name, value in environ.items()]
+        _write(self._environ, self._environ_end, variables)
         _write(self._command, self._command_end, argv)
 
 
-def _write(begin: int, end: int, texts: Sequence[str]) -> None:
-    shown = b""
+def _write(start: int, end: int, texts: Sequence[str]) -> None:
+    """Write null-terminated texts into this process's memory."""
+    content = b""
     for text in texts:
-        more = os.fsencode(text) + b"\0"
-        shown += more if len(shown) + len(more) <= end - begin else b""
-    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+        encoded = os.fsencode(text) + b"\0"
+        if len(content) + len(encoded) <= end - start:
+            content += encoded
+    ctypes.memmove(start, content.ljust(end - start, b"\0"), end - start)
 
 
-def serve(connection: socket.socket, entry: ProcTitle, path: Sequence[str]) -> ForkRequest:
-    """Fork whenever it is asked for, until the other end is closed, which ends this process.
-    ``path``: ``sys.path`` without the program's own entry and without PYTHONPATH's. Returns in
-    forked processes alone: what to run. They are then as if they had been started for it."""
+def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> ForkRequest:
+    """Fork at every request, until the other side closes the connection and this process ends.
+
+    Args:
+        connection: to the launcher.
+        title: of this process.
+        path: ``sys.path`` without the program's own entry and those of PYTHONPATH.
+
+    Returns:
+        In forked processes only: the program to run. The process is then as if it had been started
+        for it.
+    """
     gc.collect()
-    gc.freeze()  # its pages stay shared
+    gc.freeze()  # The collector does not write to these objects: their pages stay shared
     inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        message, fds, _, _ = socket.recv_fds(connection, _MOST_BYTES, 4)
+        message, fds, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 4)
         if not message:
             os._exit(0)
         request = ForkRequest(**json.loads(message))
         read, write = os.pipe()
+        # Forked twice: when the process in between has ended, the launcher, which is the subreaper,
+        # becomes the parent of the second one.
         between = os.fork()
         if between == 0:
-            # before the process exists, which is found by them
-            entry.show(request.command(), request.env)
+            # Before the program's process exists: others find processes by these values.
+            title.show(request.command(), request.env)
             between, pid = os.getpid(), os.fork()
             if pid:
                 os.write(write, str(pid).encode())
@@ -326,7 +378,7 @@ def serve(connection: socket.socket, entry: ProcTitle, path: Sequence[str]) -> F
                 time.sleep(0.001)
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != request.parent or not os.read(fds[3], 1):
-                os._exit(1)  # the process that asked was killed, or does not know of this one
+                os._exit(1)  # The launcher was killed, or did not get the process id
             for number, fd in enumerate(fds[:3]):
                 os.dup2(fd, number)
             for fd in (*fds, read, write):
@@ -335,14 +387,16 @@ def serve(connection: socket.socket, entry: ProcTitle, path: Sequence[str]) -> F
             _become(request, path)
             return request
         os.close(write)
-        pid_of_child = os.read(read, 64)
-        os.waitpid(between, 0)  # now its child has its new parent
+        child_pid = os.read(read, 64)
+        # The launcher is the child's parent from here on, and may wait for it.
+        os.waitpid(between, 0)
         for fd in (read, *fds):
             os.close(fd)
-        connection.send(pid_of_child or b"none")
+        connection.send(child_pid or b"none")
 
 
 def _become(request: ForkRequest, path: Sequence[str]) -> None:
+    """Turn this process into one that was started for the program."""
     if request.session:
         os.setsid()
     os.environ.clear()
@@ -351,47 +405,50 @@ def _become(request: ForkRequest, path: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=request.unbuffered)  # type: ignore[union-attr]
     tempfile.tempdir = None
-    # Each draws its own numbers, as after a start of its own; `random` sees to it itself.
+    # Forks of one process would draw the same numbers. `random` seeds itself again after a fork.
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].random.default_generator.seed()
     importlib.invalidate_caches()
-    module = request.argv[0] == "-m"
-    first = [request.cwd if module else str(Path(request.argv[0]).resolve().parent)]
-    own = [entry for entry in request.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = [*([] if request.safe_path else first), *own, *path]
-    sys.argv = ["-m", *request.argv[2:]] if module else list(request.argv)
+    is_module = request.argv[0] == "-m"
+    first = request.cwd if is_module else str(Path(request.argv[0]).resolve().parent)
+    entries = [] if request.safe_path else [first]
+    entries += [e for e in request.env.get("PYTHONPATH", "").split(os.pathsep) if e]
+    sys.path[:] = [*entries, *path]
+    sys.argv = ["-m", *request.argv[2:]] if is_module else list(request.argv)
 
 
-def _unfit() -> str:
-    """Why this process cannot be forked; "" if it can."""
-    if _threads() > 1:
-        # OpenBLAS ends its own before a fork, and starts them again when they are needed.
+def reason_not_forkable() -> str:
+    """Why this process cannot be forked; empty if it can."""
+    if _count_threads() > 1:
+        # OpenBLAS ends its threads before a fork, and starts them again when it needs them: a fork
+        # that exits at once shows whether others are left.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads
-            if not (pid := os.fork()):
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about threads
+            pid = os.fork()
+            if not pid:
                 os._exit(0)
         os.waitpid(pid, 0)
-        deadline = time.monotonic() + _THREAD_ENDS_SECS  # the kernel lists a thread a moment longer
-        while _threads() > 1 and time.monotonic() < deadline:
+        deadline = time.monotonic() + _THREAD_ENDS_SECS  # The kernel lists ended threads for a time
+        while _count_threads() > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
-    if _threads() > 1:
-        return f"starts {_threads() - 1} threads"
+    if _count_threads() > 1:
+        return f"starts {_count_threads() - 1} threads"
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            if (device := os.readlink(f"/proc/self/fd/{fd}")) in ("/dev/kfd", "/dev/nvidia-uvm"):
-                return f"opens {device}"
+            file = os.readlink(f"/proc/self/fd/{fd}")
+            if file in _DEVICE_FILES:
+                return f"opens {file}"
     return ""
 
 
-def _threads() -> int:
+def _count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _heed_variables(request: ForkRequest) -> None:
-    """Start this trainer again, cold, where its script sets what a library has read already
-    (P1)."""
+def _restart_on_variables(request: ForkRequest) -> None:
+    """Start this trainer again, cold, if its script sets a variable that was read already (P1)."""
 
-    def heed(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "os.putenv" or sys.modules["torch"].distributed.is_initialized():
             return
         name, value = map(os.fsdecode, arguments)
@@ -400,42 +457,41 @@ def _heed_variables(request: ForkRequest) -> None:
             print(
                 f"reft: this trainer starts again without preloaded imports: the script sets "
                 f"{name}={shlex.quote(value)}, which libraries read at import. Set it where `reft "
-                "launch` is "
-                "started, or start with --no-warm",
+                "launch` is started, or start with --no-warm",
                 file=sys.stderr,
                 flush=True,
             )
             os.execve(sys.executable, request.command(), request.env)
 
-    sys.addaudithook(heed)
+    sys.addaudithook(hook)
 
 
 def main(argv: Sequence[str]) -> None:
     """The server. Returns in trainers, after their script."""
-    # also while it imports, when it does not see that the connection is closed
+    # Needed while it imports, when it does not read from the connection.
     script.die_with_launcher()
-    connection, entry = socket.socket(fileno=int(argv[0])), ProcTitle()
+    connection, title = socket.socket(fileno=int(argv[0])), ProcTitle()
     connection.set_inheritable(False)
-    path = sys.path[
-        len([part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]) :
-    ]
-    # Trainers hook DeepSpeed themselves.
+    own_entries = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    path = sys.path[len(own_entries) :]
+    # Trainers install the import hook themselves.
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PostImportFinder)]
     for name in argv[1:]:
         try:
             importlib.import_module(name)
-        except Exception as error:  # trainers that need it say more
+        except Exception as error:  # A trainer that needs the module shows the whole error
             print(f"reft: {name} cannot be preloaded: {error!r}", file=sys.stderr)
-        if why := _unfit():
+        if reason := reason_not_forkable():
             print(
-                f"reft: {name} {why} during its import: trainers start without preloaded imports",
+                f"reft: {name} {reason} during its import: trainers start without preloaded "
+                "imports",
                 file=sys.stderr,
                 flush=True,
             )
-            sys.exit(_UNFIT)
+            sys.exit(_EX_NOT_FORKABLE)
     with connection:
-        request = serve(connection, entry, path)
-    _heed_variables(request)
+        request = serve(connection, title, path)
+    _restart_on_variables(request)
     script.leave(script.main(request.argv[2:]))
 
 

@@ -461,8 +461,8 @@ class Arena:
         if len(record) > self._geometry.copy_bytes:
             raise ArenaError(
                 f"{self.path}: a header of {len(record)} bytes does not fit the "
-                f"{self._geometry.copy_bytes} "
-                f"reserved; shorten job_id or node, or reserve more entries"
+                f"{self._geometry.copy_bytes} reserved; shorten job_id or node, or reserve more "
+                "entries"
             )
         # P3: a crash within this write leaves the newer copy whole: the arena is readable as
         # before.
@@ -494,8 +494,7 @@ class Arena:
         if entry.arena_offset < 0 or entry.nbytes < 0 or end > self.data_bytes:
             raise ArenaError(
                 f"{self.path}: block {entry.key} lies at [{entry.arena_offset}, {end}), outside "
-                "the data "
-                f"region of {self.data_bytes} bytes"
+                f"the data region of {self.data_bytes} bytes"
             )
 
     def _release_own_lock(self) -> None:
@@ -527,8 +526,7 @@ def _read_geometry(fd: int, path: Path, secret: bytes | None) -> Geometry:
     if info.st_size != geometry.file_bytes:
         raise ArenaError(
             f"{path}: has {info.st_size} bytes, expected {geometry.file_bytes}: truncated or "
-            "extended "
-            f"after it was made; its content is lost"
+            "extended after it was made; its content is lost"
         )
     return geometry
 

@@ -113,10 +113,8 @@ def touch_by_hand(mapping: mmap.mmap, start: int, length: int) -> None:
 def out_of_memory(path: Path, wanted: int) -> OutOfMemoryError:
     return OutOfMemoryError(
         f"{path}: {wanted} bytes ({wanted / 2**20:.1f} MiB) of memory needed, "
-        f"{free_bytes(path.parent)} "
-        f"free; make {path.parent} larger or choose another memory_dir, use fewer arenas or "
-        "copies, or "
-        "remove orphans with 'reft clean'"
+        f"{free_bytes(path.parent)} free; make {path.parent} larger or choose another memory_dir, "
+        "use fewer arenas or copies, or remove orphans with 'reft clean'"
     )
 
 

@@ -119,8 +119,7 @@ class Geometry:
         if data_bytes < 0 or max_entries < 0:
             raise ArenaError(
                 f"an arena of {data_bytes} data bytes and {max_entries} blocks was asked for; "
-                "expected "
-                f"two sizes that are not negative"
+                "expected two sizes that are not negative"
             )
         copy_bytes = PREFIX_BYTES + _HEAD_BYTES + max_entries * TABLE.itemsize
         return cls(data_bytes, max_entries, aligned(copy_bytes, PAGE_BYTES))
@@ -179,8 +178,7 @@ def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tu
     if version > FORMAT_VERSION:
         raise ArenaError(
             f"written in format {version}; this reft reads format {FORMAT_VERSION}: use the reft "
-            "that "
-            f"wrote it, or a later one"
+            "that wrote it, or a later one"
         )
     digest, code = _DIGESTS.unpack_from(raw, len(MAGIC) + _CORE.size)
     if nbytes > len(raw) - PREFIX_BYTES:

@@ -33,8 +33,8 @@ def parse_secret(text: str, origin: str) -> bytes:
         if len(value) == SECRET_BYTES:
             return value
     raise AuthenticationError(
-        f"{origin}: not a secret; expected {SECRET_BYTES} bytes in hexadecimal "
-        f"({2 * SECRET_BYTES} digits)"
+        f"{origin}: not a secret; expected {SECRET_BYTES} bytes in hexadecimal ({2 * SECRET_BYTES} "
+        "digits)"
     )
 
 
@@ -82,8 +82,8 @@ def ensure_secret(path: Path, expected: bytes | None) -> None:
         raise AuthenticationError(
             f"{file}: the memory of this job on this node was made with another secret than yours "
             f"now ({ENV_SECRET}, or ~/.reft/secret): another run with the same job_id. Give that "
-            f"run's secret to resume it, or remove its memory with 'reft clean' or choose another "
-            f"job_id"
+            "run's secret to resume it, or remove its memory with 'reft clean' or choose another "
+            "job_id"
         )
 
 

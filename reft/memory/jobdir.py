@@ -73,7 +73,7 @@ class JobDir:
         if found.get("job_id", job_id) != job_id:
             raise ArenaError(
                 f"{path} holds the memory of job {found['job_id']!r}, expected {job_id!r}; choose "
-                f"another job_id or memory_dir"
+                "another job_id or memory_dir"
             )
         if found.get("node") != node:
             record = {
@@ -305,7 +305,7 @@ def make_job_directory(memory_dir: Path, job_id: str) -> Path:
     if not JOB_ID.fullmatch(job_id):
         raise ConfigError(
             f"job_id is {job_id!r}; expected 1 to 128 letters, digits, dots, dashes or "
-            f"underscores, no dot first"
+            "underscores, no dot first"
         )
     path = memory_dir / job_id
     check_way(memory_dir)

@@ -26,7 +26,7 @@ def check_way(path: Path) -> None:
         if place == absolute:
             raise AuthenticationError(
                 f"memory_dir {path} is a symbolic link to {place.readlink()}, made by uid {uid}; "
-                f"expected a directory: give the directory itself, or another one"
+                "expected a directory: give the directory itself, or another one"
             )
         if uid not in (0, os.geteuid()):
             raise AuthenticationError(

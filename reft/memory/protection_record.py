@@ -109,7 +109,7 @@ def parse_request(text: str, *, aor: bool | None = None) -> Scheme:
         raise ConfigError(
             f"protection {text!r} cannot be ordered: recomputing is fixed at the start, and this "
             f"job was started without; order {plain!r}, or write {text!r} into the block for its "
-            f"next start"
+            "next start"
         )
     if not scheme.designed:
         raise ConfigError(

@@ -1,14 +1,13 @@
-"""What to change about a job's nodes, from speeds and failures.
+"""Advice about a job's nodes, from their speeds, failures and memory: ``reft advise``.
 
-Rules and thresholds are DLRover's where REFERENCE, section 3, gives them; the others say what they
-are by. :func:`situation` reads what is known from the board that the job's launchers keep and from
-its history; :func:`advise` and :func:`scale_plan`, DLRover's words for it, are pure.
+Rules and thresholds are DLRover's where REFERENCE, section 3, gives them. :func:`situation` reads
+what is known of the job. :func:`advise`, and :func:`scale_plan` for DLRover's operator, are pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -23,12 +22,14 @@ from reft.node.memory_watch import MemoryUse, fullest
 from reft.node.report import HealthSignal, NodeReport, ReportBoard
 from reft.node.stragglers import Straggler
 
-WORTH = 0.2  # a worker more is worth it from here on, of what the others do on average (DLRover)
+# A further worker is worth it if it adds this share of the others' mean speed (DLRover).
+WORTH = 0.2
 _ROUNDING = 1e-9
-_OFTEN = 3
+_OFTEN = 3  # losses of a node after which it is replaced
+# Share of a memory in use at which more is advised, and how much more. DLRover acts before memory
+# runs out, but REFERENCE gives no threshold.
 _MEMORY_RISK, _MEMORY_ROOM = 0.9, 1.25
-"""Ours: DLRover acts before memory runs out, REFERENCE gives no threshold."""
-_LEAST_STEPS = 50  # of a round, to tell a speed from it: DLRover's window
+_MIN_STEPS = 50  # of a round whose speed is measured (DLRover's window)
 _API_VERSION, _ROLE = "elastic.iml.github.io/v1alpha1", "worker"
 
 
@@ -42,48 +43,42 @@ class AdvisedAction(StrEnum):
 
 @dataclass(frozen=True)
 class SpeedSample:
-    """How fast a job was with so many workers: steps of the same global batch, or samples."""
+    """The speed of a job with a number of workers."""
 
     workers: int
-    per_sec: float
+    per_sec: float  # steps of the same global batch, or samples
 
 
 class Memory(NamedTuple):
-    """Of a node's host, what is fullest; ``runs_out``: how it is running out, for people; "": it is
-    not."""
+    """The fullest memory of a node's host."""
 
     node: str
     use: MemoryUse
-    runs_out: str = ""
+    runs_out: str = ""  # how it is running out, for people; "" if it is not
 
 
 @dataclass(frozen=True)
 class JobSituation:
-    """What is known of a job: the nodes that train, the spares that wait for a place, named
-    stragglers, how often a node was lost, speeds that were measured, the present one last, and of
-    nodes whose memory is known, that. ``most_nodes``: that the job may have; None: not known, and
-    none more is advised."""
+    """What is known of a job."""
 
-    nodes: tuple[str, ...]
-    spares: tuple[str, ...] = ()
+    nodes: tuple[str, ...]  # that train
+    spares: tuple[str, ...] = ()  # that wait for a place
     slow: tuple[Straggler, ...] = ()
-    losses: Mapping[str, int] = field(default_factory=dict)
-    speeds: tuple[SpeedSample, ...] = ()
-    most_nodes: int | None = None
-    memory: tuple[Memory, ...] = ()
+    losses: Mapping[str, int] = field(default_factory=dict)  # how often each node was lost
+    speeds: tuple[SpeedSample, ...] = ()  # measured ones, the present one last
+    most_nodes: int | None = None  # that the job may have; None: no further node is advised
+    memory: tuple[Memory, ...] = ()  # of the nodes that report it
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to change, with which nodes (none where it is a number of them), and why.
-    ``workers``: nodes of the job afterwards; ``memory_bytes``: that a node should have, where that
-    is advised."""
+    """One thing to change."""
 
     action: AdvisedAction
-    nodes: tuple[str, ...]
-    workers: int
+    nodes: tuple[str, ...]  # none if the action is about their number
+    workers: int  # nodes of the job afterwards
     why: str
-    memory_bytes: int | None = None
+    memory_bytes: int | None = None  # that the node should have, if memory is advised
 
     def __str__(self) -> str:
         what = ", ".join(self.nodes) or f"to {self.workers} nodes"
@@ -104,6 +99,13 @@ class Advice:
 def situation(
     paths: Sequence[Path], board: ReportBoard | None, most_nodes: int | None
 ) -> JobSituation:
+    """Read what is known of a job.
+
+    Args:
+        paths: the job's memory on one or several nodes.
+        board: of the job; None if there is none.
+        most_nodes: see :class:`JobSituation`.
+    """
     rounds = max((read_history(path) for path in paths), key=len, default=[])
     nodes = () if board is None else board.nodes
     present = [node for node in nodes if node.seen is not HealthSignal.OFFLINE]
@@ -122,136 +124,135 @@ def situation(
     )
 
 
-def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterable[Memory]:
-    """Of every node that tells of its memory; of this one where none does."""
-    told = [
+def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterator[Memory]:
+    """The fullest memory of every node that reports it; of this node if none does."""
+    known = [
         (r.node, r.memory, str(r.runs_out[0]) if r.runs_out else "") for r in reports if r.memory
     ]
-    if not told:
-        here = tuple(
-            MemoryUse(b.name, b.used_bytes, b.used_bytes, b.limit_bytes) for b in bounds(path)
-        )
-        told = [(JobDir.open(path).node, here, "")]
-    return [
-        Memory(node, use, said) for node, uses, said in told if (use := fullest(uses)) is not None
-    ]
+    if not known:
+        uses = [MemoryUse(b.name, b.used_bytes, b.used_bytes, b.limit_bytes) for b in bounds(path)]
+        known = [(JobDir.open(path).node, tuple(uses), "")]
+    for node, uses_of_node, runs_out in known:
+        use = fullest(uses_of_node)
+        if use is not None:
+            yield Memory(node, use, runs_out)
 
 
 def _speeds(rounds: Sequence[RoundReport]) -> list[SpeedSample]:
-    """Of the rounds before the present one: committed steps over the time from the first step
-    on."""
-    found = []
-    for this, after in pairwise(rounds):
-        before_it = ("ending", "gathering", "first_step")  # the former lie before the round's start
-        began = this.unix_secs + sum(
-            secs for part, secs in this.secs.items() if part not in before_it
-        )
-        ended = min(after.failed_unix_secs or after.unix_secs, after.unix_secs)
-        steps = after.newest_step - (this.resumed_step or 0)
-        if steps >= _LEAST_STEPS and ended > began and this.nodes:
-            found.append(SpeedSample(len(this.nodes), steps / (ended - began)))
-    return found
+    """Of each round before the present one: its committed steps over the time since its first
+    step."""
+    samples = []
+    for row, following in pairwise(rounds):
+        # "ending" and "gathering" lie before the start of the round.
+        skipped = ("ending", "gathering", "first_step")
+        began = row.unix_secs + sum(s for part, s in row.secs.items() if part not in skipped)
+        ended = min(following.failed_unix_secs or following.unix_secs, following.unix_secs)
+        steps = following.newest_step - (row.resumed_step or 0)
+        if steps >= _MIN_STEPS and ended > began and row.nodes:
+            samples.append(SpeedSample(len(row.nodes), steps / (ended - began)))
+    return samples
 
 
 # -- what is advised -------------------------------------------------------------------------------
 
 
-def advise(seen: JobSituation) -> tuple[Advice, ...]:
-    """Everything that is advised, what helps most first; no node twice."""
-    found = [*_about_stragglers(seen), *_about_losses(seen), *_about_memory(seen)]
-    told: set[str] = set()
+def advise(job: JobSituation) -> tuple[Advice, ...]:
+    """All advice, what helps most first. No node is named twice."""
+    named: set[str] = set()
     kept = []
-    for advice in found:
-        if told.isdisjoint(advice.nodes):
+    for advice in (*_about_stragglers(job), *_about_losses(job), *_about_memory(job)):
+        if named.isdisjoint(advice.nodes):
             kept.append(advice)
-            told.update(advice.nodes)
-    return (*kept, *_about_workers(seen))
+            named.update(advice.nodes)
+    return (*kept, *_about_workers(job))
 
 
 def dropping_pays(nodes: int, factor: float) -> bool:
-    """Whether a synchronous job of the same global batch is faster without a node that takes
-    ``factor`` times as long: the others then have n / (n - 1) of their work, where they wait for it
-    now."""
+    """Whether a synchronous job of the same global batch is faster without a slow node: the other
+    nodes then do n / (n - 1) of their work, while now they wait.
+
+    Args:
+        nodes: of the job.
+        factor: time of the slow node over the others'.
+    """
     return nodes > 1 and factor > nodes / (nodes - 1)
 
 
-def _about_stragglers(seen: JobSituation) -> Iterable[Advice]:
-    n, spares = len(seen.nodes), list(seen.spares)
-    told: set[tuple[str, ...]] = set()
-    for slow in sorted(seen.slow, key=lambda s: -s.factor):
-        if len(slow.nodes) != 1 or slow.nodes in told:
-            # a link: no node is to blame; or another rank of a node whose place is given away
+def _about_stragglers(job: JobSituation) -> Iterator[Advice]:
+    n, spares = len(job.nodes), list(job.spares)
+    handled: set[tuple[str, ...]] = set()
+    for slow in sorted(job.slow, key=lambda s: -s.factor):
+        # A link has two nodes, of which none is to blame. Of a node's slow ranks, one is enough.
+        if len(slow.nodes) != 1 or slow.nodes in handled:
             continue
-        told.add(slow.nodes)
-        why = f" ({slow.why})" if slow.why else ""
-        said = f"{slow.name} takes {slow.factor:.2f} times as long as its peers{why}"
+        handled.add(slow.nodes)
+        cause = f" ({slow.why})" if slow.why else ""
+        why = f"{slow.name} takes {slow.factor:.2f} times as long as its peers{cause}"
         if spares:
-            yield Advice(
-                AdvisedAction.REPLACE, slow.nodes, n, f"{said}; spare {spares.pop(0)} is waiting"
-            )
+            why += f"; spare {spares.pop(0)} is waiting"
+            yield Advice(AdvisedAction.REPLACE, slow.nodes, n, why)
         elif dropping_pays(n, slow.factor):
-            said += f", and no spare waits; without it {slow.factor * (n - 1) / n - 1:.0%} faster"
-            yield Advice(AdvisedAction.DROP, slow.nodes, n - 1, said)
+            why += f", and no spare waits; without it {slow.factor * (n - 1) / n - 1:.0%} faster"
+            yield Advice(AdvisedAction.DROP, slow.nodes, n - 1, why)
         else:
-            said += "; no spare waits, and without it the job is slower"
-            yield Advice(AdvisedAction.REPLACE, slow.nodes, n, said)
+            why += "; no spare waits, and without it the job is slower"
+            yield Advice(AdvisedAction.REPLACE, slow.nodes, n, why)
 
 
-def _about_losses(seen: JobSituation) -> Iterable[Advice]:
-    """A node that was lost three times or more, and as often as all others together."""
-    total = sum(seen.losses.values())
-    for node, times in seen.losses.items():
-        if node in seen.nodes and times >= _OFTEN and 2 * times >= total:
-            said = f"it was lost {times} times, of {total} in all"
-            yield Advice(AdvisedAction.REPLACE, (node,), len(seen.nodes), said)
+def _about_losses(job: JobSituation) -> Iterator[Advice]:
+    """A node that was lost three times or more, and at least as often as all others together."""
+    total = sum(job.losses.values())
+    for node, times in job.losses.items():
+        if node in job.nodes and times >= _OFTEN and 2 * times >= total:
+            why = f"it was lost {times} times, of {total} in all"
+            yield Advice(AdvisedAction.REPLACE, (node,), len(job.nodes), why)
 
 
-def _about_memory(seen: JobSituation) -> Iterable[Advice]:
-    for node, use, runs_out in seen.memory:
-        said, wanted = runs_out, None
-        if not said and (part := use.peak_bytes / use.limit_bytes) >= _MEMORY_RISK:
-            wanted = ceil(_MEMORY_ROOM * use.peak_bytes / 2**20) * 2**20
-            said = (
-                f"{part:.0%} of the memory of {use.name} was in use; give it {wanted / 2**30:.1f} "
-                "GiB "
-                f"before it runs out"
+def _about_memory(job: JobSituation) -> Iterator[Advice]:
+    for node, use, runs_out in job.memory:
+        share = use.peak_bytes / use.limit_bytes
+        if runs_out:
+            yield Advice(AdvisedAction.MEMORY, (node,), len(job.nodes), runs_out)
+        elif share >= _MEMORY_RISK:
+            needed = ceil(_MEMORY_ROOM * use.peak_bytes / 2**20) * 2**20
+            why = (
+                f"{share:.0%} of the memory of {use.name} was in use; give it "
+                f"{needed / 2**30:.1f} GiB before it runs out"
             )
-        if said:
-            yield Advice(AdvisedAction.MEMORY, (node,), len(seen.nodes), said, wanted)
+            yield Advice(AdvisedAction.MEMORY, (node,), len(job.nodes), why, needed)
 
 
 def estimate_gain(before: SpeedSample, after: SpeedSample) -> float:
-    """(change of speed / change of workers) / (speed / workers), the latter of the smaller job,
-    between different numbers of workers: 1 scales perfectly, 0 gains nothing."""
+    """What a further worker adds, as a share of the mean speed of a worker of the smaller job: 1
+    scales perfectly, 0 gains nothing. The numbers of workers differ."""
     less, more = sorted((before, after), key=lambda speed: speed.workers)
     change = (more.per_sec - less.per_sec) / (more.workers - less.workers)
     return change / (less.per_sec / less.workers)
 
 
-def _about_workers(seen: JobSituation) -> Iterable[Advice]:
-    """DLRover's rule: more while the last increase was worth it; back where it was not."""
-    if not seen.speeds:
+def _about_workers(job: JobSituation) -> Iterator[Advice]:
+    """DLRover's rule: more workers while the last increase was worth it, else back."""
+    if not job.speeds:
         return
-    now = seen.speeds[-1]
-    newest = {speed.workers: speed for speed in seen.speeds}
-    fewer = max((w for w in newest if w < now.workers), default=None)
+    now = job.speeds[-1]
+    newest = {speed.workers: speed for speed in job.speeds}
+    fewer = max((workers for workers in newest if workers < now.workers), default=None)
     if fewer is None:
         return
     gain = estimate_gain(newest[fewer], now)
-    said = (
+    why = (
         f"from {fewer} to {now.workers} nodes, each additional node added {gain:.0%} of the speed "
-        "of one "
-        f"of {fewer} ({newest[fewer].per_sec:.3g} to {now.per_sec:.3g} a second)"
+        f"of one of {fewer} ({newest[fewer].per_sec:.3g} to {now.per_sec:.3g} a second)"
     )
     if gain < WORTH - _ROUNDING:
-        yield Advice(AdvisedAction.REMOVE, (), fewer, f"{said}, less than {WORTH:.0%}")
-        return
-    wanted = now.workers + (now.workers - fewer)
-    if seen.most_nodes is not None and (wanted := min(wanted, seen.most_nodes)) > now.workers:
-        yield Advice(AdvisedAction.ADD, (), wanted, f"{said}, at least {WORTH:.0%}")
+        yield Advice(AdvisedAction.REMOVE, (), fewer, f"{why}, less than {WORTH:.0%}")
+    elif job.most_nodes is not None:
+        more = min(now.workers + (now.workers - fewer), job.most_nodes)
+        if more > now.workers:
+            yield Advice(AdvisedAction.ADD, (), more, f"{why}, at least {WORTH:.0%}")
 
 
-# -- in the words of DLRover's operator ------------------------------------------------------------
+# -- for DLRover's operator ------------------------------------------------------------------------
 
 
 def scale_plan(
@@ -264,10 +265,21 @@ def scale_plan(
     cpu: int,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """A ScalePlan of the schema in REFERENCE, section 3. The operator makes what ``replicas``
-    lacks, so that ``createPods`` has none, or it would make them twice. A node is removed where one
-    of the ``spares`` takes its place; a migration is a replacement whose new pod comes before the
-    old one goes."""
+    """A ScalePlan of the schema in REFERENCE, section 3.
+
+    The operator creates the pods that ``replicas`` lacks: in ``createPods``, they would be created
+    twice. A node is removed if a spare takes its place. Otherwise it is migrated: the new pod comes
+    before the old one goes.
+
+    Args:
+        job: its name.
+        number: of the plan.
+        advice: that the plan follows.
+        workers: nodes of the job now.
+        spares: nodes that wait for a place.
+        cpu: cores of a node.
+        memory_bytes: of a node.
+    """
 
     def resource(nbytes: int) -> dict[str, str]:
         return {"cpu": str(cpu), "memory": f"{nbytes // 2**20}Mi"}
@@ -275,8 +287,9 @@ def scale_plan(
     numbers = [a.workers for a in advice if a.action in (AdvisedAction.ADD, AdvisedAction.REMOVE)]
     dropped = [n for a in advice if a.action is AdvisedAction.DROP for n in a.nodes]
     replaced = [n for a in advice if a.action is AdvisedAction.REPLACE for n in a.nodes]
-    moved = [(n, memory_bytes) for n in replaced[spares:]]
-    moved += [(n, a.memory_bytes) for a in advice if a.memory_bytes is not None for n in a.nodes]
+    migrated = [(n, memory_bytes) for n in replaced[spares:]]
+    migrated += [(n, a.memory_bytes) for a in advice if a.memory_bytes is not None for n in a.nodes]
+    removed = replaced[:spares] + dropped
     replicas = numbers[-1] if numbers else workers - len(dropped)
     return {
         "apiVersion": _API_VERSION,
@@ -288,8 +301,10 @@ def scale_plan(
                 _ROLE: {"replicas": replicas, "resource": resource(memory_bytes)}
             },
             "createPods": [],
-            "removePods": [{"name": node, "type": _ROLE} for node in replaced[:spares] + dropped],
-            "migratePods": [{"name": node, "resource": resource(nbytes)} for node, nbytes in moved],
+            "removePods": [{"name": node, "type": _ROLE} for node in removed],
+            "migratePods": [
+                {"name": node, "resource": resource(nbytes)} for node, nbytes in migrated
+            ],
             "psHosts": [],
         },
     }

@@ -394,7 +394,7 @@ class Daemon:
             return
         error = (
             f"nothing has been written for {_WRITE_PAUSE_SECS:g} s: the file system hangs, or "
-            f"another node does not write its part"
+            "another node does not write its part"
         )
         if persist.error != error:
             logger.warning("%s is not on storage, in %s: %s", persist.writing, persist.dir, error)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from reft.node.progress import Phase, StepPhase, TrainerView, find_phase
+from reft.node.progress import Phase, TrainerView
+from reft.node.step_clock import StepPhase, find_phase
 
 # Shorter steps count as this long: a machine that is busy with other work delays them by seconds.
 MIN_STEP_SECS = 0.75

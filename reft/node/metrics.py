@@ -38,8 +38,8 @@ _PAGE = Path(__file__).with_name("status.html")
 _HEADERS = [
     (
         "Content-Security-Policy",
-        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-        "connect-src 'self'",
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src "
+        "'self'",
     ),
     ("Cache-Control", "no-store"),
     ("X-Content-Type-Options", "nosniff"),

@@ -80,8 +80,8 @@ class MonitorWriter:
         except Exception as error:
             self._engine = None
             logger.warning(
-                "DeepSpeed's monitor does not accept reft's events (%s: %s); reft sends no more "
-                "of them",
+                "DeepSpeed's monitor does not accept reft's events (%s: %s); reft sends no more of "
+                "them",
                 type(error).__name__,
                 error,
             )

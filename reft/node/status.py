@@ -90,12 +90,12 @@ class StatusReader:
         if running and age_secs > _OLD_SECS:
             warnings.append(
                 f"the launcher of this node has reported nothing for {age_secs:.0f} s: is it "
-                f"stopped?"
+                "stopped?"
             )
         if (lost := board.store_lost_unix_secs) is not None:
             warnings.append(
                 f"the launcher has not reached the rendezvous store since {clock(lost)}: the other "
-                f"nodes are shown as they were then"
+                "nodes are shown as they were then"
             )
         return board, warnings
 

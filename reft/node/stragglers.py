@@ -28,7 +28,8 @@ from enum import StrEnum
 from statistics import fmean, median
 from typing import NamedTuple
 
-from reft.node.progress import RankSteps, StepTimes
+from reft.node.progress import RankSteps
+from reft.node.step_clock import StepTimes
 
 MAX_SHOWN = 64  # ranks whose steps are shown: those that compute longest
 STEP_PARTS = ("compute", "busy", "transfer", "wait", "other")  # see RankSpeed

@@ -1,5 +1,4 @@
-"""What is tried and chosen at the start: what the device of every rank can do, and the
-protection."""
+"""What is tried and chosen at the start: the devices of all ranks, and the protection."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ from reft.state.catalogue import Adapter
 logger = logging.getLogger(__name__)
 
 _SENT_BYTES = 8 * 2**20
-# times the gradients that recomputing keeps on a device have to be free there at the start
+# free device memory at the start, in multiples of the gradients that recomputing keeps there
 _SPARE = 4
 
 
@@ -81,13 +80,13 @@ def choice_inputs(job: JobFacts) -> ChoiceInputs:
     """
     config, topology, adapter = job.config, job.topology, job.adapter
     job_dir, limit = job.job_dir, config.memory_limit_bytes
-    # What may be reserved on this node: what is free but the margin, and what the job's arenas hold
-    # already, which make room for the new ones; at most the limit.
+    # What may be reserved on this node: free memory without the margin, and the job's present
+    # arenas, which are replaced; at most the limit.
     room = max(0, free_bytes(job_dir) - margin_bytes(config.memory_margin_bytes, job_dir))
     room += sum(path.stat().st_size for path in job_dir.glob("*.arena"))
     usable = room if limit is None else min(room, limit)
     gathered = job.control.gather_ints([*adapter.expected_bytes(), config.host_state_bytes, usable])
-    # Whether what a host recomputes is the owner's partition to the bit, as on CPUs.
+    # Whether a host recomputes the owner's partition to the bit, as on CPUs.
     exact = adapter.steps_exactly and all(found.adam_is_exact for found in job.devices)
     exact = exact or not job.copies.asynchronous
     memory: dict[str, int] = {}
@@ -104,7 +103,7 @@ def choose_protection(job: JobFacts, events: EventLog) -> ReftConfig:
     """
     config, situation = job.config, choice_inputs(job)
     situation = replace(situation, rates=_measured_rates(job, situation))
-    # Versions are given up before the tolerance is, as when memory runs short later.
+    # Fewer versions are kept before the tolerance is reduced, as when memory runs short later.
     choices = [
         choose(replace(situation, arenas=arenas), config.tolerance, recompute=config.recompute)
         for arenas in range(config.arena_count, LEAST_ARENAS - 1, -1)
@@ -123,7 +122,7 @@ def choose_protection(job: JobFacts, events: EventLog) -> ReftConfig:
     )
     if job.control.rank == 0:
         _describe(choice)
-    # Where it is asked for also if nothing is partitioned, as in a block that names the scheme.
+    # If the block asks for it, also if nothing is partitioned, as in a block that names the scheme.
     recompute = chosen.owned_by is PartitionSurvival.AOR or (
         config.recompute and scheme.certain_losses
     )
@@ -131,7 +130,8 @@ def choose_protection(job: JobFacts, events: EventLog) -> ReftConfig:
 
 
 def _measured_rates(job: JobFacts, situation: ChoiceInputs) -> LinkRates | None:
-    """None where recomputing was not seen to be exact, or is not possible. Collective."""
+    """Rates of links and processors; None if recomputing was not seen to be exact, or is not
+    possible. Collective."""
     config, control, adapter, topology = job.config, job.control, job.adapter, job.topology
     found = job.devices
     if (
@@ -140,8 +140,8 @@ def _measured_rates(job: JobFacts, situation: ChoiceInputs) -> LinkRates | None:
         or config.interval_steps != 1
     ):
         return None
-    # Gradients of as many partitions as losses are survived lie on the device, beside what training
-    # needs.
+    # The gradients of as many partitions as losses are survived lie on the device, next to what
+    # training needs.
     parameters = (
         max(1, config.tolerance) * situation.sections[control.rank].owned_bytes // OPTIMIZER_BYTES
     )
@@ -160,7 +160,7 @@ def _measured_rates(job: JobFacts, situation: ChoiceInputs) -> LinkRates | None:
     if control.any_of(not possible or not peers)[0]:
         return None
     sent = torch.empty(_SENT_BYTES, dtype=torch.uint8)
-    for _ in range(2):  # connections are made by the first
+    for _ in range(2):  # the first round opens connections
         began = time.perf_counter()
         control.exchange({p: [sent] for p in peers}, {p: [torch.empty_like(sent)] for p in peers})
         rate = int(_SENT_BYTES * len(peers) / (time.perf_counter() - began))
@@ -190,19 +190,28 @@ def _describe(choice: Choice) -> None:
 
 _COPIED_BYTES = 32 * 2**20
 _ELEMENTS, _STEPS = 2**18, 3
-_OWN_THREADS = 2  # of a rank that trains on a device: one for forward, one for backward
+_OWN_THREADS = 2  # threads of a rank that trains on a device: forward and backward
 
 
 @dataclass
 class DeviceFindings:
-    """Of one rank."""
+    """What one rank has found about its device.
+
+    Attributes:
+        name: of the device.
+        free_cores: cores that the rank does not train on.
+        copy_bytes_per_sec: into registered memory.
+        adam_is_exact: whether steps of reft.ExactAdam give the same bits on the device and on the
+            host.
+        adam_parameters_per_sec: of such steps on one core of the host.
+        to_change: advice.
+    """
 
     name: str
-    free_cores: int  # that it does not train on
-    copy_bytes_per_sec: float = 0.0  # into registered memory
-    # steps of reft.ExactAdam give the same bits on the device and on the host
+    free_cores: int
+    copy_bytes_per_sec: float = 0.0
     adam_is_exact: bool = False
-    adam_parameters_per_sec: float = 0.0  # of such steps on one core
+    adam_parameters_per_sec: float = 0.0
     to_change: list[str] = field(default_factory=list)
 
 
@@ -219,20 +228,26 @@ def check_device(job: JobFacts) -> list[DeviceFindings]:
     assert vendor is not None  # the engine copies from its device
     node = job.topology.nodes[job.control.rank]
     ranks_here = len(job.topology.local_ranks(node))
-    # It is bound to cores of its own, or shares the node's.
+    # The rank is bound to cores of its own, or shares the node's.
     cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks_here)
-    mine = DeviceFindings(vendor.name, max(0, cores - max(_OWN_THREADS, torch.get_num_threads())))
-    mine.to_change = vendor.settings_to_change(os.environ, job.topology.degrees.tp)
+    local = DeviceFindings(vendor.name, max(0, cores - max(_OWN_THREADS, torch.get_num_threads())))
+    local.to_change = vendor.settings_to_change(os.environ, job.topology.degrees.tp)
     parities = job.config.chooses or job.config.scheme.parities > 0
-    # In a thread of its own: what it sets for itself is not set for the training thread.
+    # In a thread of its own: what the vendor's library sets for a thread is not set for the
+    # training thread.
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(try_device, mine, vendor, engine, job.job_dir, parities).result()
-    gathered = job.control.gather_bytes(json.dumps(asdict(mine)).encode())
-    return [DeviceFindings(**json.loads(one)) for one in gathered]
+        thread.submit(try_device, local, vendor, engine, job.job_dir, parities).result()
+    replies = job.control.gather_bytes(json.dumps(asdict(local)).encode())
+    return [DeviceFindings(**json.loads(one)) for one in replies]
 
 
 def device_paragraph(ranks: Sequence[DeviceFindings], nodes: Sequence[str]) -> str:
-    """What was found on all ranks, and what to change. ``nodes``: of each rank."""
+    """What was found on all ranks, and what to change, in a paragraph.
+
+    Args:
+        ranks: findings by rank.
+        nodes: the node of each rank.
+    """
     rates = [one.copy_bytes_per_sec for one in ranks]
     slowest = min(rates)
     by_advice: dict[str, list[int]] = {}
@@ -240,7 +255,7 @@ def device_paragraph(ranks: Sequence[DeviceFindings], nodes: Sequence[str]) -> s
         for text in one.to_change:
             by_advice.setdefault(text, []).append(rank)
     change = [f"{text} (rank {at[0]}, {len(at)} in all)" for text, at in by_advice.items()]
-    # 0: said above, it could not be tried out
+    # without ranks that could not measure
     usual = median([rate for rate in rates if rate] or [0.0])
     change += [
         f"rank {rank} on node {nodes[rank]} copies at {rate / 1e9:.3g} GB/s, less than half of the "
@@ -263,7 +278,15 @@ NUMA_MAPS = Path("/proc/self/numa_maps")
 def try_device(
     found: DeviceFindings, vendor: Vendor, engine: DeviceCopyEngine, directory: Path, parities: bool
 ) -> None:
-    """Fill in what only the device can tell. ``directory``: where arenas will be."""
+    """Measure what only the device can show.
+
+    Args:
+        found: filled in.
+        vendor: of the device.
+        engine: copies from it.
+        directory: where arenas will be.
+        parities: whether parities are computed.
+    """
     try:
         device = engine.device
         vendor.enter(device)
@@ -284,7 +307,7 @@ def try_device(
 
 
 def _try_copies(engine: DeviceCopyEngine, directory: Path) -> tuple[float, int]:
-    """Bytes per second into memory that is made and registered as the arenas' is, and its NUMA
+    """Bytes per second into memory that is allocated and registered like an arena, and its NUMA
     node."""
     source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=engine.device)
     with TemporaryFile(dir=directory) as file:
@@ -305,8 +328,8 @@ def _try_copies(engine: DeviceCopyEngine, directory: Path) -> tuple[float, int]:
 
 
 def memory_node(numa_maps: str, address: int) -> int:
-    """The NUMA node with most pages of the mapping that begins at ``address``, by Linux's list;
-    else -1."""
+    """The NUMA node with most pages of the mapping that begins at ``address``, by Linux's list; -1
+    if not known."""
     line = re.search(rf"^0*{address:x} .*$", numa_maps, re.M)
     pages = [
         (int(n), int(node)) for node, n in re.findall(r" N(\d+)=(\d+)", line[0] if line else "")
@@ -315,8 +338,8 @@ def memory_node(numa_maps: str, address: int) -> int:
 
 
 def _parities_alike(device: torch.device) -> bool:
-    """Bytes of the device's backend and of a host's, of an XOR and of powers, of a whole cell and a
-    part."""
+    """Whether the device's backend computes the same bytes as the host's: an XOR and powers, of a
+    complete cell and a part."""
     rows = parity_rows(2, 3)
     sources = [
         torch.arange(CELL_BYTES + GRAIN_BYTES).mul(2 * j + 3).to(torch.uint8) for j in range(3)
@@ -329,8 +352,8 @@ def _parities_alike(device: torch.device) -> bool:
 
 
 def _try_adam(device: torch.device) -> tuple[bool, float]:
-    """Whether ExactAdam's steps give the same bits as on a host, and parameters a core there
-    steps."""
+    """Whether ExactAdam's steps give the same bits as on a host, and how many parameters a host's
+    core steps in a second."""
     draw = torch.Generator().manual_seed(0)
     scale = torch.logspace(-22, 2, _ELEMENTS)  # its squares are denormal, or nothing
     start, *gradients = (scale * torch.randn(_ELEMENTS, generator=draw) for _ in range(1 + _STEPS))

@@ -1,13 +1,15 @@
 """Which protection a job should have: every alternative with its cost, and one of them chosen.
 Pure.
 
-From what every rank knows alike (placement, sizes, memory, the wanted tolerance) comes the same
-choice on every rank. An alternative is a scheme for the replicated section
-(:class:`reft.protect.codes.Scheme`) and, where ranks own ZeRO partitions, what protects those
-(:class:`reft.policy.loads.PartitionSurvival`): recomputing them is chosen where it was asked for,
-or where it is exact to the bit and was measured to cost a step less. Chosen is the one that moves
-least among those that fit the memory and survive the wanted number of lost nodes; if none does, the
-one that survives most, and :attr:`Choice.needed` says what is missing.
+All ranks know the same placement, sizes, memory and tolerance, and so make the same choice. An
+alternative is a scheme for the replicated section (:class:`reft.protect.codes.Scheme`) and, if
+ranks own ZeRO partitions, what protects those (:class:`reft.policy.loads.PartitionSurvival`).
+Recomputing partitions is chosen if the block asks for it, or if it is exact to the bit and was
+measured to cost a step less.
+
+The choice is the alternative that moves least among those that fit the memory and survive the
+wanted number of lost nodes. If there is none, it is the one that survives most, and
+:attr:`Choice.needed` names what is missing.
 """
 
 from __future__ import annotations
@@ -47,10 +49,16 @@ of a copy, a D-th of the section, a parity takes a D-th of a stripe of several b
 
 @dataclass(frozen=True)
 class ChoiceInputs:
-    """All that the choice depends on. ``arenas``: versions kept in memory; ``memory_bytes``: what
-    may be reserved on each node; ``exact``: what a host recomputes is the owner's partition to the
-    bit, so that it need not be sent; ``rates``: None where recomputing is not possible, or not to
-    be chosen unasked."""
+    """All that the choice depends on.
+
+    Attributes:
+        arenas: versions kept in memory.
+        memory_bytes: what may be reserved on each node.
+        exact: whether a host recomputes the owner's partition to the bit, so that it need not be
+            sent.
+        rates: of links and processors; None if recomputing is not possible, or not to be chosen
+            unless asked for.
+    """
 
     topology: Topology
     sections: tuple[RankSections, ...]
@@ -71,17 +79,19 @@ class Alternative:
     scheme: Scheme
     owned_by: (
         PartitionSurvival | None
-    )  # what protects partitions; None where there are none, or nothing is protected
+    )  # what protects partitions; None if there are none, or nothing is protected
     loads: Mapping[int, TrafficEstimate]  # of the busiest rank of each stage
-    # the fullest node, in relation to its memory: what it has to reserve, and may (None: not known)
+    # the node with the largest share of its memory: bytes to reserve, and bytes available (None:
+    # not known)
     node: str
     memory_bytes: int
     limit_bytes: int | None
     fatal: tuple[str, ...]  # a smallest set of nodes whose loss is not survived
-    # False where it recomputes partitions unasked and dearly, or does not although that was asked
-    # for
+    # False if it recomputes partitions unasked and at a higher cost, or does not although it was
+    # asked for
     available: bool = True
-    # what a step pays where its partitions are sent, and recomputed exactly; None: not known
+    # seconds of a step if its partitions are sent, and if they are recomputed exactly; None: not
+    # known
     partition_secs: tuple[float, float] | None = None
 
     @property
@@ -140,9 +150,14 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Choice:
-    """The verdict: ``alternatives`` are all that have room in the groups, the cheapest first,
-    ``excluded`` those that have none, and why; ``reason`` why this one; ``needed`` what would have
-    to change to reach the request."""
+    """The result.
+
+    Attributes:
+        alternatives: all for which the groups are large enough, the cheapest first.
+        excluded: the others, and why.
+        reason: why this one was chosen.
+        needed: what would have to change to reach the request.
+    """
 
     wanted: int
     chosen: Alternative
@@ -182,10 +197,15 @@ def choose(
     also: Sequence[Scheme] = (),
     beyond: int = 0,
 ) -> Choice:
-    """Evaluate every alternative and choose one. Deterministic. ``wanted``: node losses that every
-    sharding group should survive. ``recompute``: partitions are to be recomputed by ring peers
-    (AOR), as ``auto+aor`` asks; the other way is evaluated too. ``also``: schemes to evaluate in
-    any case. ``beyond``: evaluate schemes that survive so many more losses than needed."""
+    """Evaluate every alternative and choose one. Deterministic.
+
+    Args:
+        wanted: node losses that every sharding group should survive.
+        recompute: whether partitions are to be recomputed by ring peers (AOR), as ``auto+aor``
+            asks. The other way is evaluated, too.
+        also: schemes to evaluate in any case.
+        beyond: evaluate schemes that survive this many more losses than needed.
+    """
     candidates, excluded = _candidates(situation, wanted, also, beyond)
     alternatives = sorted(
         _evaluate(situation, candidates, recompute), key=lambda alternative: alternative.cost
@@ -211,7 +231,7 @@ def _candidates(
     together = max(nodes.count(node) for nodes in groups for node in set(nodes))
     spread = max(len(set(nodes)) for nodes in groups)
     most = max(wanted * together, max((s.copies + s.parities for s in also), default=0)) + beyond
-    # Losing so many of its members at once, a group has nothing left to recover from.
+    # A group that loses this many members at once has nothing left to recover from.
     most = min(most, size)
     found, excluded = [Scheme()], []
     family = [
@@ -255,7 +275,7 @@ def _evaluate(
             else None
         )
         cheaper = situation.exact and secs is not None and secs[1] < secs[0]
-        # Either way partitions lie at as many peers as the scheme survives losses.
+        # In both cases partitions are kept by as many peers as the scheme survives losses.
         for way in (
             (PartitionSurvival.PEER, PartitionSurvival.AOR)
             if situation.owns and protected

@@ -12,9 +12,10 @@ from reft.protect.codes import Scheme
 from reft.protect.rs import GRAIN_BYTES as CODED_ALIGNMENT_BYTES
 
 MODEL_BYTES = 2
-# of a parameter under mixed precision with Adam: master, momentum and variance
+# bytes of a parameter under mixed precision with Adam: master, momentum and variance
 OPTIMIZER_BYTES = 12
-GRADIENT_BYTES = 4  # of a gradient in single precision, which recomputed optimizers (AOR) read
+# bytes of a gradient in single precision, which recomputed optimizers (AOR) read
+GRADIENT_BYTES = 4
 CHECKSUM_BYTES = 8
 LONGEST_SECS = 1.0  # of a host's optimizer step: a longer one may not end before the next version
 _BESIDE_GRADIENTS_BYTES = 4096
@@ -23,10 +24,10 @@ factor."""
 
 
 class PartitionSurvival(StrEnum):
-    """How a ZeRO partition, which its owner alone holds, survives the owner.
+    """How a ZeRO partition, which only its owner holds, survives the owner.
 
-    PEER: sent to ring peers with every version. AOR: the same peers make the optimizer's step anew
-    on the host, from the newest version and the gradients of the step (asynchronous optimizer
+    PEER: it is sent to ring peers with every version. AOR: the same peers repeat the optimizer's
+    step on the host, from the newest version and the gradients of the step (asynchronous optimizer
     recomputing).
     """
 
@@ -36,8 +37,8 @@ class PartitionSurvival(StrEnum):
 
 @dataclass(frozen=True)
 class RankSections:
-    """What one rank's state consists of: equal on all data-parallel peers, its ZeRO partition, and
-    reserved for encoded host state."""
+    """Bytes of one rank's state: equal on all data-parallel peers, its ZeRO partition, and reserved
+    for encoded host state."""
 
     replicated_bytes: int
     owned_bytes: int = 0
@@ -46,18 +47,17 @@ class RankSections:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """By which ZeRO partitions are sent or recomputed: measured at attach on the slowest rank, or
-    planned."""
+    """Rates by which ZeRO partitions are sent or recomputed: measured at attach on the slowest
+    rank, or planned."""
 
     copy_bytes_per_sec: float  # from the device to its host
     peer_bytes_per_sec: float  # from a host to those of its ring peers
     adam_parameters_per_sec: float  # stepped by one core of a host
-    free_cores: int  # of a rank, which does not train on them
+    free_cores: int  # cores that a rank does not train on
 
     def partition_secs(self, parameters: float) -> tuple[float, float]:
-        """What a step pays where so many parameters of a rank are sent, and where so many of its
-        peers' are
-        recomputed: copies of gradients, and the optimizer unless a free core makes its step in
+        """Seconds of a step if this many parameters of a rank are sent, and if as many of its
+        peers' are recomputed: copies of gradients, and the optimizer unless a free core steps it in
         time."""
         sent_secs = parameters * OPTIMIZER_BYTES / self.peer_bytes_per_sec
         copied_secs = parameters * GRADIENT_BYTES / self.copy_bytes_per_sec
@@ -68,10 +68,12 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class TrafficEstimate:
-    """Bytes of one rank, of one version, copied from the device: its part of the replicated
-    section, copies and parities of that, its partition, and gradients of the partitions that it
-    keeps for others (AOR); sent: owned and host state that goes to ring peers; memory: of the host,
-    with all versions that are kept."""
+    """Bytes of one version on one rank.
+
+    Copied from the device: its part of the replicated section, copies and parities of that, its
+    partition, and gradients of the partitions that it keeps for others (AOR). Sent: owned and host
+    state for ring peers. Memory: of the host, for all versions that are kept.
+    """
 
     shard_bytes: int
     redundant_bytes: int
@@ -100,11 +102,16 @@ def group_loads(
     block_bytes: int,
     exact: bool = True,
 ) -> tuple[TrafficEstimate, ...]:
-    """Loads of the members of one sharding group, by dp index; ``ring``: members in ring order.
+    """Loads of the members of one sharding group, by dp index.
 
     The replicated section counts as if every shard and every sub-block were as long as the longest,
-    so no rank takes more than this. ``exact``: what a host recomputes is the owner's partition to
-    the bit. Where it is not, as on GPUs, the owner sends every partition after all."""
+    so that no rank takes more than this.
+
+    Args:
+        ring: members in ring order.
+        exact: whether a host recomputes the owner's partition to the bit. If not, as on GPUs, the
+            owner sends every partition after all.
+    """
     size = len(ring)
     most = max(s.replicated_bytes for s in sections)
     shard, redundant, checksums, pieces = _replicated(most, scheme, size, block_bytes)
@@ -114,8 +121,8 @@ def group_loads(
     for d, own in enumerate(sections):
         at = ring.index(d)
         next_ones = [ring[(at + i) % size] for i in range(1, peers + 1)]
-        # Under AOR a version holds the peers' partitions too, and room for what they are made from.
-        # A recomputed partition reads its gradients in every step (REFERENCE 1.6), in single
+        # Under AOR a version also holds the peers' partitions, and space for their gradients. A
+        # recomputed partition reads its gradients in every step (REFERENCE 1.6), in single
         # precision.
         parameters = [
             -(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed
@@ -138,7 +145,7 @@ def group_loads(
 
 
 def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
-    """What an arena holds, or a peer is sent, of what a member alone has."""
+    """Bytes in an arena, or sent to a peer, of what only one member has."""
     partition = sections.owned_bytes if owned else 0
     return sum(map(aligned, (partition, sections.host_bytes, checksum_bytes)))
 

@@ -33,7 +33,7 @@ DAY_SECS = 86400.0
 REPAIR_SECS = 600.0
 """From the loss of a node to the version that is protected again: twice the five minutes that are
 published for a hot recovery with a replacement (Paddle)."""
-_PRECISION = 1e-12  # of a quotient: 0.3 / 0.1 is three steps, not four
+_PRECISION = 1e-12  # rounding error of a quotient: 0.3 / 0.1 is three steps, not four
 _SHORT = 1e-9
 _MOST_EXPONENT = 700.0
 _MOST_STEPS = 10**9
@@ -45,8 +45,8 @@ _MOST_STEPS = 10**9
 def learned_losses_per_sec(
     rounds: Iterable[RoundReport], now_unix_secs: float, mtbf_days: float
 ) -> float:
-    """How often a node of this job is lost: what is configured counts as one loss that was seen, so
-    that a job without any keeps to it, and one with many to its own."""
+    """How often a node of this job is lost. The configured rate counts as one observed loss, so
+    that a job without losses keeps to it, and one with many to its own."""
     starts = list(rounds)
     ends = [r.unix_secs for r in starts[1:]] + [now_unix_secs]
     seen = sum(len(r.lost) for r in starts)
@@ -59,14 +59,17 @@ def learned_losses_per_sec(
 def memory_losses_per_sec(
     node_losses_per_sec: float, nodes: int, survived: Sequence[int], repair_secs: float
 ) -> float:
-    """How often a job loses more nodes than its memory survives: one is lost, and before it is
-    replaced and protected again so many others of its group that the placement does not survive it.
+    """How often a job loses more nodes than its memory survives: before a lost node is replaced and
+    protected again, so many others of its group are lost that the placement does not survive it.
 
     Args:
-        nodes: of the job; a multiple of the group's size, else a ConfigError.
-        survived: of every number of lost nodes, how many sets a group survives; see
+        nodes: of the job; a multiple of the group's size.
+        survived: for every number of lost nodes, how many sets a group survives; see
             :func:`reft.protect.placement.losses_within`.
         repair_secs: from a loss to the version that is protected again.
+
+    Raises:
+        ConfigError: ``nodes`` is no such multiple.
     """
     size = len(survived) - 1
     if size < 1 or nodes % size:
@@ -89,12 +92,19 @@ def memory_risk(
     survival: float | None,
     causes: Sequence[Weibull],
 ) -> tuple[float, float]:
-    """Mean seconds between two losses of more than memory survives; infinite if none can be. And
-    for how long memory alone carries the job with the probability ``survival``, without any repair.
-    ``tolerance``: losses that memory survives. ``losses_per_sec``: how often a node is lost, for
-    one of the ``causes``."""
+    """How memory alone carries a job.
+
+    Args:
+        tolerance: losses that memory survives.
+        losses_per_sec: how often a node is lost, for one of the ``causes``.
+
+    Returns:
+        Mean seconds between two losses of more than memory survives; infinite if there can be none.
+        And for how long memory alone carries the job with the probability ``survival``, without any
+        repair.
+    """
     size = max(len(set(topology.group_nodes(pp, tp))) for pp, tp in topology.groups())
-    # Groups that do not fill the nodes count as if there were one more.
+    # Groups that do not fill their nodes count as one more.
     nodes = whole_interval(len(set(topology.failure_domains)), size)
     survived = losses_within(size, min(tolerance, size))
     rate = memory_losses_per_sec(losses_per_sec, nodes, survived, REPAIR_SECS)
@@ -106,7 +116,7 @@ def memory_risk(
 
 
 class RateReason(StrEnum):
-    """What decided."""
+    """What decided the interval."""
 
     START = "as the algorithm chose it"
     PROFILE = "the first steps are being measured"
@@ -150,7 +160,7 @@ def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
 
 
 def effective_part(interval_secs: float, cost_secs: float, mtbf_secs: float) -> float:
-    """Training that lasts, as a part of all time, where coming back takes no time (L = R = 0)."""
+    """Training that lasts, as a part of all time, if recovery takes no time (L = R = 0)."""
     cycle = (interval_secs + cost_secs) / mtbf_secs
     return 0.0 if cycle > _MOST_EXPONENT else interval_secs / (expm1(cycle) * mtbf_secs)
 
@@ -194,7 +204,7 @@ def best_interval(
     steps, why = (inf, RateReason.FAILURES) if mtbf_secs else (1.0, RateReason.START)
     if 0 < mtbf_secs < inf:
         exact = best_interval_secs(cost_secs, mtbf_secs) / step_secs if cost_secs > 0 else 1.0
-        # Whole steps on either side of the optimum: the better one.
+        # The better of the whole steps on either side of the optimum.
         around = sorted({max(1, int(exact)), max(1, ceil(exact))})
         steps = max(around, key=lambda k: effective_part(k * step_secs, cost_secs, mtbf_secs))
     bound = inf if most_steps is None else most_steps
@@ -217,8 +227,8 @@ def best_interval(
 
 
 def whole_interval(steps: int, version_steps: int) -> int:
-    """At least ``steps``, and a multiple of the steps between two versions: what is not taken is
-    not due."""
+    """At least ``steps``, and a multiple of the steps between two versions: only a version that is
+    taken can be due."""
     return -(-steps // version_steps) * version_steps
 
 
@@ -234,8 +244,11 @@ _CALM_WINDOWS = 3  # in a row below p / 2, after which the interval becomes shor
 
 @dataclass(frozen=True)
 class Rate:
-    """The present interval, and why it is so; the overhead as observed last, None: not yet;
-    ``calm``: windows in a row with less than half of the allowed overhead."""
+    """The present interval, and what decided it.
+
+    Attributes:
+        calm: windows in a row with less than half of the allowed overhead.
+    """
 
     interval_steps: int
     why: RateReason = RateReason.START
@@ -305,8 +318,8 @@ More of them in a row are steps: training has become as slow."""
 
 @dataclass(frozen=True)
 class Cost:
-    """By what a checkpoint makes training longer, as so many pairs tell, and the standard error of
-    that; below 0 where noise outweighs it."""
+    """By how much a checkpoint lengthens training, from a number of pairs of steps, and the
+    standard error of that. Below 0 if noise is larger."""
 
     secs: float
     error_secs: float
@@ -315,9 +328,12 @@ class Cost:
 
 
 class OverheadEstimator:
-    """Steps with and without a checkpoint beside them, in the order in which they were made. A
-    checkpoint whose steps touch those of another one, with none between, tells nothing, nor does
-    one of more than ``most_beside`` steps, which cannot be told from their drift."""
+    """Steps with and without a checkpoint, in the order in which they were made.
+
+    A checkpoint whose steps touch those of another one, without plain steps between, is not
+    counted; nor is one of more than ``most_beside`` steps, which cannot be distinguished from
+    drift.
+    """
 
     def __init__(self, most_beside: int = 64) -> None:
         self._most_beside = most_beside
@@ -362,7 +378,7 @@ class OverheadEstimator:
         self._before, self._beside, self._after, self._checkpoints = self._after, [], [], 0
 
     def leave_out(self) -> None:
-        """What is under way tells nothing, nor do the steps before it."""
+        """A checkpoint under way is not counted, nor are the steps before it."""
         self._before, self._beside, self._after, self._checkpoints = [], [], [], 0
 
     @property
@@ -384,13 +400,13 @@ class OverheadEstimator:
         return Cost(fmean(kept), error, plain, len(ordered))
 
     def forget(self) -> None:
-        """The differences were used: those to come are of another window."""
+        """The differences were used: later ones are of another window."""
         self._differences.clear()
 
 
 # -- the controller of one tier --------------------------------------------------------------------
 
-_SETTLING_STEPS = 3  # what is made at first use takes long and never again
+_SETTLING_STEPS = 3  # what is initialised at first use is slow once
 _PROFILE_PAIRS, _PROFILE_STEPS = 8, 50  # CheckFreq's; the length of an epoch is not known here
 _FIRST_GAP, _WIDEST_GAP = 4, 8
 _PROBE_EVERY, _PROBE_STEPS = 512, 48
@@ -423,7 +439,7 @@ class IntervalController:
     """
 
     _least_pairs, _most_beside = 4, _MOST_PAIRS
-    # whether versions are taken less often now and then, so that there are steps without one
+    # whether versions are sometimes taken less often, to have steps without one
     _looks = True
 
     def __init__(
@@ -441,6 +457,8 @@ class IntervalController:
         self._fits, self._risk = fits, risk
         self._on_change, self._clock = on_change, clock
         self._known_risk = None if risk is None else (inf, inf)
+        # The training thread adds steps, the voting thread judges them. Reentrant: the storage tier
+        # calls begun() with the lock held.
         self._lock = threading.RLock()
         self._pairs = OverheadEstimator(self._most_beside)
         self._steps = 0
@@ -474,7 +492,11 @@ class IntervalController:
                 self._probe_from = self._steps
 
     def begun(self, step: int, is_over: Callable[[], bool]) -> None:
-        """The version of ``step`` sets off. ``is_over`` says whether it is under way no more."""
+        """The version of ``step`` begins.
+
+        Args:
+            is_over: returns whether it has ended.
+        """
         with self._lock:
             self._begun = self._beside = True
             self._is_over = is_over
@@ -492,11 +514,14 @@ class IntervalController:
     # -- what follows from it ----------------------------------------------------------------------
 
     def wanted_interval(self, windows: int = 1) -> int:
-        """Steps between two versions, as this rank would have them now. Called by the thread that
-        votes. ``windows``: how often one fits into the idle time, as planned."""
+        """Steps between two versions, as this rank wants them now. Called by the voting thread.
+
+        Args:
+            windows: steps between versions that fit into the idle time, as planned.
+        """
         if self._risk is not None and self._pairs.count:
-            # P6: without the lock, for which the training thread waits: this may read the job's
-            # history.
+            # P6: without the lock, for which the training thread waits, since this may read the
+            # job's history.
             self._known_risk = self._risk()
         with self._lock:
             seen = self._pairs.cost()
@@ -512,7 +537,7 @@ class IntervalController:
             if self.rate is not None:
                 if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
                     self._probe_from, self._usual = None, None
-                # While it looks, versions are taken less often, to have steps without one.
+                # While it measures, versions are taken less often, to have steps without one.
                 wanted = max(self.rate.interval_steps, 1 if self._probe_from is None else wanted)
             wanted = self._bounded(max(windows, wanted))
             is_new, self._is_new = self._is_new, False
@@ -521,7 +546,7 @@ class IntervalController:
         return wanted
 
     def _observe(self, seen: Cost | None) -> None:
-        """Judge the window if it tells enough; begin to look again if steps have become slower."""
+        """Judge the window if it has enough pairs; measure again if steps have become slower."""
         assert self.rate is not None
         if seen is not None and seen.pairs >= self._least_pairs:
             sure = self._max_overhead * self.rate.interval_steps * seen.plain_secs / _SURE
@@ -540,7 +565,7 @@ class IntervalController:
             self._pairs.forget()
 
     def _judge(self, seen: Cost) -> None:
-        """One window more. What may be noise asks for no longer interval."""
+        """Evaluate one window. A difference that may be noise does not make the interval longer."""
         assert self.rate is not None
         plain, arrival = seen.plain_secs, self._usual_arrival_secs()
         allowed = self._max_overhead * self.rate.interval_steps * plain
@@ -573,9 +598,9 @@ class IntervalController:
         self._is_new = True
 
     def _gap(self) -> int:
-        """Steps between two versions with which there are steps without one."""
+        """Steps between two versions that leave steps without one."""
         plain, gap = self._pairs.plain_secs(), _FIRST_GAP
-        if plain is None and self._recent:  # none of them was without a version
+        if plain is None and self._recent:  # every one of them had a version
             plain = median(self._recent)
         if plain and self._arrival_secs:
             gap = min(_WIDEST_GAP, 2 + ceil(self._usual_arrival_secs() / plain))
@@ -648,9 +673,15 @@ class StorageIntervalController(IntervalController):
             self.rate = Rate(self._bounded(_FIRST_STORED_STEPS))
 
     def committed(self, label: VersionId, agreed_steps: int, version_steps: int = 1) -> bool:
-        """A version is committed; returns whether it goes to storage. ``agreed_steps``: the
-        interval that the vote on it has found, the same on every rank; ``version_steps``: until the
-        next version, at most."""
+        """A version is committed.
+
+        Args:
+            agreed_steps: the interval that the vote on it has agreed on, the same on every rank.
+            version_steps: steps until the next version, at most.
+
+        Returns:
+            Whether it goes to storage.
+        """
         with self._lock:
             self._newest_step = label.step
             due = self._due.is_due(label.step, agreed_steps, ahead_steps=version_steps)
@@ -660,7 +691,7 @@ class StorageIntervalController(IntervalController):
             return due
 
     def went_to(self, step: int) -> None:
-        """The running job goes on from ``step``, which is on storage. No version is under way."""
+        """The running job continues from ``step``, which is on storage. No version is under way."""
         with self._lock:
             self._due = DueSteps(step)
 
@@ -684,8 +715,8 @@ class StorageIntervalController(IntervalController):
                 self._leave_room()
 
     def _leave_room(self) -> None:
-        """Where one write ends when the next begins, there are no steps without one to tell its
-        cost by."""
+        """If one write ends when the next one begins, there are no steps without a write, by which
+        its cost could be measured."""
         plain = self._pairs.plain_secs()
         if self.rate is not None and plain:
             least = self._bounded(ceil(self._usual_arrival_secs() / plain) + _FIRST_GAP)
@@ -693,7 +724,7 @@ class StorageIntervalController(IntervalController):
                 self.rate = Rate(least, RateReason.WRITING, self.rate.overhead)
 
     def _back_off(self) -> None:
-        """Memory went on to newer versions before storage began with this one: it was still
+        """Memory went on to newer versions before storage began with this one: storage was still
         busy."""
         assert self.rate is not None
         waited = 0 if self._on_its_way is None else self._newest_step - self._on_its_way.step

@@ -1,13 +1,12 @@
-"""How often versions are taken, and how often they go to storage, where the block leaves that to
-the job (``"interval_steps": "auto"``): the controller of :mod:`reft.policy.rate`, once for each
-tier.
+"""How often versions are taken, and how often they go to storage, if the block leaves that to the
+job (``"interval_steps": "auto"``): the controller of :mod:`reft.policy.rate`, once for each tier.
 
-Versions are taken during the profile, which CheckFreq's has none of: their cost is what is measured
-here. Its other mode, a copy within the device, is ``has.overflow: staging`` and is never chosen
-here: it needs device memory that training may want later.
+Versions are also taken while the controller measures, unlike in CheckFreq's profile: their cost is
+what is measured. CheckFreq's other mode, a copy within the device, is ``has.overflow: staging`` and
+is never chosen here: it needs device memory that training may want later.
 
 All ranks follow one decision: each proposes an interval in the vote on a version, and the longest
-interval wins (:class:`reft.snapshot.worker.Votes`). No wait is added (P6).
+one wins (:class:`~reft.policy.agreed.AgreedRates`). No wait is added (P6).
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ Tier = Literal["memory", "storage"]
 def learned_risk(
     job_dir: Path, topology: Topology, tolerance: int, node_mtbf_days: float, survival: float | None
 ) -> tuple[float, float]:
-    """What the job's history tells by now: see :func:`~reft.policy.rate.memory_risk`."""
+    """The risk by the job's history so far: see :func:`~reft.policy.rate.memory_risk`."""
     losses_per_sec = learned_losses_per_sec(read_history(job_dir), time.time(), node_mtbf_days)
     return memory_risk(topology, tolerance, losses_per_sec, survival, [Weibull(1 / losses_per_sec)])
 
 
 def dividing(persist_steps: int) -> Callable[[int], int]:
-    """Intervals that a fixed one on storage is a multiple of, or that are multiples of it: a
-    version that is due there exists."""
+    """Rounds intervals so that they divide a fixed interval on storage, or are multiples of it: a
+    version that is due there then exists."""
 
     def fits(steps: int) -> int:
         if not persist_steps:
@@ -80,15 +79,23 @@ class _Measured(BaseModel):
 
 
 class RateCache:
-    """What an earlier start has found, so that the next one need not: one small file per rank in
-    the memory directory, next to the jobs. The same model in the same layout, as the JSON values of
-    ``facts`` have it, finds it, whatever the job is called. ``known``: intervals in steps; None
-    where they are to be found."""
+    """The intervals that an earlier start has found, so that the next one need not measure.
+
+    One small file per rank in the memory directory, next to the jobs, for all jobs with the same
+    model in the same layout.
+
+    Args:
+        directory: of the memory.
+        facts: what the intervals depend on, in JSON values.
+
+    Attributes:
+        known: intervals in steps; None if they must be found.
+    """
 
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self.path = directory / f".rate-{digest[:24]}.json"
-        self._told = False
+        self._logged = False
         self.known = _Measured()
         try:
             self.known = _Measured.model_validate_json(self.path.read_bytes())
@@ -98,17 +105,17 @@ class RateCache:
             logger.warning("%s is ignored: %s", self.path, str(error).partition("\n")[0])
 
     def note(self, tier: Tier, interval_steps: int) -> None:
-        """Keep what was found. A directory that cannot be written is said once: training goes on
-        (P6). Called by the thread that votes."""
+        """Store an interval. A directory that cannot be written is logged once, and training
+        continues (P6). Called by the voting thread."""
         setattr(self.known, tier, interval_steps)
         try:
             write_durably(self.path, self.known.model_dump_json(indent=1).encode())
         except OSError as error:
-            if not self._told:
+            if not self._logged:
                 logger.warning(
                     "%s: the next start will have to measure again: %s", self.path, error
                 )
-            self._told = True
+            self._logged = True
 
 
 class MeasuredEngine(Protocol):
@@ -211,27 +218,31 @@ class IntervalRates:
     def wanted_persist_interval(self) -> int:
         return 0 if self.storage is None else self.storage.wanted_interval()
 
-    # -- told with every commit --------------------------------------------------------------------
+    # -- after every commit ------------------------------------------------------------------------
 
     def committed(self, label: VersionId) -> tuple[bool, dict[str, Any]]:
-        """All ranks have a version. Returns whether it goes to storage, and what is to be told."""
-        told: dict[str, Any] = {}
+        """All ranks have a version.
+
+        Returns:
+            Whether it goes to storage, and statistics to be reported.
+        """
+        stats: dict[str, Any] = {}
         every = self.version_steps(label.step)
         if self.memory is not None:
             self.memory.arrived(label.step)
-            told["memory_rate"] = self.memory.to_json() | {"agreed_steps": every}
+            stats["memory_rate"] = self.memory.to_json() | {"agreed_steps": every}
         if self.storage is None:
-            return False, told
+            return False, stats
         most = self._config.persist.max_lost_steps
         agreed = whole_interval(self.agreed.persist_steps, every)
         if most is not None:
             agreed = min(agreed, max(1, most // 2 // every) * every)
         due = self.storage.committed(label, agreed, every)
-        told["persist_rate"] = self.storage.to_json() | {"agreed_steps": agreed}
-        return due, told
+        stats["persist_rate"] = self.storage.to_json() | {"agreed_steps": agreed}
+        return due, stats
 
     def takes_version(self, step: int) -> bool:
-        """Whether one is taken behind ``step``. Asked once a step, on the training thread."""
+        """Whether a version is taken after ``step``. Called once a step, on the training thread."""
         given_up = -1 if self.votes is None else self.votes.given_up_step(step)
         return self._versions.is_due(step, self.version_steps(step), given_up=given_up)
 
@@ -241,13 +252,13 @@ class IntervalRates:
             self.storage.went_to(step)
 
     def version_steps(self, step: int) -> int:
-        """How often versions are taken around ``step``, as the ranks agreed."""
+        """Steps between versions around ``step``, as the ranks have agreed."""
         return max(self._config.version_steps, self.agreed.interval_steps(step))
 
 
 def newest_step(config: ReftConfig, until_step: int) -> int:
-    """The newest step up to ``until_step`` that the job has on storage and did not go back behind;
-    0 if there is none, or it cannot be found out."""
+    """The newest step up to ``until_step`` that the job has on storage and has not abandoned; 0 if
+    there is none, or it is not known."""
     assert config.persist.dir is not None
     assert config.job_id is not None
     try:

@@ -1,37 +1,14 @@
-"""From traces to a profile: where the devices of every stage truly wait. Pure.
+"""Computes a profile from the traces of all ranks: where the devices of each stage really wait.
 
-A receive waits until its peer sends, then data moves. One rank's clock sees the sum only. Two
-sources tell the parts apart:
-
-**The partner's record.** Sends and receives between two ranks match in order (first in, first out
-per direction; where both name a micro batch, it has to be the same). On aligned clocks the transfer
-begins when both sides are there, so of a call [b, e] whose partner began at r
-
-    wait = min(max(r, b), e) - b,    transfer = e - b - wait.
-
-The same holds for a send whose partner is late (gloo and NCCL hold large sends until the receiver
-is there), unless one of its kind ended before its receiver came: such sends are buffered and wait
-for nobody. Reductions over data-parallel peers wait for the last of them. The error is that of the
-alignment of the clocks (:mod:`reft.profile.profiler`); shorter waits count as transfer.
-
-**The fastest observation**, where no partner is known, or the clocks are aligned worse than a
-transfer
-lasts: all calls of one kind on one rank move the same bytes, so none can have transferred for
-longer than the fastest of them took in all. This is an upper bound of the transfer: idle time is
-never overstated.
-
-In an optimizer step ranks wait for each other with some optimizers only (the gradient norm spans
-the pipeline). That is read from the times: where they wait, a rank that comes earlier by x seconds
-takes x longer.
+Traces are aligned to one clock, and the waits within their calls are separated from the work
+(:mod:`reft.profile.waits`). Then each step is cut into segments, idle intervals that recur in every
+step become windows, and figures are summed up by stage. No clock and no file is read here.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -49,86 +26,14 @@ from reft.profile.result import (
     StageProfile,
     activity_of,
 )
+from reft.profile.traces import DIGITS, RankTraces
+from reft.profile.waits import Ready, find_waits
 
-_LEAST_STEPS = 5
-_LEAST_SLOPE = 0.5
-_RESOLUTION_SECS = 1e-7
-_DIGITS = 9
 _COMPUTING = {Activity.FORWARD: "ForwardPass", Activity.BACKWARD: "BackwardPass"}
-LEAST_WINDOW_SECS = 100e-6
-LEAST_WINDOW_SHARE = 0.002
-"""Shorter waits than this (of a step) are jitter: they count as idle time, but no copy is planned
-there."""
-
-CallAt = tuple[int, int, int]  # (rank, index of the step, index of the instruction in the trace)
-
-
-@dataclass(frozen=True, slots=True)
-class ClockOffset:
-    """What turns a rank's clock into rank 0's: seconds to be added, and a bound of the error of the
-    sum. Ranks of equal ``clock`` read the same one; between them there is no error."""
-
-    secs: float = 0.0
-    error_secs: float = 0.0
-    clock: int = 0
-
-    def error_to(self, other: ClockOffset) -> float:
-        """Bound of the error when a time of this rank is compared with one of another's."""
-        return 0.0 if self.clock == other.clock else self.error_secs + other.error_secs
-
-    def until(self, after: ClockOffset) -> ClockOffset:
-        """The offset in the middle of two measurements, with the drift as part of the error."""
-        error = max(self.error_secs, after.error_secs) + abs(after.secs - self.secs) / 2
-        return ClockOffset((self.secs + after.secs) / 2, error, self.clock)
-
-
-@dataclass(frozen=True, slots=True)
-class RankTraces:
-    """All profiled steps of one rank, its coordinate, the alignment of its clock, and the bytes
-    that it copies per snapshot (0 if unknown). ``complete`` is False if :func:`only_group_calls`
-    were kept."""
-
-    rank: int
-    pp: int
-    dp: int
-    tp: int
-    offset: ClockOffset
-    snapshot_bytes: int
-    complete: bool
-    traces: tuple[StepTrace, ...]
-
-    @property
-    def pipeline(self) -> tuple[int, int]:
-        """Ranks of equal (dp, tp) pass activations to each other."""
-        return self.dp, self.tp
-
-    def aligned(self, steps: Sequence[int], origin_secs: float) -> RankTraces:
-        """These steps alone, on the clock of rank 0, from ``origin_secs`` on."""
-        ahead = self.offset.secs - origin_secs
-
-        def moved(record: Any, **parts: Any) -> Any:
-            begin, end = (
-                round(secs + ahead, _DIGITS) for secs in (record.begin_secs, record.end_secs)
-            )
-            return replace(record, begin_secs=begin, end_secs=end, **parts)
-
-        by_step = {trace.step: trace for trace in self.traces}
-        traces = tuple(
-            moved(
-                t,
-                instructions=tuple(map(moved, t.instructions)),
-                chunks=tuple(map(moved, t.chunks)),
-            )
-            for t in (by_step[step] for step in steps)
-        )
-        return replace(self, traces=traces, offset=replace(self.offset, secs=0.0))
-
-
-def only_group_calls(trace: StepTrace) -> StepTrace:
-    """What the ranks of one pipeline need to know of another one."""
-    group = (Activity.REDUCE, Activity.OPTIMIZER)
-    kept = tuple(i for i in trace.instructions if activity_of(i.name) in group)
-    return replace(trace, instructions=kept, chunks=())
+# Shorter waits than these (of a step) are jitter: they count as idle time, but no copy is planned
+# there.
+MIN_WINDOW_SECS = 100e-6
+MIN_WINDOW_SHARE = 0.002
 
 
 def analyse(
@@ -139,36 +44,32 @@ def analyse(
     clock: str = "host",
     bandwidth_bytes_per_sec: float | None = None,
 ) -> ProfileResult:
-    """Work out the profile of a job; a ProfileError where there is no step that all ranks have
-    traced, or no complete rank. ``degrees``: pp, dp, tp. ``clock``: "host" or "device".
-    ``bandwidth_bytes_per_sec``: as measured apart, for where the traces have no chunks."""
+    """Compute the profile of a job.
+
+    Args:
+        ranks: the traces of all ranks.
+        job_id: the job.
+        degrees: pp, dp, tp.
+        clock: of the traces, "host" or "device".
+        bandwidth_bytes_per_sec: measured separately; used if the traces have no chunks.
+
+    Raises:
+        ProfileError: there is no step that all ranks have traced, or no complete rank.
+    """
     traced = [{trace.step for trace in rank.traces} for rank in ranks]
     steps = tuple(sorted(set.intersection(*traced))) if traced else ()
     if not steps or not any(r.complete for r in ranks):
         raise ProfileError(
             f"found {len(steps)} steps that all of {len(ranks)} ranks traced, and "
             f"{sum(r.complete for r in ranks)} complete ranks; expected at least one of each. "
-            "Profile more "
-            f"steps"
+            "Profile more steps"
         )
     origin = min(t.begin_secs + r.offset.secs for r in ranks for t in r.traces if t.step in steps)
     aligned = [rank.aligned(steps, origin) for rank in ranks]
-    ready, matched_share = _find_waits(aligned)
-    # Of copies that had the device to themselves, if there were any; else of all; else as measured.
-    bandwidth = bandwidth_bytes_per_sec
-    source = "unknown" if bandwidth is None else "a copy after the profiled steps"
-    chunks = [
-        c
-        for r in aligned
-        for t in r.traces
-        for c in t.chunks
-        if c.end_secs > c.begin_secs and c.nbytes
-    ]
-    if chunks:
-        alone = [c for c in chunks if c.tier == 1]
-        source = "chunks copied in idle time" if alone else "all chunks"
-        copied = alone or chunks
-        bandwidth = sum(c.nbytes for c in copied) / sum(c.end_secs - c.begin_secs for c in copied)
+    ready, matched_share = find_waits(aligned)
+    bandwidth, source = _measure_bandwidth(aligned)
+    if bandwidth is None and bandwidth_bytes_per_sec is not None:
+        bandwidth, source = bandwidth_bytes_per_sec, "a copy after the profiled steps"
     complete = sorted((r for r in aligned if r.complete), key=lambda r: (r.pipeline, r.pp))
     cut = {rank.rank: list(_cut(rank, ready)) for rank in complete}
     by_stage = defaultdict(list)
@@ -194,203 +95,35 @@ def analyse(
     )
 
 
-# -- where the waits end ---------------------------------------------------------------------------
-
-
-Ready = dict[CallAt, float]  # when the partners of a call were there too
-
-
-def _find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
-    """Where the waits end, and which share of the point-to-point time was split by a partner's
-    record. All ranks have the same steps in the same order."""
-    ready, matched_share = _split_transfers(
-        [r for r in ranks if r.complete], 1 + max(r.pp for r in ranks)
-    )
-    groups, pipelines = defaultdict(list), defaultdict(list)
-    for rank in ranks:
-        groups[rank.pp, rank.tp].append(rank)
-        pipelines[rank.pipeline].append(rank)
-    for group in groups.values():
-        _wait_for_last(group, "ReduceGrads", ready)
-    for group in pipelines.values():
-        _wait_for_last(group, "AggregateTotalLoss", ready)
-    for name in ("ReduceTiedGrads", "OptimizerStep"):
-        for group in ([*pipelines.values()] if len(pipelines) > 1 else []) + [list(ranks)]:
-            if _meets(group, name):
-                _wait_for_last(group, name, ready)
-    return ready, matched_share
-
-
-def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, float]:
-    """The calls that move data between two ranks."""
-    calls: dict[CallAt, InstructionRecord] = {}
-    moved: dict[CallAt, list[InstructionRecord]] = {}
-    for rank in ranks:
-        for number, trace in enumerate(rank.traces):
-            for index, record, sent in _transfers(trace.instructions):
-                place = rank.rank, number, index
-                calls[place], moved[place] = record, sent
-    secs = {place: record.end_secs - record.begin_secs for place, record in calls.items()}
-    fastest: dict[tuple[int, tuple[str, ...]], float] = {}  # of each kind on a rank, over all steps
-    kinds = {
-        place: (place[0], tuple(sorted(r.name for r in sent))) for place, sent in moved.items()
-    }
-    for place, kind in kinds.items():
-        fastest[kind] = min(secs[place], fastest.get(kind, secs[place]))
-    least = {
-        r.rank: min((s for (of, _), s in fastest.items() if of == r.rank), default=0.0)
-        for r in ranks
-    }
-    met = _meetings(ranks, stages, calls, moved, least)
-    # Kinds of sends that wait for nobody: one of them was over before its receiver came.
-    buffered = {
-        (place[0], name)
-        for place, record in calls.items()
-        for name, partner, error in met.get(place, ())
-        if name.startswith("Send")
-        and partner.begin_secs - record.end_secs > error + _RESOLUTION_SECS
-    }
-    ready, matched_secs = Ready(), 0.0
-    for place, record in calls.items():
-        error = 0.0
-        if meetings := met.get(place):
-            matched_secs += secs[place]
-            begins = [p.begin_secs for name, p, _ in meetings if (place[0], name) not in buffered]
-            there, error = max(begins, default=record.begin_secs), max(m[2] for m in meetings)
-        else:
-            there = record.end_secs - fastest[kinds[place]]
-        if there > record.begin_secs + error:
-            ready[place] = min(there, record.end_secs)
-    all_secs = sum(secs.values())
-    return ready, matched_secs / all_secs if all_secs else 1.0
-
-
-def _meetings(
-    ranks: Sequence[RankTraces],
-    stages: int,
-    calls: Mapping[CallAt, InstructionRecord],
-    moved: Mapping[CallAt, Sequence[InstructionRecord]],
-    least: Mapping[int, float],
-) -> Mapping[CallAt, Sequence[tuple[str, InstructionRecord, float]]]:
-    """Of every call the sends and receives that it carries out: name, the partner's call, and the
-    error of comparing the two. ``least``: seconds of the quickest call of each rank."""
-    at = {(r.pp, r.pipeline): r for r in ranks}
-    named = defaultdict[tuple[int, int, str], list[tuple[CallAt, int | None]]](list)
-    for place, sent in moved.items():
-        for record in sent:
-            named[*place[:2], record.name].append((place, record.micro_batch))
-    found = defaultdict[CallAt, list[tuple[str, InstructionRecord, float]]](list)
-    for pipeline, (what, towards), number in product(
-        {r.pipeline for r in ranks}, (("Activation", 1), ("Grad", -1)), range(len(ranks[0].traces))
-    ):
-        pairs: list[tuple[CallAt, CallAt, float]] = []
-        for stage in range(stages):
-            sender, receiver = (
-                at.get((stage, pipeline)),
-                at.get(((stage + towards) % stages, pipeline)),
-            )
-            if sender is None or receiver is None or sender is receiver:
-                continue
-            sends = named[sender.rank, number, f"Send{what}"]
-            receives = named[receiver.rank, number, f"Recv{what}"]
-            same = all(
-                len({s[1], r[1]} - {None}) < 2 for s, r in zip(sends, receives, strict=False)
-            )
-            if len(sends) != len(receives) or not same:
-                # The schedule sends both ways (DualPipeV): order does not tell who meets, on any
-                # stage.
-                pairs = []
-                break
-            error = sender.offset.error_to(receiver.offset)
-            if error <= min(least[sender.rank], least[receiver.rank]):
-                pairs += [(s[0], r[0], error) for s, r in zip(sends, receives, strict=True)]
-        for send, receive, error in pairs:
-            found[send].append((f"Send{what}", calls[receive], error))
-            found[receive].append((f"Recv{what}", calls[send], error))
-    return found
-
-
-def _transfers(
-    instructions: Sequence[InstructionRecord],
-) -> Iterator[tuple[int, InstructionRecord, list[InstructionRecord]]]:
-    """The calls that move data, each with what it sends and receives; all that move the same kinds
-    move the same bytes. Where transfers are only queued (DualPipeV), a commit moves what was queued
-    since the last."""
-    commits = any(i.name.startswith("CommitP2P") for i in instructions)
-    queued: list[InstructionRecord] = []
-    for index, record in enumerate(instructions):
-        if record.name.startswith("CommitP2P"):
-            yield index, record, queued
-            queued = []
-        elif record.name.startswith(("Recv", "Send")):
-            if commits:
-                queued.append(record)
-            else:
-                yield index, record, [record]
-
-
-def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None:
-    """Split the calls in which a group of ranks meets: reductions, and some optimizer steps."""
-    error = _worst_error(group)
-    for calls in _calls(group, name):
-        last = max((record.begin_secs for record in calls.values()), default=0.0)
-        for place, record in calls.items():
-            # Who ended before the last came did not wait for it.
-            if (
-                error < last - record.begin_secs
-                and last <= record.end_secs + error + _RESOLUTION_SECS
-            ):
-                there = min(last, record.end_secs)
-                ready[place] = max(there, ready.get(place, there))
-
-
-def _worst_error(group: Sequence[RankTraces]) -> float:
-    """Of comparing the times of any two of the ranks."""
-    worst = sorted({r.offset.clock: r.offset.error_secs for r in group}.values())[-2:]
-    return sum(worst) if len(worst) > 1 else 0.0
-
-
-def _calls(group: Sequence[RankTraces], name: str) -> Iterator[dict[CallAt, InstructionRecord]]:
-    """Per step the one call of this name on every rank that has it."""
-    for number, traces in enumerate(zip(*(r.traces for r in group), strict=True)):
-        found = {}
-        for rank, trace in zip(group, traces, strict=True):
-            mine = [(i, r) for i, r in enumerate(trace.instructions) if r.name == name]
-            if len(mine) == 1:
-                found[rank.rank, number, mine[0][0]] = mine[0][1]
-        yield found
-
-
-def _meets(group: Sequence[RankTraces], name: str) -> bool:
-    """Whether the ranks wait for each other in this call, as far as their times can tell: nobody
-    ends before the last has begun; and over the steps, a rank that is there x seconds earlier takes
-    about x longer."""
-    steps = [list(calls.values()) for calls in _calls(group, name) if len(calls) == len(group)]
-    if len(group) < 2 or len(steps) < _LEAST_STEPS:
-        return False
-    error = _worst_error(group)
-    begins = np.array([[record.begin_secs for record in calls] for calls in steps])
-    ends = np.array([[record.end_secs for record in calls] for calls in steps])
-    if (ends.min(axis=1) < begins.max(axis=1) - error).any():
-        return False
-    leads, lengths = begins.max(axis=1, keepdims=True) - begins, ends - begins
-    x, y = leads - leads.mean(axis=0), lengths - lengths.mean(axis=0)
-    # Where the lead hardly varies there is no telling.
-    varies = float(np.sqrt((x**2).mean())) > max(error, 1e-6)
-    return varies and float((x * y).sum() / (x**2).sum()) > _LEAST_SLOPE
+def _measure_bandwidth(ranks: Sequence[RankTraces]) -> tuple[float | None, str]:
+    """Bytes per second of the traced copies, and their kind: those that had the device to
+    themselves if there are any, else all. None if there are none."""
+    chunks = [
+        chunk
+        for rank in ranks
+        for trace in rank.traces
+        for chunk in trace.chunks
+        if chunk.end_secs > chunk.begin_secs and chunk.nbytes
+    ]
+    if not chunks:
+        return None, "unknown"
+    alone = [chunk for chunk in chunks if chunk.tier == 1]
+    copied = alone or chunks
+    secs = sum(chunk.end_secs - chunk.begin_secs for chunk in copied)
+    source = "chunks copied in idle time" if alone else "all chunks"
+    return sum(chunk.nbytes for chunk in copied) / secs, source
 
 
 # -- segments --------------------------------------------------------------------------------------
 
 
 def _cut(rank: RankTraces, ready: Ready) -> Iterator[RankStep]:
+    """The steps of a rank, cut into segments."""
     following = [*rank.traces[1:], None]
     for number, (trace, after) in enumerate(zip(rank.traces, following, strict=True)):
-        end = (
-            after.begin_secs
-            if after is not None and after.step == trace.step + 1
-            else trace.end_secs
-        )
+        end_secs = trace.end_secs
+        if after is not None and after.step == trace.step + 1:
+            end_secs = after.begin_secs
         waits = [ready.get((rank.rank, number, i)) for i in range(len(trace.instructions))]
         yield RankStep(
             step=trace.step,
@@ -401,43 +134,46 @@ def _cut(rank: RankTraces, ready: Ready) -> Iterator[RankStep]:
             instructions=(),
             chunks=trace.chunks,
             fence_secs=trace.fence_secs,
-            step_secs=end - trace.begin_secs,
+            step_secs=end_secs - trace.begin_secs,
             segments=tuple(_segments(trace, waits)),
         )
 
 
 def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segment]:
-    """The instructions of a step, cut at the ends of waits; empty pieces are left out."""
+    """The instructions of a step, cut at the ends of their waits, without empty segments."""
     for index, (record, ready) in enumerate(zip(trace.instructions, waits, strict=True)):
-        activity, following = activity_of(record.name), trace.instructions[index + 1 : index + 2]
-        optimizer = activity is Activity.OPTIMIZER
+        activity = activity_of(record.name)
+        is_optimizer = activity is Activity.OPTIMIZER
         at = record.begin_secs
-        for kind, until in (
-            # The fence is the first thing an optimizer step does.
-            (Activity.FENCE, at + trace.fence_secs if optimizer else at),
-            (Activity.WAIT, at if ready is None else ready),
+        # An optimizer step begins with the fence.
+        fence_end = at + trace.fence_secs if is_optimizer else at
+        wait_end = at if ready is None else ready
+        for kind, end in (
+            (Activity.FENCE, fence_end),
+            (Activity.WAIT, wait_end),
             (activity, record.end_secs),
         ):
-            if min(until, record.end_secs) > at:
+            until = min(end, record.end_secs)
+            if until > at:
+                yield Segment(at, until, kind, record.position, record.name, record.micro_batch)
+                at = until
+        if is_optimizer and index + 1 < len(trace.instructions):
+            following = trace.instructions[index + 1].begin_secs
+            if following > record.end_secs:
                 yield Segment(
-                    at,
-                    min(until, record.end_secs),
-                    kind,
-                    record.position,
-                    record.name,
-                    record.micro_batch,
+                    record.end_secs, following, Activity.CAPTURE, record.position, record.name, None
                 )
-                at = min(until, record.end_secs)
-        if optimizer and following and following[0].begin_secs > record.end_secs:
-            begun = following[0].begin_secs
-            yield Segment(
-                record.end_secs, begun, Activity.CAPTURE, record.position, record.name, None
-            )
+
+
+# -- windows ---------------------------------------------------------------------------------------
 
 
 def _is_usable(name: str) -> bool:
-    """Whether snapshots may be copied while the device waits in an instruction: not within the
-    optimizer step, where the old state has to be out and the new one is not there yet (P2)."""
+    """Whether a version may be copied while the device waits in an instruction.
+
+    Not in the optimizer step: the old version has to be copied before it, and the new one exists
+    only after it (P2).
+    """
     return activity_of(name) is not Activity.OPTIMIZER
 
 
@@ -445,25 +181,25 @@ def _windows(
     stream: Sequence[InstructionRecord], steps: Sequence[RankStep], bandwidth: float | None
 ) -> Iterator[MeasuredWindow]:
     """Idle intervals that recur in every step, in the order of the stage's instructions."""
-    # Schedules may bring instructions of their own: what computes is told by what it does.
+    # A schedule may have computing instructions of its own: their activity tells.
     names = [_COMPUTING.get(activity_of(record.name), record.name) for record in stream]
-    least = max(
-        LEAST_WINDOW_SECS, LEAST_WINDOW_SHARE * float(np.median([s.step_secs for s in steps]))
-    )
+    step_secs = float(np.median([step.step_secs for step in steps]))
+    min_secs = max(MIN_WINDOW_SECS, MIN_WINDOW_SHARE * step_secs)
+    # Of each step, by position of the instruction: seconds of its wait, and when it began.
     waits = [
         {s.position: s.secs for s in step.segments if s.activity is Activity.WAIT} for step in steps
     ]
-    first = [
-        {s.position: s.begin_secs - step.segments[0].begin_secs for s in step.segments[::-1]}
+    begins = [
+        {s.position: s.begin_secs - step.segments[0].begin_secs for s in reversed(step.segments)}
         for step in steps
     ]
     for number, record in enumerate(stream):
         lengths = [wait.get(record.position, 0.0) for wait in waits]
         length = Percentiles.of(lengths)
-        if not any(lengths) or length.p50 < least:
+        if not any(lengths) or length.p50 < min_secs:
             continue
-        begins = [here[record.position] for here in first if record.position in here]
-        start = round(float(np.median(begins)), _DIGITS)
+        starts = [begin[record.position] for begin in begins if record.position in begin]
+        start = round(float(np.median(starts)), DIGITS)
         yield MeasuredWindow(
             kind=window_kind(names, number),
             start_secs=start,
@@ -476,23 +212,24 @@ def _windows(
         )
 
 
-# -- stages ---------------------------------------------------------------------------------
+# -- stages ----------------------------------------------------------------------------------------
 
 
 def _stage(
     stage_id: int, ranks: Sequence[RankTraces], steps: Sequence[RankStep], bandwidth: float | None
 ) -> StageProfile:
     sums = {activity: [step.secs_of(activity) for step in steps] for activity in Activity}
-    waits = [[s for s in step.segments if s.activity is Activity.WAIT] for step in steps]
-    copied, copying_secs = _copying(steps)
+    usable_secs = [
+        sum(s.secs for s in step.segments if s.activity is Activity.WAIT and _is_usable(s.name))
+        for step in steps
+    ]
+    copied, copying_secs = _sum_copies(steps)
     return StageProfile(
         stage_id=stage_id,
         ranks=tuple(sorted(rank.rank for rank in ranks)),
         step_secs=Percentiles.of(step.step_secs for step in steps),
         secs={activity: Percentiles.of(secs) for activity, secs in sums.items() if any(secs)},
-        usable_secs=Percentiles.of(
-            sum(s.secs for s in of_step if _is_usable(s.name)) for of_step in waits
-        ),
+        usable_secs=Percentiles.of(usable_secs),
         snapshot_bytes=max(rank.snapshot_bytes for rank in ranks),
         windows=tuple(_windows(ranks[0].traces[0].instructions, steps, bandwidth)),
         copied=copied,
@@ -500,7 +237,7 @@ def _stage(
     )
 
 
-_PLACES = {
+_OVERLAPS = {
     Activity.WAIT: Overlap.IDLE,
     Activity.TRANSFER: Overlap.COMMUNICATION,
     Activity.REDUCE: Overlap.COMMUNICATION,
@@ -510,20 +247,20 @@ _PLACES = {
 }
 
 
-def _copying(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Overlap, float]]:
+def _sum_copies(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Overlap, float]]:
+    """Means over the steps: bytes by tier, and seconds of copying by what the device did."""
     nbytes: dict[int, float] = defaultdict(float)
-    beside = dict.fromkeys(Overlap, 0.0)
+    secs = dict.fromkeys(Overlap, 0.0)
     for step in steps:
         for chunk in step.chunks:
             nbytes[chunk.tier] += chunk.nbytes
-            left = chunk.end_secs - chunk.begin_secs
+            rest_secs = chunk.end_secs - chunk.begin_secs
             for segment in step.segments:
-                both = min(chunk.end_secs, segment.end_secs) - max(
-                    chunk.begin_secs, segment.begin_secs
-                )
-                if both > 0:
-                    beside[_PLACES.get(segment.activity, Overlap.OTHER)] += both
-                    left -= both
-            beside[Overlap.OTHER] += max(0.0, left)  # between instructions
-    secs_beside = {place: round(secs / len(steps), _DIGITS) for place, secs in beside.items()}
-    return {tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)}, secs_beside
+                begin = max(chunk.begin_secs, segment.begin_secs)
+                common_secs = min(chunk.end_secs, segment.end_secs) - begin
+                if common_secs > 0:
+                    secs[_OVERLAPS.get(segment.activity, Overlap.OTHER)] += common_secs
+                    rest_secs -= common_secs
+            secs[Overlap.OTHER] += max(0.0, rest_secs)  # between instructions
+    mean_secs = {overlap: round(total / len(steps), DIGITS) for overlap, total in secs.items()}
+    return {tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)}, mean_secs

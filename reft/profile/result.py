@@ -1,7 +1,7 @@
-"""What the profiler found: frozen dataclasses that survive JSON.
+"""A profile: frozen dataclasses that survive JSON.
 
-Times are seconds. Those of windows count from the begin of the stage's first instruction of the
-step; those of timelines are on the clock of rank 0, from the begin of the first profiled step.
+Times are seconds. Those of windows count from the begin of the stage's first instruction in the
+step. Those of timelines are by the clock of rank 0, from the begin of the first profiled step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reft.errors import ReftError
 from reft.pacing.schedule import StepTrace, Window, WindowKind
 
 FORMAT = "reft-profile-2"
-PROFILE_FILE = "profile.json"  # Its name in the folder that a job leaves it in
+PROFILE_FILE = "profile.json"
 
 
 class ProfileError(ReftError):
@@ -29,10 +29,10 @@ class ProfileError(ReftError):
 
 
 class Activity(StrEnum):
-    """What a piece of a device's time was spent on.
+    """What a device spent time on.
 
-    FENCE is waiting for a snapshot to end before the optimizer step; CAPTURE is what lies between
-    the optimizer step and the next instruction, where the host begins a snapshot.
+    FENCE is the wait for a version's copies before the optimizer step. CAPTURE is the time between
+    the optimizer step and the next instruction, in which the host begins a version.
     """
 
     FORWARD = "forward"
@@ -62,10 +62,10 @@ _BY_PREFIX = {
 
 
 def activity_of(name: str) -> Activity:
-    """Activity of an instruction, its waiting not counted.
+    """The activity of an instruction, apart from waiting.
 
-    Schedules may bring instructions of their own (zero-bubble splits the backward pass, DualPipeV
-    queues its transfers), so names are read by their first word.
+    Names are recognized by their first word: schedules may have instructions of their own.
+    Zero-bubble splits the backward pass, DualPipeV queues its transfers.
     """
     return next(
         (activity for prefix, activity in _BY_PREFIX.items() if name.startswith(prefix)),
@@ -81,7 +81,7 @@ class Overlap(StrEnum):
 
 
 class Percentiles(NamedTuple):
-    """A quantity over the profiled steps (and the ranks of a stage): three percentiles."""
+    """Three percentiles of a quantity over the profiled steps and the ranks of a stage."""
 
     p10: float
     p50: float
@@ -94,8 +94,7 @@ class Percentiles(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """One stretch of a rank's time that was spent on one thing, within the instruction ``position``
-    of the stage's stream."""
+    """A stretch of a rank's time with one activity, within one instruction."""
 
     begin_secs: float
     end_secs: float
@@ -111,10 +110,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankStep(StepTrace):
-    """A trace cut into segments, in the place of its instructions."""
+    """A trace with segments instead of instructions."""
 
-    # to the begin of the next step; where that was not traced, to the end of this one
-    step_secs: float
+    step_secs: float  # to the begin of the next step, or to the end of this one if that is unknown
     segments: tuple[Segment, ...]
 
     def secs_of(self, activity: Activity) -> float:
@@ -122,27 +120,23 @@ class RankStep(StepTrace):
 
     @property
     def held_up_secs(self) -> float:
-        """Seconds that training spent on a snapshot in this step."""
+        """Seconds that training spent on a version in this step."""
         begun = self.secs_of(Activity.CAPTURE) if self.chunks else 0.0
         return self.secs_of(Activity.FENCE) + begun
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWindow:
-    """One idle interval that recurs in every step, in the call of the instruction ``position``.
-
-    It begins at the median begin and has the median length. ``usable`` is False within the
-    optimizer step: after the fence, where the old state has to be out. ``bytes_fit`` are copied in
-    that time; None without a bandwidth."""
+    """An idle interval that recurs in every step: with the median begin and the median length."""
 
     kind: WindowKind
     start_secs: float
     stop_secs: float
-    position: int
-    name: str
+    position: int  # of the instruction that waits
+    name: str  # of that instruction
     length_secs: Percentiles
-    usable: bool
-    bytes_fit: int | None
+    usable: bool  # False in the optimizer step: by then the version has to be copied
+    bytes_fit: int | None  # bytes that are copied in that time; None without a bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +144,14 @@ class StageProfile:
     stage_id: int
     ranks: tuple[int, ...]
     step_secs: Percentiles
-    # seconds per step by activity; ``wait`` is the true idle time. What is missing to the step is
-    # time between instructions (Python, data, the launch of kernels).
+    # Seconds of a step by activity. The rest of the step lies between instructions: Python, data,
+    # the launch of kernels.
     secs: dict[Activity, Percentiles]
-    # of them, those in which snapshots may be copied: not within the optimizer step
-    usable_secs: Percentiles
-    snapshot_bytes: int  # bytes one rank copies from its device per snapshot; 0 if unknown
-    # recurring idle intervals, in the order of the instructions
-    windows: tuple[MeasuredWindow, ...]
-    # What snapshots did, per rank and step: mean bytes by tier (0: at the fence), and mean seconds
-    # of copying by what the device did meanwhile.
+    usable_secs: Percentiles  # idle time in which versions may be copied: not in the optimizer step
+    snapshot_bytes: int  # that one rank copies from its device for a version; 0 if unknown
+    windows: tuple[MeasuredWindow, ...]  # in the order of the instructions
+    # Means of a rank and step: bytes copied by tier (0: at the fence), and seconds of copying by
+    # what the device did at that time.
     copied: dict[int, float]
     copying_secs: dict[Overlap, float]
 
@@ -169,47 +161,48 @@ class StageProfile:
 
     @property
     def held_up_secs(self) -> float:
-        """Seconds of a step that training spends on its snapshots (medians)."""
+        """Seconds of a step that training spends on versions (medians)."""
         spent = (Activity.FENCE, Activity.CAPTURE) if self.copied_bytes else (Activity.FENCE,)
         return sum(self.secs[activity].p50 for activity in spent if activity in self.secs)
 
     @property
     def idle_share(self) -> float:
-        """True idle time, as a part of the step (medians)."""
+        """Idle time as a share of the step (medians)."""
         idle = self.secs[Activity.WAIT].p50 if Activity.WAIT in self.secs else 0.0
         return idle / self.step_secs.p50 if self.step_secs.p50 else 0.0
 
     @property
     def bytes_fit(self) -> int | None:
-        """Bytes that fit into the usable windows of a step; None without a bandwidth."""
+        """Bytes that are copied in the usable windows of a step; None without a bandwidth."""
         known = [w.bytes_fit for w in self.windows if w.usable]
         return None if None in known else sum(b for b in known if b is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileResult:
-    """A whole profile, by stage, and by step. ``degrees`` are pp, dp, tp; the bandwidth is that of
-    one rank into host memory, None if it is not known."""
+    """A profile, by stage and by step."""
 
     job_id: str
-    degrees: tuple[int, int, int]
+    degrees: tuple[int, int, int]  # pp, dp, tp
     steps: tuple[int, ...]
     step_secs: Percentiles
-    bandwidth_bytes_per_sec: float | None
+    bandwidth_bytes_per_sec: float | None  # of one rank into host memory; None if unknown
     bandwidth_source: str
-    # How transfers were told from waiting: by which clock ("host" or "device"), for which share of
-    # the point-to-point time with the partner's own record (the rest by the fastest observation of
-    # the same transfer), and with which worst error of the alignment of two processes' clocks.
-    clock: str
+    clock: str  # of the traces, "host" or "device"
+    # Share of the point-to-point time in which a partner's record separated waiting from transfer.
+    # In the rest, the fastest observation of the same transfer did.
     matched_share: float
-    clock_error_secs: float
+    clock_error_secs: float  # largest error of the alignment of two processes' clocks
     stages: tuple[StageProfile, ...]
     timelines: tuple[RankStep, ...]  # by step; of all ranks whose traces were gathered in full
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
-        """Usable windows of a stage, for the planner of snapshots; in order, not overlapping: of
-        medians that overlap the later one begins where the earlier one ends. A ProfileError where
-        no such stage was profiled."""
+        """The usable windows of a stage, in order and without overlap, for planning copies. If two
+        medians overlap, the later window begins where the earlier one ends.
+
+        Raises:
+            ProfileError: the stage was not profiled.
+        """
         measured = next(
             (stage.windows for stage in self.stages if stage.stage_id == stage_id), None
         )
@@ -227,8 +220,8 @@ class ProfileResult:
         return tuple(found)
 
     def timeline(self, step: int | None = None) -> tuple[RankStep, ...]:
-        """A step on all ranks; without ``step`` the one to look at, whose length is nearest to the
-        median. Empty where it was not profiled."""
+        """A step on all ranks; without ``step``, the one whose length is nearest to the median.
+        Empty if the step was not profiled."""
 
         def unlike(step: int) -> float:
             ranks = self.timeline(step)
@@ -243,8 +236,11 @@ class ProfileResult:
 
     @classmethod
     def from_json(cls, data: Any) -> ProfileResult:
-        """The inverse of :meth:`to_json`; a ProfileError where it is not a profile, or not of this
-        format."""
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ProfileError: the data is no profile, or has another format.
+        """
         found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT:
             raise ProfileError(
@@ -261,8 +257,11 @@ class ProfileResult:
 
     @classmethod
     def load(cls, path: Path) -> ProfileResult:
-        """Read what :meth:`save` wrote; a ProfileError where the file is not there, or holds no
-        profile."""
+        """Read a file of :meth:`save`.
+
+        Raises:
+            ProfileError: there is no such file, or it holds no profile.
+        """
         try:
             return cls.from_json(json.loads(path.read_text()))
         except (OSError, ValueError, RecursionError) as error:

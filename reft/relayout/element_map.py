@@ -1,14 +1,15 @@
-"""Taking up a version in another layout (PP x DP x TP): where every element of a rank's state comes
-from. Pure.
+"""The element map: where every element of a rank's state comes from, if a version is restored in
+another layout (PP x DP x TP). Pure.
 
-What is one and the same element is told by names: a parameter has one name in all layouts
-(DeepSpeed's ``PipelineModule`` numbers layers over all stages), and with it its master and the
-optimizer's state for it. Of a parameter that tensor slices share, each holds an equal part of one
-dimension; where that has several matrices one behind the other (a gate and what is gated; queries,
-keys and values), of each of them. ZeRO's partitions are equal parts of a group's parameters laid
-end to end, padded with zeros. Where only the number of replicas is another one, the tensors of the
-images say enough (:class:`RankImages`), whatever the optimizer keeps in them: stages and slices
-keep theirs. Offsets and counts are in elements; tensors are called as in the images.
+Elements are identified by names. A parameter has one name in all layouts (DeepSpeed's
+``PipelineModule`` numbers layers over all stages), and so have its master and its optimizer state.
+Tensor slices that share a parameter hold equal parts of one dimension; if that dimension holds
+several consecutive matrices (a gate and what is gated; queries, keys and values), equal parts of
+each. ZeRO partitions are equal parts of a group's parameters laid end to end, padded with zeros.
+
+If only the number of replicas differs, the tensors of the images suffice (:class:`RankImages`),
+whatever the optimizer keeps in them: stages and slices keep theirs. Offsets and counts are in
+elements; tensors have the names that they have in the images.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from reft.grid import Coordinate, Degrees, Resize
 from reft.recover.inventory import listing
 from reft.recover.plan import Group
 
-# what a model computes with; the other parts of a parameter's state are the optimizer's
+# what the model computes with; the other tensors of a parameter are the optimizer's
 WEIGHT = "model"
 MASTER = "master"
-WHOLE = -1  # of `Parameter.split`: every tensor slice has the same
+WHOLE = -1  # of `Parameter.split`: every tensor slice has all of it
 
 
 class Parameter(NamedTuple):
     name: str  # in the model
-    shape: tuple[int, ...]  # of this rank's part
-    # dimension of which every tensor slice has an equal part, `WHOLE`, or None: not known
+    shape: tuple[int, ...]  # shape of this rank's slice
+    # dimension that tensor slices share in equal parts, `WHOLE`, or None if not known
     split: int | None
-    # lengths in that dimension of the matrices that are shared each by itself; empty: there is one
+    # lengths in that dimension of matrices that are each shared; empty: it is one matrix
     blocks: tuple[int, ...] = ()
 
     @property
@@ -49,16 +50,22 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class RankContents:
-    """What the ranks of one (pp, tp) hold; the same on all its replicas."""
+    """What the ranks of one (pp, tp) hold, the same on all their replicas.
 
-    parameters: tuple[Parameter, ...]  # of the model, each once
-    # names of the optimizer's parameters, by group and in its order
+    Attributes:
+        parameters: of the model, each once.
+        groups: names of the optimizer's parameters, by group, in its order.
+        kinds: the optimizer's tensors for a parameter, by group: ``master``, and names of its
+            state. Each is a tensor ``KIND.GROUP.POSITION``; only position 0 if the group is flat.
+        flat: whether the parameters of a group lie end to end in one tensor.
+        parted: elements of a group's tensors in each replica's partition; empty if they are not
+            partitioned.
+    """
+
+    parameters: tuple[Parameter, ...]
     groups: tuple[tuple[str, ...], ...]
-    # what the optimizer has for the parameters, by group: ``master``, and names of its state. Each
-    # is a tensor ``KIND.GROUP.POSITION``; position 0 alone where it is flat.
     kinds: tuple[tuple[str, ...], ...]
-    flat: bool  # the parameters of a group lie end to end in one tensor
-    # elements of a group's tensors that every replica has; empty where they are not dealt out
+    flat: bool
     parted: tuple[int, ...] = ()
 
     def encode(self) -> bytes:
@@ -76,7 +83,7 @@ class RankContents:
     def decode(cls, body: bytes) -> RankContents:
         parameters, groups, kinds, flat, parted = msgpack.unpackb(body)
         return cls(
-            # An older reft did not tell of blocks.
+            # Versions of an older reft have no blocks.
             tuple(
                 Parameter(n, tuple(shape), split, *map(tuple, more))
                 for n, shape, split, *more in parameters
@@ -112,7 +119,7 @@ class RankContents:
                     begin = end
 
     def paddings(self, dp: int) -> Iterator[Padding]:
-        """What lies behind the end of the groups in the partitions of replica ``dp``."""
+        """The padding after the end of the groups, in the partition of replica ``dp``."""
         sizes = {p.name: p.numel for p in self.parameters}
         for group, part in enumerate(self.parted):
             filled = min(part, max(0, sum(sizes[name] for name in self.groups[group]) - dp * part))
@@ -123,11 +130,15 @@ class RankContents:
 
 @dataclass(frozen=True)
 class RankImages:
-    """What the ranks of one (pp, tp) hold, by the tensors of their images."""
+    """What the ranks of one (pp, tp) hold, by the tensors of their images.
 
-    whole: Mapping[str, int]  # elements of what is equal on all replicas
-    # of what they have equal parts of: elements of a part, and of all parts without the padding at
-    # their end
+    Attributes:
+        whole: elements of each tensor that is equal on all replicas.
+        parts: for each partitioned tensor the elements of a partition, and of all partitions
+            without the padding at their end.
+    """
+
+    whole: Mapping[str, int]
     parts: Mapping[str, tuple[int, int]]
 
     def extents(self, dp: int) -> Iterator[_Extent]:
@@ -158,21 +169,30 @@ class RankLayout:
 
 
 def tensor_name(kind: str, group: int, position: int) -> str:
-    """What an image calls it."""
+    """The name of a tensor in an image."""
     if kind == MASTER:
         return f"{MASTER}.{group}.{position}"
     return f"optimizer.{group}.{position}.{kind}"
 
 
 class ElementMove(NamedTuple):
-    """Elements that one rank of the old layout has, and where a rank of the new one puts them."""
+    """Elements of one rank of the old layout, and where a rank of the new one puts them.
 
-    source: Coordinate  # the old rank
-    tensor: str  # its tensor
-    start: int  # first element in it
-    numel: int  # how many
-    target: str  # tensor of the new rank
-    at: int  # first element in that
+    Attributes:
+        source: the old rank.
+        tensor: its tensor.
+        start: first element in it.
+        numel: number of elements.
+        target: tensor of the new rank.
+        at: first element in that.
+    """
+
+    source: Coordinate
+    tensor: str
+    start: int
+    numel: int
+    target: str
+    at: int
 
 
 class Padding(NamedTuple):
@@ -193,10 +213,11 @@ class _Extent(NamedTuple):
 
 
 def plan_layout(old: RankLayout, new: RankLayout, at: Coordinate) -> tuple[ElementMove, ...]:
-    """Where all that the new rank ``at`` holds comes from, but for its paddings.
+    """Where all that the new rank ``at`` holds comes from, except paddings.
 
-    Every element is written once. Where several old ranks have it (replicas, tied parameters on two
-    stages, what slices hold whole), one of them is named, the nearest by its coordinate."""
+    Every element is written once. If several old ranks have it (replicas, tied parameters on two
+    stages, what slices hold in full), the nearest by coordinate is the source.
+    """
     splits = _splits(old, new)
     _check_same(old, new, splits)
     index, held = _Index(old.held, old.degrees.dp), new.held[at.pp, at.tp]
@@ -213,8 +234,7 @@ def plan_layout(old: RankLayout, new: RankLayout, at: Coordinate) -> tuple[Eleme
 def plan_replica(
     old: RankImages, new: RankImages, resize: Resize, at: Coordinate
 ) -> tuple[ElementMove, ...]:
-    """The same where only the number of replicas is another one: of what one (pp, tp) held and
-    holds."""
+    """The same if only the number of replicas differs: for what one (pp, tp) held and holds."""
     for name in old.whole.keys() | new.whole.keys():
         was, now = old.whole.get(name), new.whole.get(name)
         if was != now:
@@ -241,14 +261,14 @@ def _slices(
     extent: _Extent, old: tuple[int, ...], new: tuple[int, ...], split: _Split, slice_at: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """``(old slice, first element in it, count, elements of the extent before)`` of what the new
-    slice ``slice_at`` holds in ``extent``; ``old`` and ``new`` are shapes of the slices."""
+    slice ``slice_at`` holds in ``extent``. ``old`` and ``new`` are the shapes of the slices."""
     dimension, whole = split
     if dimension == WHOLE or old == new:
         yield slice_at, extent.start, extent.numel, 0
         return
     whole = whole or (1,)
     total, was, width = sum(whole), old[dimension], new[dimension]
-    # Where each matrix begins in a slice of either side; its end is where the next one begins.
+    # Where each matrix begins in a slice of either side, and the next one begins.
     old_begins = [at * was // total for at in accumulate(whole, initial=0)]
     new_begins = [at * width // total for at in accumulate(whole, initial=0)]
     inner = prod(new[dimension + 1 :])
@@ -259,7 +279,7 @@ def _slices(
         n = bisect_right(new_begins, column) - 1
         part, old_part = new_begins[n + 1] - new_begins[n], old_begins[n + 1] - old_begins[n]
         tp, there = divmod(slice_at * part + column - new_begins[n], old_part)
-        # As far as this row of the new slice goes on in the matrix, and the old slice too.
+        # As far as both this row of the new slice and the old slice continue in the matrix.
         count = min(
             end - position, min(new_begins[n + 1] - column, old_part - there) * inner - inside
         )
@@ -330,27 +350,27 @@ matrices."""
 
 
 def _splits(old: RankLayout, new: RankLayout) -> dict[str, _Split]:
-    """Of every parameter; :data:`WHOLE` where slices share nothing, or it is the same on both
-    sides."""
-    said: dict[str, set[_Split]] = defaultdict(set)
+    """How slices share every parameter; :data:`WHOLE` if they do not, or both sides have the same
+    slices."""
+    splits_of: dict[str, set[_Split]] = defaultdict(set)
     for layout in (old, new):
         for held in layout.held.values():
             for part in held.parameters:
                 if part.split is not None:
-                    said[part.name].add(
+                    splits_of[part.name].add(
                         (part.split, tuple(n * layout.degrees.tp for n in part.blocks))
                     )
                 else:
-                    said.setdefault(part.name, set())
+                    splits_of.setdefault(part.name, set())
     if old.degrees.tp == new.degrees.tp:
-        return dict.fromkeys(said, (WHOLE, ()))
-    if several := [name for name, splits in said.items() if len(splits) > 1]:
+        return dict.fromkeys(splits_of, (WHOLE, ()))
+    if several := [name for name, splits in splits_of.items() if len(splits) > 1]:
         raise LayoutError(
             f"slices share different dimensions, or parts of them, of {listing(several)} in "
             f"{old.degrees} and {new.degrees}; give every parameter the same partition_dim and "
             "partition_blocks in both"
         )
-    if unknown := [name for name, splits in said.items() if not splits]:
+    if unknown := [name for name, splits in splits_of.items() if not splits]:
         raise LayoutError(
             f"{old.degrees} cannot become {new.degrees}: it is not known how tensor slices share "
             f"{listing(unknown)}. Declare it where the model is built, as Megatron does: "
@@ -358,7 +378,7 @@ def _splits(old: RankLayout, new: RankLayout) -> dict[str, _Split]:
             "each slice has the whole; and parameter.partition_blocks = the lengths in it of the "
             "matrices that the slice has one behind the other, (its length,) where there is one"
         )
-    return {name: splits.pop() for name, splits in said.items()}
+    return {name: splits.pop() for name, splits in splits_of.items()}
 
 
 def _check_same(old: RankLayout, new: RankLayout, splits: Mapping[str, _Split]) -> None:
@@ -391,7 +411,7 @@ _Whole = tuple[tuple[int, ...], int | None, tuple[str, ...]]
 
 
 def _whole(layout: RankLayout, splits: Mapping[str, _Split]) -> dict[str, _Whole]:
-    """Shape with all slices, group and kinds of every parameter."""
+    """Complete shape, group and kinds of every parameter."""
     found: dict[str, _Whole] = {}
     for (pp, tp), held in sorted(layout.held.items()):
         groups = {name: group for group, names in enumerate(held.groups) for name in names}
@@ -399,10 +419,10 @@ def _whole(layout: RankLayout, splits: Mapping[str, _Split]) -> dict[str, _Whole
             group = groups.get(part.name)
             kinds = () if group is None else tuple(sorted(held.kinds[group]))
             shape = _whole_shape(part.shape, splits[part.name][0], layout.degrees.tp)
-            told = (shape, group, kinds)
-            if found.setdefault(part.name, told) != told:
+            shown = (shape, group, kinds)
+            if found.setdefault(part.name, shown) != shown:
                 raise LayoutError(
-                    f"{part.name} of stage {pp}, slice {tp}, is {told} there and "
+                    f"{part.name} of stage {pp}, slice {tp}, is {shown} there and "
                     f"{found[part.name]} on another rank (shape, optimizer's group, state): all "
                     "slices and stages have to hold it in the same way"
                 )

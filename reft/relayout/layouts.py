@@ -1,4 +1,5 @@
-"""What a rank of a DeepSpeed job holds, told so that another layout or degree can take it up."""
+"""What a rank of a DeepSpeed job holds, described so that another layout or degree can
+restore it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reft.data.position import LEFT, move_data
+from reft.data.degrees import LEFT, move_data
 from reft.errors import LayoutError
 from reft.grid import Coordinate, Resize
 from reft.relayout.element_map import (
@@ -47,13 +48,19 @@ class LayoutChange:
         self.data_is_bound = ""
 
     def bind(self, why: str) -> None:
-        """The program's data belong to its degree."""
+        """The program's data are bound to its degree."""
         self.data_is_bound, self.why_not = why, self.why_not or why
 
     def convert(self, state: dict[str, Any], resize: Resize, *, is_new: bool) -> None:
-        """Make a host state one of this job's: what in it is not equal on all replicas, or follows
-        from their number. ``is_new``: there was no such rank."""
-        # DeepSpeed steps where this is a multiple of the micro-batches of a step.
+        """Convert a host state to one of this job: parts that differ between replicas, or follow
+        from their number.
+
+        Args:
+            state: changed in place.
+            resize: the old and the new number of replicas.
+            is_new: whether there was no such replica before.
+        """
+        # DeepSpeed steps when this is a multiple of the micro-batches of a step.
         state["engine"]["micro_steps"] = state["engine"]["global_steps"] * self._micro_batches
         if is_new:
             state["rng"] = capture_rng()
@@ -64,7 +71,7 @@ class LayoutChange:
 
 
 def _why_not(config: Mapping[str, Any]) -> str:
-    """Why a step at another degree would be another one."""
+    """Why a step at another degree would differ; "" if it would not."""
     if (config.get("zero_optimization") or {}).get("round_robin_gradients"):
         return "zero_optimization.round_robin_gradients distributes the parameters by the degree"
     batch, micro, accumulation = (
@@ -84,12 +91,12 @@ def _why_not(config: Mapping[str, Any]) -> str:
     )
 
 
-HELD = "held"  # key of a host state: `RankContents.encode`, or in words why there is none
+HELD = "held"  # key of a host state: an encoded `RankContents`, or why there is none
 
 
 def describe_layouts(engine: Any, adapter: StateAdapter) -> bytes | str:
-    """The part :data:`HELD` of a host state. Never raises: what a model says of itself is its own
-    code, and a version of the own layout is as good without."""
+    """The part :data:`HELD` of a host state. Never raises: it depends on code of the model, and a
+    version of the same layout does not need it."""
     try:
         return describe(engine, adapter).encode()
     except LayoutError as error:
@@ -99,8 +106,11 @@ def describe_layouts(engine: Any, adapter: StateAdapter) -> bytes | str:
 
 
 def describe(engine: Any, adapter: StateAdapter) -> RankContents:
-    """What this rank holds now; a LayoutError where the state cannot be told apart by
-    parameters."""
+    """What this rank holds now.
+
+    Raises:
+        LayoutError: the state cannot be divided by parameters.
+    """
     named = {id(p): name for name, p in engine.module.named_parameters()}
     grouped = adapter.grouped()
     if strange := sum(id(p) not in named for group in grouped for p in group):
@@ -127,13 +137,14 @@ def _kinds(
     group: int,
     named: dict[int, str],
 ) -> tuple[str, ...]:
-    """``master``, unless it is the parameter itself, and the tensors of the state."""
+    """The optimizer's tensors for a group: ``master``, unless that is the parameter itself, and its
+    state."""
     found = {}
     for (g, i), master in masters.items():
         if g != group:
             continue
         if not master.dim():
-            # Its state could not be told from a counter.
+            # Its state could not be distinguished from a counter.
             raise LayoutError(
                 f"master.{g}.{i} is a single number without a dimension: give it the shape [1]"
             )
@@ -181,7 +192,8 @@ matrices that a slice has one behind the other; none: there is one."""
 
 
 def find_splits(module: torch.nn.Module) -> dict[str, _Split]:
-    """Of every parameter. ``partition_blocks``, where a parameter has it, says its matrices."""
+    """How tensor slices share each parameter. ``partition_blocks`` of a parameter names its
+    matrices."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     several = _several_matrices(module)
 
@@ -196,8 +208,7 @@ def find_splits(module: torch.nn.Module) -> dict[str, _Split]:
                 return _cut(dimension, shapes[name], matrices.get(dimension))
         if _is_gated(name, shapes):
             return _cut(dimension, shapes[name], 2)
-        # Some programs have them head by head, others one behind the other: the wrong guess would
-        # mix them.
+        # Some programs store them head by head, others consecutively: a wrong guess would mix them.
         return (dimension, ()) if _FUSED.isdisjoint(name.split(".")) else (None, ())
 
     return {name: split_of(name, p) for name, p in module.named_parameters()}
@@ -206,8 +217,12 @@ def find_splits(module: torch.nn.Module) -> dict[str, _Split]:
 def _cut(
     dimension: int, shape: tuple[int, ...], matrices: int | tuple[int, ...] | None, slices: int = 0
 ) -> _Split:
-    """``matrices``: a number of equal ones, or their lengths in all ``slices``; 0 slices: as many
-    as fit."""
+    """Lengths of several matrices in one slice.
+
+    Args:
+        matrices: a number of equal ones, or their lengths in all ``slices``. With 0 slices, as many
+            as fit.
+    """
     length = shape[dimension]
     if isinstance(matrices, int):
         matrices = (length // matrices,) * matrices if matrices > 0 else None
@@ -219,31 +234,32 @@ def _cut(
 
 
 def _several_matrices(module: Any) -> list[tuple[str, dict[int, Any]]]:
-    """By which models tell DeepSpeed's universal checkpoints of parameters that hold several
-    matrices: a pattern of names, and by dimension how many equal ones, or their lengths with all
-    slices."""
+    """The declarations by which models tell DeepSpeed's universal checkpoints which parameters hold
+    several matrices: a pattern of names, and by dimension how many equal ones, or their lengths
+    with all slices."""
     info = _universal_info(module)
     found: list[tuple[str, dict[int, Any]]] = [
         (pattern, {0: 2}) for pattern in info.get("parameter_with_2_sub_params_cat_dim_0") or ()
     ]
-    for told in info.get("parameter_with_sub_params") or ():
-        said = told if isinstance(told, dict) else vars(told)
-        dimension, shape = said.get("partition_dim", 0), said.get("shape") or ()
+    for declared in info.get("parameter_with_sub_params") or ():
+        fields = declared if isinstance(declared, dict) else vars(declared)
+        dimension, shape = fields.get("partition_dim", 0), fields.get("shape") or ()
         lengths = shape[dimension] if dimension < len(shape) else 0
-        found += [(pattern, {dimension: lengths}) for pattern in said.get("patterns") or ()]
+        found += [(pattern, {dimension: lengths}) for pattern in fields.get("patterns") or ()]
     return found
 
 
 def _universal_info(module: Any) -> Mapping[str, Any]:
     info = getattr(module, "universal_checkpoint_info", None)
-    # Megatron-DeepSpeed's is a method, DeepSpeed's an attribute
+    # a method in Megatron-DeepSpeed, an attribute in DeepSpeed
     info = info() if callable(info) else info
     return info if isinstance(info, Mapping) else {}
 
 
 def same_on_stages(module: Any) -> set[str]:
-    """Names of the parameters that are the same on all stages that have them: tied weights, whose
-    gradients DeepSpeed adds up, and those of which the model says that the first stage's counts."""
+    """Names of parameters that are equal on all stages that have them: tied weights, whose
+    gradients DeepSpeed adds, and those of which the model declares that the first stage's counts.
+    """
     tied = set()
     modules = getattr(module, "tied_modules", {})
     for spec in getattr(module, "_layer_specs", ()):
@@ -260,12 +276,16 @@ def same_on_stages(module: Any) -> set[str]:
 
 
 def check_stages(module: Any, old: RankLayout, new: RankLayout, at: Coordinate) -> None:
-    """What several old stages have has to be one and the same, where other stages have it now: a
-    LayoutError where a parameter of the new rank ``at`` was another one on each."""
+    """Require that a parameter which several old stages had was equal on them, if other stages have
+    it now.
+
+    Raises:
+        LayoutError: a parameter of the new rank ``at`` differed between old stages.
+    """
     same, was, now = same_on_stages(module), old.stages(), new.stages()
-    mine = [p.name for p in new.held[at.pp, at.tp].parameters]
+    local = [p.name for p in new.held[at.pp, at.tp].parameters]
     if unlike := [
-        n for n in mine if n not in same and len(was.get(n, ())) > 1 and was[n] != now[n]
+        n for n in local if n not in same and len(was.get(n, ())) > 1 and was[n] != now[n]
     ]:
         raise LayoutError(
             f"each of the stages {sorted(was[unlike[0]])} of {old.degrees} has a different copy of "
@@ -277,9 +297,9 @@ def check_stages(module: Any, old: RankLayout, new: RankLayout, at: Coordinate) 
 
 
 def _is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Of a gated MLP: each slice has its part of the gate, and behind it its part of what is gated,
-    in one parameter whose ``partition_stride`` Megatron leaves at 1. It is twice as long as what
-    follows it."""
+    """Whether a parameter is that of a gated MLP: each slice has its part of the gate followed by
+    its part of what is gated, in one parameter whose ``partition_stride`` Megatron leaves at 1. It
+    is twice as long as the input of the next matrix."""
     for first, second in _MLPS:
         head, found, _ = name.rpartition(f"{first}.")
         if found:
@@ -293,7 +313,7 @@ _MLPS = (("dense_h_to_4h", "dense_4h_to_h"), ("linear_fc1", "linear_fc2"))
 
 
 def _split(parameter: torch.Tensor) -> int | None:
-    """By Megatron's attributes: the dimension that tensor slices share."""
+    """The dimension that tensor slices share, by Megatron's attributes."""
     dimension = getattr(parameter, "partition_dim", None)
     if not isinstance(dimension, int) or getattr(parameter, "partition_stride", 1) != 1:
         return None
@@ -301,7 +321,11 @@ def _split(parameter: torch.Tensor) -> int | None:
 
 
 def live_tensors(engine: Any, adapter: StateAdapter) -> dict[str, torch.Tensor]:
-    """The tensors that a plan names, flat; a LayoutError where one is not contiguous."""
+    """This rank's tensors, flat, by the names that a plan uses.
+
+    Raises:
+        LayoutError: one is not contiguous.
+    """
     found = {f"{WEIGHT}.{name}": p for name, p in engine.module.named_parameters()}
     for g, i, p in adapter.state.params():
         found[tensor_name(MASTER, g, i)] = p

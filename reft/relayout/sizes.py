@@ -1,4 +1,4 @@
-"""With how many nodes a job can train, and with which of those that are there. Pure."""
+"""With how many nodes a job can train, and with which of the nodes that are present. Pure."""
 
 from __future__ import annotations
 
@@ -11,27 +11,36 @@ from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.node.tolerance import losses_left
 
-_MOST_TRIES = 500  # Choices of nodes that are looked at
+_MOST_TRIES = 500  # selections of nodes that are tried
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """With how many nodes the job can train, and which of those that are there do so: what the
-    first node's launcher notes of the newest version. A round has the largest number of nodes that
-    fits, and the others wait as spares; those that stay can recover the version from their memory.
-    Pure."""
+    """With how many nodes the job can train, and which of the present nodes do. Pure.
 
-    # those that fit by the newest version; empty: there is none yet, any may fit
+    The launcher of the first node records it with the newest version. A round has the largest
+    number of nodes that fits, and the others wait as spares; those that stay can recover the
+    version from their memory.
+
+    Attributes:
+        fitting: numbers that fit by the newest version; empty before there is one, when any may
+            fit.
+        refused: numbers at which trainers refused to start.
+        scheme: protection of the newest version, ``arc:2+aec``; "" if not known.
+        members: nodes that hold it, by group rank.
+        domains: number of the failure domain of each of them.
+        groups: of each sharding group the group ranks of its members' nodes; equal ones once.
+    """
+
     fitting: tuple[int, ...] = ()
-    refused: tuple[int, ...] = ()  # those at which trainers refused to start
-    scheme: str = ""  # protection of the newest version, ``arc:2+aec``; "": not known
-    members: tuple[str, ...] = ()  # nodes that hold it, by group rank
-    domains: tuple[int, ...] = ()  # what fails as one with each of them, by number
-    # of each sharding group the group ranks of its members' nodes; those that are alike once
+    refused: tuple[int, ...] = ()
+    scheme: str = ""
+    members: tuple[str, ...] = ()
+    domains: tuple[int, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
 
     def of(self, least: int, most: int) -> tuple[int, ...]:
-        """Those between two numbers that fit, as far as is known."""
+        """The numbers between two bounds that fit, as far as is known."""
         return tuple(
             n
             for n in range(least, most + 1)
@@ -39,16 +48,16 @@ class Sizes:
         )
 
     def largest(self, there: int, least: int, most: int) -> int:
-        """The largest number that fits where so many nodes are there; 0: none does."""
+        """The largest number that fits if this many nodes are present; 0 if none does."""
         return max(self.of(least, min(most, there)), default=0)
 
     def refusing(self, nodes: int) -> Sizes:
-        """The same, and that trainers refused to start on so many nodes."""
+        """The same, after trainers refused to start on this number of nodes."""
         return replace(self, refused=tuple(sorted({*self.refused, nodes})))
 
     def staying(self, there: Sequence[str], least: int, most: int) -> frozenset[str] | None:
-        """Which of the nodes that have come train; None: no number of them fits, or those that
-        would stay could not recover the newest version, but all can."""
+        """Which of the present nodes train; None if no number of them fits, or if those that would
+        stay could not recover the newest version, but all can."""
         number = self.largest(len(there), least, most)
         if not number:
             return None
@@ -63,8 +72,8 @@ class Sizes:
         return frozenset(self.members[rank] for rank in (choices[0] if kept is None else kept))
 
     def leaving(self, number: int, first: Collection[int] = ()) -> tuple[int, ...]:
-        """Group ranks of so many nodes that may leave at once while no other is lost: the last ones
-        of those without which the others can recover the version; () where none are known."""
+        """Group ranks of nodes that may leave together while no other is lost: the last ones of
+        those without which the others can recover the version; () if not known."""
         everyone = frozenset(range(len(self.members)))
         stay, size = sorted(everyone - set(first)), len(everyone) - number
         if size < 1:
@@ -75,7 +84,7 @@ class Sizes:
         return ()
 
     def tolerance(self) -> int | None:
-        """Node losses that are survived, whichever they are, while none is lost; None: not
+        """Node losses that are survived, whichever nodes they are, while none is lost; None if not
         known."""
         with suppress(ReftError):
             return min((self._tolerance(group, ()) for group in self.groups), default=None)
@@ -102,7 +111,7 @@ class Sizes:
         return sorted(found, key=min)
 
     def _recovers(self, kept: frozenset[int], *, unless_known: bool = True) -> bool:
-        """Whether the memory of these nodes is enough."""
+        """Whether the memory of these nodes suffices for recovery."""
         if not self.scheme or not self.groups:
             return unless_known
         try:
@@ -111,7 +120,7 @@ class Sizes:
                 for group in self.groups
             }
             return all(self._tolerance(group, places) >= 0 for group, places in lost.items())
-        except ReftError:  # another release's scheme
+        except ReftError:  # a scheme of another release
             return unless_known
 
     def _tolerance(self, group: tuple[int, ...], lost: Sequence[int]) -> int:
@@ -140,8 +149,11 @@ def find_job_sizes(
     degrees: Degrees,
     scheme: str,
 ) -> Sizes:
-    """What the newest version tells of the nodes of this round, by group rank. ``holders``: node id
-    and failure domain of whoever holds each rank's part of it."""
+    """What the newest version says about the nodes of this round, by group rank.
+
+    Args:
+        holders: node id and failure domain of the holder of each rank's part of it.
+    """
     groups = set()
     for pp in range(degrees.pp):
         for tp in range(degrees.tp):

@@ -1,4 +1,4 @@
-"""One adapter per optimizer class that DeepSpeed gives under ZeRO stage 0 and 1.
+"""One adapter per optimizer class that DeepSpeed gives under ZeRO stages 0 to 2.
 
 ========================== =================================================== ==================
 class                      when (DeepSpeed 0.17 to 0.19)                       optimizer state is
@@ -8,7 +8,8 @@ torch / DeepSpeed / client fp32, ZeRO-0                                        r
 ``FP16_UnfusedOptimizer``  fp16 or (0.18.6 on) bf16, ZeRO-0, others            replicated
 ``BF16_Optimizer``         bf16: ZeRO-1 accumulating in fp32; ZeRO-0 with a    owned
                            pipeline; (to 0.17.5) ZeRO-0 accumulating in fp32
-``DeepSpeedZeroOptimizer`` ZeRO-1: fp32, fp16, bf16 accumulating in bf16       owned
+``DeepSpeedZeroOptimizer`` ZeRO-2; ZeRO-1: fp32, fp16, bf16 accumulating       owned
+                           in bf16
 ========================== =================================================== ==================
 
 From 0.17.6 to 0.18.4 two constants of DeepSpeed had one value, so that bf16 got the fp16 wrappers
@@ -692,16 +693,15 @@ class BF16Adapter(_PartitionedAdapter):
 
 
 class ZeroAdapter(_PartitionedAdapter):
-    """``DeepSpeedZeroOptimizer`` at stage 1. The partition is restored whole, padding included, in
-    whatever order ``round_robin_gradients`` gave it."""
+    """``DeepSpeedZeroOptimizer`` at stages 1 and 2. At a step boundary both hold the same: stage 2
+    has freed its partition of the gradients by then. The partition is restored whole, padding
+    included, in the order that ``round_robin_gradients`` gave it."""
 
     groups = "bit16_groups"
     attributes = (*StateAdapter.attributes, "dynamic_loss_scale", "micro_step_id")
 
     def check(self) -> None:
         path = class_path(self.wrapper)
-        if self.wrapper.partition_gradients:
-            raise refuse(f"{path} at ZeRO stage 2", "set zero_optimization.stage to 1")
         if self.wrapper.cpu_offload:
             raise refuse(f"{path} with CPU offload", "remove zero_optimization.offload_optimizer")
         if vars(self.wrapper).get("zenflow"):

@@ -29,9 +29,9 @@ _ADVICE = {
     "deepspeed.runtime.fp16.onebit.": "it keeps an error feedback per worker; use Adam or AdamW",
     "deepspeed.runtime.zero.muon.": "use Adam or AdamW",
     "deepspeed.runtime.zenflow.": "remove zero_optimization.zenflow",
-    "deepspeed.runtime.zero.stage3.": "use zero_optimization.stage 0 or 1",
-    "deepspeed.runtime.superoffload.": "use zero_optimization.stage 0 or 1 without offload",
-    "deepspeed.runtime.zero.parameter_offload.": "use zero_optimization.stage 0 or 1, and an "
+    "deepspeed.runtime.zero.stage3.": "use zero_optimization.stage 0, 1 or 2",
+    "deepspeed.runtime.superoffload.": "use zero_optimization.stage 0, 1 or 2 without offload",
+    "deepspeed.runtime.zero.parameter_offload.": "use zero_optimization.stage 0, 1 or 2, and an "
     "optimizer",
     "deepspeed.runtime.utils.DummyOptim": "give deepspeed.initialize an optimizer",
 }
@@ -55,8 +55,8 @@ _APEX_ELSEWHERE = {
 
 def refuse(found: str, change: str) -> UnsupportedStateError:
     return UnsupportedStateError(
-        f"found {found}, whose state reft does not know; expected a dense model under ZeRO stage "
-        "0 or 1 "
+        f"found {found}, whose state reft does not know; expected a dense model under ZeRO stages "
+        "0 to 2 "
         f"without offload, with an optimizer of DeepSpeed's or torch's: {change}"
     )
 

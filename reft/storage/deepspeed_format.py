@@ -75,9 +75,8 @@ class Template:
         if not data:
             raise PersistError(
                 "the version carries no checkpoint template: the engine holds something reft "
-                "cannot write as "
-                "a DeepSpeed checkpoint (the trainer's log names it). The rest is resumed from "
-                "memory"
+                "cannot write as a DeepSpeed checkpoint (the trainer's log names it). The rest is "
+                "resumed from memory"
             )
         try:
             content = codec.decode(zlib.decompress(data))
@@ -156,9 +155,8 @@ def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
     it."""
     if getattr(engine, "has_moe_layers", False):
         raise UnsupportedStateError(
-            "the model has mixture-of-experts layers, whose checkpoints are distributed by "
-            "expert; reft "
-            "writes checkpoints of dense models only"
+            "the model has mixture-of-experts layers, whose checkpoints are distributed by expert; "
+            "reft writes checkpoints of dense models only"
         )
     from deepspeed.runtime.pipe import module as pipe
     from deepspeed.utils import logger as deepspeed_logger
@@ -300,10 +298,8 @@ class _PerStepValues:
         if value is not None and not isinstance(value, dict) and "_metadata" not in path:
             raise UnsupportedStateError(
                 f"the module's state dict has {'.'.join(str(k) for k in path)} of class "
-                f"{class_path(value)}; "
-                "expected tensors only, as the snapshot holds nothing else of a module: register "
-                "it as a "
-                f"buffer, or return it from client_state"
+                f"{class_path(value)}; expected tensors only, as the snapshot holds nothing else "
+                "of a module: register it as a buffer, or return it from client_state"
             )
         return None
 
@@ -381,9 +377,8 @@ def write_checkpoint(
     if read_shape(host_state) != template.shape:
         raise PersistError(
             "the host state has other values than the checkpoint template was made for (parameter "
-            "groups, "
-            "optimizer state or scheduler were added since); the next version of another layout "
-            "renews it"
+            "groups, optimizer state or scheduler were added since); the next version of another "
+            "layout renews it"
         )
     written = {}
     for name, node in template.files.items():
@@ -461,8 +456,7 @@ def read_host_file(path: Path) -> dict[str, Any]:
     if not data.startswith(HOST_FILE_MAGIC) or xxhash.xxh3_64_digest(body) != digest:
         raise PersistError(
             f"{path}: {len(data)} bytes that are not a whole host file of reft; restore it from a "
-            "copy, or "
-            f"remove it to resume without random state and data position"
+            "copy, or remove it to resume without random state and data position"
         )
     state: dict[str, Any] = codec.decode(body)
     return state

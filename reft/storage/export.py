@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoint files of a version, made of its blocks where they lie."""
+"""DeepSpeed's own checkpoint files of a version, made from its blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from reft.storage.publish import LEADER, BlockInFile, WorkDir
 
 
 class Images:
-    """The images of one coordinate, read from blocks that tile them
-    (:mod:`reft.recover.decide`)."""
+    """The images of one coordinate, read from the blocks that tile them."""
 
     def __init__(self, blocks: Iterable[BlockInFile]) -> None:
         self._blocks: dict[Section, list[BlockInFile]] = {s: [] for s in Section}
@@ -37,16 +36,23 @@ class Images:
         return next((b.entry.image_bytes for b in self._blocks[section]), 0)
 
     def read(self, section: Section, start: int, nbytes: int) -> memoryview:
-        """Bytes ``[start, start + nbytes)`` of an image, every block of them compared with its
-        checksum: a view of the memory that holds the range where it lies in one piece, else of a
-        copy."""
+        """Bytes ``[start, start + nbytes)`` of an image. Every block of them is compared with its
+        checksum.
+
+        Returns:
+            A view of the blocks' memory if the range is contiguous there, else of a copy.
+
+        Raises:
+            PersistError: the image has no such range, or a block differs from its checksum.
+        """
         if start < 0 or nbytes < 1 or start + nbytes > self.image_bytes(section):
             raise PersistError(
                 f"bytes [{start}, {start + nbytes}) were asked of the {section} image of "
                 f"{self.image_bytes(section)} bytes; the checkpoint template belongs to another "
                 "layout"
             )
-        pieces: list[tuple[memoryview, int, int]] = []  # buffer, first byte, end; neighbours merged
+        # Buffer, first byte and end of each contiguous range.
+        pieces: list[tuple[memoryview, int, int]] = []
         position, stop = start, start + nbytes
         for block in self._blocks[section][bisect_right(self._starts[section], start) - 1 :]:
             if position >= stop:
@@ -68,8 +74,8 @@ class Images:
 def write_deepspeed_files(
     source: VersionSource, work: WorkDir, at: Coordinate, on_block: Callable[[int], None]
 ) -> Files:
-    """Write the files that ``save_checkpoint`` would have written on this coordinate at that
-    step."""
+    """Write the files that ``save_checkpoint`` would have written on a coordinate at that step; see
+    :data:`reft.storage.persist.Export`."""
     images = Images(source.blocks[at])
     blob = DecodedBlob(images.read(Section.HOST, 0, images.image_bytes(Section.HOST)))
     template = Template.decode(blob.template)

@@ -1,18 +1,18 @@
-"""The fence of a job's checkpoints on shared storage: an older start of the job changes nothing
-there (P3).
+"""Fences a job's checkpoints on shared storage: an incarnation that was replaced changes nothing
+(P3).
 
-Every start of the job has a number, its incarnation, and claims the directory with it: the file
-``.incarnation-<job>.<number>``. The highest number holds, so that writing an older one late does no
-harm. A claim then takes away what older starts would put in place by renaming it: their working
-directories, and the files that would become ``latest``. Whoever writes does it in this order:
+Every start of the job has a number, its incarnation, and claims the directory with a file,
+``.incarnation-<job>.<number>``. The highest number holds: a lower one that is written late does no
+harm. A claim then takes away what older incarnations would put in place by renaming it: their
+working directories, and the drafts of ``latest``. A writer proceeds in this order:
 
-1. make what is to be renamed; 2. look at the claims, and go no further if there is a newer one; 3.
-  rename.
+1. It makes what it will rename.
+2. It checks the claims, and stops if there is a newer one.
+3. It renames.
 
-Against this a claim first marks and then takes away. So whoever was stopped between any two
-operations, and goes on after a newer start has claimed the directory, finds at its next rename that
-there is nothing to rename; or it had renamed before the claim, and the newer start puts its own
-over it.
+A claim first marks, then takes away. So a writer that was stopped between any two operations, and
+continues after a newer incarnation has claimed the directory, finds at its next rename that there
+is nothing to rename. Or it had renamed before the claim: then the newer incarnation replaces it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from reft.grid import VersionId
 _CLAIM = ".incarnation-"
 _POINTER = ".pointer-"
 _WORK = re.compile(r"^\.global_step\d+\.\d+\.(\d+)-([0-9a-f]{8})\.tmp$")
-REMOVED_SUFFIX = ".removed.tmp"
-"""Of the names of directories that are taken away; the next writer removes them."""
+REMOVED_SUFFIX = ".removed.tmp"  # of directories that were taken away; the next writer removes them
 
 
 def short_name(job_id: str) -> str:
@@ -41,28 +40,40 @@ def short_name(job_id: str) -> str:
 
 
 def claimed(directory: Path, job_id: str) -> int:
-    """The newest start of the job that has claimed the directory; 0 if none has, or it does not
-    exist."""
+    """The newest incarnation of the job that has claimed the directory; 0 if none has, or there is
+    no directory."""
     return max(_claims(directory, job_id), default=0)
 
 
 def check(directory: Path, job_id: str, incarnation: int) -> None:
-    """Go no further where a newer start of the job has claimed the directory."""
+    """Stop if a newer incarnation of the job has claimed the directory.
+
+    Raises:
+        FencedError: one has.
+    """
     newest = claimed(directory, job_id)
-    # P7: a node that was cut off goes on running; equal numbers are this start itself.
+    # P7: a node that was cut off continues to run. An equal number is this incarnation itself.
     if newest > incarnation:
         raise FencedError(
             f"{directory}: start {newest} of job {job_id} writes here; this is start "
-            f"{incarnation}, which "
-            "was replaced, and is refused. If a node that was cut off has come back, it ends by "
-            "itself",
+            f"{incarnation}, which was replaced, and is refused. If a node that was cut off has "
+            "come back, it ends by itself",
             newest,
         )
 
 
 def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False) -> None:
-    """Keep older starts of the job out of the directory, from now on. ``alone``: nobody else may
-    have claimed the directory with this number."""
+    """Keep older incarnations of the job out of the directory from now on.
+
+    Args:
+        directory: the job's directory.
+        job_id: the job.
+        incarnation: the one that claims.
+        alone: no other process may have claimed the directory with this number.
+
+    Raises:
+        FencedError: a newer incarnation has claimed it, or another process with ``alone``.
+    """
     check(directory, job_id, incarnation)
     mine = directory / f"{_CLAIM}{short_name(job_id)}.{incarnation}"
     try:
@@ -73,9 +84,8 @@ def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False
         if alone:
             raise FencedError(
                 f"{mine}: another start of job {job_id} has number {incarnation}, too: two starts "
-                "cannot see "
-                "each other's rendezvous store. This one ends; start it where it reaches the "
-                "other's store"
+                "cannot see each other's rendezvous store. This one ends; start it where it "
+                "reaches the other's store"
             ) from None
     else:
         with os.fdopen(fd, "wb") as file:
@@ -89,10 +99,20 @@ def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False
 def switched(
     directory: Path, job_id: str, writer: int, label: VersionId, contents: Mapping[str, bytes]
 ) -> Iterator[Callable[[], None]]:
-    """Make small files ready, ``latest`` among them, to take the place of others. What is given
-    puts them there, in their order: what was checked after they were made still holds. It raises
-    FileNotFoundError where a newer start of the job has taken them away. In the end what is not in
-    place is removed."""
+    """Prepare drafts of small files, ``latest`` among them.
+
+    Args:
+        directory: the job's directory.
+        job_id: the job.
+        writer: incarnation that writes.
+        label: version that they name.
+        contents: by name, in the order in which they are put in place.
+
+    Yields:
+        A function that puts the drafts in place. It raises FileNotFoundError if a newer incarnation
+        has taken them away: so a check made after the drafts still holds. Drafts that are not in
+        place at the end are removed.
+    """
     ready = {}
     for name, content in contents.items():
         draft = (
@@ -136,7 +156,7 @@ def _claims(directory: Path, job_id: str) -> list[int]:
 
 
 def _take_away(directory: Path, job_id: str, incarnation: int) -> None:
-    """What older starts have ready to be renamed, and their claims."""
+    """Take away what older incarnations would rename, and their claims."""
     job = short_name(job_id)
     for number in _claims(directory, job_id):
         if number < incarnation:

@@ -203,8 +203,8 @@ def inspect_stored(stored: Path, verify: bool = False) -> JobReport:
     if not infos:
         raise PersistError(
             f"{stored} holds no version that reft wrote "
-            f"({'; '.join(problems) or 'no marker was found'}); "
-            f"give the job's directory in persist.dir"
+            f"({'; '.join(problems) or 'no marker was found'}); give the job's directory in "
+            "persist.dir"
         )
     found = {info.tag: scan(info.path, STORAGE_KEY) for info in infos}
     return _report(

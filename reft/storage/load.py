@@ -1,10 +1,9 @@
-"""Checkpoints on disk, the last level of the ladder: which there are, in what order, and which are
-sound.
+"""Checkpoints on storage: which there are, in what order, and which are sound.
 
-Rank 0 looks, and all ranks hear what it found. Arenas are recovered as those in memory are, their
-blocks verified as they come, or all before where the job has a state to lose; each of DeepSpeed's
-files is compared with its checksum by one rank before any rank loads any of it (P5). Whatever one
-rank finds wrong, all refuse alike (P6), and the next older checkpoint is tried.
+Rank 0 searches, and sends what it found to all ranks. Arenas are recovered as those in memory are:
+their blocks are verified as they are read, or all of them before, if the job has a state to lose.
+Each of DeepSpeed's files is compared with its checksum by one rank before any rank loads it (P5).
+If one rank finds a problem, all ranks refuse the checkpoint (P6), and the next older one is tried.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ _HOST_FILE = re.compile(r"reft_host-pp(\d+)\.dp(\d+)\.tp(\d+)\.msgpack")
 
 
 def read_degrees(checkpoint: Path) -> Degrees | None:
-    """Of the job that wrote it, by reft's files; None where they are not there for every rank."""
+    """Degrees of the job that wrote a checkpoint, by reft's files; None if there is not one for
+    every rank."""
     found = {
         tuple(map(int, match.groups()))
         for path in checkpoint.glob("reft_host-*.msgpack")
@@ -54,22 +54,22 @@ def read_degrees(checkpoint: Path) -> Degrees | None:
     return degrees if found == every else None
 
 
-SAVED_BY = "saved_by"  # key of a host file: which job saved it, and when in its life
+SAVED_BY = "saved_by"  # key of a host file: which job saved it, and its incarnation and step
 _TAG_STEP = re.compile(r"^\.?global_step(\d+)")
 
 
 @dataclass(frozen=True)
 class DiskCheckpoint:
-    directory: Path  # what ``load_checkpoint`` takes as ``load_dir``
+    directory: Path  # ``load_dir`` of ``load_checkpoint``
     tag: str
-    step: int  # optimizer steps it has seen; -1 if that cannot be told without loading it
-    # the version, where this job wrote it; None for what another job, or no reft, wrote
+    step: int  # optimizer steps; -1 if not known without loading it
+    # the version, if this job wrote it; None if another job did, or none with reft
     label: VersionId | None = None
-    job_id: str | None = None  # who wrote it; None where that is not known
-    files: Mapping[str, FileRecord] | None = None  # checksums; None where nobody took any
-    # of the job that wrote it as arenas; None: it has DeepSpeed's files
+    job_id: str | None = None  # which job wrote it; None if not known
+    files: Mapping[str, FileRecord] | None = None  # checksums; None if there are none
+    # degrees of the job that wrote it as arenas; None: it has DeepSpeed's files
     arenas: Degrees | None = None
-    # of the job that wrote it, encoded; None where that is not known
+    # of the job that wrote it, encoded; None if not known
     fingerprint: str | None = None
 
     @property
@@ -81,15 +81,15 @@ class DiskCheckpoint:
 
     def newer_than(self, label: VersionId) -> bool:
         """Whether it is ahead of a version of this job. What was written before the job went back,
-        by a restart or on purpose, is not, whatever its step; without a label only steps can
-        tell."""
+        by a restart or on purpose, is not, whatever its step. Without a label only the step counts.
+        """
         return self.step > label.step if self.label is None else self.label > label
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
     checkpoints: tuple[DiskCheckpoint, ...] = ()  # newest first
-    problems: tuple[str, ...] = ()  # what should have been a checkpoint, and is not
+    problems: tuple[str, ...] = ()  # damaged or incomplete checkpoints
 
     def encode(self) -> bytes:
         return encode(_FOUND.dump_python(self, mode="json"))
@@ -106,8 +106,8 @@ _FOUND = TypeAdapter(LoadedCheckpoint)
 
 
 def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -> LoadedCheckpoint:
-    """The user's checkpoint that ``latest`` names and what reft persisted of this job. Never
-    raises: the other ranks wait for the one that looks."""
+    """The user's checkpoint that ``latest`` names, and what reft persisted of this job. Never
+    raises: the other ranks wait for the rank that searches."""
     persisted: list[DiskCheckpoint] = []
     problems: list[str] = []
     own: DiskCheckpoint | None = None
@@ -122,7 +122,7 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
         if load_dir is not None:
             own = _latest(load_dir, job_id, problems)
             if own is not None and own.files is not None and own.job_id is not None:
-                # Written by reft: older ones beside it can stand in for it.
+                # Written by reft: older ones next to it can replace it.
                 infos, bad = find_markers(load_dir, own.job_id)
                 known = {own.path.resolve(), *(c.path.resolve() for c in persisted)}
                 persisted += [
@@ -138,8 +138,8 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
 
 
 def find_named(directory: Path, tag: Any, job_id: str) -> LoadedCheckpoint:
-    """The checkpoint of an explicit tag, or the one that ``latest`` names; nothing where there is
-    no such directory. Never raises."""
+    """The checkpoint of a tag, or the one that ``latest`` names; nothing if there is no such
+    directory. Never raises."""
     try:
         tag = latest_tag(directory) if tag is None else str(tag)
         if tag is None or not (directory / tag).is_dir():
@@ -156,10 +156,12 @@ def _words(error: Exception) -> str:
 def in_order(
     labelled: Iterable[DiskCheckpoint], own: DiskCheckpoint | None
 ) -> tuple[list[DiskCheckpoint], list[str]]:
-    """Checkpoints newest first, and a line for each that is left out: the job went back behind it.
+    """Checkpoints newest first, and a line for each that is left out since the job went back before
+    it.
 
-    A version of an older incarnation whose step a later incarnation has also passed belongs to a
-    future that was given up."""
+    A version of an older incarnation whose step a later incarnation has passed belongs to an
+    abandoned future.
+    """
     known = [*labelled, *([] if own is None else [own])]
     ours = [(c.label, not c.tag.startswith("."), c) for c in known if c.label is not None]
     ours.sort(key=lambda entry: entry[:2], reverse=True)
@@ -196,12 +198,12 @@ def _describe(directory: Path, tag: str, job_id: str) -> DiskCheckpoint:
         return _read_marker(info, job_id)
     match = _TAG_STEP.match(tag)
     saved, step = _saved_by(directory / tag)
-    mine = saved.get("job_id") == job_id
+    is_own = saved.get("job_id") == job_id
     return DiskCheckpoint(
         directory=directory,
         tag=tag,
         step=int(match.group(1)) if match else step,
-        label=VersionId(int(saved["incarnation"]), int(saved["step"])) if mine else None,
+        label=VersionId(int(saved["incarnation"]), int(saved["step"])) if is_own else None,
         job_id=saved.get("job_id"),
         fingerprint=saved.get("fingerprint"),
     )
@@ -221,7 +223,7 @@ def _read_marker(info: PersistedInfo, job_id: str) -> DiskCheckpoint:
 
 
 def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
-    """What the first host file that can be read says of the job that saved it, and of the step."""
+    """What the first readable host file says of the job that saved it, and the step."""
     from reft.storage.deepspeed_format import read_host_file
 
     for file in sorted(checkpoint.glob("reft_host-*.msgpack")):
@@ -238,11 +240,11 @@ def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
 
 
 class DamagedError(PersistError):
-    """A checkpoint is not as it was written; told alike on all ranks."""
+    """A checkpoint is not as it was written. Raised on all ranks."""
 
 
 class DiskRestorer:
-    """Looks at and checks what is on disk. Collective: all methods, on all ranks."""
+    """Finds and checks checkpoints on storage. Collective: all methods, on all ranks."""
 
     def __init__(
         self, control: ControlGroup, coordinate: Coordinate, job_id: str, persist_dir: Path | None
@@ -254,12 +256,12 @@ class DiskRestorer:
         self._refused: dict[Path, str] = {}
 
     def find(self, load_dir: Path | None) -> LoadedCheckpoint:
-        """What rank 0 finds; all ranks must choose alike."""
+        """What rank 0 finds: all ranks choose the same."""
         return self._from_rank_zero(lambda: find_on_disk(load_dir, self._persist_dir, self._job_id))
 
     def find_named(self, directory: Path | None, tag: Any) -> DiskCheckpoint | None:
-        """The checkpoint that was asked for, that one and no other; None where there is none.
-        Without ``tag`` that is what ``latest`` names."""
+        """The checkpoint that the script names, or that ``latest`` does without a ``tag``; None if
+        there is none."""
         if directory is None:
             return None
         found = self._from_rank_zero(lambda: find_named(directory, tag, self._job_id))
@@ -268,7 +270,7 @@ class DiskRestorer:
         return found.checkpoints[0] if found.checkpoints else None
 
     def refuse(self, checkpoint: DiskCheckpoint, error: DamagedError) -> None:
-        """It is not loaded; said once."""
+        """Log once that a checkpoint is not loaded."""
         if checkpoint.path not in self._refused:
             self._refused[checkpoint.path] = f"{checkpoint}: {error}"
             if self._control.rank == 0:
@@ -277,30 +279,38 @@ class DiskRestorer:
                 )
 
     def refused(self, found: LoadedCheckpoint) -> tuple[str, ...]:
-        """What should have been a checkpoint and cannot be loaded, so far; empty where there was
-        nothing."""
+        """What should have been a checkpoint and cannot be loaded, so far."""
         return (*found.problems, *self._refused.values())
 
     def check(self, checkpoint: DiskCheckpoint, *, whole: bool = True) -> dict[str, Any] | None:
-        """Read the checkpoint's files, each by one rank. Returns this rank's host state if
-        ``whole``; None if not every rank saved it beside DeepSpeed's files. Raises DamagedError on
-        all ranks alike."""
-        mine: list[str] = []
+        """Read the checkpoint's files, each by one rank.
+
+        Args:
+            checkpoint: to be checked.
+            whole: whether this rank's host state is read.
+
+        Returns:
+            The host state; None if not every rank saved one next to DeepSpeed's files.
+
+        Raises:
+            DamagedError: on all ranks.
+        """
+        found: list[str] = []
         state: dict[str, Any] | None = None
-        try:  # whatever is wrong here, the others wait for what this rank says
+        try:  # any error is sent: the other ranks wait for this rank's message
             share = find_share(checkpoint.files or {}, self._control.rank, self._control.world_size)
             if checkpoint.arenas is not None:
-                mine += check_arenas(checkpoint.path, share)
+                found += check_arenas(checkpoint.path, share)
             else:
-                mine += check_files(checkpoint.path, share)
+                found += check_files(checkpoint.path, share)
                 state = read_host_state(checkpoint.path, self._coordinate) if whole else None
         except Exception as error:
-            mine.append(_words(error))
-        told = [
-            decode(data) for data in self._control.gather_bytes(encode([mine, state is not None]))
+            found.append(_words(error))
+        replies = [
+            decode(data) for data in self._control.gather_bytes(encode([found, state is not None]))
         ]
-        complete = all(present for _, present in told)
-        partly = not complete and any(present for _, present in told)
+        complete = all(present for _, present in replies)
+        partly = not complete and any(present for _, present in replies)
         if partly and self._control.rank == 0 and read_degrees(checkpoint.path) is None:
             logger.warning(
                 "%s: not every rank saved its host state there; random state and data position are "
@@ -308,14 +318,14 @@ class DiskRestorer:
                 checkpoint,
             )
         if problems := tuple(
-            dict.fromkeys(problem for problems, _ in told for problem in problems)
+            dict.fromkeys(problem for problems, _ in replies for problem in problems)
         ):
             raise DamagedError(_some(problems))
         return state if complete else None
 
     def _from_rank_zero(self, look: Callable[[], LoadedCheckpoint]) -> LoadedCheckpoint:
-        mine = look().encode() if self._control.rank == 0 else b""
-        return LoadedCheckpoint.decode(self._control.gather_bytes(mine)[0])
+        message = look().encode() if self._control.rank == 0 else b""
+        return LoadedCheckpoint.decode(self._control.gather_bytes(message)[0])
 
 
 def _some(problems: Sequence[str]) -> str:
@@ -339,20 +349,20 @@ def nothing_sound(refused: Sequence[str]) -> str:
 
 
 def find_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:
-    """The files that ``rank`` reads: each file is read by one rank, and all read about as many
-    bytes."""
+    """The files that ``rank`` reads: one rank reads each file, and all ranks read about the same
+    number of bytes."""
     loads = [(0, r) for r in range(ranks)]
-    mine = {}
+    share = {}
     for name, record in sorted(files.items(), key=lambda item: (-item[1].nbytes, item[0])):
         nbytes, reader = heapq.heappop(loads)
         heapq.heappush(loads, (nbytes + record.nbytes, reader))
         if reader == rank:
-            mine[name] = record
-    return mine
+            share[name] = record
+    return share
 
 
 def host_file(checkpoint: Path, coordinate: Coordinate) -> Path:
-    """Where a rank's host state lies beside DeepSpeed's own files, which ignore it."""
+    """The file of a rank's host state, next to DeepSpeed's own files, which ignore it."""
     from reft.storage.deepspeed_format import host_file_name
 
     return checkpoint / host_file_name(coordinate)

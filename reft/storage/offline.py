@@ -106,8 +106,7 @@ def export_stored(
             return _export(source, found, directory, keep, progress)
     raise PersistError(
         f"{stored} holds no whole version that reft wrote "
-        f"({'; '.join(problems) or 'no marker was found'}); "
-        f"give the job's directory in persist.dir"
+        f"({'; '.join(problems) or 'no marker was found'}); give the job's directory in persist.dir"
     )
 
 

@@ -1,19 +1,15 @@
-"""Writing a version from the memory of its nodes into a checkpoint on storage, without the
-trainers.
+"""Writes a version from the memory of its nodes to storage, without the trainers.
 
-Every node runs :func:`persist_label` for the same version; they meet in one working directory on
-the shared file system (:mod:`reft.storage.publish`) and nowhere else:
+Every node runs :func:`persist_label` for the same version. The nodes meet in one working directory
+on the shared file system (:mod:`reft.storage.publish`) and nowhere else:
 
-1. each node pins its arenas and copies the *own* blocks of its coordinates into arenas there,
-  comparing
-   every block with the checksum taken when it was copied; then its memory is free again;
-2. when all parts are there, the node of coordinate (0, 0, 0) gives the directory its name and
-  switches
-   ``latest`` (:mod:`reft.storage.publish`).
+1. Each node pins its arenas and copies its coordinates' *own* blocks into arenas there. It compares
+   every block with the checksum taken when the block was copied. Then its memory is free again.
+2. When all parts are present, the node of coordinate (0, 0, 0) gives the directory its name and
+   switches ``latest``.
 
-``reft persist`` exports DeepSpeed's own files in the same way, alone (:mod:`reft.storage.export`).
-Whatever fails, fails alone: an error is raised for the caller to count, training and the
-checkpoints that are already there are not touched (P6).
+``reft persist`` exports DeepSpeed's own files in the same way (:mod:`reft.storage.export`). An
+error is raised for the caller to count; training and existing checkpoints are not touched (P6).
 """
 
 from __future__ import annotations
@@ -73,9 +69,9 @@ _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arena
 
 @dataclass(frozen=True)
 class PersistProgress:
-    phase: str  # ``writing``, ``written``, ``renaming``, ``renamed``, ``latest``
-    nbytes: int = 0  # bytes of blocks written so far
-    total_bytes: int = 0  # bytes of blocks this node writes
+    phase: str  # "writing", "written", "renaming", "renamed" or "latest"
+    nbytes: int = 0  # of blocks written so far
+    total_bytes: int = 0  # of all blocks that this node writes
 
     def __str__(self) -> str:
         if self.phase != "writing":
@@ -88,22 +84,21 @@ Files = Mapping[str, FileRecord]
 
 @dataclass(frozen=True)
 class PersistOptions:
-    directory: Path  # persist directory that all nodes see
-    keep: int = 2  # newest checkpoints of the job to keep
-    timeout_secs: float = 600.0  # give up when nothing of a peer has appeared for so long
+    directory: Path  # the job's directory, which all nodes share
+    keep: int = 2  # number of the newest checkpoints that stay
+    timeout_secs: float = 600.0  # without a new part of any peer, after which this node gives up
     stop: threading.Event = field(default_factory=threading.Event)  # set to give up
-    progress: Callable[[PersistProgress], None] = lambda progress: None  # told what happens
-    # writes DeepSpeed's files of a coordinate; None: arenas are written
-    export: Export | None = None
+    progress: Callable[[PersistProgress], None] = lambda progress: None
+    export: Export | None = None  # writes DeepSpeed's files; None: arenas are written
 
 
 class GivenUpElsewhereError(PersistError):
-    """Another node failed; this one could have gone on."""
+    """Another node gave up, not this one."""
 
 
 class OvertakenElsewhereError(GivenUpElsewhereError, OvertakenError):
-    """The memory of another node went on, or others write a newer version: this one is never
-    whole."""
+    """Another node's memory moved past the version, or others write a newer one: this version will
+    never be complete."""
 
 
 @dataclass(frozen=True)
@@ -113,16 +108,14 @@ class VersionSource:
     job_id: str  # job whose state it is
     label: VersionId
     degrees: Degrees  # parallel degrees of the job
-    # of every coordinate that is written here what it is, and its own blocks: its shard of the
-    # replicated image, its owned and its host image, whole; to export it, all of the replicated
-    # image
-    headers: Mapping[Coordinate, ArenaHeader]
+    headers: Mapping[Coordinate, ArenaHeader]  # of every coordinate that is written here
+    # The coordinate's own blocks: its shard of the replicated image, and its owned and host image.
+    # For an export, the whole replicated image.
     blocks: Mapping[Coordinate, Sequence[BlockInFile]]
-    secret: bytes  # authenticates the records that the writing processes exchange
+    secret: bytes  # authenticates the records that the nodes exchange
     node: str  # this node, for messages
-    fingerprint: str | None = None  # of the job, encoded; None where it is not known
-    # number of the start of the job that writes, if it is a later one than the version's
-    writer: int = 0
+    fingerprint: str | None = None  # of the job, encoded; None if unknown
+    writer: int = 0  # incarnation that writes, if it is later than the version's
 
     @property
     def leads(self) -> bool:
@@ -130,8 +123,8 @@ class VersionSource:
 
 
 Export = Callable[[VersionSource, WorkDir, Coordinate, Callable[[int], None]], Files]
-"""Writes the files of a coordinate into a working directory, telling of bytes as they are
-written."""
+"""Writes the files of a coordinate into a working directory, and calls back with the bytes of each
+block that is written."""
 
 
 def persist_label(
@@ -144,8 +137,24 @@ def persist_label(
 ) -> Path:
     """Write this node's part of a committed version, and wait until the checkpoint is complete.
 
-    To be called on every node of the job for the same version. The arenas that hold it are pinned
-    only while they are read."""
+    Called on every node of the job for the same version. The arenas that hold it are pinned only
+    while they are read.
+
+    Args:
+        job_dir: the job's memory on this node.
+        label: the version.
+        config: the block.
+        stop: set to give up.
+        progress: called while blocks are written, and at each phase.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        OvertakenError: memory moved past the version.
+        FencedError: a newer incarnation of the job writes there.
+        PersistError: it was not written for another reason.
+    """
     if config.persist.dir is None:
         raise PersistError(
             'there is no directory to persist to; write "persist": {"dir": ...} into "reft"'
@@ -183,10 +192,11 @@ def _fault_points(config: ReftConfig, source: VersionSource) -> Callable[[Coordi
 
 
 def reason_unwritable(directory: Path) -> str:
-    """Why this host cannot write to a persist directory; empty if it can. Nothing is left there.
+    """Why this host cannot write to a persist directory; "" if it can. Nothing is left there.
 
-    The directory is made by the first write. A missing parent is a file system that is not
-    mounted."""
+    The directory may not exist yet: the first write makes it. If its parent is missing, the file
+    system is not mounted.
+    """
     try:
         with TemporaryFile(dir=directory if directory.exists() else directory.parent):
             return ""
@@ -198,15 +208,15 @@ def reason_unwritable(directory: Path) -> str:
 
 
 class HeldError(OvertakenError):
-    """A trainer of this node has the lock of an arena that still holds the version: it may let go
-    of it."""
+    """A trainer of this node has locked an arena that still holds the version, and may release
+    it."""
 
 
 def _notify_overtaken(
     job_dir: JobDir, label: VersionId, directory: Path, error: OvertakenError
 ) -> None:
-    """This node's part will never come: the others need not wait for it. The record goes with the
-    working directory, when the leader writes a newer version."""
+    """Tell the other nodes not to wait: this node's part will never come. The record is removed
+    with the working directory, when the leader writes a newer version."""
     writer = max(label.incarnation, job_dir.noted_incarnation())
     work = WorkDir.of(directory, job_dir.job_id, label, writer)
     try:
@@ -239,7 +249,7 @@ def _pin(job_dir: JobDir, label: VersionId, pins: ExitStack) -> VersionSource:
                 newer.add(header.coordinate)
             continue
         pinned = arena.lock_shared()
-        now = arena.header()  # what was read before the lock may be gone
+        now = arena.header()  # again: it may have changed before the lock
         there = now is not None and now.label == label and now.state.whole
         if now is None or not pinned or not there:
             kind = HeldError if there else OvertakenError
@@ -284,17 +294,26 @@ def write_version(
     unpin: Callable[[], None] = lambda: None,
     reach: Callable[[Coordinate], None] = lambda coordinate: None,
 ) -> PersistedInfo:
-    """Write this process's part of a version and see the checkpoint through to its name. ``unpin``:
-    called as soon as the blocks are not read any more. ``reach``: called in the middle of writing
-    the blocks of each coordinate. Raises FencedError: a newer start of the job writes here. Raises
-    PersistError: if it was not written. A failing leader leaves no working directory behind; other
-    nodes leave the reason in it."""
+    """Write this process's part of a version, and wait until the checkpoint has its name.
+
+    A leader that fails removes the working directory; other nodes leave the reason in it.
+
+    Args:
+        source: the part of this process.
+        options: where and how.
+        unpin: called when the blocks are no longer read.
+        reach: called in the middle of writing the blocks of each coordinate, for fault injection.
+
+    Raises:
+        FencedError: a newer incarnation of the job writes there.
+        PersistError: it was not written for another reason.
+    """
     writing = _Writing(source, options)
     try:
         present = published(writing.work)
         if present is not None:
             return present
-        fence.check(options.directory, source.job_id, writing.start)
+        fence.check(options.directory, source.job_id, writing.incarnation)
         refuse_stale(options.directory, source.job_id, source.label)
         return writing.write(unpin, reach)
     except OSError as error:
@@ -308,8 +327,8 @@ def write_version(
 
 
 def _make_directory(work: WorkDir) -> None:
-    # The persist directory is made, as DeepSpeed does. A missing parent is a file system that is
-    # not mounted.
+    # The persist directory is made, as DeepSpeed does. If its parent is missing, the file system is
+    # not mounted: then nothing is made.
     for directory in (work.root.parent.parent, work.root.parent):
         with suppress(FileExistsError):
             directory.mkdir()
@@ -317,11 +336,13 @@ def _make_directory(work: WorkDir) -> None:
 
 
 class _Writing:
+    """One process's part in writing one version."""
+
     def __init__(self, source: VersionSource, options: PersistOptions) -> None:
         self.source = source
         self.options = options
         self.work = WorkDir.of(options.directory, source.job_id, source.label, source.writer)
-        self.start = max(source.writer, source.label.incarnation)  # of the job
+        self.incarnation = max(source.writer, source.label.incarnation)  # that writes
 
     def write(
         self, unpin: Callable[[], None], reach: Callable[[Coordinate], None]
@@ -338,7 +359,7 @@ class _Writing:
     def _open(self) -> None:
         _make_directory(self.work)
         if self.source.leads:
-            fence.claim(self.work.root.parent, self.work.job_id, self.start)
+            fence.claim(self.work.root.parent, self.work.job_id, self.incarnation)
             remove_debris(self.work)
         self.work.failed(self.source.node).unlink(missing_ok=True)
 
@@ -415,14 +436,14 @@ class _Writing:
         return part
 
     def _give_up(self, error: BaseException) -> None:
-        """Leave no debris, and tell the others why: they need not wait for what will not come."""
+        """Remove this process's files, and tell the other nodes why, so that they do not wait."""
         work, source = self.work, self.source
         if source.leads and not isinstance(error, OvertakenError):
             shutil.rmtree(work.root, ignore_errors=True)
             return
-        # What a node has said of its memory stays for those that come later.
+        # The reasons of nodes whose memory moved on stay, for nodes that come later.
         for coordinate in source.blocks:
-            # The record first: where it is, the leader takes the file.
+            # The record before the arena: while it is there, the leader takes the arena.
             for path in (work.part(coordinate), work.root / arena_file(coordinate)):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
@@ -451,11 +472,12 @@ class _Writing:
             lambda: [f"the part of {c}" for c in coordinates if not self.work.part(c).exists()]
         )
 
-    def _poll(self, look: Callable[[], list[str]], naming: bool = False) -> None:
+    def _poll(self, find_missing: Callable[[], list[str]], naming: bool = False) -> None:
+        """Wait until nothing is missing. The timeout starts again with everything that appears."""
         poll = Backoff(*_POLL_SECS)
         seen = -1
         deadline = 0.0
-        while missing := look():
+        while missing := find_missing():
             if len(missing) != seen:
                 seen, deadline = len(missing), time.monotonic() + self.options.timeout_secs
             self._check_others(naming)
@@ -463,15 +485,15 @@ class _Writing:
                 raise PersistError(
                     f"{self.work.label}: waited {self.options.timeout_secs:g} s for "
                     f"{', '.join(missing[:4])}{' ...' if missing[4:] else ''}; check that the "
-                    "daemons of all "
-                    f"nodes run and see {self.work.root.parent}, or raise persist.timeout_secs"
+                    f"daemons of all nodes run and see {self.work.root.parent}, or raise "
+                    "persist.timeout_secs"
                 )
             if self.options.stop.wait(poll.failed()):
                 raise PersistError(f"{self.work.label}: writing was stopped")
 
     def _check_others(self, naming: bool) -> None:
         work = self.work
-        # While the leader names the checkpoint, .staging goes first and the directory itself last.
+        # While the leader names the checkpoint, it removes .staging first, and the directory last.
         present = work.root if naming else work.staging
         if not present.is_dir() and published(work) is None:
             raise GivenUpElsewhereError(f"{work.label}: given up by the node of {LEADER}")
@@ -502,14 +524,16 @@ def _write_arena(
 
 
 def _leave_reason(work: WorkDir, node: str, error: BaseException, secret: bytes) -> None:
-    said = {"node": node, "error": f"{type(error).__name__}: {error}"}
-    write_record(
-        work.failed(node), {**said, "overtaken": isinstance(error, OvertakenError)}, secret
-    )
+    reason = {
+        "node": node,
+        "error": f"{type(error).__name__}: {error}",
+        "overtaken": isinstance(error, OvertakenError),
+    }
+    write_record(work.failed(node), reason, secret)
 
 
 def published(work: WorkDir) -> PersistedInfo | None:
-    """The finished checkpoint of exactly this version, if it is there."""
+    """The complete checkpoint of exactly this version; None if there is none."""
     info = read_marker(work.root.parent / format_tag(work.label))
     if info is None or (info.job_id, info.label) != (work.job_id, work.label):
         return None

@@ -1,10 +1,10 @@
-"""Checkpoints that reft wrote into a persist directory, as they are found again.
+"""Finds and reads the checkpoints that reft wrote into a persist directory.
 
-A persist directory holds one directory per job (P7), and that is what ``load_checkpoint`` takes as
-``load_dir``: ``latest``, and a tag directory for each checkpoint, with the arenas of all
-coordinates and one marker, ``reft.json``. What ``reft persist`` exports, and what reft wrote in
-format 1, has DeepSpeed's own files instead, and reft's host files beside them. The directory gets
-its final name only when it is complete and on storage, so the marker is there exactly if everything
+A persist directory holds one directory for each job (P7), which ``load_checkpoint`` takes as
+``load_dir``. It contains ``latest`` and a tag directory for each checkpoint, with the arenas of all
+coordinates and a marker, ``reft.json``. Exports of ``reft persist``, and checkpoints of format 1,
+have DeepSpeed's own files instead of arenas, and reft's host files next to them. A directory gets
+its final name only when it is complete and on storage: the marker is there exactly if everything
 else is.
 """
 
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 MARKER_NAME = "reft.json"
 LATEST_NAME = "latest"
 MARKER_FORMAT = 2
+# In place of a job's secret, which may be lost with its memory: on storage, digests detect
+# accidents.
 STORAGE_KEY = b"reft on storage"
-"""In the place of a job's secret, which may be lost with its memory: digests there are against
-accidents."""
 _READ_BYTES = 4 * 2**20
 _TAG = re.compile(r"^\.?global_step\d+")
 
@@ -46,20 +46,16 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PersistedInfo:
-    # the job's directory within the persist directory, what ``load_checkpoint`` takes as
-    # ``load_dir``
-    directory: Path
+    directory: Path  # the job's directory, which ``load_checkpoint`` takes as ``load_dir``
     tag: str  # name of the checkpoint's directory within it
     job_id: str  # job whose state it is
     label: VersionId  # incarnation and step of that state
     degrees: Degrees  # parallel degrees of the job
     created_unix_secs: float  # when it was completed
-    # layout hash of every coordinate's arena, by coordinate
-    layouts: Mapping[str, str] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)  # layout hashes, by coordinate
     files: Mapping[str, FileRecord] = field(default_factory=dict)  # every file but the marker
-    # what makes the job the one that it is, encoded; None where it was not known
-    fingerprint: str | None = None
-    arenas: bool = False  # whether it holds arenas; else DeepSpeed's files, as all of format 1 do
+    fingerprint: str | None = None  # of the job, encoded; None if it was not known
+    arenas: bool = False  # it holds arenas, not DeepSpeed's files
 
     @property
     def path(self) -> Path:
@@ -91,8 +87,11 @@ class PersistedInfo:
 
 
 def job_directory(directory: Path, job_id: str) -> Path:
-    """Where a job's checkpoints lie in a persist directory: no other job writes or looks there
-    (P7)."""
+    """A job's own directory in a persist directory (P7).
+
+    Raises:
+        PersistError: the job id is no name of a directory.
+    """
     if job_id in ("", ".", "..") or "/" in job_id or "\0" in job_id:
         raise PersistError(
             f"job id {job_id!r} cannot name a directory in {directory}; choose another one"
@@ -101,12 +100,16 @@ def job_directory(directory: Path, job_id: str) -> Path:
 
 
 def format_tag(label: VersionId) -> str:
-    """DeepSpeed's own tag of a step, so that ``latest`` and people find what they expect."""
+    """The tag of a version: DeepSpeed's own of that step."""
     return f"global_step{label.step}"
 
 
 def read_marker(checkpoint: Path) -> PersistedInfo | None:
-    """What the marker in a checkpoint directory says; None if reft did not write the directory."""
+    """The marker in a checkpoint's directory; None if reft did not write the directory.
+
+    Raises:
+        PersistError: the marker cannot be read, or is of a later format.
+    """
     try:
         text = (checkpoint / MARKER_NAME).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -120,8 +123,7 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
         if content["format"] > MARKER_FORMAT:
             raise PersistError(
                 f"{checkpoint / MARKER_NAME}: written in format {content['format']}; this reft "
-                "reads format "
-                f"{MARKER_FORMAT}: use the reft that wrote it, or a later one"
+                f"reads format {MARKER_FORMAT}: use the reft that wrote it, or a later one"
             )
         return PersistedInfo(
             directory=checkpoint.parent,
@@ -141,8 +143,7 @@ def read_marker(checkpoint: Path) -> PersistedInfo | None:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise PersistError(
             f"{checkpoint / MARKER_NAME}: is not a marker of a persisted checkpoint ({error!r}); "
-            "remove the "
-            f"directory if it is not needed"
+            "remove the directory if it is not needed"
         ) from error
 
 
@@ -155,11 +156,15 @@ def _file(name: str) -> str:
 def find_markers(
     directory: Path, job_id: str | None = None
 ) -> tuple[list[PersistedInfo], list[str]]:
-    """Checkpoints in ``directory`` that reft wrote, oldest first, complete or not; and what is
-    wrong with directories whose marker cannot be read.
+    """Find the checkpoints in a directory.
 
-    A directory that was set aside while its replacement was being renamed (``.global_step…``)
-    counts: at that instant it may be the only one."""
+    A directory that was set aside while its replacement was renamed (``.global_step…``) counts: at
+    that instant it may be the only one.
+
+    Returns:
+        The checkpoints that reft wrote, complete or not, the oldest first; and the reasons why
+        other markers cannot be read.
+    """
     found, problems = [], []
     for name in _subdirectories(directory):
         if not _TAG.match(name) or name.endswith(".tmp"):
@@ -171,15 +176,14 @@ def find_markers(
             continue
         if info is not None and job_id in (None, info.job_id):
             found.append(info)
-    # Of equal labels the one under its own name comes last.
+    # Of equal labels, the directory with its own name comes last.
     return sorted(
         found, key=lambda i: (i.label, i.created_unix_secs, not i.tag.startswith("."))
     ), problems
 
 
 def list_persisted(directory: Path, job_id: str | None = None) -> list[PersistedInfo]:
-    """Complete checkpoints in ``directory`` that reft wrote, oldest first; others are named in the
-    log."""
+    """The complete checkpoints in ``directory``, the oldest first; incomplete ones are logged."""
     found, skipped = find_markers(directory, job_id)
     for problem in skipped:
         logger.warning("skipped: %s", problem)
@@ -196,9 +200,12 @@ def list_persisted(directory: Path, job_id: str | None = None) -> list[Persisted
 
 
 def newest_incarnation(directory: Path, job_id: str) -> int:
-    """Highest incarnation of the job that any marker in its ``directory`` names, whole checkpoint
-    or not, or that has claimed it; 0 if there is none. Damaged ones count: what is written next
-    must be newer."""
+    """The newest incarnation of the job that any marker names, or that has claimed the directory; 0
+    if there is none. Damaged checkpoints count, too: the next one must be newer.
+
+    Raises:
+        PersistError: the directory cannot be read.
+    """
     try:
         claimed = fence.claimed(directory, job_id)
     except OSError as error:
@@ -209,7 +216,7 @@ def newest_incarnation(directory: Path, job_id: str) -> int:
 
 
 def latest_tag(directory: Path) -> str | None:
-    """What the file ``latest`` says, None if there is none or it names nothing in the directory."""
+    """The tag in the file ``latest``; None if there is no such file, or it holds no tag."""
     try:
         tag = (directory / LATEST_NAME).read_text(errors="replace").strip()
         return _file(tag)
@@ -220,8 +227,16 @@ def latest_tag(directory: Path) -> str | None:
 def check_files(
     checkpoint: Path, files: Mapping[str, FileRecord], *, read: bool = True
 ) -> list[str]:
-    """Compare files of a checkpoint with their records (P5), without ``read`` by their lengths
-    alone; one line for each that differs."""
+    """Compare files of a checkpoint with their records (P5).
+
+    Args:
+        checkpoint: its directory.
+        files: the records, by name.
+        read: compare checksums, not only lengths.
+
+    Returns:
+        One line for each file that differs.
+    """
     problems = []
     for name, record in files.items():
         try:
@@ -236,8 +251,8 @@ def check_files(
 
 
 def check_arenas(checkpoint: Path, names: Iterable[str]) -> list[str]:
-    """Compare all blocks of a checkpoint's arenas with their checksums (P5); a line for each that
-    differs."""
+    """Compare all blocks of a checkpoint's arenas with their checksums (P5). Returns one line for
+    each that differs."""
     problems = []
     for name in names:
         try:

@@ -1,12 +1,14 @@
-"""When the daemon writes versions to storage, and what it does when storage fails.
+"""Decides when the daemon writes a version to storage, and what it does when storage fails.
 
-One thread writes one version at a time. A version is due when its step is a multiple of
-``persist.interval_steps``, or where that is "auto" of what the trainers agreed on: on every node
-the same; what memory went on from before its turn came is passed over, and the other nodes hear of
-it; while storage fails, each due version is tried for as long as it is in memory, then the next
-one: training goes on, and the status says since when the checkpoints are stale. When memory ceases
-to survive the loss of a node, a version is due at once, whatever the interval, and others are until
-one of them is on storage.
+One thread writes one version at a time. A version is due if its step is a multiple of
+``persist.interval_steps``; if that is "auto", the trainers agree on it, the same on every node. A
+version that memory moved past before its turn came is skipped, and the other nodes learn of it.
+
+While storage fails, each due version is tried for as long as it is in memory, then the next one.
+Training continues, and the status says since when checkpoints are stale.
+
+When memory no longer survives the loss of a node, a version is due at once, and further ones are
+until one of them is on storage.
 """
 
 from __future__ import annotations
@@ -33,26 +35,24 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECS = (0.5, 30.0)
 _CLOSE_SECS = 5.0
+# After a failure, while memory does not survive the loss of a node, multiples of this are due:
+# nodes that learn of the failure at different steps choose the same version.
 _AGAIN_STEPS = 10
-"""A version that memory cannot keep has failed: multiples of this are tried, so that nodes that
-hear of it at different steps choose the same one."""
 
 
 @dataclass
 class PersistStatus:
-    dir: str | None = None  # dir, interval_steps: as the block has them
-    interval_steps: int = 0
-    last: VersionId | None = None  # last, last_path: the newest that is on storage
-    last_path: str | None = None
-    writing: VersionId | None = None  # writing, phase: what is being written, and how far
-    phase: str | None = None
-    # stale_since_step, error: since when none has reached storage, and why
-    stale_since_step: int | None = None
-    error: str | None = None
-    attempts: int = 0  # since one did
+    dir: str | None = None  # from the block
+    interval_steps: int = 0  # from the block
+    last: VersionId | None = None  # newest version on storage
+    last_path: str | None = None  # of its checkpoint
+    writing: VersionId | None = None  # the version that is being written
+    phase: str | None = None  # see PersistProgress
+    stale_since_step: int | None = None  # since which no version has reached storage
+    error: str | None = None  # why
+    attempts: int = 0  # since the last success
     lag_steps: int = 0  # by which storage is older than memory
-    # newest version that memory went on from before it was written
-    overtaken: VersionId | None = None
+    overtaken: VersionId | None = None  # newest version that memory moved past unwritten
 
     def update(self, **fields: Any) -> None:
         vars(self).update(fields)
@@ -82,26 +82,27 @@ class Persister:
         persist: Callable[..., Path] = persist_label,
         on_attempt: Callable[[], None] = lambda: None,
     ) -> None:
-        self._job_dir = job_dir
-        self._on_attempt = on_attempt
         self.status = PersistStatus()
-        self._persist = persist
-        self._changed = threading.Condition()
-        self._due: VersionId | None = None
-        self._asked: dict[VersionId, Future[str]] = {}
-        self._backoff = Backoff(*_RETRY_SECS)
-        self._closing = False
-        self._stop = threading.Event()
-        self._newest: VersionId | None = None
-        self._told: VersionId | None = None  # the version whose lag was warned of
-        self._unprotected: tuple[VersionId | None, bool] = (None, False)
         self.config: ReftConfig | None = None
-        self._fenced = (0, "")
-        self._refused: VersionId | None = None  # the version that storage did not take last
-        # the first version that memory overtook since one was written
+        self.progress: PersistProgress | None = None  # of the version that is being written
+        self._job_dir = job_dir
+        self._persist = persist
+        self._on_attempt = on_attempt
+        # Guards what follows, and wakes the writing thread.
+        self._changed = threading.Condition()
+        self._closing = False
+        self._stop = threading.Event()  # gives up the version that is being written
+        self._due: VersionId | None = None
+        self._requests: dict[VersionId, Future[str]] = {}  # of persist_and_wait
+        self._backoff = Backoff(*_RETRY_SECS)
+        self._newest: VersionId | None = None  # in memory
+        self._logged_lag: VersionId | None = None  # version whose lag was logged
+        # Newest version whose protection is known, and whether it is lost with one node.
+        self._unprotected: tuple[VersionId | None, bool] = (None, False)
+        self._fenced = (0, "")  # newest incarnation that fenced this node, and the message
+        self._refused: VersionId | None = None  # version of the last failure of storage
+        # First version that memory moved past since one was written.
         self._missed: VersionId | None = None
-        # of what is being written, as it was told last
-        self.progress: PersistProgress | None = None
 
     def configure(self, config: ReftConfig) -> None:
         with self._changed:
@@ -117,11 +118,12 @@ class Persister:
         threading.Thread(target=self._run, name="persist", daemon=True).start()
 
     def close(self) -> None:
-        """Give up what is being written, waiting a few seconds at most for it to be tidied up."""
+        """Give up the version that is being written; waits a few seconds for its files to be
+        removed."""
         with self._changed:
             self._closing = True
             self._stop.set()
-            for future in self._asked.values():
+            for future in self._requests.values():
                 future.cancel()
             self._changed.notify()
             self._changed.wait_for(lambda: self.status.writing is None, timeout=_CLOSE_SECS)
@@ -129,15 +131,19 @@ class Persister:
     def offer(
         self, label: VersionId, *, unprotected: bool | None = None, due: bool = False
     ) -> None:
-        """A version is committed in memory; takes it if it is due and newer. ``unprotected``:
-        memory no longer survives the loss of a node, so that the first such version is due at once,
-        whatever the interval. None: not known, as before. ``due``: the ranks agreed that it goes to
-        storage."""
+        """A version is committed in memory: take it if it is due and newer than what was taken.
+
+        Args:
+            label: the version.
+            unprotected: memory no longer survives the loss of a node. The first such version is due
+                at once. None if not known: as before.
+            due: the ranks agreed that it goes to storage.
+        """
         with self._changed:
-            at_once = self._falls(label, unprotected)
+            at_once = self._becomes_unprotected(label, unprotected)
             writing = self.status.writing
             if writing is not None and writing.incarnation < label.incarnation:
-                # The job restarted: parts that other nodes owe to the old version will never come.
+                # The job restarted: the other nodes' parts of the old version will never come.
                 self._stop.set()
             interval = self.config.persist.fixed_steps if self.config else 0
             known = self._due or self.status.last
@@ -146,7 +152,7 @@ class Persister:
             due = (
                 due
                 or at_once
-                or self._must_again(label)
+                or self._replaces_memory(label)
                 or bool(interval and label.step % interval == 0)
             )
             if due and (known is None or label > known):
@@ -162,18 +168,17 @@ class Persister:
             self.status.update(lag_steps=lag)
             # else it fails
             slow = interval and lag > interval and self.status.stale_since_step is None
-            if slow and waits != self._told:
-                self._told = waits
+            if slow and waits != self._logged_lag:
+                self._logged_lag = waits
                 logger.warning(
-                    "step %d is committed, but step %d is not on storage yet: writing takes "
-                    "longer than "
-                    "persist.interval_steps (%d). Write less often, or find out what slows down %s",
+                    "step %d is committed, but step %d is not on storage yet: writing takes longer "
+                    "than persist.interval_steps (%d). Write less often, or find out what slows "
+                    "down %s",
                     *(label.step, label.step - lag, interval, self.config.persist.dir),
                 )
 
     def _lag(self) -> tuple[int, VersionId | None]:
-        """Steps from the oldest version that was due and is not on storage to the newest one in
-        memory."""
+        """Steps from the oldest version that is due to the newest one in memory, and the former."""
         newest, stale = self._newest, self.status.stale_since_step
         if newest is None:
             return 0, None
@@ -184,39 +189,43 @@ class Persister:
         waits = min(due, default=None)
         return (0 if waits is None else max(0, newest.step - waits.step)), waits
 
-    def _falls(self, label: VersionId, unprotected: bool | None) -> bool:
-        """Whether ``label`` is the first version that does not survive the loss of a node. Told by
-        every trainer of the node; what is said of an older version than the newest comes late."""
+    def _becomes_unprotected(self, label: VersionId, unprotected: bool | None) -> bool:
+        """Whether ``label`` is the first version that does not survive the loss of a node. Every
+        trainer of the node reports it; a late report of an older version does not count."""
         since, before = self._unprotected
         if unprotected is None or self.config is None or (since is not None and label < since):
             return False
         self._unprotected = label, unprotected
         return unprotected and not before
 
-    def _must_again(self, label: VersionId) -> bool:
-        """Whether nothing is on storage yet that stands in for a memory that does not survive the
-        loss of a node, and ``label`` is to be tried (P3)."""
+    def _replaces_memory(self, label: VersionId) -> bool:
+        """Whether ``label`` is to be tried because memory does not survive the loss of a node, and
+        no version since then has reached storage (P3)."""
         failing = self._missed is not None or self.status.stale_since_step is not None
         return failing and self._unprotected[1] and label.step % _AGAIN_STEPS == 0
 
     def fenced(self, incarnation: int) -> str:
-        """Why a node of this start of the job has to end: a newer one writes where it did; else
-        empty.
+        """Why a node of this incarnation has to end: a newer one has fenced it; "" if none has.
 
-        The start that a node takes part in refuses, too, a version that its daemon has been writing
-        since before the job started anew."""
+        A newer incarnation in which this node takes part does not count: it refuses the version
+        that the daemon has been writing since before the restart.
+        """
         newest, why = self._fenced
         return why if newest > max(incarnation, self._job_dir.noted_incarnation()) else ""
 
     def wants(self, label: VersionId) -> bool:
-        """Whether there is a directory to persist to, and ``label`` is newer than what is there."""
+        """Whether versions are persisted, and ``label`` is newer than the newest one on storage."""
         last = self.status.last
         return bool(self.config and self.config.persist.dir is not None) and (
             last is None or label > last
         )
 
     def persist_and_wait(self, label: VersionId, timeout_secs: float) -> str:
-        """Persist ``label`` next, whether due or not; several callers share one attempt."""
+        """Persist ``label`` next, due or not. Several callers share one attempt.
+
+        Raises:
+            PersistError: it failed, or did not end in time.
+        """
         if self.config is None or self.config.persist.dir is None:
             raise PersistError(
                 'there is no directory to persist to; write "persist": {"dir": ...} into "reft"'
@@ -224,7 +233,7 @@ class Persister:
         with self._changed:
             if self.status.last == label and self.status.last_path is not None:
                 return self.status.last_path
-            future = self._asked.setdefault(label, Future())
+            future = self._requests.setdefault(label, Future())
             self._changed.notify()
         try:
             return future.result(timeout_secs)
@@ -237,12 +246,12 @@ class Persister:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._closing or self._asked or self._due is not None
+                    lambda: self._closing or self._requests or self._due is not None
                 )
                 if self._closing:
                     return
-                asked = min(self._asked) if self._asked else None
-                label = asked or self._due
+                requested = min(self._requests) if self._requests else None
+                label = requested or self._due
                 config = self.config
                 assert label is not None
                 assert config is not None
@@ -289,7 +298,7 @@ class Persister:
             if self._due is not None and self._due <= label:
                 self._due = None
             self.status.update(lag_steps=self._lag()[0])
-            future = self._asked.pop(label, None)
+            future = self._requests.pop(label, None)
         if future is not None and not future.cancelled():
             future.set_result(path)
 
@@ -309,7 +318,7 @@ class Persister:
             self._refused = label
             self._fail(label, message, since=label)
         with self._changed:
-            future = self._asked.pop(label, None)
+            future = self._requests.pop(label, None)
             if future is not None and not future.cancelled():
                 future.set_exception(PersistError(message))
             if self._due == label and gone:
@@ -317,7 +326,7 @@ class Persister:
                 self._due = None
             if self._due is not None and self._due <= label:
                 self._changed.wait_for(
-                    lambda: self._closing or self._asked or self._due != label,
+                    lambda: self._closing or self._requests or self._due != label,
                     timeout=self._backoff.failed(),
                 )
 

@@ -1,22 +1,22 @@
-"""A checkpoint while it is written, and its last act: give it its name, switch ``latest``, remove
-old ones.
+"""A checkpoint while it is written, and its publication: it gets its name, ``latest`` is switched,
+old checkpoints are removed.
 
 All nodes share its working directory::
 
-    <dir>/.global_step40.2.3-1f0c9ab3.tmp/   tag, incarnation, the start that writes it, job
+    <dir>/.global_step40.2.3-1f0c9ab3.tmp/   tag, incarnation, incarnation that writes, job
         pp0.dp0.tp0.arena ...                the checkpoint's files, of each coordinate
-        .staging/part-<coordinate>.json      which files, and their checksums: they are complete
-        .staging/failed-<node>.json          this node gave up, and why
+        .staging/part-<coordinate>.json      complete files of a coordinate, with checksums
+        .staging/failed-<node>.json          why a node gave up
 
-Every file has one writer, so that nothing depends on how a shared file system merges pages. The
-records carry a MAC of the job's secret, and blocks are compared with their checksums when they are
-written and again when they are read (P5, P11). Only whole records ever have their final name.
+Every file has one writer: nothing depends on how a shared file system merges pages. The records
+carry a MAC by the job's secret. Blocks are compared with their checksums when they are written and
+again when they are read (P5, P11). A record appears under its final name only as a whole.
 
-The order is what keeps a checkpoint loadable whatever is killed: all files are on storage before
-the directory gets its name, the name is on storage before ``latest`` says it, and nothing older is
-removed before that. A start of the job that was replaced is refused, wherever it was stopped
-(:mod:`reft.storage.fence`), and so is a version older than the one that ``latest`` names: a node
-that was cut off must not overwrite what its successors wrote.
+The order of operations keeps a checkpoint loadable whatever is killed. All files are on storage
+before the directory gets its name. The name is on storage before ``latest`` refers to it. Nothing
+older is removed before that. An incarnation that was replaced is refused, wherever it was stopped
+(:mod:`reft.storage.fence`). So is a version older than the one that ``latest`` names: a node that
+was cut off must not overwrite what its successors wrote.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from reft.storage.persisted import (
 
 logger = logging.getLogger(__name__)
 
-LEADER = Coordinate(0, 0, 0)  # the node of this coordinate names the checkpoint in the end
+LEADER = Coordinate(0, 0, 0)  # the node of this coordinate publishes the checkpoint
 
 _PERSON = b"reft-persist"
 
@@ -80,8 +80,14 @@ class WorkDir:
 
     @classmethod
     def of(cls, directory: Path, job_id: str, label: VersionId, writer: int = 0) -> WorkDir:
-        """Of a version that a start of the job writes: its own, or an earlier one's that memory
-        holds."""
+        """The working directory of a version.
+
+        Args:
+            directory: the job's directory.
+            job_id: the job.
+            label: the version.
+            writer: incarnation that writes, if it is later than the version's.
+        """
         writer = max(writer, label.incarnation)
         name = f".{format_tag(label)}.{label.incarnation}.{writer}-{short_name(job_id)}.tmp"
         return cls(directory / name, job_id, label)
@@ -92,12 +98,12 @@ class WorkDir:
 
     @property
     def scripts(self) -> Path:
-        """Scripts that DeepSpeed puts beside the tag directories."""
+        """Scripts that DeepSpeed puts next to the tag directories."""
         return self.staging / "scripts"
 
     @property
     def pointers(self) -> Path:
-        """Files that name the newest checkpoint, beside ``latest``, for the program that trains."""
+        """Files next to ``latest`` in which programs expect the name of the newest checkpoint."""
         return self.staging / "pointers"
 
     def part(self, coordinate: Coordinate) -> Path:
@@ -118,22 +124,26 @@ class WorkDir:
 
 @dataclass(frozen=True)
 class BlockInFile:
-    entry: Entry  # which block it is, and the checksum taken when its bytes were copied
-    buffer: memoryview  # the data region that holds it at ``entry.arena_offset``, as it is now
-    origin: str  # where that lies, for messages
+    entry: Entry  # with the checksum taken when the bytes were copied
+    buffer: memoryview  # data region that holds the block at ``entry.arena_offset``
+    origin: str  # of the data region, for messages
 
     @property
     def data(self) -> memoryview:
         return self.buffer[self.entry.arena_offset : self.entry.arena_offset + self.entry.nbytes]
 
     def check(self, data: memoryview | bytes) -> None:
-        """Compare bytes of it with the checksum (P5). Raises PersistError."""
+        """Compare the block's bytes with the checksum (P5).
+
+        Raises:
+            PersistError: they differ.
+        """
         entry = self.entry
         if len(data) != entry.nbytes or checksum(data) != entry.checksum:
             raise PersistError(
                 f"{entry.key.section} block {entry.key.index} of member {entry.key.member} in "
-                f"{self.origin} "
-                f"does not match the checksum taken when it was copied; this version is not written"
+                f"{self.origin} does not match the checksum taken when it was copied; this version "
+                "is not written"
             )
 
 
@@ -143,16 +153,23 @@ def write_arena(
     blocks: Sequence[BlockInFile],
     on_block: Callable[[int], None] = lambda nbytes: None,
 ) -> FileRecord:
-    """Write an arena of these blocks, one after the other, and flush it to storage. It is read as
-    one in memory is, with :data:`STORAGE_KEY`. Each block is compared with its checksum as it is
-    read (P5)."""
+    """Write an arena of these blocks, consecutively, and flush it to storage.
+
+    It is read like an arena in memory, with STORAGE_KEY in place of the job's secret.
+
+    Args:
+        path: file to write.
+        header: of the version; its entries are replaced.
+        blocks: each is compared with its checksum as it is read (P5).
+        on_block: called with the bytes of each block that is written.
+    """
     geometry = Geometry.of(sum(aligned(b.entry.nbytes) for b in blocks), len(blocks))
     entries: list[Entry] = []
     offset = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         for block in blocks:
-            block.check(block.data)  # what changes on the way is found when it is read
+            block.check(block.data)
             _write_all(fd, block.data, geometry.data_offset + offset)
             entries.append(replace(block.entry, arena_offset=offset))
             offset += aligned(block.entry.nbytes)
@@ -183,13 +200,18 @@ def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def write_record(path: Path, content: Mapping[str, Any], secret: bytes) -> None:
-    """Write one authenticated JSON record; it appears whole or not at all."""
+    """Write one authenticated JSON record. It appears as a whole or not at all."""
     body = json.dumps(content, separators=(",", ":"), sort_keys=True)
     write_durably(path, json.dumps({"mac": _mac(body, secret), "body": body}).encode())
 
 
 def read_record(path: Path, secret: bytes) -> dict[str, Any] | None:
-    """A record, None if it is not there (yet)."""
+    """Read a record; None if there is none yet.
+
+    Raises:
+        AuthenticationError: it does not carry the job's secret.
+        PersistError: it is no record.
+    """
     try:
         envelope = json.loads(path.read_bytes())
         body, code = str(envelope["body"]), str(envelope["mac"])
@@ -200,8 +222,7 @@ def read_record(path: Path, secret: bytes) -> dict[str, Any] | None:
     if not is_same(code.encode(), _mac(body, secret).encode()):
         raise AuthenticationError(
             f"{path}: does not carry the job's secret; another job writes to the same directory "
-            "under the "
-            f"same name, or the file was forged. Give every job a persist.dir of its own"
+            "under the same name, or the file was forged. Give every job a persist.dir of its own"
         )
     content: dict[str, Any] = json.loads(body)
     return content
@@ -223,9 +244,19 @@ def publish(
     *,
     writer: int = 0,
 ) -> None:
-    """Make a finished working directory the checkpoint to resume from. ``reached``: called with
-    ``renaming``, ``renamed`` and ``latest`` as the steps are reached. ``writer``: the start of the
-    job that writes, if it is a later one than the version's."""
+    """Make a complete working directory the checkpoint to resume from.
+
+    Args:
+        work: the working directory.
+        info: of the checkpoint.
+        keep: number of the newest checkpoints that stay.
+        reached: called with "renaming", "renamed" and "latest" as these steps are reached.
+        writer: incarnation that writes, if it is later than the version's.
+
+    Raises:
+        FencedError: a newer incarnation of the job writes there.
+        PersistError: files are missing, or a newer version is there.
+    """
     problems = check_files(work.root, info.files, read=False)
     if problems:
         raise PersistError(
@@ -238,8 +269,8 @@ def publish(
     }
     try:
         with fence.switched(info.directory, info.job_id, writer, info.label, pointers) as switch:
-            # In this order: what is checked now holds for all that was made before, whenever it is
-            # renamed.
+            # After the drafts were made: a newer incarnation that claims the directory later takes
+            # them away, so that the check still holds when they are renamed.
             fence.check(info.directory, info.job_id, writer)
             refuse_stale(info.directory, info.job_id, info.label)
             for script in _files(work.scripts):
@@ -263,15 +294,17 @@ def publish(
 
 
 def refuse_stale(directory: Path, job_id: str, label: VersionId) -> None:
-    """Refuse to write where a newer incarnation, or a newer version, of the job has already
-    written."""
+    """Refuse to write a version older than the one that ``latest`` names.
+
+    Raises:
+        PersistError: it is older.
+    """
     tag = latest_tag(directory)
     named = read_marker(directory / tag) if tag else None
     if named is not None and named.job_id == job_id and label < named.label:
         raise PersistError(
             f"{directory}: latest is {named.tag}, {named.label}; writing {label} is refused, as "
-            "this node "
-            f"runs an older version of the job. If it was cut off, stop it"
+            "this node runs an older version of the job. If it was cut off, stop it"
         )
 
 
@@ -285,7 +318,7 @@ def _rename(source: Path, info: PersistedInfo) -> None:
         _check_replaceable(info)
         aside = info.directory / f".{info.tag}.{os.getpid()}.replaced"
         if not exchange(source, target):
-            # Without an atomic exchange the old one stays loadable under its name aside.
+            # Without an atomic exchange, the old checkpoint stays loadable under the other name.
             target.rename(aside)
             try:
                 source.rename(target)
@@ -306,14 +339,12 @@ def _check_replaceable(info: PersistedInfo) -> None:
     if present is None:
         raise PersistError(
             f"{info.path} exists and was not written by reft; remove it, or give persist.dir a "
-            "directory "
-            f"of its own"
+            "directory of its own"
         )
     if present.job_id != info.job_id:
         raise PersistError(
             f"{info.path} is a checkpoint of job {present.job_id}; job {info.job_id} does not "
-            "replace "
-            f"it. Give one of them another directory"
+            "replace it. Give one of them another directory"
         )
     if info.label < present.label:
         raise PersistError(
@@ -322,7 +353,8 @@ def _check_replaceable(info: PersistedInfo) -> None:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two directories in one step; False where kernel or file system cannot, as with NFS."""
+    """Swap two directories in one step. Returns False if the kernel or the file system, such as
+    NFS, cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -341,13 +373,14 @@ def exchange(a: Path, b: Path) -> bool:
 def prune(info: PersistedInfo, keep: int) -> None:
     """Remove all but the ``keep`` newest checkpoints of the job.
 
-    Those that the job went back behind are counted apart: they must not crowd out what it would
-    fall back to. Only directories with reft's marker are touched, and never the one that ``latest``
-    names."""
+    Checkpoints of steps that a rollback gave up are counted separately: they must not displace
+    those that the job would fall back to. Only directories with reft's marker are removed, and
+    never the one that ``latest`` names.
+    """
     mine = list_persisted(info.directory, info.job_id)
     passed = given_up(i.label for i in mine)
     line = [i for i in mine if i.label not in passed]
-    # What was set aside when another took its name is not what it would fall back to.
+    # A directory that was set aside, while another took its name, is none to fall back to.
     behind = [i for i in mine if i.label in passed and not i.tag.startswith(".")]
     spared = {latest_tag(info.directory), *(i.tag for i in (*line[-keep:], *behind[-keep:]))}
     for old in mine:
@@ -357,10 +390,15 @@ def prune(info: PersistedInfo, keep: int) -> None:
 
 
 def remove_checkpoint(path: Path, label: VersionId) -> None:
-    """Remove a checkpoint directory. It changes its name first, so that what is left of an
-    interrupted removal is neither taken for a checkpoint nor left for good. ``label``: of the
-    version to
-    remove: another one, which has taken its name meanwhile, gets it back."""
+    """Remove a checkpoint's directory.
+
+    It is renamed first: what an interrupted removal leaves is not taken for a checkpoint, and the
+    next writer removes it.
+
+    Args:
+        path: the directory.
+        label: the version to remove. If another version has taken the name meanwhile, it is kept.
+    """
     try:
         doomed = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}{REMOVED_SUFFIX}")
         path.rename(doomed)
@@ -375,8 +413,8 @@ def remove_checkpoint(path: Path, label: VersionId) -> None:
 
 
 def remove_debris(work: WorkDir) -> None:
-    """Remove what interrupted attempts of this job left: older working directories and half-removed
-    checkpoints. For the coordinating node only, before an attempt."""
+    """Remove what interrupted attempts of this job left: older working directories and partly
+    removed checkpoints. Called by the leader alone, before an attempt."""
     for other in work.others():
         if other.label < work.label:
             shutil.rmtree(other.root, ignore_errors=True)

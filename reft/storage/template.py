@@ -97,8 +97,7 @@ class TemplateBuilder:
         except UnsupportedStateError as error:
             raise UnsupportedStateError(
                 f"{self._where(path)} is of class {class_path(value)}, which reft cannot rebuild "
-                "in a "
-                f"checkpoint written from memory: {error}"
+                f"in a checkpoint written from memory: {error}"
             ) from error
         return ["value", value]
 
@@ -110,8 +109,7 @@ class TemplateBuilder:
         ):
             raise UnsupportedStateError(
                 f"{self._where(path)} is {value!r} of class {class_path(value)}; expected an enum "
-                "of "
-                f"{' or '.join(_ENUM_PACKAGES)}, or a plain value"
+                f"of {' or '.join(_ENUM_PACKAGES)}, or a plain value"
             )
         return ["enum", cls.__module__, cls.__qualname__, value.name]
 
@@ -126,9 +124,8 @@ class TemplateBuilder:
         if not same_value(held, value):
             raise UnsupportedStateError(
                 f"{self._where(path)} is {value!r:.80} ({class_path(value)}), but the captured "
-                "host state "
-                f"says {held!r:.80} at {_spell(host_path)}; expected the same value of the same "
-                "type"
+                f"host state says {held!r:.80} at {_spell(host_path)}; expected the same value of "
+                "the same type"
             )
         return ["host", list(host_path)]
 
@@ -154,10 +151,8 @@ class TemplateBuilder:
                 return ["tensor", str(section), found, form]
         raise UnsupportedStateError(
             f"{self._where(path)} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)} that "
-            "is neither "
-            "part of the snapshot's images nor of the captured host state; register it as a "
-            "parameter or "
-            f"a buffer, or put it into the client state"
+            "is neither part of the snapshot's images nor of the captured host state; register it "
+            "as a parameter or a buffer, or put it into the client state"
         )
 
     def _where(self, path: Path) -> str:
@@ -192,9 +187,8 @@ class Rebuilder:
             return functools.reduce(operator.getitem, path, self._host_state)
         except (KeyError, IndexError, TypeError) as error:
             raise PersistError(
-                f"the host state of the version has no {_spell(tuple(path))}, which its "
-                "checkpoint template "
-                f"refers to"
+                f"the host state of the version has no {_spell(tuple(path))}, which its checkpoint "
+                "template refers to"
             ) from error
 
     def _dict(self, container: str, items: list[list[Node]], attributes: list[Any]) -> Any:

@@ -35,8 +35,7 @@ def look(directory: Path, script: str) -> list[str]:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"zero_optimization": {"stage": 2}}, '"zero_optimization.stage" is 2'),
-        ({"zero_optimization": {"stage": 3}}, "write 1"),
+        ({"zero_optimization": {"stage": 3}}, "write 2"),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
             "optimizer.device",

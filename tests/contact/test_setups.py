@@ -284,7 +284,6 @@ NAMED: tuple[Callable[[Place], object], ...] = (
 )
 SETUPS: dict[str, Callable[[Place], object]] = {
     **{setup.__name__: setup for setup in NAMED},
-    "zero_2": lambda at: make(at.block(), zero_optimization={"stage": 2}),
     "zero_3": lambda at: make(at.block(), zero_optimization={"stage": 3}),
     "scheduler_without_state": lambda at: make(at.block(), lr_scheduler=Forgetful),
     "no_optimizer": lambda at: make(at.block(), optimizer=None),
@@ -368,8 +367,7 @@ def main(root: Path) -> dict[str, Any]:
 START, STEP_1 = 0, 1
 
 REFUSED = {
-    "zero_2": ("ZeRO stage 0 or 1",),
-    "zero_3": ("zero_optimization.stage 0 or 1",),
+    "zero_3": ("zero_optimization.stage 0, 1 or 2",),
     "experts": ("mixture-of-experts layers", "disable reft for this model"),
     "optimizer_with_secrets": ("Secretive with a state_dict of its own",),
     "scheduler_without_state": ("Forgetful has no state_dict", "add them"),

@@ -22,10 +22,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 import reft
+from reft.data.degrees import LEFT, move_data
 from reft.data.order import EpochPartition, JobPosition, SampleOrder
 from reft.data.passes import find_distribution
-from reft.data.position import LEFT, DataPosition, move_data
-from reft.data.watch import LOADERS
+from reft.data.position import DataPosition
+from reft.data.resumable import LOADERS
 from reft.env import ENV_NODES
 from reft.grid import Resize
 from reft.state.blob import capture_host_rng, capture_rng, same_host_rng

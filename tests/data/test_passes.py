@@ -33,8 +33,8 @@ from torch.utils.data import (
 
 import reft
 from reft.data import watch as watching
+from reft.data.comparison import difference
 from reft.data.passes import LoaderIterator, Position
-from reft.data.position import difference
 from reft.data.watch import LoaderHook, ResumePhase
 from reft.engine.attach import find_session
 from reft.state.blob import capture_rng, restore_host_rng

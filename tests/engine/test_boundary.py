@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import reft
 from reft.data.position import DataPosition
-from reft.data.watch import LOADERS
+from reft.data.resumable import LOADERS
 from reft.engine.boundary import StepBoundary
 from reft.state.blob import capture_rng, restore_rng
 

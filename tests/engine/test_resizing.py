@@ -18,7 +18,7 @@ import torch.distributed as dist
 import reft
 from reft.engine.attach import find_session
 from reft.engine.load_memory import MemoryRestorer
-from reft.engine.on_import import find_refusal
+from reft.engine.refused_batch import find_refusal
 from reft.recover.inventory import ArenaStore
 from tests.engine.ranks import Mlp, be_a_rank, groups, images_of, run_life
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE
@@ -31,6 +31,7 @@ BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 CASES: dict[str, dict[str, Any]] = {
     "zero0": {},
     "zero1": {"zero_optimization": {"stage": 1}},
+    "zero2": {"zero_optimization": {"stage": 2}},
     "zero1-bf16": {**BF16, "zero_optimization": {"stage": 1}},
     "zero1-bf16-accumulated": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
 }

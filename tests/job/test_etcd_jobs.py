@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from reft.errors import ConfigError
-from reft_etcd.etcd import EtcdLine, EtcdSettings, EtcdStore
+from reft_etcd.etcd import EtcdClient, EtcdSettings, EtcdStore
 from tests.etcd import EtcdCluster
 from tests.job.conftest import SECRET
 from tests.prefork import Popen
@@ -204,7 +204,9 @@ def test_users_are_asked_for_and_checked(tmp_path: Path, etcd_of_users: EtcdClus
 
 @pytest.mark.process
 def test_a_token_that_etcd_has_forgotten_is_asked_for_again(etcd_of_users: EtcdCluster) -> None:
-    store = EtcdStore(EtcdLine(EtcdSettings.parse(etcd_of_users.endpoint, {}, USER)), SECRET, "run")
+    store = EtcdStore(
+        EtcdClient(EtcdSettings.parse(etcd_of_users.endpoint, {}, USER)), SECRET, "run"
+    )
     store.set("a", "1")
     etcd_of_users.ctl("auth", "disable")
     etcd_of_users.ctl("auth", "enable")

@@ -16,7 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from reft.control.keyvalue import KeyValueServer, KeyValueStore
 from reft.job.rendezvous.handler import StoreRendezvous
 from reft.job.rendezvous.membership import (
-    JobState,
+    MembershipState,
     Node,
     NodeInfo,
     Role,
@@ -78,7 +78,7 @@ def training(least: int = 2, **nodes: Node) -> StoreRendezvous:
     handler = node_of(least=least)
     handler.node, handler.agreement, handler.info = "a", AGREEMENT, handler.info.after(AGREEMENT)
     handler._trains = True
-    handler.state = JobState(AGREEMENT, complete=True, nodes=nodes)
+    handler.state = MembershipState(AGREEMENT, complete=True, nodes=nodes)
     return handler
 
 
@@ -91,14 +91,14 @@ def test_a_round_that_a_silent_node_has_left_is_told_where_enough_are_left(
     assert not training(least, a=TRAINS, b=Node(leaving=True)).has_lost_silent_node
 
 
-def test_a_job_goes_on_without_a_node_that_was_told_to_stop_where_a_spare_waits() -> None:
+def test_a_job_can_continue_without_a_node_that_was_told_to_stop_where_a_spare_waits() -> None:
     job = training(a=TRAINS, b=TRAINS, c=SPARE)
-    assert job.goes_on_without(1)
-    assert not job.goes_on_without(2)
-    assert not training(a=TRAINS, b=TRAINS, c=SPARE._replace(leaving=True)).goes_on_without(1)
+    assert job.can_continue_without(1)
+    assert not job.can_continue_without(2)
+    assert not training(a=TRAINS, b=TRAINS, c=SPARE._replace(leaving=True)).can_continue_without(1)
 
 
-def looked(job: StoreRendezvous, *, secs: float = 0.0, ended: str = "") -> JobState:
+def looked(job: StoreRendezvous, *, secs: float = 0.0, ended: str = "") -> MembershipState:
     """What node ``a`` sees after so long in which it has not looked, where these have ended."""
     return step(job.state, StateRead("a", {}, frozenset(ended), trusts=True), secs, job.rules)
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from reft.errors import ConfigError
-from reft.job.hosts import deadly_settings, first_host, is_this_host, show_devices
+from reft.job.hosts import find_deadly_settings, find_first_host, is_this_host, show_devices
 from reft.job.options import LaunchOptions, parse_options
 
 from .cluster import cluster
@@ -145,7 +145,7 @@ def test_without_the_option_slurm_is_not_asked(task: Any) -> None:
     ],
 )
 def test_the_first_host_of_a_list(listed: str, first: str) -> None:
-    assert first_host(listed) == first
+    assert find_first_host(listed) == first
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_p12_settings_that_end_the_survivors_are_named_with_what_to_write(
     config: str, script: str, environ: dict[str, str], named: list[str], *, controlled: Any
 ) -> None:
     controlled(config, script)
-    found = deadly_settings("4711", "0", environ)
+    found = find_deadly_settings("4711", "0", environ)
     assert len(found) == len(named), found
     for warning, words in zip(found, named, strict=True):
         assert words in warning
@@ -214,7 +214,7 @@ def test_p12_options_of_srun_are_told_from_those_of_its_program(
     srun = subprocess.Popen(arguments, executable=sys.executable, env=environ)
     try:
         controlled("KillOnBadExit = 0", "#SBATCH --no-kill", srun.pid)
-        found = deadly_settings("4711", "0", {})
+        found = find_deadly_settings("4711", "0", {})
     finally:
         srun.kill()
         srun.wait()
@@ -228,7 +228,7 @@ def test_a_slurm_that_does_not_answer_costs_nothing_but_the_warnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert deadly_settings("4711", "0", {}) == []
+    assert find_deadly_settings("4711", "0", {}) == []
 
 
 def parsed(path: Path, *options: str) -> LaunchOptions:

@@ -21,7 +21,7 @@ import pytest
 
 from reft import cli
 from reft.control.keyvalue import KeyValueStore
-from reft.engine.on_import import abandoned_locks
+from reft.engine.build_locks import abandoned_locks
 from reft.env import ENV_EXTENSIONS
 from reft.errors import ConfigError
 from reft.job.launch import Launcher, main

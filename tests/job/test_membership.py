@@ -21,9 +21,9 @@ from reft.job.rendezvous.membership import (
     Event,
     Heartbeat,
     JobRules,
-    JobState,
     JoinRequested,
     LeaveNotified,
+    MembershipState,
     NodeInfo,
     Role,
     ScaleRequested,
@@ -62,7 +62,7 @@ class Launcher:
 @dataclass(frozen=True)
 class World:
     launchers: tuple[Launcher, ...]
-    shared: bytes = encode_state(JobState())
+    shared: bytes = encode_state(MembershipState())
     writes: int = 0
     now: int = 0
 

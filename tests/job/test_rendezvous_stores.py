@@ -17,7 +17,7 @@ from reft.control.keyvalue import KeyValueServer, KeyValueStore, RendezvousStore
 from reft.control.wire import listen
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.rendezvous.handler import IncarnationRecord
-from reft_etcd.etcd import EtcdLine, EtcdSettings, EtcdStore
+from reft_etcd.etcd import EtcdClient, EtcdSettings, EtcdStore
 from tests.etcd import EtcdCluster
 from tests.job.daemons import wait_for
 
@@ -44,7 +44,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 
 def etcd_store(cluster: EtcdCluster, secret: bytes = SECRET, run_id: str = "run") -> EtcdStore:
-    return EtcdStore(EtcdLine(EtcdSettings.parse(cluster.endpoint, {}, {})), secret, run_id)
+    return EtcdStore(EtcdClient(EtcdSettings.parse(cluster.endpoint, {}, {})), secret, run_id)
 
 
 @pytest.fixture(params=["reft", "etcd", "relay"])
@@ -173,11 +173,14 @@ def test_p11_what_lies_in_etcd_is_checked_and_holds_no_secret(etcd: EtcdCluster)
         key for key, value in held.items() if SECRET in value or SECRET.hex().encode() in value
     ]
 
-    line = EtcdLine(EtcdSettings.parse(etcd.endpoint, {}, {}))
+    client = EtcdClient(EtcdSettings.parse(etcd.endpoint, {}, {}))
 
     def forge(value: bytes) -> None:
-        line.request(
-            "KV", "Put", line.messages.PutRequest(key=b"reft/a", value=value), time.monotonic() + 30
+        client.request(
+            "KV",
+            "Put",
+            client.messages.PutRequest(key=b"reft/a", value=value),
+            time.monotonic() + 30,
         )
 
     for forged in (b"", b"junk", b"\x80\x04N.", held["reft/a"][:-1] + b"!", held["reft/b"]):

@@ -20,7 +20,7 @@ from reft.job.rendezvous.membership import (
     Event,
     GrantedScale,
     JobRules,
-    JobState,
+    MembershipState,
     Role,
     step,
 )
@@ -335,7 +335,7 @@ def test_p3_nodes_leave_at_once_down_to_a_number_that_fits() -> None:
 class Node:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.state = JobState()
+        self.state = MembershipState()
         self.state.complete = True
         self.answers = True
         self.tolerance: int | None = 1

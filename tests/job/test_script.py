@@ -371,15 +371,18 @@ def test_a_circular_chain_ends() -> None:
 
 
 def test_notes_survive_the_way_through_the_file(tmp_path: Path) -> None:
-    note = ExitNote.of(dist.DistNetworkError("Connection reset\nC++ stack ..."))
+    note = ExitNote.from_error(dist.DistNetworkError("Connection reset\nC++ stack ..."))
     note.write(tmp_path, 3)
     assert ExitNote.read(tmp_path, 3) == note
     assert note == ExitNote(ExitCause.PEER, "DistNetworkError: Connection reset")
     assert ExitNote.read(tmp_path, 0) is None
     (tmp_path / "0.json").write_text('{"cause": "pe')
     assert ExitNote.read(tmp_path, 0) is None
-    assert len(ExitNote.of(ValueError("x" * 10_000)).error) < 300
-    assert ExitNote.of(ValueError("these differ:\n  lr: 1, 2")).error == "ValueError: these differ"
+    assert len(ExitNote.from_error(ValueError("x" * 10_000)).error) < 300
+    assert (
+        ExitNote.from_error(ValueError("these differ:\n  lr: 1, 2")).error
+        == "ValueError: these differ"
+    )
 
 
 PEER = WorkerExit(75, ExitNote(ExitCause.PEER, "RuntimeError: Connection closed by peer"))
@@ -390,20 +393,28 @@ PEER = WorkerExit(75, ExitNote(ExitCause.PEER, "RuntimeError: Connection closed 
     [
         (WorkerExit(1, ExitNote(ExitCause.OWN, "ValueError: x")), ExitCause.OWN),
         (WorkerExit(1, None), ExitCause.OWN),
-        (WorkerExit(2, ExitNote.of(ConfigError("write this"))), ExitCause.REFUSED),
-        (WorkerExit(2, ExitNote.of(UnrecoverableError("no version is left"))), ExitCause.REFUSED),
-        (WorkerExit(1, ExitNote.of(ModuleNotFoundError("No module named 'x'"))), ExitCause.REFUSED),
-        (WorkerExit(1, ExitNote.of(SyntaxError("invalid syntax"))), ExitCause.REFUSED),
+        (WorkerExit(2, ExitNote.from_error(ConfigError("write this"))), ExitCause.REFUSED),
+        (
+            WorkerExit(2, ExitNote.from_error(UnrecoverableError("no version is left"))),
+            ExitCause.REFUSED,
+        ),
+        (
+            WorkerExit(1, ExitNote.from_error(ModuleNotFoundError("No module named 'x'"))),
+            ExitCause.REFUSED,
+        ),
+        (WorkerExit(1, ExitNote.from_error(SyntaxError("invalid syntax"))), ExitCause.REFUSED),
         (WorkerExit(2, None), ExitCause.REFUSED),  # argparse; no such script
-        (WorkerExit(2, ExitNote.of(SizeError("other numbers do"))), ExitCause.SIZE),
+        (WorkerExit(2, ExitNote.from_error(SizeError("other numbers do"))), ExitCause.SIZE),
         (
             WorkerExit(
                 1,
-                ExitNote.of(RuntimeError("num_stages (2) must divide distributed world size (3)")),
+                ExitNote.from_error(
+                    RuntimeError("num_stages (2) must divide distributed world size (3)")
+                ),
             ),
             ExitCause.SIZE,
         ),
-        (WorkerExit(1, ExitNote.of(JobInUseError("later"))), ExitCause.OWN),
+        (WorkerExit(1, ExitNote.from_error(JobInUseError("later"))), ExitCause.OWN),
         (WorkerExit(-signal.SIGKILL, None), ExitCause.OWN),  # out of memory
         (WorkerExit(-signal.SIGSEGV, None), ExitCause.OWN),
         (WorkerExit(-signal.SIGABRT, None), ExitCause.UNCLEAR),  # NCCL's watchdog, or its own bug
@@ -421,7 +432,7 @@ def test_one_own_failure_makes_the_nodes_failure_its_own() -> None:
     killed = WorkerExit(-signal.SIGKILL, None)
     own = TrainerFailure(ExitCause.OWN, 1, 137, "local rank 1: killed by SIGKILL")
     assert judge({0: PEER, 1: killed, 2: PEER}) == own
-    refused = WorkerExit(2, ExitNote.of(ConfigError("write this")))
+    refused = WorkerExit(2, ExitNote.from_error(ConfigError("write this")))
     said = TrainerFailure(ExitCause.REFUSED, 1, 2, "local rank 1: ConfigError: write this")
     assert judge({0: killed, 1: refused}) == said
     assert judge({0: PEER, 1: PEER}).cause is ExitCause.PEER

@@ -258,15 +258,11 @@ def test_its_own_checkpoint_is_saved_after_it_has_counted(monkeypatch: pytest.Mo
     )
 
 
-def session_of(capture: Any = None, *, is_rank_zero: bool = False) -> Any:
-    """As much of a session as the program asks for."""
+def context_of(*, is_rank_zero: bool = False) -> Any:
+    """As much of a session's context as the program asks for."""
     return SimpleNamespace(
-        engine=SimpleNamespace(capture=capture),
-        state=SimpleNamespace(data=SimpleNamespace(leave_to_program=lambda: None)),
-        coordinate=SimpleNamespace(tp=0, pp=0),
-        topology=SimpleNamespace(degrees=SimpleNamespace(pp=2)),
-        memory=SimpleNamespace(job_dir=SimpleNamespace(path=Path("/memory/gpt"))),
-        stopping=SimpleNamespace(),
+        engine=SimpleNamespace(data=SimpleNamespace(leave_to_program=lambda: None)),
+        job_dir=SimpleNamespace(path=Path("/memory/gpt")),
         is_rank_zero=is_rank_zero,
     )
 
@@ -279,7 +275,7 @@ def test_a_program_without_load_is_told_to_load_only_where_there_is_something(
     args = started(monkeypatch)
     program = running_program(Engine(load_checkpoint=lambda directory: (found, {})))
     assert program is not None
-    program.join(session_of())
+    program.join(context_of())
     assert args.load == load
 
 
@@ -297,7 +293,7 @@ def test_a_program_with_other_slices_compares_its_own_and_draws_anew(
     program = running_program(engine)
     assert program is not None
     monkeypatch.setattr(program, "_rng_state", lambda: "own")
-    program.join(session_of())
+    program.join(context_of())
     assert engine.load_checkpoint("somewhere") == ("memory:gpt/5", told)
     assert vars(told["args"]) == degrees
     assert told["rng_state"] == ("its" if slices == 2 else "own")
@@ -310,7 +306,7 @@ def test_p12_it_is_said_that_the_programs_own_handler_of_signals_saves_nothing(
     started(monkeypatch, load="somewhere", exit_signal_handler=True)
     program = running_program(Engine())
     assert program is not None
-    program.join(session_of(is_rank_zero=True))
+    program.join(context_of(is_rank_zero=True))
     assert "--exit-signal-handler" in caplog.text
 
 

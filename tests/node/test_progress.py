@@ -33,11 +33,11 @@ from reft.node.progress import (
     Phase,
     ProgressPage,
     RankSteps,
-    StepTimes,
     TrainerView,
     read_pages,
     read_times,
 )
+from reft.node.step_clock import StepTimes
 from reft.node.stragglers import SlownessKind, SlowTest, SpeedWatch, Straggler
 from tests.machine import Clock
 
@@ -114,6 +114,7 @@ def test_p6_what_is_no_page_or_cannot_be_made_costs_a_line(
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("reft.node.progress.time", clock)
+    monkeypatch.setattr("reft.node.step_clock.time", clock)
     return clock
 
 
@@ -187,7 +188,9 @@ def test_waiting_for_a_core_is_no_computing(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited = {"nanos": 0}
-    monkeypatch.setattr("reft.node.progress.os.pread", lambda *_: f"5 {waited['nanos']} 1".encode())
+    monkeypatch.setattr(
+        "reft.node.step_clock.os.pread", lambda *_: f"5 {waited['nanos']} 1".encode()
+    )
     page = ProgressPage(tmp_path, 0, 0, 10.0, 600.0)
     page.set_place((0, 0, 0))
     run_step(page, clock, 1)

@@ -15,8 +15,10 @@ from benchmarks.simulator.pipeline import simulate
 from benchmarks.simulator.result import Simulation
 from benchmarks.simulator.schedules import Schedule, from_deepspeed
 from reft.pacing.schedule import StepTrace
-from reft.profile.analysis import ClockOffset, RankTraces, analyse
+from reft.profile.analysis import analyse
+from reft.profile.clocks import ClockOffset
 from reft.profile.result import Activity, ProfileResult
+from reft.profile.traces import RankTraces
 from reft.snapshot.gate import ChunkRecord
 
 Idle = dict[tuple[int, int, int], float]  # (stage, step, position) to seconds

@@ -39,20 +39,16 @@ from reft.env import ENV_PROFILE
 from reft.errors import ConfigError
 from reft.node.progress import ProgressPage
 from reft.pacing.schedule import AnalyticEstimator, InstructionRecord, StepTrace, WindowKind
-from reft.profile.analysis import ClockOffset, RankTraces, analyse, only_group_calls
-from reft.profile.profiler import (
-    DeviceClock,
-    assign_chunks,
-    decode,
-    encode,
-    estimate,
-    note_taken,
-    write,
-)
+from reft.profile.analysis import analyse
+from reft.profile.clocks import ClockOffset, DeviceClock, estimate
+from reft.profile.figure import draw
+from reft.profile.findings import advice, verdict
+from reft.profile.profiler import note_taken, write
 from reft.profile.result import Activity, Overlap, ProfileError, ProfileResult
+from reft.profile.table import show
+from reft.profile.traces import RankTraces, assign_chunks, decode, encode, only_group_calls
 from reft.snapshot.gate import ChunkRecord
 from reft.tools import profile as cli_profile
-from reft.tools.profile import advice, draw, show, verdict
 from tests.commands import command as reft
 from tests.device.conftest import sim
 from tests.device.simulated import NAME, Simulated

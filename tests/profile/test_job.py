@@ -13,8 +13,7 @@ import pytest
 from examples.llama import PRETRAIN
 from reft.control.control import ControlGroup
 from reft.pacing.schedule import WindowKind
-from reft.profile.analysis import ClockOffset
-from reft.profile.profiler import measure_offsets
+from reft.profile.clocks import ClockOffset, measure_offsets
 from reft.profile.result import Activity, ProfileResult
 from tests.machine import free_port
 from tests.pretrain.conftest import run_bounded

@@ -19,6 +19,13 @@ FP16 = {
     "min_loss_scale": 1,
 }
 ZERO1 = {"zero_optimization": {"stage": 1}}
+ZERO2 = {"zero_optimization": {"stage": 2}}
+IN_PIECES = {
+    "overlap_comm": True,
+    "reduce_scatter": False,
+    "contiguous_gradients": False,
+    "round_robin_gradients": True,
+}
 
 
 def bf16(gradients: str | None = None, **more: Any) -> dict[str, Any]:
@@ -55,6 +62,21 @@ CASES: dict[str, Case] = {
         )
     },
     "bf16_z1_bf16_accumulation": {"config": bf16("bf16", **ZERO1), "client": adamw},
+    "fp32_z2": {
+        "config": {
+            "optimizer": TORCH_ADAM,
+            "scheduler": WARMUP,
+            "gradient_clipping": 0.5,
+            **ZERO2,
+        }
+    },
+    "fp16_z2": {"config": {"optimizer": TORCH_ADAM, "fp16": FP16, **ZERO2}},
+    "bf16_z2_in_pieces": {
+        "config": bf16("bf16", zero_optimization={"stage": 2, **IN_PIECES}, gradient_clipping=1.0),
+        "client": adamw,
+        "scheduler": lambda_lr,
+    },
+    "disk_bf16_z2": {"config": bf16("fp32", optimizer=TORCH_ADAM, **ZERO2), "disk": True},
     "fp32_z0_before_first_step": {
         "client": momentum,
         "scheduler": cosine,
@@ -104,7 +126,7 @@ _WRAPPERS = {
     "pipe_fp16_z0_unfused",
     "FP16Adapter FP16_Optimizer": "fp16_z0_fused disk_fp16_z0_fused",
     "ZeroAdapter DeepSpeedZeroOptimizer": "fp32_z1 fp16_z1 bf16_z1_bf16_accumulation pipe_fp32_z1 pipe_fp16_z1 "
-    "pipe_bf16_z1_bf16_accumulation",
+    "pipe_bf16_z1_bf16_accumulation fp32_z2 fp16_z2 bf16_z2_in_pieces disk_bf16_z2",
     "BF16Adapter BF16_Optimizer": "bf16_z1_fp32_accumulation bf16_z1_before_first_step disk_bf16_z1 apex_bf16_z1 "
     "pipe_bf16_z0 pipe_bf16_z1_fp32_accumulation",
 }

@@ -29,8 +29,8 @@ from reft.job.rendezvous.membership import (
     Heartbeat,
     JobClosed,
     JobRules,
-    JobState,
     JoinRequested,
+    MembershipState,
     Node,
     NodeInfo,
     Role,
@@ -116,7 +116,7 @@ class StoreRendezvous:
         )
         self._join_secs, self._close_secs = number("join_timeout", 600), number("close_timeout", 30)
         self._heartbeat_timeout_secs = number("heartbeat_timeout", 5)
-        self.state = JobState()
+        self.state = MembershipState()
         self._key = f"rendezvous/{config.run_id}"
         self._alive_prefix = f"{self._key}/here/"
         self._poll_secs = min(
@@ -135,7 +135,9 @@ class StoreRendezvous:
         self._heartbeats_ended = threading.Event()
         self._heartbeats: threading.Thread | None = None
         self._trains = False
-        self._last_state = JobState()  # The last state that was not empty, for a store that lost it
+        self._last_state = (
+            MembershipState()
+        )  # The last state that was not empty, for a store that lost it
         self._was_spare = self._has_warned = False
         self._forgotten_until = _NEVER
         self._alone_since: float | None = None
@@ -175,7 +177,7 @@ class StoreRendezvous:
             self._trusts_after = now + self.rules.expiry_secs
         self._offset_secs, self._measured_at = offset_secs, now
 
-    def _to_own_clock(self, state: JobState, *, is_new: bool) -> JobState:
+    def _to_own_clock(self, state: MembershipState, *, is_new: bool) -> MembershipState:
         """Convert the times of a state from a store without a clock.
 
         They are by the clock of the host that wrote it last. A new state was written since the last
@@ -195,13 +197,13 @@ class StoreRendezvous:
 
     # -- the shared state --------------------------------------------------------------------------
 
-    def _poll(self) -> JobState:
+    def _poll(self) -> MembershipState:
         """The shared state, at most one poll interval old. Raises as :meth:`_exchange`."""
         if time.monotonic() - self._polled_at >= self._poll_secs:
             self._exchange(None)
         return self.state
 
-    def _exchange(self, state: JobState | None) -> JobState:
+    def _exchange(self, state: MembershipState | None) -> MembershipState:
         """Read the shared state; first write ``state``, unless another node has written meanwhile.
 
         After a gap in this node's own view (this process or the store stood still), the others get
@@ -222,7 +224,7 @@ class StoreRendezvous:
                 written = encode_state(replace(state, written=self._now()))
                 _, encoded = self._store.compare_set(self._key, self._encoded, written)
             alive = self._store.alive(self._alive_prefix)
-            read = JobState() if encoded is None else decode_state(encoded)
+            read = MembershipState() if encoded is None else decode_state(encoded)
             left = self._store.left(self._alive_prefix) if read.is_between_rounds else {}
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
@@ -241,7 +243,7 @@ class StoreRendezvous:
         self._encoded, self._polled_at = encoded, now
         return self.state
 
-    def _has_gap(self, state: JobState, store_now: float, now: float) -> bool:
+    def _has_gap(self, state: MembershipState, store_now: float, now: float) -> bool:
         """Whether this process or the store stood still since the last poll."""
         gap_secs = now - self._polled_at
         if gap_secs <= self.rules.expiry_secs:
@@ -354,7 +356,7 @@ class StoreRendezvous:
         except StoreError as error:
             raise RendezvousConnectionError(str(error)) from error
         if newest > self.incarnation and self.state.complete and not self.has_place:
-            raise replaced(self.incarnation, newest, by_another=self.is_full)
+            raise replaced_error(self.incarnation, newest, by_another=self.is_full)
 
     def _join(self, is_leaving: bool) -> Agreement:
         """Wait for a place. A spare waits until a node is lost.
@@ -406,7 +408,7 @@ class StoreRendezvous:
                 )
             state = self._exchange(after)
 
-    def _join_event(self, state: JobState) -> JoinRequested:
+    def _join_event(self, state: MembershipState) -> JoinRequested:
         """The request of this node for a place.
 
         If the store has lately lost that this node is a spare, it may also have lost which nodes
@@ -429,7 +431,7 @@ class StoreRendezvous:
             wait_until=self._wait_until(state),
         )
 
-    def _wait_until(self, state: JobState) -> float | None:
+    def _wait_until(self, state: MembershipState) -> float | None:
         """When a round with enough nodes stops waiting for replacements of lost nodes."""
         if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
             return None
@@ -439,7 +441,7 @@ class StoreRendezvous:
         self._complete_again_at = self._complete_again_at or self._now()
         return self._complete_again_at + self.rules.last_call_secs
 
-    def _warn_missing_nodes(self, state: JobState) -> None:
+    def _warn_missing_nodes(self, state: MembershipState) -> None:
         """Warn once if trainers have ended and no round has formed within a heartbeat."""
         present = len(state.participants | state.members)
         required = self.rules.min_nodes
@@ -456,7 +458,7 @@ class StoreRendezvous:
             self._join_secs,
         )
 
-    def _warn_other_nnodes(self, state: JobState) -> None:
+    def _warn_other_nnodes(self, state: MembershipState) -> None:
         """Warn once for each set of nodes whose ``--nnodes`` differs.
 
         Every node decides by its own ``--nnodes`` whether a round is complete, so that some may
@@ -480,7 +482,7 @@ class StoreRendezvous:
             f"--nnodes"
         )
 
-    def _is_dispensable(self, state: JobState) -> bool:
+    def _is_dispensable(self, state: MembershipState) -> bool:
         """Whether the others have committed without this node; until then they need its memory."""
         try:
             return state.complete and self.incarnations.committed() > self.incarnation
@@ -621,7 +623,7 @@ class StoreRendezvous:
         sizes = self.state.sizes or self._last_state.sizes or Sizes()
         return sizes.of(self.rules.min_nodes, self.rules.max_nodes)
 
-    def _joining(self, state: JobState) -> int:
+    def _joining(self, state: MembershipState) -> int:
         """Nodes that wait for the next round, if they make it larger or have left this one."""
         waiting, running = state.with_role(Role.WAITS), len(state.participants)
         if state.sizes is None or waiting.intersection(self._members):
@@ -641,7 +643,7 @@ class StoreRendezvous:
         """Whether all nodes of this round are present, so that no failure ended it."""
         return bool(self._members) and self.state.members.issuperset(self._members)
 
-    def goes_on_without(self, gone: int) -> bool:
+    def can_continue_without(self, gone: int) -> bool:
         """Whether enough nodes are left, with those that wait, if ``gone`` of this round end."""
         state = self.state
         waiting = state.with_role(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
@@ -682,7 +684,7 @@ class StoreRendezvous:
         return self._store_error is None and is_own_round and bool(lost) and is_enough
 
 
-def replaced(own: int, newest: int, *, by_another: bool) -> FencedError:
+def replaced_error(own: int, newest: int, *, by_another: bool) -> FencedError:
     """The error of a node that was cut off while the job continued.
 
     Args:

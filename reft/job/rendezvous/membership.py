@@ -193,7 +193,7 @@ class GrantedScale:
 
 
 @dataclass
-class JobState:
+class MembershipState:
     """What the nodes of a job share."""
 
     agreement: Agreement | None = None  # Of the newest round; None: there was none
@@ -243,15 +243,15 @@ class JobState:
         return any(node.is_member and node.role is not Role.TRAINS for node in self.nodes.values())
 
 
-_STATE = TypeAdapter(JobState)
-_FIELDS = {each.name for each in fields(JobState)}
+_STATE = TypeAdapter(MembershipState)
+_FIELDS = {each.name for each in fields(MembershipState)}
 
 
-def encode_state(state: JobState) -> bytes:
+def encode_state(state: MembershipState) -> bytes:
     return _STATE.dump_json(state)
 
 
-def decode_state(data: bytes) -> JobState:
+def decode_state(data: bytes) -> MembershipState:
     """Read what :func:`encode_state` wrote.
 
     TorchElastic unpickles its state, so that a process that writes it runs code on every node
@@ -287,16 +287,16 @@ class JobRules:
         """How old the last sign of life of a node may be."""
         return self.heartbeat_secs * self.max_missed_heartbeats
 
-    def limit(self, state: JobState) -> int:
+    def limit(self, state: MembershipState) -> int:
         """Nodes that a round may have: no more than were requested."""
         if state.scaling is None:
             return self.max_nodes
         return max(self.min_nodes, min(self.max_nodes, state.scaling.limit))
 
-    def is_full(self, state: JobState) -> bool:
+    def is_full(self, state: MembershipState) -> bool:
         return state.complete and len(state.participants) >= self.limit(state)
 
-    def may_return(self, state: JobState, agreement: Agreement) -> bool:
+    def may_return(self, state: MembershipState, agreement: Agreement) -> bool:
         """Whether a node that has lost its place in a round may take it again.
 
         It may if that round still runs and the node was removed from it, or if the store came back
@@ -306,7 +306,7 @@ class JobRules:
         has_room = len(state.participants) < self.max_nodes
         return state.is_empty or (is_same and has_room)
 
-    def capacity(self, state: JobState, name: str, info: NodeInfo) -> int:
+    def capacity(self, state: MembershipState, name: str, info: NodeInfo) -> int:
         """Nodes that may train, from the view of one of them.
 
         While a round runs, it is the largest number of the present nodes that fits. A node that
@@ -433,7 +433,7 @@ Event = (
 )
 
 
-def step(state: JobState, event: Event, now: float, rules: JobRules) -> JobState:
+def step(state: MembershipState, event: Event, now: float, rules: JobRules) -> MembershipState:
     """The state after an event; equal to ``state`` if the event changes nothing.
 
     Args:
@@ -476,11 +476,11 @@ def step(state: JobState, event: Event, now: float, rules: JobRules) -> JobState
     return after
 
 
-def _set(state: JobState, name: str, **changes: object) -> None:
+def _set(state: MembershipState, name: str, **changes: object) -> None:
     state.nodes[name] = state.nodes.get(name, Node())._replace(**changes)  # type: ignore[arg-type]
 
 
-def _participants_left(state: JobState, rules: JobRules) -> None:
+def _participants_left(state: MembershipState, rules: JobRules) -> None:
     """Update the round after nodes have left it."""
     left = len(state.participants)
     if state.complete and not left:
@@ -489,7 +489,7 @@ def _participants_left(state: JobState, rules: JobRules) -> None:
         state.deadline = None
 
 
-def _read(state: JobState, event: StateRead, now: float, rules: JobRules) -> None:
+def _read(state: MembershipState, event: StateRead, now: float, rules: JobRules) -> None:
     """Update signs of life and membership, and remove nodes that are silent."""
     for name, alive_at in event.alive.items():
         if name in state.nodes and state.nodes[name].alive_at < alive_at:
@@ -511,7 +511,7 @@ def _read(state: JobState, event: StateRead, now: float, rules: JobRules) -> Non
         _participants_left(state, rules)
 
 
-def _update_members(state: JobState, rules: JobRules) -> None:
+def _update_members(state: MembershipState, rules: JobRules) -> None:
     """While a round runs: its nodes are members; others lose their place if the round is full."""
     scaling = state.scaling
     # After nodes were notified to leave, the limit is that of the next round.
@@ -523,7 +523,7 @@ def _update_members(state: JobState, rules: JobRules) -> None:
             state.nodes[name] = node._replace(is_member=is_member)
 
 
-def _heartbeat(state: JobState, event: Heartbeat, now: float, rules: JobRules) -> None:
+def _heartbeat(state: MembershipState, event: Heartbeat, now: float, rules: JobRules) -> None:
     agreement = event.agreement
     has_lost_place = state.role(event.node) is not Role.TRAINS and not state.closed
     if agreement is None or not has_lost_place or not rules.may_return(state, agreement):
@@ -537,7 +537,7 @@ def _heartbeat(state: JobState, event: Heartbeat, now: float, rules: JobRules) -
     _set(state, event.node, role=Role.TRAINS, alive_at=now, node=node)
 
 
-def _keep_alive(state: JobState, name: str, now: float, rules: JobRules) -> bool:
+def _keep_alive(state: MembershipState, name: str, now: float, rules: JobRules) -> bool:
     """Note a sign of life if the last one is older than a heartbeat; returns whether it is."""
     is_known = state.role(name) is not Role.NONE
     is_due = is_known and state.nodes[name].alive_at <= now - rules.heartbeat_secs
@@ -546,7 +546,7 @@ def _keep_alive(state: JobState, name: str, now: float, rules: JobRules) -> bool
     return is_due
 
 
-def _join(state: JobState, event: JoinRequested, now: float, rules: JobRules) -> None:
+def _join(state: MembershipState, event: JoinRequested, now: float, rules: JobRules) -> None:
     """Give a node a place in a round, or make it a spare."""
     name, role = event.node, state.role(event.node)
     trains, leaving = state.participants, state.leaving
@@ -576,7 +576,7 @@ def _join(state: JobState, event: JoinRequested, now: float, rules: JobRules) ->
     _take_place(state, event, now, rules, limit)
 
 
-def _may_take_place(state: JobState, event: JoinRequested) -> bool:
+def _may_take_place(state: MembershipState, event: JoinRequested) -> bool:
     """Whether a free place is for this node, while others leave.
 
     If nodes leave without replacement, a free place means that another node was lost, and belongs
@@ -594,13 +594,13 @@ def _may_take_place(state: JobState, event: JoinRequested) -> bool:
     return not is_leaving
 
 
-def has_replacement(state: JobState) -> bool:
+def has_replacement(state: MembershipState) -> bool:
     """Whether a spare waits that can replace a node that leaves."""
     return bool(state.with_role(Role.SPARE) - state.leaving)
 
 
 def _take_place(
-    state: JobState, event: JoinRequested, now: float, rules: JobRules, limit: int
+    state: MembershipState, event: JoinRequested, now: float, rules: JobRules, limit: int
 ) -> None:
     """Let a node wait for the next round, or take part in the round that forms."""
     name, role, count = event.node, state.role(event.node), len(state.participants)
@@ -627,7 +627,7 @@ def _take_place(
         _complete(state, now, rules, limit)
 
 
-def _complete(state: JobState, now: float, rules: JobRules, limit: int) -> None:
+def _complete(state: MembershipState, now: float, rules: JobRules, limit: int) -> None:
     """Complete the round with the nodes that fit; the others become spares.
 
     It is put off if no number of nodes fits, or if two launchers claim to be one node and it is not
@@ -655,7 +655,7 @@ def _complete(state: JobState, now: float, rules: JobRules, limit: int) -> None:
         _set(state, name, info=None)
 
 
-def _note_sizes(state: JobState, event: SizesKnown | SizeRejected) -> None:
+def _note_sizes(state: MembershipState, event: SizesKnown | SizeRejected) -> None:
     sizes = state.sizes or Sizes()
     if state.closed:
         return
@@ -667,7 +667,7 @@ def _note_sizes(state: JobState, event: SizesKnown | SizeRejected) -> None:
         state.sizes = replace(event.sizes, refused=refused)
 
 
-def _scale(state: JobState, event: ScaleRequested | LeaveNotified | ScaleCancelled) -> None:
+def _scale(state: MembershipState, event: ScaleRequested | LeaveNotified | ScaleCancelled) -> None:
     scaling = state.scaling
     if isinstance(event, ScaleCancelled):
         is_same = scaling is not None and scaling.number == event.number
@@ -688,7 +688,7 @@ def _scale(state: JobState, event: ScaleRequested | LeaveNotified | ScaleCancell
         )
 
 
-def _notify_leaving(state: JobState, event: LeaveNotified) -> None:
+def _notify_leaving(state: MembershipState, event: LeaveNotified) -> None:
     scaling = state.scaling
     members = () if state.agreement is None else state.agreement.members
     is_whole = state.participants == set(members) and len(members) == event.running

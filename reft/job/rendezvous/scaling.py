@@ -96,7 +96,7 @@ class Scaler:
         self._board = board
         self._signals = signals
         self._handled = self._stat()  # A request from before this launcher was answered then
-        self._order: ScaleRequest | None = None  # The request that is being carried out
+        self._request: ScaleRequest | None = None  # The request that is being carried out
         self._waiting: tuple[Any, int] | None = None  # The request that waits, and the start
         self._waiting_since = 0.0
         self._noted: ReportBoard | None = None
@@ -109,7 +109,7 @@ class Scaler:
             group_rank: of this node.
         """
         try:
-            self._take_order(agreement)
+            self._take_request(agreement)
             if group_rank == 0:
                 self._note_sizes(agreement)
                 self._notify_leaving(agreement)
@@ -119,8 +119,8 @@ class Scaler:
 
     def left(self) -> None:
         """Answer the request of this node, which has left the job."""
-        if self._order is not None:
-            self._answer(self._order.nodes, done=True)
+        if self._request is not None:
+            self._answer(self._request.nodes, done=True)
 
     def _situation(self, agreement: Agreement) -> ScaleSituation:
         config, record = self._options.config, read_record(self._path)
@@ -163,40 +163,40 @@ class Scaler:
 
     # -- the request -------------------------------------------------------------------------------
 
-    def _take_order(self, agreement: Agreement) -> None:
+    def _take_request(self, agreement: Agreement) -> None:
         """Accept, refuse or put off a new request."""
         if self._signals.asked_to_leave:
             write_request(self._path, len(agreement.nodes) - 1, (self._options.node,))
             self._signals.asked_to_leave = False
-        found = self._stat()
-        if found == self._handled:
+        request_file = self._stat()
+        if request_file == self._handled:
             return
-        order = read_request(self._path)
+        request = read_request(self._path)
         # is_closed() reads the store, so that the spares are those of now.
-        if order is None or self._rendezvous.is_closed():
-            self._handled = found
+        if request is None or self._rendezvous.is_closed():
+            self._handled = request_file
             return
         situation = self._situation(agreement)
-        missing = shortfall(order, situation)
-        reason = refusal(order, situation)
+        missing = shortfall(request, situation)
+        reason = refusal(request, situation)
         # Before the first version, a waiting node may not have reached the store yet.
         may_change = situation.tolerance is None or not reason
-        if missing and may_change and self._may_wait((found, agreement.incarnation)):
-            self._report_waiting(order, len(agreement.nodes), missing)
+        if missing and may_change and self._may_wait((request_file, agreement.incarnation)):
+            self._report_waiting(request, len(agreement.nodes), missing)
             return
         if not reason and missing:
             reason = f"{missing}. {_WHAT_TO_DO}"
         if not reason:
-            granted = self._request(order, agreement)
-            if granted is None or granted.number < order.number:
+            granted = self._submit(request, agreement)
+            if granted is None or granted.number < request.number:
                 return  # The round has ended meanwhile: the next round takes the request
-            if granted.number > order.number:
+            if granted.number > request.number:
                 reason = (
                     "another node gave a later order: repeat this one, and synchronise the clocks "
                     "of the nodes"
                 )
-        self._handled, self._order = found, order
-        self._answer_first(order, agreement, reason)
+        self._handled, self._request = request_file, request
+        self._answer_first(request, agreement, reason)
 
     def _may_wait(self, request: tuple[Any, int]) -> bool:
         """Whether a request that the job does not survive now may wait longer in this start."""
@@ -205,38 +205,43 @@ class Scaler:
             self._waiting, self._waiting_since = request, now
         return now - self._waiting_since < TOLERANCE_SECS
 
-    def _request(self, order: ScaleRequest, agreement: Agreement) -> GrantedScale | None:
+    def _submit(self, request: ScaleRequest, agreement: Agreement) -> GrantedScale | None:
         """Enter a request into the shared state; returns the newest one that is there then."""
         running = len(agreement.nodes)
-        self._rendezvous.submit(ScaleRequested(order.number, order.nodes, order.without, running))
+        self._rendezvous.submit(
+            ScaleRequested(request.number, request.nodes, request.without, running)
+        )
         return self._rendezvous.state.scaling
 
-    def _answer_first(self, order: ScaleRequest, agreement: Agreement, reason: str) -> None:
+    def _answer_first(self, request: ScaleRequest, agreement: Agreement, reason: str) -> None:
         """Answer that a request is refused for a reason, or accepted if there is none."""
         running = len(agreement.nodes)
         self._board.warn()  # It does not wait any more
         if reason:
-            logger.warning("the job does not go to %d nodes: %s", order.nodes, reason)
+            logger.warning("the job does not go to %d nodes: %s", request.nodes, reason)
             self._answer(running, refused=reason)
             return
-        if replaces(order, agreement.nodes):
-            names = ", ".join(order.without)
+        if replaces(request, agreement.nodes):
+            names = ", ".join(request.without)
             logger.warning("the job continues without %s, as requested", names)
         else:
             logger.warning(
-                "the job changes from %d to %d nodes, as requested", running, order.nodes
+                "the job changes from %d to %d nodes, as requested", running, request.nodes
             )
         self._answer(running)
 
-    def _report_waiting(self, order: ScaleRequest, running: int, missing: str) -> None:
+    def _report_waiting(self, request: ScaleRequest, running: int, missing: str) -> None:
         """Report that the request waits; again only if the reason changes."""
         text = (
-            f"the order to go to {order.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: {missing}"
+            f"the order to go to {request.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: "
+            f"{missing}"
         )
         self._board.warn(text)
         answer = read_answer(self._path)
-        if answer is None or (answer.number, answer.waits) != (order.number, text):
-            write_answer(self._path, ScaleAnswer(order.number, order.nodes, running, waits=text))
+        if answer is None or (answer.number, answer.waits) != (request.number, text):
+            write_answer(
+                self._path, ScaleAnswer(request.number, request.nodes, running, waits=text)
+            )
             logger.warning("%s", text)
 
     # -- carrying it out ---------------------------------------------------------------------------
@@ -263,43 +268,43 @@ class Scaler:
             logger.warning("asked to leave: %s", ", ".join(nodes[rank] for rank in ranks))
 
     def _answer_when_done(self, agreement: Agreement) -> None:
-        order, running = self._order, len(agreement.nodes)
-        if order is None or self._rendezvous.state.leaving:
+        request, running = self._request, len(agreement.nodes)
+        if request is None or self._rendezvous.state.leaving:
             return
-        if running != order.nodes:
-            self._cancel_if_stuck(order, agreement)
+        if running != request.nodes:
+            self._cancel_if_stuck(request, agreement)
             return
         if self._board.tolerance_left(agreement.incarnation) is None:
             return  # No version is committed in this start of the job yet
-        staying = sorted(set(order.without) & set(agreement.nodes))
+        staying = sorted(set(request.without) & set(agreement.nodes))
         if not staying:
             self._answer(running, done=True)
-            self._order = None
+            self._request = None
             return
         state = self._rendezvous.state
         was_notified = state.scaling is not None and state.scaling.round not in (-1, state.round)
         if was_notified:
             self._answer(running, refused=f"no node took the place of {', '.join(staying)}")
 
-    def _cancel_if_stuck(self, order: ScaleRequest, agreement: Agreement) -> None:
+    def _cancel_if_stuck(self, request: ScaleRequest, agreement: Agreement) -> None:
         """End a request that was carried out in part, if no further step is possible."""
         running = len(agreement.nodes)
-        if running <= order.nodes:
+        if running <= request.nodes:
             return
-        reason = reason_too_many_leave(order, self._situation(agreement))
+        reason = reason_too_many_leave(request, self._situation(agreement))
         if not reason:
             return
-        self._rendezvous.submit(ScaleCancelled(order.number, running))
+        self._rendezvous.submit(ScaleCancelled(request.number, running))
         logger.warning("the job stays at %d nodes: %s", running, reason)
         self._answer(running, refused=f"the job stays at {running} nodes: {reason}")
 
     def _answer(self, running: int, *, refused: str = "", done: bool = False) -> None:
-        assert self._order is not None
-        order = self._order
-        answer = ScaleAnswer(order.number, order.nodes, running, refused=refused, done=done)
+        assert self._request is not None
+        request = self._request
+        answer = ScaleAnswer(request.number, request.nodes, running, refused=refused, done=done)
         write_answer(self._path, answer)
         if refused:
-            self._order = None
+            self._request = None
 
     def _stat(self) -> Any:
         """Identifies the request file; None if there is none."""
@@ -369,18 +374,18 @@ class ScaleSituation:
         )
 
 
-def refusal(order: ScaleRequest, situation: ScaleSituation) -> str:
+def refusal(request: ScaleRequest, situation: ScaleSituation) -> str:
     """Why a request can never be carried out; empty if it can."""
-    if reason := _refusal_by_numbers(order, situation):
+    if reason := _refusal_by_numbers(request, situation):
         return reason
-    if reason := situation.reason_against(order.nodes, asked=True):
+    if reason := situation.reason_against(request.nodes, asked=True):
         return f"{reason}. {_describe_fitting(situation)}"
-    return reason_too_many_leave(order, situation)
+    return reason_too_many_leave(request, situation)
 
 
-def _refusal_by_numbers(order: ScaleRequest, situation: ScaleSituation) -> str:
+def _refusal_by_numbers(request: ScaleRequest, situation: ScaleSituation) -> str:
     """Why the nodes that were asked for and named do not match those that exist."""
-    requested, running, named = order.nodes, len(situation.nodes), set(order.without)
+    requested, running, named = request.nodes, len(situation.nodes), set(request.without)
     unknown = sorted(named - set(situation.nodes))
     leaving = max(0, running - requested)
     waiting = situation.spares or "none"
@@ -414,20 +419,20 @@ def _refusal_by_numbers(order: ScaleRequest, situation: ScaleSituation) -> str:
     return ""
 
 
-def shortfall(order: ScaleRequest, situation: ScaleSituation) -> str:
+def shortfall(request: ScaleRequest, situation: ScaleSituation) -> str:
     """Which losses that a request needs the job does not survive now; empty if it survives all."""
     if situation.tolerance is None:
         return "nothing is committed in this start of the job yet"
-    replaced = len(set(order.without)) if replaces(order, situation.nodes) else 0
-    is_fewer = order.nodes < len(situation.nodes)
-    can_leave = not is_fewer or bool(leave_next(order.nodes, order.without, situation))
+    replaced = len(set(request.without)) if replaces(request, situation.nodes) else 0
+    is_fewer = request.nodes < len(situation.nodes)
+    can_leave = not is_fewer or bool(leave_next(request.nodes, request.without, situation))
     if situation.tolerance >= replaced and can_leave:
         return ""
     losses = "a node that leaves takes its part of the state with it"
     if replaced > 1:
         losses = f"{replaced} nodes were named to be replaced at once"
     elif is_fewer:
-        at_once = len(situation.nodes) - max(situation.path_to(order.nodes))
+        at_once = len(situation.nodes) - max(situation.path_to(request.nodes))
         if at_once > 1:
             losses = f"{at_once} nodes would leave at once, since no number between fits"
     survived = max(0, situation.tolerance) or "none"
@@ -473,27 +478,27 @@ def leave_next(
     return ()
 
 
-def reason_too_many_leave(order: ScaleRequest, situation: ScaleSituation) -> str:
+def reason_too_many_leave(request: ScaleRequest, situation: ScaleSituation) -> str:
     """Why the nodes that leave at once are too many, however well the job is protected now."""
     running = len(situation.nodes)
     full_tolerance = None if situation.sizes is None else situation.sizes.tolerance()
-    if order.nodes >= running or situation.tolerance is None or full_tolerance is None:
+    if request.nodes >= running or situation.tolerance is None or full_tolerance is None:
         return ""
     survived = max(full_tolerance, situation.tolerance)
-    if leave_next(order.nodes, order.without, situation, survived):
+    if leave_next(request.nodes, request.without, situation, survived):
         return ""
-    if order.without and (others := leave_next(order.nodes, (), situation, survived)):
+    if request.without and (others := leave_next(request.nodes, (), situation, survived)):
         names = " and ".join(situation.nodes[rank] for rank in others)
         return (
-            f"{', '.join(order.without)} would leave at once and together hold state that the "
+            f"{', '.join(request.without)} would leave at once and together hold state that the "
             f"others need: without --without, {names} would leave"
         )
-    at_once = running - max(situation.path_to(order.nodes))
+    at_once = running - max(situation.path_to(request.nodes))
     protect = ""
     if situation.degrees is not None and at_once < situation.degrees.dp:
         protect = f"`reft protect arc:{at_once}` makes it survive that; then repeat the order. "
     return (
-        f"{order.nodes} nodes were asked for and {running} train: {at_once} would leave at once, "
+        f"{request.nodes} nodes were asked for and {running} train: {at_once} would leave at once, "
         f"with their parts of the state, and the job survives the loss of {survived or 'none'}. "
         f"{protect}{_describe_fitting(situation)}"
     )
@@ -514,9 +519,9 @@ def _describe_fitting(situation: ScaleSituation) -> str:
     return f"What fits the layout and the batch: {len(situation.nodes)} nodes, as now; {commands}"
 
 
-def replaces(order: ScaleRequest, nodes: tuple[str, ...]) -> bool:
+def replaces(request: ScaleRequest, nodes: tuple[str, ...]) -> bool:
     """Whether the request keeps the number of nodes and names some to be replaced."""
-    return bool(order.without) and order.nodes == len(nodes)
+    return bool(request.without) and request.nodes == len(nodes)
 
 
 def leavers(nodes: tuple[str, ...], number: int, first: tuple[str, ...]) -> tuple[int, ...]:

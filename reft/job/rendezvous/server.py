@@ -1,7 +1,7 @@
 """``reft rendezvous``: the rendezvous store as a process of its own.
 
-Without it the store lives in the launcher of one worker node and dies with it, taking the job
-along. Served here, on a batch or login host, any worker node may die.
+Without it the store lives in the launcher of one worker node, and the job ends with that node.
+Served here, on a batch or login host, any worker node may die.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from reft.refusal import Parser
 
 logger = logging.getLogger(__name__)
 
-_SERVED_KEY = "reft/rendezvous"
+_SERVED_KEY = "reft/rendezvous"  # Only a store of ``reft rendezvous`` has this key
 
 
 class RendezvousServer(KeyValueServer):
-    """A store that belongs to no worker node, for those who know the user's secret (P11).
+    """A store that belongs to no worker node, for processes that know the user's secret (P11).
 
     Args:
         host: name or address under which nodes reach this machine, and the only one it listens on;
             None: its full host name.
-        state_dir: keeps what is stored, for a server that takes this one's place; None: memory
-            alone.
+        port: 0 for any free one.
+        secret: of the user; None: that of this process's user.
+        state_dir: keeps the entries for a server that replaces this one; None: memory only.
 
     Raises:
         ConfigError: the address cannot be listened on, or the directory not be used.
-        AuthenticationError: the user's secret cannot be used, or is not that of the directory.
+        AuthenticationError: the secret cannot be used, or is not that of the directory.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class RendezvousServer(KeyValueServer):
     ) -> None:
         name, secret = host or socket.getfqdn(), secret or user_secret()
         journal = Journal(state_dir, secret) if state_dir is not None else None
-        super().__init__(
-            listen(name, port), secret, {_SERVED_KEY: str(os.getpid()).encode()}, journal
-        )
+        table = {_SERVED_KEY: str(os.getpid()).encode()}
+        super().__init__(listen(name, port), secret, table, journal)
         self.name, self.endpoint = name, format_endpoint(name, self.port)
 
 
 def is_reachable(endpoint: str) -> bool:
+    """Whether a process listens at ``host:port``."""
     try:
         with socket.create_connection(parse_endpoint(endpoint), timeout=1.0):
             return True
@@ -66,24 +67,23 @@ def is_reachable(endpoint: str) -> bool:
 
 
 def is_served_by_reft(store: RendezvousStore) -> bool:
-    """Whether ``store`` belongs to ``reft rendezvous``, so that no node's death takes it along."""
+    """Whether ``store`` belongs to ``reft rendezvous``, so that it survives the loss of a node."""
     return store.peek(_SERVED_KEY) is not None
 
 
 def main(argv: Sequence[str]) -> int:
+    """Command line of ``reft rendezvous``; returns the exit code."""
     parser = Parser(
         prog="reft rendezvous",
         allow_abbrev=False,
         description="Serve the rendezvous store of `reft launch` from a host that is not a worker "
-        "node, "
-        "until SIGTERM or Ctrl-C. Nodes join with --rdzv-endpoint HOST:PORT, and need the same "
-        "secret: the file ~/.reft/secret, which is created at its first use, or REFT_SECRET.",
+        "node, until SIGTERM or Ctrl-C. Nodes join with --rdzv-endpoint HOST:PORT, and need the "
+        "same secret: the file ~/.reft/secret, which is created at its first use, or REFT_SECRET.",
     )
     parser.add_argument(
         "--host",
         help="name or address at which nodes reach this host; the store listens on that address "
-        "only "
-        "(default: this host's full name)",
+        "only (default: this host's full name)",
     )
     parser.add_argument(
         "--port",
@@ -95,18 +95,17 @@ def main(argv: Sequence[str]) -> int:
         "--state-dir",
         type=Path,
         metavar="DIR",
-        help="keep the store's state in DIR, so that a rendezvous started again with the same "
-        "port and "
-        "directory continues where this one ended (default: keep it in memory only; the job "
-        "continues "
-        "after a restart of the rendezvous, but only its nodes then know what was committed)",
+        help="keep the store's state in DIR, so that a rendezvous started again with the same port "
+        "and directory continues where this one ended (default: keep it in memory only; the job "
+        "continues after a restart of the rendezvous, but only its nodes then know what was "
+        "committed)",
     )
     parser.add_argument("--json", action="store_true", help="print the endpoint as one JSON line")
     options = parser.parse_args(list(argv))
-    # A pipe: a lock could be held by the very thread that the handler interrupts.
-    told, tell = os.pipe()
+    # The handler writes to a pipe: it may interrupt a thread that holds a lock.
+    stop_read, stop_write = os.pipe()
     for number in not_ignored((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
-        signal.signal(number, lambda *_: os.write(tell, b"."))
+        signal.signal(number, lambda *_: os.write(stop_write, b"."))
     try:
         server = RendezvousServer(options.host, options.port, state_dir=options.state_dir)
     except (ConfigError, AuthenticationError) as error:
@@ -115,16 +114,21 @@ def main(argv: Sequence[str]) -> int:
     if is_loopback(server.host) and not is_loopback(server.name):
         print(
             f"reft rendezvous: {server.name} is {server.host} on this host, so other hosts cannot "
-            "reach it; "
-            f"give an address of this host with --host",
+            f"reach it; give an address of this host with --host",
             file=sys.stderr,
         )
-    where = f"rendezvous at {server.endpoint}, listening on {server.host} only"
     if options.json:
-        place = {"endpoint": server.endpoint, "host": server.name, "port": server.port}
-        where = json.dumps({**place, "pid": os.getpid(), "address": server.host})
-    print(where, flush=True)
-    select.select([told], [], [])
+        fields = {
+            "endpoint": server.endpoint,
+            "host": server.name,
+            "port": server.port,
+            "pid": os.getpid(),
+            "address": server.host,
+        }
+        print(json.dumps(fields), flush=True)
+    else:
+        print(f"rendezvous at {server.endpoint}, listening on {server.host} only", flush=True)
+    select.select([stop_read], [], [])
     server.close()
     return 0
 

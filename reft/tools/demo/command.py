@@ -151,8 +151,7 @@ def _kills(text: str | None, steps: int, nodes: int) -> tuple[NodeFailure, ...]:
         if not (1 <= step < steps and 0 <= node < nodes):
             raise ConfigError(
                 f"--kill {part}: expected a step from 1 to {steps - 1}, since a node fails while "
-                "the step "
-                f"after it is computed, and one of the nodes 0 to {nodes - 1}"
+                f"the step after it is computed, and one of the nodes 0 to {nodes - 1}"
             )
         kills.append(NodeFailure(step, node))
     if len(set(kills)) < len(kills):
@@ -195,8 +194,7 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     kills = ", ".join(f"node {k.node} in step {k.step + 1}" for k in options.kills) or "none"
     say(
         f"a small transformer over {options.pp * options.dp} nodes, PP{options.pp} x "
-        f"DP{options.dp}, "
-        f"{options.steps} steps; failures: {kills}"
+        f"DP{options.dp}, {options.steps} steps; failures: {kills}"
     )
     try:
         problem, jobs = None, dict[str, DemoJob]()
@@ -361,8 +359,7 @@ class DemoJob:
             if now > deadline:
                 return (
                     f"the time is up ({_MOST_SECS:.0f} s); the run of {self._name} has reached "
-                    "step "
-                    f"{self._step} of {self._steps}"
+                    f"step {self._step} of {self._steps}"
                 )
             time.sleep(_POLL_SECS)
 
@@ -568,6 +565,5 @@ def _verdict(report: dict[str, Any]) -> str:
         return f"FAILED: losses differ by up to {difference:.3g}; first at step {wrong}"
     return (
         f"all {report['steps']} losses equal those of the undisturbed run without reft, to the "
-        "last bit "
-        f"({len(report['failures'])} failure(s), {report['total_secs']:.0f} s in all)"
+        f"last bit ({len(report['failures'])} failure(s), {report['total_secs']:.0f} s in all)"
     )

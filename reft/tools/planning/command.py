@@ -191,9 +191,9 @@ def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
     step, source, protection = plan["step"], plan["step"]["source"], plan["protection"]
     say(
         f"{job.training.name}, {plan['job']['nodes']} nodes, rank order "
-        f"{plan['job']['rank_order']}: a step "
-        f"takes {step['secs']:.3g} s, bubble {step['bubble_fraction']:.0%}, copies run at "
-        f"{step['copy_bytes_per_sec'] / 1e9:.3g} GB/s ({source})"
+        f"{plan['job']['rank_order']}: a step takes {step['secs']:.3g} s, bubble "
+        f"{step['bubble_fraction']:.0%}, copies run at {step['copy_bytes_per_sec'] / 1e9:.3g} GB/s "
+        f"({source})"
     )
     for problem in plan["problems"]:
         say(f"{Severity.REFUSED}: {problem}", "bold red")

@@ -82,8 +82,7 @@ def parse_order(text: str) -> tuple[str, ...]:
     if sorted(order) != sorted(AXES):
         raise ConfigError(
             f"--rank-order is {text!r}; write 'auto' or pipe, data and model in some order, such "
-            "as "
-            "data-pipe-model"
+            "as data-pipe-model"
         )
     return order
 
@@ -179,8 +178,7 @@ def plan_job(
     else:
         raise ConfigError(
             "the model is not known; write --model llama2-1.3b, -2.7b, -6.7b or -34b, the path of "
-            "a .json "
-            "file such as the config.json of a Hugging Face model, or --parameters 7e9"
+            "a .json file such as the config.json of a Hugging Face model, or --parameters 7e9"
         )
     notes += [assumed] if assumed else []
     samples = _count(config, "train_micro_batch_size_per_gpu") or 1
@@ -230,7 +228,7 @@ def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[
             "kin "
             f"({', '.join(_ADAM[:3])}, ...)"
         )
-    partitions = find_part(config, "zero_optimization").get("stage", 0) == 1
+    partitions = find_part(config, "zero_optimization").get("stage", 0) in (1, 2)
     if bf16 and pp > 1 and not partitions:
         partitions = True
         notes.append(
@@ -272,15 +270,13 @@ def _batches(
         if devices % replica:
             raise ConfigError(
                 f"{layouting.nodes} nodes have {devices} devices, not a multiple of --pp "
-                f"{layouting.pp} x "
-                f"--tp {layouting.tp}; change one of them"
+                f"{layouting.pp} x --tp {layouting.tp}; change one of them"
             )
         dp = devices // replica
     if dp is None and (whole is None or micro_batches is None):
         raise ConfigError(
             "the number of replicas is not known; write --dp N or --nodes N, or train_batch_size "
-            "and "
-            "gradient_accumulation_steps into the configuration"
+            "and gradient_accumulation_steps into the configuration"
         )
     if whole is None or (dp is not None and micro_batches is not None):
         if micro_batches is None:
@@ -298,8 +294,7 @@ def _batches(
     if whole % (samples * known):
         raise ConfigError(
             f"train_batch_size {whole} is not divisible by {samples} samples x {known} {what}; "
-            "change it, or "
-            f"write {option}"
+            f"change it, or write {option}"
         )
     missing = whole // (samples * known)
     return (missing, known) if dp is None else (known, missing)

@@ -123,8 +123,7 @@ def load_cluster(name: str) -> Cluster:
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
             f"no cluster named {name!r}; {hint}known: {', '.join(CLUSTERS)}, or the path of a "
-            ".json file "
-            f"such as {_EXAMPLE}"
+            f".json file such as {_EXAMPLE}"
         )
     given = dict(read_object(path, "the cluster file", f"an object such as {_EXAMPLE}"))
     base: dict[str, Any] = {}
@@ -202,8 +201,7 @@ def read_shape(path: Path, seq_length: int | None = None) -> PlannedShape:
     if kind not in _KINDS:
         raise ConfigError(
             f"the model file {path}: model_type is {kind!r}; known: {', '.join(_KINDS)}. Leave "
-            "--model out "
-            f"and give the number of parameters: --parameters 7e9"
+            "--model out and give the number of parameters: --parameters 7e9"
         )
 
     def count(key: str, default: int | None = None) -> int:
@@ -261,9 +259,8 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
                 f"no model named {name!r}; {hint}known: {', '.join(SHAPES)}. For another one give "
-                "the path "
-                "of its Hugging Face config.json, or the nearest of these with --parameters, "
-                "such as 70B"
+                "the path of its Hugging Face config.json, or the nearest of these with "
+                "--parameters, such as 70B"
             )
         return replace(known, seq_length=seq_length or known.seq_length), ""
     shape = read_shape(path, seq_length)
@@ -291,8 +288,7 @@ def read_model_shape(
     )
     return shape, (
         f"no model is given: computing time as of {layers} layers of width {hidden:,} and samples "
-        "of "
-        f"{shape.seq_length:,} tokens"
+        f"of {shape.seq_length:,} tokens"
     )
 
 
@@ -323,8 +319,7 @@ class Training:
         if self.stages > self.shape.layers:
             raise ConfigError(
                 f"model {self.shape.name} has {self.shape.layers} layers, but --pp {self.stages} "
-                "needs at "
-                f"least one per stage; lower --pp"
+                "needs at least one per stage; lower --pp"
             )
 
     @property

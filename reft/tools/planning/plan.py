@@ -294,15 +294,14 @@ def measured_pace(profile: ProfileResult, training: Training, compute_share: flo
     if (pp, tp) != (training.stages, training.tensor):
         raise ConfigError(
             f"the profile is of {pp} pipeline stages and a tensor-parallel degree of {tp}, the "
-            "plan of "
-            f"{training.stages} and {training.tensor}; profile the job with the planned layout"
+            f"plan of {training.stages} and {training.tensor}; profile the job with the planned "
+            "layout"
         )
     rate = profile.bandwidth_bytes_per_sec
     if not rate:
         raise ConfigError(
             "the profile has no bandwidth into host memory; profile the job with snapshots, "
-            "without "
-            "--without-snapshots"
+            "without --without-snapshots"
         )
     ranks = {rank.stage_id: rank for rank in profile.timeline()}
     stages = {
@@ -399,10 +398,9 @@ def plan_storage(
     assumed = "" if cluster.storage_bytes_per_sec else _ASSUMED
     why = (
         f"{said}. A node fails once in {duration(DAY_SECS / per_day)}; memory fails {fails}, if "
-        "every lost "
-        f"node is replaced within {duration(REPAIR_SECS)}. Writing takes {duration(write_secs)} at "
-        f"{speed / 1e9:.3g} GB/s a node{assumed} and delays training by {COST_PART:.0%} of that "
-        "(assumed)"
+        f"every lost node is replaced within {duration(REPAIR_SECS)}. Writing takes "
+        f"{duration(write_secs)} at {speed / 1e9:.3g} GB/s a node{assumed} and delays training by "
+        f"{COST_PART:.0%} of that (assumed)"
     )
     return {
         "interval_steps": steps,

@@ -1,0 +1,53 @@
+"""Accelerate's loaders.
+
+They read one batch ahead, to recognise the last one: what counts is what they hand out.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+ITERATION = "iteration"
+"""Attribute of a ``DataLoaderShard``: the number of its pass, which decides the order of some
+samplers."""
+
+DISPATCHED = (
+    "Accelerate's DataLoaderDispatcher, which reads on rank 0 for all ranks, so that its position "
+    "is not "
+    "restored. Have every rank read its own part: write"
+    """
+    config = accelerate.utils.DataLoaderConfiguration(dispatch_batches=False)
+    accelerator = accelerate.Accelerator(dataloader_config=config, ...)
+    loader = reft.resumable(accelerator.prepare(loader))"""
+)
+
+
+def shard_class() -> Any:
+    """Accelerate's class, if the script has imported it and it has the known form."""
+    kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderShard", None)
+    return kind if hasattr(kind, "__iter__") else None
+
+
+def is_shard(loader: Any) -> bool:
+    """Whether Accelerate made it from a ``DataLoader`` that can be followed."""
+    kind = shard_class()
+    return (
+        kind is not None
+        and issubclass(type(loader), kind)
+        and type(loader).__iter__ is kind.__iter__
+        and hasattr(loader, "base_dataloader")
+        and hasattr(loader, ITERATION)
+    )
+
+
+def is_dispatcher(loader: Any) -> bool:
+    """Whether it is Accelerate's dispatcher, which reads on rank 0 for all ranks."""
+    kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", None)
+    return kind is not None and issubclass(type(loader), kind)
+
+
+def is_dispatched() -> bool:
+    """Whether the innermost of Accelerate's loaders that the script is reading is a dispatcher."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))

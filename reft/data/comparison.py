@@ -1,0 +1,55 @@
+"""Whether all ranks read in the same order. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reft.data.order import explain_refusal
+
+Orders = dict[str, dict[str, Any]]
+"""What one rank reads: for each loader, by name, plain values that must be equal on all ranks."""
+
+
+def difference(ranks: Sequence[Orders]) -> str | None:
+    """Which ranks read another order than others under the same name, and what to change; None if
+    all agree. Ranks that read nothing do not count. Pure."""
+    for name in dict.fromkeys(name for orders in ranks for name in orders):
+        readers = {rank: orders[name] for rank, orders in enumerate(ranks) if name in orders}
+        keys = [
+            key
+            for key in dict.fromkeys(key for facts in readers.values() for key in facts)
+            if len({repr(facts.get(key)) for facts in readers.values()}) > 1
+        ]
+        if keys:
+            mends = " and ".join("data set" if key == "samples" else key for key in keys)
+            return (
+                f"the ranks read {name} in different orders, and would use some samples twice and "
+                "others never, or train on inputs and labels of different samples. Found "
+                f"{_found(readers, keys)}; expected the same on all. Where the loader is made, "
+                f"give every rank the same {mends}"
+            )
+    return None
+
+
+def dynamic_refused(ranks: Sequence[Orders], why_equal: str | None) -> str | None:
+    """Why ``order="dynamic"`` is refused. The same on all ranks, also on stages that read nothing
+    and would wait for the others. Pure."""
+    dynamic = (
+        name for orders in ranks for name, facts in orders.items() if facts.get("step_samples")
+    )
+    return next((explain_refusal(name, why_equal) for name in dynamic), None)
+
+
+def _found(readers: Mapping[int, dict[str, Any]], keys: Sequence[str], most: int = 8) -> str:
+    ranks = defaultdict(list)
+    for rank, facts in readers.items():
+        ranks[", ".join(f"{key} {facts.get(key)!r}" for key in keys)].append(rank)
+    found = []
+    for text, those in ranks.items():
+        more = f" and {len(those) - most} more" if len(those) > most else ""
+        found.append(
+            f"{text} on rank{'s'[: len(those) - 1]} {', '.join(map(str, those[:most]))}{more}"
+        )
+    return "; ".join(found)

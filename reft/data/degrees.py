@@ -1,0 +1,121 @@
+"""Positions at another data-parallel degree.
+
+reft's own loaders count samples of the job. A ``DataLoader`` over torch's ``DistributedSampler``,
+as DeepSpeed's own is, counts batches of a replica. Its order is that of the job, so that the
+position is valid at another degree wherever a batch of that degree begins there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from reft.data.passes import (
+    Position,
+    described,
+    find_distribution,
+)
+from reft.env import ENV_NODES
+from reft.grid import Resize
+from reft.state.codec import class_path
+
+LEFT = "left"  # key next to the positions: a warning about those that were left out
+
+# key next to the state of an iterator that counts what a replica has read: its class
+ITERATOR_OF = "iterator_of"
+
+LINES_OWN = """
+    loader = reft.data.loader(dataset, batch_size)    # its position is one of the job"""
+
+SAYS_SO = "position_of_job"
+"""Attribute of a stateful iterator: whether its state is the same on all replicas and valid at
+every degree."""
+
+OF_JOB = """
+    iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
+
+
+def nodes_may_change() -> str:
+    """MIN:MAX of the launcher's ``--nnodes``; "" if the number is fixed or not known."""
+    least, _, most = os.environ.get(ENV_NODES, "").partition(":")
+    return "" if most in {"", least} else f"--nnodes {least}:{most}"
+
+
+def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
+    """The positions of a replica at another degree, from those of an old replica. Positions that
+    cannot be converted are left out, and named under :data:`LEFT`."""
+    moved, lost, reasons = dict(data), [], []
+    if "pass" in data:
+        if (one := _moved(data["pass"], resize)) is None:
+            lost.append(str(data["pass"]["source"]))
+            del moved["pass"]
+        else:
+            moved["pass"] = one
+    if "resumable" in data:
+        found = {name: _moved(position, resize) for name, position in data["resumable"].items()}
+        lost += [
+            str(data["resumable"][name]["source"]) for name, one in found.items() if one is None
+        ]
+        moved["resumable"] = {name: one for name, one in found.items() if one is not None}
+    if (kind := moved.pop(ITERATOR_OF, None)) is not None:
+        reasons.append(
+            f"the iterator ({kind}) was given the state of one replica, which does not cover the "
+            "change "
+            f"from {resize}: some samples are used twice and others never. "
+            f"Write{LINES_OWN}\nor{OF_JOB}"
+        )
+    if lost:
+        reasons.append(
+            f"the position in the data ({', '.join(dict.fromkeys(lost))}) was counted in batches "
+            f"of one replica and cannot be taken from {resize}: its pass starts again and repeats "
+            "samples, unless the script skips to the right position by engine.global_samples or "
+            f"its client state. Write{LINES_OWN}"
+        )
+    if reasons:
+        moved[LEFT] = "; ".join(reasons)
+    return moved
+
+
+def explain_bound_iterator(iterator: Any) -> str | None:
+    """Why the state of a stateful iterator is not valid at another degree, and what to write; None
+    if it is, or the number of nodes is fixed."""
+    if getattr(iterator, SAYS_SO, False) or not nodes_may_change():
+        return None
+    return (
+        f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel "
+        "degree the "
+        f"iterator ({class_path(iterator)}) would get the state of one replica: some samples "
+        "would be used "
+        f"twice and others never. Write{LINES_OWN}\nor{OF_JOB}"
+    )
+
+
+def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
+    one = Position(**position).at_degree(resize.old, resize.new)
+    return None if one is None else dict(vars(one))
+
+
+def explain_bound_data(loader: Any, batch: int) -> str | None:
+    """Why the position in torch's ``loader`` is not valid at another degree, and what to write;
+    None if it is.
+
+    Args:
+        loader: a ``DataLoader``.
+        batch: samples of a step.
+    """
+    dealt = find_distribution(loader)
+    if dealt is not None and dealt.samples % batch == 0:
+        return None
+    why = (
+        "reft does not know how its order is distributed over the replicas, as it does for torch's "
+        "DistributedSampler"
+        if dealt is None
+        else f"its {dealt.samples} samples are no multiple of the {batch} of a step: a pass ends "
+        "within a "
+        f"step, and batches of another degree do not begin there"
+    )
+    return (
+        f"the number of nodes may change ({nodes_may_change()}), and with another data-parallel "
+        f"degree the position in the data ({described(loader)}) may be lost: {why}. The pass would "
+        f"start again and repeat samples. Write{LINES_OWN}"
+    )

@@ -1,0 +1,180 @@
+"""How a rank's steps divide: computing, transfers, collectives, the optimizer.
+
+A call that sends or receives returns when both sides were present and the bytes have moved. One
+rank cannot tell which part of it was waiting, but both ends together can: for each message, the end
+that came last did not wait, so that the smaller of the two times is the transfer. Therefore the
+record of a step holds the quickest transfer with either neighbour.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from ctypes import Array, Structure, c_int64
+from enum import IntEnum
+from typing import NamedTuple
+
+RECORDS = 64  # the newest steps that are kept
+_NONE_NANOS = 2**62  # in the place of a quickest transfer, if there was none
+_NANOS_PER_SEC = 10**9
+
+
+class StepPhase(IntEnum):
+    """What a rank does in an instruction."""
+
+    COMPUTE = 0  # alone, or together with its tensor-parallel peers
+    PREVIOUS = 1  # transfers from or to the previous stage
+    NEXT = 2  # transfers from or to the next stage
+    COLLECTIVE = 3  # reduces, or may reduce
+    OPTIMIZER = 4  # the optimizer's step, which may reduce the gradient norm and gather weights
+    OTHER = 5  # the data loader, the script, reft
+
+
+_BY_NAME = {
+    "RecvActivation": StepPhase.PREVIOUS,
+    "SendGrad": StepPhase.PREVIOUS,
+    "SendActivation": StepPhase.NEXT,
+    "RecvGrad": StepPhase.NEXT,
+    "LoadMicroBatch": StepPhase.OTHER,
+    # Of a plain engine, which reduces within its backward pass.
+    "Backward": StepPhase.COLLECTIVE,
+    "Step": StepPhase.OPTIMIZER,
+    "OptimizerStep": StepPhase.OPTIMIZER,
+}
+_COMPUTING = ("Forward", "Backward", "Weight")
+_COLLECTIVES = ("Reduce", "AggregateTotalLoss", "Recv", "Send", "CommitP2P")
+
+
+def find_phase(name: str) -> StepPhase:
+    """What an instruction of that name does; "" stands for the time before the first one."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if name.startswith(_COMPUTING):
+        return StepPhase.COMPUTE
+    return StepPhase.COLLECTIVE if name.startswith(_COLLECTIVES) else StepPhase.OTHER
+
+
+class StepTimes(NamedTuple):
+    """One step of one rank, in seconds."""
+
+    step: int  # number of the last completed step after it
+    whole: float  # from the engine's call to its return
+    compute: float  # computing, without ``busy``
+    busy: float  # ready to compute, without a core
+    linked: float  # transfers with the neighbouring stages, and waiting for them
+    collective: float  # collectives, and waiting in them
+    optimizer: float  # the optimizer's step, and waiting in it
+    previous: float  # the quickest transfer with the previous stage; 0 if there was none
+    next: float  # the quickest transfer with the next stage; 0 if there was none
+    transfers: int  # with both stages
+
+
+class StepRecord(Structure):
+    """As :class:`StepTimes`, in nanoseconds, in shared memory.
+
+    ``step`` is written first and ``end`` last: in a record that is complete, they are equal.
+    """
+
+    _fields_ = [(name, c_int64) for name in (*StepTimes._fields, "end")]
+
+
+def read_records(ring: Array[StepRecord]) -> Iterator[StepTimes]:
+    """The complete records, in no order."""
+    for record in ring:
+        if record.step > 0 and record.step == record.end:
+            nanos = [getattr(record, name) for name in StepTimes._fields[1:-1]]
+            secs = [round(n / _NANOS_PER_SEC, 6) if n < _NONE_NANOS else 0.0 for n in nanos]
+            yield StepTimes._make((record.step, *secs, record.transfers))
+
+
+class StepClock:
+    """Adds up how the present step divides. Used by the training thread, at every instruction.
+
+    Args:
+        ring: of RECORDS records, for the steps that have ended.
+    """
+
+    def __init__(self, ring: Array[StepRecord]) -> None:
+        # When the present phase began, in nanoseconds. The caller moves it forward by time that is
+        # not part of the step.
+        self.phase_began = 0
+        self._ring = ring
+        self._count = 0
+        self._phase = StepPhase.OTHER
+        self._spent = [0] * len(StepPhase)  # nanoseconds by phase
+        self._quickest = [_NONE_NANOS, _NONE_NANOS]  # transfer with the previous and the next stage
+        self._transfers = 0
+        # Nanoseconds in which this thread waited for a core while it computed, and the kernel's
+        # counter when it began to compute.
+        self._busy = self._busy_counter = 0
+        # File with that counter; None: not opened yet, 0: the kernel has none.
+        self._schedstat: int | None = None
+
+    def begin(self, now: int) -> None:
+        """A step begins. ``now``: nanoseconds of the monotonic clock."""
+        if self._schedstat is None:
+            self._schedstat = 0
+            path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+            with suppress(OSError):
+                self._schedstat = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.phase_began, self._phase = now, StepPhase.OTHER
+        self._spent = [0] * len(StepPhase)
+        self._quickest = [_NONE_NANOS, _NONE_NANOS]
+        self._transfers = self._busy = 0
+
+    def enter(self, phase: StepPhase) -> int:
+        """Another phase begins, or another instruction of the same. Returns the time, in
+        nanoseconds."""
+        before = self._phase
+        if before == StepPhase.COMPUTE and phase != before:
+            # Read before the time is: otherwise a delay after it would count as computing.
+            self._busy += self._read_busy() - self._busy_counter
+        now = time.monotonic_ns()
+        nanos = now - self.phase_began
+        self.phase_began = now
+        self._spent[before] += nanos
+        if before in (StepPhase.PREVIOUS, StepPhase.NEXT):
+            self._transfers += 1
+            self._quickest[before - 1] = min(self._quickest[before - 1], nanos)
+        if phase != before:
+            self._phase = phase
+            if phase == StepPhase.COMPUTE:
+                self._busy_counter = self._read_busy()
+        return now
+
+    def end(self, step: int, began: int) -> None:
+        """The step that began at ``began`` has ended: write its record."""
+        whole = self.enter(StepPhase.OTHER) - began
+        spent = self._spent
+        record = self._ring[self._count % RECORDS]
+        self._count += 1
+        record.step = step
+        record.whole = whole
+        record.compute = max(0, spent[StepPhase.COMPUTE] - self._busy)
+        record.busy = self._busy
+        record.linked = spent[StepPhase.PREVIOUS] + spent[StepPhase.NEXT]
+        record.collective = spent[StepPhase.COLLECTIVE]
+        record.optimizer = spent[StepPhase.OPTIMIZER]
+        record.previous, record.next = self._quickest
+        record.transfers = self._transfers
+        record.end = step
+
+    def _read_busy(self) -> int:
+        """Nanoseconds that this thread has waited for a core since it began; a constant if the
+        kernel does not count them."""
+        if not self._schedstat:
+            return 0
+        try:
+            return int(os.pread(self._schedstat, 64, 0).split()[1])
+        except (OSError, ValueError, IndexError):
+            self._schedstat = 0
+            return self._busy_counter
+
+    def close(self) -> None:
+        """No step follows."""
+        if self._schedstat:
+            os.close(self._schedstat)
+        self._schedstat = 0

@@ -1,0 +1,172 @@
+"""Clocks of processes and devices, and their alignment to the clock of rank 0.
+
+``perf_counter`` has another zero on every host. Rank 0 swaps bytes with one process of each host.
+What either side has received when its call ends was sent after the other's call began. With calls
+from t0 to t1 by rank 0's clock, and from s0 to s1 by the peer's::
+
+    t0 - s1 <= offset <= t1 - s0
+
+Of many calls, the narrowest bounds count. Clocks drift by parts in a million: so the offsets are
+measured before and after the profiled steps.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+
+from reft.control.control import ControlGroup
+from reft.device import Vendor
+from reft.naming import kernel_id
+
+_ROUNDS = 20  # swaps with each host
+_ANCHORS = 5  # measurements of which the most exact counts
+
+Span = tuple[float, float]  # begin and end of a call by ``time.perf_counter``
+Mark = Any  # returned by DeviceClock.mark
+# Begin and end of each instruction of a step. Empty if the trace holds the host's times.
+Marks = Sequence[tuple[Mark, Mark]]
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """What turns a rank's clock into rank 0's."""
+
+    secs: float = 0.0  # to be added
+    error_secs: float = 0.0  # upper bound of the error
+    clock: int = 0  # ranks with equal numbers read the same clock, without error between them
+
+    def error_to(self, other: ClockOffset) -> float:
+        """Upper bound of the error when times of two ranks are compared."""
+        return 0.0 if self.clock == other.clock else self.error_secs + other.error_secs
+
+    def until(self, after: ClockOffset) -> ClockOffset:
+        """The offset in the middle of two measurements. Its error includes the drift."""
+        error = max(self.error_secs, after.error_secs) + abs(after.secs - self.secs) / 2
+        return ClockOffset((self.secs + after.secs) / 2, error, self.clock)
+
+
+def clock_id() -> str:
+    """Equal in processes that read the same clock: on one boot of a host, in one time namespace."""
+    try:
+        return f"{kernel_id()} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return f"process {os.getpid()} {time.time_ns()}"
+
+
+def measure_offsets(control: ControlGroup, my_clock: str) -> list[ClockOffset]:
+    """Measure the offset of every rank's clock, in rank order. Collective.
+
+    Args:
+        control: connects the ranks.
+        my_clock: :func:`clock_id` of this rank.
+    """
+    clocks = [text.decode() for text in control.gather_bytes(my_clock.encode())]
+    known = [*dict.fromkeys(clocks)]
+    # The first rank of every clock but rank 0's.
+    peers = [clocks.index(clock) for clock in known[1:]]
+    calls: dict[int, list[Span]] = {peer: [] for peer in peers if control.rank in (0, peer)}
+    sent, received = torch.zeros(1), torch.zeros(1)
+    for peer, spans in calls.items():
+        other = peer if control.rank == 0 else 0
+        for _ in range(_ROUNDS):
+            began = time.perf_counter()
+            control.exchange({other: [sent]}, {other: [received]})
+            spans.append((began, time.perf_counter()))
+    calls_of_ranks = [
+        msgpack.unpackb(data, strict_map_key=False)
+        for data in control.gather_bytes(msgpack.packb(calls))
+    ]
+    offsets = [ClockOffset()]
+    for number, peer in enumerate(peers, 1):
+        offsets.append(estimate(calls_of_ranks[0][peer], calls_of_ranks[peer][peer], number))
+    return [offsets[known.index(clock)] for clock in clocks]
+
+
+def estimate(ours: Sequence[Span], theirs: Sequence[Span], clock: int = 0) -> ClockOffset:
+    """The offset of a peer's clock.
+
+    Args:
+        ours: calls by rank 0's clock, in which bytes were swapped.
+        theirs: the same calls by the peer's clock.
+        clock: number of the peer's clock.
+    """
+    low = max(t0 - s1 for (t0, _), (_, s1) in zip(ours, theirs, strict=True))
+    high = min(t1 - s0 for (_, t1), (s0, _) in zip(ours, theirs, strict=True))
+    return ClockOffset((low + high) / 2, max(0.0, high - low) / 2, clock)
+
+
+class _Anchor(NamedTuple):
+    """An event of the device whose host time is known."""
+
+    error_secs: float
+    secs: float
+    event: Any
+
+
+class DeviceClock:
+    """Times a device's instructions, without synchronisation.
+
+    On a CPU, an instruction is over when its call returns. On CUDA and ROCm the call only queues
+    work; the time that counts is when the device gets there. So an event is recorded on the current
+    stream at each mark. After the profiled steps, when all events have completed, they are turned
+    into host seconds::
+
+        t = anchor_secs - elapsed(event, anchor event)
+
+    The anchor is an event whose host time is known, because the host waited for it, outside of the
+    measured steps. Two anchors, before and after, bound the drift between the clocks. An event
+    costs about a microsecond of host time and nothing on the device; the host never waits for one.
+    """
+
+    def __init__(self, vendor: Vendor) -> None:
+        # Of the last resolution: half the wait for its anchor, plus the drift since the first one.
+        self.error_secs = 0.0
+        self._module = vendor.module
+        self._free: list[Any] = []
+        self._anchor: _Anchor | None = None
+
+    def begin(self) -> None:
+        """Called before the first mark; waits for the device."""
+        self._anchor = self._take_anchor()
+
+    def mark(self) -> Mark:
+        """Mark the present position of the compute stream. Never waits."""
+        event = self._free.pop() if self._free else self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def resolve(self, marks: Sequence[Mark]) -> list[float]:
+        """``time.perf_counter()`` seconds of marks of completed steps; waits for the device."""
+        if not marks:
+            return []
+        first, last = self._anchor, self._take_anchor()
+        self.error_secs = last.error_secs
+        if first is not None:
+            elapsed_secs = float(first.event.elapsed_time(last.event)) / 1e3
+            self.error_secs += abs(last.secs - first.secs - elapsed_secs)
+        # Elapsed times are 32-bit milliseconds: exact to a microsecond over some ten seconds only.
+        # So there is one long stretch, to the anchor, and short ones within the step.
+        origin = last.secs - float(marks[0].elapsed_time(last.event)) / 1e3
+        times = [origin + float(marks[0].elapsed_time(mark)) / 1e3 for mark in marks]
+        self._free.extend(marks)
+        return times
+
+    def _take_anchor(self) -> _Anchor:
+        """Of several anchors, the one with the shortest wait is the most exact."""
+        self._module.synchronize()
+        anchors = []
+        for _ in range(_ANCHORS):
+            event = self._module.Event(enable_timing=True)
+            asked = time.perf_counter()
+            event.record()
+            event.synchronize()
+            reached = time.perf_counter()
+            anchors.append(_Anchor((reached - asked) / 2, (asked + reached) / 2, event))
+        return min(anchors, key=lambda anchor: anchor.error_secs)

@@ -1,0 +1,119 @@
+"""The traces of a rank's profiled steps: completed after the steps, and sent to rank 0."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import msgpack
+from pydantic import TypeAdapter
+
+from reft.pacing.schedule import StepTrace
+from reft.profile.clocks import ClockOffset, DeviceClock, Marks
+from reft.profile.result import (
+    Activity,
+    ProfileError,
+    activity_of,
+)
+from reft.snapshot.gate import ChunkRecord
+
+DIGITS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraces:
+    """All profiled steps of one rank."""
+
+    rank: int
+    pp: int
+    dp: int
+    tp: int
+    offset: ClockOffset  # of the rank's clock
+    snapshot_bytes: int  # that the rank copies for a version; 0 if unknown
+    complete: bool  # False if only_group_calls was applied
+    traces: tuple[StepTrace, ...]
+
+    @property
+    def pipeline(self) -> tuple[int, int]:
+        """Equal for ranks that pass activations to each other."""
+        return self.dp, self.tp
+
+    def aligned(self, steps: Sequence[int], origin_secs: float) -> RankTraces:
+        """These steps alone, by rank 0's clock, counted from ``origin_secs``."""
+        shift_secs = self.offset.secs - origin_secs
+
+        def shift(record: Any, **parts: Any) -> Any:
+            begin = round(record.begin_secs + shift_secs, DIGITS)
+            end = round(record.end_secs + shift_secs, DIGITS)
+            return replace(record, begin_secs=begin, end_secs=end, **parts)
+
+        by_step = {trace.step: trace for trace in self.traces}
+        traces = tuple(
+            shift(
+                trace,
+                instructions=tuple(map(shift, trace.instructions)),
+                chunks=tuple(map(shift, trace.chunks)),
+            )
+            for trace in (by_step[step] for step in steps)
+        )
+        return replace(self, traces=traces, offset=replace(self.offset, secs=0.0))
+
+
+def only_group_calls(trace: StepTrace) -> StepTrace:
+    """The calls in which pipelines meet: all that is needed of most pipelines."""
+    group = (Activity.REDUCE, Activity.OPTIMIZER)
+    kept = tuple(i for i in trace.instructions if activity_of(i.name) in group)
+    return replace(trace, instructions=kept, chunks=())
+
+
+def with_times(trace: StepTrace, clock: DeviceClock, marks: Marks) -> StepTrace:
+    """The trace with its instructions' times by the device's clock. ``marks``: of each instruction;
+    empty: the trace stays as it is."""
+    if not marks:
+        return trace
+    flat = clock.resolve([mark for pair in marks for mark in pair])
+    times = zip(flat[::2], flat[1::2], strict=True)
+    instructions = tuple(
+        replace(i, begin_secs=begin, end_secs=end)
+        for i, (begin, end) in zip(trace.instructions, times, strict=True)
+    )
+    begin = min(trace.begin_secs, instructions[0].begin_secs)
+    end = max(trace.end_secs, instructions[-1].end_secs)
+    return replace(trace, begin_secs=begin, end_secs=end, instructions=instructions)
+
+
+def encode(rank: RankTraces) -> bytes:
+    """Traces of a rank as msgpack, with exact times."""
+    packed: bytes = msgpack.packb(asdict(rank))
+    return packed
+
+
+def decode(data: bytes) -> RankTraces:
+    """The inverse of :func:`encode`.
+
+    Raises:
+        ProfileError: the bytes are something else.
+    """
+    try:
+        return TypeAdapter(RankTraces).validate_python(msgpack.unpackb(data))
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProfileError(f"a rank sent traces that cannot be read: {error}") from error
+
+
+def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
+    """All but the last trace, with every chunk in the step during which it was copied.
+
+    A device reports copies late: they may be in the trace of the following step.
+    """
+    begins = [trace.begin_secs for trace in traces]
+    chunks: list[list[ChunkRecord]] = [[] for _ in traces]
+    for chunk in (chunk for trace in traces for chunk in trace.chunks):
+        number = bisect_right(begins, chunk.begin_secs) - 1
+        if number >= 0:
+            chunks[number].append(chunk)
+    return tuple(
+        replace(trace, chunks=tuple(sorted(mine, key=lambda c: c.begin_secs)))
+        for trace, mine in zip(traces[:-1], chunks[:-1], strict=True)
+    )

@@ -1,0 +1,262 @@
+"""Separates waiting from working in the calls in which ranks meet.
+
+A receive waits until its peer sends; then data moves. One rank's clock sees the sum only. Two
+sources tell the parts apart:
+
+**The partner's record.** Sends and receives between two ranks match in order (first in, first out
+for each direction; if both name a micro-batch, it has to be the same). On aligned clocks the
+transfer begins when both sides are present. So of a call [b, e] whose partner began at r::
+
+    wait = min(max(r, b), e) - b,    transfer = e - b - wait.
+
+The same holds for a send whose partner is late: gloo and NCCL hold large sends until the receiver
+is present. But if one send of a kind ended before its receiver came, sends of that kind are
+buffered, and none of them waits. Reductions over data-parallel peers wait for the last peer. The
+error is that of the alignment of the clocks (:mod:`reft.profile.clocks`); shorter waits count as
+transfer.
+
+**The fastest observation**, if no partner is known, or the clocks are aligned less exactly than a
+transfer lasts. All calls of one kind on one rank move the same bytes, so that no transfer took
+longer than the fastest of these calls. That is an upper bound of the transfer: idle time is never
+overstated.
+
+In an optimizer step, ranks wait for each other with some optimizers only: the gradient norm may
+span the pipeline. The times show it: if they wait, a rank that comes x seconds earlier takes x
+longer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from reft.pacing.schedule import InstructionRecord
+from reft.profile.traces import RankTraces
+
+_MIN_STEPS = 5  # to find out whether ranks wait for each other in a call
+_MIN_SLOPE = 0.5  # seconds that a rank takes longer for each second that it comes earlier
+_RESOLUTION_SECS = 1e-7
+
+CallAt = tuple[int, int, int]  # rank, index of the step, index of the instruction in the trace
+Ready = dict[CallAt, float]  # when all participants of a call were present
+
+
+class _Meeting(NamedTuple):
+    """A send or receive within a call, with its other end."""
+
+    name: str
+    partner: InstructionRecord
+    error_secs: float  # of comparing the two clocks
+
+
+def find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
+    """Find where the waits end.
+
+    Args:
+        ranks: with the same steps in the same order, on aligned clocks.
+
+    Returns:
+        The ends of the waits, and the share of the point-to-point time that a partner's record
+        split.
+    """
+    stages = 1 + max(rank.pp for rank in ranks)
+    ready, matched_share = _split_transfers([r for r in ranks if r.complete], stages)
+    groups, pipelines = defaultdict(list), defaultdict(list)
+    for rank in ranks:
+        groups[rank.pp, rank.tp].append(rank)
+        pipelines[rank.pipeline].append(rank)
+    for group in groups.values():
+        _wait_for_last(group, "ReduceGrads", ready)
+    for group in pipelines.values():
+        _wait_for_last(group, "AggregateTotalLoss", ready)
+    # These may span a pipeline or all ranks, or none.
+    candidates = [*pipelines.values(), list(ranks)] if len(pipelines) > 1 else [list(ranks)]
+    for name in ("ReduceTiedGrads", "OptimizerStep"):
+        for group in candidates:
+            if _meets(group, name):
+                _wait_for_last(group, name, ready)
+    return ready, matched_share
+
+
+# -- transfers between two ranks -------------------------------------------------------------------
+
+
+def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, float]:
+    calls: dict[CallAt, InstructionRecord] = {}
+    transfers: dict[CallAt, list[InstructionRecord]] = {}
+    for rank in ranks:
+        for number, trace in enumerate(rank.traces):
+            for index, call, transferred in _find_transfers(trace.instructions):
+                place = rank.rank, number, index
+                calls[place], transfers[place] = call, transferred
+    secs = {place: call.end_secs - call.begin_secs for place, call in calls.items()}
+    # Calls of the same kind move the same bytes.
+    kinds = {
+        place: (place[0], tuple(sorted(r.name for r in transferred)))
+        for place, transferred in transfers.items()
+    }
+    fastest: dict[tuple[int, tuple[str, ...]], float] = {}
+    for place, kind in kinds.items():
+        fastest[kind] = min(secs[place], fastest.get(kind, secs[place]))
+    fastest_of_rank = {
+        r.rank: min((s for (rank, _), s in fastest.items() if rank == r.rank), default=0.0)
+        for r in ranks
+    }
+    meetings = _find_meetings(ranks, stages, calls, transfers, fastest_of_rank)
+    # Kinds of sends that do not wait: one of them was over before its receiver came.
+    buffered = {
+        (place[0], meeting.name)
+        for place, call in calls.items()
+        for meeting in meetings.get(place, ())
+        if meeting.name.startswith("Send")
+        and meeting.partner.begin_secs - call.end_secs > meeting.error_secs + _RESOLUTION_SECS
+    }
+    ready, matched_secs = Ready(), 0.0
+    for place, call in calls.items():
+        met = meetings.get(place)
+        if met:
+            matched_secs += secs[place]
+            waited_for = [m.partner for m in met if (place[0], m.name) not in buffered]
+            present = max((p.begin_secs for p in waited_for), default=call.begin_secs)
+            error = max(m.error_secs for m in met)
+        else:
+            present, error = call.end_secs - fastest[kinds[place]], 0.0
+        if present > call.begin_secs + error:
+            ready[place] = min(present, call.end_secs)
+    all_secs = sum(secs.values())
+    return ready, matched_secs / all_secs if all_secs else 1.0
+
+
+def _find_transfers(
+    instructions: Sequence[InstructionRecord],
+) -> Iterator[tuple[int, InstructionRecord, list[InstructionRecord]]]:
+    """The calls that move data: index, call, and the sends and receives that it carries out. If the
+    schedule queues transfers (DualPipeV), a commit carries out those since the last commit."""
+    commits = any(i.name.startswith("CommitP2P") for i in instructions)
+    queued: list[InstructionRecord] = []
+    for index, record in enumerate(instructions):
+        if record.name.startswith("CommitP2P"):
+            yield index, record, queued
+            queued = []
+        elif record.name.startswith(("Recv", "Send")):
+            if commits:
+                queued.append(record)
+            else:
+                yield index, record, [record]
+
+
+def _find_meetings(
+    ranks: Sequence[RankTraces],
+    stages: int,
+    calls: Mapping[CallAt, InstructionRecord],
+    transfers: Mapping[CallAt, Sequence[InstructionRecord]],
+    fastest_of_rank: Mapping[int, float],
+) -> Mapping[CallAt, Sequence[_Meeting]]:
+    """Match sends with receives. Calls whose partner is not known are left out.
+
+    Args:
+        ranks: whose traces are complete.
+        stages: of the pipeline.
+        calls: that move data.
+        transfers: the sends and receives of each call.
+        fastest_of_rank: seconds of the fastest call of each rank.
+    """
+    by_place = {(r.pp, r.pipeline): r for r in ranks}
+    by_name = defaultdict[tuple[int, int, str], list[tuple[CallAt, int | None]]](list)
+    for place, transferred in transfers.items():
+        for record in transferred:
+            by_name[*place[:2], record.name].append((place, record.micro_batch))
+    meetings = defaultdict[CallAt, list[_Meeting]](list)
+    for pipeline, (what, towards), number in product(
+        {r.pipeline for r in ranks}, (("Activation", 1), ("Grad", -1)), range(len(ranks[0].traces))
+    ):
+        pairs: list[tuple[CallAt, CallAt, float]] = []
+        for stage in range(stages):
+            sender = by_place.get((stage, pipeline))
+            receiver = by_place.get(((stage + towards) % stages, pipeline))
+            if sender is None or receiver is None or sender is receiver:
+                continue
+            sends = by_name[sender.rank, number, f"Send{what}"]
+            receives = by_name[receiver.rank, number, f"Recv{what}"]
+            if not _match(sends, receives):
+                # A schedule that sends both ways (DualPipeV): on no stage does the order tell which
+                # send meets which receive.
+                pairs = []
+                break
+            error = sender.offset.error_to(receiver.offset)
+            if error <= min(fastest_of_rank[sender.rank], fastest_of_rank[receiver.rank]):
+                pairs += [(s[0], r[0], error) for s, r in zip(sends, receives, strict=True)]
+        for send, receive, error in pairs:
+            meetings[send].append(_Meeting(f"Send{what}", calls[receive], error))
+            meetings[receive].append(_Meeting(f"Recv{what}", calls[send], error))
+    return meetings
+
+
+def _match(
+    sends: Sequence[tuple[CallAt, int | None]], receives: Sequence[tuple[CallAt, int | None]]
+) -> bool:
+    """Whether sends and receives are equal in number and, as far as known, in micro-batches."""
+    if len(sends) != len(receives):
+        return False
+    pairs = zip(sends, receives, strict=True)
+    return all(None in (sent, received) or sent == received for (_, sent), (_, received) in pairs)
+
+
+# -- calls in which a group of ranks meets ---------------------------------------------------------
+
+
+def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None:
+    """Add the waits for the last rank of a group, in reductions and some optimizer steps."""
+    error = _largest_error(group)
+    for calls in _calls_by_step(group, name):
+        last = max((call.begin_secs for call in calls.values()), default=0.0)
+        for place, call in calls.items():
+            is_early = error < last - call.begin_secs
+            # A rank that ended before the last one came did not wait for it.
+            has_met = last <= call.end_secs + error + _RESOLUTION_SECS
+            if is_early and has_met:
+                present = min(last, call.end_secs)
+                ready[place] = max(present, ready.get(place, present))
+
+
+def _largest_error(group: Sequence[RankTraces]) -> float:
+    """Of comparing the clocks of any two of the ranks."""
+    errors = sorted({r.offset.clock: r.offset.error_secs for r in group}.values())
+    return sum(errors[-2:]) if len(errors) > 1 else 0.0
+
+
+def _calls_by_step(
+    group: Sequence[RankTraces], name: str
+) -> Iterator[dict[CallAt, InstructionRecord]]:
+    """For each step, the call of that name on every rank that has exactly one."""
+    for number, traces in enumerate(zip(*(r.traces for r in group), strict=True)):
+        calls = {}
+        for rank, trace in zip(group, traces, strict=True):
+            named = [(i, r) for i, r in enumerate(trace.instructions) if r.name == name]
+            if len(named) == 1:
+                index, call = named[0]
+                calls[rank.rank, number, index] = call
+        yield calls
+
+
+def _meets(group: Sequence[RankTraces], name: str) -> bool:
+    """Whether the ranks wait for each other in this call, as far as their times tell: no rank ends
+    before the last one has begun, and a rank that comes x seconds earlier takes about x longer."""
+    steps = [c for c in _calls_by_step(group, name) if len(c) == len(group)]
+    if len(group) < 2 or len(steps) < _MIN_STEPS:
+        return False
+    error = _largest_error(group)
+    begins = np.array([[call.begin_secs for call in calls.values()] for calls in steps])
+    ends = np.array([[call.end_secs for call in calls.values()] for calls in steps])
+    last = begins.max(axis=1, keepdims=True)
+    if (ends.min(axis=1, keepdims=True) < last - error).any():
+        return False
+    leads, lengths = last - begins, ends - begins
+    x, y = leads - leads.mean(axis=0), lengths - lengths.mean(axis=0)
+    # A lead that hardly varies tells nothing.
+    varies = float(np.sqrt((x**2).mean())) > max(error, 1e-6)
+    return varies and float((x * y).sum() / (x**2).sum()) > _MIN_SLOPE
