@@ -101,8 +101,10 @@ def missing() -> str | None:
     """Why there is no simulated device here; None: there is."""
     if torch.cuda.is_available():
         return "there is a device, and torch has one kind of them in a process"
-    if TorchVersion(torch.__version__) < (2, 11):
-        return "the simulated device takes torch 2.11"
+    if TorchVersion(torch.__version__) < (2, 13):
+        return (
+            "the simulated device takes torch 2.13: with 2.11 a backward pass may end the process"
+        )
     library()
     return None
 
