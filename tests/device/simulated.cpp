@@ -59,7 +59,7 @@ struct Settings {  // The same in simulated.py
   int64_t launch_queue, malloc_waits;
   int64_t total_bytes, others_bytes, refuse_registering, refuse_mallocs, pool, seed;
   int64_t allocated_bytes, peak_bytes, reserved_bytes, own_streams, synchronised;
-  int64_t captures_ended, recorded, waits, transfers, pageable, malloc_retries;
+  int64_t captures_ended, recorded, waits, transfers, pageable, malloc_retries, host_waits;
   uint64_t rng_seed, rng_offset;
 } settings{INFINITY, 0.0, 0.0, 1024, 0, int64_t(8) << 30, 0, 0, 0, 3, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
 
@@ -214,6 +214,7 @@ struct Streams {
       while (error.empty() && !over()) TORCH_CHECK(step(lock), "the host waits for the simulated device for ever");
     } else {
       auto came = [&] { return stopping || !error.empty() || over(); };
+      if (!came()) ++settings.host_waits;
       wait_without_interpreter(lock, came);
       TORCH_CHECK(came(), "the host has waited too long for the simulated device: a stream is held, or waits for ever");
     }

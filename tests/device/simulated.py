@@ -68,6 +68,7 @@ class Settings(ctypes.Structure):
         ("transfers", ctypes.c_int64),
         ("pageable", ctypes.c_int64),  # copies over the link that held the host up
         ("malloc_retries", ctypes.c_int64),  # after everything cached was given back
+        ("host_waits", ctypes.c_int64),  # of the host for the device, for a value or an event
         ("rng_seed", ctypes.c_uint64),
         ("rng_offset", ctypes.c_uint64),
     )
@@ -100,8 +101,10 @@ def missing() -> str | None:
     """Why there is no simulated device here; None: there is."""
     if torch.cuda.is_available():
         return "there is a device, and torch has one kind of them in a process"
-    if TorchVersion(torch.__version__) < (2, 11):
-        return "the simulated device takes torch 2.11"
+    if TorchVersion(torch.__version__) < (2, 13):
+        return (
+            "the simulated device takes torch 2.13: with 2.11 a backward pass may end the process"
+        )
     library()
     return None
 
@@ -305,6 +308,7 @@ class Simulated:
             "transfers",
             "pageable",
             "malloc_retries",
+            "host_waits",
         ):
             setattr(self.settings, name, 0)
         self.settings.peak_bytes = self.settings.allocated_bytes

@@ -26,13 +26,16 @@ def test_the_host_is_ahead_of_a_receive_until_it_reads_the_value(sim: Simulated)
     sender, receiver = make_groups(2)
     sent, received = torch.arange(4.0, device=NAME), torch.zeros(4, device=NAME)
     sim.synchronize()
+    sim.settings.host_waits = 0
     with sim.stream(sim.Stream()):
         receiver.recv([received], 0, 7).wait()
         doubled = received * 2  # Nothing has been sent yet.
         arrived = sim.current_stream().record_event()
     assert not arrived.query()
+    assert sim.settings.host_waits == 0
     work = sender.send([sent], 1, 7)
     arrived.synchronize()
+    sim.synchronize()
     assert doubled.cpu().tolist() == [0.0, 2.0, 4.0, 6.0]
     assert work.is_completed()
 
@@ -58,6 +61,11 @@ def test_a_collective_that_fails_is_an_error_of_the_device(sim: Simulated) -> No
     (group,) = make_groups(1)
     options = dist.BroadcastOptions()
     options.rootRank = 3
-    group.broadcast([torch.zeros(4, device=NAME)], options)
-    with pytest.raises(RuntimeError, match="the simulated device failed"):
+
+    def fail() -> None:
+        """The error may be there before the call returns."""
+        group.broadcast([torch.zeros(4, device=NAME)], options)
         sim.synchronize()
+
+    with pytest.raises(RuntimeError, match="the simulated device failed"):
+        fail()

@@ -26,7 +26,7 @@ from tests.device.accelerator import BACKEND, use_simulated
 from tests.device.simulated import NAME, SimulatedVendor, missing
 from tests.engine.ranks import mse, run_life
 
-WIDTH, STEPS = 64, 16
+WIDTH, STEPS = 64, 24
 COMMITTED = 3
 """Steps of a life that wait for their versions; later the host runs ahead of all."""
 SLOW = 4e5  # bytes per second of the link
@@ -172,9 +172,11 @@ def test_p1_p3_p8_a_pipeline_on_a_device_goes_on_from_its_peers_memory_bit_for_b
         assert killed["losses"] == reference[:DIES]
         assert life["begins"] == after[0]["begins"] >= killed["committed"][-1] > 0
         assert life["losses"] == reference[life["begins"] :]
-        assert min(life["staged"], life["recomputed"], len(life["committed"])) > 0
+        assert min(life["recomputed"], len(life["committed"])) > 0
         assert (life["engine"], life["encodes"], life["synchronised"]) == ("sim", "torch", 0)
         assert life["own_streams"] == 2, "copies take streams outside of torch's pool"
+    # Which ranks stage depends on their windows, and on how far the host is ahead.
+    assert sum(life["staged"] for life in after) > 0
 
 
 def read(folder: Path, name: str, rank: int) -> Any:
