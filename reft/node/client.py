@@ -107,8 +107,9 @@ class TrainerReport:
 
     incarnation: int
     committed: tuple[int, int] | None = None  # newest committed version: incarnation and step
-    due: tuple[int, int] | None = None  # newest version that the ranks agreed to persist
-    unprotected: bool = False  # memory is too short to survive the loss of a node
+    due: tuple[int, int] | None = None  # newest version that goes to storage
+    # First version since which memory is too short to survive the loss of a node, if it is.
+    unprotected_since: tuple[int, int] | None = None
     stale_cause: str | None = None  # why the last version was skipped
     stats: dict[str, Any] = field(default_factory=dict)  # see SnapshotStats.to_json
 
@@ -152,12 +153,14 @@ class DaemonClient:
         self._secret = secret
         self._page = page
         self._report = TrainerReport(incarnation)
+        self._interval_steps = 0  # of persisted versions; 0 if the ranks agree on them, or on none
         self._logged: str | None = None
         # Receives the state of storage after each commit; None: it is not read.
         self.on_storage_state: Callable[[Mapping[str, Any]], None] | None = None
 
     def configure(self, config: ReftConfig) -> None:
         """Write the block for the daemon: what it persists, and how often."""
+        self._interval_steps = config.persist.fixed_steps
         try:
             write_json(self._job_dir / CONFIG_FILE, config.as_block())
         except OSError as error:
@@ -181,10 +184,14 @@ class DaemonClient:
             due: the ranks agreed that this version goes to storage.
         """
         committed = label.incarnation, label.step
+        # Marked here, since the daemon may read only a later report: all nodes persist the same
+        # versions.
+        due = due or bool(self._interval_steps and label.step % self._interval_steps == 0)
+        since = (self._report.unprotected_since or committed) if unprotected else None
         self._write(
             committed=committed,
             due=committed if due else self._report.due,
-            unprotected=unprotected,
+            unprotected_since=since,
             stats=dict(stats),
         )
         if self.on_storage_state is not None:

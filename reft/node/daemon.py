@@ -357,7 +357,13 @@ class Daemon:
                 label = VersionId(*report.committed)
                 self._incarnation = max(self._incarnation, label.incarnation)
                 self.status.add_commit(label)
-                self.persister.offer(label, unprotected=report.unprotected)
+                since = report.unprotected_since
+                if before is not None and since is not None and since != before.unprotected_since:
+                    # Every node writes the first such version, even if it reads a later report:
+                    # memory was protected in between.
+                    self.persister.offer(VersionId(*since), unprotected=False)
+                    self.persister.offer(VersionId(*since), unprotected=True)
+                self.persister.offer(label, unprotected=since is not None)
 
     def _read_arenas(self) -> None:
         newest = self._commits.newest()

@@ -30,7 +30,9 @@ from reft.node.client import (
     WAKE_NAME,
     DaemonClient,
     DaemonError,
+    TrainerReport,
     read_storage_state,
+    read_trainer_reports,
     request,
     short_path,
 )
@@ -520,3 +522,53 @@ def test_p3_what_memory_cannot_keep_is_persisted_at_once(
         client.report_commit(VersionId(1, step), {}, unprotected=unprotected)
     wait_for(lambda: persist_status(job_dir)["last"] == {"incarnation": 1, "step": 6}, "step 6")
     assert writer.calls == [2, 6]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is not set, the daemon reads no report: several versions come between two of its looks."""
+    gate = threading.Event()
+    gate.set()
+
+    def read_late(path: Path) -> dict[int, TrainerReport]:
+        assert gate.wait(60)
+        return read_trainer_reports(path)
+
+    monkeypatch.setattr("reft.node.daemon.read_trainer_reports", read_late)
+    return gate
+
+
+def test_p3_what_memory_lost_again_is_persisted_also_if_the_daemon_reads_late(
+    job_dir: JobDir,
+    run_here: Callable,
+    tmp_path: Path,
+    client: DaemonClient,
+    gate: threading.Event,
+) -> None:
+    """Protected again and lost again between two looks: every node writes the first version of the second loss."""
+    writer = FileWriter()
+    run_here(persist=writer).persister.configure(persist_config(tmp_path, 0))
+    client.report_commit(VersionId(1, 2), {}, unprotected=True)
+    wait_for(lambda: persist_status(job_dir)["last"] is not None, "the first loss")
+    gate.clear()
+    for step, unprotected in ((3, False), (4, True), (5, True)):
+        client.report_commit(VersionId(1, step), {}, unprotected=unprotected)
+    gate.set()
+    wait_for(lambda: len(writer.calls) > 1, "the second loss", 60.0)
+    assert writer.calls == [2, 4]
+
+
+def test_a_multiple_of_the_interval_is_due_also_if_the_daemon_reads_late(
+    run_here: Callable, tmp_path: Path, client: DaemonClient, gate: threading.Event
+) -> None:
+    """All nodes have to write the same versions: those that read late, too."""
+    writer = FileWriter()
+    run_here(persist=writer)
+    client.configure(persist_config(tmp_path, 10))
+    client.report_commit(VersionId(1, 9), {})
+    gate.clear()
+    for step in (10, 11):
+        client.report_commit(VersionId(1, step), {})
+    gate.set()
+    wait_for(lambda: writer.calls, "the version that was due", 20.0)
+    assert writer.calls == [10]
