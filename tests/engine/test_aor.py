@@ -437,10 +437,10 @@ def test_p1_partitions_are_recomputed_from_the_gradients_of_a_device(tmp_path: P
 @pytest.mark.parametrize(
     ("name", "resynced", "sent_anew"),
     [
-        ("dropped", {"nothing is known of how the optimizer made this step": 1}, [4]),
-        ("corrupted", {"it is not what its owner has": 1}, [4]),
+        ("dropped", {"nothing is known of how the optimizer made this step": 1}, [3]),
+        ("corrupted", {"it is not what its owner has": 1}, [3]),
         # Peers are in the exchange already; the job would wait a minute for a version and fail.
-        ("missing", {"KeyError": 2}, [3, 4]),
+        ("missing", {"KeyError": 2}, [2, 3]),
     ],
 )
 def test_p5_p6_what_is_wrong_on_one_rank_is_noticed_and_costs_that_partition_only(
@@ -452,7 +452,7 @@ def test_p5_p6_what_is_wrong_on_one_rank_is_noticed_and_costs_that_partition_onl
     sent = [sent_partitions(run) for run in found]
     assert [list(s) for s in sent] == [[0], [0, *sent_anew], [0]]
     if name == "corrupted":
-        assert sent[1][4] == 4096, "the one block with the wrong bit, not the whole partition"
+        assert sent[1][3] == 4096, "the one block with the wrong bit, not the whole partition"
     if name == "missing":
         assert found[0]["tracebacks"] == ["KeyError"], "once, with where it came from"
     assert_whole(ranks, name, SHORT_STEPS)
@@ -473,7 +473,8 @@ def test_p5_a_version_that_was_missed_is_noticed_and_partitions_are_sent_anew(ra
 def test_a_closed_session_leaves_nothing_in_the_optimizer(ranks: Ranks, case: str) -> None:
     for r in ranks:
         run = r["closed"][case]
-        replaced, hooks = ([], 1) if case == BF16_OPTIMIZER else (sorted(METHODS), 0)
+        # One more hook follows the parameter groups, whatever the protection.
+        replaced, hooks = ([], 2) if case == BF16_OPTIMIZER else (sorted(METHODS), 1)
         assert run["replaced"] == replaced
         assert run["replaced_after"] == []
         assert run["hooks_removed"] == hooks
