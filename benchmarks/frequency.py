@@ -367,8 +367,7 @@ def main() -> None:
     ):
         print(
             f"{name}: {missed:.2%} less than the best, at an MTBF of {point.mtbf_secs / HOUR:.2f} "
-            "h and "
-            f"{point.write_bytes_per_sec / 1e9:.3f} GB/s"
+            f"h and {point.write_bytes_per_sec / 1e9:.3f} GB/s"
         )
     for m in result["memory_losses"]:
         print(

@@ -332,9 +332,8 @@ def baseline_lines(part: Mapping[str, Any]) -> list[str]:
             "",
             f"Here: {model['model']}, {model['layers']} layers{scaled}, "
             f"{model['parameters'] / 1e9:.2f}B parameters, {model['snapshot_bytes'] / 1e9:.1f} GB "
-            "a version, "
-            f"link {model['link_bytes_per_sec'] / 1e9:.1f} GB/s. `has` is reft's default; the "
-            "goal is 1 %.",
+            f"a version, link {model['link_bytes_per_sec'] / 1e9:.1f} GB/s. `has` is reft's "
+            "default; the goal is 1 %.",
         ]
     return [*lines, "", f"Published: {PUBLISHED['what']}: {PUBLISHED['source']}."]
 
@@ -348,8 +347,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         *(["**A trial of the program: the times mean nothing.**", ""] if result["trial"] else []),
         f"`{result['command']}`; {device['name']}{memory}, {device.get('runtime', 'no runtime')}, "
-        "driver "
-        f"{result['driver']}; {host['cores']} cores of {host['cpu']}, "
+        f"driver {result['driver']}; {host['cores']} cores of {host['cpu']}, "
         f"{host['memory_bytes'] / 2**30:.0f} GiB"
         + "; "
         + ", ".join(f"{name} {number}" for name, number in result["software"].items()),

@@ -187,10 +187,9 @@ def table(result: dict[str, Any]) -> str:
     lines = run_lines(result)
     for kind, way in result["ways"].items():
         lines.append(
-            f"{kind:16} named after {way['named_secs']['median']:5.1f} s "
-            f"(most {way['most_named_secs']:.1f}), "
-            f"next step after {way['step_secs']['median']:5.1f} s, named right: "
-            f"{way['all_named_right']}"
+            f"{kind:16} named after {way['named_secs']['median']:5.1f} s (most "
+            f"{way['most_named_secs']:.1f}), next step after {way['step_secs']['median']:5.1f} s, "
+            f"named right: {way['all_named_right']}"
         )
     return "\n".join([*lines, *(f"{name}: {met}" for name, met in result["goals"].items())])
 

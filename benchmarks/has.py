@@ -226,10 +226,8 @@ def table(result: Mapping[str, Any]) -> str:
         lines += [
             "",
             f"while one core copies, another computes {beside['slowdown']['median']:.1%} more "
-            "slowly: "
-            f"{beside['bytes'] / MIB:.1f} MiB in the idle time of a stage cost the stage that "
-            "computes "
-            f"meanwhile {beside['extra_secs'] * 1e3:.1f} ms",
+            f"slowly: {beside['bytes'] / MIB:.1f} MiB in the idle time of a stage cost the stage "
+            f"that computes meanwhile {beside['extra_secs'] * 1e3:.1f} ms",
         ]
     return "\n".join([*lines, "", *(f"{goal}: {met}" for goal, met in result["goals"].items())])
 

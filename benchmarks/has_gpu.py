@@ -106,8 +106,7 @@ def fitting_stage(
         device.free_unused()
     raise SystemExit(
         f"{config.name}: not even {layers} of {wanted} layers fit; lower --seq or --micro-batch, "
-        "raise --pp "
-        f"or --dp, or give a larger --shm"
+        "raise --pp or --dp, or give a larger --shm"
     )
 
 
@@ -341,16 +340,12 @@ def table(result: dict[str, Any]) -> str:
         lines += [
             "",
             f"{m['model']}, stage {result['stage']} of {result['pp']}, {m['layers']} "
-            f"layers{scaled}, "
-            f"{m['parameters'] / 1e6:.0f}M parameters; a snapshot has "
+            f"layers{scaled}, {m['parameters'] / 1e6:.0f}M parameters; a snapshot has "
             f"{m['snapshot_bytes'] / MIB:.0f} MiB",
             f"forward {m['forward_secs'] * 1e3:.2f} ms, backward {m['backward_secs'] * 1e3:.2f} "
-            "ms, "
-            f"optimizer {m['optimizer_secs'] * 1e3:.2f} ms, idle {m['idle_secs'] * 1e3:.1f} ms of "
-            "a step; "
-            f"link {m['link_bytes_per_sec'] / 1e9:.1f} GB/s; snapshots are "
-            f"{m['hbm_snapshot_share']:.2%} of "
-            f"the estimated memory traffic",
+            f"ms, optimizer {m['optimizer_secs'] * 1e3:.2f} ms, idle {m['idle_secs'] * 1e3:.1f} ms "
+            f"of a step; link {m['link_bytes_per_sec'] / 1e9:.1f} GB/s; snapshots are "
+            f"{m['hbm_snapshot_share']:.2%} of the estimated memory traffic",
             m["plan"]["text"],
             f"{'':14}{'step ms':>10}{'overhead, 95 % interval':>30}{'GB/s':>8}{'of link':>9}",
         ]

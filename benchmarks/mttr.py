@@ -193,9 +193,8 @@ def table(result: Mapping[str, Any]) -> str:
                 f"{name} {value:.1f}" for name, value in way[system]["parts_secs"].items()
             )
             lines.append(
-                f"{kind:14} {system:9} {secs['median']:6.1f} s "
-                f"({secs['ci95'][0]:.1f} to {secs['ci95'][1]:.1f}), "
-                f"{way[system]['lost_steps']:.0f} steps lost: {parts}"
+                f"{kind:14} {system:9} {secs['median']:6.1f} s ({secs['ci95'][0]:.1f} to "
+                f"{secs['ci95'][1]:.1f}), {way[system]['lost_steps']:.0f} steps lost: {parts}"
             )
         lines.append(f"{kind:14} {way['times_faster']['median']:.1f} times faster")
     return "\n".join([*lines, *(f"{name}: {met}" for name, met in result["goals"].items())])

@@ -303,8 +303,7 @@ def table(result: Mapping[str, Any]) -> str:
         *run_lines(result),
         f"one core, load average {result['load_average_at_end']} at the end; "
         f"D={result['members']}, image {result['image_bytes'] / MIB:.0f} MiB, {result['rounds']} "
-        "rounds; "
-        f"median and 95 % interval; traffic read and written",
+        "rounds; median and 95 % interval; traffic read and written",
         "",
         f"{'backend':<13}{'what':<22}{'GB/s':>7}{'  of the bound':<24}{'GB/cpu s':>9}  of the "
         "bound",

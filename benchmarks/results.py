@@ -120,9 +120,8 @@ def head_lines(result: Mapping[str, Any]) -> list[str]:
         *run_lines(result),
         f"{result.get('device', 'cpu')} and {layout['backend']} only, {software}",
         f"{model['parameters'] / 1e6:.1f}M parameters, {result['optimizer']} "
-        f"(ZeRO-{model['zero']}), "
-        f"{model['dtype']}, PP{layout['pp']} x DP{layout['dp']}, {model['tokens_per_step']} "
-        "tokens a step",
+        f"(ZeRO-{model['zero']}), {model['dtype']}, PP{layout['pp']} x DP{layout['dp']}, "
+        f"{model['tokens_per_step']} tokens a step",
     ]
 
 
@@ -131,9 +130,8 @@ def plan_text(plan: HasSchedule) -> str:
     tiers = plan.tier_bytes
     lines = [
         f"HAS, {plan.estimator or 'given'} windows: {plan.total_bytes / MIB:.1f} MiB a step of "
-        f"{plan.step_secs * 1e3:.1f} ms: {tiers[1] / MIB:.1f} MiB in bubbles, "
-        f"{tiers[2] / MIB:.1f} beside "
-        f"computation, {tiers[3] / MIB:.1f} beside communication",
+        f"{plan.step_secs * 1e3:.1f} ms: {tiers[1] / MIB:.1f} MiB in bubbles, {tiers[2] / MIB:.1f} "
+        f"beside computation, {tiers[3] / MIB:.1f} beside communication",
         f"  {'tier':>4} {'kind':10} {'start ms':>9} {'ms':>8} {'MiB':>9} {'of MiB':>9}",
     ]
     for p in (*plan.windows, *plan.computing, *plan.communicating):

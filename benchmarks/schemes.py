@@ -357,8 +357,7 @@ def table(result: Mapping[str, Any]) -> str:
     if adam is not None:
         lines.append(
             f"Adam alone: {adam['elements_per_sec']['median'] / 1e6:.0f} M elements/s, memory "
-            "would bring "
-            f"{adam['bound_elements_per_sec']['median'] / 1e6:.0f} M: "
+            f"would bring {adam['bound_elements_per_sec']['median'] / 1e6:.0f} M: "
             f"{adam['of_bound']['median']:.0%}"
         )
     return "\n".join(lines)

@@ -373,8 +373,7 @@ class ReftConfig(ConfigBlock):
         if self.persist.fixed_steps % self.version_steps:
             raise ValueError(
                 f"persist.interval_steps is {self.persist.interval_steps}, but snapshots exist "
-                "only "
-                f"every {self.version_steps} steps; write a multiple of {self.version_steps}"
+                f"only every {self.version_steps} steps; write a multiple of {self.version_steps}"
             )
         return self
 

@@ -194,8 +194,7 @@ def topology(pp: int, dp: int | None = None, tp: int = 1) -> Any:
         if rest:
             raise SizeError(
                 f"reft.topology found {world_size} ranks, which make no whole replicas of {pp} x "
-                f"{tp} ranks; "
-                f"start the job on nodes with a multiple of {pp * tp} trainers"
+                f"{tp} ranks; start the job on nodes with a multiple of {pp * tp} trainers"
             )
     from deepspeed.runtime.pipe.topology import ProcessTopology
 

@@ -70,8 +70,7 @@ def resumable(trainer: Any) -> Any:
             kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
             raise ConfigError(
                 f"found {kind}, whose method {name} is missing or takes other arguments; expected "
-                "the "
-                f"Trainer of transformers 5.0 or later"
+                "the Trainer of transformers 5.0 or later"
             )
     wrapped = Resumption(trainer)
     for name, wrapper in (

@@ -72,8 +72,7 @@ def _check_inputs(schedule: Schedule, stage_id: int) -> None:
             if not at_the_edge and (what, j, place + offset) not in known:
                 raise ScheduleError(
                     f"schedule {schedule.name}: stage {stage_id} runs {instruction} (instruction "
-                    f"{position}) "
-                    f"before it has the {what} of micro-batch {j}"
+                    f"{position}) before it has the {what} of micro-batch {j}"
                 )
         known |= {(what, j, place + offset) for what, offset in gives}
 
@@ -106,7 +105,6 @@ def _check_channels(schedule: Schedule) -> None:
                 what, source, target, _ = channel
                 raise ScheduleError(
                     f"schedule {schedule.name}: the {n + 1}. {what} that stage {source} sends to "
-                    "stage "
-                    f"{target} is of micro-batch {there}, but stage {target} expects micro-batch "
-                    f"{here}"
+                    f"stage {target} is of micro-batch {there}, but stage {target} expects "
+                    f"micro-batch {here}"
                 )

@@ -19,15 +19,12 @@ from .variants import Predictions
 
 _READING = (
     "Simulated: none of these times was measured. Overhead is what a snapshot every step adds to "
-    "the "
-    "iteration. The model and its limits: docs/simulation.md. More about one job: --model; "
-    "everything: "
-    "--json."
+    "the iteration. The model and its limits: docs/simulation.md. More about one job: --model; "
+    "everything: --json."
 )
 _COPIED = (
     "The last columns: what part is copied in bubbles, beside computation, beside communication, "
-    "and while "
-    "the device waits for it."
+    "and while the device waits for it."
 )
 _TIERS = {
     Tier.WAITING: "bub-\nbles",

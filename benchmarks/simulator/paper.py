@@ -64,8 +64,7 @@ def _interference(jobs: Sequence[Predictions]) -> Iterator[Line]:
     whys = {
         Variant.HOST: "with a snapshot in every step; how often Fig. 1 takes one is not printed",
         Variant.HOST_DEVICE: "22 % if computation waits for the copies of hybrid parallelism "
-        "(`blocking`: "
-        f"{min(waits):.0%} to {max(waits):.0%}) and not for those of data parallelism",
+        f"(`blocking`: {min(waits):.0%} to {max(waits):.0%}) and not for those of data parallelism",
     }
     for variant, why in whys.items():
         found = [j.of(variant, whole_stage=True).overhead for j in hybrid]

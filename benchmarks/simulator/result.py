@@ -139,15 +139,13 @@ class Simulation:
     def _lines(self) -> Iterator[str]:
         yield (
             f"{self.schedule} (simulated): {len(self.stages)} stages, {self.micro_batches} "
-            "micro-batches, "
-            f"{self.makespan_secs:.6g} s, bubble {self.bubble_fraction:.1%}"
+            f"micro-batches, {self.makespan_secs:.6g} s, bubble {self.bubble_fraction:.1%}"
         )
         for s in self.stages:
             windows = ", ".join(f"{w.kind} {w.length_secs:.4g}" for w in s.windows) or "none"
             yield (
                 f"  stage {s.stage_id}: compute {s.compute_secs:.4g} s, other {s.other_secs:.4g} "
-                "s, "
-                f"idle {s.idle_secs:.4g} s ({windows})"
+                f"s, idle {s.idle_secs:.4g} s ({windows})"
             )
 
 

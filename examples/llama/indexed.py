@@ -151,8 +151,7 @@ class IndexedDataset:
         if found != expected:
             raise ConfigError(
                 f"{path} has {found} bytes, but its index describes {expected}; the copy is "
-                "incomplete or "
-                f"the two files belong to different datasets: copy both again"
+                "incomplete or the two files belong to different datasets: copy both again"
             )
         if not expected:
             return np.empty(0, dtype=self.dtype)

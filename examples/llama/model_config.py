@@ -70,8 +70,7 @@ class LlamaConfig:
         if self.hidden_size % self.heads:
             raise ConfigError(
                 f"model {self.name}: hidden size {self.hidden_size} is not divisible by "
-                f"{self.heads} heads; "
-                f"change --hidden or --heads"
+                f"{self.heads} heads; change --hidden or --heads"
             )
         if self.head_size % 2:
             raise ConfigError(
@@ -82,8 +81,7 @@ class LlamaConfig:
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model {self.name}: {self.heads} heads cannot share {self.kv_heads} key-value "
-                "heads evenly; "
-                f"--kv-heads must divide --heads"
+                "heads evenly; --kv-heads must divide --heads"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(
@@ -201,9 +199,8 @@ def check_model(config: LlamaConfig, degrees: Degrees) -> None:
     """
     if config.layers < degrees.pp:
         raise ConfigError(
-            f"model {config.name} has {config.layers} layers, but --pp {degrees.pp} needs at "
-            "least one per "
-            f"stage; lower --pp or raise --layers"
+            f"model {config.name} has {config.layers} layers, but --pp {degrees.pp} needs at least "
+            "one per stage; lower --pp or raise --layers"
         )
     for what, option, size in (
         ("heads", "--heads", config.heads),

@@ -162,8 +162,7 @@ def _add_model(parser: argparse.ArgumentParser, add: Any) -> None:
         "--rank-order",
         "auto",
         "order of the axes in the ranks, slowest first, such as data-pipe-model; auto puts "
-        "replicas of a "
-        "stage on different nodes where that is possible",
+        "replicas of a stage on different nodes where that is possible",
         metavar="AXES",
     )
     add(
@@ -226,8 +225,7 @@ def _add_files(parser: argparse.ArgumentParser, add: Any) -> None:
         "--data",
         [],
         "text files, folders of text, or prefixes of Megatron .bin/.idx files; without it, the "
-        "Python "
-        "standard library's sources",
+        "Python standard library's sources",
         nargs="+",
         type=Path,
         metavar="PATH",
@@ -380,15 +378,13 @@ def _check_batches(config: dict[str, Any], options: Options, dp: int) -> None:
     if not isinstance(whole, int) or whole % (micro * dp):
         raise ConfigError(
             f"train_batch_size is {whole!r}, not divisible by {micro} samples per micro-batch x "
-            f"{dp} "
-            f"replicas; change it, or --micro-batch, or the number of processes"
+            f"{dp} replicas; change it, or --micro-batch, or the number of processes"
         )
     wanted = whole // (micro * dp)
     if "micro_batches" in options.given and wanted != options.micro_batches:
         raise ConfigError(
             f"train_batch_size {whole} needs {wanted} micro-batches of {micro} samples on {dp} "
-            "replicas, but "
-            f"--micro-batches is {options.micro_batches}; leave one of the two out"
+            f"replicas, but --micro-batches is {options.micro_batches}; leave one of the two out"
         )
     config["gradient_accumulation_steps"] = wanted
 
@@ -402,15 +398,13 @@ def _check_bf16(config: dict[str, Any], options: Options) -> None:
     accumulation = types.setdefault("grad_accum_dtype", "fp32" if zero else "bf16")
     if zero == 0 and accumulation != "bf16":
         raise ConfigError(
-            f"DeepSpeed has no optimizer that accumulates bf16 gradients in {accumulation} "
-            "without ZeRO; use "
-            f"--zero 1, or --grad-accum-dtype bf16"
+            f"DeepSpeed has no optimizer that accumulates bf16 gradients in {accumulation} without "
+            "ZeRO; use --zero 1, or --grad-accum-dtype bf16"
         )
     if zero == 0 and options.save_interval:
         raise ConfigError(
-            "DeepSpeed's checkpoints of a bf16 pipeline without ZeRO hold the first replica's "
-            "part only and "
-            "cannot be loaded; use --zero 1, or leave --save-interval out"
+            "DeepSpeed's checkpoints of a bf16 pipeline without ZeRO hold the first replica's part "
+            "only and cannot be loaded; use --zero 1, or leave --save-interval out"
         )
 
 

@@ -102,9 +102,8 @@ class MicroBatchIterator:
         largest = int(samples.max())
         if largest >= self._vocab_size or samples.min() < 0:
             raise ConfigError(
-                f"the data holds token {largest}, but the model has {self._vocab_size} "
-                "embeddings; it was "
-                f"made with another tokenizer: pass --vocab {largest + 1} or more"
+                f"the data holds token {largest}, but the model has {self._vocab_size} embeddings; "
+                f"it was made with another tokenizer: pass --vocab {largest + 1} or more"
             )
         tokens = torch.from_numpy(samples)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

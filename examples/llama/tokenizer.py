@@ -104,8 +104,7 @@ def load_tokenizer(name: str | None) -> Tokenizer:
         return HuggingFaceTokenizer(path)
     raise ConfigError(
         f"--tokenizer {name}: expected 'bytes', a SentencePiece .model file, a Hugging Face "
-        "tokenizer.json, "
-        f"or a folder with one of them"
+        "tokenizer.json, or a folder with one of them"
     )
 
 

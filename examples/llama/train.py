@@ -167,8 +167,7 @@ def init_processes(options: Options, samples: SampleDataset) -> None:
         odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         raise ConfigError(
             f"the ranks hold different data: ranks {odd} differ from rank 0; copy the same files "
-            "to every "
-            f"node"
+            "to every node"
         )
 
 

@@ -78,19 +78,16 @@ def read_recipe(optimizer: Any) -> AdamRecipe:
     kind = next((k for k in kinds if k.value in names), None)
     if kind is None:
         raise UnsupportedStateError(
-            f"found optimizer {found}; recomputing it on the host is possible for torch's Adam "
-            "and AdamW, "
-            "DeepSpeed's FusedAdam and CPUAdam, and reft.ExactAdam. Use one of them, or protect "
-            "the "
-            f"partition by copies (peer)"
+            f"found optimizer {found}; recomputing it on the host is possible for torch's Adam and "
+            "AdamW, DeepSpeed's FusedAdam and CPUAdam, and reft.ExactAdam. Use one of them, or "
+            "protect the partition by copies (peer)"
         )
     groups = optimizer.param_groups
     unusual = sorted({k for k in ("amsgrad", "differentiable") for g in groups if g.get(k)})
     if unusual:
         raise UnsupportedStateError(
             f"found {found} with {', '.join(unusual)}, which is not recomputed on the host; "
-            "expected plain "
-            f"Adam. Turn it off, or protect the partition by copies (peer)"
+            "expected plain Adam. Turn it off, or protect the partition by copies (peer)"
         )
     first: Mapping[str, Any] = groups[0]
     on_device = any(p.device.type != "cpu" for g in groups for p in g["params"])
@@ -139,8 +136,7 @@ class ReplicaTensors:
         if any(f != expected for f in found):
             raise ValueError(
                 f"found replica tensors {found}; expected three one-dimensional fp32 tensors of "
-                "one "
-                f"length on the host"
+                "one length on the host"
             )
 
     @property
@@ -243,8 +239,7 @@ class AdamReplica:
         if self.stale:
             raise StaleReplicaError(
                 f"the replica of the peer's optimizer is stale since step {self.number}: "
-                f"{self.stale}. It "
-                "must be copied from its owner again"
+                f"{self.stale}. It must be copied from its owner again"
             )
 
     def mark_stale(self, reason: str) -> None:

@@ -252,8 +252,7 @@ def _replica_tensors(memory: torch.Tensor, owned: SectionImage) -> list[ReplicaT
     if set(views) - steps != expected:
         raise UnsupportedStateError(
             f"the partition holds {sorted(views)}; expected one fp32 master and the moments "
-            "exp_avg and "
-            f"exp_avg_sq for each of {groups} groups"
+            f"exp_avg and exp_avg_sq for each of {groups} groups"
         )
     return [
         ReplicaTensors(views[f"master.{g}.0"], *(views[f"optimizer.{g}.0.{key}"] for key in keys))

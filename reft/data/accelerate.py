@@ -14,8 +14,7 @@ samplers."""
 
 DISPATCHED = (
     "Accelerate's DataLoaderDispatcher, which reads on rank 0 for all ranks, so that its position "
-    "is not "
-    "restored. Have every rank read its own part: write"
+    "is not restored. Have every rank read its own part: write"
     """
     config = accelerate.utils.DataLoaderConfiguration(dispatch_batches=False)
     accelerator = accelerate.Accelerator(dataloader_config=config, ...)

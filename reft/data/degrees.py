@@ -60,8 +60,7 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
     if (kind := moved.pop(ITERATOR_OF, None)) is not None:
         reasons.append(
             f"the iterator ({kind}) was given the state of one replica, which does not cover the "
-            "change "
-            f"from {resize}: some samples are used twice and others never. "
+            f"change from {resize}: some samples are used twice and others never. "
             f"Write{LINES_OWN}\nor{OF_JOB}"
         )
     if lost:
@@ -83,10 +82,8 @@ def explain_bound_iterator(iterator: Any) -> str | None:
         return None
     return (
         f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel "
-        "degree the "
-        f"iterator ({class_path(iterator)}) would get the state of one replica: some samples "
-        "would be used "
-        f"twice and others never. Write{LINES_OWN}\nor{OF_JOB}"
+        f"degree the iterator ({class_path(iterator)}) would get the state of one replica: some "
+        f"samples would be used twice and others never. Write{LINES_OWN}\nor{OF_JOB}"
     )
 
 
@@ -111,8 +108,7 @@ def explain_bound_data(loader: Any, batch: int) -> str | None:
         "DistributedSampler"
         if dealt is None
         else f"its {dealt.samples} samples are no multiple of the {batch} of a step: a pass ends "
-        "within a "
-        f"step, and batches of another degree do not begin there"
+        "within a step, and batches of another degree do not begin there"
     )
     return (
         f"the number of nodes may change ({nodes_may_change()}), and with another data-parallel "

@@ -441,10 +441,8 @@ class DataPosition:
         self._said_unread = True
         return (
             "the script trains on, but no longer reads from the loader that it has read from: it "
-            "keeps the "
-            "batches of an earlier pass, as itertools.cycle does. After a failure it would keep "
-            "those of "
-            "another part of a pass, and train on others from then on. Write"
+            "keeps the batches of an earlier pass, as itertools.cycle does. After a failure it "
+            "would keep those of another part of a pass, and train on others from then on. Write"
             """
     while engine.global_steps < steps:
         for batch in loader: ..."""
@@ -500,11 +498,9 @@ class DataPosition:
         loader = _LINES_PIPELINE if self.is_pipeline else _LINES_PLAIN
         return (
             "the position in the data is not known: the data does not come from one "
-            f"DataLoader{_named(self._source)}. After a failure the job continues with other "
-            "data, unless "
-            f"batches follow from engine.global_steps. Write{LINES_OWN}{loader}\nor keep the "
-            "position "
-            f"yourself:{_LINES_STATE}"
+            f"DataLoader{_named(self._source)}. After a failure the job continues with other data, "
+            f"unless batches follow from engine.global_steps. Write{LINES_OWN}{loader}\nor keep "
+            f"the position yourself:{_LINES_STATE}"
         )
 
 

@@ -446,17 +446,14 @@ class MemoryRestorer:
         progress = note or plan.newest_committed or "versions of another layout"
         raise UnrecoverableError(
             f"job {context.job_id} had committed {progress}, but it cannot be recovered and no "
-            "checkpoint "
-            f"is on disk (persist directory: {where}).\n{plan}\n"
-            f"{beside + chr(10) if beside else ''}"
-            f"{self.to_start_anew()}"
+            "checkpoint is on disk (persist directory: "
+            f"{where}).\n{plan}\n{beside + chr(10) if beside else ''}{self.to_start_anew()}"
         )
 
     def refuse_half_written(self, outcome: NotRecoverable) -> NoReturn:
         raise UnrecoverableError(
             f"the memory of job {self._context.job_id} was found to be corrupt after part of the "
-            "state was "
-            f"restored, and no checkpoint is on disk.\n{outcome}\n{self.to_start_anew()}"
+            f"state was restored, and no checkpoint is on disk.\n{outcome}\n{self.to_start_anew()}"
         )
 
     def refuse_to_overwrite(

@@ -114,9 +114,8 @@ class HostGate(Gate):
             self._stuck = self._in_flight.locked()
             logger.warning(
                 "a chunk of a version has not ended after %.0f s; training goes on meanwhile and "
-                "waits for "
-                "it before the optimizer step. Is the host short of memory, or the process "
-                "stopped?",
+                "waits for it before the optimizer step. Is the host short of memory, or the "
+                "process stopped?",
                 self.chunk_secs,
             )
         self._closing.value = 0

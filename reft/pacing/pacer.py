@@ -617,8 +617,7 @@ class Pacer(VersionFeature):
             self._told_of_formulas = True
             logger.warning(
                 "has.windows is %r, a formula for 1F1B, but the engine executes another schedule: "
-                "reft "
-                "measures its windows instead; write 'profiled'",
+                "reft measures its windows instead; write 'profiled'",
                 self._has.windows,
             )
         return False

@@ -35,11 +35,9 @@ def show(result: ProfileResult, console: Console) -> None:
     speed = result.bandwidth_bytes_per_sec
     console.print(
         f"\nTimes by the {result.clock} clock. Waiting and transfer were separated by the "
-        "partner's record "
-        f"for {percent(result.matched_share)} of the point-to-point time, else by the fastest "
-        "observation; "
-        f"clocks agree within {result.clock_error_secs * 1e6:.0f} us. Bandwidth: "
-        f"{'unknown' if speed is None else decimal(int(speed)) + '/s'} "
+        f"partner's record for {percent(result.matched_share)} of the point-to-point time, else by "
+        f"the fastest observation; clocks agree within {result.clock_error_secs * 1e6:.0f} us. "
+        f"Bandwidth: {'unknown' if speed is None else decimal(int(speed)) + '/s'} "
         f"({result.bandwidth_source}).",
         style="dim",
         markup=False,

@@ -137,10 +137,8 @@ def _tried_cupy(like: Buffer) -> Backend | None:
         cause = f"{type(error).__name__}: {error}"
     logger.warning(
         "torch encodes parities on %s, more slowly: CuPy is installed and does not work there "
-        "(%s). Install "
-        "the extra that fits the driver and the device, with its runtime compiler (NVRTC or "
-        "hipRTC): "
-        "reft-ckpt[cuda12], reft-ckpt[cuda13] (no V100) or reft-ckpt[rocm7]",
+        "(%s). Install the extra that fits the driver and the device, with its runtime compiler "
+        "(NVRTC or hipRTC): reft-ckpt[cuda12], reft-ckpt[cuda13] (no V100) or reft-ckpt[rocm7]",
         like.device,
         cause,
     )
@@ -153,8 +151,7 @@ def _check(rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buf
         raise ValueError(
             f"found {len(rows)} rows of {sorted({len(row) for row in rows})} coefficients for "
             f"{len(sources)} sources and {len(targets)} targets; expected one row per target and "
-            "one "
-            f"coefficient per source"
+            "one coefficient per source"
         )
     if any(not 0 <= c <= 255 for row in rows for c in row):
         raise ValueError(f"found coefficients {rows}; expected integers from 0 to 255")
@@ -166,8 +163,7 @@ def _check(rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buf
     if needs_packets(rows) and lengths[0] % GRAIN_BYTES:
         raise ValueError(
             f"found buffers of {lengths[0]} bytes; coefficients above 1 need a multiple of "
-            f"{GRAIN_BYTES}: "
-            f"pad the sub-blocks"
+            f"{GRAIN_BYTES}: pad the sub-blocks"
         )
     return lengths[0]
 
@@ -292,17 +288,14 @@ NAME = "reft_combine"
 
 _WORDS = {
     16: (
-        "typedef uint4 Word;\n"
-        "static __device__ __forceinline__ Word mix(Word a, Word b) "
-        "{ a.x ^= b.x; a.y ^= b.y; a.z ^= b.z; a.w ^= b.w; return a; }\n"
-        "static __device__ __forceinline__ Word zero() { Word a; a.x = a.y = a.z = a.w = 0; "
-        "return a; }\n"
+        "typedef uint4 Word;\nstatic __device__ __forceinline__ Word mix(Word a, Word b) { a.x ^= "
+        "b.x; a.y ^= b.y; a.z ^= b.z; a.w ^= b.w; return a; }\nstatic __device__ __forceinline__ "
+        "Word zero() { Word a; a.x = a.y = a.z = a.w = 0; return a; }\n"
     ),
     **{
         width: (
-            f"typedef {name} Word;\n"
-            "static __device__ __forceinline__ Word mix(Word a, Word b) { return a ^ b; }\n"
-            "static __device__ __forceinline__ Word zero() { return 0; }\n"
+            f"typedef {name} Word;\nstatic __device__ __forceinline__ Word mix(Word a, Word b) {{ "
+            "return a ^ b; }\nstatic __device__ __forceinline__ Word zero() { return 0; }\n"
         )
         for width, name in (
             (8, "unsigned long long"),
@@ -426,18 +419,15 @@ def _usable_cupy() -> Any:
     except ModuleNotFoundError as e:
         raise ConfigError(
             f"found no CuPy ({e}); expected it for the fused device kernels. Install "
-            "reft-ckpt[cuda12], "
-            "reft-ckpt[cuda13] or reft-ckpt[rocm7], whichever fits the driver, or use the torch "
-            "backend: "
-            "it makes the same bytes (CuPy has no package for ROCm 6)"
+            "reft-ckpt[cuda12], reft-ckpt[cuda13] or reft-ckpt[rocm7], whichever fits the driver, "
+            "or use the torch backend: it makes the same bytes (CuPy has no package for ROCm 6)"
         ) from e
     try:
         devices = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as e:
         raise ConfigError(
             f"CuPy {cupy.__version__} finds no device ({e}); expected one. Check the driver and "
-            "that the "
-            f"extra (cuda12, cuda13, rocm7) fits it, or use the torch backend"
+            "that the extra (cuda12, cuda13, rocm7) fits it, or use the torch backend"
         ) from e
     if not devices:
         raise ConfigError(

@@ -65,8 +65,7 @@ class Scheme:
             if not found or (found[1] and copies) or (found[1] is None and parities):
                 raise ConfigError(
                     f"found protection {text!r}; expected none, arc, arc:K (K copies), aec (one "
-                    "parity), "
-                    "rs:K (K parities) or arc and a parity scheme joined with +, such as "
+                    "parity), rs:K (K parities) or arc and a parity scheme joined with +, such as "
                     "arc:2+rs:2"
                 )
             if found[1]:
@@ -370,10 +369,8 @@ def plan_decode(
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise UnrecoverableError(
             f"{code.scheme} over {code.size} members cannot recover {named}{more}: {len(avoided)} "
-            "pieces are "
-            "lost or unusable, more than this placement survives. Restore an older version or a "
-            "persisted "
-            f"checkpoint"
+            "pieces are lost or unusable, more than this placement survives. Restore an older "
+            "version or a persisted checkpoint"
         )
     found: dict[int, tuple[tuple[int, int], ...]] = {}
     for block in sorted(wanted):

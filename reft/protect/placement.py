@@ -257,8 +257,7 @@ def persist_interval_secs(
     if not 0 < target < 1 or not causes:
         raise ConfigError(
             f"found a target survival of {target} and {len(causes)} causes of failure; expected a "
-            "target "
-            f"above 0 and below 1, such as 0.999, and at least one cause"
+            "target above 0 and below 1, such as 0.999, and at least one cause"
         )
 
     def met(secs: float) -> bool:

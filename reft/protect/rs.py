@@ -133,8 +133,7 @@ def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
     if parities > 1 and (blocks > 255 or parities + blocks > 256):  # one parity is plain XOR
         raise ConfigError(
             f"a stripe of {blocks} blocks and {parities} parities exceeds GF(2^8): at most 255 "
-            "blocks and "
-            f"256 in all; use smaller sharding groups"
+            "blocks and 256 in all; use smaller sharding groups"
         )
     if parities <= _POWER_ROWS:
         return tuple(tuple(power(r * j) for j in range(blocks)) for r in range(parities))

@@ -242,8 +242,7 @@ def offline_topology(inventories: Sequence[Inventory], job_id: str) -> Topology:
     if not records:
         raise LayoutError(
             f"no sealed or committed arena of job {job_id!r} on "
-            f"{listing(i.node for i in inventories)}; name "
-            f"the directories of the nodes that ran it"
+            f"{listing(i.node for i in inventories)}; name the directories of the nodes that ran it"
         )
     records.sort(key=lambda r: (r.header.label, r.node, r.path))
     newest = records[-1]
@@ -548,9 +547,8 @@ def _holding(sources: GroupSources, pieces: Iterable[ImageRange]) -> tuple[Sourc
         ):
             raise LayoutError(
                 f"bytes [{piece.start_bytes}, {stop}) of the {piece.section} image of {piece.of} "
-                "are wanted, "
-                "which the version does not have: the images of its ranks are not what they say "
-                "they are"
+                "are wanted, which the version does not have: the images of its ranks are not what "
+                "they say they are"
             )
         found.setdefault(image, set()).update(range(first, last))
     return tuple(

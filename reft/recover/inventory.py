@@ -87,8 +87,7 @@ class Inventory:
         except (ValueError, TypeError, ArenaError, zlib.error) as error:
             raise TransferError(
                 f"an inventory of {len(body)} bytes carries the job's secret but cannot be read "
-                f"({error!r}): "
-                f"run the same version of reft on every node"
+                f"({error!r}): run the same version of reft on every node"
             ) from error
 
 
@@ -420,21 +419,16 @@ class InventorySummary:
         """Why there is no version to look at, and what to do."""
         if self.empty:
             return (
-                f"no arena of job {self.job_id!r} was found. {self._nodes()}. Either the job "
-                "never took a "
-                f"snapshot, or every node that held one is gone"
+                f"no arena of job {self.job_id!r} was found. {self._nodes()}. Either the job never "
+                "took a snapshot, or every node that held one is gone"
             )
         if self.misfits:
             return (
                 f"found {listing(self.misfits)}, expected {self.topology.degrees} and the running "
-                "model's "
-                "layout. Start with the degrees and the model that wrote the memory; or write a "
-                "checkpoint "
-                f"from it with `reft persist --job {self.job_id} --out DIR`, convert that with "
-                "`python -m "
-                "deepspeed.checkpoint.ds_to_universal` and load it into a new job; or remove the "
-                "memory "
-                "with `reft clean` to start from the beginning"
+                "model's layout. Start with the degrees and the model that wrote the memory; or "
+                f"write a checkpoint from it with `reft persist --job {self.job_id} --out DIR`, "
+                "convert that with `python -m deepspeed.checkpoint.ds_to_universal` and load it "
+                "into a new job; or remove the memory with `reft clean` to start from the beginning"
             )
         return (
             f"only unfinished versions were found: {listing(map(str, self.unfinished))}. "

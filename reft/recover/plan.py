@@ -133,8 +133,7 @@ class Fetch:
     def __str__(self) -> str:
         return (
             f"{describe_block(self.pp, self.tp, self.key)} ({self.nbytes} bytes), "
-            f"{self.reported_kind} from "
-            f"{self.arena} on node {self.node}"
+            f"{self.reported_kind} from {self.arena} on node {self.node}"
         )
 
 
@@ -267,8 +266,7 @@ class RecoveryPlan:
         for c, rebuild in sorted(self.rebuilds.items()):
             lines.append(
                 f"  {c} first decodes {len(rebuild.blocks)} lost blocks, "
-                f"{rebuild.nbytes / 2**20:.2f} MiB, "
-                f"from parity"
+                f"{rebuild.nbytes / 2**20:.2f} MiB, from parity"
             )
         lines += [f"  not used: {reason}" for reason in self.rejected]
         lines += [f"  note: {note}" for note in self.notes]

@@ -308,8 +308,7 @@ class Decoder:
         if refused:
             logger.warning(
                 "%d blocks of step %d decoded from verified blocks are not what their owner "
-                "copied: the "
-                "parity is of other data. It is not used; please report this",
+                "copied: the parity is of other data. It is not used; please report this",
                 *(len(wrong), self._plan.label.step),
             )
         if done and self._arena is not None:
@@ -526,8 +525,7 @@ class ArenaRebuilder:
         if missing := [key for key in self._rooms if key not in self._arrived]:
             logger.warning(
                 "%s cannot be completed here; the version is taken again: %d of its blocks are "
-                "stored in "
-                "another shape, %s among them",
+                "stored in another shape, %s among them",
                 *(self._plan.label, len(missing), missing[0]),
             )
             return

@@ -173,8 +173,7 @@ class Repair:
         block = describe_block(fetch.pp, fetch.tp, fetch.key)
         return (
             f"{block}, {self.label}: {fetch.nbytes} bytes {self.flaw} {fetch.arena} on node "
-            f"{fetch.node}; "
-            f"restored from {self.replaced_by}"
+            f"{fetch.node}; restored from {self.replaced_by}"
         )
 
 

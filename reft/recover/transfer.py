@@ -250,8 +250,7 @@ class TransferStats:
     def __str__(self) -> str:
         return (
             f"{format_bytes_from(self.bytes_from)} restored, {self.sent_bytes / 2**20:.2f} MiB "
-            "sent, "
-            f"{self.secs:.3f} s"
+            f"sent, {self.secs:.3f} s"
         )
 
 

@@ -146,9 +146,8 @@ _ADVICE = {
     ),
     HOST: (
         "state that reft keeps of the engine was changed by the script, or made in another way at "
-        "the "
-        "restart. Make it the same way at every start, or pass its owner with reft.attach(engine, "
-        "state={...})"
+        "the restart. Make it the same way at every start, or pass its owner with "
+        "reft.attach(engine, state={...})"
     ),
     LOSS: (
         "batch, generators and rates are equal, but the step computed something else: it depends "
@@ -177,8 +176,7 @@ _UNSTEADY = {
     HOST: "it is made of something that differs in every run",
     LOSS: (
         "the step draws from what is not seeded (os.urandom, the time), or computes in an order "
-        "that "
-        "changes: try torch.use_deterministic_algorithms(True)"
+        "that changes: try torch.use_deterministic_algorithms(True)"
     ),
     STEPS: "the runs end after different steps",
 }

@@ -160,10 +160,8 @@ class Guard:
         elif flags & os.O_TRUNC and not self._was_made(found):
             raise ConfigError(
                 f"{_script_line()} would overwrite {found}, which reft rehearse cannot redirect. "
-                "Nothing was "
-                "written. Let the script write elsewhere for the rehearsal, or give --overwrite "
-                "if the file "
-                "may be overwritten"
+                "Nothing was written. Let the script write elsewhere for the rehearsal, or give "
+                "--overwrite if the file may be overwritten"
             )
 
     def _was_made(self, path: str) -> bool:

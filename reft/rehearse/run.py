@@ -73,16 +73,14 @@ class Rehearsal:
     def __post_init__(self) -> None:
         if not 0 < self.kill_after < self.steps:
             raise ConfigError(
-                f"--kill is {self.kill_after} and --steps {self.steps}; write a step to kill "
-                "after from 1 to "
-                f"{self.steps - 1}, so that there are steps to compare after the failure"
+                f"--kill is {self.kill_after} and --steps {self.steps}; write a step to kill after "
+                f"from 1 to {self.steps - 1}, so that there are steps to compare after the failure"
             )
         if self.kills_node and self.nodes == 1:
             raise ConfigError(
                 "--node kills a node, but the job has one, and its memory would be lost with it; "
-                "write "
-                "--nnodes 2 or more: the nodes are started on this machine unless --rdzv-endpoint "
-                "is given"
+                "write --nnodes 2 or more: the nodes are started on this machine unless "
+                "--rdzv-endpoint is given"
             )
 
 
@@ -223,9 +221,8 @@ class _Runs:
         what = self._what
         if made <= what.kill_after:
             raise ConfigError(
-                f"the job made {made} steps and ended; --kill {what.kill_after} is not one of "
-                "them with a "
-                "step after it. Give a smaller --kill, or let the script make more steps"
+                f"the job made {made} steps and ended; --kill {what.kill_after} is not one of them "
+                "with a step after it. Give a smaller --kill, or let the script make more steps"
             )
         plan = replace(undisturbed, kill_after=what.kill_after, kills_node=what.kills_node)
         yield f"killed-after-{what.kill_after}", plan
@@ -282,15 +279,13 @@ class _Runs:
         if any(run.codes):
             raise ConfigError(
                 f"the job fails undisturbed, with exit code {', '.join(map(str, run.codes))}: "
-                "nothing can be "
-                f"compared. Mend this first:\n{_read_end(run.log)}"
+                f"nothing can be compared. Mend this first:\n{_read_end(run.log)}"
             )
         if not run.of_kind(TRAINED):
             raise ConfigError(
                 "the job ended well, but reft has seen no step of it: it trains with no engine of "
-                "deepspeed.initialize, and calls neither reft.attach nor reft.attach_megatron. "
-                "The end of "
-                f"its output:\n{_read_end(run.log)}"
+                "deepspeed.initialize, and calls neither reft.attach nor reft.attach_megatron. The "
+                f"end of its output:\n{_read_end(run.log)}"
             )
 
 

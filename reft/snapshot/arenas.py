@@ -381,8 +381,7 @@ class ArenaSet:
             return kept
         logger.warning(
             "%s and all other slots of this rank hold the version that was recovered; it is kept "
-            "as %s until "
-            "the next commit",
+            "as %s until the next commit",
             *(paths[slot].name, aside.name),
         )
         del kept[slot]
@@ -415,8 +414,7 @@ class ArenaSet:
             "%s %s; it is made again. %s",
             *(arena.path, cause),
             f"This rank's part of {self.slots.committed_label} was there: only its peers can "
-            "restore that, "
-            f"until the next version is committed"
+            "restore that, until the next version is committed"
             if protected
             else "It held no version that is needed",
         )
@@ -555,10 +553,9 @@ class ArenaSet:
         if self.limit_bytes is not None and wanted * self.count > self.limit_bytes:
             raise OutOfMemoryError(
                 f"{self.count} arenas of {wanted / 2**20:.1f} MiB need "
-                f"{wanted * self.count / 2**20:.1f} "
-                "MiB, but reft.memory_limit_bytes leaves this rank "
-                f"{self.limit_bytes / 2**20:.1f} MiB; "
-                f"raise the limit, or lower reft.copies or reft.arenas (at least 2)"
+                f"{wanted * self.count / 2**20:.1f} MiB, but reft.memory_limit_bytes leaves this "
+                f"rank {self.limit_bytes / 2**20:.1f} MiB; raise the limit, or lower reft.copies "
+                "or reft.arenas (at least 2)"
             )
         if arena is not None:
             self._forget(arena)

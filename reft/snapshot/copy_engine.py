@@ -264,8 +264,7 @@ def byte_views(pieces: Iterable[Piece]) -> list[Piece]:
         if target.device.type != "cpu" or target.dtype != torch.uint8 or target.dim() != 1:
             raise CopyError(
                 f"the target is a {target.dtype} tensor of {target.dim()} dimensions on "
-                f"{target.device}; "
-                f"expected 1-D uint8 on the CPU"
+                f"{target.device}; expected 1-D uint8 on the CPU"
             )
         if not target.is_contiguous() or target.numel() != view.numel():
             raise CopyError(
@@ -306,10 +305,8 @@ def _byte_view(source: torch.Tensor) -> torch.Tensor:
     if not plain or not source.is_contiguous():
         raise CopyError(
             f"the source is a {source.dtype} tensor of shape {tuple(source.shape)}, layout "
-            f"{source.layout}, "
-            f"stride {tuple(source.stride()) if plain else 'unknown'}; expected a contiguous one, "
-            "whose "
-            f"bytes are in order: hand over its memory, as SectionImage does"
+            f"{source.layout}, stride {tuple(source.stride()) if plain else 'unknown'}; expected a "
+            "contiguous one, whose bytes are in order: hand over its memory, as SectionImage does"
         )
     return source.detach().reshape(-1).view(torch.uint8)
 

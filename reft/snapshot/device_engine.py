@@ -248,8 +248,7 @@ class DeviceCopyEngine(CopyEngine):
             self._warn_once(
                 "stream",
                 f"{self.device}: reft cannot create a stream of its own: {error}. Snapshots use "
-                "one from "
-                "torch's pool, so a communicator's transfers may wait for copies",
+                "one from torch's pool, so a communicator's transfers may wait for copies",
             )
             return self._module.Stream(self.device)
         self._own.append(stream)
@@ -265,10 +264,8 @@ class DeviceCopyEngine(CopyEngine):
             self._warn_once(
                 "register",
                 f"{self.device}: memory cannot be pinned: {error}. Snapshots go through the "
-                "driver's buffers "
-                "with one more copy on the host, slower and with more load; raise the limit of "
-                "locked "
-                f"memory (ulimit -l) and see the driver's log",
+                "driver's buffers with one more copy on the host, slower and with more load; raise "
+                "the limit of locked memory (ulimit -l) and see the driver's log",
             )
             return False
         return True

@@ -746,8 +746,7 @@ class SnapshotWorker:
             self.written_tensors.update(self.copier.written)
             raise WrittenError(
                 f"{shortened(self.copier.written)} changed while they were copied, although torch "
-                "counts no "
-                f"write to them: the script writes .data, or another library does"
+                "counts no write to them: the script writes .data, or another library does"
             )
 
     def _released(self) -> None:

@@ -440,8 +440,7 @@ class StateAdapter:
         """The model's parameters by the optimizer's groups, in its order."""
         raise LayoutError(
             f"{class_path(self.wrapper)} cannot be resumed in another layout; "
-            "zero_optimization.stage 1, "
-            "or fp32 without ZeRO, can"
+            "zero_optimization.stage 1, or fp32 without ZeRO, can"
         )
 
     def state_like_masters(self, host_state: dict[str, Any]) -> None:
@@ -454,8 +453,7 @@ class StateAdapter:
             if any(e != entries[0] for e in entries) or any(c != counters[0] for c in counters):
                 raise LayoutError(
                     f"the parameters of the optimizer's group {number} do not all have the same "
-                    "state and "
-                    "counters; expected an optimizer that steps all of them in every step"
+                    "state and counters; expected an optimizer that steps all of them in every step"
                 )
             layout.append([entries[0]] * len(group["params"]))
             values.append([counters[0]] * len(group["params"]))
@@ -652,8 +650,7 @@ class _PartitionedAdapter(StateAdapter):
         if [sum(p.numel() for p in group) for group in groups] != list(self.partitioned()):
             raise LayoutError(
                 "zero_optimization.parameter_alignment leaves gaps between parameters; state "
-                "written with "
-                "it cannot be resumed in another layout: remove it"
+                "written with it cannot be resumed in another layout: remove it"
             )
         return groups
 
@@ -661,11 +658,9 @@ class _PartitionedAdapter(StateAdapter):
         if vars(self.wrapper).get("round_robin_gradients"):
             raise LayoutError(
                 "zero_optimization.round_robin_gradients distributes the parameters by the "
-                "data-parallel "
-                "degree: state written at one degree cannot be resumed at another. Start the job "
-                "with the "
-                "degree that wrote the memory, or with round_robin_gradients false from its first "
-                "step on"
+                "data-parallel degree: state written at one degree cannot be resumed at another. "
+                "Start the job with the degree that wrote the memory, or with "
+                "round_robin_gradients false from its first step on"
             )
         found = []
         for group, parameters in enumerate(vars(self.wrapper)[self.groups]):

@@ -273,9 +273,8 @@ def _restore_scheduler(engine: Any, state: dict[str, Any]) -> None:
     if (scheduler is None) != (saved is None):
         raise LayoutError(
             f"the snapshot {'has no' if saved is None else 'has a'} learning-rate scheduler, the "
-            "running job "
-            f"{'none' if scheduler is None else 'has one'}; use the configuration that took the "
-            "snapshot"
+            f"running job {'none' if scheduler is None else 'has one'}; use the configuration that "
+            "took the snapshot"
         )
     if scheduler is None:
         return
@@ -297,9 +296,8 @@ def _restore_rest(engine: Any, state: dict[str, Any], *, scheduler: bool) -> Non
     for name, saved in state["schedules"].items():
         if name not in schedules:
             raise LayoutError(
-                f"the snapshot has the state of {name}, which the running job has not enabled; "
-                "use the "
-                f"configuration that took the snapshot"
+                f"the snapshot has the state of {name}, which the running job has not enabled; use "
+                "the configuration that took the snapshot"
             )
         schedules[name][1](saved)
     restore_rng(state["rng"])
@@ -332,8 +330,7 @@ def restore_buffers(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) 
         if owner is None or leaf not in owner._buffers:
             raise LayoutError(
                 f"the snapshot has the buffer {name} of shape {tuple(value.shape)}, which the "
-                "running model "
-                f"does not have; start the job with the model that took the snapshot"
+                "running model does not have; start the job with the model that took the snapshot"
             )
         device = buffer.device if buffer is not None else next(module.parameters()).device
         owner._buffers[leaf] = value.to(device, copy=True)
@@ -425,9 +422,8 @@ def restore_rng(state: dict[str, Any]) -> None:
         device_name, device = _accelerator()
         if device_name != saved["name"]:
             raise LayoutError(
-                f"the snapshot has the random state of a {saved['name']} device, this process "
-                "runs on "
-                f"{device_name}; resume on the kind of device that took the snapshot"
+                f"the snapshot has the random state of a {saved['name']} device, this process runs "
+                f"on {device_name}; resume on the kind of device that took the snapshot"
             )
         device.set_rng_state(saved["state"])
     trackers = dict(_trackers())
@@ -472,8 +468,7 @@ def _capture_tracker(name: str, tracker: Any) -> dict[str, torch.Tensor]:
         if not isinstance(value, torch.Tensor):
             raise UnsupportedStateError(
                 f"the tracker of {name} keeps {key!r} as {class_path(value)}; expected a state "
-                "tensor or a "
-                f"torch.Generator"
+                "tensor or a torch.Generator"
             )
         captured[key] = value.detach().to("cpu", copy=True)
     return captured

@@ -103,17 +103,14 @@ def _check_section(
         if w != f:
             raise LayoutError(
                 f"the {section} section of the snapshot has {w} (stride {w.stride}) where the "
-                "running job "
-                f"has {f} (stride {f.stride}); start the job with the model, optimizer and "
-                "parallel degrees "
-                f"that took the snapshot"
+                f"running job has {f} (stride {f.stride}); start the job with the model, optimizer "
+                "and parallel degrees that took the snapshot"
             )
     if len(wanted) != len(found):
         extra = (wanted if len(wanted) > len(found) else found)[min(len(wanted), len(found))]
         raise LayoutError(
             f"the {section} section of the snapshot has {len(wanted)} tensors, the running job "
-            f"{len(found)}; "
-            f"the first without a partner is {extra}"
+            f"{len(found)}; the first without a partner is {extra}"
         )
 
 
@@ -365,14 +362,12 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_conj():
         raise UnsupportedStateError(
             f"{name} is a {tensor.dtype} tensor with layout {tensor.layout} on {tensor.device}; "
-            "expected a "
-            f"dense tensor with memory of its own"
+            "expected a dense tensor with memory of its own"
         )
     if not _is_dense(tensor):
         raise UnsupportedStateError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}, which "
-            "leave gaps "
-            f"in its memory or visit a byte twice; make it contiguous"
+            "leave gaps in its memory or visit a byte twice; make it contiguous"
         )
 
 

@@ -83,8 +83,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     except Exception as e:  # msgpack and the constructors raise a zoo of classes on damaged bytes
         raise DecodeError(
             f"{memoryview(data).nbytes} bytes cannot be decoded ({type(e).__name__}: {e}); "
-            "expected bytes "
-            f"written by reft.state.codec.encode of this or an older version"
+            "expected bytes written by reft.state.codec.encode of this or an older version"
         ) from e
 
 
@@ -170,9 +169,8 @@ def _check_key(key: Any, path: str) -> Any:
     if isinstance(key, _KEY_TYPES) or (numpy is not None and isinstance(key, numpy.generic)):
         return key
     raise UnsupportedStateError(
-        f"{path} has a key or set member of class {class_path(key)}; expected None, a number, "
-        "str, bytes, "
-        f"tuple, frozenset or enum member"
+        f"{path} has a key or set member of class {class_path(key)}; expected None, a number, str, "
+        "bytes, tuple, frozenset or enum member"
     )
 
 
@@ -226,8 +224,7 @@ def _tensor(value: torch.Tensor, path: str, depth: int) -> list[Any]:
         raise UnsupportedStateError(
             f"{path} is a tensor with layout {value.layout} on {value.device} (quantized: "
             f"{value.is_quantized}, nested: {value.is_nested}); expected a dense tensor with "
-            "memory: "
-            f"convert it before storing it"
+            "memory: convert it before storing it"
         )
     dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -240,8 +237,7 @@ def _dtype(dtype: np.dtype[Any], path: str) -> str:
     if dtype.hasobject or dtype.names is not None or np.dtype(dtype.str) != dtype:
         raise UnsupportedStateError(
             f"{path} is a numpy value of dtype {dtype!r}; expected numbers, strings, bytes or "
-            "times "
-            f"(no objects, no fields): store its columns one by one"
+            "times (no objects, no fields): store its columns one by one"
         )
     return dtype.str
 
@@ -354,8 +350,7 @@ def _make_enum(parts: Any) -> enum.Enum:
     if not isinstance(found, enum.EnumMeta) or name not in found.__members__:
         raise DecodeError(
             f"found the enum member {module}.{qualname}.{name}, which this process does not have; "
-            "import "
-            f"{module} before decoding, or store plain values"
+            f"import {module} before decoding, or store plain values"
         )
     member: enum.Enum = found.__members__[name]
     return member

@@ -15,8 +15,7 @@ import torch
 
 KINDS = (
     "objects with state_dict and load_state_dict (modules, optimizers, schedulers, loaders), "
-    "torch.Generator, "
-    "numpy.random.Generator and RandomState, random.Random"
+    "torch.Generator, numpy.random.Generator and RandomState, random.Random"
 )
 """What :func:`is_known` accepts, for messages."""
 

@@ -56,8 +56,7 @@ _APEX_ELSEWHERE = {
 def refuse(found: str, change: str) -> UnsupportedStateError:
     return UnsupportedStateError(
         f"found {found}, whose state reft does not know; expected a dense model under ZeRO stages "
-        "0 to 2 "
-        f"without offload, with an optimizer of DeepSpeed's or torch's: {change}"
+        f"0 to 2 without offload, with an optimizer of DeepSpeed's or torch's: {change}"
     )
 
 
@@ -94,8 +93,7 @@ def check_engine(engine: Any) -> None:
     ):
         raise UnsupportedStateError(
             f"the learning-rate scheduler {class_path(rates)} has no state_dict and "
-            "load_state_dict; add "
-            f"them, so that a snapshot holds its position"
+            "load_state_dict; add them, so that a snapshot holds its position"
         )
 
 

@@ -343,8 +343,7 @@ def nothing_sound(refused: Sequence[str]) -> str:
     lines = "".join(f"\n  {line}" for line in refused)
     return (
         f"no checkpoint on disk can be loaded:{lines}\nRestore one from a copy, or remove them to "
-        "start "
-        f"without them"
+        "start without them"
     )
 
 

@@ -87,10 +87,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="reft demo",
         allow_abbrev=False,
         description="Train a small transformer over several nodes on this machine, kill nodes in "
-        "the "
-        "middle of a step, watch the job continue from its peers' memory, and compare every "
-        "loss, bit by bit, with an undisturbed run of the same job without reft. The exit code "
-        "is 0 only if all losses are equal.",
+        "the middle of a step, watch the job continue from its peers' memory, and compare every "
+        "loss, bit by bit, with an undisturbed run of the same job without reft. The exit code is "
+        "0 only if all losses are equal.",
     )
     for option, kind, default, metavar, says in (
         ("--pp", int, 2, "N", "pipeline stages"),

@@ -71,9 +71,8 @@ def plan_command(
     rank_order: Annotated[
         str,
         typer.Option(
-            help="order of the axes in the ranks, slowest first, or auto, which puts "
-            "data-parallel peers on "
-            "different nodes where possible; default: DeepSpeed's own"
+            help="order of the axes in the ranks, slowest first, or auto, which puts data-parallel "
+            "peers on different nodes where possible; default: DeepSpeed's own"
         ),
     ] = "pipe-data-model",
     parameters: Annotated[
@@ -81,9 +80,8 @@ def plan_command(
         typer.Option(
             parser=_count,
             metavar="N",
-            help="count bytes for this many parameters (7B, 1.3e9), spread evenly, as "
-            "publications do; "
-            "without --model, estimate the computing time of a Llama of that size",
+            help="count bytes for this many parameters (7B, 1.3e9), spread evenly, as publications "
+            "do; without --model, estimate the computing time of a Llama of that size",
         ),
     ] = None,
     seq_length: Annotated[
