@@ -98,7 +98,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Two files run at a time. Those that take long begin first, or the last one would run alone.
     with_process = {item.path for item in items if item.get_closest_marker("process")}
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path not in with_process, -tests[item.path]))
+    # Last those that keep a process group: DeepSpeed cannot make another one in the same process.
+    keeps_group = {item.path for item in items if "_world" in getattr(item, "fixturenames", ())}
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int]:
+        return item.path in keeps_group, item.path not in with_process, -tests[item.path]
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

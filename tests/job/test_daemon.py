@@ -559,13 +559,19 @@ def test_p3_what_memory_lost_again_is_persisted_also_if_the_daemon_reads_late(
 
 
 def test_a_multiple_of_the_interval_is_due_also_if_the_daemon_reads_late(
-    run_here: Callable, tmp_path: Path, client: DaemonClient, gate: threading.Event
+    job_dir: JobDir,
+    run_here: Callable,
+    tmp_path: Path,
+    client: DaemonClient,
+    gate: threading.Event,
 ) -> None:
     """All nodes have to write the same versions: those that read late, too."""
     writer = FileWriter()
     run_here(persist=writer)
     client.configure(persist_config(tmp_path, 10))
     client.report_commit(VersionId(1, 9), {})
+    # What a daemon reads first is where it begins.
+    wait_for(lambda: request_status(job_dir)["last_committed"] is not None, "the first version")
     gate.clear()
     for step in (10, 11):
         client.report_commit(VersionId(1, step), {})

@@ -475,7 +475,8 @@ def test_a_rank_slower_by_a_fifth_is_named_on_every_node(
     boards = [board_of(server, tmp_path, node) for node in "ab"]
     clock = Clock()
     with monkeypatch.context() as patch:
-        patch.setattr("reft.node.progress.time", clock)
+        for module in ("progress", "step_clock"):
+            patch.setattr(f"reft.node.{module}.time", clock)
         pages = [
             make_steps(tmp_path / n / "job", r, 48 if r == 1 else 40, clock)
             for r, n in enumerate("ab")

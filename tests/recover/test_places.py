@@ -73,7 +73,7 @@ class Threaded(ControlGroup):
     def __init__(self, rank: int, store: Table, node: str) -> None:
         self.rank, self.world_size, self.timeout_secs = rank, len(RANKS), 60.0
         self._node, self._store, self._prefix, self._secret = node, store, "places", SECRET
-        self._times, self._over_mpi, self._transport = iter(range(9)), None, None
+        self._connects, self._open_transport, self._transport = iter(range(9)), None, None
         self.on_silence = lambda missing, secs: None
         self._connect(lambda: True)
 
