@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -368,3 +369,18 @@ def test_a_state_that_cannot_be_taken_aside_is_captured_where_the_step_begins() 
     boundary.begins_pass()
     assert boundary.take(None)() == b"captured"
     assert calls == [None, None]  # the draws of the loader are in it, as far as they can be
+
+
+def test_p2_an_evaluation_is_not_where_a_step_without_a_loader_begins() -> None:
+    """A version of before the evaluation would repeat its random draws in the step."""
+    captured = iter([b"before the evaluation", b"after the evaluation"])
+
+    def capture(rng: dict[str, Any] | None) -> Any:
+        state = next(captured)
+        return lambda: state
+
+    boundary, held_out = StepBoundary(capture, repeats_draws=False), SimpleNamespace()
+    boundary.step_ended()
+    boundary.before_read(held_out)  # type: ignore[arg-type]
+    boundary.evaluated(held_out)  # type: ignore[arg-type]
+    assert boundary.take(None)() == b"after the evaluation"
