@@ -24,6 +24,7 @@ every chunk through.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,15 +172,15 @@ class VersionFeature:
         Collective."""
 
 
-class SchemePolicy(VersionFeature):
+class SchemePolicy(VersionFeature, ABC):
     """Decides which protection the versions have, and when that changes."""
 
     name = "scheme"
 
     @property
+    @abstractmethod
     def scheme(self) -> Scheme:
         """What the next layout is planned for."""
-        raise NotImplementedError
 
     def fit(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
         """Fit a new layout to the memory of all nodes, before its memory is reserved.
