@@ -116,3 +116,14 @@ def test_p6_an_error_of_a_feature_does_not_reach_training(
         me.worker.close(WAIT_SECS)
     assert during == [method == "committed"], "a rank that cannot report its state votes no"
     assert after == [True, True]
+
+
+@pytest.mark.parametrize("delays", [True, False])
+def test_p6_training_knows_that_votes_lag_behind_a_feature(
+    tmp_path: Path, delays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request to stop then names a later step, which no rank has passed."""
+    feature = Recorded()
+    monkeypatch.setattr(feature, "delays_votes", lambda numbers: delays)
+    _, worker = run(tmp_path, feature, 2)
+    assert worker.votes.late == delays
