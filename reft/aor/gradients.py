@@ -174,12 +174,11 @@ class GradientCapture:
 def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
     """How a host repeats the optimizer's step; raises UnsupportedStateError as
     :class:`GradientCapture`."""
-    recipe = read_recipe(adapter.state.optimizer)
     if isinstance(adapter, BF16Adapter):
         _check_bf16(adapter.engine, adapter.wrapper)
     else:
-        _check_zero(adapter.wrapper)
-    return recipe
+        _check_zero(int(adapter.engine.zero_optimization_stage()), adapter.wrapper)
+    return read_recipe(adapter.state.optimizer)
 
 
 def _check_bf16(engine: Any, wrapper: Any) -> None:
@@ -203,11 +202,11 @@ def _check_bf16(engine: Any, wrapper: Any) -> None:
         )
 
 
-def _check_zero(wrapper: Any) -> None:
-    if wrapper.partition_gradients:
+def _check_zero(stage: int, wrapper: Any) -> None:
+    if stage > 1:
         raise UnsupportedStateError(
-            f"found {class_path(wrapper)} at ZeRO stage 2, which keeps the gradients of its own "
-            'partition only; to recompute its peer\'s, aor needs them all. Leave "+aor" out of '
+            f"found {class_path(wrapper)} at ZeRO stage {stage}, which keeps the gradients of its "
+            'own partition only; to recompute its peer\'s, aor needs them all. Leave "+aor" out of '
             'reft.protection, or write "zero_optimization": {"stage": 1}'
         )
     found = [

@@ -321,6 +321,9 @@ class Training:
     # every rank makes the optimizer's step of its partition only. Scattering gradients and
     # gathering weights move together what reducing gradients does.
     zero_1: bool = False
+    # every rank holds its partition of weights and gradients only, and gathers the weights of a
+    # layer when it needs them; with ``zero_1``
+    zero_3: bool = False
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.stages, self.data, self.micro_batches, self.samples) < 1:
@@ -359,10 +362,11 @@ class Training:
 
     @property
     def fits_device(self) -> bool:
-        """Whether model, optimizer (with ZeRO-1, this rank's part) and half-precision gradients
-        fit. Activations are not counted."""
+        """Whether model, optimizer (with ZeRO, this rank's part) and half-precision gradients
+        fit. Activations are not counted, nor what ZeRO-3 has gathered."""
         largest = max(self.stage_parameters(p) for p in range(self.stages))
-        per_parameter = MODEL_BYTES + OPTIMIZER_BYTES / self._optimizer_shares + HALF_BYTES
+        weights = (MODEL_BYTES + HALF_BYTES) / (self.data if self.zero_3 else 1)
+        per_parameter = weights + OPTIMIZER_BYTES / self._optimizer_shares
         return largest * per_parameter <= self.machine.memory_bytes
 
     @property

@@ -61,6 +61,11 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
         if share is None:
             share = 1.0 if profile.clock == "device" else 0.0
         pace = measured_pace(profile, training, share)
+    if block.recompute and training.zero_3:
+        raise ConfigError(
+            f'"{AOR}" needs the weights and gradients of all partitions on every rank, but ZeRO-3 '
+            f'keeps those of the own partition only; leave "{AOR}" out of "protection"'
+        )
     recomputed = block.recompute and training.zero_1
     if block.recompute:
         notes.append(
@@ -116,6 +121,7 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
             "samples": training.samples,
             "half_precision": job.half,
             "partitioned_optimizer": training.zero_1,
+            "partitioned_weights": training.zero_3,
             "interval_steps": every,
             "arenas": block.arena_count,
         },
