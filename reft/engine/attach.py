@@ -5,7 +5,7 @@ Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forwa
 ``step``). What is wrapped:
 
 - ``_take_model_step``: the fence, or its approach. Both engines call it before weights change; a
-  pipeline engine never calls ``step()`` (trap 8). Once a step has shown that the hooks of the
+  pipeline engine never calls ``step()``. Once a step has shown that the hooks of the
   innermost optimizer run first, the fence is there, after the norm of the gradients.
 - ``train_batch``, or ``forward`` of a plain engine: where a step begins, its version is taken.
   ``step``: where it ends.

@@ -1,6 +1,6 @@
 """What each node of a job reports to all others, and the board that holds all reports.
 
-The signals are those of the paper (REFERENCE 1.9). A node reports the first four of itself;
+The signals are those of the REFT paper. A node reports the first four of itself;
 OFFLINE is what the others conclude from its silence.
 """
 
