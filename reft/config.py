@@ -237,8 +237,8 @@ class ReftConfig(ConfigBlock):
     """take a version every this many optimizer steps; 'auto': as often as has.max_overhead allows,
     measured while the job runs"""
     max_lost_steps: int | None = Field(None, ge=4)
-    """with "interval_steps": "auto", maximum steps lost in a failure that memory survives; overrides
-    max_overhead; null: twice the current interval"""
+    """with "interval_steps": "auto", maximum steps lost in a failure that memory survives;
+    overrides max_overhead; null: twice the current interval"""
     variant: Variant = Variant.HAS
     """when bytes are copied: 'has' in the pipeline's idle time; for comparison 'host' (a thread, at
     once), 'host_device' (device copies, at once), 'blocking' (training waits), 'inter_node' (also
