@@ -277,11 +277,10 @@ def test_what_was_assumed_is_noted(tmp_path: Path) -> None:
 
 
 def test_the_examples_of_the_documentation_are_well() -> None:
-    for name in ("fp16.json", "bf16-zero1.json", "bf16-zero2.json", "fp32.json"):
-        load_config(json.loads((ROOT / "configs" / name).read_text()))
-        assert (
-            run(str(ROOT / "configs" / name), *LARGE, "--micro-batches", "4").code == cli.EXIT_WELL
-        )
+    for name in ("fp16", "bf16-zero1", "bf16-zero2", "bf16-zero2-offload", "fp32"):
+        path = ROOT / "configs" / f"{name}.json"
+        load_config(json.loads(path.read_text()))
+        assert run(str(path), *LARGE, "--micro-batches", "4").code == cli.EXIT_WELL
     with pytest.raises(ConfigError):
         load_cluster("nowhere")
 
