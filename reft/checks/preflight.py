@@ -67,7 +67,7 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
             f'job; write "{BLOCK_NAME}": {{"enabled": true}}'
         )
     block = load_config(config)
-    of_job = [*_tolerance_findings(block), *_recompute_findings(config, block)]
+    of_job = [*_tolerance_findings(block), *recompute_findings(config, block)]
     return block, [*engine_findings(config), *of_job, *block_findings(block)]
 
 
@@ -107,6 +107,12 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     if size != 1:
         found = f'"sequence_parallel_size" is {size!r}: reft does not support such ranks'
         yield refused(found, "write 1")
+
+
+def is_offloaded(config: Mapping[str, Any]) -> bool:
+    """Whether masters and moments are not on the device."""
+    offload = find_part(find_part(config, "zero_optimization"), "offload_optimizer")
+    return bool(offload.get("device", "none") != "none")
 
 
 def _offload_findings(zero: Mapping[str, Any]) -> Iterator[Finding]:
@@ -156,7 +162,7 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
         )
 
 
-def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
+def recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
     """What keeps peers from recomputing ZeRO partitions. Without partitions "+aor" has no
     effect."""
     zero = find_part(config, "zero_optimization")
@@ -165,7 +171,7 @@ def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterato
         return
     refused = partial(Finding, Severity.REFUSED)
     leave_out = f'leave "{AOR}" out of "protection"'
-    if find_part(zero, "offload_optimizer").get("device", "none") != "none":
+    if is_offloaded(config):
         found = f'"{AOR}" needs the gradients of all partitions on every rank, but with'
         found += ' "offload_optimizer" ranks keep those of the own partition only'
         yield refused(found, f"{leave_out}, or remove offload_optimizer")
