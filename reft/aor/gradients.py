@@ -204,6 +204,12 @@ def _check_bf16(engine: Any, wrapper: Any) -> None:
 
 
 def _check_zero(wrapper: Any) -> None:
+    if wrapper.cpu_offload:
+        raise UnsupportedStateError(
+            f"found {class_path(wrapper)} with offload_optimizer, which keeps the gradients of its "
+            'own partition only; to recompute its peer\'s, aor needs them all. Leave "+aor" out of '
+            "reft.protection, or remove zero_optimization.offload_optimizer"
+        )
     if wrapper.partition_gradients:
         raise UnsupportedStateError(
             f"found {class_path(wrapper)} at ZeRO stage 2, which keeps the gradients of its own "

@@ -697,8 +697,6 @@ class ZeroAdapter(_PartitionedAdapter):
 
     def check(self) -> None:
         path = class_path(self.wrapper)
-        if self.wrapper.cpu_offload:
-            raise refuse(f"{path} with CPU offload", "remove zero_optimization.offload_optimizer")
         if vars(self.wrapper).get("zenflow"):
             raise refuse(f"{path} with ZenFlow", "remove zero_optimization.zenflow")
         if vars(self.wrapper).get("torch_autocast_gradscaler") is not None:

@@ -63,7 +63,6 @@ def refusals() -> dict[str, str]:
         with changed(engine, name, value):
             said[name] = refusal(engine)
     for name, value in (
-        ("cpu_offload", True),
         ("zenflow", True),
         ("torch_autocast_gradscaler", torch.amp.GradScaler("cpu")),
         ("loss_scaler", object()),

@@ -321,6 +321,8 @@ class Training:
     # every rank makes the optimizer's step of its partition only. Scattering gradients and
     # gathering weights move together what reducing gradients does.
     zero_1: bool = False
+    # masters and moments are in host memory, where the optimizer steps them
+    offloaded: bool = False
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.stages, self.data, self.micro_batches, self.samples) < 1:
@@ -359,11 +361,11 @@ class Training:
 
     @property
     def fits_device(self) -> bool:
-        """Whether model, optimizer (with ZeRO-1, this rank's part) and half-precision gradients
-        fit. Activations are not counted."""
+        """Whether model, optimizer (with ZeRO-1, this rank's part; nothing if offloaded) and
+        half-precision gradients fit. Activations are not counted."""
         largest = max(self.stage_parameters(p) for p in range(self.stages))
-        per_parameter = MODEL_BYTES + OPTIMIZER_BYTES / self._optimizer_shares + HALF_BYTES
-        return largest * per_parameter <= self.machine.memory_bytes
+        optimizer = 0 if self.offloaded else OPTIMIZER_BYTES / self._optimizer_shares
+        return largest * (MODEL_BYTES + optimizer + HALF_BYTES) <= self.machine.memory_bytes
 
     @property
     def forward_secs(self) -> tuple[float, ...]:

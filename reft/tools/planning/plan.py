@@ -54,7 +54,9 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
     """
     block, training, cluster, notes = job.block, job.training, job.training.machine, list(job.notes)
     allowed = block.has.max_overhead
+    left_bytes = max(0, cluster.host_memory_bytes - job.offloaded_node_bytes)
     memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * cluster.host_memory_bytes)
+    memory_bytes = min(memory_bytes, left_bytes)
     pace = estimated_pace(training)
     if profile is not None:
         share = block.has.compute_share
@@ -84,6 +86,8 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
         also=() if block.chooses else (block.scheme,),
         beyond=1,
     )
+    if training.offloaded:
+        notes.append(_explain_offload(job.offloaded_node_bytes, left_bytes, choice))
     name = f"{AUTO if block.chooses else block.scheme}{AOR if recomputed else ''}"
     planned = choice.chosen if block.chooses else choice.of(name)
     fits = {alternative.name: pace(alternative.loads) for alternative in choice.alternatives}
@@ -195,6 +199,23 @@ def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tup
         said = f"model, optimizer and gradients exceed the {device:.0f} GiB of a device"
         found.append((said, "raise --pp or --tp"))
     return found
+
+
+def _explain_offload(offloaded_bytes: int, left_bytes: int, choice: Choice) -> str:
+    """What an offloaded optimizer leaves of a node's memory, and for which protection."""
+    fitting = [a for a in choice.alternatives if a.available and a.fits_memory]
+    strongest = max(fitting, key=lambda a: a.tolerance, default=None)
+    suffices = "too little for every protection of the table"
+    if strongest is not None:
+        suffices = (
+            f"the strongest protection of the table that fits what reft may use is {strongest.name}"
+            f" (survives {strongest.tolerance})"
+        )
+    return (
+        f"the offloaded optimizer takes {offloaded_bytes / GIB:.2f} GiB of a node's host memory "
+        f"and leaves {left_bytes / GIB:.2f} GiB: {suffices}. Its step on the host is not in the "
+        "estimated times: steps take longer, so snapshots cost less"
+    )
 
 
 def _explain(best: int, every: int, allowed: float, *, adapts: bool) -> str:
