@@ -55,6 +55,12 @@ LOCAL = ("tests/recover/test_local.py",)
 BOUNDARY = ("tests/engine/test_boundary.py",)
 
 MUTATIONS = {
+    "p2-peers-seal-what-its-owner-gives-up": Mutation(
+        WORKER,
+        "if refused and failure is None:",
+        "if False:",
+        ("tests/snapshot/test_worker.py",),
+    ),
     "p2-no-fence-before-the-optimizer": Mutation(
         WORKER,
         "if approached or self._state.holds_training:",
@@ -95,7 +101,7 @@ MUTATIONS = {
         MODEL,
     ),
     "p2-layout-changes-after-the-copy": Mutation(
-        VERSION, "if head.stage is Stage.COPIED:", "if False:", MODEL
+        VERSION, "if head.stage is Stage.RELEASED:", "if False:", MODEL
     ),
     "p3-last-commit-is-overwritten": Mutation(
         VERSION, KEPT, "frozenset({*unknown, *dict(self.frozen)})", MODEL

@@ -1,4 +1,4 @@
-"""What an optimizer step was made of, for peers that repeat it on their hosts (AOR, REFERENCE 1.6).
+"""What an optimizer step was made of, for peers that repeat it on their hosts (AOR, REFT paper).
 
 Under ZeRO-1 every data-parallel rank holds, for a moment, the averaged gradients of *all*
 partitions. This module copies the slices of given partitions beside the training, on the device, so

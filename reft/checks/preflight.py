@@ -10,7 +10,6 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from importlib.metadata import distributions
 from typing import Any, TypeVar
@@ -18,40 +17,8 @@ from typing import Any, TypeVar
 from reft.checks.held import HeldState
 from reft.config import AOR, ReftConfig, Variant, load_config
 from reft.errors import ConfigError
+from reft.findings import Finding, Severity
 from reft.naming import BLOCK_NAME
-
-
-class Severity(StrEnum):
-    """How a finding affects the start of a job.
-
-    REFUSED: the job does not start. WARNING: it starts, unless the block says ``"strict": true``.
-    NOTE: it starts.
-    """
-
-    REFUSED = "REFUSED"
-    WARNING = "WARNING"
-    NOTE = "NOTE"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the list.
-
-    Attributes:
-        severity: how it affects the start.
-        found: what was found, and what that means.
-        change: what to write.
-        line: of the training script; 0 if it is about something else.
-    """
-
-    severity: Severity
-    found: str
-    change: str = ""
-    line: int = 0
-
-    def __str__(self) -> str:
-        where = f"line {self.line}: " if self.line else ""
-        return f"{where}{self.found}" + (f"; {self.change}" if self.change else "")
 
 
 def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding]]:

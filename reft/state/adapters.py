@@ -285,7 +285,7 @@ def _madvise() -> Any:
 
 def _advise_huge_pages(tensor: torch.Tensor) -> None:
     """Hint that the pages of a large CPU tensor, not written yet, may be huge: at 4 KiB a page, the
-    moments of Adam are touched at a third of the speed of copying (trap 17). Never fails."""
+    moments of Adam are touched at a third of the speed of copying. Never fails."""
     storage, madvise = tensor.untyped_storage(), _madvise()
     if tensor.device.type != "cpu" or storage.nbytes() < _LEAST_HUGE_BYTES or madvise is None:
         return

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from reft.checks.preflight import Severity, block_findings, find_part
+from reft.checks.preflight import block_findings, find_part
 from reft.config import read_object
 from reft.errors import ConfigError
+from reft.findings import Severity
 from reft.naming import BLOCK_NAME
 from reft.policy.choose import GIB
 from reft.profile.result import ProfileError, ProfileResult

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
-from reft.checks.preflight import Finding, Severity, block_findings
+from reft.checks.preflight import block_findings
 from reft.config import AOR, AUTO
 from reft.errors import ConfigError
+from reft.findings import Finding, Severity
 from reft.pacing.schedule import (
     AnalyticEstimator,
     Bandwidth,
