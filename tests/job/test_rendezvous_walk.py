@@ -77,9 +77,7 @@ def test_nodes_that_are_left_say_what_they_wait_for(
 
 
 @STORES
-@pytest.mark.parametrize(
-    "what", ["forgets", "stands still", "is replaced", "a node stands still"]
-)
+@pytest.mark.parametrize("what", ["forgets", "stands still", "is replaced", "a node stands still"])
 @pytest.mark.parametrize("seed", range(3))
 def test_p3_a_store_that_has_lost_all_or_a_while_without_heartbeats_restarts_nobody(
     seed: int, what: str, store: type[Connection]
