@@ -206,9 +206,9 @@ def _check_bf16(engine: Any, wrapper: Any) -> None:
 def _check_zero(wrapper: Any) -> None:
     if wrapper.cpu_offload:
         raise UnsupportedStateError(
-            f"found {class_path(wrapper)} with offload_optimizer, which keeps the gradients of its "
-            'own partition only; to recompute its peer\'s, aor needs them all. Leave "+aor" out of '
-            "reft.protection, or remove zero_optimization.offload_optimizer"
+            '"+aor" needs the gradients of all partitions on every rank, but with '
+            '"offload_optimizer" ranks keep those of the own partition only; leave "+aor" out of '
+            '"protection", or remove offload_optimizer'
         )
     if wrapper.partition_gradients:
         raise UnsupportedStateError(

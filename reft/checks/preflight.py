@@ -667,7 +667,9 @@ def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
         return None
     engines: tuple[str, ...] = (ZERO0, ZERO0_PIPELINE)
     if stage := find_part(config, "zero_optimization").get("stage", 0):
-        engines = (ZERO1_FP32,) if stage == 1 and _accumulates_bf16_in_fp32(config) else ()
+        # BF16_Optimizer is not made for an offloaded optimizer.
+        in_fp32 = _accumulates_bf16_in_fp32(config) and not is_offloaded(config)
+        engines = (ZERO1_FP32,) if stage == 1 and in_fp32 else ()
     return next((engine for engine in engines if engine in row.unloadable), None)
 
 

@@ -9,7 +9,7 @@ torch / DeepSpeed / client fp32, ZeRO-0                                        r
 ``BF16_Optimizer``         bf16: ZeRO-1 accumulating in fp32; ZeRO-0 with a    owned
                            pipeline; (to 0.17.5) ZeRO-0 accumulating in fp32
 ``DeepSpeedZeroOptimizer`` ZeRO-2; ZeRO-1: fp32, fp16, bf16 accumulating       owned
-                           in bf16
+                           in bf16, or with an offloaded optimizer
 ========================== =================================================== ==================
 
 From 0.17.6 to 0.18.4 two constants of DeepSpeed had one value, so that bf16 got the fp16 wrappers
@@ -690,7 +690,9 @@ class BF16Adapter(_PartitionedAdapter):
 class ZeroAdapter(_PartitionedAdapter):
     """``DeepSpeedZeroOptimizer`` at stages 1 and 2. At a step boundary both hold the same: stage 2
     has freed its partition of the gradients by then. The partition is restored whole, padding
-    included, in the order that ``round_robin_gradients`` gave it."""
+    included, in the order that ``round_robin_gradients`` gave it. An offloaded optimizer has it in
+    host memory, and keeps gradients there, which are no state while every parameter gets one in
+    every step (:mod:`reft.follow.gradients`)."""
 
     groups = "bit16_groups"
     attributes = (*StateAdapter.attributes, "dynamic_loss_scale", "micro_step_id")

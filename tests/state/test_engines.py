@@ -148,6 +148,7 @@ REFUSALS = {
     "optimizer": ["without an optimizer"],
     "zenflow": ["ZenFlow"],
     "loss_scaler": ["loss scaler builtins.object"],
+    "recomputed offload": ['leave "+aor" out of "protection", or remove offload_optimizer'],
     "other optimizer": ["torch.optim.sgd.SGD", "torch.optim.adamw.AdamW"],
     "other groups": ["groups"],
 }
