@@ -31,15 +31,15 @@ import torch
 from megatron_patches.core.engine import MegatronEngine, check_release
 from reft import log
 from reft.config import parse_block
-from reft.engine.marks import wrap
 from reft.engine.protocol import ClientState
 from reft.engine.session import Session, record
-from reft.engine.tracer import Tracer
 from reft.errors import ConfigError, UnrecoverableError
 from reft.pacing.pacer import Pacer
 from reft.pacing.schedule import InstructionRecord
+from reft.pacing.tracer import Tracer
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
+from reft.wrapping import wrap
 
 logger = logging.getLogger(f"reft.{__name__}")
 
@@ -84,9 +84,8 @@ def attach_megatron(
         state: objects of the script that are restored, too: see :func:`reft.attach`.
 
     Raises:
-        ConfigError: the block is wrong or asks for what there is not with Megatron-core, or this
-        release of
-            it is not known.
+        ConfigError: the block is wrong, or asks for something that Megatron-core does not have, or
+            the release of Megatron-core is not known.
         UnsupportedStateError: the model or the optimizer holds state reft does not know.
     """
     check_release()

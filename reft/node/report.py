@@ -1,6 +1,6 @@
 """What each node of a job reports to all others, and the board that holds all reports.
 
-The signals are those of the paper (REFERENCE 1.9). A node reports the first four of itself;
+The signals are those of the REFT paper. A node reports the first four of itself;
 OFFLINE is what the others conclude from its silence.
 """
 
@@ -33,7 +33,9 @@ _MAX_BYTES = 64 * 2**20  # of an unpacked board; enough for 65,536 nodes
 
 
 class HealthSignal(StrEnum):
-    HEALTHY = "HEALTHY"  # trainers run or wait for other nodes; no version of this start yet
+    HEALTHY = (
+        "HEALTHY"  # trainers run or wait for other nodes; nothing committed since the last restart
+    )
     SNAP = "SNAP"  # a version is being copied
     COMPLETED = "COMPLETED"  # all shards of the newest version on this node are complete
     UNHEALTHY = "UNHEALTHY"  # a trainer has failed or stands still, or versions are not taken

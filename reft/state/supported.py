@@ -55,7 +55,7 @@ _APEX_ELSEWHERE = {
 def refuse(found: str, change: str) -> UnsupportedStateError:
     return UnsupportedStateError(
         f"found {found}, whose state reft does not know; expected a dense model under ZeRO, "
-        f"without offload, with an optimizer of DeepSpeed's or torch's: {change}"
+        f"without offloaded weights, with an optimizer of DeepSpeed's or torch's: {change}"
     )
 
 

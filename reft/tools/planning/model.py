@@ -324,6 +324,8 @@ class Training:
     # every rank holds its partition of weights and gradients only, and gathers the weights of a
     # layer when it needs them; with ``zero_1``
     zero_3: bool = False
+    # masters and moments are in host memory, where the optimizer steps them
+    offloaded: bool = False
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.stages, self.data, self.micro_batches, self.samples) < 1:
@@ -362,12 +364,12 @@ class Training:
 
     @property
     def fits_device(self) -> bool:
-        """Whether model, optimizer (with ZeRO, this rank's part) and half-precision gradients
-        fit. Activations are not counted, nor what ZeRO-3 has gathered."""
+        """Whether model, optimizer (with ZeRO, this rank's part; nothing if offloaded) and
+        half-precision gradients fit. Activations are not counted, nor what ZeRO-3 has gathered."""
         largest = max(self.stage_parameters(p) for p in range(self.stages))
         weights = (MODEL_BYTES + HALF_BYTES) / (self.data if self.zero_3 else 1)
-        per_parameter = weights + OPTIMIZER_BYTES / self._optimizer_shares
-        return largest * per_parameter <= self.machine.memory_bytes
+        optimizer = 0 if self.offloaded else OPTIMIZER_BYTES / self._optimizer_shares
+        return largest * (weights + optimizer) <= self.machine.memory_bytes
 
     @property
     def forward_secs(self) -> tuple[float, ...]:
