@@ -84,9 +84,8 @@ def attach_megatron(
         state: objects of the script that are restored, too: see :func:`reft.attach`.
 
     Raises:
-        ConfigError: the block is wrong or asks for what there is not with Megatron-core, or this
-        release of
-            it is not known.
+        ConfigError: the block is wrong, or asks for something that Megatron-core does not have, or
+            the release of Megatron-core is not known.
         UnsupportedStateError: the model or the optimizer holds state reft does not know.
     """
     check_release()

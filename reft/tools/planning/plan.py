@@ -31,6 +31,14 @@ from reft.policy.rate import DAY_SECS, REPAIR_SECS, best_interval, memory_risk, 
 from reft.profile.result import Activity, ProfileResult
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.model import MEMORY_SHARE, Training
+from reft.tools.planning.savings import (
+    START_SECS,
+    CheckpointHabits,
+    estimate_lost_time,
+    estimate_recovery,
+    survival_curve,
+    to_json,
+)
 
 HOUR = 3600.0
 ESTIMATED = "estimated"
@@ -42,12 +50,19 @@ HOST_ADAM = 1e8  # parameters a second of reft.ExactAdam on one core, measured o
 IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
 
 
-def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str, Any]:
+def make_plan(
+    job: PlannedJob,
+    profile: ProfileResult | None = None,
+    habits: CheckpointHabits = CheckpointHabits(),  # noqa: B008 -- frozen
+    start_secs: float = START_SECS,
+) -> dict[str, Any]:
     """Plan a job: what ``reft plan --json`` prints.
 
     Args:
         job: the job.
         profile: with measured windows; None: they are estimated.
+        habits: how the job saves and restarts without reft.
+        start_secs: from the start of trainers to an engine that can be restored.
 
     Raises:
         ConfigError: the groups are too small for the protection, or the profile is of another job.
@@ -104,6 +119,7 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
         said = f"snapshots would cost {overhead:.1%} of the training time, more than {allowed:.1%}"
         does = 'take them less often ("interval_steps"), or allow more'
         problems.append(str(Finding(Severity.REFUSED, said, does)))
+    storage = plan_storage(job, planned, step * (1 + overhead), every)
     return {
         ESTIMATED: True,
         "well": not problems,
@@ -138,7 +154,19 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
             "max_overhead": allowed,
             "why": _explain(best, every, allowed, adapts=block.adapts),
         },
-        "storage": plan_storage(job, planned, step * (1 + overhead), every),
+        "storage": storage,
+        "savings": _plan_savings(
+            job,
+            storage,
+            habits,
+            step_secs=step,
+            version_steps=every,
+            overhead=overhead,
+            start_secs=start_secs,
+        ),
+        "survival": survival_curve(
+            job.topology, planned.tolerance, [f.weibull for f in cluster.failures]
+        ).to_json(),
         "protection": {
             "configured": name,
             "planned": planned.name,
@@ -392,9 +420,7 @@ def plan_storage(
     Steps take ``step_secs`` with what snapshots cost, and a version is taken in memory every
     ``version_steps``."""
     config, cluster, topology = job.block.persist, job.training.machine, job.topology
-    per_day = sum(1 / failure.mtbf_days for failure in cluster.failures)
-    if "node_mtbf_days" in config.model_fields_set:
-        per_day = 1 / config.node_mtbf_days
+    per_day = _failures_per_day(job)
     # As a job counts them: losses within the tolerance.
     causes = [failure.weibull for failure in cluster.failures]
     mtbf, carried = memory_risk(
@@ -445,6 +471,55 @@ def plan_storage(
         "costs": {"step_secs": step_secs, "cost_secs": cost_secs, "write_secs": write_secs},
         "why": why,
     }
+
+
+def _failures_per_day(job: PlannedJob) -> float:
+    """Failures of one node: of the block if it says so, else of the cluster."""
+    config = job.block.persist
+    if "node_mtbf_days" in config.model_fields_set:
+        return 1 / config.node_mtbf_days
+    return sum(1 / failure.mtbf_days for failure in job.training.machine.failures)
+
+
+def _plan_savings(
+    job: PlannedJob,
+    storage: Mapping[str, Any],
+    habits: CheckpointHabits,
+    *,
+    step_secs: float,
+    version_steps: int,
+    overhead: float,
+    start_secs: float,
+) -> dict[str, Any]:
+    """What failures cost with reft and without it.
+
+    Args:
+        storage: as :func:`plan_storage` returns it.
+        step_secs: of a step without versions.
+        version_steps: steps between two versions.
+        overhead: share of the training time that versions cost.
+        habits, start_secs: as of :func:`make_plan`.
+    """
+    nodes = len(set(job.topology.nodes))
+    fullest = max(s.replicated_bytes + s.owned_bytes + s.host_bytes for s in job.sections)
+    recovery = estimate_recovery(
+        nodes,
+        read_secs=fullest / job.training.machine.network_share_bytes_per_sec,
+        step_secs=step_secs,
+        version_steps=version_steps,
+        start_secs=start_secs,
+    )
+    stored_steps, memory_mtbf = storage["interval_steps"], storage["memory_mtbf_secs"]
+    lost = estimate_lost_time(
+        nodes * _failures_per_day(job) / DAY_SECS,
+        habits,
+        recovery,
+        versions=overhead,
+        storage=storage["overhead"],
+        memory_losses_per_sec=0.0 if memory_mtbf is None else 1 / memory_mtbf,
+        stored_secs=stored_steps * step_secs if stored_steps else None,
+    )
+    return to_json(habits, recovery, lost)
 
 
 def duration(secs: float) -> str:
