@@ -1,13 +1,13 @@
-"""How every node of a job learns the state of all others.
+"""Shares the state of every node of a job with all others.
 
-Once in a period, each launcher writes the report of its node into the rendezvous store and reads
-the board. The first of the nodes that are present is the aggregator: it merges all reports into the
+Periodically each launcher writes the report of its node into the rendezvous store and reads the
+board. The first of the nodes that are present is the aggregator, which merges all reports into the
 board. A node whose report does not change is OFFLINE. Every launcher keeps a copy of the board in
 the job's memory, where ``reft status`` and the daemon's metrics read it.
 
-All of it happens in one thread of the launcher, over a connection of its own: neither trainers nor
-the rendezvous wait for it, and nothing depends on it (P6). Its traffic is bounded: the period grows
-with the number of nodes.
+This runs in one thread of the launcher over a connection of its own. Neither trainers nor the
+rendezvous wait for it, and nothing depends on it (P6). Its traffic is bounded, because the period
+grows with the number of nodes.
 """
 
 from __future__ import annotations
@@ -42,24 +42,28 @@ from reft.node.tolerance import find_holders, read_scheme, tolerance_now
 logger = logging.getLogger(__name__)
 
 _PERIOD_SECS = 1.0
-_NODES_PER_SEC = 64  # a board of more nodes is merged less often
-_OFFLINE_PERIODS = 6  # silence after which a node is OFFLINE
-_SHOWN_SECS = 600.0  # how long a node that was replaced stays on the board
-_MAX_REPLACED = 16  # and how many of them
+_NODES_PER_SEC = 64  # The board of a larger job is merged less often
+_OFFLINE_PERIODS = 6  # Periods of silence after which a node is OFFLINE
+_SHOWN_SECS = 600.0  # How long a replaced node stays on the board
+_MAX_REPLACED = 16  # Most replaced nodes on the board
 _CLOSE_SECS = 3.0
 _STORE_ERRORS = (StoreError, ReftError, OSError, RuntimeError, ValueError)
 
 
 class JobStatus:
-    """A launcher's part in the job's status: reports its node, and merges all reports while it is
-    the aggregator.
+    """A launcher's part in the job's status.
+
+    It reports its own node, and merges all reports while it is the aggregator.
 
     Args:
-        connect: makes a connection to the rendezvous store that is used here alone.
+        connect: opens a connection to the rendezvous store for this object alone.
         mine: the first report of this node.
         path: the job's memory on this node.
-        job_id: the job.
+        job_id: name of the job's memory.
         has_daemon: whether the node has a daemon.
+
+    Attributes:
+        board: the board as this launcher last read it.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class JobStatus:
         job_id: str,
         has_daemon: bool,
     ) -> None:
-        self.board = ReportBoard(job_id=job_id)  # as this launcher last saw it
+        self.board = ReportBoard(job_id=job_id)
         self._connect = connect
         self._store: RendezvousStore | None = None
         self._store_lost_since: float | None = None
@@ -81,16 +85,16 @@ class JobStatus:
         self._activities: Callable[[], Sequence[TrainerActivity]] = lambda: ()
         self._mine, self._node = mine, mine.node
         self._path = path
-        # Larger than the numbers of an earlier launcher of the same node.
+        # Report numbers have to exceed those of an earlier launcher of the same node.
         self._number = time.time_ns()
         self._polled_at = time.monotonic()
-        self._speeds: SpeedWatch | None = None  # made once there are steps
+        self._speeds: SpeedWatch | None = None  # Created once there are steps
         before = read_board(path)
         known = before.node(self._node) if before is not None else None
         self._goodput = GoodputCounters(path, known.counts if known is not None else None)
         self._warned_memories: set[str] = set()
         self._warned_round = 0
-        self._reason = ""  # of the end
+        self._reason = ""  # Why the launcher ended
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._closed = False
@@ -102,24 +106,24 @@ class JobStatus:
         nodes: Callable[[], Sequence[str]],
         activities: Callable[[], Sequence[TrainerActivity]],
     ) -> None:
-        """Begin; does not wait for the store.
+        """Start the thread; does not wait for the store.
 
         Args:
-            is_spare: whether this node is a spare.
-            nodes: the nodes that are present, in the same order on all of them; the first is the
+            is_spare: returns whether this node is a spare.
+            nodes: returns the present nodes, in the same order on all of them; the first one is the
                 aggregator.
-            activities: what the trainers of this node do.
+            activities: returns the activities of this node's trainers.
         """
         self._is_spare, self._nodes, self._activities = is_spare, nodes, activities
         self._thread.start()
 
-    def tell(self, doing: str, *, round: int | None = None, failed: str = "") -> None:
-        """Report what the launcher does from now on.
+    def report(self, doing: str, *, round: int | None = None, failed: str = "") -> None:
+        """Report the launcher's new state.
 
         Args:
-            doing: in words.
-            round: the round of the trainers that it has started, if it has.
-            failed: why its trainers ended by themselves, if they did.
+            doing: the state, as users read it.
+            round: the round whose trainers the launcher has started; None if it started none.
+            failed: why its trainers failed; empty if they did not.
         """
         update: dict[str, Any] = {"doing": doing, "why": failed}
         if doing != self._mine.doing:
@@ -141,25 +145,28 @@ class JobStatus:
 
     @property
     def holders(self) -> dict[Coordinate, tuple[str, str]]:
-        """Node and failure domain that hold each rank's newest version."""
+        """Node and failure domain that hold the newest version of each rank."""
         _, holders = find_holders(self.board.nodes)
         return {at: (node.node, node.domain) for at, node in holders.items()}
 
     @property
     def scheme(self) -> str:
-        """The protection of the newest version; "" if unknown."""
+        """The protection of the newest version; empty if unknown."""
         return read_scheme(self.board.nodes)
 
     def tolerance_left(self, incarnation: int) -> int | None:
-        """See :func:`reft.node.tolerance.tolerance_now`; None until every rank has a version of
-        this incarnation."""
+        """How many further node losses the job survives; None until this incarnation has a version.
+
+        See :func:`reft.node.tolerance.tolerance_now`. Every rank must have a version of the
+        incarnation.
+        """
         nodes = self.board.nodes
         _, holders = find_holders(nodes)
         newest = [max(shard.label[0] for shard in node.shards) for node in holders.values()]
         return tolerance_now(nodes) if newest and min(newest) >= incarnation else None
 
     def close(self, why: str) -> None:
-        """Send the last report, with the reason of the end."""
+        """Send the last report with the reason of the end, and stop the thread."""
         self._reason = why or "ended"
         self._ending.set()
         self._wake.set()
@@ -195,7 +202,7 @@ class JobStatus:
         report = self._observe()
         if ending:
             report = report.model_copy(update={"left": True, "why": self._reason})
-            # Before the store, which may not answer.
+            # Before the exchange, because the store may not answer.
             self._write_copy(report)
         try:
             self._exchange(report)
@@ -210,7 +217,7 @@ class JobStatus:
 
     def _observe(self) -> NodeReport:
         self._number += 1
-        quiet = [activity for activity in self._activities() if activity.quiet]
+        quiet = [activity for activity in self._activities() if activity.stalled]
         suspected = next((str(activity) for activity in quiet if activity.suspected), "")
         update: dict[str, Any] = {
             "number": self._number,
@@ -223,7 +230,7 @@ class JobStatus:
         if report.round != self._warned_round:
             self._warned_round = report.round
             self._warned_memories.clear()
-        for forecast in report.runs_out:  # each memory is logged once in a start of the trainers
+        for forecast in report.runs_out:  # Each memory is logged once per start of the trainers
             if forecast.name not in self._warned_memories:
                 self._warned_memories.add(forecast.name)
                 logger.warning("%s", forecast)
@@ -236,9 +243,9 @@ class JobStatus:
         store.set(f"node/{self._node}", report.pack())
         packed, now = store.peek("board"), time.monotonic()
         board = ReportBoard(job_id=self.board.job_id)
-        with suppress(ValueError):  # a board of another release is merged again
+        with suppress(ValueError):  # The board of another release is replaced by a new one
             board = board if packed is None else ReportBoard.unpack(packed)
-        # A longer gap means that this launcher stood still itself: it is not the others' silence.
+        # A longer gap means that this launcher was suspended; the other nodes were not silent.
         period = self._period_secs()
         elapsed, self._polled_at = min(now - self._polled_at, 2 * period), now
         self.board = mark_aggregator_silence(
