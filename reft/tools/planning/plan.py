@@ -136,6 +136,7 @@ def make_plan(
             "samples": training.samples,
             "half_precision": job.half,
             "partitioned_optimizer": training.zero_1,
+            "partitioned_weights": training.zero_3,
             "interval_steps": every,
             "arenas": block.arena_count,
         },
