@@ -368,8 +368,8 @@ class Training:
     def fits_device(self) -> bool:
         """Whether model, optimizer and half-precision gradients fit.
 
-        With ZeRO only this rank's partitions count; an offloaded optimizer takes nothing. Activations
-        and what ZeRO-3 has gathered are not counted.
+        With ZeRO only this rank's partitions count; an offloaded optimizer takes nothing.
+        Activations and what ZeRO-3 has gathered are not counted.
         """
         largest = max(self.stage_parameters(p) for p in range(self.stages))
         weights = (MODEL_BYTES + HALF_BYTES) / (self.data if self.zero_3 else 1)
