@@ -21,8 +21,8 @@ import torch
 
 from reft.data.degrees import nodes_may_change
 from reft.engine.context import JobContext
-from reft.engine.marks import wrap
 from reft.errors import ConfigError, UnsupportedStateError
+from reft.wrapping import wrap
 
 logger = logging.getLogger(f"reft.{__name__}")
 

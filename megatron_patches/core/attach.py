@@ -31,15 +31,15 @@ import torch
 from megatron_patches.core.engine import MegatronEngine, check_release
 from reft import log
 from reft.config import parse_block
-from reft.engine.marks import wrap
 from reft.engine.protocol import ClientState
 from reft.engine.session import Session, record
-from reft.engine.tracer import Tracer
 from reft.errors import ConfigError, UnrecoverableError
 from reft.pacing.pacer import Pacer
 from reft.pacing.schedule import InstructionRecord
+from reft.pacing.tracer import Tracer
 from reft.recover.plan import NotRecoverable, RecoveryPlan
 from reft.recover.recover import RecoveryOutcome
+from reft.wrapping import wrap
 
 logger = logging.getLogger(f"reft.{__name__}")
 

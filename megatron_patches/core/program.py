@@ -35,11 +35,11 @@ from megatron_patches.core.engine import PROGRAM_RELEASES, check_release
 from megatron_patches.deepspeed import check_options
 from reft import log
 from reft.config import parse_block, read_block
-from reft.engine.marks import bind, wrap
 from reft.env import ENV_CONFIG
 from reft.errors import ConfigError, UnrecoverableError
 from reft.node.progress import Phase
 from reft.refusal import end_in_words
+from reft.wrapping import bind, wrap
 
 logger = logging.getLogger(f"reft.{__name__}")
 

@@ -1,4 +1,4 @@
-"""What an optimizer step was made of, for peers that repeat it on their hosts (AOR, REFERENCE 1.6).
+"""What an optimizer step was made of, for peers that repeat it on their hosts (AOR, REFT paper).
 
 Under ZeRO-1 every data-parallel rank holds, for a moment, the averaged gradients of *all*
 partitions. This module copies the slices of given partitions beside the training, on the device, so
@@ -204,6 +204,12 @@ def _check_bf16(engine: Any, wrapper: Any) -> None:
 
 
 def _check_zero(wrapper: Any) -> None:
+    if wrapper.cpu_offload:
+        raise UnsupportedStateError(
+            '"+aor" needs the gradients of all partitions on every rank, but with '
+            '"offload_optimizer" ranks keep those of the own partition only; leave "+aor" out of '
+            '"protection", or remove offload_optimizer'
+        )
     if wrapper.partition_gradients:
         raise UnsupportedStateError(
             f"found {class_path(wrapper)} at ZeRO stage 2, which keeps the gradients of its own "

@@ -98,7 +98,7 @@ def check_command(
 
     Run it on every node, with `reft rendezvous` on some host:
 
-        reft check --nnodes 4 --rdzv-endpoint HOST:29400
+        reft check --nnodes 4 --rdzv-endpoint HOST:29400 --rdzv-id ID
 
     Exit code 0: all nodes are well; 1: a node is bad, or a node of a bad pair; 2: wrong usage.
     """

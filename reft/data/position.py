@@ -1,4 +1,4 @@
-"""The data position: which samples the training has consumed (P8, trap 7).
+"""The data position: which samples the training has consumed (P8).
 
 These are followed and restored:
 

@@ -3,5 +3,6 @@
 
 FOLLOWERS = {
     "flags": "reft.follow.flags:followers",
+    "gradients": "reft.follow.gradients:followers",
     "schedulers": "reft.follow.groups:followers",
 }

@@ -1,7 +1,7 @@
 """The report that each node sends to all others, and the board that holds all reports.
 
-The signals are those of the paper (REFERENCE 1.9). A node reports one of the first four itself;
-the others conclude OFFLINE from its silence.
+The signals are those of the REFT paper. A node reports one of the first four itself; the others
+conclude OFFLINE from its silence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _MAX_BYTES = 64 * 2**20  # Largest unpacked board; enough for 65,536 nodes
 
 
 class HealthSignal(StrEnum):
-    HEALTHY = "HEALTHY"  # Trainers run or wait for other nodes; no version of this start yet
+    # Trainers run or wait for other nodes; nothing was committed since the last restart
+    HEALTHY = "HEALTHY"
     SNAP = "SNAP"  # A version is being copied
     COMPLETED = "COMPLETED"  # All shards of the newest version on this node are complete
     UNHEALTHY = "UNHEALTHY"  # A trainer has failed or hangs, or versions are not taken

@@ -23,10 +23,11 @@ import torch
 
 from reft.config import ProfileConfig
 from reft.control.control import ControlGroup
-from reft.device import find_local_vendor
+from reft.device import find_local_vendor, find_vendor
 from reft.env import ENV_PROFILE
 from reft.grid import Coordinate, Degrees
 from reft.pacing.schedule import StepTrace
+from reft.pacing.tracer import Tracer
 from reft.profile.analysis import analyse
 from reft.profile.clocks import ClockOffset, DeviceClock, Marks, clock_id, measure_offsets
 from reft.profile.result import PROFILE_FILE, ProfileResult
@@ -206,4 +207,37 @@ def write(result: ProfileResult, folder: Path) -> None:
     # A warning, because lower levels may be hidden and the user has requested the profile.
     logger.warning(
         "profile of %d steps written to %s (reft profile --from %s)", len(result.steps), path, path
+    )
+
+
+def start_profile(
+    tracer: Tracer,
+    config: ProfileConfig,
+    device: torch.device,
+    *,
+    job_id: str,
+    at: Coordinate,
+    degrees: Degrees,
+    control: ControlGroup,
+    snapshot_bytes: Callable[[], int],
+) -> None:
+    """Have a tracer's steps profiled. Collective.
+
+    Args:
+        tracer: of this rank. It receives the profiler and the device's clock.
+        device: that computes.
+        config, job_id, at, degrees, control, snapshot_bytes: as of :class:`Profiler`.
+    """
+    # On a device calls return before their work is done: its own clock is read, without waiting.
+    vendor = find_vendor(device)
+    clock = None if vendor is None else DeviceClock(vendor)
+    tracer.mark = None if clock is None else clock.mark
+    tracer.profiler = Profiler(
+        config,
+        clock,
+        job_id=job_id,
+        at=at,
+        degrees=degrees,
+        control=control,
+        snapshot_bytes=snapshot_bytes,
     )

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reft.engine.marks import bind, wrap
 from reft.errors import ConfigError
+from reft.wrapping import bind, wrap
 
 SAVED = "saved"
 """Directory of redirected checkpoints, next to those of the runs. All runs share it, because

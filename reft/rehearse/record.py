@@ -30,9 +30,8 @@ import torch
 from reft.engine.boundary import Encoded
 from reft.engine.capture import EngineState
 from reft.engine.context import JobContext
-from reft.engine.copying import OptimizerFence
+from reft.engine.fence import OptimizerFence
 from reft.engine.job_memory import JobMemory
-from reft.engine.marks import wrap
 from reft.engine.stopping import StopController
 from reft.env import ENV_REHEARSE
 from reft.grid import VersionId
@@ -53,6 +52,7 @@ from reft.snapshot.plan import LiveImages
 from reft.state import codec
 from reft.state.blob import DecodedBlob, LateBlob
 from reft.state.catalogue import SectionImage
+from reft.wrapping import wrap
 
 PLAN = "plan.json"
 BETWEEN, KILLED, SAID = "between", "killed", "said"

@@ -35,7 +35,7 @@ one or several others. A call out of order raises :class:`~reft.errors.CopyOrder
 
 Memory: an engine keeps sources and targets alive until the copy has ended, so that neither the
 caching allocator nor an unmapping can pull them away. It never hands out memory: what was copied
-shares no byte with its source (trap 21). The CUDA engine makes its device the current one of
+shares no byte with its source. The CUDA engine makes its device the current one of
 threads that call.
 """
 

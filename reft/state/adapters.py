@@ -9,7 +9,7 @@ torch / DeepSpeed / client fp32, ZeRO-0                                        r
 ``BF16_Optimizer``         bf16: ZeRO-1 accumulating in fp32; ZeRO-0 with a    owned
                            pipeline; (to 0.17.5) ZeRO-0 accumulating in fp32
 ``DeepSpeedZeroOptimizer`` ZeRO-2; ZeRO-1: fp32, fp16, bf16 accumulating       owned
-                           in bf16
+                           in bf16, or with an offloaded optimizer
 ========================== =================================================== ==================
 
 From 0.17.6 to 0.18.4 two constants of DeepSpeed had one value, so that bf16 got the fp16 wrappers
@@ -285,7 +285,7 @@ def _madvise() -> Any:
 
 def _advise_huge_pages(tensor: torch.Tensor) -> None:
     """Hint that the pages of a large CPU tensor, not written yet, may be huge: at 4 KiB a page, the
-    moments of Adam are touched at a third of the speed of copying (trap 17). Never fails."""
+    moments of Adam are touched at a third of the speed of copying. Never fails."""
     storage, madvise = tensor.untyped_storage(), _madvise()
     if tensor.device.type != "cpu" or storage.nbytes() < _LEAST_HUGE_BYTES or madvise is None:
         return
@@ -690,15 +690,15 @@ class BF16Adapter(_PartitionedAdapter):
 class ZeroAdapter(_PartitionedAdapter):
     """``DeepSpeedZeroOptimizer`` at stages 1 and 2. At a step boundary both hold the same: stage 2
     has freed its partition of the gradients by then. The partition is restored whole, padding
-    included, in the order that ``round_robin_gradients`` gave it."""
+    included, in the order that ``round_robin_gradients`` gave it. An offloaded optimizer has it in
+    host memory, and keeps gradients there, which are no state while every parameter gets one in
+    every step (:mod:`reft.follow.gradients`)."""
 
     groups = "bit16_groups"
     attributes = (*StateAdapter.attributes, "dynamic_loss_scale", "micro_step_id")
 
     def check(self) -> None:
         path = class_path(self.wrapper)
-        if self.wrapper.cpu_offload:
-            raise refuse(f"{path} with CPU offload", "remove zero_optimization.offload_optimizer")
         if vars(self.wrapper).get("zenflow"):
             raise refuse(f"{path} with ZenFlow", "remove zero_optimization.zenflow")
         if vars(self.wrapper).get("torch_autocast_gradscaler") is not None:

@@ -56,7 +56,7 @@ _APEX_ELSEWHERE = {
 def refuse(found: str, change: str) -> UnsupportedStateError:
     return UnsupportedStateError(
         f"found {found}, whose state reft does not know; expected a dense model under ZeRO stages "
-        f"0 to 2 without offload, with an optimizer of DeepSpeed's or torch's: {change}"
+        f"0 to 2 without offloaded weights, with an optimizer of DeepSpeed's or torch's: {change}"
     )
 
 

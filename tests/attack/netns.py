@@ -77,6 +77,14 @@ class Network:
         self._ip(name, f"addr add {self.address(name)}/24 dev eth0")
         self._ip(name, "link set eth0 up")
 
+    def unplug(self, name: str) -> None:
+        """Remove a link, silently as a failed switch does, and the namespace as soon as no process uses it."""
+        process = self._processes.pop(name, None)
+        if process is not None:
+            self._ip(STORE, f"link del v{self._numbers[name]}")
+            process.kill()
+            process.wait()
+
     def address(self, name: str) -> str:
         return f"{_NETWORK}.{self._numbers[name]}"
 

@@ -161,7 +161,7 @@ WRONG_WORDS = (
 WRONG_CONFIGURATIONS: tuple[dict[str, Any], ...] = (
     {"zero_optimization": {"stage": 3}},
     {"zero_optimization": {"stage": "auto"}},
-    {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+    {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
     {"fp16": {"enabled": "auto"}},
     {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
     {"optimizer": {"type": "SGD"}},

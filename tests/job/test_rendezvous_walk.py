@@ -77,7 +77,7 @@ def test_nodes_that_are_left_say_what_they_wait_for(
 
 
 @STORES
-@pytest.mark.parametrize("what", ["forgets", "stands still", "a node stands still"])
+@pytest.mark.parametrize("what", ["forgets", "stands still", "is replaced", "a node stands still"])
 @pytest.mark.parametrize("seed", range(3))
 def test_p3_a_store_that_has_lost_all_or_a_while_without_heartbeats_restarts_nobody(
     seed: int, what: str, store: type[Connection]
@@ -94,6 +94,11 @@ def test_p3_a_store_that_has_lost_all_or_a_while_without_heartbeats_restarts_nob
             world.run(10.0)
             world.start()
             world.run(10.0)
+            world.table.answers = True
+        elif what == "is replaced":  # By one that knows nothing
+            world.table.answers = False
+            world.run(20.0)
+            world.table.forget()
             world.table.answers = True
         else:
             world.stop(world.alive[0], 8.0)

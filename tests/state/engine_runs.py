@@ -85,7 +85,7 @@ def batches(step: int, replica: int, overflow: bool) -> Iterator[tuple[torch.Ten
 
 def train(engine: Any, case: Case, upto: int) -> list[str]:
     losses = []
-    overflow = "fp16" in case.get("config", {})
+    overflow = case.get("overflows", "fp16" in case.get("config", {}))
     while engine.global_steps < upto:
         step = engine.global_steps
         if case.get("pipe"):

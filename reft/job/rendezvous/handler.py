@@ -310,7 +310,8 @@ class StoreRendezvous:
             FencedError: another node has replaced this one.
         """
         self._stop_heartbeats()
-        self._trains, self._store_error, self._was_spare = False, None, False
+        # Whether it was a spare is kept: the store may have been replaced by an empty one.
+        self._trains, self._store_error = False, None
         self._complete_again_at, self._has_warned = 0.0, False
         if self.state.agreement is None:
             time.sleep(random.uniform(0, _START_SKEW_SECS))

@@ -15,12 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from reft.checks.preflight import engine_findings, find_part
+from reft.checks.preflight import (
+    engine_findings,
+    find_part,
+    is_offloaded,
+    recompute_findings,
+)
 from reft.config import ReftConfig, Variant, parse_block
 from reft.errors import ConfigError
 from reft.grid import Coordinate, Degrees, Topology
 from reft.naming import BLOCK_NAME
-from reft.policy.loads import MODEL_BYTES, OPTIMIZER_BYTES, RankSections
+from reft.policy.loads import GRADIENT_BYTES, MODEL_BYTES, OPTIMIZER_BYTES, RankSections
 from reft.tools.planning.model import Cluster, Training, load_shape, read_model_shape
 
 _ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb")
@@ -136,6 +141,19 @@ class PlannedJob:
         sections = self._sections(stage_id)
         return sections.replicated_bytes + self.training.data * sections.owned_bytes
 
+    @property
+    def offloaded_node_bytes(self) -> int:
+        """Host memory of a node that training takes for an offloaded optimizer: masters, moments
+        and gradients of its ranks' partitions, and the weights and accumulated gradients that
+        DeepSpeed passes through host memory in the model's precision."""
+        if not self.training.offloaded:
+            return 0
+        model = MODEL_BYTES if self.half else 4
+        each = OPTIMIZER_BYTES + GRADIENT_BYTES + 2 * model
+        largest = max(self.stage_parameters(p) for p in range(self.training.stages))
+        ranks = min(self.training.machine.devices_per_node, self.training.devices)
+        return round(ranks * each * largest / self.training.data)
+
     def _sections(self, stage_id: int) -> RankSections:
         here = self.stage_parameters(stage_id)
         model = MODEL_BYTES if self.half else 4
@@ -174,6 +192,8 @@ def plan_job(
         raise ConfigError(
             f'"variant" is "{block.variant}", which only measurements need; write "has" to plan it'
         )
+    for finding in recompute_findings(config, block):
+        raise ConfigError(str(finding))
     notes: list[str] = []
     half, owned = _count_bytes(config, layouting.pp, notes)
     if parameters is not None and not 0 < parameters < 1e15:
@@ -199,6 +219,7 @@ def plan_job(
     training = Training(
         *(shape, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
         zero_1=owned,
+        offloaded=is_offloaded(config),
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
     auto = layouting.order == "auto"

@@ -323,6 +323,8 @@ class Training:
     # Every rank updates its own optimizer partition only. Scattering gradients and gathering
     # weights together move as many bytes as reducing gradients does.
     zero_1: bool = False
+    # Masters and moments are in host memory, where the optimizer steps them
+    offloaded: bool = False
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.stages, self.data, self.micro_batches, self.samples) < 1:
@@ -361,13 +363,14 @@ class Training:
 
     @property
     def fits_device(self) -> bool:
-        """Whether model, optimizer (with ZeRO-1, a partition) and half-precision gradients fit.
+        """Whether model, optimizer and half-precision gradients fit.
 
-        Activations are not counted.
+        With ZeRO-1 the optimizer is a partition; if it is offloaded, it takes nothing. Activations
+        are not counted.
         """
         largest = max(self.stage_parameters(p) for p in range(self.stages))
-        per_parameter = MODEL_BYTES + OPTIMIZER_BYTES / self._optimizer_shares + HALF_BYTES
-        return largest * per_parameter <= self.machine.memory_bytes
+        optimizer = 0 if self.offloaded else OPTIMIZER_BYTES / self._optimizer_shares
+        return largest * (MODEL_BYTES + optimizer + HALF_BYTES) <= self.machine.memory_bytes
 
     @property
     def forward_secs(self) -> tuple[float, ...]:

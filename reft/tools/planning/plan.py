@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
-from reft.checks.preflight import Finding, Severity, block_findings
+from reft.checks.preflight import block_findings
 from reft.config import AOR, AUTO
 from reft.errors import ConfigError
+from reft.findings import Finding, Severity
 from reft.pacing.schedule import (
     AnalyticEstimator,
     Bandwidth,
@@ -29,6 +30,14 @@ from reft.policy.rate import DAY_SECS, REPAIR_SECS, best_interval, memory_risk, 
 from reft.profile.result import Activity, ProfileResult
 from reft.tools.planning.job import PlannedJob
 from reft.tools.planning.model import MEMORY_SHARE, Training
+from reft.tools.planning.savings import (
+    START_SECS,
+    CheckpointHabits,
+    estimate_lost_time,
+    estimate_recovery,
+    survival_curve,
+    to_json,
+)
 
 HOUR = 3600.0
 ESTIMATED = "estimated"
@@ -40,19 +49,28 @@ HOST_ADAM = 1e8  # Parameters per second of reft.ExactAdam on one core, measured
 IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
 
 
-def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str, Any]:
+def make_plan(
+    job: PlannedJob,
+    profile: ProfileResult | None = None,
+    habits: CheckpointHabits = CheckpointHabits(),  # noqa: B008 -- frozen
+    start_secs: float = START_SECS,
+) -> dict[str, Any]:
     """Plan a job; returns the JSON object that ``reft plan --json`` prints.
 
     Args:
         job: the job.
         profile: a profile with measured windows; None: windows are estimated.
+        habits: how the job saves and restarts without reft.
+        start_secs: seconds from the start of trainers to an engine that can be restored.
 
     Raises:
         ConfigError: the groups are too small for the protection, or the profile is of another job.
     """
     block, training, cluster, notes = job.block, job.training, job.training.machine, list(job.notes)
     allowed = block.has.max_overhead
+    left_bytes = max(0, cluster.host_memory_bytes - job.offloaded_node_bytes)
     memory_bytes = block.memory_limit_bytes or int(MEMORY_SHARE * cluster.host_memory_bytes)
+    memory_bytes = min(memory_bytes, left_bytes)
     pace = estimated_pace(training)
     if profile is not None:
         share = block.has.compute_share
@@ -82,6 +100,8 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
         also=() if block.chooses else (block.scheme,),
         beyond=1,
     )
+    if training.offloaded:
+        notes.append(_explain_offload(job.offloaded_node_bytes, left_bytes, choice))
     name = f"{AUTO if block.chooses else block.scheme}{AOR if recomputed else ''}"
     planned = choice.chosen if block.chooses else choice.of(name)
     fits = {alternative.name: pace(alternative.loads) for alternative in choice.alternatives}
@@ -98,6 +118,7 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
         text = f"snapshots would cost {overhead:.1%} of the training time, more than {allowed:.1%}"
         does = 'take them less often ("interval_steps"), or allow more'
         problems.append(str(Finding(Severity.REFUSED, text, does)))
+    storage = plan_storage(job, planned, step * (1 + overhead), every)
     return {
         ESTIMATED: True,
         "well": not problems,
@@ -132,7 +153,19 @@ def make_plan(job: PlannedJob, profile: ProfileResult | None = None) -> dict[str
             "max_overhead": allowed,
             "why": _explain(best, every, allowed, adapts=block.adapts),
         },
-        "storage": plan_storage(job, planned, step * (1 + overhead), every),
+        "storage": storage,
+        "savings": _plan_savings(
+            job,
+            storage,
+            habits,
+            step_secs=step,
+            version_steps=every,
+            overhead=overhead,
+            start_secs=start_secs,
+        ),
+        "survival": survival_curve(
+            job.topology, planned.tolerance, [f.weibull for f in cluster.failures]
+        ).to_json(),
         "protection": {
             "configured": name,
             "planned": planned.name,
@@ -193,6 +226,23 @@ def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tup
         text = f"model, optimizer and gradients exceed the {device:.0f} GiB of a device"
         found.append((text, "raise --pp or --tp"))
     return found
+
+
+def _explain_offload(offloaded_bytes: int, left_bytes: int, choice: Choice) -> str:
+    """What an offloaded optimizer leaves of a node's memory, and for which protection."""
+    fitting = [a for a in choice.alternatives if a.available and a.fits_memory]
+    strongest = max(fitting, key=lambda a: a.tolerance, default=None)
+    suffices = "too little for every protection of the table"
+    if strongest is not None:
+        suffices = (
+            f"the strongest protection of the table that fits what reft may use is {strongest.name}"
+            f" (survives {strongest.tolerance})"
+        )
+    return (
+        f"the offloaded optimizer takes {offloaded_bytes / GIB:.2f} GiB of a node's host memory "
+        f"and leaves {left_bytes / GIB:.2f} GiB: {suffices}. Its step on the host is not in the "
+        "estimated times: steps take longer, so snapshots cost less"
+    )
 
 
 def _explain(best: int, every: int, allowed: float, *, adapts: bool) -> str:
@@ -384,9 +434,7 @@ def plan_storage(
         never. ``auto_steps`` follows the rule.
     """
     config, cluster, topology = job.block.persist, job.training.machine, job.topology
-    per_day = sum(1 / failure.mtbf_days for failure in cluster.failures)
-    if "node_mtbf_days" in config.model_fields_set:
-        per_day = 1 / config.node_mtbf_days
+    per_day = _failures_per_day(job)
     # As in a running job: losses within the tolerance are counted.
     causes = [failure.weibull for failure in cluster.failures]
     mtbf, carried = memory_risk(
@@ -437,6 +485,55 @@ def plan_storage(
         "costs": {"step_secs": step_secs, "cost_secs": cost_secs, "write_secs": write_secs},
         "why": why,
     }
+
+
+def _failures_per_day(job: PlannedJob) -> float:
+    """Failures of one node: of the block if it says so, else of the cluster."""
+    config = job.block.persist
+    if "node_mtbf_days" in config.model_fields_set:
+        return 1 / config.node_mtbf_days
+    return sum(1 / failure.mtbf_days for failure in job.training.machine.failures)
+
+
+def _plan_savings(
+    job: PlannedJob,
+    storage: Mapping[str, Any],
+    habits: CheckpointHabits,
+    *,
+    step_secs: float,
+    version_steps: int,
+    overhead: float,
+    start_secs: float,
+) -> dict[str, Any]:
+    """What failures cost with reft and without it.
+
+    Args:
+        storage: as :func:`plan_storage` returns it.
+        step_secs: of a step without versions.
+        version_steps: steps between two versions.
+        overhead: share of the training time that versions cost.
+        habits, start_secs: as of :func:`make_plan`.
+    """
+    nodes = len(set(job.topology.nodes))
+    fullest = max(s.replicated_bytes + s.owned_bytes + s.host_bytes for s in job.sections)
+    recovery = estimate_recovery(
+        nodes,
+        read_secs=fullest / job.training.machine.network_share_bytes_per_sec,
+        step_secs=step_secs,
+        version_steps=version_steps,
+        start_secs=start_secs,
+    )
+    stored_steps, memory_mtbf = storage["interval_steps"], storage["memory_mtbf_secs"]
+    lost = estimate_lost_time(
+        nodes * _failures_per_day(job) / DAY_SECS,
+        habits,
+        recovery,
+        versions=overhead,
+        storage=storage["overhead"],
+        memory_losses_per_sec=0.0 if memory_mtbf is None else 1 / memory_mtbf,
+        stored_secs=stored_steps * step_secs if stored_steps else None,
+    )
+    return to_json(habits, recovery, lost)
 
 
 def duration(secs: float) -> str:
