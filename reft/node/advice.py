@@ -108,7 +108,7 @@ def situation(
     """
     rounds = max((read_history(path) for path in paths), key=len, default=[])
     nodes = () if board is None else board.nodes
-    present = [node for node in nodes if node.seen is not HealthSignal.OFFLINE]
+    present = [node for node in nodes if node.observed_signal is not HealthSignal.OFFLINE]
     training = [report for report in present if not report.spare]
     speeds = _speeds(rounds)
     if now := [report.steps_per_sec for report in training if report.steps_per_sec]:

@@ -121,7 +121,7 @@ class NodeReport(_Message):
     offline_unix_secs: float | None = None  # Start of the silence; None while the node reports
 
     @property
-    def seen(self) -> HealthSignal:
+    def observed_signal(self) -> HealthSignal:
         """The node's signal as the other nodes see it."""
         return self.signal if self.offline_unix_secs is None else HealthSignal.OFFLINE
 
