@@ -143,9 +143,11 @@ class PlannedJob:
 
     @property
     def offloaded_node_bytes(self) -> int:
-        """Host memory of a node that training takes for an offloaded optimizer: masters, moments
-        and gradients of its ranks' partitions, and the weights and accumulated gradients that
-        DeepSpeed passes through host memory in the model's precision."""
+        """Bytes of a node's host memory that an offloaded optimizer takes.
+
+        It holds masters, moments and gradients of the ranks' partitions, and the weights and
+        accumulated gradients that DeepSpeed copies through host memory in the model's precision.
+        """
         if not self.training.offloaded:
             return 0
         model = MODEL_BYTES if self.half else 4

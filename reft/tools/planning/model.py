@@ -323,10 +323,10 @@ class Training:
     # Every rank updates its own optimizer partition only. Scattering gradients and gathering
     # weights together move as many bytes as reducing gradients does.
     zero_1: bool = False
-    # every rank holds its partition of weights and gradients only, and gathers the weights of a
+    # Every rank holds its partition of weights and gradients only, and gathers the weights of a
     # layer when it needs them; with ``zero_1``
     zero_3: bool = False
-    # masters and moments are in host memory, where the optimizer steps them
+    # Masters and moments are in host memory, where the optimizer steps them
     offloaded: bool = False
 
     def __post_init__(self) -> None:
