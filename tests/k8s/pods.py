@@ -30,7 +30,7 @@ from tests.k8s.manifests import ROOT, environment, pod_spec
 _NAMESPACES = ("--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 _DEFAULT_SHM = "64m"  # What a container has without a volume at /dev/shm
 _KILLED = 128 + signal.SIGKILL
-_POLL_SECS = 0.1
+_POLL_SECS = 0.3
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 _RELAY = """
@@ -218,6 +218,13 @@ class Cluster:
         self.force_delete(pod)
         assert pod.exit_code is not None
         return pod.exit_code
+
+    def execute(self, pod: Pod, *command: str) -> str:
+        """``kubectl exec POD -- COMMAND``; what it prints."""
+        enter = ["nsenter", "-t", str(pod.init.pid), "-a", f"--wd={ROOT}"]
+        return subprocess.run(
+            [*enter, *command], env=pod.init.environ(), capture_output=True, text=True, check=True
+        ).stdout
 
     # -- the Service -------------------------------------------------------------------------------
 

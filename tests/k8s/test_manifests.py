@@ -124,8 +124,8 @@ def test_reft_launch_takes_the_command_line(overlay: str, monkeypatch: pytest.Mo
         monkeypatch.setenv("PET_NODE_RANK", "2")
         monkeypatch.setenv("PET_MASTER_ADDR", "reft-train-worker-0")
         monkeypatch.setenv("PET_MASTER_PORT", "23456")
-    assert trained["command"] == ["reft", "launch"]
-    parsed = parse_options(trained["args"])
+    assert trained["command"][:2] == ["reft", "launch"]
+    parsed = parse_options([*trained["command"][2:], *trained["args"]])
     given = options(trained)
     assert (parsed.config.min_nodes, parsed.config.max_nodes) == (int(given["nnodes"]),) * 2
     assert parsed.config.rdzv_backend == "c10d"
@@ -135,6 +135,7 @@ def test_reft_launch_takes_the_command_line(overlay: str, monkeypatch: pytest.Mo
         parsed.job_id == environment(trained).get("REFT_JOB_ID")
         or parsed.job_id == "from-reft_job_id"
     )
+    assert parsed.awaits_replacement
     assert not parsed.node_declared, "P4: pods on one host are one failure domain"
 
 
