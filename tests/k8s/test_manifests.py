@@ -115,6 +115,12 @@ def test_pods_ask_for_hosts_of_their_own(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_orphans_of_trainers_that_were_killed_are_reaped(overlay: str) -> None:
+    """By the process 1 of a shared namespace, since `reft launch` waits for its own children only."""
+    assert pod_spec(trainers(overlay))["shareProcessNamespace"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_reft_launch_takes_the_command_line(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = container(trainers(overlay))
     for name, value in environment(trained).items():

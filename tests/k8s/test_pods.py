@@ -80,7 +80,7 @@ class Training:
         def ranks(pod: Pod) -> list[int]:
             return [
                 int(variables["RANK"])
-                for process in pod.init.children()
+                for process in pod.main.children()
                 if "RANK" in (variables := process.environ())
             ]
 
