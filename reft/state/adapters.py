@@ -807,8 +807,16 @@ class Zero3Adapter(StateAdapter):
     def prepare(
         self, manifest: Manifest, host_state: dict[str, Any]
     ) -> tuple[SectionImage, SectionImage]:
-        self._idle.prepare([spec.name for spec in manifest.owned])
+        self._idle.prepare(host_state["idle"])
         return super().prepare(manifest, host_state)
+
+    def host_state(self) -> dict[str, Any]:
+        self._idle.end_step()
+        return {**super().host_state(), "idle": sorted(self._idle.known)}
+
+    def restore_caches(self, host_state: dict[str, Any]) -> None:
+        super().restore_caches(host_state)
+        self._idle.known = set(host_state["idle"])
 
     def grouped(self) -> list[list[torch.Tensor]]:
         raise LayoutError(ONE_DEGREE)

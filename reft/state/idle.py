@@ -16,8 +16,6 @@ import torch
 logger = logging.getLogger(__name__)
 
 _NAME = "_reft_idle_parameters"
-PREFIX = "gradient."
-"""Of the names of their gradients in an image."""
 
 
 class IdleParameters:
@@ -68,13 +66,13 @@ class IdleParameters:
         for name, p in self._trained:
             if name in self.known:
                 gradient = self._wrapper.grad_partitions_flat_buffer[at : at + p.partition_numel()]
-                found.append((PREFIX + name, gradient))
+                found.append((f"gradient.{name}", gradient))
             at += p.partition_numel()
         return found
 
     def prepare(self, names: Collection[str]) -> None:
         """A version that holds the gradients of these is about to be restored."""
-        self.known = {name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)}
+        self.known = set(names)
         self._wrapper.grad_partitions_flat_buffer.zero_()
         self._reduced = set()
         self._restored = True
