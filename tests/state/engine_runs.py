@@ -246,8 +246,9 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
     seed(11 + int(os.environ["RANK"]), case)
     engine = build(case)
     adapter = adapter_for(engine)
-    at = case.get("snap", SNAP)
+    at, coming = case.get("snap", SNAP), [adapter.coming_host_bytes()]
     train(engine, case, max(at - 1, 0))
+    coming.append(adapter.coming_host_bytes())
     host = capture_host_state(engine, adapter, CLIENT, [1, 2])
     template = template_of(engine, adapter, codec.decode(codec.encode(host)))
     train(engine, case, at)
@@ -286,6 +287,7 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
         "unchanged": unchanged,
         "files": files,
         "appeared": appeared,
+        "coming": coming,
         "watched": watched,
         "after_restore": at_once,
         "linked": linked,

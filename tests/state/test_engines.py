@@ -135,6 +135,16 @@ def test_sections_hold_what_they_promise(runs: Results) -> None:
         )
 
 
+def test_what_an_offloaded_optimizer_takes_with_its_first_step_is_known_before(
+    runs: Results,
+) -> None:
+    for name, found in runs.items():
+        for of_rank in found:
+            before, after = of_rank["coming"]
+            assert (before > 0) == ("offload" in name), name
+            assert after == 0, name
+
+
 def test_replicated_sections_are_equal_on_all_data_parallel_peers(runs: Results) -> None:
     for name, found in runs.items():
         groups = [found[:2], found[2:]] if name.startswith("pipe") else [found]
