@@ -58,9 +58,19 @@ wheel: venv  ## dist/*.whl, one for every Python from 3.11 on
 	esac
 	@ls dist/*.whl
 
-docs: venv  ## the documentation site, in build/site
-	$(BIN)/python -m pip install -q -e '.[docs]' --no-build-isolation
-	$(BIN)/python -m mkdocs build --strict --quiet
+# PYTHONS: of each, an empty environment gets the wheel. FULL=1: with torch and DeepSpeed (gigabytes).
+PYTHONS ?= python3.11
+wheel-check: wheel  ## dist/*: metadata, and the wheel in an empty environment of each of PYTHONS
+	$(BIN)/python -c "from setuptools.build_meta import build_sdist; print(build_sdist('dist'))"
+	tests/wheel_check.sh $(PYTHONS)
+
+docs: build/docs-env/.installed  ## the documentation site, in build/site; needs no torch
+	build/docs-env/bin/python -m mkdocs build --strict --quiet
+
+build/docs-env/.installed: pyproject.toml
+	python3.11 -m venv build/docs-env
+	build/docs-env/bin/python -m pip install -q 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.30'
+	touch $@
 
 clock: venv  ## from git clone to the first survived loss of a node, by the commands of docs/quickstart.md
 	tests/docs/clock.sh

@@ -223,16 +223,13 @@ class ReftWay(Way):
     def restore(self) -> dict[str, Any]:
         from reft.engine.load import Restorer
         from reft.engine.load_call import LoadCall
+        from reft.engine.load_disk import CheckpointLoader
 
         rank, session = self.rank, self.rank.session
         _watch_parts(rank.watch)
-        restorer = Restorer(
-            session.context,
-            session.context.engine,
-            session,
-            session.memory_restorer(),
-            session.memory,
-        )
+        context, memory = session.context, session.memory_restorer()
+        checkpoints = CheckpointLoader(context, context.engine, session, memory, session.memory)
+        restorer = Restorer(context, session, memory, checkpoints)
         rank.watch.take()
         path, _ = restorer.load(LoadCall(_never, str(rank.space.disk / "nothing"), None, {}))
         taken = rank.watch.take()

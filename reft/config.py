@@ -52,8 +52,8 @@ class PersistConfig(ConfigBlock):
     max_overhead: float = Field(0.035, gt=0, le=1)
     """fraction of the training time that storage may cost, for 'auto'"""
     max_lost_steps: int | None = Field(None, ge=2)
-    """with 'auto', most steps to repeat after memory has failed, whatever that costs; null: twice
-    the present interval"""
+    """with 'auto', maximum steps lost in a failure that memory does not survive; overrides
+    max_overhead; null: twice the current interval"""
     node_mtbf_days: float = Field(150.0, gt=0)
     """with 'auto', mean time between failures of a node; failures that the job has seen are
     added"""
@@ -161,8 +161,8 @@ class HasConfig(ConfigBlock):
     chunk_bytes: int = Field(256 * 2**10, ge=4096)
     """unit of copying; when a window closes, training waits for at most one chunk"""
     compute_share: float | None = Field(None, ge=0, le=1)
-    """most of the computing time during which copies may run (tier 2); null: all of it from a
-    device or if a core is left, else none"""
+    """largest share of compute time in which copies may run; null: all of it on a device or with
+    an idle core, otherwise none"""
     separate_links: bool = False
     """training and snapshots use different links (NVLink and PCIe), so copies may also run during
     communication (tier 3)"""
@@ -180,7 +180,7 @@ class HasConfig(ConfigBlock):
 class ProfileConfig(ConfigBlock):
     """Measures where the devices of a running job wait; the result is for people and tools."""
 
-    steps: int = Field(0, ge=0, description="measure this many steps, once; 0: off")
+    steps: int = Field(0, ge=0, description="number of steps to profile once; 0 turns it off")
     warmup_steps: int = Field(5, ge=0, description="steps to skip before")
     dir: Path = Path("reft-profile")
     """where rank 0 writes profile.json, trace.json (Chrome, Perfetto) and profile.png"""
@@ -204,15 +204,15 @@ class VerifyConfig(ConfigBlock):
     """What is looked at before a version is committed."""
 
     peers: Literal["off", "rotate", "full"] = "rotate"
-    """compare what must be equal on all data-parallel peers: 'rotate' a 61st of it with every
-    version, so all of it in 61, 'full' all of it with every version"""
+    """compare what must be equal on all data-parallel peers: 'rotate': 1/61 of the state per
+    version, everything once in 61 versions; 'full': everything with each version"""
     on_difference: Literal["report", "stop", "rollback"] = "report"
     """where peers differ no version is committed; 'report' trains on, 'stop' ends the job,
     'rollback' restarts it from the newest version"""
     suspects: int = Field(3, ge=0)
     """a version with a NaN or an infinity in weights or optimizer state is not committed; after so
-    many in a row the job restarts from the newest version, or ends if this start has committed
-    none; 0: not looked at"""
+    many in a row the job restarts from the newest version, or stops if nothing was committed
+    since this start; 0 disables the check"""
 
 
 class ElasticConfig(ConfigBlock):
@@ -237,8 +237,8 @@ class ReftConfig(ConfigBlock):
     """take a version every this many optimizer steps; 'auto': as often as has.max_overhead allows,
     measured while the job runs"""
     max_lost_steps: int | None = Field(None, ge=4)
-    """with "interval_steps": "auto", most steps to repeat after a failure that memory survives,
-    whatever that costs; null: twice the present interval"""
+    """with "interval_steps": "auto", maximum steps lost in a failure that memory survives;
+    overrides max_overhead; null: twice the current interval"""
     variant: Variant = Variant.HAS
     """when bytes are copied: 'has' in the pipeline's idle time; for comparison 'host' (a thread, at
     once), 'host_device' (device copies, at once), 'blocking' (training waits), 'inter_node' (also

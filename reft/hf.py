@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from reft.engine.host_state import HostState
-from reft.engine.marks import wrap
 from reft.errors import ConfigError
 from reft.state import attributes
 from reft.state.codec import class_path
 from reft.state.objects import is_stateful
+from reft.wrapping import wrap
 
 _STATE = "trainer"
 """Key of the Trainer's state among the client state."""

@@ -43,10 +43,24 @@ VERSION_ON_DEVICE = (
 UNTIL_COPIED = (
     "tests/snapshot/test_copy_engines.py::test_sources_and_targets_stay_until_all_is_copied",
 )
+HOST_PART = (
+    "tests/snapshot/test_copy_engines.py::"
+    "test_p2_a_version_of_which_a_part_is_in_host_memory_is_the_state_of_one_step",
+)
+HOST_PART_OF_A_JOB = (
+    "tests/device/test_worker.py::"
+    "test_p2_the_optimizer_on_the_host_waits_until_its_masters_are_copied",
+)
 LOCAL = ("tests/recover/test_local.py",)
 BOUNDARY = ("tests/engine/test_boundary.py",)
 
 MUTATIONS = {
+    "p2-peers-seal-what-its-owner-gives-up": Mutation(
+        WORKER,
+        "if refused and failure is None:",
+        "if False:",
+        ("tests/snapshot/test_worker.py",),
+    ),
     "p2-no-fence-before-the-optimizer": Mutation(
         WORKER,
         "if approached or self._state.holds_training:",
@@ -87,7 +101,7 @@ MUTATIONS = {
         MODEL,
     ),
     "p2-layout-changes-after-the-copy": Mutation(
-        VERSION, "if head.stage is Stage.COPIED:", "if False:", MODEL
+        VERSION, "if head.stage is Stage.RELEASED:", "if False:", MODEL
     ),
     "p3-last-commit-is-overwritten": Mutation(
         VERSION, KEPT, "frozenset({*unknown, *dict(self.frozen)})", MODEL
@@ -157,7 +171,7 @@ MUTATIONS = {
     ),
     "p7-an-older-start-orders-the-daemon": Mutation(
         "node/daemon.py",
-        "if 0 < theirs < self._ordered:",
+        "if 0 < theirs < self._min_incarnation:",
         "if False:",
         ("tests/job/test_daemon.py::test_the_daemon_refuses_orders_of_an_older_start",),
     ),
@@ -202,6 +216,18 @@ MUTATIONS = {
         "if self._order.fence() and self._copied_version:",
         "if self._order.fence() and False:",
         VERSION_ON_DEVICE,
+    ),
+    "host-part-no-fence": Mutation(
+        "snapshot/copy_engine.py",
+        "            self._await(lambda: not self._active)\n            return True",
+        "            return True",
+        HOST_PART,
+    ),
+    "host-part-is-not-waited-for-on-a-device": Mutation(
+        WORKER,
+        "if approached or self._state.holds_training:",
+        "if not self.copier.engine.asynchronous:",
+        HOST_PART_OF_A_JOB,
     ),
     "device-no-wait-at-begin": Mutation(
         DEVICE, "ticket.follow(self._begun, self._side)", "pass", VERSION_ON_DEVICE

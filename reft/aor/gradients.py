@@ -1,4 +1,4 @@
-"""What an optimizer step was made of, for peers that repeat it on their hosts (AOR, REFERENCE 1.6).
+"""What an optimizer step was made of, for peers that repeat it on their hosts (AOR, REFT paper).
 
 Under ZeRO-1 every data-parallel rank holds, for a moment, the averaged gradients of *all*
 partitions. This module copies the slices of given partitions beside the training, on the device, so
@@ -174,12 +174,11 @@ class GradientCapture:
 def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
     """How a host repeats the optimizer's step; raises UnsupportedStateError as
     :class:`GradientCapture`."""
-    recipe = read_recipe(adapter.state.optimizer)
     if isinstance(adapter, BF16Adapter):
         _check_bf16(adapter.engine, adapter.wrapper)
     else:
-        _check_zero(adapter.wrapper)
-    return recipe
+        _check_zero(int(adapter.engine.zero_optimization_stage()), adapter.wrapper)
+    return read_recipe(adapter.state.optimizer)
 
 
 def _check_bf16(engine: Any, wrapper: Any) -> None:
@@ -203,11 +202,17 @@ def _check_bf16(engine: Any, wrapper: Any) -> None:
         )
 
 
-def _check_zero(wrapper: Any) -> None:
-    if wrapper.partition_gradients:
+def _check_zero(stage: int, wrapper: Any) -> None:
+    if vars(wrapper).get("cpu_offload"):
         raise UnsupportedStateError(
-            f"found {class_path(wrapper)} at ZeRO stage 2, which keeps the gradients of its own "
-            'partition only; to recompute its peer\'s, aor needs them all. Leave "+aor" out of '
+            '"+aor" needs the gradients of all partitions on every rank, but with '
+            '"offload_optimizer" ranks keep those of the own partition only; leave "+aor" out of '
+            '"protection", or remove offload_optimizer'
+        )
+    if stage > 1:
+        raise UnsupportedStateError(
+            f"found {class_path(wrapper)} at ZeRO stage {stage}, which keeps the gradients of its "
+            'own partition only; to recompute its peer\'s, aor needs them all. Leave "+aor" out of '
             'reft.protection, or write "zero_optimization": {"stage": 1}'
         )
     found = [

@@ -1,4 +1,4 @@
-"""Recomputing a ring peer's Adam on the host: the numerical core of AOR (REFERENCE 1.6).
+"""Recomputing a ring peer's Adam on the host: the numerical core of AOR (REFT paper).
 
 Under ZeRO-1 a partition's master weights and moments live on one rank only. Instead of copying 12
 bytes a parameter every step, its ring peer receives the averaged, unscaled, clipped gradient of the

@@ -1,4 +1,4 @@
-"""Asynchronous optimizer recomputing (AOR, REFERENCE 1.6): a ring peer's partition made anew on the
+"""Asynchronous optimizer recomputing (AOR, REFT paper): a ring peer's partition made anew on the
 host.
 
 Version i of a kept partition is version i-1 of it, which lies in this rank's newest committed
@@ -118,7 +118,7 @@ class PeerOptimizers(VersionFeature):
         """The next version's partitions are recomputed from this one."""
         self.base = version.writer
 
-    def release_arenas(self) -> None:
+    def forget_arenas(self) -> None:
         self.base = None
         self.replicas.clear()
 

@@ -10,7 +10,6 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from importlib.metadata import distributions
 from typing import Any, TypeVar
@@ -18,40 +17,8 @@ from typing import Any, TypeVar
 from reft.checks.held import HeldState
 from reft.config import AOR, ReftConfig, Variant, load_config
 from reft.errors import ConfigError
+from reft.findings import Finding, Severity
 from reft.naming import BLOCK_NAME
-
-
-class Severity(StrEnum):
-    """How a finding affects the start of a job.
-
-    REFUSED: the job does not start. WARNING: it starts, unless the block says ``"strict": true``.
-    NOTE: it starts.
-    """
-
-    REFUSED = "REFUSED"
-    WARNING = "WARNING"
-    NOTE = "NOTE"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the list.
-
-    Attributes:
-        severity: how it affects the start.
-        found: what was found, and what that means.
-        change: what to write.
-        line: of the training script; 0 if it is about something else.
-    """
-
-    severity: Severity
-    found: str
-    change: str = ""
-    line: int = 0
-
-    def __str__(self) -> str:
-        where = f"line {self.line}: " if self.line else ""
-        return f"{where}{self.found}" + (f"; {self.change}" if self.change else "")
 
 
 def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding]]:
@@ -67,7 +34,7 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
             f'job; write "{BLOCK_NAME}": {{"enabled": true}}'
         )
     block = load_config(config)
-    of_job = [*_tolerance_findings(block), *_recompute_findings(config, block)]
+    of_job = [*_tolerance_findings(block), *recompute_findings(config, block)]
     return block, [*engine_findings(config), *of_job, *block_findings(block)]
 
 
@@ -76,19 +43,18 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     refused = partial(Finding, Severity.REFUSED)
     zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2) or isinstance(stage, bool):
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         yield refused(
-            f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0, 1 and 2',
+            f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 to 3',
             "write 2",
         )
-    for part in ("offload_optimizer", "offload_param"):
-        device = find_part(zero, part).get("device", "none")
-        if device != "none":
-            found = (
-                f'"zero_optimization.{part}.device" is {device!r}: reft does not support '
-                "offloaded state"
-            )
-            yield refused(found, "remove it")
+    if zero.get("zenflow"):
+        yield refused(
+            '"zero_optimization.zenflow" is on, and reft does not know its state', "remove it"
+        )
+    if stage == 3:
+        yield from _zero3_findings(zero, find_part(config, "torch_autocast"))
+    yield from _offload_findings(zero)
     kind = str(find_part(config, "optimizer").get("type", "")).lower()
     if kind in ("onebitadam", "zerooneadam", "onebitlamb"):
         found = f'"optimizer.type" is {kind!r}, which keeps an error feedback per worker'
@@ -116,6 +82,70 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield refused(found, "write 1")
 
 
+def _zero3_findings(zero: Mapping[str, Any], autocast: Mapping[str, Any]) -> Iterator[Finding]:
+    """Settings of ZeRO-3 that reft has not been run with, or whose state it does not know."""
+    refused = partial(Finding, Severity.REFUSED)
+    if zero.get("mics_shard_size", -1) > 0:
+        found = '"zero_optimization.mics_shard_size" is set: reft does not support MiCS'
+        yield refused(found, 'remove it; "zero_hpz_partition_size" also gathers within a node')
+    for name in (
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients",
+        "zeropp_loco_param",
+    ):
+        if zero.get(name):
+            found = f'"zero_optimization.{name}" is on: reft does not support quantized ZeRO++'
+            yield refused(found, "remove it")
+    if autocast.get("enabled") and zero.get("stage3_param_persistence_threshold") != 0:
+        yield refused(
+            # A step gathers them in fp32. A forward pass gathers them in 16 bits, but only the
+            # first one of a process finds them released.
+            '"torch_autocast" gathers persistent parameters of ZeRO-3 in another precision in the '
+            "first step after a start: a resumed run would differ",
+            'write "stage3_param_persistence_threshold": 0',
+        )
+
+
+def is_offloaded(config: Mapping[str, Any]) -> bool:
+    """Whether masters and moments are not on the device."""
+    offload = find_part(find_part(config, "zero_optimization"), "offload_optimizer")
+    return bool(offload.get("device", "none") != "none")
+
+
+def _offload_findings(zero: Mapping[str, Any]) -> Iterator[Finding]:
+    """Settings by which DeepSpeed keeps state elsewhere than on the device. Of these reft knows
+    masters and moments in host memory, under ZeRO stages 1 and 2."""
+    refused = partial(Finding, Severity.REFUSED)
+    offload, stage = find_part(zero, "offload_optimizer"), zero.get("stage", 0)
+    device, ratio = offload.get("device", "none"), offload.get("ratio", 1)
+    if device not in ("none", "cpu"):
+        yield refused(
+            f'"zero_optimization.offload_optimizer.device" is {device!r}: reft knows offloaded '
+            "state in host memory only",
+            'write "cpu"',
+        )
+    elif device == "cpu" and stage not in (1, 2):
+        yield refused(
+            f'"zero_optimization.offload_optimizer" is on at stage {stage!r}: reft supports it at '
+            "stages 1 and 2",
+            "remove it, or write stage 2",
+        )
+    elif device == "cpu" and ratio != 1:
+        yield refused(
+            f'"zero_optimization.offload_optimizer.ratio" is {ratio!r}: DeepSpeed offloads parts '
+            "of the optimizer at stage 3 only",
+            "write 1.0",
+        )
+    device = find_part(zero, "offload_param").get("device", "none")
+    if device != "none":
+        yield refused(
+            f'"zero_optimization.offload_param.device" is {device!r}: reft does not support '
+            "offloaded weights",
+            "remove it",
+        )
+
+
 def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
     """Findings by the scheme alone. A plan and the start of a job also know the placement (P4)."""
     if block.chooses or block.allow_unprotected or block.variant is Variant.NONE:
@@ -130,17 +160,22 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
         )
 
 
-def _recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
+def recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
     """What keeps peers from recomputing ZeRO partitions. Without partitions "+aor" has no
     effect."""
     zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
-    if not block.recompute or block.variant is Variant.NONE or stage not in (1, 2):
+    if not block.recompute or block.variant is Variant.NONE or stage not in (1, 2, 3):
         return
     refused = partial(Finding, Severity.REFUSED)
     leave_out = f'leave "{AOR}" out of "protection"'
-    if stage == 2:
-        found = f'"{AOR}" needs the gradients of all partitions on every rank, but ZeRO-2'
+    if is_offloaded(config):
+        found = f'"{AOR}" needs the gradients of all partitions on every rank, but with'
+        found += ' "offload_optimizer" ranks keep those of the own partition only'
+        yield refused(found, f"{leave_out}, or remove offload_optimizer")
+        return
+    if stage != 1:
+        found = f'"{AOR}" needs the gradients of all partitions on every rank, but ZeRO-{stage}'
         yield refused(f"{found} keeps those of the own partition only", f"{leave_out}, or write 1")
         return
     kind = str(find_part(config, "optimizer").get("type", "")).lower()
@@ -663,7 +698,9 @@ def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
         return None
     engines: tuple[str, ...] = (ZERO0, ZERO0_PIPELINE)
     if stage := find_part(config, "zero_optimization").get("stage", 0):
-        engines = (ZERO1_FP32,) if stage == 1 and _accumulates_bf16_in_fp32(config) else ()
+        # BF16_Optimizer is not made for an offloaded optimizer.
+        in_fp32 = _accumulates_bf16_in_fp32(config) and not is_offloaded(config)
+        engines = (ZERO1_FP32,) if stage == 1 and in_fp32 else ()
     return next((engine for engine in engines if engine in row.unloadable), None)
 
 

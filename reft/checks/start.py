@@ -19,13 +19,14 @@ from typing import Any, NoReturn
 import torch
 
 from reft.aor.host_adam import AdamRecipe
-from reft.checks.preflight import Finding, ScriptLook, Severity, storage_findings
+from reft.checks.preflight import ScriptLook, storage_findings
 from reft.config import ReftConfig, Variant
 from reft.control.control import ControlGroup
 from reft.data.comparison import Orders, difference, dynamic_refused
 from reft.data.order import shares_store
 from reft.env import ENV_DRY_RUN, ENV_LAUNCHER_PID, ENV_NODE_ID
 from reft.errors import ConfigError
+from reft.findings import Finding, Severity
 from reft.grid import Topology
 from reft.memory.protection_record import ProtectionRecord
 from reft.policy.choice import JobFacts, choice_inputs, device_paragraph

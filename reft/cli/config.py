@@ -49,15 +49,9 @@ def config_command(
 
 
 def _check(check: str | None, script: str | None, *, as_json: bool) -> bool:
-    from reft.checks.preflight import (
-        Finding,
-        ScriptLook,
-        Severity,
-        config_findings,
-        installed,
-        storage_findings,
-    )
+    from reft.checks.preflight import ScriptLook, config_findings, installed, storage_findings
     from reft.config import read_object
+    from reft.findings import Finding, Severity
 
     block = None
     findings: list[Finding] = []

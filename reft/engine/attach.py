@@ -5,7 +5,7 @@ Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forwa
 ``step``). What is wrapped:
 
 - ``_take_model_step``: the fence, or its approach. Both engines call it before weights change; a
-  pipeline engine never calls ``step()`` (trap 8). Once a step has shown that the hooks of the
+  pipeline engine never calls ``step()``. Once a step has shown that the hooks of the
   innermost optimizer run first, the fence is there, after the norm of the gradients.
 - ``train_batch``, or ``forward`` of a plain engine: where a step begins, its version is taken.
   ``step``: where it ends.
@@ -34,18 +34,20 @@ from reft.engine.deepspeed import DeepSpeedEngine
 from reft.engine.job_memory import JobMemory
 from reft.engine.load import Restorer
 from reft.engine.load_call import LoadCall
-from reft.engine.marks import bind, find_ds_config, wrap
+from reft.engine.load_disk import CheckpointLoader
+from reft.engine.marks import find_ds_config
 from reft.engine.model_size import flops_per_token, own_flops_per_token, tokens_per_sample
 from reft.engine.protocol import ClientState
 from reft.engine.session import Session, record
 from reft.engine.steps import StepHooks
-from reft.engine.weave import Weaver
 from reft.errors import ConfigError, ReftError, UnsupportedStateError
 from reft.node.progress import Phase, ProgressPage, at_instruction
+from reft.pacing.weave import Weaver
 from reft.refusal import end_in_words
 from reft.state.codec import encode
 from reft.state.supported import explain_not_loadable
 from reft.storage.load import SAVED_BY, host_file
+from reft.wrapping import bind, wrap
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +291,8 @@ class EngineWrappers:
         self._progress, self._state = session.progress, session.state
         self._job_memory = session.memory
         memory = session.memory_restorer()
-        self._restorer = Restorer(self._context, adapter, session, memory, session.memory)
+        checkpoints = CheckpointLoader(self._context, adapter, session, memory, session.memory)
+        self._restorer = Restorer(self._context, session, memory, checkpoints)
         self._hooks = StepHooks(
             self._context, session, session.state, self._restorer, memory, adapter.data
         )

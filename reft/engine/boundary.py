@@ -25,7 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from reft.data.passes import PassReader
 from reft.state.blob import capture_rng
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ class _Candidate:
         encoded: the state; None if it could not be captured.
     """
 
-    read: PassReader | None
+    read: object | None
     encoded: Encoded | None
 
 
@@ -77,7 +76,7 @@ class StepBoundary:
         self._open = False
         self._is_marked = False  # the script has marked where the next step begins
         self._candidates: list[_Candidate] = []
-        self._evaluated: list[PassReader] = []  # passes of evaluations since the step
+        self._evaluated: list[object] = []  # passes of evaluations since the step
         self._rng: dict[str, Any] | None = None
 
     def step_ended(self, *, is_due: bool = True) -> None:
@@ -103,19 +102,19 @@ class StepBoundary:
         if self._open and not self._is_marked:
             self._candidates.append(_Candidate(None, self._encoded()))
 
-    def began_pass(self, read: PassReader) -> None:
+    def began_pass(self, read: object) -> None:
         """``read`` is the pass that was about to begin."""
         if self._candidates and self._candidates[-1].read is None:
             self._candidates[-1].read = read
 
-    def before_read(self, read: PassReader) -> None:
+    def before_read(self, read: object) -> None:
         """A batch of ``read`` is about to be read."""
         # One capture for each evaluation, not for each of its batches.
         seen = [*(candidate.read for candidate in self._candidates), *self._evaluated]
         if self._open and not self._is_marked and all(one is not read for one in seen):
             self._candidates.append(_Candidate(read, self._encoded()))
 
-    def evaluated(self, read: PassReader | None) -> None:
+    def evaluated(self, read: object | None) -> None:
         """A forward pass without training has used a batch.
 
         Args:
@@ -129,7 +128,7 @@ class StepBoundary:
             self._candidates = [c for c in self._candidates if c.read is not read]
         self._rng = self._random_states() if self._repeats_draws else None
 
-    def take(self, read: PassReader | None) -> Encoded:
+    def take(self, read: object | None) -> Encoded:
         """The host state with which the step begins. Called once for each version.
 
         Args:

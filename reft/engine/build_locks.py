@@ -1,4 +1,4 @@
-"""Locks in torch's folder of compiled operators that no process removes any more (trap 20).
+"""Locks in torch's folder of compiled operators that no process removes any more.
 
 A process that compiles an operator creates the file ``lock`` in the operator's folder, keeps it
 open, and removes it at the end (``torch.utils.file_baton``). If the process is killed the file

@@ -13,7 +13,7 @@ from reft.aor.recompute import OptimizerStep, PeerOptimizers
 from reft.config import Variant
 from reft.engine.boundary import Encoded, StepBoundary
 from reft.engine.context import JobContext
-from reft.engine.copying import OptimizerFence
+from reft.engine.fence import OptimizerFence
 from reft.engine.host_state import DRAWN, host_states
 from reft.engine.protection import Protection
 from reft.engine.protocol import ClientState

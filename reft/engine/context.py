@@ -10,11 +10,11 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from reft.checks.preflight import Finding, Severity
 from reft.config import ReftConfig
 from reft.control.control import ControlGroup
 from reft.engine.protocol import TrainingEngine
 from reft.errors import ConfigError
+from reft.findings import Finding, Severity
 from reft.grid import Coordinate, Topology
 from reft.log import EventLog
 from reft.memory.jobdir import JobDir

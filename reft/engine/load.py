@@ -14,9 +14,8 @@ from typing import Any
 
 from reft.checks.start import conditional_loads
 from reft.engine.context import JobContext
-from reft.engine.job_memory import JobMemory
 from reft.engine.load_call import LoadCall, describe_restore, describe_resume_lines
-from reft.engine.load_disk import CheckpointEngine, CheckpointLoader, LoadedSession
+from reft.engine.load_disk import CheckpointLoader, LoadedSession
 from reft.engine.load_memory import MemoryRestorer
 from reft.errors import LayoutError, PersistError, UnrecoverableError
 from reft.grid import VersionId
@@ -69,23 +68,20 @@ class Restorer:
 
     Args:
         context: of the job.
-        engine: the context's, which loads checkpoints of its own.
         session: whose state is restored.
         memory: restores it from the job's memory.
-        job_memory: says whose memory that is.
+        checkpoints: restores it from storage.
     """
 
     def __init__(
         self,
         context: JobContext,
-        engine: CheckpointEngine,
         session: LoadedSession,
         memory: MemoryRestorer,
-        job_memory: JobMemory,
+        checkpoints: CheckpointLoader,
     ) -> None:
-        self._context, self._engine, self._session = context, engine, session
-        self._memory = memory
-        self._checkpoints = CheckpointLoader(context, engine, session, memory, job_memory)
+        self._context, self._session = context, session
+        self._memory, self._checkpoints = memory, checkpoints
         self._trains = False  # whether this process has begun to train
         self._resumed: ResumePoint | None = None
         self._bases: list[LoadCall] = []  # loads of base weights before the first step
@@ -241,7 +237,7 @@ class Restorer:
                 logger.warning(
                     "%s is not loaded: the job was resumed at step %d, and base weights would "
                     "overwrite what it has learnt",
-                    *(call, self._engine.global_steps),
+                    *(call, self._context.engine.global_steps),
                 )
             return resumed.path, resumed.client_state
         self._session.hold()  # P2: nothing is copied while weights are written

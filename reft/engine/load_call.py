@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reft.engine.marks import bind
+from reft.wrapping import bind
 
 _BASE_ONLY = (("load_module_only", True), ("load_optimizer_states", False))
 """Options by which DeepSpeed loads less than a training state: the start of a job, never its

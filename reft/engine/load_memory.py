@@ -121,8 +121,10 @@ class Target:
     def write(self, fetch: Fetch, data: torch.Tensor) -> int:
         """Copy a block into the live tensors and return its checksum, in one pass over it. Called
         by several threads at once."""
-        parts = self._parts(fetch, data)
-        if self._device_writer is not None:
+        parts = list(self._parts(fetch, data))
+        # An offloaded optimizer has its part of the state in host memory, next to a device.
+        on_device = any(target.device.type != "cpu" for target, _ in parts)
+        if self._device_writer is not None and on_device:
             return self._device_writer.write(parts, data)
         if not hasattr(self._own, "hasher"):
             self._own.hasher = hashing_copier()

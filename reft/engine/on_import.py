@@ -20,17 +20,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from reft.engine.marks import (
-    BUILT,
-    ENGINE,
-    GROUPED,
-    GROUPS,
-    find_ds_config,
-    mark,
-    uncollected,
-    wrap,
-)
+from reft.engine.marks import BUILT, ENGINE, GROUPED, GROUPS, find_ds_config, mark, uncollected
 from reft.env import ENV_CONFIG, ENV_PROFILE
+from reft.wrapping import wrap
 
 if TYPE_CHECKING:
     from reft.engine.protocol import ClientState

@@ -7,21 +7,16 @@ import logging
 from dataclasses import replace
 
 from reft.config import AUTO
-from reft.control.control import WorkerControl
 from reft.engine.context import JobContext
 from reft.engine.nodes import local_rank
-from reft.faults import FaultPlan
-from reft.memory.files import margin_bytes
 from reft.memory.protection_record import (
     ProtectionRecord,
     read_record,
     resume_record,
     write_record,
 )
-from reft.policy.switching import RequestPoll, RetentionConfig, SchemeSwitch
 from reft.protect.codes import Scheme
 from reft.protect.placement import place_group, surviving_schemes, tolerance
-from reft.snapshot.arenas import ArenaSet
 
 logger = logging.getLogger(__name__)
 
@@ -62,25 +57,6 @@ class Protection:
         nodes = self._context.topology.group_nodes(at.pp, at.tp)
         return place_group(nodes, scheme.copies, scheme.parities).kept_by(at.dp)[1:]
 
-    def switch(self, control: WorkerControl, arenas: ArenaSet, faults: FaultPlan) -> SchemeSwitch:
-        """Make what switches the scheme; from here on protection requests are followed.
-
-        Args:
-            control: of the snapshot worker, by which the ranks agree.
-            arenas: of this rank.
-            faults: where the switch can be made to fail.
-        """
-        self.note()
-        config, job_dir = self._context.config, self._context.job_dir.path
-        return SchemeSwitch(
-            *(control, self._context.topology, arenas, self.record, RequestPoll(job_dir)),
-            keeping=RetentionConfig(
-                config.arena_count, margin_bytes(config.memory_margin_bytes, job_dir)
-            ),
-            on_change=self._changed,
-            reach=faults.reach,
-        )
-
     @property
     def lost(self) -> bool:
         """Whether memory has become too short to survive the loss of a node, which the job survived
@@ -118,7 +94,7 @@ class Protection:
             f"{nodes}); put them on different nodes: {to_write}"
         )
 
-    def _changed(self, record: ProtectionRecord) -> None:
+    def changed(self, record: ProtectionRecord) -> None:
         """A request was carried out or refused, or memory ran short or is available again. Called
         by the worker."""
         before, self.record = self.record, record

@@ -20,7 +20,7 @@ from reft.config import FaultPoint, ReftConfig, Variant
 from reft.control.control import ControlGroup, WorkerControl
 from reft.engine.capture import EngineState
 from reft.engine.context import JobContext
-from reft.engine.copying import CopySetup, OptimizerFence
+from reft.engine.fence import OptimizerFence
 from reft.engine.host_state import HostState
 from reft.engine.identity import name_job
 from reft.engine.job_memory import JobMemory
@@ -29,20 +29,23 @@ from reft.engine.nodes import NodeIdentity, declared_on_one_host, gather_topolog
 from reft.engine.protection import Protection
 from reft.engine.protocol import ClientState, TrainingEngine
 from reft.engine.stopping import StopController
-from reft.engine.tracer import Tracer
 from reft.env import ENV_REHEARSE
 from reft.faults import FaultPlan, kill_this_node
 from reft.grid import VersionId
 from reft.log import EventLog
 from reft.memory.arena import SlotFiles
+from reft.memory.files import margin_bytes
 from reft.memory.job_secret import read_environment_secret
 from reft.memory.protection_record import write_request
 from reft.node.client import DaemonClient
 from reft.node.monitors import DeviceMemory, MonitorWriter
 from reft.node.progress import open_page
 from reft.pacing.mirror import MirrorToPeer
+from reft.pacing.setup import CopySetup
+from reft.pacing.tracer import Tracer
 from reft.policy.choice import JobFacts, check_device, choose_protection
 from reft.policy.rates import IntervalRates
+from reft.policy.switching import RequestPoll, RetentionConfig, SchemeSwitch
 from reft.snapshot.arenas import ArenaSet
 from reft.snapshot.extension import VersionFeature
 from reft.snapshot.stats import PeerErrors, SnapshotStats
@@ -135,7 +138,14 @@ class Session:
             control.on_silence = lambda missing, secs: context.events.write(
                 "silent", ranks=missing, secs=secs
             )
-            self.copying = CopySetup(context)
+            self.copying = CopySetup(
+                config,
+                engine.device,
+                stage_id=coordinate.pp,
+                stages=topology.degrees.pp,
+                micro_batches=engine.micro_batches,
+                ranks_here=context.ranks_here,
+            )
             job = self._choose_protection(context)
             self._make_parts(client_state)
             undo.callback(self.state.close)
@@ -179,8 +189,8 @@ class Session:
         self.fence = OptimizerFence(self.copying, context.stats)
         self.state = EngineState(context, self.protection, self.fence, client_state)
         self.daemon = DaemonClient(path, context.job_dir.secret, self.progress, memory.incarnation)
-        self.stopping = StopController(context, memory, self.daemon)
-        self.tracer = Tracer(context)
+        self.stopping = StopController(context, lambda: memory.incarnation, self.daemon)
+        self.tracer = Tracer(context.rank, at.pp)
         self._monitor = MonitorWriter(
             getattr(engine, "engine", None) if context.is_rank_zero else None,
             path,
@@ -337,7 +347,15 @@ class Session:
             engine=self.copying.engine,
             remake=self._remake_memory,
         )
-        scheme = self.protection.switch(control, arenas, self.faults)
+        self.protection.note()
+        scheme = SchemeSwitch(
+            *(control, topology, arenas, self.protection.record, RequestPoll(job_dir.path)),
+            keeping=RetentionConfig(
+                config.arena_count, margin_bytes(config.memory_margin_bytes, job_dir.path)
+            ),
+            on_change=self.protection.changed,
+            reach=self.faults.reach,
+        )
         self.worker = worker = SnapshotWorker(
             control=control,
             topology=topology,
@@ -356,7 +374,7 @@ class Session:
         self.fence.worker = self.state.worker = worker
         self.rates.votes = worker.votes
         self.daemon.configure(config)
-        self.tracer.profile()
+        self._start_profile()
         # Without versions there are no votes to stop by.
         if self.copying.takes_versions and (found := self.stopping.install(self, worker)):
             context.warn(found)
@@ -382,6 +400,28 @@ class Session:
             )
         features.append(MirrorToPeer(control, context.topology, config.block_bytes))
         return features
+
+    def _start_profile(self) -> None:
+        """Begin a profile, if the block asks for one. Collective."""
+        context = self.context
+        config = context.config.profile
+        if not config.steps:
+            return
+        if not self.tracer.woven:
+            logger.warning("%s cannot be profiled; only a pipeline engine can", context.engine.name)
+            return
+        from reft.profile.profiler import start_profile
+
+        start_profile(
+            self.tracer,
+            config,
+            context.engine.device,
+            job_id=context.job_id,
+            at=context.coordinate,
+            degrees=context.topology.degrees,
+            control=context.control,
+            snapshot_bytes=lambda: self.stats.device_bytes,
+        )
 
     def _remake_memory(self) -> None:
         self.memory.remake()

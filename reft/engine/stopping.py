@@ -8,15 +8,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 from reft.engine.context import JobContext
-from reft.engine.job_memory import JobMemory
 from reft.env import ENV_REPLAY
 from reft.errors import CorruptionError, CorruptJobError
 from reft.grid import VersionId
-from reft.node.client import DaemonClient
 from reft.snapshot.worker import SnapshotRequest, SnapshotWorker
 
 logger = logging.getLogger(__name__)
@@ -38,6 +37,12 @@ _ALONE_SHARE = 0.5
 _BOUNDARY_SECS = 1.0
 """A step that begins within this time after that share is the rank's last one: its state is newer
 than the last commit."""
+
+
+class Persisting(Protocol):
+    """Writes a version to storage at once; the node's daemon does."""
+
+    def persist_now(self, label: VersionId, timeout_secs: float) -> str | None: ...
 
 
 class StoppableSession(Protocol):
@@ -71,8 +76,10 @@ class StopController:
         replayed_step: step after which a replay ends; 0 if this is none.
     """
 
-    def __init__(self, context: JobContext, memory: JobMemory, daemon: DaemonClient) -> None:
-        self._context, self._memory, self._daemon = context, memory, daemon
+    def __init__(
+        self, context: JobContext, incarnation: Callable[[], int], daemon: Persisting
+    ) -> None:
+        self._context, self._incarnation, self._daemon = context, incarnation, daemon
         self._grace_secs = context.config.grace_secs
         self.requested = False
         self.together = False
@@ -186,7 +193,7 @@ class StopController:
         persisted = None
         left = self._grace_secs - self.waited_secs - _CLOSE_SECS
         if step is not None and context.config.persist.dir is not None:
-            label = VersionId(self._memory.incarnation, step)
+            label = VersionId(self._incarnation(), step)
             persisted = self._daemon.persist_now(label, max(0.0, left))
         logger.warning(
             "stopping on request between two steps, %.0f s after it: no step has begun. Last "

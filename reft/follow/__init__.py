@@ -1,7 +1,8 @@
-"""What a script holds and reft can find by itself: followed without a line
+"""State of a script that reft finds by itself and includes in every version
 (:mod:`reft.engine.host_state`)."""
 
 FOLLOWERS = {
     "flags": "reft.follow.flags:followers",
+    "gradients": "reft.follow.gradients:followers",
     "schedulers": "reft.follow.groups:followers",
 }

@@ -30,7 +30,7 @@ _MOST_PLANS_WITHOUT = 64
 
 class StagingArea:
     """Device memory for what of a version does not fit before the optimizer step (CheckFreq's GPU
-    mode, REFERENCE 2): the fence waits for a copy within the device instead of one to host memory,
+    mode): the fence waits for a copy within the device instead of one to host memory,
     and the windows of the following steps drain it. The memory is taken when a plan asks for it and
     device memory allows, keeps a margin for training, and is given back to the device when it is
     outgrown, or when plans have long not asked. Used by the copying thread only."""

@@ -81,18 +81,23 @@ def choice_inputs(job: JobFacts) -> ChoiceInputs:
     config, topology, adapter = job.config, job.topology, job.adapter
     job_dir, limit = job.job_dir, config.memory_limit_bytes
     # What may be reserved on this node: free memory without the margin, and the job's present
-    # arenas, which are replaced; at most the limit.
+    # arenas, which are replaced; less what training will take of it; at most the limit.
     room = max(0, free_bytes(job_dir) - margin_bytes(config.memory_margin_bytes, job_dir))
     room += sum(path.stat().st_size for path in job_dir.glob("*.arena"))
-    usable = room if limit is None else min(room, limit)
-    gathered = job.control.gather_ints([*adapter.expected_bytes(), config.host_state_bytes, usable])
+    coming = adapter.coming_host_bytes() if isinstance(adapter, StateAdapter) else 0
+    own = [*adapter.expected_bytes(), config.host_state_bytes, room, coming]
+    gathered = job.control.gather_ints(own)
     # Whether a host recomputes the owner's partition to the bit, as on CPUs.
     exact = adapter.steps_exactly and all(found.adam_is_exact for found in job.devices)
     exact = exact or not job.copies.asynchronous
     memory: dict[str, int] = {}
-    for node, (_, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
+    for node, (_, _, _, nbytes, _) in zip(topology.nodes, gathered, strict=True):
         memory[node] = min(nbytes, memory.get(node, nbytes))
-    sections = tuple(RankSections(*nbytes) for *nbytes, _ in gathered)
+    for node, (_, _, _, _, nbytes) in zip(topology.nodes, gathered, strict=True):
+        memory[node] = max(0, memory[node] - nbytes)
+    if limit is not None:
+        memory = {node: min(limit, nbytes) for node, nbytes in memory.items()}
+    sections = tuple(RankSections(*nbytes[:3]) for nbytes in gathered)
     return ChoiceInputs(topology, sections, config.arena_count, config.block_bytes, memory, exact)
 
 

@@ -122,7 +122,7 @@ def group_loads(
         at = ring.index(d)
         next_ones = [ring[(at + i) % size] for i in range(1, peers + 1)]
         # Under AOR a version also holds the peers' partitions, and space for their gradients. A
-        # recomputed partition reads its gradients in every step (REFERENCE 1.6), in single
+        # recomputed partition reads its gradients in every step, in single
         # precision.
         parameters = [
             -(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed

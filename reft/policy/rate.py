@@ -7,7 +7,7 @@ What a version costs is seen by comparing steps with one on its way to those aro
 takes to be there. :class:`IntervalController` follows all of these while the job runs;
 :class:`DueSteps` says which steps are due by the interval that the ranks agreed on.
 
-Symbols as in REFERENCE, section 2, and in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tc
+Symbols as in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tc
 copy to the host, Ts write to storage, To overhead of a checkpoint, p allowed overhead, k steps
 between two checkpoints.
 """

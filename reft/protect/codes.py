@@ -13,9 +13,9 @@ All schemes are one family with a copies and k parities per stripe (:class:`Sche
 - stripe s takes one sub-block of every shard that has no copy at the places of its parities, and
   its parity r lies at position s+r.
 
-ARC is (a, 0), AEC is (0, 1), Reed-Solomon is (0, k), co-designed ARC+AEC is (1, 1) (REFERENCE 1.4,
-1.5, 1.7). Every loss of a+k members recovers: a shard is lost only with a+1 neighbours, none of
-which holds a parity of its stripes, so u unknown blocks of a stripe and p lost parities take at
+ARC is (a, 0), AEC is (0, 1), Reed-Solomon is (0, k), co-designed ARC+AEC is (1, 1), as in
+the REFT paper. Every loss of a+k members recovers: a shard is lost only with a+1 neighbours, none
+of which holds a parity of its stripes, so u unknown blocks of a stripe and p lost parities take at
 least u+a+p losses, and any u of a stripe's parities determine u of its blocks
 (:mod:`reft.protect.rs`). Putting ARC beside plain AEC lacks that and survives one loss only:
 ``naive``.

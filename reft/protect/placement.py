@@ -1,6 +1,6 @@
 """Redundant placement on the ring of a sharding group, and the tolerance that follows from it.
 
-ARC (paper section on asynchronous redundant copying, REFERENCE 1.4): member d keeps its own shard
+ARC (REFT paper, section on asynchronous redundant copying): member d keeps its own shard
 and the shards of its k ring successors, all cut from its own replica, so no bytes cross the
 network. ``peer`` (Gemini): what a member alone owns (its ZeRO partition, its host state) is sent to
 its k ring predecessors. Both therefore have the same holders, and one map serves for both. Under an
@@ -196,7 +196,7 @@ def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
 #
 # A node survives t seconds with probability q(t) = exp(-(t/scale)^shape), the product over
 # independent causes (hardware, software). With groups of D nodes that survive any k losses
-# (REFERENCE 1.8):
+# (REFT paper, survival):
 #
 #     P_reft(k) = [ sum over j <= k of C(D,j) (1-q)^j q^(D-j) ]^(N/D)        P_ckpt = q^N
 #

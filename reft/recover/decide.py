@@ -56,10 +56,13 @@ def preferred_label(
 
     Of those not older than the newest version known to be committed, the newest one that is held by
     *every* place which holds an older one. A version v that was committed anywhere is whole at
-    every place that is left. A newer one that some place lacks was therefore never committed, and
-    has fewer
-    copies: restoring it would let ranks overwrite v while a single loss can still break the newer
-    one.
+    every place that is left. A newer one that some place lacks was therefore never committed,
+    and has fewer copies: restoring it would let ranks overwrite v while a single loss can still
+    break the newer one.
+
+    Example: step 7 was committed, and step 8 was being sealed when the job died. Places A, B and C
+    hold 7 and 8, place D only 7. If 8 had been committed, D would hold it, too: 7 is restored. If D
+    is lost as well, nothing that is left contradicts 8, and 8 is restored.
 
     Args:
         held_by: per *recoverable* version, the places that hold it SEALED or COMMITTED. A place is

@@ -257,6 +257,25 @@ class RingExchange:
             self._count(writer, holders[holder], sent)
         return [*chain.from_iterable(lacking.values())]
 
+    def confirm(self, writer: ArenaWriter, *, is_true: bool) -> tuple[int, ...]:
+        """Tell those that keep this rank's bytes whether they are the state of the version's step.
+        Collective in the group.
+
+        Returns:
+            The members whose bytes this rank keeps and that gave the version up.
+
+        Raises:
+            TransferError: a peer vanished.
+        """
+        holders, kept = self._peers(writer)
+        mine = torch.tensor([is_true], dtype=torch.uint8)
+        answers = {m: torch.zeros(1, dtype=torch.uint8) for m in kept}
+        self._control.exchange(
+            {rank: [mine] for rank in holders.values()},
+            {kept[m]: [answer] for m, answer in answers.items()},
+        )
+        return tuple(m for m, answer in answers.items() if not answer.item())
+
     def _count(self, writer: ArenaWriter, rank: int, sent: Counter[ByteKind]) -> None:
         count_sent(writer, self._topology, self._control.rank, rank, sent)
 
@@ -325,7 +344,7 @@ class ArenaSet:
         self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
         # whether memory is reserved behind the next commit, which takes a while
-        self.unsettled = False
+        self.needs_reserving = False
 
     def begin(
         self, label: VersionId, layout: GroupLayout, *, wait: bool, taken: Callable[[int], None]
@@ -420,7 +439,7 @@ class ArenaSet:
         )
         self._forget(arena)
         arena.unlock()
-        self.unsettled = True
+        self.needs_reserving = True
         # Another rank's arena in this place may be all that is left of that rank's part.
         found = self._files.coordinate_in(arena.path)
         if found not in (None, self._coordinate):
@@ -430,7 +449,7 @@ class ArenaSet:
 
     def reserve(self, layout: GroupLayout) -> str | None:
         """Allocate and touch every slot that may be written now, so that no snapshot pays for it
-        later (P9, trap 17), and give back what another layout took there. What does not fit is
+        later (P9), and give back what another layout took there. What does not fit is
         refused when a version needs it. Returns why a slot could not be reserved, if one could
         not."""
         tried: list[int] = []
@@ -450,7 +469,7 @@ class ArenaSet:
             logger.warning("memory for snapshots: %s", error)
             return str(error)
         finally:
-            self.unsettled = pinned or len(tried) < self.count
+            self.needs_reserving = pinned or len(tried) < self.count
         self._refusals.reset()
         self._skip_versions = 0
         return None
@@ -468,13 +487,13 @@ class ArenaSet:
             with suppress(OSError):  # it stays, then, and so does what it takes
                 self._files.path(slot).unlink(missing_ok=True)
 
-    def settle(self, layout: GroupLayout) -> None:
+    def reserve_rest(self, layout: GroupLayout) -> None:
         """After a commit: reserve what could not be before, because it held the version of another
         layout or incarnation that this one has replaced."""
-        if self.unsettled:
+        if self.needs_reserving:
             self.use(self._wanted)
             self.reserve(layout)
-            self.unsettled = False
+            self.needs_reserving = False
 
     # -- what it takes -----------------------------------------------------------------------------
 

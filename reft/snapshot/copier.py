@@ -413,7 +413,7 @@ class Copier:
         gate: Gate,
         *,
         reach: Callable[[FaultPoint], None],
-        handed_over: Callable[[], None],
+        on_released: Callable[[], None],
         may_stage: Callable[[], bool] | None = None,
     ) -> list[ChunkRecord]:
         """Fill the arena from the live tensors; what there is no time for is staged, if there is
@@ -424,7 +424,7 @@ class Copier:
             writer: where to.
             gate: asked before every chunk.
             reach: called in the middle of the data, and before and in the middle of the parities.
-            handed_over: called when the fence need not wait any longer.
+            on_released: called when the fence need not wait any longer.
             may_stage: asked when a chunk would be copied while training waits.
 
         Returns:
@@ -463,10 +463,10 @@ class Copier:
         again = self._read_again(images, writer, gate)
         # Training is released before the wait: on a device all copies are queued by now, and the
         # fence makes the device's next writes wait for them. The host need not.
-        handed_over()
+        on_released()
         self.engine.synchronize()
         self.written = self._differing_tensors(images, writer, again)
-        records += _settled(queued)
+        records += _records_of(queued)
         self.records.extend(records)
         return records
 
@@ -523,11 +523,11 @@ class Copier:
             lambda number, permit: False,
         )
         self.engine.synchronize()
-        records = _settled(queued)
+        records = _records_of(queued)
         self.records.extend(records)
         return records
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for what is under way of a version that is given up: it must not arrive in its arena
         when that holds another version (P5)."""
         # closed, or failed: then nothing arrives any more
@@ -692,7 +692,7 @@ def _next(gate: Gate, left: int) -> tuple[Permit, int]:
     return permit, permit.nbytes + (left if permit.tier == 2 else 0)
 
 
-def _settled(queued: _Queued) -> list[ChunkRecord]:
+def _records_of(queued: _Queued) -> list[ChunkRecord]:
     """Chunks that were handed over together share the time that they took by their bytes."""
     records = []
     for batch, permit, ticket in queued:

@@ -15,8 +15,10 @@ One version passes an engine like this, T being the thread that trains, W the on
 - **copy** (W): hand over pieces. An asynchronous engine (CUDA, ROCm) returns when they are queued;
   the others return when the bytes have arrived. Call it from a thread that may wait.
 - **fence** (T): what T does afterwards cannot change what was handed over. On CUDA the compute
-  stream waits for the copies, the host does not; on a CPU T waits for the pieces in copying. It is
-  called before *every* optimizer step, also where there was no ``begin``.
+  stream waits for the copies, the host does not; on a CPU T waits for the pieces in copying. Where
+  an optimizer is offloaded a version has both: T waits for the pieces in host memory, which the
+  optimizer overwrites there, and the stream for those on the device. It is called before *every*
+  optimizer step, also where there was no ``begin``.
 - **synchronize** (W): the bytes are in host memory: checksums may be taken, the arena may be
   sealed.
 
@@ -35,7 +37,7 @@ one or several others. A call out of order raises :class:`~reft.errors.CopyOrder
 
 Memory: an engine keeps sources and targets alive until the copy has ended, so that neither the
 caching allocator nor an unmapping can pull them away. It never hands out memory: what was copied
-shares no byte with its source (trap 21). The CUDA engine makes its device the current one of
+shares no byte with its source. The CUDA engine makes its device the current one of
 threads that call.
 """
 

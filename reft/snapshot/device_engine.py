@@ -59,7 +59,7 @@ class PinnedRanges:
     """Host memory that one device can write to directly: registered ("pinned") with its driver.
 
     Pinning is done once per arena, in chunks: one call for a very large range fails on some
-    drivers, a call for zero bytes on all (trap 9). A copy must not cross from one chunk into the
+    drivers, a call for zero bytes on all. A copy must not cross from one chunk into the
     next, drivers take them for different allocations; :meth:`split` cuts there. Safe to use from
     several threads. ``pin``: registers ``(address, nbytes)``; raises what the driver says.
     ``unpin``: undoes that for a chunk, may raise. ``chunk_bytes``: most bytes per call of ``pin``;

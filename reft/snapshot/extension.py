@@ -164,7 +164,7 @@ class VersionFeature:
     def laid_out(self, layout: GroupLayout) -> None:
         """All ranks have agreed on a new layout. Collective."""
 
-    def release_arenas(self) -> None:
+    def forget_arenas(self) -> None:
         """Keep no arena mapped: their memory is about to be replaced (P9)."""
 
     def rejoined(self) -> None:

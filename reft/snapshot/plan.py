@@ -8,10 +8,10 @@ plan without communication. A *stage image* is the logical bytes of one (pp, tp)
 - ``host``: what only this rank's host knows (RNG, schedulers, counters, client state), encoded,
   of variable length. It is owned like a partition.
 
-Under an erasure code (REFERENCE 1.5) a member also stores parity blocks of the replicated section,
-computed from its own replica, and the checksums of its replicated blocks go to its ring peers with
-its host block. Where the peers' optimizers are recomputed (AOR, REFERENCE 1.6) it also has room for
-the gradients of their partitions, behind everything that is part of the version.
+Under an erasure code (AEC of the REFT paper) a member also stores parity blocks of the replicated
+section, computed from its own replica, and the checksums of its replicated blocks go to its ring
+peers with its host block. Where the peers' optimizers are recomputed (AOR of the REFT paper) it
+also has room for the gradients of their partitions, behind everything that is part of the version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A version's life on one rank, from the hand-over to its end, as a pure transition system.
 
-    queued ─► copying ─► copied ─► (drained) ─► sealed ─► committed
-       └─────────┴──────────┴───────────┴──────────┴────► abandoned (cause)
+    queued ─► copying ─► released ─► (drained) ─► sealed ─► committed
+       └─────────┴───────────┴────────────┴──────────┴────► abandoned (cause)
 
 ``step(state, event)`` gives the next state and the effects to carry out. In production the training
 thread and the snapshot worker drive it (:mod:`reft.snapshot.worker`). The model in
@@ -13,9 +13,23 @@ the rules that connect them.
 All ranks take the same versions in the same order, one at a time, and are in lock step at two
 votes:
 
-1. a rank that may copies the version into a slot; vote "copied";
+1. every rank that is able copies the version into a slot; vote "copied";
 2. if all did: exchange with the ring peers, hash, seal the slot; vote "sealed" (the prepare phase);
 3. if all did, the version *is committed* at that moment; every rank learns it at its own time.
+
+A slot is seen from two sides. :class:`Slots` is what this rank knows, and says what it may write.
+The header of the arena file is what a recovery finds after a crash, on this node or a peer's. They
+differ once a version is given up:
+
+=========================  ===============  ===============  ====================================
+what happened              in ``Slots``     in the file      what a recovery may do with it
+=========================  ===============  ===============  ====================================
+given up before its seal   empty            WRITING          nothing
+sealed; the vote said no   empty            SEALED           restore it: all SEALED bytes are the
+                                                             true state of their step
+sealed; result not known   SEALED (kept)    SEALED           restore it
+committed                  COMMITTED        COMMITTED        restore it
+=========================  ===============  ===============  ====================================
 
 Who owns what:
 
@@ -29,10 +43,10 @@ Who owns what:
 How the promises are kept:
 
 - **P2** A version that is not wholly copied when the tensors change (:attr:`Signal.TENSORS_CHANGE`)
-  gets a cause, at the latest then, and no rank votes_yes a version that has a cause: what is
+  gets a cause, at the latest then, and no rank votes for a version that has a cause: what is
   committed was read from one state. A script may write tensors between the boundary and that
   signal. So a slot is recorded SEALED, which a recovery would trust, only after the training thread
-  has compared write counts (:class:`TensorsChecked`).
+  has compared write counts (:class:`TensorsChecked`), here and on the ranks whose bytes it keeps.
 - **P3** :meth:`Slots.choose` never gives the slot of the newest version known here to be committed,
   of one whose fate is not known, or of what is being recovered. A rank retires a version only when
   it has *learned* of a newer commit, at which point all ranks have sealed the newer one.
@@ -61,7 +75,7 @@ class Stage(Enum):
 
     QUEUED = auto()
     COPYING = auto()
-    COPIED = auto()
+    RELEASED = auto()  # Training is released: all was read, and is in the slot or staged
     SEALED = auto()
     COMMITTED = auto()
     ABANDONED = auto()
@@ -278,8 +292,8 @@ class Commit:
 
 @dataclass(frozen=True)
 class Abort:
-    """Free the slot. What was sealed in it stays readable until it is written again: it is the true
-    state of that step, and a recovery may use it if every member's bytes are there."""
+    """Free the slot for writing. Its file stays as it is until then. If it is SEALED, it holds the
+    true state of that step, and a recovery may use it if it finds the bytes of every member."""
 
     slot: int
     label: VersionId
@@ -501,7 +515,7 @@ class RankState:
     @property
     def votes_yes(self) -> bool:
         """What this rank says in the vote that is due."""
-        due = Stage.COPIED if self.task is Task.VOTE_COPIED else Stage.SEALED
+        due = Stage.RELEASED if self.task is Task.VOTE_COPIED else Stage.SEALED
         return self.head.stage is due and self.head.cause is None
 
     @property
@@ -632,9 +646,9 @@ def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- a
             _check(
                 state.head, state.head.stage is Stage.COPYING and state.slots.open_slot is not None
             )
-            return _head(state, stage=Stage.COPIED, staged=staged), ()
+            return _head(state, stage=Stage.RELEASED, staged=staged), ()
         case Task.COPY, Signal.COPIED:
-            _check(state.head, state.head.stage is Stage.COPIED)
+            _check(state.head, state.head.stage is Stage.RELEASED)
             return replace(state, task=Task.VOTE_COPIED), () if state.head.staged else _leave_gate(
                 state
             )
@@ -696,7 +710,7 @@ def _voted(state: RankState, ok: bool, relayout: bool) -> Next:
     head = state.head
     if relayout:
         effects: tuple[Effect, ...] = ()
-        if head.stage is Stage.COPIED:
+        if head.stage is Stage.RELEASED:
             # Training was let go on: these tensors are no longer the state of this step (P2).
             state, effects = _take_back(_head(state, cause=head.cause or LAID_OUT_ANEW))
             effects = (*effects, *_leave_gate(state))
@@ -708,7 +722,7 @@ def _voted(state: RankState, ok: bool, relayout: bool) -> Next:
         return replace(state, task=Task.SWITCH), effects
     # It may have got a cause since this rank voted; the peers take part in the exchange all the
     # same.
-    _check(head, head.stage is Stage.COPIED)
+    _check(head, head.stage is Stage.RELEASED)
     return replace(state, task=Task.SEAL), ()
 
 
@@ -730,7 +744,7 @@ def _sealed(state: RankState) -> Next:
     head, slot = state.head, state.slots.open_slot
     _check(
         head,
-        head.stage is Stage.COPIED and head.cause is None and not (head.staged or head.unchecked),
+        head.stage is Stage.RELEASED and head.cause is None and not (head.staged or head.unchecked),
     )
     assert slot is not None  # the version was copied into it
     sealed = replace(state, slots=state.slots.sealed(slot))
@@ -768,7 +782,9 @@ def _broke(state: RankState, detail: str) -> Next:
 
 
 def _met(state: RankState, after: VersionId, committed: VersionId | None) -> Next:
-    """What none of the ranks knows to be committed was not, and is given up everywhere."""
+    """All ranks are present and have said what they know. If no rank saw the commit of a version,
+    none took place, and the version is given up everywhere. (A rank that is gone may have seen it:
+    then the ranks cannot meet, see :class:`RejoinFailed`.)"""
     state, slot = replace(state, after=after), state.slots.open_slot
     if slot is None:
         return _freed(state), ()

@@ -698,7 +698,7 @@ class SnapshotWorker:
     def _fill(self, request: SnapshotRequest, gate: Gate) -> versions.Event:
         gate.begin()
         if self.arenas.look_after():
-            self._release_arenas()
+            self._forget_arenas()
         self.callbacks.faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
         layout = self.layout
         if layout is None:  # it went with the files
@@ -733,7 +733,7 @@ class SnapshotWorker:
             writer,
             gate,
             reach=lambda point: self.callbacks.faults.reach(point, step),
-            handed_over=self._released,
+            on_released=self._released,
             may_stage=(lambda: self._fence_waiting) if request.paced else None,
         )
         # Last: it may wait for the device, and training has been released by now.
@@ -778,7 +778,7 @@ class SnapshotWorker:
         """Give the version's slot back, after its last copy has arrived there (P5)."""
         writer, self._writer = self._writer, None
         try:
-            self.copier.settle()
+            self.copier.wait_for_copies()
         finally:
             self.copier.staged = ()
             if writer is not None:
@@ -821,7 +821,7 @@ class SnapshotWorker:
             cause = state.head.cause
             numbers = {f.name: f.ballot(cause, self.layout) for f in voters}
             # Arenas may have to be reserved after this version, before the next vote.
-            late = state.staged or self.arenas.unsettled
+            late = state.staged or self.arenas.needs_reserving
             late = late or any(f.delays_votes(numbers[f.name]) for f in voters)
             return Ballot(state.votes_yes, relayout=state.wants_layout, late=late, features=numbers)
         except Exception as error:
@@ -860,6 +860,11 @@ class SnapshotWorker:
                 f"the exchange broke off: {type(error).__name__}: {error}"
             ) from error
         failure = failure or differs or self._await_check()
+        # P2: a rank may find out after it has sent its bytes that they are no true state. A peer
+        # that sealed them would have them restored if that rank's node were lost.
+        refused = self._ring.confirm(writer, is_true=failure is None)
+        if refused and failure is None:
+            failure = versions.PEER_NOT_SEALED
         failure = failure or _attempt(lambda: self._seal_arena(writer, arrived))
         return Signal.SEALED if failure is None else versions.SealFailed(failure)
 
@@ -918,7 +923,7 @@ class SnapshotWorker:
                 partial(feature.committed, self._version),
             )
         self._peer_errors.run_guarded(
-            "memory cannot be reserved", lambda: self.arenas.settle(writer.layout)
+            "memory cannot be reserved", lambda: self.arenas.reserve_rest(writer.layout)
         )
 
     def _tell_given_up(self, label: VersionId, cause: SkipCause) -> None:
@@ -936,11 +941,12 @@ class SnapshotWorker:
 
     # -- the layout that all ranks have agreed on --------------------------------------------------
 
-    def _release_arenas(self) -> None:
-        """Unmap all arenas, since their memory is about to be freed (P9)."""
+    def _forget_arenas(self) -> None:
+        """Have copier and features let go of arenas that they have mapped or registered, since that
+        memory is about to be freed (P9). The versions in the arenas stay."""
         self.copier.forget()
         for feature in self.features:
-            feature.release_arenas()
+            feature.forget_arenas()
 
     def _fits(self, request: SnapshotRequest) -> bool:
         """Whether the layout fits the state of a request."""
@@ -960,7 +966,7 @@ class SnapshotWorker:
         if images is None:
             raise ReftError("peers agree on a layout, but this rank never captured its state")
         self._images = images
-        self._release_arenas()
+        self._forget_arenas()
         layout = agree_on_layout(
             self.control,
             self._topology,
@@ -979,7 +985,7 @@ class SnapshotWorker:
         """Carry out an order that the votes have brought, between two versions. Collective. The
         newest committed version stays where it is (P3)."""
         if self.scheme.is_due:
-            self._release_arenas()
+            self._forget_arenas()
             layout = self.scheme.change(label, self.layout)
             if layout is not None and layout is not self.layout:
                 self._adopt(layout)
@@ -1023,7 +1029,7 @@ class SnapshotWorker:
             feature.rejoined()
         # Last: training reads that votes lag, and must then see what the features start again with.
         self.votes.resync(agreed.stop_step)
-        self._release_arenas()
+        self._forget_arenas()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version
         logger.warning(
             "snapshots continue after %s; the versions up to there were given up", agreed.newest

@@ -367,7 +367,7 @@ def _schedules(engine: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any]
 
 # --- random generators ----------------------------------------------------------------------------
 # Every one of a rank: Python, NumPy, torch CPU, the current device, and the trackers by which
-# DeepSpeed's activation checkpointing and Megatron keep tensor-parallel dropout apart (trap 7).
+# DeepSpeed's activation checkpointing and Megatron keep tensor-parallel dropout apart.
 
 
 _MEGATRON = (

@@ -13,13 +13,15 @@ STEPS = 8  # of each script
 
 
 class Run:
-    def __init__(self, root: Path, script: str) -> None:
-        self._root, self._script = root, script
+    """Starts of a script that share a memory. ``config``: keys for DeepSpeed's JSON."""
+
+    def __init__(self, root: Path, script: str, **config: Any) -> None:
+        self._root, self._script, self._config = root, script, config
         self.memory, self.saved, self.out = root / "memory", root / "saved", root / "out"
         self.persisted = root / "persisted"
 
     def start(self, block: dict[str, Any], *options: str, **env: str) -> tuple[int, str]:
-        config = deepspeed_json(self._root, reft={"enabled": True, **block})
+        config = deepspeed_json(self._root, reft={"enabled": True, **block}, **self._config)
         options = ("--memory-dir", str(self.memory), "--job-id", "contact", *options)
         arguments = (config, str(self.saved / "contact"))
         script = SCRIPTS / self._script
@@ -34,8 +36,8 @@ class Run:
         return (self.out / "losses").read_text().splitlines()
 
 
-def losses_without_reft(root: Path) -> list[str]:
-    run = Run(root, "never_loads.py")
+def losses_without_reft(root: Path, **config: Any) -> list[str]:
+    run = Run(root, "never_loads.py", **config)
     code, log = run.start({"enabled": False})
     assert code == 0, log
     assert len(run.losses()) == STEPS

@@ -11,6 +11,7 @@ import pytest
 from tests.commands import command
 
 ON = {"enabled": True}
+HOST = {"device": "cpu"}
 AOR: dict[str, Any] = {"reft": {**ON, "protection": "arc+aor"}, "zero_optimization": {"stage": 1}}
 BF16_FP32: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 KEEPS_ALL = {"reduce_scatter": False, "contiguous_gradients": False}
@@ -37,8 +38,16 @@ def look(directory: Path, script: str) -> list[str]:
     [
         ({"zero_optimization": {"stage": 3}}, "write 2"),
         (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-            "optimizer.device",
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer.device\" is 'nvme'",
+        ),
+        (
+            {"zero_optimization": {"stage": 0, "offload_optimizer": HOST}},
+            "is on at stage 0",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": HOST | {"ratio": 0.5}}},
+            "write 1.0",
         ),
         (
             {"zero_optimization": {"stage": 1, "offload_param": {"device": "nvme"}}},
@@ -59,6 +68,14 @@ def look(directory: Path, script: str) -> list[str]:
             '"reduce_scatter": false, "contiguous_gradients": false',
         ),
         ({**AOR, "bf16": {"enabled": True}}, '"data_types": {"grad_accum_dtype": "fp32"}'),
+        (
+            {
+                **AOR,
+                **BF16_FP32,
+                "zero_optimization": {"stage": 1, "offload_optimizer": HOST, **KEEPS_ALL},
+            },
+            'leave "+aor" out of "protection", or remove offload_optimizer',
+        ),
         ({**AOR, **BF16_FP32, "optimizer": {"type": "Lamb"}}, "\"optimizer.type\" is 'lamb'"),
     ],
 )
@@ -74,6 +91,8 @@ def test_what_the_job_will_be_refused_for(
     [
         {},
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}},
+        {"zero_optimization": {"stage": 1, "offload_optimizer": HOST}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": HOST | {"ratio": 1.0}}},
         {"bf16": {"enabled": True}},
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "amp": {"enabled": False}},
         {"compression_training": {"layer_reduction": {"enabled": False}}},

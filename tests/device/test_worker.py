@@ -6,6 +6,7 @@ The device is simulated (:mod:`tests.device.simulated`), or a real one where a t
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from reft.pacing.pacer import Pacer
 from reft.pacing.schedule import Overflow
 from reft.pacing.staging import StagingArea
 from reft.policy.agreed import AgreedRates
+from reft.snapshot import device_engine
 from reft.snapshot import worker as worker_module
 from reft.snapshot.copier import Copier
 from reft.snapshot.copy_engine import CopyTicket, Piece
@@ -168,7 +170,7 @@ class Job:
             for entry in header.entries:
                 assert arena.verify(entry)
                 data = bytes(arena.read_block(entry))
-                if entry.key.section.value == "replicated":
+                if entry.key.section.value in ("replicated", "owned"):
                     values |= set(torch.frombuffer(bytearray(data), dtype=torch.float32).tolist())
                 elif entry.key.section.value == "host":
                     assert data == f"host {header.label.step}".encode()
@@ -204,6 +206,29 @@ def test_p2_a_committed_version_is_the_state_of_its_step(job: Job, variant: Vari
     for step, values in committed.items():
         assert values == {float(step)}, f"the version of step {step} holds other steps' numbers"
     assert job.stats.committed + sum(job.stats.skipped.values()) == STEPS
+
+
+@pytest.mark.gpu
+def test_p2_the_optimizer_on_the_host_waits_until_its_masters_are_copied(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An offloaded optimizer writes masters in place, without a stream that could wait."""
+    master = torch.zeros(ELEMENTS)
+    job.images = LiveImages(job.images.replicated, SectionImage([("master", master)]), "offloaded")
+    copy = device_engine.copy_on_host
+
+    def copy_slowly(*args: Any) -> None:
+        time.sleep(0.005)  # All chunks of the masters take longer than a step.
+        copy(*args)
+
+    monkeypatch.setattr(device_engine, "copy_on_host", copy_slowly)
+    for number in range(1, STEPS + 1):
+        job.worker.fence()
+        master.fill_(number)
+        job.await_turn(job.step(number, Variant.HOST_DEVICE))
+    job.end()
+    job.check()
+    assert list(job.content) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.gpu

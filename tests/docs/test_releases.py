@@ -89,6 +89,13 @@ def test_what_a_page_installs_loads_what_its_configurations_save(page: str) -> N
             assert unloadable(json.loads(path.read_text()), deepspeed) is None, path.name
 
 
+def test_an_offloaded_optimizer_is_not_the_one_that_old_releases_cannot_load() -> None:
+    kept = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    on_host = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    assert unloadable({**kept, "zero_optimization": {"stage": 1}}, "0.17.6") is not None
+    assert unloadable({**kept, "zero_optimization": on_host}, "0.17.6") is None
+
+
 if __name__ == "__main__":
     begin, _, rest = PAGE.read_text().partition(HEAD)
     PAGE.write_text(begin + table() + rest[rest.index("\n\n") + 1 :])

@@ -49,9 +49,9 @@ class Job:
         self.memory.restore.side_effect = self._restore
         self.outcome: Any = None
         context: Any = mock.Mock(is_rank_zero=True, job_id="job")
-        engine: Any = mock.Mock(global_steps=7)
-        self.restorer = Restorer(context, engine, self.session, self.memory, mock.Mock())
-        self.restorer._checkpoints = self  # type: ignore[assignment]
+        context.engine.global_steps = 7
+        checkpoints: Any = self
+        self.restorer = Restorer(context, self.session, self.memory, checkpoints)
         self.disk = SimpleNamespace(
             find=lambda directory: LoadedCheckpoint(tuple(self._stored)),
             find_named=lambda directory, tag: None,

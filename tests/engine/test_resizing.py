@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero0": {},
     "zero1": {"zero_optimization": {"stage": 1}},
     "zero2": {"zero_optimization": {"stage": 2}},
+    "zero2-offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     "zero1-bf16": {**BF16, "zero_optimization": {"stage": 1}},
     "zero1-bf16-accumulated": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
 }

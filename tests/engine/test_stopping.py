@@ -59,7 +59,7 @@ class Stopped:
         self.worker.broken = self.worker.votes.stop_step = None
         request = SimpleNamespace(committed=committed, label="the label")
         self.session.submit.return_value = request
-        self.stopping = StopController(self.context, self.memory, self.daemon)
+        self.stopping = StopController(self.context, lambda: self.memory.incarnation, self.daemon)
         self.stopping.install(self.session, self.worker)
         self.stopping.uninstall()
         self.stopping.requested = True

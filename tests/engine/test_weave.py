@@ -25,8 +25,8 @@ from torch import nn
 
 import reft
 from reft.engine.attach import find_session
-from reft.engine.weave import CloseSnapshotWindow, OpenSnapshotWindow, WovenSchedule
 from reft.pacing.schedule import StepTrace
+from reft.pacing.weave import CloseSnapshotWindow, OpenSnapshotWindow, WovenSchedule
 from tests.engine.ranks import be_a_rank, block_of, run_ranks
 
 VARIANTS = ("has", "host", "host_device", "blocking", "inter_node")

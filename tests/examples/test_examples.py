@@ -54,12 +54,15 @@ class Example:
     procs_per_node: int = 1  # ranks on each of the two nodes
     options: Sequence[str] = ()  # further options of ``reft launch``
     zero_stage: int | None = None  # in the place of the configuration's
+    offload: bool = False  # whether the optimizer is in host memory
 
     def run(self, directory: Path, block: dict[str, Any], *, loses_node: bool = False) -> Outcome:
         directory.mkdir(parents=True)
         config = json.loads((EXAMPLES / self.config).read_text())
         if self.zero_stage is not None:
             config["zero_optimization"] = {"stage": self.zero_stage}
+        if self.offload:
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         path = directory / self.config
         path.write_text(json.dumps({**config, "reft": block}))
         places = ("--deepspeed_config", str(path), "--save-dir", str(directory / "checkpoints"))
@@ -104,6 +107,8 @@ def lose_a_node(example: Example, directory: Path, step: int) -> Outcome:
 
 PLAIN = Example("plain.py", "plain.json", ("--epochs", "1"))
 ZERO2 = Example("plain.py", "plain.json", ("--epochs", "1"), zero_stage=2)
+ZERO3 = Example("plain.py", "plain.json", ("--epochs", "1"), zero_stage=3)
+OFFLOADED = Example("plain.py", "plain.json", ("--epochs", "1"), zero_stage=2, offload=True)
 COMPILED = Example("plain.py", "plain.json", ("--epochs", "1", "--compile"))
 PIPELINE = Example(
     *("pipeline.py", "pipeline.json", ("--steps", "12")),
@@ -118,6 +123,8 @@ PIPELINE = Example(
     [
         pytest.param(PLAIN, id="plain"),
         pytest.param(ZERO2, id="zero2", marks=pytest.mark.integration),
+        pytest.param(ZERO3, id="zero3", marks=pytest.mark.integration),
+        pytest.param(OFFLOADED, id="zero2-offload", marks=pytest.mark.integration),
         pytest.param(PIPELINE, id="pipeline", marks=pytest.mark.nightly),
         pytest.param(COMPILED, id="compiled", marks=pytest.mark.nightly),
     ],

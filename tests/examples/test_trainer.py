@@ -17,6 +17,7 @@ pytest.importorskip("transformers", reason="needs the extra hf: pip install 'ref
 pytest.importorskip("accelerate", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
 
 TRAINER = Example("trainer.py", "trainer.json", ("--epochs", "2"))
+OFFLOADED = Example("trainer.py", "trainer.json", ("--epochs", "1"), zero_stage=2, offload=True)
 PASS = 16  # steps of a pass over the example's 256 samples: two ranks, batches of 4, two batches a step
 
 
@@ -39,6 +40,16 @@ def test_a_trainer_goes_on_where_the_version_was_taken(
 ) -> None:
     lose_a_node(TRAINER, tmp_path / "disturbed", step)
     assert weights(tmp_path / "disturbed") == weights(undisturbed)
+
+
+@pytest.mark.process
+@pytest.mark.integration
+def test_a_trainer_whose_optimizer_is_offloaded_goes_on_where_the_version_was_taken(
+    tmp_path: Path,
+) -> None:
+    OFFLOADED.run(tmp_path / "undisturbed", {"enabled": False})
+    lose_a_node(OFFLOADED, tmp_path / "disturbed", PASS // 2)
+    assert weights(tmp_path / "disturbed") == weights(tmp_path / "undisturbed")
 
 
 def test_callbacks_go_on_with_their_state() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from reft.engine.attach import find_session
-from reft.engine.marks import wrap
+from reft.wrapping import wrap
 
 SECS = 30.0
 Row = tuple[str, ...]

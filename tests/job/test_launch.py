@@ -152,7 +152,7 @@ def test_with_torchruns_older_options_node_0_serves_the_store(rank: int) -> None
         (("--rdzv-backend", "zeus", "--rdzv-endpoint", "x"), "unpickles"),
         (("--rdzv-endpoint", "x", "--rdzv-conf", "store_type=file"), "store_type=file"),
         (("--nnodes", "2", "--node-rank", "5"), "--node-rank is 5; write 0 to 1"),
-        (("--spares", "1"), r"--nnodes is 1:1 with --spares 1, but nothing says where"),
+        (("--spares", "1"), r"--nnodes is 1:1 with --spares 1, but no option says where"),
         (
             ("--nnodes", "4", "--spares", "-1", "--rdzv-endpoint", "x"),
             "--spares is -1; write 0 or more",

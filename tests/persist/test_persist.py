@@ -98,6 +98,29 @@ def test_p3_what_has_ended_well_is_exported(tmp_path: Path) -> None:
     assert list(places[1].glob("*/mp_rank_*"))
 
 
+OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
+def test_p3_with_an_offloaded_optimizer_a_job_continues_from_deepspeeds_files(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    undisturbed = losses_without_reft(tmp_path_factory.mktemp("undisturbed"), **OFFLOADED)
+    lost = Run(tmp_path_factory.mktemp("lost"), SCRIPT, **OFFLOADED)
+    fault = {"point": "during_step", "step": LOST_AT, "action": "kill_node"}
+    assert start(lost, faults=[fault])[0] == -9
+    for enabled in (True, False):
+        run = Run(tmp_path_factory.mktemp("resumed"), "if_exists.py", **OFFLOADED)
+        stored = lost.persisted / "contact"
+        exported = command("persist", "--from", stored, "--out", run.saved)
+        assert exported.code == 0, exported
+        code, log = run.start({"enabled": enabled, "accept_changes": ["script"]})
+        assert code == 0, log
+        # DeepSpeed by itself restores no random state, which dropout takes.
+        steps = [line.split()[0] for line in run.losses()]
+        assert steps == [line.split()[0] for line in undisturbed[6:]]
+        assert (run.losses() == undisturbed[6:]) == enabled
+
+
 def flip(checkpoint: Path) -> None:
     (arena,) = checkpoint.glob("*.arena")
     content = bytearray(arena.read_bytes())

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reft.config import parse_block
 from reft.errors import ConfigError
 from reft.grid import Degrees, Topology
 from reft.memory.arena import reserved_bytes
+from reft.policy import choice
 from reft.policy.choose import Alternative, ChoiceInputs, choose
 from reft.policy.loads import (
     GRADIENT_BYTES,
@@ -25,6 +30,7 @@ from reft.policy.switching import MemoryGuard
 from reft.protect.codes import Scheme
 from reft.protect.placement import ladder, place_group, tolerance
 from reft.snapshot.plan import SectionSizes, make_shard_plan
+from reft.state.adapters import StateAdapter
 from tests.protect.backends import schemes_for
 
 MIB = 2**20
@@ -50,6 +56,36 @@ def job(
 
 def apart(count: int) -> list[str]:
     return [f"n{d}" for d in range(count)]
+
+
+class OffloadedAdapter(StateAdapter):
+    """Masters and moments in host memory; the first step is yet to be made."""
+
+    steps_exactly = False
+
+    def __init__(self) -> None:
+        pass
+
+    def expected_bytes(self) -> tuple[int, int]:
+        return 64 * MIB, 96 * MIB
+
+    def coming_host_bytes(self) -> int:
+        return 100 * MIB
+
+
+@pytest.mark.parametrize(("limit", "usable"), [(None, 700), (300, 300), (900, 700)])
+def test_memory_that_training_will_take_is_not_for_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None, usable: int
+) -> None:
+    """Both ranks of the node make their moments there with the first step."""
+    monkeypatch.setattr(choice, "free_bytes", lambda directory: 1000 * MIB)
+    block: dict[str, Any] = {"enabled": True, "memory_margin_bytes": 100 * MIB}
+    config = parse_block(block | ({} if limit is None else {"memory_limit_bytes": limit * MIB}))
+    control: Any = SimpleNamespace(gather_ints=lambda row: [row, row])
+    copies: Any = SimpleNamespace(asynchronous=True)
+    where = job(["n0", "n0"]).topology
+    facts = choice.JobFacts(config, where, control, OffloadedAdapter(), copies, tmp_path, ())
+    assert choice.choice_inputs(facts).memory_bytes == {"n0": usable * MIB}
 
 
 # ---- what an alternative costs ----

@@ -4,6 +4,7 @@ that reft does not train itself. Real commands."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,12 +277,46 @@ def test_what_was_assumed_is_noted(tmp_path: Path) -> None:
     assert any("half precision" in note for note in notes)
 
 
-def test_the_examples_of_the_documentation_are_well() -> None:
-    for name in ("fp16.json", "bf16-zero1.json", "bf16-zero2.json", "fp32.json"):
-        load_config(json.loads((ROOT / "configs" / name).read_text()))
-        assert (
-            run(str(ROOT / "configs" / name), *LARGE, "--micro-batches", "4").code == cli.EXIT_WELL
+def test_an_offloaded_optimizer_takes_host_memory_and_none_of_the_device() -> None:
+    """34B over 32 V100 with 16 GB: with half of the optimizer's 12 bytes a parameter the model does not fit. On the host
+    that half takes 20 bytes a parameter, of nodes with four ranks and 256 GiB."""
+    layout = ("--model", "llama2-34b", "--cluster", "v100", "--tp", "4", "--pp", "4", "--dp", "2")
+    kept, offloaded = (
+        run(str(ROOT / "configs" / f"{name}.json"), *layout, *QUICK).json
+        for name in ("bf16-zero2", "bf16-zero2-offload")
+    )
+    exceeds = "exceed the 16 GiB of a device"
+    assert exceeds in "".join(kept["problems"])
+    assert exceeds not in "".join(offloaded["problems"])
+    [note] = [note for note in offloaded["notes"] if "offloaded optimizer" in note]
+    taken, left = (float(number) for number in re.findall(r"(\d+\.\d+) GiB", note))
+    assert taken == pytest.approx(4 * 20 * 33.7e9 / 16 / 2 / 2**30, rel=0.05)  # Unequal stages
+    assert left == pytest.approx(256 - taken)
+    assert "too little for every protection of the table" in note
+
+    path = str(ROOT / "configs" / "bf16-zero2-offload.json")
+    enough = run(path, *LARGE, *QUICK).json
+    assert "is rs:2 (survives 2)" in "".join(enough["notes"])
+    most = run(path, *layout, *QUICK, "--host-memory-gb", "1000").json
+    [limit] = {a["node_memory_limit_bytes"] / 2**30 for a in most["alternatives"]}
+    assert limit == pytest.approx(left, abs=0.01)
+
+
+def test_recomputing_is_refused_as_at_the_start(tmp_path: Path) -> None:
+    for name in ("bf16-zero2", "bf16-zero2-offload"):
+        path = with_block(
+            tmp_path / "ds.json", ROOT / "configs" / f"{name}.json", protection="auto+aor"
         )
+        answer = run(path, *LARGE, *QUICK)
+        assert answer.code == 2
+        assert '"+aor" needs the gradients of all partitions on every rank' in answer.err
+
+
+def test_the_examples_of_the_documentation_are_well() -> None:
+    for name in ("fp16", "bf16-zero1", "bf16-zero2", "bf16-zero2-offload", "fp32"):
+        path = ROOT / "configs" / f"{name}.json"
+        load_config(json.loads(path.read_text()))
+        assert run(str(path), *LARGE, "--micro-batches", "4").code == cli.EXIT_WELL
     with pytest.raises(ConfigError):
         load_cluster("nowhere")
 

@@ -33,12 +33,12 @@ from benchmarks.simulator.schedules import (
 from reft import cli
 from reft.config import Variant, explain, parse_block
 from reft.device import VENDORS
-from reft.engine.tracer import Tracer
-from reft.engine.weave import Weaver
 from reft.env import ENV_PROFILE
 from reft.errors import ConfigError
 from reft.node.progress import ProgressPage
 from reft.pacing.schedule import AnalyticEstimator, InstructionRecord, StepTrace, WindowKind
+from reft.pacing.tracer import Tracer
+from reft.pacing.weave import Weaver
 from reft.profile.analysis import analyse
 from reft.profile.clocks import ClockOffset, DeviceClock, estimate
 from reft.profile.figure import draw
@@ -393,8 +393,7 @@ class _Engine:
 def test_every_traced_instruction_has_its_marks_and_no_other(tmp_path: Path):
     engine = _Engine()
     page = ProgressPage(tmp_path, 0, 0, 1.0, 60.0)
-    context: Any = None
-    tracer = Tracer(context)
+    tracer = Tracer(rank=0, stage_id=0)
     tracer.traces = deque(maxlen=1)
     session = SimpleNamespace(check_tensors=lambda: None, started=True)
     copying: Any = SimpleNamespace(pacer=_Pacer(), variant=Variant.HAS)

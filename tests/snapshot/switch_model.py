@@ -166,7 +166,7 @@ class SwitchingRank(OneRank):
             yield f"makes arenas {made} anew", rank
 
     def _effects(self, text: str, rank: Rank, event: Event) -> Iterator[Move]:
-        """After a commit, memory is reserved that could not be before (:meth:`ArenaSet.settle`)."""
+        """After a commit, memory is reserved that could not be before (:meth:`ArenaSet.reserve_rest`)."""
         for said, after in super()._effects(text, rank, event):
             yield said, after
             if after.state.slots.committed_label != rank.state.slots.committed_label:

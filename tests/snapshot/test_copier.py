@@ -132,7 +132,7 @@ def check(writer: ArenaWriter, images: LiveImages) -> None:
 
 def copy_all(copier: Copier, writer: ArenaWriter, images: LiveImages, gate: Gate) -> list[int]:
     copier.begin()
-    records = copier.copy(images, writer, gate, reach=lambda point: None, handed_over=lambda: None)
+    records = copier.copy(images, writer, gate, reach=lambda point: None, on_released=lambda: None)
     copier.fence()
     return [record.nbytes for record in records]
 
@@ -220,7 +220,7 @@ def test_p2_what_was_staged_is_hashed_as_it_was_then(
             writer,
             gate,
             reach=lambda point: None,
-            handed_over=lambda: None,
+            on_released=lambda: None,
             may_stage=lambda: True,
         )
         copier.fence()
@@ -322,7 +322,7 @@ def test_faults_are_reached_in_the_middle_whatever_the_gate_lets_through(tmp_pat
         def reach(point: FaultPoint) -> None:
             reached[point] = sum(writer.traffic.to_host.values())
 
-        copier.copy(images, writer, at_the_fence(), reach=reach, handed_over=lambda: None)
+        copier.copy(images, writer, at_the_fence(), reach=reach, on_released=lambda: None)
         total = sum(writer.traffic.to_host.values())
         assert set(reached) == {
             FaultPoint.DURING_COPY,
@@ -381,7 +381,7 @@ def test_p1_a_device_is_called_for_each_permit_and_each_contiguous_piece(
         gate.expedite()
         sim.settings.recorded = sim.settings.waits = sim.settings.transfers = 0
         records = copier.copy(
-            images, writer, gate, reach=lambda point: None, handed_over=lambda: None
+            images, writer, gate, reach=lambda point: None, on_released=lambda: None
         )
         recorded, waits, transfers = (
             sim.settings.recorded,

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from reft.device import Cuda
 from reft.errors import CopyError, CopyOrderError, UnsupportedStateError
+from reft.snapshot import copy_engine as copy_engine_module
 from reft.snapshot import device_engine as device_module
 from reft.snapshot.copy_engine import CopyEngine, Piece, contiguous
 from reft.snapshot.device_engine import PinnedRanges, copy_engine_for
@@ -121,6 +122,39 @@ def test_a_version_is_the_state_between_begin_and_fence(device: Cpu, engine: Cop
             release()
             engine.synchronize()
         assert torch.all(memory == 2 * number + 1)
+
+
+def test_p2_a_version_of_which_a_part_is_in_host_memory_is_the_state_of_one_step(
+    device: Cpu, engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with an offloaded optimizer. The optimizer step waits until the host's part is copied."""
+    weights = device.put(torch.zeros(100_000, dtype=torch.uint8))
+    master = torch.zeros(100_000, dtype=torch.uint8)
+    memory = host_memory(engine, 200_000)
+    began, stepped = threading.Event(), threading.Event()
+    copy = copy_engine_module._copy_range
+
+    def copy_slowly(target: int, source: int, nbytes: int, closed: Any) -> None:
+        copy(target, source, nbytes // 2, closed)
+        began.set()
+        stepped.wait(0.3)  # The step can be made meanwhile, unless it waits for this copy.
+        copy(target + nbytes // 2, source + nbytes // 2, nbytes - nbytes // 2, closed)
+
+    monkeypatch.setattr(copy_engine_module, "_copy_range", copy_slowly)
+    device.write(weights, 1)
+    master.fill_(1)
+    engine.begin()
+    pieces = [(weights, memory[:100_000]), (master, memory[100_000:])]
+    worker = threading.Thread(target=engine.copy, args=(pieces,))
+    worker.start()
+    assert began.wait(WAIT_SECS)
+    engine.fence()
+    device.write(weights, 2)
+    master.fill_(2)
+    stepped.set()
+    worker.join()
+    engine.synchronize()
+    assert torch.all(memory == 1)
 
 
 def test_the_host_is_not_held_up_by_the_device(device: Cpu, engine: CopyEngine) -> None:

@@ -114,7 +114,7 @@ def vote_lost(state: RankState, event: Event) -> Next:
 
 def copied_twice(state: RankState, event: Event) -> Next:
     """After a new layout, copies a version again whose tensors training may have changed."""
-    again = isinstance(event, Voted) and event.relayout and state.head.stage is Stage.COPIED
+    again = isinstance(event, Voted) and event.relayout and state.head.stage is Stage.RELEASED
     after, effects = step(state, event)
     if again and state.head.cause is None:
         head = replace(after.head, stage=Stage.QUEUED, cause=None)

@@ -20,6 +20,9 @@ from reft.grid import STATE_SECTIONS, Degrees, Section, Topology, VersionId
 from reft.memory.arena import Arena, scan
 from reft.memory.header import ArenaState
 from reft.policy.agreed import AgreedRates
+from reft.recover.decide import plan_recovery
+from reft.recover.inventory import ArenaStore
+from reft.recover.plan import RecoveryPlan
 from reft.snapshot.copy_engine import CpuCopyEngine
 from reft.snapshot.extension import VoteResult
 from reft.snapshot.gate import Gate
@@ -342,6 +345,27 @@ def poisoned(rank: int, root: Path) -> list[Any]:
     return halts
 
 
+def given_up_late(rank: int, root: Path) -> list[bool]:
+    """One rank gives a version up when its peers have received its bytes: its script had written to
+    its tensors, or they hold NaN."""
+    committed = list[bool]()
+    for what in ("written", "not finite"):
+        (folder := root / what).mkdir(exist_ok=True)
+        me = Rank(rank, folder, THREE, verify=VerifyConfig(peers="off", suspects=2))
+        committed.append(me.take(1))
+        me.step(2)
+        if rank == WRONG:
+            me.owned.fill_(torch.nan if what == "not finite" else -1.0)
+        is_written = rank == WRONG and what == "written"
+        request = me.snapshot(2, written=lambda found=is_written: ["o"] if found else [])
+        while me.stats.taken < 2:  # until all ranks have voted that they have copied it
+            time.sleep(0.001)
+        me.worker.fence()
+        committed.append(me.wait_for(request))
+        me.worker.close(10)
+    return committed
+
+
 def far_apart(rank: int, root: Path) -> list[bool]:
     """A version every 61 steps. One rank does not hear what came of a vote; later its replica is wrong."""
     me = Rank(rank, root, THREE, verify=VerifyConfig(peers="rotate"))
@@ -367,7 +391,14 @@ def far_apart(rank: int, root: Path) -> list[bool]:
 
 @pytest.fixture(scope="module")
 def corrupted_results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results(tmp_path_factory.mktemp("corruption"), corrupted, poisoned, far_apart, world=3)
+    return Results(
+        tmp_path_factory.mktemp("corruption"),
+        corrupted,
+        poisoned,
+        given_up_late,
+        far_apart,
+        world=3,
+    )
 
 
 @pytest.mark.process
@@ -386,6 +417,21 @@ def test_what_differs_or_is_not_finite_is_not_committed_and_named_by_all(
         assert (
             result["rotate"] == result["off"] == [True, True, True, True, *behind]
         )  # not that block's turn
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("what", ["written", "not finite"])
+@pytest.mark.parametrize("lost", [None, *range(3)])
+def test_p2_bytes_that_their_own_rank_gave_up_are_restored_from_no_peer(
+    corrupted_results: Results, what: str, lost: int | None
+) -> None:
+    assert corrupted_results.of(given_up_late) == [[True, False, True, False]] * 3
+    root = corrupted_results.root / given_up_late.__name__ / what
+    nodes = [rank for rank in range(3) if rank != lost]
+    found = [ArenaStore(root / f"node{n}", THREE.nodes[n], SECRET).inventory() for n in nodes]
+    plan = plan_recovery(found, THREE, job_id="job")
+    assert isinstance(plan, RecoveryPlan)
+    assert plan.label.step == 1
 
 
 @pytest.mark.process

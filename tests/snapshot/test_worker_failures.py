@@ -132,7 +132,9 @@ FAILURES: dict[str, Callable[[Rank], Any]] = {
     "tell of the commit": lambda me: mock.patch.object(
         me.worker.callbacks, "on_commit", _raising(_LOST)
     ),
-    "reserve behind the commit": _once(ArenaSet, "settle", OSError(12, "cannot allocate memory")),
+    "reserve behind the commit": _once(
+        ArenaSet, "reserve_rest", OSError(12, "cannot allocate memory")
+    ),
     "switch": _once(SnapshotWorker, "_switch_layout", _LOST),
 }
 

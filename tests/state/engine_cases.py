@@ -5,7 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_optimizers import PythonFusedAdam, adamw, apex_adam, cosine, groups, lambda_lr, momentum
+from engine_optimizers import (
+    PythonFusedAdam,
+    adamw,
+    apex_adam,
+    cosine,
+    groups,
+    host_adam,
+    lambda_lr,
+    momentum,
+)
 
 from tests.old_deepspeed import BF16_OPTIMIZER_IS_NEVER_MADE, VERSION
 
@@ -20,12 +29,25 @@ FP16 = {
 }
 ZERO1 = {"zero_optimization": {"stage": 1}}
 ZERO2 = {"zero_optimization": {"stage": 2}}
+TORCH_ON_HOST = {"zero_force_ds_cpu_optimizer": False}  # DeepSpeed's own Adam must be compiled
+
+
+def offloaded(stage: int, *, pinned: bool = False, **zero: Any) -> dict[str, Any]:
+    """Masters, moments and the optimizer's step in host memory."""
+    where = {"device": "cpu", "pin_memory": pinned}
+    return {"zero_optimization": {"stage": stage, "offload_optimizer": where, **zero}}
+
+
 IN_PIECES = {
     "overlap_comm": True,
     "reduce_scatter": False,
     "contiguous_gradients": False,
     "round_robin_gradients": True,
 }
+
+
+def zero3(**more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, **more}}
 
 
 def bf16(gradients: str | None = None, **more: Any) -> dict[str, Any]:
@@ -76,7 +98,94 @@ CASES: dict[str, Case] = {
         "client": adamw,
         "scheduler": lambda_lr,
     },
+    "offload_fp32_z1": {
+        "config": {
+            "optimizer": TORCH_ADAM,
+            "scheduler": WARMUP,
+            "gradient_clipping": 0.5,
+            **offloaded(1),
+            **TORCH_ON_HOST,
+        }
+    },
+    "offload_bf16_z1_fp32_accumulation": {
+        "config": bf16("fp32", **offloaded(1, pinned=True), **TORCH_ON_HOST),
+        "client": adamw,
+        "scheduler": lambda_lr,
+    },
+    "offload_bf16_z2_overflow": {
+        "config": bf16(
+            optimizer=TORCH_ADAM, gradient_clipping=1.0, **offloaded(2), **TORCH_ON_HOST
+        ),
+        "overflows": True,
+    },
+    "offload_fp16_z2": {
+        "config": {
+            "fp16": FP16,
+            "optimizer": TORCH_ADAM,
+            **offloaded(2, pinned=True, round_robin_gradients=True),
+            **TORCH_ON_HOST,
+        }
+    },
+    "disk_offload_bf16_z2": {
+        "config": bf16(optimizer=TORCH_ADAM, **offloaded(2), **TORCH_ON_HOST),
+        "disk": True,
+    },
     "disk_bf16_z2": {"config": bf16("fp32", optimizer=TORCH_ADAM, **ZERO2), "disk": True},
+    # All parameters are persistent, being smaller than the default threshold. The first step after the snapshot gives one
+    # no gradient: DeepSpeed steps it with that of the step before.
+    "fp32_z3": {
+        "config": {
+            "optimizer": TORCH_ADAM,
+            "scheduler": WARMUP,
+            "gradient_clipping": 0.5,
+            **zero3(),
+        },
+        "early": (0, 2),
+    },
+    "fp16_z3": {"config": {"optimizer": TORCH_ADAM, "fp16": FP16, **zero3()}},
+    "bf16_z3_sub_groups": {
+        "config": bf16(
+            **zero3(stage3_param_persistence_threshold=0, sub_group_size=40), gradient_clipping=1.0
+        ),
+        "client": adamw,
+        "scheduler": lambda_lr,
+    },
+    "bf16_z3_some_persistent": {  # the biases and ``late``
+        "config": bf16(
+            "bf16", optimizer=TORCH_ADAM, **zero3(stage3_param_persistence_threshold=13)
+        ),
+    },
+    "bf16_z3_built_in_pieces": {
+        "config": bf16(
+            "fp32",
+            optimizer=TORCH_ADAM,
+            **zero3(overlap_comm=True, reduce_scatter=False, stage3_max_live_parameters=0),
+        ),
+        "zero_init": True,
+    },
+    "bf16_z3_before_first_step": {
+        "config": bf16(**zero3()),
+        "client": adamw,
+        "snap": 0,
+        "fresh_steps": 2,
+    },
+    # DeepSpeed itself hangs with secondary partitions where some parameters are frozen.
+    "bf16_z3_secondary_partitions": {
+        "config": bf16(optimizer=TORCH_ADAM, **zero3(zero_hpz_partition_size=2)),
+        "trains_all": True,
+        "fresh_steps": 2,
+    },
+    "fp32_z3_autocast": {
+        "config": {
+            "optimizer": TORCH_ADAM,
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+            **zero3(stage3_param_persistence_threshold=0),
+        }
+    },
+    "disk_bf16_z3": {
+        "config": bf16(optimizer=TORCH_ADAM, scheduler=WARMUP, **zero3()),
+        "disk": True,
+    },
     "fp32_z0_before_first_step": {
         "client": momentum,
         "scheduler": cosine,
@@ -116,7 +225,44 @@ CASES: dict[str, Case] = {
         "config": bf16("bf16", optimizer=TORCH_ADAM, **ZERO1),
         "persist": True,
     },
+    "pipe_offload_bf16_z1": {
+        "pipe": True,
+        "config": bf16(optimizer=TORCH_ADAM, **offloaded(1), **TORCH_ON_HOST),
+        "persist": True,
+    },
 }
+
+HOST_ADAM = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}}
+COMPILED: dict[str, Case] = {
+    "offload_fp32_z1_two_groups": {
+        "config": {**offloaded(1, pinned=True), "gradient_clipping": 0.5},
+        "client": host_adam,
+        "scheduler": lambda_lr,
+    },
+    "offload_bf16_z2_overflow": {
+        "config": bf16(optimizer=HOST_ADAM, scheduler=WARMUP, **offloaded(2)),
+        "overflows": True,
+    },
+    "offload_bf16_z2_bf16_masters": {
+        "config": {
+            "bf16": {
+                "enabled": True,
+                "bf16_master_weights_and_grads": True,
+                "bf16_optimizer_states": True,
+            },
+            "optimizer": HOST_ADAM,
+            **offloaded(2),
+        },
+    },
+    "offload_fp16_z2": {
+        "config": {"fp16": FP16, "optimizer": HOST_ADAM, **offloaded(2, pinned=True)},
+    },
+    "disk_offload_bf16_z2": {
+        "config": bf16(optimizer=HOST_ADAM, **offloaded(2)),
+        "disk": True,
+    },
+}
+"""With DeepSpeed's own Adam for the host, which has to be compiled before."""
 
 _WRAPPERS = {
     "PlainAdapter AdamW": "fp32_z0_torch_adam fp32_z0_client_adamw disk_fp32_z0 pipe_fp32_z0",
@@ -126,14 +272,23 @@ _WRAPPERS = {
     "pipe_fp16_z0_unfused",
     "FP16Adapter FP16_Optimizer": "fp16_z0_fused disk_fp16_z0_fused",
     "ZeroAdapter DeepSpeedZeroOptimizer": "fp32_z1 fp16_z1 bf16_z1_bf16_accumulation pipe_fp32_z1 pipe_fp16_z1 "
-    "pipe_bf16_z1_bf16_accumulation fp32_z2 fp16_z2 bf16_z2_in_pieces disk_bf16_z2",
+    "pipe_bf16_z1_bf16_accumulation fp32_z2 fp16_z2 bf16_z2_in_pieces disk_bf16_z2 "
+    "offload_fp32_z1 offload_bf16_z1_fp32_accumulation offload_bf16_z2_overflow offload_fp16_z2 disk_offload_bf16_z2 "
+    "pipe_offload_bf16_z1",
+    "Zero3Adapter DeepSpeedZeroOptimizer_Stage3": "fp32_z3 fp16_z3 bf16_z3_sub_groups bf16_z3_some_persistent "
+    "bf16_z3_built_in_pieces bf16_z3_before_first_step bf16_z3_secondary_partitions disk_bf16_z3 fp32_z3_autocast",
     "BF16Adapter BF16_Optimizer": "bf16_z1_fp32_accumulation bf16_z1_before_first_step disk_bf16_z1 apex_bf16_z1 "
     "pipe_bf16_z0 pipe_bf16_z1_fp32_accumulation",
 }
+PARTITIONED = ("BF16Adapter", "ZeroAdapter", "Zero3Adapter")
 ADAPTERS = {
     name: tuple(found.split()) for found, names in _WRAPPERS.items() for name in names.split()
 }
 
+if VERSION < (0, 19):
+    del ADAPTERS[
+        "offload_bf16_z2_overflow"
+    ]  # whether these notice an overflow in bf16 was not tried
 if VERSION < (0, 18, 6):
     del ADAPTERS["bf16_z0_unfused"]  # refused: these keep gradients over steps
 if BF16_OPTIMIZER_IS_NEVER_MADE:

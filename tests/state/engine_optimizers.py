@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch import nn
 
 from tests.apex_standin import FusedAdam as FusedAdamOfApex
@@ -73,6 +73,10 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 def apex_adam(module: nn.Module) -> torch.optim.Optimizer:
     return FusedAdamOfApex(groups(module), lr=3e-3, betas=(0.9, 0.98))
+
+
+def host_adam(module: nn.Module) -> torch.optim.Optimizer:
+    return DeepSpeedCPUAdam(groups(module), lr=3e-3, betas=(0.9, 0.98))
 
 
 def momentum(module: nn.Module) -> torch.optim.Optimizer:

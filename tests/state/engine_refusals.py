@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
 import torch
-from engine_cases import TORCH_ADAM
+from engine_cases import TORCH_ADAM, TORCH_ON_HOST, offloaded
 from engine_optimizers import adamw, groups, momentum
 from engine_runs import build, restore, snapshot
 
+from reft.aor.gradients import check_recomputable
 from reft.errors import LayoutError, UnsupportedStateError
 from reft.state.adapters import adapter_for
 from tests.unknown_state import Forgetful, Secretive
@@ -21,9 +22,9 @@ class Derived(deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer):
     """A subclass of a known wrapper."""
 
 
-def refusal(engine: Any) -> str:
+def refusal(engine: Any, check: Callable[[Any], object] = adapter_for) -> str:
     try:
-        adapter_for(engine)
+        check(engine)
     except UnsupportedStateError as error:
         return str(error)
     return "accepted"
@@ -46,7 +47,6 @@ def changed(target: Any, name: str, value: Any) -> Iterator[None]:
 def refusals() -> dict[str, str]:
     said = {}
     base = {"optimizer": TORCH_ADAM}
-    said["zero3"] = refusal(build({"config": {**base, "zero_optimization": {"stage": 3}}}))
     said["secretive"] = refusal(build({"client": lambda m: Secretive(groups(m), lr=0.1)}))
     said["scheduler"] = refusal(build({"config": base, "scheduler": Forgetful}))
 
@@ -63,13 +63,17 @@ def refusals() -> dict[str, str]:
         with changed(engine, name, value):
             said[name] = refusal(engine)
     for name, value in (
-        ("cpu_offload", True),
         ("zenflow", True),
         ("torch_autocast_gradscaler", torch.amp.GradScaler("cpu")),
         ("loss_scaler", object()),
     ):
         with changed(engine.optimizer, name, value):
             said[name] = refusal(engine)
+    on_host = offloaded(1, reduce_scatter=False, contiguous_gradients=False)
+    said["recomputed offload"] = refusal(
+        build({"config": {**base, **on_host, **TORCH_ON_HOST}}),
+        lambda engine: check_recomputable(adapter_for(engine)),
+    )
     said.update(misfits())
     return said
 

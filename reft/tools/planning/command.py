@@ -1,6 +1,6 @@
-"""``reft plan``: memory, traffic, overhead and tolerance of a job, before it is started.
+"""``reft plan``: memory, traffic, overhead and tolerance of a job before it is started.
 
-Tables for people fit a terminal of 80 columns; ``--json`` has everything.
+The tables fit a terminal of 80 columns; ``--json`` prints everything.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from reft.checks.preflight import Severity, block_findings, find_part
+from reft.checks.preflight import block_findings, find_part
 from reft.config import read_object
 from reft.errors import ConfigError
+from reft.findings import Severity
 from reft.naming import BLOCK_NAME
 from reft.policy.choose import GIB
 from reft.profile.result import ProfileError, ProfileResult
 from reft.tools.planning.job import LayoutOptions, PlannedJob, plan_job
 from reft.tools.planning.model import load_cluster
-from reft.tools.planning.plan import ESTIMATED, make_plan
+from reft.tools.planning.plan import ESTIMATED, duration, make_plan
+from reft.tools.planning.savings import START_SECS, CheckpointHabits, draw_survival
 
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def _count(text: str) -> float:
-    """A number such as "7B" or "7e9"."""
+    """Parse a number such as "7B" or "7e9"."""
     scale = _SUFFIXES.get(text[-1:].upper(), 1.0)
     try:
         return scale * float(text if scale == 1.0 else text[:-1])
@@ -116,6 +118,24 @@ def plan_command(
             help="measured windows, from 'reft profile --json FILE', instead of estimated ones"
         ),
     ] = None,
+    checkpoint_mins: Annotated[
+        float, typer.Option(min=0.01, help="without reft: minutes between two checkpoints")
+    ] = 30.0,
+    restart_mins: Annotated[
+        float, typer.Option(min=0, help="without reft: minutes from a failure to the next step")
+    ] = 10.0,
+    stall_secs: Annotated[
+        float,
+        typer.Option(min=0, help="without reft: seconds that training waits for a checkpoint"),
+    ] = 0.0,
+    start_secs: Annotated[
+        float,
+        typer.Option(min=0, help="seconds from the start of trainers to an engine to restore"),
+    ] = START_SECS,
+    figure: Annotated[
+        Path | None,
+        typer.Option(help="draw the survival of the job's memory over time (png, svg, pdf)"),
+    ] = None,
     print_cluster: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +152,7 @@ def plan_command(
 
     Example: reft plan configs/bf16-zero1.json --model llama2-34b --tp 8 --pp 4 --nodes 64
 
-    Exit code 1: the plan does not fit, costs too much, or survives fewer losses than wanted.
+    Exit code 1: the plan does not fit, costs too much, or survives fewer losses than requested.
     """
     if print_cluster is not None:
         typer.echo(json.dumps(load_cluster(print_cluster).to_json(), indent=2))
@@ -155,12 +175,7 @@ def plan_command(
         if not 0 < host_memory_gb < math.inf:
             raise ConfigError(f"--host-memory-gb is {host_memory_gb:g}; write a positive number")
         block["memory_limit_bytes"] = int(host_memory_gb * 1e9)
-    measured = None
-    if profile is not None:
-        try:
-            measured = ProfileResult.load(profile)
-        except ProfileError as error:
-            raise ConfigError(f"--profile: {error}") from error
+    measured = None if profile is None else _load_profile(profile)
     layouting = LayoutOptions(
         pp=pp, tp=tp, dp=dp, nodes=nodes, micro_batches=micro_batches, order=rank_order
     )
@@ -168,7 +183,12 @@ def plan_command(
     job = plan_job(
         values | {BLOCK_NAME: block}, machine, model, layouting, parameters, seq_length=seq_length
     )
-    plan = make_plan(job, measured)
+    habits = CheckpointHabits(60 * checkpoint_mins, 60 * restart_mins, stall_secs)
+    plan = make_plan(job, measured, habits, start_secs)
+    if figure is not None:
+        causes = [failure.weibull for failure in machine.failures]
+        name, survives = plan["protection"]["planned"], plan["protection"]["tolerance"]
+        draw_survival(job.topology, survives, causes, name, figure)
     if as_json:
         typer.echo(json.dumps(plan, indent=2))
     else:
@@ -177,9 +197,16 @@ def plan_command(
         raise typer.Exit(1)
 
 
-# -- for people ------------------------------------------------------------------------------------
+def _load_profile(path: Path) -> ProfileResult:
+    try:
+        return ProfileResult.load(path)
+    except ProfileError as error:
+        raise ConfigError(f"--profile: {error}") from error
 
-Plan = dict[str, Any]  # returned by make_plan
+
+# -- tables ----------------------------------------------------------------------------------------
+
+Plan = dict[str, Any]  # Result of make_plan
 
 
 def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
@@ -207,6 +234,8 @@ def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
     for failure in job.training.machine.failures:
         of = f" ({failure.source})" if failure.source else ""
         say(f"Failures: one in {failure.mtbf_days:.0f} days per node, shape {failure.shape:g}{of}")
+    say(f"What failures cost ({ESTIMATED}): {_savings(plan)}.")
+    console.print(_survival(plan), markup=False)
     for note in plan["notes"]:
         say(f"note: {note}")
     say(f'auto would choose "protection": "{protection["auto_would_choose"]}": {protection["why"]}')
@@ -215,6 +244,37 @@ def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
     if plan["well"]:
         costs = f"{protection['overhead']:.2%} of the training time ({source})"
         say(f"no problems: {protection['planned']} costs {costs}", "green")
+
+
+def _savings(plan: Plan) -> str:
+    """Describe what failures cost without reft and with it, including the formulas."""
+    habits, recovery, lost = (plan["savings"][part] for part in ("habits", "recovery", "lost"))
+    parts = (
+        ("to notice a silent host", recovery["notice_secs"]),
+        ("to start trainers", recovery["start_secs"]),
+        ("to read from peers", recovery["read_secs"]),
+        ("of repeated steps", recovery["repeat_secs"]),
+    )
+    return (
+        f"without reft {lost['without']:.2%} of the training time, with checkpoints every "
+        f"{duration(habits['interval_secs'])} and restarts of {duration(habits['restart_secs'])} "
+        "(stall / interval + failures x (interval / 2 + restart)); with reft "
+        f"{lost['with_reft']:.2%}: versions {lost['versions']:.2%}, storage {lost['storage']:.2%}, "
+        f"recoveries {lost['recoveries']:.2%} (failures x "
+        f"{duration(recovery['total_secs'])}: "
+        f"{', '.join(f'{duration(secs)} {what}' for what, secs in parts)}), more losses at once "
+        f"than memory survives {lost['beyond']:.2%}"
+    )
+
+
+def _survival(plan: Plan) -> Table:
+    table = numbers_table(
+        f"probability that nothing is lost, if no lost node is replaced ({ESTIMATED})",
+        *("days", "without protection", f"with {plan['protection']['planned']}"),
+    )
+    for row in plan["survival"]:
+        table.add_row(f"{row['days']:.0f}", f"{row['unprotected']:.4f}", f"{row['protected']:.4f}")
+    return table
 
 
 def _alternatives(plan: Plan) -> Table:
@@ -229,7 +289,7 @@ def _alternatives(plan: Plan) -> Table:
         for a in plan["alternatives"]
     }
     for a in plan["alternatives"]:
-        # A few words, compared with the one that ``auto`` takes.
+        # A short remark, compared with the protection that ``auto`` chooses.
         more = moved[a["name"]] - moved[plan["protection"]["auto_would_choose"]]
         said = f"moves +{decimal(more)}" if more else "more memory"
         if a["chosen"]:

@@ -1,54 +1,19 @@
-"""How one rank's bytes are copied, and where training waits for the copies."""
+"""Where training waits for copies (P2)."""
 
 from __future__ import annotations
 
-from reft.config import Variant
-from reft.engine.context import JobContext
-from reft.pacing.pacer import Pacer
-from reft.pacing.schedule import Overflow
-from reft.pacing.staging import StagingArea
-from reft.snapshot.copier import Copier, hashing_threads
-from reft.snapshot.device_engine import copy_engine_for
+from typing import Protocol
+
 from reft.snapshot.stats import SnapshotStats
 from reft.snapshot.worker import SnapshotWorker
 
 
-class CopySetup:
-    """How one rank's bytes are copied.
+class OptimizerListener(Protocol):
+    """Is called where the optimizer step begins and ends."""
 
-    Attributes:
-        variant: when they are copied.
-        engine: copies them, by a thread or on a stream of the device.
-        pacer: when training leaves room for copies.
-    """
+    def begin_optimizer(self) -> None: ...
 
-    def __init__(self, context: JobContext) -> None:
-        config, engine = context.config, context.engine
-        self.variant = config.variant
-        self.engine = copy_engine_for(engine.device)
-        stages_bytes = (
-            self.engine.asynchronous and Overflow(config.has.overflow) is Overflow.STAGING
-        )
-        self._staging = StagingArea(self.engine) if stages_bytes else None
-        self._chunk_bytes = config.has.chunk_bytes
-        self._hashers = hashing_threads(context.ranks_here)
-        self.pacer = Pacer(
-            config.has,
-            self.engine,
-            stage_id=context.coordinate.pp,
-            stages=context.topology.degrees.pp,
-            micro_batches=engine.micro_batches,
-            ranks_here=context.ranks_here,
-            staging=self._staging,
-        )
-
-    @property
-    def takes_versions(self) -> bool:
-        return self.variant is not Variant.NONE
-
-    def copier(self) -> Copier:
-        """A new one, for one snapshot worker."""
-        return Copier(self.engine, self._chunk_bytes, self._staging, self._hashers)
+    def end_optimizer(self) -> None: ...
 
 
 class OptimizerFence:
@@ -64,8 +29,8 @@ class OptimizerFence:
         worker: takes the versions; None before the session starts.
     """
 
-    def __init__(self, copying: CopySetup, stats: SnapshotStats) -> None:
-        self._copying = copying
+    def __init__(self, listener: OptimizerListener, stats: SnapshotStats) -> None:
+        self._listener = listener
         self._stats = stats
         self.worker: SnapshotWorker | None = None
         self.is_within = False
@@ -76,8 +41,7 @@ class OptimizerFence:
         """The optimizer step begins. Holds training, or lets copies end before
         :meth:`before_write`."""
         self._writes_seen = False
-        if self._copying.takes_versions:
-            self._copying.pacer.begin_optimizer()
+        self._listener.begin_optimizer()
         if self.is_within and self.worker is not None:
             self.worker.near_fence()
         else:
@@ -94,8 +58,7 @@ class OptimizerFence:
         if not self._writes_seen:
             self.hold()
         self.is_within = self._writes_seen
-        if self._copying.takes_versions:
-            self._copying.pacer.end_optimizer()
+        self._listener.end_optimizer()
 
     def hold(self) -> None:
         """Hold training until no copy reads the live tensors."""

@@ -23,12 +23,11 @@ from typing import Any, Protocol
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from reft.config import Variant
-from reft.engine.copying import CopySetup
-from reft.engine.marks import wrap
-from reft.engine.tracer import Tracer
-from reft.node.progress import ProgressPage
 from reft.pacing.pacer import queues_transfers, waits
 from reft.pacing.schedule import InstructionRecord
+from reft.pacing.setup import CopySetup
+from reft.pacing.tracer import Tracer
+from reft.wrapping import wrap
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
@@ -86,6 +85,14 @@ class WovenSchedule:
                 yield command
 
 
+class InstructionReport(Protocol):
+    """Receives which instruction the training thread executes; the progress page does."""
+
+    def number_of(self, name: str) -> int: ...
+
+    def instruction(self, number: int) -> None: ...
+
+
 class WovenSession(Protocol):
     """What a :class:`Weaver` needs of a session."""
 
@@ -104,7 +111,7 @@ class Weaver:
         engine: Any,
         copying: CopySetup,
         tracer: Tracer,
-        progress: ProgressPage,
+        progress: InstructionReport,
         session: WovenSession,
     ) -> None:
         self._copying, self._pacer = copying, copying.pacer

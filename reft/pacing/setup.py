@@ -1,0 +1,76 @@
+"""How one rank's bytes are copied, and when."""
+
+from __future__ import annotations
+
+import torch
+
+from reft.config import ReftConfig, Variant
+from reft.pacing.pacer import Pacer
+from reft.pacing.schedule import Overflow
+from reft.pacing.staging import StagingArea
+from reft.snapshot.copier import Copier, hashing_threads
+from reft.snapshot.device_engine import copy_engine_for
+
+
+class CopySetup:
+    """How one rank's bytes are copied.
+
+    Args:
+        config: the block.
+        device: where the training state is.
+        stage_id: pipeline stage of this rank.
+        stages: pipeline stages of the job.
+        micro_batches: of a step.
+        ranks_here: ranks on this node.
+
+    Attributes:
+        variant: when they are copied.
+        engine: copies them, by a thread or on a stream of the device.
+        pacer: when training leaves room for copies.
+    """
+
+    def __init__(
+        self,
+        config: ReftConfig,
+        device: torch.device,
+        *,
+        stage_id: int,
+        stages: int,
+        micro_batches: int,
+        ranks_here: int,
+    ) -> None:
+        self.variant = config.variant
+        self.engine = copy_engine_for(device)
+        stages_bytes = (
+            self.engine.asynchronous and Overflow(config.has.overflow) is Overflow.STAGING
+        )
+        self._staging = StagingArea(self.engine) if stages_bytes else None
+        self._chunk_bytes = config.has.chunk_bytes
+        self._hashers = hashing_threads(ranks_here)
+        self.pacer = Pacer(
+            config.has,
+            self.engine,
+            stage_id=stage_id,
+            stages=stages,
+            micro_batches=micro_batches,
+            ranks_here=ranks_here,
+            staging=self._staging,
+        )
+
+    @property
+    def takes_versions(self) -> bool:
+        return self.variant is not Variant.NONE
+
+    def begin_optimizer(self) -> None:
+        """The optimizer step begins."""
+        if self.takes_versions:
+            self.pacer.begin_optimizer()
+
+    def end_optimizer(self) -> None:
+        """The optimizer step has ended."""
+        if self.takes_versions:
+            self.pacer.end_optimizer()
+
+    def copier(self) -> Copier:
+        """A new one, for one snapshot worker."""
+        return Copier(self.engine, self._chunk_bytes, self._staging, self._hashers)

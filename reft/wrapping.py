@@ -1,0 +1,35 @@
+"""Replacing methods by wrappers around them. Imported in every process: standard library only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+
+def wrap(where: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a method of an instance, or a function of a module. Other instances and the class are
+    not changed.
+
+    Args:
+        where: the instance or module.
+        name: of the method or function.
+        around: called with the original and the arguments.
+    """
+    original = getattr(where, name)
+    setattr(where, name, functools.wraps(original)(partial(around, original)))
+
+
+def bind(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of ``original`` by name, without defaults."""
+    import inspect  # Every process imports this module: the import takes milliseconds
+
+    signature = inspect.signature(original)
+    named = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named

@@ -1,0 +1,132 @@
+"""A whole job on the simulated device whose optimizer is offloaded: weights on the device, masters and moments on the
+host, in processes that end and come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+import reft
+from reft.device import VENDORS
+from reft.engine.attach import find_session
+from reft.snapshot.device_engine import DeviceCopyEngine
+from reft.state.adapters import adapter_for
+from tests.device.accelerator import BACKEND, use_simulated
+from tests.device.simulated import NAME, SimulatedVendor, missing
+from tests.engine.ranks import Mlp, run_life
+
+WIDTH, STEPS, DIES = 64, 16, 8
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "reduce_bucket_size": 2**12,
+        "allgather_bucket_size": 2**12,
+    },
+    "zero_force_ds_cpu_optimizer": False,
+    "steps_per_print": 10**9,
+}
+
+
+class Life:
+    """An engine that has begun at step ``begins``, or continued there, and its ``losses`` from then on."""
+
+    def __init__(self, block: dict[str, Any] | None) -> None:
+        model: nn.Module = Mlp(WIDTH, 2 * WIDTH)
+        config = CONFIG if block is None else {**CONFIG, "reft": block}
+        self.engine, *_ = reft.initialize(
+            model=model,
+            config=config,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        )
+        if block is not None:
+            reft.resume(self.engine)
+        self.begins = int(self.engine.global_steps)
+        self.losses: list[float] = []
+
+    def train(self, until: int) -> None:
+        losses = []
+        while self.engine.global_steps < until:
+            for micro in range(2):
+                number = 100 * self.engine.global_steps + 10 * micro + self.engine.global_rank
+                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+                loss = self.engine(x.to(torch.bfloat16).to(NAME))
+                self.engine.backward(loss)
+                self.engine.step()
+                losses.append(loss.detach())
+        self.losses += [float(loss) for loss in losses]
+
+
+def live(root: Path) -> dict[str, Any]:
+    life, rank = json.loads((root / "life.json").read_text()), int(os.environ["RANK"])
+    sim = use_simulated()
+    VENDORS[NAME] = SimulatedVendor(sim)
+    DeviceCopyEngine.least_chunk_bytes = 0
+    deepspeed.init_distributed(BACKEND, verbose=False)
+    os.environ["REFT_NODE_ID"] = f"node{rank}"
+    if life["killed"] is not None:
+        reference = Life(None)
+        reference.train(STEPS)
+        (root / f"reference-{rank}.json").write_text(json.dumps(reference.losses))
+    memory = str(root / os.environ["REFT_NODE_ID"])
+    job = Life({"enabled": True, "job_id": "sim", "memory_dir": memory})
+    session = find_session(job.engine)
+    sim.settings.bytes_per_sec = 4e6
+    for step in range(job.begins, job.begins + 3):
+        job.train(step + 1)
+        assert session.flush(60)
+    job.train(life["until"])
+    if life["killed"] is not None:
+        (root / f"killed-{rank}.json").write_text(json.dumps(job.losses))
+        if life["killed"] == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        job.train(STEPS)
+    images = adapter_for(job.engine).images()
+    session.close()
+    return {
+        "begins": job.begins,
+        "losses": job.losses,
+        "devices": [image.device.type for image in images],
+        "committed": session.stats.committed,
+    }
+
+
+@pytest.mark.process
+def test_p3_p8_a_job_with_its_optimizer_on_the_host_continues_bit_for_bit(tmp_path: Path) -> None:
+    """One trainer is killed, and its node is lost."""
+    if why := missing():
+        pytest.skip(why)
+    with pytest.raises(AssertionError):  # ranks that are killed, or lose a peer, fail
+        run_life(Path(__file__), tmp_path, until=DIES, killed=1)
+    shutil.rmtree(tmp_path / "node1")
+    after = run_life(Path(__file__), tmp_path, until=STEPS, killed=None)
+    for rank, life in enumerate(after):
+        reference, killed = (
+            json.loads((tmp_path / f"{name}-{rank}.json").read_text())
+            for name in ("reference", "killed")
+        )
+        assert killed == reference[: 2 * DIES]
+        assert life["begins"] == after[0]["begins"] >= 3
+        assert life["losses"] == reference[2 * life["begins"] :]
+        assert life["devices"] == [NAME, "cpu"]
+        assert life["committed"] > 0
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    result = live(folder)
+    (folder / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
