@@ -58,6 +58,12 @@ wheel: venv  ## dist/*.whl, one for every Python from 3.11 on
 	esac
 	@ls dist/*.whl
 
+# PYTHONS: of each, an empty environment gets the wheel. FULL=1: with torch and DeepSpeed (gigabytes).
+PYTHONS ?= python3.11
+wheel-check: wheel  ## dist/*: metadata, and the wheel in an empty environment of each of PYTHONS
+	$(BIN)/python -c "from setuptools.build_meta import build_sdist; print(build_sdist('dist'))"
+	tests/wheel_check.sh $(PYTHONS)
+
 docs: build/docs-env/.installed  ## the documentation site, in build/site; needs no torch
 	build/docs-env/bin/python -m mkdocs build --strict --quiet
 

@@ -1,6 +1,8 @@
 """What pyproject.toml cannot say: the compiled parts, and a wheel of them that serves every
 Python."""
 
+import os
+import re
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -29,9 +31,21 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2] if compiled else "any"
 
 
+def describe() -> str:
+    """The README for an index of packages, where relative links lead nowhere: they become absolute
+    if ``REFT_REPOSITORY_URL`` says where the repository is, else plain text."""
+    text = Path("README.md").read_text()
+    text = re.sub(r"^!\[.*\)\n", "", text, flags=re.MULTILINE)
+    url = os.environ.get("REFT_REPOSITORY_URL")
+    link = rf"[\1]({url}/blob/main/\2)" if url else r"\1"
+    return re.sub(r"\[([^]]*)\]\((?!https?:)([^)]*)\)", link, text)
+
+
 # Not imported, but loaded with ctypes: no Python headers are needed. Without a compiler NumPy and
 # memmove do their work.
 setup(
+    long_description=describe(),
+    long_description_content_type="text/markdown",
     cmdclass={"build_ext": Libraries, "bdist_wheel": Wheel},
     ext_modules=[
         Extension(

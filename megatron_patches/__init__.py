@@ -1,7 +1,7 @@
-"""Megatron's programs under reft's care: what each holds beside what DeepSpeed or PyTorch know of.
+"""Integrations of Megatron's programs, for the state that DeepSpeed and PyTorch do not know.
 
-An integration as :mod:`reft.integrations` describes them. A folder named by a commit holds patches
-for it.
+:mod:`reft.integrations` describes integrations. A folder named by a commit holds patches for that
+commit.
 """
 
 ON_IMPORT = {

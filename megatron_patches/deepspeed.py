@@ -1,9 +1,9 @@
-"""Megatron-DeepSpeed's own training state: what its checkpoint holds beside DeepSpeed's files.
+"""Megatron-DeepSpeed's own training state, which its checkpoints hold outside of DeepSpeed's files.
 
-Its training loop counts in its arguments, after the optimizer step; a version is taken where the
-next step begins. ``load_checkpoint`` gives the state back as the program expects it. Nothing of the
-program is changed but ``--load`` where it was not given: without it, the program would not ask for
-the state.
+Its training loop counts in its arguments after the optimizer step; a version is taken where the
+next step begins. ``load_checkpoint`` returns the state as the program expects it. The program's
+only change is ``--load`` if it was not given, because without it the program would not load the
+state.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _REFUSED = {
     "mos": "the teacher's state is not captured",
     "kd": "the teacher's state is not captured",
 }
-"""Options by which a restart would not go on as the undisturbed run does, each with the reason."""
+"""Options with which a restart would differ from the undisturbed run, each with the reason."""
 _REFUSED_ABOVE_ONE = {
     "num_experts": "its checkpoints are distributed by expert; reft knows dense models only",
     "ds_sequence_parallel_size": "reft knows stages, data-parallel and tensor-parallel ranks only",
 }
-"""Numbers that must be 1, each with the reason."""
+"""Options whose value must be 1, each with the reason."""
 _DEGREES = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 _SINGLE, _CYCLIC = "single", "cyclic"
 _BOUND = (
@@ -62,18 +62,18 @@ _IN_CONFIG = {
     "curriculum_learning_legacy": "curriculum_learning",
     "compression_training": "compression_training",
 }
-"""What is asked for in the DeepSpeed configuration."""
+"""Options that are set in the DeepSpeed configuration, and their keys there."""
 
 
 def running_program(engine: Any) -> MegatronProgram | None:
-    """The Megatron-DeepSpeed program that has made the engine; None for every other script."""
+    """The Megatron-DeepSpeed program that made the engine; None for every other script."""
     checkpointing = sys.modules.get(_CHECKPOINTING)
     get_args = getattr(checkpointing, "get_args", None)
     if get_args is None:
         return None
     try:
         args = get_args()
-    except AssertionError:  # imported for something else: its arguments were never parsed
+    except AssertionError:  # The module was imported for other reasons; no arguments were parsed
         return None
     return (
         MegatronProgram(engine, args, checkpointing) if getattr(args, "deepspeed", False) else None
@@ -81,9 +81,11 @@ def running_program(engine: Any) -> MegatronProgram | None:
 
 
 def warn_attention(model: torch.nn.Module) -> None:
-    """Say which matrices a slice's queries, keys and values are, in one parameter: by the release
-    of the program one behind the other, or head by head. Nothing but its code tells; of others they
-    stay unknown."""
+    """Mark how queries, keys and values are laid out in each fused attention parameter.
+
+    Depending on the release of the program, they are stored as three blocks or head by head. Only
+    the code of the forward pass shows which; for unknown code the layout stays unmarked.
+    """
     attention: Any
     parameter: Any
     for attention in model.modules():
@@ -106,9 +108,19 @@ def warn_attention(model: torch.nn.Module) -> None:
 
 
 class MegatronProgram:
-    """Gives the client state of ``pretrain_gpt.py`` and its like, by its ``args``, in which it
-    counts, and its module ``checkpointing``; a ConfigError where it was started with an option that
-    reft cannot resume."""
+    """Provides the client state of ``pretrain_gpt.py`` and similar programs.
+
+    Args:
+        engine: DeepSpeed's engine.
+        args: arguments of the program, in which it counts.
+        checkpointing: the program's module ``checkpointing``.
+
+    Attributes:
+        data_is_bound: why the data order depends on the data-parallel degree; empty if it does not.
+
+    Raises:
+        ConfigError: the program was started with an option that reft cannot resume.
+    """
 
     def __init__(self, engine: Any, args: Any, checkpointing: Any) -> None:
         self._engine = engine
@@ -119,10 +131,12 @@ class MegatronProgram:
         self.data_is_bound = _BOUND if kind == _CYCLIC else ""
 
     def join(self, context: JobContext) -> None:
-        """Leave the position in the data to the program, which derives it from the samples that it
-        has consumed. Without ``--load`` it would not call ``load_checkpoint``: the job is resumed
-        here, if there is anything, and the program is given a directory, to ask for the
-        counters."""
+        """Connect the program to a session.
+
+        The program derives its position in the data from the samples that it has consumed. Without
+        ``--load`` it would not call ``load_checkpoint``. The job is then resumed here, and if there
+        is anything to resume, ``--load`` is set so that the program loads its counters.
+        """
         context.engine.data.leave_to_program()  # type: ignore[union-attr]  # DeepSpeed's has one
         warn_attention(self._engine.module)
         wrap(self._engine, "load_checkpoint", self._load)
@@ -150,9 +164,11 @@ class MegatronProgram:
                 self._args.load = str(context.job_dir.path)
 
     def client_state(self) -> dict[str, Any]:
-        """What the program's ``save_checkpoint`` gives DeepSpeed after the step that the engine
-        counts; an UnsupportedStateError where the program does not count its iterations as the
-        engine counts steps."""
+        """The state that the program's ``save_checkpoint`` gives to DeepSpeed after this step.
+
+        Raises:
+            UnsupportedStateError: the program's iteration differs from the engine's step.
+        """
         args, step = self._args, int(self._engine.global_steps)
         counted = int(getattr(args, "iteration", 0))
         if step != counted:
@@ -171,20 +187,22 @@ class MegatronProgram:
         }
 
     def _load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """What was taken up in another layout is what the program compares with its own, and draws
-        anew."""
+        """Load, and adapt the client state if the version was taken in another layout.
+
+        The program refuses degrees that differ from its own, so they are replaced. Random states of
+        another layout do not fit, so the program keeps its current ones.
+        """
         path, client = original(*args, **options)
-        told = (client or {}).get("args")
-        was, now = (
-            [getattr(found, name, None) for name in _DEGREES] for found in (told, self._args)
-        )
-        if isinstance(told, Namespace) and was != now:
-            vars(told).update(zip(_DEGREES, now, strict=True))
+        saved_args = (client or {}).get("args")
+        saved = [getattr(saved_args, name, None) for name in _DEGREES]
+        current = [getattr(self._args, name, None) for name in _DEGREES]
+        if isinstance(saved_args, Namespace) and saved != current:
+            vars(saved_args).update(zip(_DEGREES, current, strict=True))
             client["rng_state"] = self._rng_state()
         return path, client
 
     def _universal_info(self) -> dict[str, Any]:
-        """What DeepSpeed's universal checkpoints are converted by; some releases do not have it."""
+        """Data for the conversion to DeepSpeed's universal checkpoints; some releases have none."""
         if self._universal is None:
             describe = getattr(self._checkpointing, "_universal_checkpoint_info", None)
             key = getattr(self._checkpointing, "UNIVERSAL_CHECKPOINT_INFO", "")
@@ -193,8 +211,7 @@ class MegatronProgram:
         return self._universal
 
     def _rng_state(self) -> list[dict[str, Any]]:
-        """In the program's form: one entry, or one per data-parallel rank, of which each reads its
-        own."""
+        """Random states in the program's form: one entry, or one per data-parallel rank."""
         from deepspeed.accelerator import get_accelerator
 
         tracker = self._checkpointing.tensor_parallel.get_cuda_rng_tracker()
@@ -210,8 +227,18 @@ class MegatronProgram:
 
 
 def check_options(args: Any, refused: Mapping[str, str]) -> str:
-    """How a program reads its data, by its arguments; a ConfigError where it was started with one
-    of the ``refused`` options, each with the reason, or reads otherwise than reft knows."""
+    """Check the arguments of a program.
+
+    Args:
+        args: the arguments.
+        refused: options that are refused, each with the reason.
+
+    Returns:
+        How the program reads its data: ``single`` or ``cyclic``.
+
+    Raises:
+        ConfigError: a refused option is given, or the program reads in an unknown way.
+    """
     for name, reason in refused.items():
         if _is_given(args, name):
             raise ConfigError(
@@ -227,7 +254,7 @@ def check_options(args: Any, refused: Mapping[str, str]) -> str:
 
 
 def _option(name: str) -> str:
-    """How it is asked for."""
+    """How a user sets the option."""
     if name in _IN_CONFIG:
         return f'"{_IN_CONFIG[name]}" in the DeepSpeed configuration'
     return "--" + name.replace("_", "-")
@@ -241,10 +268,9 @@ def _is_given(args: Any, name: str) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether any process can read it back. The rest of the arguments is made anew by the
-    program."""
+    """Whether any process can decode the value. The program makes all other arguments again."""
     kind = type(value)
-    if kind in _PLAIN:  # most of some hundred arguments, at every step
+    if kind in _PLAIN:  # Fast path: there are some hundred arguments at every step
         return True
     if kind in (list, tuple):
         return all(map(_is_plain, value))

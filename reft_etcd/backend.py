@@ -1,6 +1,6 @@
-"""The nodes of a job meet at an etcd cluster.
+"""The rendezvous backend for an etcd cluster.
 
-Trainers reach the store through their launcher, on loopback: they need neither etcd's client nor
+Trainers reach the store through their launcher on loopback, so they need neither etcd's client nor
 its password.
 """
 
@@ -67,7 +67,7 @@ class EtcdBackend(RendezvousBackend):
         return True
 
     def _wait_for_cluster(self, store: EtcdStore) -> None:
-        """Wait until the cluster can be used; log what it lacks, and again when that changes."""
+        """Wait until the cluster can be used; log the problem, and again when it changes."""
         deadline, logged = time.monotonic() + self._contact_secs, ""
         while True:
             try:
@@ -87,7 +87,7 @@ class EtcdBackend(RendezvousBackend):
             time.sleep(POLL_SECS)
 
     def _describe_member(self, endpoint: str) -> str:
-        """What is wrong with a member of the cluster, in words."""
+        """Describe the state of one member of the cluster."""
         has_leader = self._client.leader_known_by(endpoint, _PROBE_SECS)
         if has_leader is not None:
             no_leader = "has no leader: most members are down or cut off"

@@ -1,14 +1,14 @@
-"""The rendezvous store in an etcd cluster, of whose hosts any minority may die.
+"""The rendezvous store in an etcd cluster, which survives the loss of a minority of its hosts.
 
 Every write is a transaction that compares the key's ``mod_revision``. So a request that was slow,
-or was repeated because its answer was lost, never overwrites a newer value. Any process that may
-write to etcd could have written what is read here: a value carries a code, keyed with the user's
-secret, over its key and its bytes, which is checked before anything is parsed (P11). Values are
-readable to every process that may read etcd, and hold no secret.
+or was repeated because its reply was lost, never overwrites a newer value. Any process that may
+write to etcd could have written the values that are read here. Therefore each value carries a MAC,
+keyed with the user's secret, over its key and its bytes, which is checked before anything is parsed
+(P11). Every process that may read etcd can read the values; they hold no secret.
 
-The keys of a run hang on one lease, which every launcher of the run renews: they are gone a minute
-after the last launcher. Each launcher has another lease, which shows that it is alive; no heartbeat
-rewrites the shared state.
+The keys of a run are attached to one lease, which every launcher of the run renews: they expire a
+minute after the last launcher has ended. Each launcher has another lease, which shows that it is
+alive; so no heartbeat rewrites the shared state.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from reft.env import (
 from reft.errors import AuthenticationError, ConfigError
 from reft.job.options import ETCD_BACKEND
 
-ROOT = "reft/"  # In front of every key in etcd
+ROOT = "reft/"  # Prefix of every key in etcd
 RUN_LEASE_SECS = 60
 DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")
@@ -55,9 +55,9 @@ _ENVIRONMENT = {
     "cert": ENV_ETCD_CERT,
     "key": ENV_ETCD_KEY,
 }
-"""Keys of ``--rdzv-conf``, named as etcdctl's options, and the variables that replace them."""
+"""Keys of ``--rdzv-conf``, named like etcdctl's options, and the variables that replace them."""
 _MAX_PASSWORD_BYTES = 4096
-_MEMBER_SECS = 2.0  # Time-out of one member in the first turn; it doubles in every turn
+_MEMBER_SECS = 2.0  # Time-out of one member in the first turn; it doubles with every turn
 _PAUSE_SECS = 0.1
 _CHANNEL_OPTIONS = (
     # Connect directly to the members, even if the environment names a proxy.
@@ -80,7 +80,7 @@ _RETRIED_CODES = (
     "UNKNOWN",
     "ABORTED",
 )
-"""Codes of gRPC after which the next member is asked."""
+"""gRPC codes after which the request is sent to the next member."""
 _WHEN_FULL = (
     ". Start etcd with --auto-compaction-retention=10m; now: etcdctl compact REVISION, etcdctl "
     "defrag, etcdctl alarm disarm"
@@ -88,7 +88,7 @@ _WHEN_FULL = (
 _PURPOSE = b"etcd value"
 _ANSWER_SECS = 10.0
 _ANSWER_SECS_AFTER_FAILURE = 2.0
-"""Time-out after a request without an answer: callers have other work, and ask again."""
+"""Time-out after a request without a reply; shorter, because callers have other work and retry."""
 _REVOKE_SECS = 1.0
 _NONCE_BYTES = 16
 
@@ -97,13 +97,13 @@ _NONCE_BYTES = 16
 class EtcdSettings:
     """How to reach a cluster."""
 
-    endpoints: tuple[str, ...]  # ``host:port`` of its members, at least one
+    endpoints: tuple[str, ...]  # ``host:port`` of each member, at least one
     tls: bool = False
     user: str | None = None  # None if etcd's authentication is off
     password: str | None = field(default=None, repr=False)
-    ca_cert: Path | None = None  # Of the members' certificates; None: those that gRPC brings
-    cert: Path | None = None  # Certificate of this client, if etcd asks for one
-    key: Path | None = None  # Its private key
+    ca_cert: Path | None = None  # CA of the members' certificates; None: those of gRPC
+    cert: Path | None = None  # Certificate of this client, if etcd requires one
+    key: Path | None = None  # Private key of that certificate
 
     @classmethod
     def parse(
@@ -112,16 +112,17 @@ class EtcdSettings:
         """Read the settings; the command line has priority over the environment.
 
         Args:
-            endpoint: of ``--rdzv-endpoint``.
-            conf: of ``--rdzv-conf``.
-            environ: of this process.
+            endpoint: value of ``--rdzv-endpoint``.
+            conf: values of ``--rdzv-conf``.
+            environ: environment of this process.
 
         Raises:
-            ConfigError: a setting is missing, or two contradict each other; says what to write.
+            ConfigError: a setting is missing, or two contradict each other; the message says what
+                to write.
         """
         if "password" in conf:
             raise ConfigError(
-                f"--rdzv-conf password=... would show it to everybody on this host, in /proc: set "
+                f"--rdzv-conf password=... would show it to all users of this host, in /proc: set "
                 f"{ENV_ETCD_PASSWORD}, or {ENV_ETCD_PASSWORD_FILE} to a file that only you can read"
             )
         values = {
@@ -201,7 +202,7 @@ def _read_password(environ: Mapping[str, str]) -> str | None:
         return None
     try:
         with open(path, "rb") as file:
-            # The mode of the open file: the name may lead to another file by the next call.
+            # The mode of the open file is checked, because the name may point elsewhere later.
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
                 raise ConfigError(
@@ -219,11 +220,11 @@ def _read_password(environ: Mapping[str, str]) -> str | None:
 
 
 class RefusedError(StoreError):
-    """etcd answers with a refusal.
+    """etcd has refused a request.
 
     Attributes:
-        code: of gRPC.
-        details: etcd's words.
+        code: gRPC's code.
+        details: etcd's message.
     """
 
     def __init__(self, member: str, code: str, details: str) -> None:
@@ -245,7 +246,7 @@ class EtcdClient:
         try:
             self._grpc: Any = importlib.import_module("grpc")
             self.messages: Any = importlib.import_module("etcd3.etcdrpc")
-        # The package etcd3 raises TypeError: its messages do not work with a newer protobuf.
+        # The package etcd3 raises TypeError, because its messages need an older protobuf.
         except (ImportError, TypeError) as error:
             raise ConfigError(
                 f"--rdzv-backend {ETCD_BACKEND} needs PyPI's python3-etcd3 (not etcd3), which "
@@ -266,7 +267,7 @@ class EtcdClient:
                 self._grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
                 for endpoint in settings.endpoints
             ]
-        # Guards _current: of several threads whose member fails, one moves on to the next.
+        # Guards _current: if several threads fail on one member, one of them moves to the next.
         self._lock = threading.Lock()
         self._current = 0
         self._token: str | None = None
@@ -274,19 +275,19 @@ class EtcdClient:
 
     @property
     def member(self) -> str:
-        """``host:port`` of the member that is asked first."""
+        """``host:port`` of the member that gets the next request first."""
         return self.settings.endpoints[self._current]
 
     def request(self, service: str, method: str, message: Any, deadline: float) -> Any:
         """Send a request to one member after another until one answers.
 
-        A request whose answer was lost may be carried out twice.
+        A request whose reply was lost may be carried out twice.
 
         Args:
-            service: of etcd's API, such as ``KV``.
-            method: of the service.
+            service: service of etcd's API, such as ``KV``.
+            method: method of the service.
             message: the request.
-            deadline: on the monotonic clock.
+            deadline: time on the monotonic clock.
 
         Raises:
             StoreError: no member answers in time, or etcd refuses (RefusedError).
@@ -308,7 +309,7 @@ class EtcdClient:
                     code, details = error.code().name, error.details() or ""
                     is_token_error = any(words in details for words in _TOKEN_ERRORS)
                     if is_token_error and self._token is not None and not has_renewed_token:
-                        # Tokens expire, and a member that was restarted knows none.
+                        # Tokens expire, and a restarted member knows none.
                         self._token, has_renewed_token = None, True
                         continue
                     if code not in _RETRIED_CODES:
@@ -317,7 +318,7 @@ class EtcdClient:
                     with self._lock:
                         if self._current == index:
                             self._current = (index + 1) % len(self._channels)
-                except ValueError as error:  # gRPC's, if the channel was closed
+                except ValueError as error:  # Raised by gRPC if the channel was closed
                     raise StoreError(f"the connection to etcd is closed: {error}") from error
             time.sleep(max(0.0, min(_PAUSE_SECS, deadline - time.monotonic())))
             member_secs *= 2  # A member that is slow under load gets more time in the next turn
@@ -364,7 +365,7 @@ class EtcdClient:
         call = getattr(stub, method)
         left_secs = max(0.001, deadline - time.monotonic())
         if method == "LeaseKeepAlive":
-            # This method streams requests and answers. No answer means that the lease is gone.
+            # This method streams requests and replies. No reply means that the lease is gone.
             answers = list(call(iter([message]), timeout=left_secs, metadata=metadata))
             return answers[0] if answers else self.messages.LeaseKeepAliveResponse(ID=message.ID)
         return call(message, timeout=left_secs, metadata=metadata)
@@ -409,13 +410,14 @@ def _read_file(path: Path | None) -> bytes | None:
 
 
 class EtcdStore(RendezvousStore):
-    """A client of an etcd cluster. Its keys hang on the lease of the run.
+    """A client of an etcd cluster. Its keys are attached to the lease of the run.
 
     Args:
-        client: of the cluster.
-        secret: of the user.
-        run_id: of the job's run.
-        timeout_secs: for the keys that :meth:`get` waits for. A request has 10 s of it at most.
+        client: client of the cluster.
+        secret: the user's secret.
+        run_id: id of the job's run.
+        timeout_secs: time-out of :meth:`get` while a key has no value. Single requests have the
+            same time-out, but at most 10 s.
     """
 
     keeps_leases = True
@@ -432,17 +434,17 @@ class EtcdStore(RendezvousStore):
         self._own_lease = _lease_number(os.urandom(_NONCE_BYTES))
         self._names = _Names()
         self._answer_secs = min(_ANSWER_SECS, timeout_secs)
-        self._health = {"in doubt": False}  # A dict, so that all views of the store share it
+        self._health = {"in doubt": False}  # A dict, which all views of the store share
         self._writing = threading.Lock()  # Writes are carried out in the order of the calls
 
     def lasting(self) -> EtcdStore:
-        """The same store; keys that are written through this view stay when the run is over."""
+        """A view of the store whose keys stay when the run is over."""
         view = self.with_prefix("")
         view.prefix, view._run_lease = self.prefix, None
         return view
 
     def greet(self) -> None:
-        """Check within seconds that the cluster can be used; raises what is wrong."""
+        """Check within seconds that the cluster can be used; raises the error if it cannot."""
         message = self._client.messages.RangeRequest(key=ROOT.encode(), count_only=True)
         deadline = time.monotonic() + _ANSWER_SECS_AFTER_FAILURE
         self._client.request("KV", "Range", message, deadline)
@@ -484,7 +486,7 @@ class EtcdStore(RendezvousStore):
                 return True, value
             return False, self._open(name, self._read(name, deadline).sealed)
 
-    # -- names that show who is alive --------------------------------------------------------------
+    # -- names of living processes -----------------------------------------------------------------
 
     def hold(self, name: str, secs: float) -> None:
         key, held = self._name(name), self._names.held
@@ -492,7 +494,7 @@ class EtcdStore(RendezvousStore):
             if self._run_lease is not None:
                 self._leases.renew(self._run_lease, RUN_LEASE_SECS, deadline)
             if not self._leases.renew(self._own_lease, max(2, math.ceil(secs)), deadline):
-                held.clear()  # The names went with the lease
+                held.clear()  # The names expired with the lease
             if key not in held:
                 value = self._seal(key, b"")
                 message = self._client.messages.PutRequest(
@@ -504,21 +506,21 @@ class EtcdStore(RendezvousStore):
     def alive(self, prefix: str) -> frozenset[str]:
         first = self._name(prefix)
         with self._deadline() as deadline:
-            end = first[:-1] + bytes([first[-1] + 1])  # The first key after all with that prefix
+            end = first[:-1] + bytes([first[-1] + 1])  # The first key after those with the prefix
             message = self._client.messages.RangeRequest(key=first, range_end=end)
             answer = self._client.request("KV", "Range", message, deadline)
         values = {bytes(entry.key): bytes(entry.value) for entry in answer.kvs}
         for key, value in values.items():
-            self._open(key, value)  # Checks that the job has written it
+            self._open(key, value)  # Raises if another user has written it
         if self._names.update(first, values.keys()):
             # This client's lease has ended or was revoked; the next heartbeat grants it again.
             self._leases.forget(self._own_lease)
         return frozenset(self._strip(key) for key in values)
 
     def left(self, prefix: str) -> dict[str, float]:
-        """As :meth:`RendezvousStore.left`: since this client first saw the name missing.
+        """As :meth:`RendezvousStore.left`, counted since this client first missed the name.
 
-        It sends no request.
+        Sends no request.
         """
         first, now = self._name(prefix), time.monotonic()
         return {
@@ -528,13 +530,13 @@ class EtcdStore(RendezvousStore):
         }
 
     def _strip(self, key: bytes) -> str:
-        """A key of etcd without the prefix of this store."""
+        """Remove the prefix of this store from a key of etcd."""
         return key[len(self._name("")) :].decode()
 
-    # -- the rest ----------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def local_address(self) -> str:
-        """This host's address towards the first member on another host, if there is one."""
+        """This host's address on the route to the first member on another host, if there is one."""
         members = [parse_endpoint(endpoint) for endpoint in self._client.settings.endpoints]
         addresses = [address_towards(host, port) for host, port in members]
         reachable = [address for address in addresses if address is not None]
@@ -546,7 +548,7 @@ class EtcdStore(RendezvousStore):
 
     def close(self) -> None:
         if self._names.held:
-            # Revoked, so that the others need not wait for the end of the lease.
+            # Revoked, so that the others need not wait until the lease expires.
             message = self._client.messages.LeaseRevokeRequest(ID=self._own_lease)
             deadline = time.monotonic() + _REVOKE_SECS
             with suppress(StoreError, AuthenticationError, ConfigError):
@@ -557,7 +559,7 @@ class EtcdStore(RendezvousStore):
         return f"{ROOT}{self.prefix}{key}".encode()
 
     def _seal(self, name: bytes, value: bytes) -> bytes:
-        """The value with a code, and with a nonce that distinguishes two writes of equal bytes."""
+        """The value with a MAC, and with a nonce that distinguishes two writes of equal bytes."""
         nonce = os.urandom(_NONCE_BYTES)
         return authenticate(nonce + value, self._key_of(name), _PURPOSE)
 
@@ -570,18 +572,18 @@ class EtcdStore(RendezvousStore):
         except AuthenticationError as error:
             raise AuthenticationError(
                 f"etcd's key {name.decode(errors='replace')} was not written with this user's "
-                f"secret: another user has the run {self._run_id!r}, or somebody changed it. Every "
+                f"secret: another user has the run {self._run_id!r}, or the key was changed. Every "
                 f"launcher needs the same ~/.reft/secret or REFT_SECRET; take another --rdzv-id, "
                 f"or etcdctl del it"
             ) from error
 
     def _key_of(self, name: bytes) -> bytes:
-        """The key of one entry's code: the values of two entries cannot be exchanged."""
+        """The MAC key of one entry, so that the values of two entries cannot be exchanged."""
         return sha256(self._secret + name).digest()
 
     @contextmanager
     def _deadline(self) -> Iterator[float]:
-        """The deadline of one request, which is shorter after a request without an answer."""
+        """The deadline of one request; it is shorter after a request without a reply."""
         secs = self._answer_secs
         if self._health["in doubt"]:
             secs = min(secs, _ANSWER_SECS_AFTER_FAILURE)
@@ -596,7 +598,7 @@ class EtcdStore(RendezvousStore):
 
     @contextmanager
     def _write_deadline(self) -> Iterator[float]:
-        """As :meth:`_deadline`, for a write; one write at a time."""
+        """As :meth:`_deadline`, for writes, of which one runs at a time."""
         with self._deadline() as deadline:
             if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise StoreError(
@@ -612,7 +614,7 @@ class EtcdStore(RendezvousStore):
         return _first_entry(self._client.request("KV", "Range", message, deadline).kvs)
 
     def _swap(self, name: bytes, revision: int, sealed: bytes, deadline: float) -> bool:
-        """Write if the key still has this revision (0: does not exist); whether it was written."""
+        """Write if the key has this revision (0: it does not exist); returns whether it did."""
         messages, lease = self._client.messages, self._run_lease or 0
         is_unchanged = messages.Compare(
             target=messages.Compare.MOD,
@@ -632,28 +634,28 @@ class EtcdStore(RendezvousStore):
         except RefusedError as error:
             if error.code != "NOT_FOUND":
                 raise
-            # The lease has ended since it was renewed: it is granted at the next attempt.
+            # The lease has expired since it was renewed; the next attempt grants it.
             self._leases.forget(lease)
             return False
         if answer.succeeded:
             return True
-        # If the request was repeated because its answer was lost, the first one has written.
+        # If the request was repeated because its reply was lost, the first one may have written.
         return _first_entry(answer.responses[0].response_range.kvs).sealed == sealed
 
 
 class _Entry(NamedTuple):
-    """What a key of etcd holds."""
+    """The content of a key of etcd."""
 
     revision: int  # 0 if the key does not exist
     sealed: bytes | None
 
 
 class _Names:
-    """Keys of etcd that show who is alive.
+    """Keys of etcd that show which clients are alive.
 
     Attributes:
         held: keys of this client.
-        missed_at: when keys of other clients were first seen missing, on the monotonic clock.
+        missed_at: when keys of other clients were first missing, on the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -662,7 +664,7 @@ class _Names:
         self._known: set[bytes] = set()
 
     def update(self, prefix: bytes, keys: Collection[bytes]) -> bool:
-        """Take over the keys with that prefix; returns whether one of this client is missing."""
+        """Update the keys with a prefix; returns whether a key of this client is missing."""
         now = time.monotonic()
         for key in self._known.difference(keys):
             if key.startswith(prefix):
@@ -676,7 +678,7 @@ class _Names:
 
 
 class _Leases:
-    """Leases that this process renews, under numbers that it has chosen."""
+    """Leases that this process renews, with ids that it has chosen."""
 
     def __init__(self, client: EtcdClient) -> None:
         self._client = client
@@ -707,7 +709,7 @@ class _Leases:
         return existed
 
     def forget(self, lease: int) -> None:
-        """Ask etcd about the lease at the next :meth:`renew`, however recent the last one."""
+        """Query the lease with the next :meth:`renew`, however recent the last one."""
         self._renewed_at.pop(lease, None)
 
 
@@ -718,5 +720,5 @@ def _first_entry(entries: Any) -> _Entry:
 
 
 def _lease_number(seed: bytes) -> int:
-    """A number for a lease that others do not guess: 63 bits, above 0."""
+    """An id for a lease that others cannot guess: 63 bits, above 0."""
     return int.from_bytes(sha256(b"lease" + seed).digest()[:8], "big") >> 1 or 1

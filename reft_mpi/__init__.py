@@ -1,6 +1,6 @@
-"""Jobs under ``mpiexec`` or ``srun``: ``reft mpi-run``, and ``"transport": "mpi"`` in the block.
+"""Integration of MPI: ``reft mpi-run`` under ``mpiexec`` or ``srun``, and ``"transport": "mpi"``.
 
-An integration as :mod:`reft.integrations` describes them. It needs the extra ``mpi``.
+:mod:`reft.integrations` describes integrations. This one needs the extra ``mpi``.
 """
 
 COMMANDS = {

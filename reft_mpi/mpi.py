@@ -1,13 +1,13 @@
-"""Collectives and exchanges over MPI, none of which waits for ever.
+"""Collectives and exchanges over MPI with time-outs.
 
-Every call to MPI returns at once. What is in progress is tested again and again, and in between
-whether a rank has left. MPI has no message for that: a rank that leaves tells its neighbours in a
-tree, which leave, too, and pass it on. A process that dies ends the whole MPI job, as the standard
-and its libraries have it.
+Every call to MPI returns at once. Pending requests are tested repeatedly, and in between it is
+checked whether a rank has left. MPI has no message for that: a rank that leaves notifies its
+neighbours in a tree, which leave as well and pass it on. A process that dies ends the whole MPI
+job, as the standard and its libraries define it.
 
-mpi4py initialises MPI when it is imported, with MPI_THREAD_MULTIPLE unless it is told otherwise.
+mpi4py initialises MPI when it is imported, with MPI_THREAD_MULTIPLE unless configured otherwise.
 Training, the snapshot worker and the script's own use of MPI call it from different threads, each
-on communicators of its own. Only calls on buffers are used, so that no object is pickled.
+with its own communicators. Only calls on buffers are used, so no object is pickled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from reft.errors import ConfigError, TransferError
 _LEFT, _HERE, _MISSING, _BYTES = 1, 2, 3, 4  # Tags of messages
 _PIECE_BYTES = 2**20
 _PIECES_AHEAD = 2  # Pieces in progress to and from each peer
-_WORDS = 16  # Numbers in one collective; more are sent in several
+_WORDS = 16  # Numbers in one collective; longer lists take several
 _MAX_WAKE_BYTES = 4096
 _LEVELS = (
     "MPI_THREAD_SINGLE",
@@ -58,7 +58,7 @@ def load_mpi() -> Any:
     """Import ``mpi4py.MPI``, which initialises MPI.
 
     Raises:
-        ConfigError: mpi4py or an MPI library is missing, or several threads may not call it.
+        ConfigError: mpi4py or an MPI library is missing, or MPI does not support several threads.
     """
     try:
         from mpi4py import MPI
@@ -78,8 +78,8 @@ def require_threads(level: int, levels: Sequence[int]) -> None:
     """Refuse an MPI that several threads may not call at the same time.
 
     Args:
-        level: at which MPI was initialised.
-        levels: all levels of the library, the highest last.
+        level: thread level at which MPI was initialised.
+        levels: all thread levels of the library, the highest last.
 
     Raises:
         ConfigError: ``level`` is not the highest.
@@ -125,8 +125,8 @@ def duplicator(parent: Any) -> Callable[[float, KeepWaiting], Any]:
     The function takes the seconds to wait and whether to keep waiting. It raises TransferError if
     not all ranks come in time.
 
-    A request for a duplicate cannot be cancelled. If one attempt gives up, the next continues with
-    its request, so that the n-th duplicates of all ranks belong together.
+    A request for a duplicate cannot be cancelled. If one attempt gives up, the next one continues
+    with its request, so that the n-th duplicates of all ranks belong together.
     """
     pending: list[tuple[Any, Any]] = []
 
@@ -148,7 +148,7 @@ def duplicator(parent: Any) -> Callable[[float, KeepWaiting], Any]:
 
 
 class Outgoing:
-    """The bytes that go to one peer in one exchange."""
+    """The bytes to send to one peer in one exchange."""
 
     def __init__(self, communicator: Any, peer: int, views: Sequence[memoryview]) -> None:
         self._comm = communicator
@@ -161,21 +161,21 @@ class Outgoing:
         return not self._views and not self._in_progress
 
     def advance(self) -> bool:
-        """Send as much as is allowed; returns whether anything moved."""
+        """Send as much as allowed; returns whether anything moved."""
         moved = False
         while self._in_progress and self._in_progress[0][0].Test():
             self._in_progress.popleft()
             moved = True
         while self._views and len(self._in_progress) < _PIECES_AHEAD:
             piece = self._next_piece()
-            # A synchronous send completes when the peer has received it, so that the number of
-            # pieces in progress bounds what the peer's MPI library has to buffer.
+            # A synchronous send completes when the peer has received it. So the number of pieces
+            # in progress limits what the peer's MPI library has to buffer.
             self._in_progress.append((self._comm.Issend(piece, self._peer, _BYTES), piece))
             moved = True
         return moved
 
     def _next_piece(self) -> memoryview:
-        """A part of a long view, or several short views together."""
+        """Take a part of a long view, or several short views together."""
         first = self._views[0]
         if len(first) >= _PIECE_BYTES or len(self._views) == 1:
             piece = first[:_PIECE_BYTES]
@@ -194,7 +194,8 @@ class Outgoing:
 class Incoming:
     """The bytes that one peer sends.
 
-    Received pieces for which there is no room yet wait here, also for the next exchange.
+    Received pieces for which the sink has no free buffer are kept here, also until the next
+    exchange.
     """
 
     def __init__(self, mpi: Any, communicator: Any, peer: int) -> None:
@@ -248,7 +249,7 @@ class Incoming:
         return moved
 
     def _take_buffer(self) -> Bytes | None:
-        """A free buffer; None if as many as are allowed are in use."""
+        """Take a free buffer; None if the allowed number is in use."""
         if self._free:
             return self._free.pop()
         if self._allocated == _PIECES_AHEAD:
@@ -263,7 +264,7 @@ class Incoming:
 
 
 _abandoned: list[Any] = []
-"""Requests that can be neither finished nor cancelled, and their buffers.
+"""Requests that can neither be finished nor cancelled, and their buffers.
 
 MPI may still write to the buffers, so they are kept until the process ends.
 """
@@ -281,12 +282,12 @@ class MpiTransport:
         self.nodes: Sequence[str] = [""] * self.world_size  # The node of every rank
         self._incoming: dict[int, Incoming] = {}
         self._small_sends: list[tuple[Any, Any]] = []
-        self._here: dict[int, int] = {}  # The collective in which each rank said that it waits
-        # Of rank 0's last message: a collective, and the ranks that are missing in it
+        self._here: dict[int, int] = {}  # Last collective in which each rank reported that it waits
+        # Last message of rank 0: a collective, and the ranks that are missing in it
         self._missing_ranks: tuple[int, list[int]] = (0, [])
         self._calls = 0
         self._finished = 0
-        self._left: dict[int, int] = {}  # The last collective that ranks finished before they left
+        self._left: dict[int, int] = {}  # Last collective that ranks finished before they left
         self._closed = False
 
     # -- collectives -------------------------------------------------------------------------------
@@ -322,7 +323,7 @@ class MpiTransport:
     def _minimum(self, kind: str, values: list[int]) -> list[int]:
         """All-reduce up to :data:`_WORDS` numbers.
 
-        They follow a word that names the collective, whose minimum and maximum are compared.
+        They follow a word that identifies the collective, whose minimum and maximum are compared.
         """
         name = f"{kind}, number {self._calls + 1}"
         word = zlib.crc32(name.encode())
@@ -345,9 +346,9 @@ class MpiTransport:
         """Start a collective and wait for its end.
 
         Args:
-            name: for error messages.
-            start: starts it, and returns MPI's request.
-            buffers: kept if the request is abandoned.
+            name: name for error messages.
+            start: starts the collective, and returns MPI's request.
+            buffers: buffers of the request, which are kept if it is abandoned.
         """
         self._calls += 1
         if self._closed:
@@ -356,7 +357,7 @@ class MpiTransport:
             self._wait(start(), buffers)
             self._finished = self._calls
         except BaseException as error:
-            # After any error this rank is out of step: the others must notice.
+            # After an error this rank is out of step, which the others must notice.
             self.close()
             if isinstance(error, (OSError, EOFError, self._mpi.Exception)):
                 raise TransferError(f"a peer died, left or is silent ({name}): {error}") from error
@@ -422,7 +423,7 @@ class MpiTransport:
             waits_for = sorted(sending.keys() | receiving.keys())
             self.limits.check_progress(silence, [self._name(peer) for peer in waits_for])
             if wake is not None:
-                # Emptied only: every sink is asked for room in every turn of this loop.
+                # Only emptied, because every pass of this loop asks every sink for free buffers.
                 with suppress(BlockingIOError):
                     wake.recv(_MAX_WAKE_BYTES, socket.MSG_DONTWAIT)
             intervals.pause()
@@ -449,7 +450,7 @@ class MpiTransport:
                         f"nothing was received from {names} for {self.limits.timeout_secs:.0f} s"
                     )
                 if silence.is_sign_due():
-                    # Rank 0 collects the signs of life, and answers each.
+                    # Rank 0 collects the signs of life, and replies to each.
                     for peer in [0] if self.rank else self._waiting():
                         self._send_small(peer, _HERE, [self._calls])
                 if silence.is_report_due(missing):
@@ -464,7 +465,7 @@ class MpiTransport:
         """Check that no rank has left.
 
         Args:
-            call: the number of a collective; ranks that left after they finished it do not count.
+            call: number of a collective; ranks that left after they finished it are ignored.
 
         Raises:
             EOFError: a rank has left.
@@ -474,7 +475,7 @@ class MpiTransport:
                 raise EOFError(f"{self._name(rank)} left")
 
     def _receive_small(self) -> None:
-        """Receive the messages about ranks that left, wait, or are missing."""
+        """Receive the messages about ranks that left, wait or are missing."""
         status = self._mpi.Status()
         any_source = self._mpi.ANY_SOURCE
         for tag, calls in ((_LEFT, self._left), (_HERE, self._here)):
@@ -489,7 +490,7 @@ class MpiTransport:
             self._receive_into(status, words)
             number, *ranks = words.tolist()
             self._missing_ranks = number, ranks
-        # The words of a send must stay in memory until it is done.
+        # The words of a send must stay in memory until the send is done.
         self._small_sends = [
             (request, words) for request, words in self._small_sends if not request.Test()
         ]
@@ -504,8 +505,8 @@ class MpiTransport:
     def _missing(self) -> list[str]:
         """The ranks that are not in this collective, as far as this rank knows.
 
-        Rank 0 gets a sign of life from every rank that waits for long, and tells these ranks which
-        others are missing. Until it has done so, they only know whether rank 0 itself answers.
+        Rank 0 gets a sign of life from every rank that waits for long, and sends these ranks the
+        list of missing ones. Before that, they only know whether rank 0 itself replies.
         """
         if not self.rank:
             others = range(1, self.world_size)
@@ -516,7 +517,7 @@ class MpiTransport:
         return [] if self._here.get(0) == self._calls else [self._name(0)]
 
     def _send_missing(self) -> None:
-        """On rank 0: tell the ranks that wait which others are missing."""
+        """On rank 0: send the list of missing ranks to the waiting ones."""
         if self.rank:
             return
         waiting = self._waiting()
@@ -525,14 +526,14 @@ class MpiTransport:
             self._send_small(rank, _MISSING, [self._calls, *missing])
 
     def _waiting(self) -> list[int]:
-        """The ranks that have said that they wait in this collective."""
+        """The ranks that have reported that they wait in this collective."""
         return [rank for rank, call in self._here.items() if call == self._calls]
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on node {self.nodes[rank]}"
 
     def end_pairs(self) -> None:
-        """Does nothing: the MPI library owns the connections."""
+        """Do nothing, because the MPI library owns the connections."""
 
     def close(self) -> None:
         if self._closed:
@@ -551,10 +552,10 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
     """Make a function that opens transports over ``MPI_COMM_WORLD``. Collective.
 
     Args:
-        rank: of this process, by torch.
-        world_size: number of ranks, by torch.
-        node: the node that this rank runs on.
-        timeout_secs: to wait for the other ranks.
+        rank: rank of this process, according to torch.
+        world_size: number of ranks, according to torch.
+        node: node of this rank.
+        timeout_secs: how long to wait for the other ranks.
 
     Raises:
         ConfigError: MPI cannot be used, or numbers the processes differently than torch.
@@ -568,7 +569,7 @@ def mpi_carrier(rank: int, world_size: int, node: str, timeout_secs: float) -> O
             f"{world_size} reft mpi-run SCRIPT, which numbers both alike, or write "
             '"transport": "sockets"'
         )
-    # Duplicates of a private duplicate: the script's own duplicates of the world do not interfere.
+    # Duplicates of a private duplicate, so that the script's own duplicates do not interfere.
     duplicate = duplicator(duplicator(world)(timeout_secs, lambda: True))
 
     def open_transport(

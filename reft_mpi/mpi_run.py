@@ -60,12 +60,12 @@ _LINGER_SECS = 3600.0
 
 
 class ProcessLocation(NamedTuple):
-    """What a process tells the others about itself."""
+    """The facts that a process shares with the others."""
 
     node: str
     kernel: str
     pid: int
-    secret_code: bytes  # Equal for equal secrets; does not reveal the secret
+    secret_code: bytes  # Equal for equal secrets, without revealing the secret
     job_id: str
 
 
@@ -73,17 +73,17 @@ class ProcessLocation(NamedTuple):
 class NodeRanks:
     """The ranks on this process's node, and the nodes of the job. Pure.
 
-    The first rank of a node leads it. Nodes are numbered in the order of their leaders.
+    The first rank of a node is its leader. Nodes are numbered in the order of their leaders.
     """
 
     rank: int
     size: int
-    local: tuple[int, ...]  # Ranks of this node
+    local: tuple[int, ...]  # Ranks on this node
     leaders: tuple[int, ...]  # Leaders of all nodes
 
     @classmethod
     def find(cls, rank: int, nodes: Sequence[str]) -> NodeRanks:
-        """Find them from the node of every rank."""
+        """Derive them from the node of every rank."""
         local = tuple(r for r, node in enumerate(nodes) if node == nodes[rank])
         leaders = tuple(r for r, node in enumerate(nodes) if node not in nodes[:r])
         return cls(rank, len(nodes), local, leaders)
@@ -93,7 +93,7 @@ class NodeRanks:
         return self.local[0] == self.rank
 
     def environ(self, port: int) -> dict[str, str]:
-        """Torch's variables; ``port`` is that of the trainers' store on this node."""
+        """Torch's environment variables; ``port`` is that of the trainers' store on this node."""
         local_rank = self.local.index(self.rank)
         node_rank = self.leaders.index(self.local[0])
         variables = trainer_environ(
@@ -136,7 +136,7 @@ class MpiStep:
     """This process's part in a step, from start to end. All methods are collective.
 
     Raises:
-        ReftError, OSError: something does not fit, here or in another process.
+        ReftError, OSError: an error in this or another process.
     """
 
     def __init__(self, options: argparse.Namespace, transport: Transport, rank: int) -> None:
@@ -179,7 +179,7 @@ class MpiStep:
         os.environ.update(self._memory.environ(self._secret, self._leader_pid, declared=declared))
 
     def _run_on_all(self, act: Callable[[], bytes]) -> list[bytes]:
-        """Run ``act`` in all processes, and return all results. If one fails, all raise."""
+        """Run ``act`` in all processes and return all results; if one fails, all raise."""
         own_error: Exception | None = None
         result = b""
         try:
@@ -187,7 +187,7 @@ class MpiStep:
         except (ReftError, OSError) as error:
             own_error = error
         report = [own_error is None, str(own_error or ""), result]
-        # Gathered after an error, too: the other processes wait for the report.
+        # Gathered after an error as well, because the other processes wait for the report.
         packed = self._transport.gather(bytes(msgpack.packb(report)))
         if own_error is not None:
             raise own_error
@@ -205,7 +205,7 @@ class MpiStep:
         return b""
 
     def _serve_store(self) -> bytes:
-        """On rank 0: serve the trainers' store; returns where other nodes reach it."""
+        """On rank 0: serve the trainers' store; returns the endpoint for other nodes."""
         if self._ranks.rank:
             return b""
         self._store = TrainerStore.serve()
@@ -222,16 +222,16 @@ class MpiStep:
         return b""
 
     def end(self, code: int) -> int:
-        """Wait for the others at the end; if all ended well, remove the memory.
+        """Wait for the other processes; if all ended well, remove the memory.
 
         Args:
             code: exit code of this process's script.
 
         Returns:
-            The first exit code that is not 0; 0 if all are.
+            The first nonzero exit code; 0 if there is none.
 
         Raises:
-            TransferError: not all processes came in time.
+            TransferError: not all processes arrived in time.
         """
         self._transport.limits.timeout_secs = self._options.end_secs
         codes = [int(data) for data in self._transport.gather(str(code).encode())]
@@ -243,7 +243,7 @@ class MpiStep:
             self._memory.remove()
         elif self._ranks.leads and worst:
             self._memory.discard_unused()
-        # A barrier: no process ends, and with it the job, before the memory is removed everywhere.
+        # A barrier: no process may end the job before the memory is removed everywhere.
         self._transport.gather(b"")
         if self._store is not None:
             self._store.close()
@@ -253,12 +253,12 @@ class MpiStep:
 def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
     """Make sure that a daemon runs on this node that outlives the step.
 
-    A new daemon has its own session and streams, and a parent that has ended. So the end of the
-    step does not end it (Slurm's ``proctrack/linuxproc`` kills descendants), and mpiexec does not
-    wait for it.
+    A new daemon has its own session and streams, and its parent has exited. So the end of the step
+    does not end it (Slurm's ``proctrack/linuxproc`` kills descendants), and mpiexec does not wait
+    for it.
 
     Args:
-        job_dir: of this node.
+        job_dir: the job's memory on this node.
         linger_secs: how long the daemon waits for the next step.
     """
     try:
@@ -268,7 +268,7 @@ def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
         pass
     linger = ["--linger-secs", str(linger_secs)]
     command = [sys.executable, "-P", "-m", "reft.node.daemon", str(job_dir.path), *linger]
-    # The daemon is no rank: with MPI's variables, its libraries would take it for one.
+    # The daemon is not a rank; with MPI's variables, its libraries would treat it as one.
     environ = {k: v for k, v in os.environ.items() if not k.startswith(_MPI_VARIABLES)}
     with open(job_dir.path / DAEMON_LOG, "ab") as output:
         try:
@@ -284,14 +284,14 @@ def keep_daemon(job_dir: JobDir, linger_secs: float) -> None:
             )
         except (OSError, subprocess.SubprocessError) as error:
             logger.warning(
-                "the node daemon cannot be started: %s; training goes on without it", error
+                "the node daemon cannot be started: %s; training continues without it", error
             )
 
 
 def end_daemon(job_dir: JobDir) -> None:
     """End the node's daemon, and wait until it has ended.
 
-    The directory is removed next: a daemon that still ran would make it again.
+    The directory is removed next, and a daemon that still runs would create it again.
     """
     with suppress(OSError, EOFError, ReftError, psutil.Error):
         pid = int(request(job_dir.path, job_dir.secret, "ping", timeout_secs=_PING_SECS))
@@ -302,10 +302,10 @@ def end_daemon(job_dir: JobDir) -> None:
 def main(argv: Sequence[str]) -> int:
     """Command line of ``reft mpi-run``: run the script as one process of this step.
 
-    A process that fails ends the whole MPI job and does not return: the others would wait for it.
+    A process that fails ends the whole MPI job and does not return, because the others would wait.
 
     Returns:
-        The exit code: 0, that of the script, or 2 for wrong use.
+        The exit code: 0, that of the script, or 2 for wrong usage.
     """
     options = make_parser().parse_args(list(argv))
     set_place("", "mpi-run")
@@ -335,8 +335,8 @@ def main(argv: Sequence[str]) -> int:
             "and the job's memory stays. Remove that call"
         )
         return code
-    # The version of the last step is taken when sessions close. If they closed after the memory is
-    # removed, it would be made again.
+    # Sessions take the last version when they close. After the removal of the memory they would
+    # create it again, so they close first.
     if (hook := sys.modules.get("reft.engine.attach")) is not None:
         hook.close_sessions()
     try:
@@ -349,7 +349,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_script(options: argparse.Namespace) -> tuple[bool, int]:
-    """Run the script; returns whether it chose its exit code, and the code."""
+    """Run the script; returns whether the script chose its exit code, and the code."""
     words = [*(["-m"] if options.module else []), options.script, *options.arguments]
     if not sys.flags.safe_path:
         del sys.path[0]  # The entry of this command; the script gets its own
@@ -366,15 +366,15 @@ def _abort(world: Any, code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    # MPICH's mpiexec drops output that it has not read yet, and with it the traceback.
+    # MPICH's mpiexec drops output that it has not read yet, such as the traceback.
     time.sleep(_LAST_WORDS_SECS)
     world.Abort(code)
-    # Abort() does not return by the standard; this process ends even if a library lets it return.
+    # By the standard, Abort() does not return; this process ends even if a library lets it return.
     os._exit(code)
 
 
 def make_parser() -> Parser:
-    """The parser of the command line."""
+    """Make the parser of the command line."""
     parser = Parser(
         prog="reft mpi-run",
         words="SCRIPT [ARGUMENTS]...",

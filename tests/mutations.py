@@ -172,7 +172,7 @@ MUTATIONS = {
     ),
     "p7-an-older-start-orders-the-daemon": Mutation(
         "node/daemon.py",
-        "if 0 < theirs < self._ordered:",
+        "if 0 < theirs < self._min_incarnation:",
         "if False:",
         ("tests/job/test_daemon.py::test_the_daemon_refuses_orders_of_an_older_start",),
     ),

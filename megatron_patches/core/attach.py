@@ -1,18 +1,18 @@
-"""``reft.attach_megatron``: a training loop on Megatron-core under reft's care.
+"""``reft.attach_megatron``: protects a training loop on Megatron-core.
 
-What is wrapped, on the instances, never on the classes:
+These methods are wrapped, on the instances and never on the classes:
 
-- ``zero_grad_buffer`` of the model chunks, which begins every step: a version is taken there, and
-  random states that were restored hold from there on.
-- ``optimizer.step``: the fence (P2). Once a step has shown that the innermost optimizer's hooks
-  come first, it is there, behind the norm of the gradients.
+- ``zero_grad_buffer`` of the model chunks, which begins every step. A version is taken there, and
+  restored random states are set there.
+- ``optimizer.step``: the fence (P2). Once a step has shown that the innermost optimizer's hooks run
+  first, the fence is there, after the gradient norm.
 
-In a pipeline copies run while a stage waits for a neighbour. Megatron's schedules, 1F1B and
-interleaved, are functions that make a ``P2PCommunicator`` for every step and call ``forward_step``
-and ``backward_step`` by their names in their module. There these names are given to objects that do
-the same and tell reft before and after; nothing is reordered, and a process without a woven
-training finds them doing nothing more. Where a receive is only begun (``overlap_p2p_comm``), its
-window is the wait for it.
+In a pipeline, copies run while a stage waits for a neighbour. Megatron's schedules (1F1B and
+interleaved) are functions that make a ``P2PCommunicator`` for every step, and call ``forward_step``
+and ``backward_step`` by their names in their module. These names are replaced by objects that do
+the same and notify reft before and after. Nothing is reordered, and without a woven training the
+objects add nothing. If a receive is only started (``overlap_p2p_comm``), its window is the wait for
+its end.
 """
 
 from __future__ import annotations
@@ -52,8 +52,13 @@ _LINES = """
 
 
 class ResumeState(NamedTuple):
-    """Where a job goes on: after so many steps, with what ``client_state`` had returned behind the
-    last of them; empty where the state was loaded by the script."""
+    """Where a job continues.
+
+    Attributes:
+        iteration: number of completed steps.
+        client_state: the result of ``client_state`` after the last of them; empty if the script
+            loaded the state.
+    """
 
     iteration: int
     client_state: dict[str, Any]
@@ -69,24 +74,26 @@ def attach_megatron(
     micro_batches: int | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> MegatronProtection:
-    """Protect a training loop on Megatron-core. Collective: call it on all ranks at the same point,
-    after ``get_megatron_optimizer``, and ``MegatronProtection.load`` before the first step.
+    """Protect a training loop on Megatron-core.
+
+    Collective: call it on all ranks at the same point, after ``get_megatron_optimizer``, and call
+    ``MegatronProtection.load`` before the first step.
 
     Args:
         model: the model chunks of this rank, each in Megatron's ``DistributedDataParallel``.
-        optimizer: what ``get_megatron_optimizer`` returned.
+        optimizer: the result of ``get_megatron_optimizer``.
         scheduler: ``OptimizerParamScheduler``, or another one with ``state_dict`` and
             ``load_state_dict``.
         client_state: called at every snapshot; returns what ``load`` gives back, such as consumed
             samples. Values may be anything ``reft.state.codec`` encodes.
         config: the ``reft`` block; ``"enabled"`` is not needed.
-        micro_batches: of one step; by default what Megatron's calculator says.
+        micro_batches: micro-batches of one step; by default those of Megatron's calculator.
         state: objects of the script that are restored, too: see :func:`reft.attach`.
 
     Raises:
-        ConfigError: the block is wrong, or asks for something that Megatron-core does not have, or
-            the release of Megatron-core is not known.
-        UnsupportedStateError: the model or the optimizer holds state reft does not know.
+        ConfigError: the block is invalid or asks for something that is not available with
+            Megatron-core, or this release of Megatron-core is unknown.
+        UnsupportedStateError: the model or the optimizer holds state that reft does not know.
     """
     check_release()
     log.install()
@@ -111,7 +118,15 @@ def attach_megatron(
 
 
 class MegatronProtection:
-    """A protected training loop. Made by ``reft.attach_megatron``."""
+    """A protected training loop. Made by ``reft.attach_megatron``.
+
+    Attributes:
+        session: the session of reft.
+        progress: the progress page of this trainer.
+        memory: restores from the job's memory.
+        half_written: whether a version turned out corrupt while it was restored, so that all of the
+            state has to be loaded.
+    """
 
     def __init__(self, engine: MegatronEngine, session: Session) -> None:
         self.session = session
@@ -119,8 +134,6 @@ class MegatronProtection:
         self.progress = session.progress
         self.memory = session.memory_restorer()
         self.half_written = False
-        """Whether a version turned out corrupt while it was restored: all of the state has to be
-        loaded."""
         self._begun = self._stepped = self._said = False
         self._weaver: MegatronWeaver | None = None
         if self._context.topology.degrees.pp > 1:
@@ -132,22 +145,22 @@ class MegatronProtection:
             if isinstance(part.wrapper.optimizer, torch.optim.Optimizer):
                 part.wrapper.optimizer.register_step_pre_hook(session.fence.before_write)
 
-    # -- what the script calls ---------------------------------------------------------------------
+    # -- called by the script ----------------------------------------------------------------------
 
     def load(self, otherwise: Callable[[], int | None] | None = None) -> ResumeState | None:
-        """Restore the newest version of the job's memory. Collective, before the first step.
+        """Restore the newest version in the job's memory. Collective, before the first step.
 
         Args:
-            otherwise: called on all ranks where there is no version in memory, or it turned out
-                corrupt while it was restored; loads all of the state that the script has on disk
-                and returns how many steps that has made, None if there is nothing.
+            otherwise: called on all ranks if memory has no version, or the version turned out
+                corrupt while it was restored. It loads all of the state that the script has on disk
+                and returns the number of completed steps; None if there is nothing on disk.
 
         Returns:
-            Where the job goes on; None where it begins.
+            Where the job continues; None if it starts from scratch.
 
         Raises:
             UnrecoverableError: the job made progress, but nothing of it is left.
-            ConfigError: it was loaded already, or has begun to train.
+            ConfigError: load was called before, or training has begun.
         """
         if self.session.started:
             raise ConfigError(
@@ -179,12 +192,12 @@ class MegatronProtection:
         return ResumeState(steps, {})
 
     def end_step(self) -> None:
-        """The step that was made is whole: its scheduler has stepped, its samples are counted.
-        Takes its version. It is called where the next step begins; call it yourself, on all ranks,
-        after the last step.
+        """Take the version of a completed step: its scheduler has stepped, its samples are counted.
+
+        It is called where the next step begins. Call it yourself on all ranks after the last step.
 
         Raises:
-            SystemExit: the job was told to stop.
+            SystemExit: the job was stopped.
         """
         if not self._stepped:
             return
@@ -203,7 +216,7 @@ class MegatronProtection:
                 )
 
     def begin_step(self) -> None:
-        """A step begins. Called at its ``zero_grad_buffer``; only the first call does anything."""
+        """Begin a step. Called in ``zero_grad_buffer``; only the first call of a step acts."""
         if self._begun:
             return
         self._begun = True
@@ -218,18 +231,18 @@ class MegatronProtection:
             self._weaver.begin_step()
 
     def close(self) -> None:
-        """Finish what is under way and release everything; the memory stays."""
+        """Finish pending work and release all resources; the memory stays."""
         self.session.close()
 
-    # -- what Megatron calls -----------------------------------------------------------------------
+    # -- called by Megatron ------------------------------------------------------------------------
 
     def _beginning(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around ``zero_grad_buffer`` of a model chunk."""
+        """Wrap ``zero_grad_buffer`` of a model chunk."""
         self.begin_step()
         return original(*args, **kwargs)
 
     def _stepping(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around ``step`` of the optimizer."""
+        """Wrap ``step`` of the optimizer."""
         if not self._begun:
             raise ConfigError(
                 "optimizer.step() was called, but zero_grad_buffer() of the model chunks was not "
@@ -251,23 +264,26 @@ class MegatronProtection:
     # -- start -------------------------------------------------------------------------------------
 
     def _load_otherwise(self, otherwise: Callable[[], int | None] | None) -> int | None:
-        """Steps of what the script has loaded; None: it has nothing. An UnrecoverableError where
-        the ranks have loaded different steps."""
+        """Let the script load its state.
+
+        Returns:
+            The number of completed steps; None if there is nothing to load.
+
+        Raises:
+            UnrecoverableError: the ranks have loaded different steps.
+        """
         steps = None if otherwise is None else otherwise()
-        told = {
-            found[0]
-            for found in self._context.control.gather_ints([-1 if steps is None else steps])
-        }
-        if len(told) > 1:
+        gathered = self._context.control.gather_ints([-1 if steps is None else steps])
+        steps_of_ranks = {values[0] for values in gathered}
+        if len(steps_of_ranks) > 1:
             raise UnrecoverableError(
-                f"the ranks have loaded checkpoints of different steps: {sorted(told)}, -1 where "
-                "there was none; expected the same one on all ranks"
+                f"the ranks have loaded checkpoints of different steps: {sorted(steps_of_ranks)}, "
+                "-1 where there was none; expected the same one on all ranks"
             )
         return steps
 
     def _start_at_first_step(self) -> None:
-        """The script trains, and has not asked for the memory. In time it is said what that means
-        (P12)."""
+        """Start although the script has not called load(), after warning what that means (P12)."""
         did = "the script trains without calling load() of what reft.attach_megatron returned"
         _, plan = self.memory.survey()
         if isinstance(plan, RecoveryPlan):
@@ -280,7 +296,7 @@ class MegatronProtection:
 
 
 def _micro_batches() -> int:
-    """Of one step, as Megatron's calculator has it."""
+    """Micro-batches of one step, from Megatron's calculator."""
     from megatron.core import num_microbatches_calculator as calculator
 
     if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
@@ -293,12 +309,14 @@ def _micro_batches() -> int:
 # -- windows in a pipeline -------------------------------------------------------------------------
 
 _running: list[MegatronWeaver] = []
-"""The weaver whose step is being made: a process trains one model at a time."""
+"""The weaver of the current step; a process trains one model at a time."""
 
 
 class MegatronWeaver:
-    """Windows of one training; the device's time line is not marked. Whether every instruction is
-    timed is asked before every step."""
+    """Opens the windows of one training. The device's time line is not marked.
+
+    Whether every instruction is timed is decided before every step.
+    """
 
     def __init__(self, pacer: Pacer, tracer: Tracer) -> None:
         self._pacer, self._tracer = pacer, tracer
@@ -312,7 +330,7 @@ class MegatronWeaver:
     # -- the step ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forward and backward passes follow, and the optimizer step."""
+        """Prepare for the forward and backward passes, and the optimizer step."""
         self._names = []
         for stamps in self._computing.values():
             stamps.clear()
@@ -322,13 +340,12 @@ class MegatronWeaver:
         _running[:] = [self]
 
     def pause(self) -> None:
-        """The optimizer has stepped: what follows until the next step, an evaluation, has no
-        windows."""
+        """Stop opening windows after the optimizer step, for example in an evaluation."""
         self._names.append("OptimizerStep")
         _running.clear()
 
     def end_step(self) -> None:
-        """The step is over: hand over what was seen. Called where the next one begins."""
+        """Report the instructions of the step. Called where the next one begins."""
         if self._step_began:
             forwards, backwards = (
                 tuple(self._computing[n]) for n in ("ForwardPass", "BackwardPass")
@@ -340,7 +357,7 @@ class MegatronWeaver:
 
     @contextmanager
     def executing(self, name: str) -> Iterator[None]:
-        """The stage computes; or it waits for a neighbour, which is a window."""
+        """Surround an instruction: a computation, or a wait for a neighbour, which is a window."""
         position, stamps = len(self._names), self._computing.get(name)
         self._names.append(name)
         if stamps is None:
@@ -362,12 +379,12 @@ class MegatronWeaver:
 
 
 def _executing(name: str) -> AbstractContextManager[None]:
-    """What Megatron does here, for the training whose step is made, if there is one."""
+    """Surround an instruction of the current step, if any training is woven."""
     return _running[0].executing(name) if _running else nullcontext()
 
 
 class _Awaited:
-    """A transfer that was begun; to wait for it is a window."""
+    """A started transfer; waiting for its end is a window."""
 
     def __init__(self, work: Any, name: str) -> None:
         self._work = work
@@ -387,12 +404,12 @@ _NAMES = {
     "send_next": "SendActivation",
     "send_prev": "SendGrad",
 }
-"""Of DeepSpeed's instructions, by what Megatron's communicator does; a receive goes before a
-send."""
+"""Names of DeepSpeed's instructions, by the communicator's transfer. If a call receives and sends,
+the receive determines the name."""
 
 
 def _find_name(arguments: dict[str, Any]) -> str | None:
-    """None where nothing is sent or received."""
+    """The name of the transfer; None if nothing is sent or received."""
     for key, name in _NAMES.items():
         if key.startswith("recv") and arguments.get(key):
             return name
@@ -402,7 +419,7 @@ def _find_name(arguments: dict[str, Any]) -> str | None:
 
 
 def _weave_schedules() -> None:
-    """Once in a process."""
+    """Replace the names in the module of Megatron's schedules, once per process."""
     from megatron.core.pipeline_parallel import schedules
 
     names = vars(schedules)
@@ -411,7 +428,7 @@ def _weave_schedules() -> None:
         return
 
     class WovenP2PCommunicator(communicator):  # type: ignore[misc, valid-type]
-        """Megatron's, with windows."""
+        """Megatron's communicator, with windows."""
 
         _reft_woven = True
 
@@ -434,8 +451,8 @@ def _weave_schedules() -> None:
 
 def _logged(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         with _executing(name):
             return original(*args, **kwargs)
 
-    return told
+    return wrapper

@@ -1,24 +1,21 @@
-"""A training under Megatron-core as a session sees it; its model and optimizers as images and host
-values.
+"""Adapts a training under Megatron-core to a session: images and host values of its state.
 
-What the optimizers step is the truth, and it is what a version holds: fp32 masters and moments. The
-weights that the model computes with are made from it after a restore, as they are made after a
-step. The buffers of ``DistributedDataParallel`` are never read: with ``overlap_param_gather`` the
-weights in them are old until the next forward pass gathers them, and gradients are garbage between
-two steps.
+A version holds the state that the optimizers step: fp32 masters and moments. After a restore the
+weights of the model are made from it, as after a step. The buffers of ``DistributedDataParallel``
+are never read: with ``overlap_param_gather`` their weights are old until the next forward pass
+gathers them, and gradients are undefined between two steps.
 
-======================================  ==============================
-===================================== optimizer                               steps
-         of a version ======================================  ==============================
-===================================== ``FP32Optimizer``                       the parameters
-         replicated ``Float16OptimizerWithFloat16Params``   fp32 masters
-         replicated
-``DistributedOptimizer``                this rank's slices of masters   owned
-any of them, of experts                 the rank's own experts          owned: they differ in a DP
-group ======================================  ==============================
-=====================================
+======================================  =====================================  ==========
+optimizer                               steps                                  section
+======================================  =====================================  ==========
+``FP32Optimizer``                       the parameters                         replicated
+``Float16OptimizerWithFloat16Params``   fp32 masters                           replicated
+``DistributedOptimizer``                this rank's slices of the masters      owned
+any of them, for experts                the rank's own experts                 owned
+======================================  =====================================  ==========
 
-Frozen parameters, which no optimizer steps, are replicated, those of experts owned.
+Experts are owned because they differ within a data-parallel group. Frozen parameters, which no
+optimizer steps, are replicated, and those of experts owned.
 """
 
 from __future__ import annotations
@@ -57,14 +54,14 @@ _SCALERS = tuple(
     f"megatron.core.optimizer.grad_scaler.{name}"
     for name in ("ConstantGradScaler", "DynamicGradScaler")
 )
-_RELEASES = ("0.16", "0.19")  # Whose classes were read and run
-PROGRAM_RELEASES = ("0.16",)  # of Megatron-LM, whose training loop was read and run
+_RELEASES = ("0.16", "0.19")  # Releases whose classes were examined and tested
+PROGRAM_RELEASES = ("0.16",)  # Releases of Megatron-LM whose training loop was examined and tested
 
-Refused = tuple[bool, str, str]  # whether it is so, what was found, and what to change
+Refused = tuple[bool, str, str]  # Whether it is refused, what was found, and what to change
 
 
 def refuse(found: str, change: str) -> UnsupportedStateError:
-    """The error for state that reft does not know."""
+    """Make the error for state that reft does not know."""
     return UnsupportedStateError(
         f"found {found}, whose state reft does not restore; expected DistributedDataParallel "
         "chunks with FP32Optimizer, Float16OptimizerWithFloat16Params or DistributedOptimizer over "
@@ -73,9 +70,9 @@ def refuse(found: str, change: str) -> UnsupportedStateError:
 
 
 def check_release(releases: Sequence[str] = _RELEASES) -> None:
-    """A ConfigError where Megatron-core is not installed, or of a release that was never tried."""
+    """Raise ConfigError if Megatron-core is missing, or of a release that was never tested."""
     try:
-        # Of what is imported: a checkout of Megatron-LM has its own, whatever is installed.
+        # The imported version counts: a checkout of Megatron-LM brings its own.
         from megatron.core import __version__ as found
     except ImportError as error:
         raise ConfigError(
@@ -89,8 +86,7 @@ def check_release(releases: Sequence[str] = _RELEASES) -> None:
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
-    """The optimizers that an optimizer consists of, without those that have nothing to do on this
-    rank."""
+    """The optimizers of which an optimizer consists, without those that are unused on this rank."""
     path = class_path(optimizer)
     if path == CHAINED:
         for one in optimizer.chained_optimizers:
@@ -102,8 +98,11 @@ def parts_of(optimizer: Any) -> Iterator[Any]:
 
 
 def check(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Refuse a model or an optimizer that holds more than reft restores, by name, with what to
-    change."""
+    """Refuse a model or an optimizer with state that reft does not restore.
+
+    Raises:
+        UnsupportedStateError: names the state, and what to change.
+    """
     for is_so, found, change in _facts(chunks, optimizer):
         if is_so:
             raise refuse(found, change)
@@ -119,8 +118,8 @@ def _facts(chunks: Sequence[Any], optimizer: Any) -> Iterator[Refused]:
         path, inner = class_path(part), part.optimizer
         yield from _settings(part.config, _OF_OPTIMIZER, path)
         if class_path(inner) in _FUSED:
-            # With fp32 moments, and masters that Megatron keeps, its state is that of torch's Adam;
-            # the step is counted in its groups.
+            # With fp32 moments, and masters that Megatron keeps, its state is that of torch's Adam,
+            # and the step is counted in its groups.
             yield from _settings(inner, _OF_FUSED_ADAM, class_path(inner))
             check_apex(inner)
         else:
@@ -133,7 +132,7 @@ def _facts(chunks: Sequence[Any], optimizer: Any) -> Iterator[Refused]:
 
 
 def _settings(of: Any, refused: Mapping[str, tuple[str, str]], path: str = "") -> Iterator[Refused]:
-    """Of one of Megatron's objects those that change what its state is."""
+    """Check the settings of a Megatron object that change what its state is."""
     for name, (found, change) in refused.items():
         value = vars(of).get(name)
         plain = False if isinstance(value, bool) else 1 if isinstance(value, int) else "none"
@@ -146,7 +145,7 @@ _OF_MODEL = {
     "fp8": ("FP8 ({})", _HALF),
     "fp4": ("FP4 ({})", _HALF),
     "context_parallel_size": ("context parallel groups of {}", ""),
-    "gtp_weight_remat_size": ("weights in {} shards", ""),  # since 0.19, as the next one
+    "gtp_weight_remat_size": ("weights in {} shards", ""),  # Since 0.19, like the next one
     "expert_gtp_weight_remat_size": ("weights in {} shards", ""),
     "cuda_graph_impl": ("CUDA graphs ({})", ""),
 }
@@ -168,12 +167,12 @@ _OF_FUSED_ADAM = {
     "exp_avg_dtype": ("with moments in {}", _FP32),
     "exp_avg_sq_dtype": ("with moments in {}", _FP32),
 }
-"""What is refused: what was found, and what to change where that is not to leave the setting
+"""Settings that are refused: a description, and what to change; the default is to leave the setting
 out."""
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuse one that has no state that could be restored."""
+    """Refuse a scheduler without a state that can be restored."""
     if scheduler is not None and not all(
         callable(getattr(scheduler, name, None)) for name in ("state_dict", "load_state_dict")
     ):
@@ -184,26 +183,30 @@ def check_scheduler(scheduler: Any) -> None:
 
 
 Named = list[tuple[str, torch.Tensor]]
-# of a dynamic loss scaler, beside the scale itself
+# Fields of a dynamic loss scaler in addition to the scale
 _TRACKERS = ("_growth_tracker", "_hysteresis_tracker")
 
 
 @dataclass(frozen=True)
 class ChainedOptimizer:
-    """One optimizer of a chain: Megatron's ``wrapper``, and the state of the torch optimizer in
-    it."""
+    """One optimizer of a chain.
+
+    Attributes:
+        wrapper: Megatron's optimizer.
+        state: state of the torch optimizer in it.
+        owned: whether only this rank holds its state.
+    """
 
     wrapper: Any
     state: OptimizerState
-    owned: bool  # whether its state is this rank's alone
+    owned: bool
 
     @property
     def classes(self) -> list[str]:
         return [class_path(self.wrapper), class_path(self.wrapper.optimizer)]
 
     def stepped(self) -> Iterator[torch.Tensor]:
-        """The model's own parameters that follow from this optimizer's state on all ranks
-        together."""
+        """The model parameters that are determined by this optimizer's state on all ranks."""
         if class_path(self.wrapper) == DISTRIBUTED:
             for buffer in self.wrapper.buffers:
                 yield from buffer.params
@@ -219,8 +222,15 @@ class ChainedOptimizer:
 
 
 class MegatronAdapter:
-    """An :class:`~reft.state.catalogue.Adapter` of Megatron's model chunks and optimizer, if reft
-    knows their state."""
+    """An :class:`~reft.state.catalogue.Adapter` for Megatron's model chunks and optimizer.
+
+    Args:
+        chunks: the model chunks.
+        optimizer: the optimizer.
+
+    Raises:
+        UnsupportedStateError: reft does not know their state.
+    """
 
     steps_exactly = False
 
@@ -238,7 +248,7 @@ class MegatronAdapter:
         for number, chunk in enumerate(self._chunks):
             for name, p in chunk.named_parameters():
                 if id(p) not in stepped:
-                    # Megatron's own mark: data-parallel peers hold other experts.
+                    # Megatron marks experts in this way: data-parallel peers hold other experts.
                     is_expert = not getattr(p, "allreduce", True)
                     self._frozen[is_expert].append((f"chunk{number}.{name}", p))
 
@@ -262,7 +272,7 @@ class MegatronAdapter:
         return frozen, *(part.state.pointers() for part in self.parts)
 
     def host_state(self) -> dict[str, Any]:
-        """What is not in the images, encodable. Taken at a step boundary."""
+        """The encodable state outside of the images. Taken at a step boundary."""
         return {
             "classes": [part.classes for part in self.parts],
             "param_groups": [part.state.param_groups() for part in self.parts],
@@ -273,7 +283,7 @@ class MegatronAdapter:
         }
 
     def loss_scales(self) -> dict[str, torch.Tensor]:
-        """By name; copies, or the live tensors where a copy would wait for a device."""
+        """Loss scales by name: copies, or live tensors where a copy would wait for a device."""
         scales = {f"loss_scale.{n}": _scaler(part.wrapper) for n, part in enumerate(self.parts)}
         live = {
             name: scaler.scale.detach() for name, scaler in scales.items() if scaler is not None
@@ -291,7 +301,7 @@ class MegatronAdapter:
                 f"the snapshot was taken with the optimizers {host_state['classes']}, the running "
                 f"job has {found}; use the configuration that took the snapshot"
             )
-        # Nothing is under way into the weights any more when they are written.
+        # Gathers that still write into the weights must end before the restore writes them.
         for chunk in self._chunks:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 if group.param_gather_handle is not None:
@@ -308,8 +318,10 @@ class MegatronAdapter:
         return images
 
     def finish(self, host_state: dict[str, Any], loss_scales: dict[str, torch.Tensor]) -> None:
-        """After the bytes are in place: hyper-parameters, counters, loss scales, and the model's
-        weights. Collective in every data-parallel group."""
+        """Restore hyper-parameters, counters, loss scales and weights, after the bytes.
+
+        Collective in every data-parallel group.
+        """
         for number, part in enumerate(self.parts):
             part.state.restore_groups(host_state["param_groups"][number])
             part.state.restore_values(host_state["state"][number], host_state["extra"][number])
@@ -323,8 +335,7 @@ class MegatronAdapter:
 
     @torch.no_grad()
     def _make_weights(self) -> None:
-        """The model's weights, from what the optimizers step: as behind a step, but gathered at
-        once."""
+        """Make the model's weights from the optimizers' state as after a step; gather at once."""
         gather: list[Any] = []
         for part in self.parts:
             wrapper = part.wrapper
@@ -354,8 +365,7 @@ def _trackers(wrapper: Any) -> dict[str, int]:
 
 
 class MegatronEngine:
-    """A :class:`~reft.engine.protocol.TrainingEngine`, of what :func:`reft.attach_megatron` is
-    given."""
+    """A :class:`~reft.engine.protocol.TrainingEngine` for :func:`reft.attach_megatron`."""
 
     name = "MegatronEngine"
 
@@ -369,14 +379,19 @@ class MegatronEngine:
         self.scheduler = scheduler
         self.micro_batches = micro_batches
         self.resizing = None
-        self.data = None  # it follows from the client state
+        self.data = None  # The position in the data is part of the client state
         self.device: torch.device = next(chunks[0].parameters()).device
         self.global_steps = 0
         self._model = torch.nn.ModuleList(chunks)
 
     def place(self) -> tuple[Coordinate, Degrees]:
-        """Experts are spread over data-parallel ranks: they change nothing here. A LayoutError
-        where the groups do not span the job."""
+        """The coordinate of this rank and the degrees of the job.
+
+        Experts are spread over data-parallel ranks and do not matter here.
+
+        Raises:
+            LayoutError: the groups do not span the job.
+        """
         first = self.chunks[0]
         groups = (first.pp_group, first.dp_cp_group, first.tp_group)
         if not all(isinstance(group, dist.ProcessGroup) for group in groups):
@@ -442,10 +457,10 @@ class MegatronEngine:
         if self.scheduler is None:
             return
         if "num_steps" in vars(self.scheduler):
-            # OptimizerParamScheduler adds what it loads to what it has counted
+            # OptimizerParamScheduler adds the loaded steps to the counted ones.
             self.scheduler.num_steps = 0
         self.scheduler.load_state_dict(saved)
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
-        """Megatron-core has no one form of checkpoint that could be written from memory: none."""
+        """Empty: Megatron-core has no single checkpoint format that memory could be written to."""
         return b""

@@ -1,23 +1,21 @@
-"""NVIDIA's Megatron-LM: ``pretrain_gpt.py`` and its like under reft's care, unmodified.
+"""Protects NVIDIA's Megatron-LM (``pretrain_gpt.py`` and similar programs) without changing it.
 
-``megatron.training`` calls its own functions by their names in its modules. Those by which a
-training is set up, and by which an iteration begins and ends, are wrapped there when the module is
-imported:
+``megatron.training`` calls its own functions by their names in its modules. The functions that set
+up a training, and that begin and end an iteration, are wrapped when the module is imported:
 
-================================
-==================================================================== ``validate_args``
-  what reft cannot resume is refused; versions are the local checkpoints
-  ``setup_model_and_optimizer``     a program without ``--load`` resumes behind it
-``load_checkpoint``, called in    the newest version in memory, else what the program loads
-it
-``train_step``                    an iteration begins
-``training_log``                  a resumed program prints the means that it would have printed
-``save_checkpoint``               has limits of its own for who looks for trainers that hang
-``checkpoint_and_decide_exit``    an iteration is over: evaluated, counted, and saved where it is
-due ================================
-====================================================================
+==============================  ====================================================================
+function                        what the wrapper does
+==============================  ====================================================================
+``validate_args``               refuses what reft cannot resume; versions replace local checkpoints
+``setup_model_and_optimizer``   resumes a program without ``--load`` afterwards
+``load_checkpoint``, in it      restores the newest version in memory, else the program loads
+``train_step``                  begins an iteration
+``training_log``                lets a resumed program print the means that it would have printed
+``save_checkpoint``             sets separate limits for hang detection
+``checkpoint_and_decide_exit``  takes the version: the iteration is evaluated, counted and saved
+==============================  ====================================================================
 
-The data is the program's: its loaders begin behind the samples that it has consumed.
+The program handles its data: its loaders begin after the samples that it has consumed.
 """
 
 from __future__ import annotations
@@ -55,18 +53,17 @@ _PLACES = {
         "checkpoint_and_decide_exit",
     ),
 }
-"""What is wrapped in which module."""
+"""Functions to wrap in each module."""
 _PHASES = {
     "evaluate_and_print_results": Phase.EVALUATION,
     "save_checkpoint": Phase.SAVING,
     "save_checkpoint_and_time": Phase.SAVING,
 }
-"""Of ``megatron.training.training``: what has limits of its own for who looks for trainers that
-hang."""
+"""Functions of ``megatron.training.training`` that have separate limits for hang detection."""
 _COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-"""What the program counts in its arguments, and its checkpoints hold."""
+"""Counters in the program's arguments that its checkpoints hold."""
 _ITERATION, _OPERATIONS = "iteration", "num_floating_point_operations_so_far"
-# what the lines that it prints are the means of; all but the counts are tensors
+# Sums from which the printed means are computed; all but the counts are tensors
 _SUMS = "total_loss_dict"
 _REFUSED = {
     "inprocess_restart": "it keeps trainers alive that reft restarts; leave it out",
@@ -76,17 +73,20 @@ _REFUSED = {
         "--exit-interval 1, then train with --load DIR and without it"
     ),
 }
-"""Options with which a restart would not go on as the undisturbed run does, each with the
-reason."""
+"""Options with which a restart would differ from the undisturbed run, each with the reason."""
 Function = Callable[..., Any]
 
-programs: list[TrainingProgram] = []  # the one of this process, from the first import on
+programs: list[TrainingProgram] = []  # The program of this process, from the first import on
 
 
 def install(module: ModuleType) -> None:
-    """Wrap what is to be wrapped in a module of Megatron-LM that was just imported, unless the
-    block says ``"enabled": false``; a ConfigError where it cannot be used, or the module is not as
-    reft knows it."""
+    """Wrap the functions of a Megatron-LM module that was just imported.
+
+    Does nothing if the block says ``"enabled": false``.
+
+    Raises:
+        ConfigError: the block is invalid, or reft does not know this form of the module.
+    """
     if not programs:
         log.install()
         end_in_words()
@@ -110,11 +110,16 @@ def install(module: ModuleType) -> None:
 
 
 class TrainingProgram:
-    """The program of this process."""
+    """The Megatron-LM program of this process.
+
+    Attributes:
+        enabled: whether the block enables reft.
+        modules: the imported modules of Megatron-LM, by name.
+    """
 
     def __init__(self, block: dict[str, Any]) -> None:
         self.enabled = parse_block(dict(block), os.environ).enabled
-        self.modules: dict[str, ModuleType] = {}  # of Megatron-LM, by name, as they are imported
+        self.modules: dict[str, ModuleType] = {}
         self._block = block
         self._protection: MegatronProtection | None = None
         self._sets_up = False
@@ -127,7 +132,7 @@ class TrainingProgram:
     def _training(self) -> Any:
         return self.modules["megatron.training.training"]
 
-    # -- what is in the place of Megatron's --------------------------------------------------------
+    # -- wrappers of Megatron's functions ----------------------------------------------------------
 
     def validate_args(self, original: Function, args: Any, *more: Any, **options: Any) -> Any:
         check_release(PROGRAM_RELEASES)
@@ -163,7 +168,7 @@ class TrainingProgram:
 
     def train_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self._protection is not None:
-            # Before the program notes the random states, with which it may run a step once more.
+            # Before the program saves the random states, with which it may repeat a step.
             self._protection.begin_step()
         return original(*args, **kwargs)
 
@@ -171,19 +176,22 @@ class TrainingProgram:
         call = bind(original, args, kwargs)
         if self._resumed_sums is not None:
             call[_SUMS].update(self._resumed_sums)
-            # Behind the first iteration of a process an extra line is printed, and nothing is
-            # reset.
+            # After the first iteration of a process, Megatron would print an extra line and reset
+            # nothing.
             call["is_first_iteration"], self._resumed_sums = False, None
         result = original(**call)
-        # The program has just waited for the device, to look for losses that are no numbers.
+        # The copies cost no wait: the program has just waited for the device to check the losses.
         self._sums = {
             k: v.cpu().clone() if torch.is_tensor(v) else v for k, v in call[_SUMS].items()
         }
         return result
 
     def checkpoint_and_decide_exit(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """The iteration's version is taken. Exits where the job was told to stop: where all ranks
-        do, the program has saved its checkpoint."""
+        """Take the iteration's version.
+
+        If the job was stopped, the process exits; if all ranks do so, the program's checkpoint is
+        saved first.
+        """
         exits = original(*args, **kwargs)
         if self._protection is not None:
             call = bind(original, args, kwargs)
@@ -205,9 +213,11 @@ class TrainingProgram:
     # -- start -------------------------------------------------------------------------------------
 
     def _take_over_local_checkpoints(self, args: Any) -> None:
-        """``--non-persistent-ckpt-type local`` asks for what reft does: the state in the memory of
-        its node, and of others with ``--replication``. The program would import what it does not
-        need."""
+        """Replace local checkpoints (``--non-persistent-ckpt-type local``) by versions.
+
+        Both keep the state in the memory of its node, and of others with ``--replication``. The
+        program would import packages that it does not need.
+        """
         if getattr(args, "non_persistent_ckpt_type", None) != "local":
             return
         if every := args.non_persistent_save_interval:
@@ -225,9 +235,11 @@ class TrainingProgram:
     def _resume(
         self, model: Any, optimizer: Any, scheduler: Any, load: Callable[[], Any] | None
     ) -> tuple[int, float]:
-        """Take the training into reft's care, and restore the newest version there is, else by
-        ``load``, if there is anything to load. Returns the iterations made, and floating-point
-        operations, as the program counts them."""
+        """Protect the training, and restore the newest version, or else what ``load`` loads.
+
+        Returns:
+            The completed iterations and floating-point operations, as the program counts them.
+        """
         protection = attach_megatron(
             model, optimizer, scheduler, client_state=self._client_state, config=self._block
         )
@@ -240,7 +252,7 @@ class TrainingProgram:
                 return None
             self.check_loaded_whole(protection)
             found.extend((iteration, operations))
-            # On a CPU its loaders draw from the generator that dropout draws from.
+            # On a CPU, the program's loaders draw from the same generator as dropout.
             protection.memory.keep_rng()
             return int(iteration)
 
@@ -254,7 +266,11 @@ class TrainingProgram:
         return self._iteration, self._operations
 
     def check_loaded_whole(self, protection: MegatronProtection) -> None:
-        """An UnrecoverableError where what memory had half written was not all replaced."""
+        """Refuse a partial load after a restore from corrupt memory.
+
+        Raises:
+            UnrecoverableError: the load has not replaced everything that was half written.
+        """
         args = self._training.get_args()
         partly = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
         if protection.half_written and partly:
@@ -265,7 +281,7 @@ class TrainingProgram:
             )
 
     def _go_on(self, client_state: dict[str, Any], device: torch.device) -> tuple[int, float]:
-        """Count from where the version was taken."""
+        """Restore the program's counters from the version."""
         sums = client_state[_SUMS].items()
         self._resumed_sums = {k: v.to(device) if torch.is_tensor(v) else v for k, v in sums}
         args = self._training.get_args()
@@ -279,8 +295,7 @@ class TrainingProgram:
     # -- every iteration ---------------------------------------------------------------------------
 
     def _client_state(self) -> dict[str, Any]:
-        """What the program's own checkpoint would hold beside model, optimizer and random
-        states."""
+        """The state in the program's checkpoint apart from model, optimizer and random states."""
         args = self._training.get_args()
         counted = {name: getattr(args, name) for name in _COUNTED}
         return {
@@ -291,8 +306,7 @@ class TrainingProgram:
         }
 
     def _save(self, call: dict[str, Any]) -> None:
-        """As the program does where it exits by itself: with ``--save``, and where it has not just
-        saved."""
+        """Save as the program does when it exits: with ``--save``, unless it has just saved."""
         args = self._training.get_args()
         every = args.save_interval
         if not args.save or (every and self._iteration % every == 0):

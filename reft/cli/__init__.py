@@ -1,5 +1,4 @@
-"""The ``reft`` command. A sub-command is imported when it is used, so that ``reft --help`` is
-quick."""
+"""The ``reft`` command. A sub-command is imported only when it is used, to keep ``--help`` fast."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ class Command:
     """A sub-command, which is imported when it is used."""
 
     module: str
-    name: str  # Of its function in the module
+    name: str  # Name of its function in the module
     help: str  # One line for ``reft --help``
-    # The function takes the arguments as they are and returns the exit code: it extends the parser
-    # of another tool, such as torchrun's. For the other functions, typer parses.
+    # Whether the function parses its arguments itself and returns the exit code, because it extends
+    # the parser of another tool such as torchrun. For the other functions, typer parses.
     parses: bool = False
 
 
@@ -96,21 +95,21 @@ COMMANDS = {
 
 
 def find_commands() -> dict[str, Command]:
-    """All sub-commands: reft's own and those of integrations, which parse their arguments."""
+    """All sub-commands: reft's own and those of integrations, which parse their own arguments."""
     integrated = {}
     for name, (target, help_line) in integrations.entries("COMMANDS"):
         module, _, function = target.partition(":")
         integrated[name] = Command(module, function, help_line, parses=True)
-    # In the order of the list of commands: what starts jobs comes first.
+    # This is the order in the list of commands: commands that start jobs come first.
     return {"launch": COMMANDS["launch"], **integrated, **COMMANDS}
 
 
 def make_app(commands: Mapping[str, Command], used: Collection[str]) -> typer.Typer:
-    """The parser of the command line.
+    """Make the parser of the command line.
 
     Args:
         commands: all sub-commands, by name.
-        used: those that are imported; of the others, the parser knows only the line of help.
+        used: names of the sub-commands to import; of the others, only the line of help is known.
     """
     app = typer.Typer(
         name="reft",
@@ -131,7 +130,7 @@ def make_app(commands: Mapping[str, Command], used: Collection[str]) -> typer.Ty
 
 
 def _describe_in_lower_case(app: Any) -> None:
-    """Give typer's own options, such as ``--help``, the style of all others."""
+    """Give typer's own options, such as ``--help``, the style of the others."""
     context = typer.Context(app, help_option_names=_HELP)
     for each in (app, *app.commands.values()):
         for option in (*each.params, each.get_help_option(context)):
@@ -142,11 +141,11 @@ def _describe_in_lower_case(app: Any) -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
 ) -> None:
-    """Declares ``--version``; :func:`_dispatch` answers it for every sub-command."""
+    """Declare ``--version``, which :func:`_dispatch` handles for every sub-command."""
 
 
 def launch(argv: Sequence[str]) -> int:
-    """``reft launch``; its help does not import torch, which takes seconds."""
+    """``reft launch``; its help does not import torch, because that takes seconds."""
     if argv[:1] in (["-h"], ["--help"]):
         from reft.job.options import DESCRIPTION, add_own_options
         from reft.refusal import Parser
@@ -157,7 +156,7 @@ def launch(argv: Sequence[str]) -> int:
         return EXIT_WELL
     from reft.job.launch import main as run
 
-    return run(["--help"] if argv[:1] == ["--help-all"] else argv)  # Of torchrun, too
+    return run(["--help"] if argv[:1] == ["--help-all"] else argv)  # Includes torchrun's help
 
 
 def _elsewhere() -> None:
@@ -165,10 +164,10 @@ def _elsewhere() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Exit codes: 0 well, 1 the thing asked about is not well, 2 wrong use."""
+    """Entry point. Exit codes: 0: good, 1: a problem was found, 2: wrong usage."""
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
-    # An OSError is about a path that the user gave: its message names the path.
+    # An OSError concerns a path that the user gave, and its message names the path.
     except (ReftError, OSError) as error:
         from rich.console import Console
 
@@ -178,8 +177,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     name = next(iter(arguments), "")
-    completes = "_REFT_COMPLETE" in os.environ  # The shell asks for words that may follow
-    # Integrations are looked up only if they can matter: it takes a hundredth of a second.
+    completes = "_REFT_COMPLETE" in os.environ  # The shell asks for completions
+    # Integrations are looked up only if needed, because that takes 10 ms.
     commands = COMMANDS if name in COMMANDS and not completes else find_commands()
     command = commands.get(name)
     try:
@@ -191,7 +190,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         app = typer.main.get_command(make_app(commands, tuple(commands) if completes else (name,)))
         _describe_in_lower_case(app)
         app(args=arguments, prog_name="reft")
-    # Usage errors were shown already; typer.Exit carries the exit code of a command.
+    # Usage errors have been shown already; typer.Exit carries the exit code of a command.
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_WELL
     return EXIT_WELL

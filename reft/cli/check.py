@@ -1,12 +1,12 @@
-"""``reft check``: find nodes that are slow or hang, before a job is started on them.
+"""``reft check``: find nodes that are slow or hang before a job is started on them.
 
 Each node measures its own speed. Then the nodes all-reduce in pairs, twice, as in DLRover's node
-check. A pair is bad if its reduction fails or takes long. In the second round, a node of a bad pair
-has a partner from a good pair, so that a node that is in a bad pair twice is bad itself.
+check. A pair is bad if its reduction fails or takes long. In the second round, each node of a bad
+pair gets a partner from a good pair; a node whose pair is bad again is itself bad.
 
-Nodes communicate through the rendezvous store. In each round, a node waits for the others for
-``timeout_secs`` at most. The first node that is ready writes the pairs. Every node reaches its
-verdict from the reports that arrived in time.
+Nodes communicate through the rendezvous store. In each round, a node waits at most ``timeout_secs``
+for the others. The first node that is ready writes the pairs. Every node computes the same verdict
+from the reports that arrived in time.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ MEASURES = {
     "memory_bytes": "copies memory",
     "link_bytes": "copies to its device",
 }
-"""Measurements of one node, per second, and their names in messages."""
+"""Measurements of one node, each per second, and the words for them in messages."""
 _POLL_SECS = 0.1
 _CPU_SIZE, _DEVICE_SIZE = 512, 8192
 _COPY_BYTES = 64 * 2**20
 _REDUCED_BYTES = 16 * 2**20
 _WARM_UP, _REDUCTIONS = 2, 10
 
-Pair = tuple[int, ...]  # Indices of two nodes; of three in the last pair of an odd number
+Pair = tuple[int, ...]  # Indices of two nodes; the last pair of an odd number has three
 Round = tuple[Sequence[Pair], Mapping[int, float | None]]
 """The pairs, and the seconds of each node: None if it failed, missing if it did not answer."""
 
@@ -100,7 +100,7 @@ def check_command(
 
         reft check --nnodes 4 --rdzv-endpoint HOST:29400 --rdzv-id ID
 
-    Exit code 0: all nodes are well; 1: a node is bad, or it is not clear which one; 2: wrong use.
+    Exit code 0: all nodes are well; 1: a node is bad, or a node of a bad pair; 2: wrong usage.
     """
     if nnodes > 1 and not rdzv_endpoint:
         raise ConfigError(
@@ -173,14 +173,14 @@ def check_nodes(
     """Run one node's part of a check.
 
     Args:
-        store: for this check only.
+        store: store with a prefix for this check only.
         nodes: number of nodes that take part.
-        name: of this node.
+        name: name of this node.
         factor: a node or a pair is bad if it is this many times slower than the median of the
             others.
         secs: duration of every measurement.
-        timeout_secs: how long to wait for the other nodes, in each round.
-        persist_dir: of the block; nodes that cannot write there are bad.
+        timeout_secs: how long to wait for the other nodes in each round.
+        persist_dir: directory in the block; nodes that cannot write there are bad.
 
     Returns:
         The report, as JSON.
@@ -199,7 +199,7 @@ def check_nodes(
         store.set(f"{key}/{index}", json.dumps(value))
 
     def gather(key: str, indices: Sequence[int]) -> dict[int, Any]:
-        """What these nodes published, by index; those that are late are left out."""
+        """Collect the values that these nodes publish in time, by index."""
         values: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_secs
         while len(values) < len(indices) and time.monotonic() < deadline:
@@ -210,7 +210,7 @@ def check_nodes(
         return dict(sorted(values.items()))
 
     def reduce(number: str, proposed: Sequence[Pair]) -> Round:
-        """All-reduce in pairs; those that the first node proposed count."""
+        """All-reduce in pairs. The first proposal in the store determines the pairs."""
         _, agreed = store.compare_set(f"pairs{number}", None, json.dumps(proposed).encode())
         pairs = [tuple(pair) for pair in json.loads(agreed or b"[]")]
         for pair_index, pair in enumerate(pairs):
@@ -228,7 +228,7 @@ def check_nodes(
     publish("storage", "" if persist_dir is None else reason_unwritable(persist_dir))
     publish("name", name)
     published_names = gather("name", range(nodes))
-    # At the same time on all nodes: other nodes on one host share its speed.
+    # All nodes measure at the same time, because nodes on one host share its speed.
     publish("alone", measure_alone(secs))
     alone = gather("alone", list(published_names))
     names = [str(published_names.get(n, f"node {n} of {nodes}")) for n in range(nodes)]
@@ -253,14 +253,17 @@ def check_nodes(
     }
 
 
-# -- measures --------------------------------------------------------------------------------------
+# -- measurements ----------------------------------------------------------------------------------
 
 
 def measure_alone(secs: float) -> dict[str, float]:
-    """Measure this node; the slowest of its devices counts.
+    """Measure this node. With several devices, each result is that of the slowest.
 
     Args:
         secs: duration of every measurement.
+
+    Returns:
+        Speeds per second, with the keys of MEASURES.
     """
     vendor = find_local_vendor()
     cpu = vendor is None
@@ -294,7 +297,7 @@ def measure_alone(secs: float) -> dict[str, float]:
 
 
 def _calls_per_sec(call: Callable[[], object], device: torch.device, secs: float) -> float:
-    """Calls per second of a busy loop, not counting time in which this thread had no core."""
+    """Calls per second in a loop, not counting time for which this thread had no core."""
     vendor = find_vendor(device)
 
     def finish() -> None:
@@ -316,7 +319,7 @@ def _calls_per_sec(call: Callable[[], object], device: torch.device, secs: float
 
 
 def _delayed_secs() -> float:
-    """Time in which this thread was ready to run but had no core; 0 if it is not known."""
+    """Seconds for which this thread was ready to run but had no core; 0 if unknown."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
@@ -352,7 +355,7 @@ def _reduce(
 
 
 def first_pairs(nodes: Sequence[int]) -> list[Pair]:
-    """Pairs of neighbours; the last has three nodes if their number is odd."""
+    """Pairs of neighbours; the last pair has three nodes if their number is odd."""
     order = sorted(nodes)
     pairs = [tuple(order[i : i + 2]) for i in range(0, len(order) - 1, 2)]
     if pairs and len(order) % 2:
@@ -380,17 +383,17 @@ def judge(
     """Find the bad nodes.
 
     A node is bad if it did not answer, or if it is slower than the median of the others by the
-    factor: alone, or in its pair of every round.
+    factor: either alone, or in its pair in every round.
 
     Args:
-        names: of all nodes.
+        names: names of all nodes.
         alone: measurements of the nodes that answered, by index.
-        rounds: of all-reduces.
-        factor: see above.
+        rounds: pairs and times of the rounds of all-reduces.
+        factor: slowness at which a node is bad.
 
     Returns:
-        The names of bad nodes with the reasons; and sentences about pairs of which one node is bad,
-        but it is not clear which.
+        The names of bad nodes with the reasons; and sentences about pairs with a bad node that
+        cannot be identified.
     """
     reasons: dict[int, list[str]] = {node: [] for node in range(len(names))}
     for node, reasons_of_node in reasons.items():
@@ -407,7 +410,7 @@ def judge(
     always_bad = set.intersection(*map(set, bad)) if bad else set()
     unclear = []
     for pair in rounds[-1][0] if rounds else ():
-        # Two nodes of one pair that were in a bad pair in every round cannot be distinguished.
+        # Two nodes of one pair whose pairs were bad in every round cannot be distinguished.
         suspects = [node for node in pair if node in always_bad]
         if not suspects:
             continue
@@ -423,7 +426,7 @@ def judge(
 def _find_bad_pairs(
     pairs: Sequence[Pair], secs: Mapping[int, float | None], factor: float
 ) -> dict[int, str]:
-    """The nodes of bad pairs, and what is wrong with their pair."""
+    """The nodes of bad pairs, each with the fault of its pair."""
     pair_secs: dict[Pair, float] = {}
     for pair in pairs:
         node_secs = [value for node in pair if (value := secs.get(node)) is not None]

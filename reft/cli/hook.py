@@ -1,6 +1,6 @@
-"""``reft hook``: the block takes effect in every script of a Python environment.
+"""``reft hook``: makes the block effective in every script of a Python environment.
 
-It does so under any launcher: ``import deepspeed`` imports reft first.
+With the hook, ``import deepspeed`` imports reft first, under any launcher.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``reft inspect``, ``verify``, ``persist``, ``clean``: a job's memory, without its processes."""
+"""``reft inspect``, ``verify``, ``persist``, ``clean``: a job's memory without its processes."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def persist_command(  # noqa: PLR0917 - options of the command line
 ) -> None:
     """Write the newest recoverable version as a DeepSpeed checkpoint, without the job's processes.
 
-    A running job continues: the version that is written is held in memory until then, which costs
-    it versions for which no other arena is free.
+    A running job continues. Until the version is written it is held in memory, so the job may have
+    to skip versions for lack of a free arena.
 
     Give --memory-dir once per node that is left; blocks of lost nodes come from their copies.
     """
@@ -143,8 +143,8 @@ def persist_command(  # noqa: PLR0917 - options of the command line
     paths = [] if stored is not None else find_memory(memory_dir, job)
     if any(live_processes(path) for path in paths):
         screen.print(
-            "the job is running: its newest whole version is held in memory until it is written. "
-            "Training continues; it skips versions for which no other arena is free",
+            "the job is running: its newest complete version is held in memory until it is "
+            "written. Training continues; it skips versions for which no other arena is free",
             markup=False,
         )
     with _no_device(), redirect_stdout(sys.stderr):  # DeepSpeed prints while it is imported
@@ -179,7 +179,7 @@ def _existing(stored: Path) -> Path:
 
 @contextmanager
 def _no_device() -> Iterator[None]:
-    """Hide all devices from the libraries that are imported in this block."""
+    """Hide all devices from the libraries that are imported in the ``with`` block."""
     before = {name: os.environ.get(name) for name in _NO_DEVICE}
     os.environ.update(_NO_DEVICE)
     try:
@@ -190,15 +190,15 @@ def _no_device() -> Iterator[None]:
 
 
 def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Path]:
-    """The directories of one job on all given nodes.
+    """Find the directories of one job on all given nodes.
 
     Args:
-        memory_dirs: of the nodes; None: the default of this node.
-        job: its name; None: the only one that has memory there.
+        memory_dirs: memory directories of the nodes; None: the default of this node.
+        job: name of the job; None: the only job that has memory there.
 
     Raises:
         ReftError: the job has no memory there.
-        ConfigError: several jobs have, and none is named.
+        ConfigError: several jobs have memory there, and none is named.
     """
     dirs = _memory_dirs(memory_dirs)
     job_dirs = find_job_dirs(dirs)
@@ -215,7 +215,7 @@ def find_memory(memory_dirs: Sequence[Path] | None, job: str | None) -> list[Pat
 def require_memory(
     memory_dirs: Sequence[Path] | None, job: str | None, *, as_json: bool
 ) -> list[Path]:
-    """As :func:`find_memory`, for commands that print a JSON list: after an error it is empty."""
+    """Like :func:`find_memory`, for commands that print a JSON list, which is empty on an error."""
     try:
         return find_memory(memory_dirs, job)
     except ReftError:
@@ -234,7 +234,7 @@ def _memory_dirs(given: Sequence[Path] | None) -> list[Path]:
 
 
 def _clean(summary: JobSummary, force: bool, dry_run: bool) -> str:
-    """Remove the memory of a job if that is allowed; returns what was done, in words."""
+    """Remove the memory of a job if that is allowed; returns a description of the action."""
     if summary.alive and not force:
         return f"left alone: {'; '.join(summary.alive_because)}"
     if summary.owner_uid != os.geteuid():
@@ -248,7 +248,7 @@ def _clean(summary: JobSummary, force: bool, dry_run: bool) -> str:
     return _REMOVED
 
 
-# -- output for people -----------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def _console() -> Console:
@@ -311,7 +311,7 @@ def _versions_table(report: JobReport) -> Table:
             "yes" if version.recoverable else "no",
             "yes" if version.committed else "no",
             f"{version.whole_ranks} of {version.ranks} ranks",
-            version.scheme or "not said",
+            version.scheme or "unknown",
             format_size(version.nbytes),
             "never" if age is None else f"{age:.0f} s ago",
         )

@@ -1,5 +1,4 @@
-"""``reft rehearse``: whether a script comes back equal after a failure, tried before it is
-trusted."""
+"""``reft rehearse``: tests whether a script resumes exactly after a failure."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ def main(argv: Sequence[str]) -> int:
     """Command line of ``reft rehearse``.
 
     Returns:
-        0: all steps are equal; 1: a step differs after the kill, or the job did not come back; 3:
-        the two undisturbed runs differ; 130: stopped by a signal.
+        0: all steps are equal; 1: a step differs after the kill, or the job did not resume; 3: the
+        two undisturbed runs differ; 130: stopped by a signal.
 
     Raises:
-        ConfigError: options contradict each other, or the job fails undisturbed.
+        ConfigError: options contradict each other, or the undisturbed job fails.
     """
     from reft.job.local import handle_stop_signals
     from reft.rehearse.run import rehearse
@@ -57,7 +56,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, bool]:
     """Parse a command line.
 
     Returns:
-        The rehearsal, and whether its report is in JSON.
+        The rehearsal, and whether to print its report as JSON.
 
     Raises:
         SystemExit: argparse refuses an option, or ``--help`` is given.
@@ -89,10 +88,10 @@ def parse(argv: Sequence[str]) -> tuple[Any, bool]:
     given_nodes = args.nnodes
     meets = bool(args.rdzv_endpoint or args.slurm or args.hostfile or args.standalone)
     if not meets and given_nodes is not None:
-        # The rendezvous is started later, with the nodes.
+        # The rendezvous starts later, with the nodes, and then has a port.
         args.rdzv_endpoint = "127.0.0.1:0"
     options = collect_options(args)
-    # torchrun makes a directory for logs when it reads its options.
+    # torchrun creates a directory for logs while it reads its options.
     with suppress(OSError, AttributeError):
         os.rmdir(options.config.logs_specs.root_log_dir)  # type: ignore[union-attr]
     nodes = 0 if meets and options.config.max_nodes > 1 else options.config.min_nodes
@@ -140,7 +139,7 @@ def _add_own(group: argparse._ActionsContainer) -> None:
 
 
 def describe(report: dict[str, Any]) -> Iterator[str]:
-    """The report in lines."""
+    """Describe a report in lines."""
     if report["unsteady"]:
         first = report["unsteady"][0]
         yield f"not deterministic by itself: {first['text']}"
@@ -148,7 +147,7 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
         return
     for one in report["tries"]:
         yield from _describe_try(report["steps"], one)
-    # Even if all steps are equal: state that does not affect them may have been lost.
+    # Shown even if all steps are equal: state that does not affect them may have been lost.
     for text in report["said"]:
         yield f"reft said: {text}"
 

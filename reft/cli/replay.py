@@ -1,4 +1,4 @@
-"""``reft replay``: repeats the last step of a stopped job from the version before, and compares."""
+"""``reft replay``: repeats the last step of a stopped job and compares the result with memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DESCRIPTION = (
     "memory, which stay as they are."
 )
 Blocks = Mapping[tuple[Coordinate, BlockKey], Mapping[str, int]]
-"""Checksums of the parts of tensors in each block of a rank's memory, by name of the tensor."""
+"""For each block in a rank's memory: checksums of the tensors in it, by name of the tensor."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         The exit code: 0 if all blocks are equal, 1 if not; that of ``reft launch`` if it fails.
 
     Raises:
-        ConfigError: the memory does not hold the versions that are needed.
+        ConfigError: the memory does not hold the required versions.
     """
     # Help does not import torch, which takes seconds.
     if argv[:1] in (["-h"], ["--help"]):
@@ -130,7 +130,7 @@ def _last_two(job: JobDir) -> tuple[VersionId, VersionId]:
 
 def _copy(job: JobDir, target: Path, label: VersionId) -> None:
     """Make a directory of the same job that holds one version only."""
-    shutil.rmtree(target, ignore_errors=True)  # From the first repeat
+    shutil.rmtree(target, ignore_errors=True)  # Left by the first repetition
     target.parent.mkdir(mode=0o700, exist_ok=True)
     target.mkdir(mode=0o700)
     versions = {
@@ -143,10 +143,10 @@ def _copy(job: JobDir, target: Path, label: VersionId) -> None:
 
 
 def _blocks(job: JobDir, step: int) -> Blocks:
+    """Checksums of the tensors in all blocks of one step."""
     from reft.state.blob import DecodedBlob
     from reft.state.catalogue import end_to_end
 
-    """Checksums of the tensors in all blocks of one step."""
     blocks: dict[tuple[Coordinate, BlockKey], Mapping[str, int]] = {}
     for path, header in headers(job.path, job.secret, job.job_id):
         if header.label.step != step or not header.state.whole:
@@ -157,7 +157,7 @@ def _blocks(job: JobDir, step: int) -> Blocks:
             specs = {Section.REPLICATED: manifest.replicated, Section.OWNED: manifest.owned}
             places = {s: end_to_end(spec.nbytes for spec in of)[0] for s, of in specs.items()}
             for e in header.entries:
-                # A copy of another rank's partition is compared on that rank.
+                # A copy of another rank's partition is compared on the owning rank.
                 if e.key.section is Section.REPLICATED or (
                     e.key.section is Section.OWNED and e.owner
                 ):

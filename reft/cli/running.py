@@ -1,7 +1,7 @@
-"""``reft protect``, ``scale``, ``advise``: change a running job, or find out what to change.
+"""``reft protect``, ``scale`` and ``advise``: change a running job, or get advice on it.
 
-A request is a numbered file in the job's memory on this node. Its trainers, or its launcher, carry
-it out and write an answer.
+A request is a numbered file in the job's memory on this node. The job's trainers or its launcher
+carry it out and write an answer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def protect_command(
         _show(record, as_json)
         return
     requested = parse_request(scheme)
-    # Refused here if the job's groups have no room for it, as far as its arenas show.
+    # As far as the arenas show the size of the job's groups, refuse a scheme with no room in them.
     for path in paths:
         directory = JobDir.open(path)
         for _, header in headers(path, directory.secret, directory.job_id):
@@ -78,24 +78,23 @@ def protect_command(
             f'switch. Write "protection": "{scheme}" into the block for its next start'
         )
     try:
-        order = write_request(running, scheme)
+        request = write_request(running, scheme)
     except OSError as error:
-        raise ReftError(f"the order cannot be written: {error}; make room there") from error
+        raise ReftError(f"the request cannot be written: {error}; make room there") from error
     if not wait:
         return
     answers: list[ProtectionRecord] = []
     for _ in _polls(wait):
         records = [read_record(path) for path in running]
-        answers = [r for r in records if r is not None and r.number >= order.number]
+        answers = [r for r in records if r is not None and r.number >= request.number]
         if len(answers) == len(running):
             break
     else:
         raise ReftError(
             f"the job has not switched to {scheme} within {wait:.0f} s: it is still starting, "
-            "takes no "
-            'versions ("variant": "none"), or its steps take longer than that. The order stays '
-            "and is "
-            "carried out at the next version; 'reft protect' shows the current protection"
+            'takes no versions ("variant": "none"), or its steps take longer than that. The '
+            "request stays and is carried out at the next version; 'reft protect' shows the "
+            "current protection"
         )
     _show(answers[0], as_json)
     if answers[0].refused is not None:
@@ -103,7 +102,7 @@ def protect_command(
 
 
 def _polls(secs: float) -> Iterator[None]:
-    """Poll for an answer, until the time is up."""
+    """Yield until the time is up, with pauses between polls for an answer."""
     deadline = time.monotonic() + secs
     while time.monotonic() < deadline:
         yield
@@ -118,7 +117,7 @@ def _show(record: ProtectionRecord, as_json: bool) -> None:
 
 
 def describe(record: dict[str, Any]) -> list[str]:
-    """A record in words, the active protection first; empty if there is no record."""
+    """Describe a record in lines, the active protection first; empty if there is no record."""
     if not record:
         return []
     degraded = record.get("degraded")
@@ -176,8 +175,8 @@ def scale_command(
     Refused, with the reason and the numbers that fit: below MIN, above MAX, no whole replicas, a
     batch that the replicas cannot share, fewer waiting nodes than needed, more nodes leaving at
     once than the job can survive. If a node leaves while the job survives no loss, or nothing is
-    committed yet, the order first waits for up to a minute; `reft status` shows that. Exit code 0:
-    done; 1: refused, or not done in time.
+    committed yet, the request first waits for up to a minute; `reft status` shows that. Exit code
+    0: done; 1: refused, or not done in time.
     """
     paths = [
         path for path in find_memory(memory_dir, job) if live_processes(JobDir.open(path).path)
@@ -189,26 +188,26 @@ def scale_command(
         )
     path = paths[0]
     try:
-        order = scale_request.write_request(path, nodes, tuple(without or ()))
+        request = scale_request.write_request(path, nodes, tuple(without or ()))
     except OSError as error:
-        raise ReftError(f"the order cannot be written: {error}; make room there") from error
+        raise ReftError(f"the request cannot be written: {error}; make room there") from error
     if not wait:
         return
     answer: ScaleAnswer | None = None
     for _ in _polls(wait):
         newest = read_answer(path)
-        if newest is not None and newest.number == order.number:
+        if newest is not None and newest.number == request.number:
             answer = newest
-        # The node has left the job, and its memory was removed with the answer.
+        # If the node has left the job, its memory was removed together with the final answer.
         if answer is not None and not path.exists():
-            answer = ScaleAnswer(order.number, nodes, nodes, done=True)
+            answer = ScaleAnswer(request.number, nodes, nodes, done=True)
         if answer is not None and (answer.done or answer.refused):
             break
     if answer is None:
         raise ReftError(
-            f"no launcher has taken up the order in {path} within {wait:.0f} s: this node is a "
+            f"no launcher has accepted the request in {path} within {wait:.0f} s: this node is a "
             "spare (run the command on a node that trains), or the job is still starting. The "
-            "order stays until a launcher takes it up"
+            "request stays until a launcher accepts it"
         )
     typer.echo(json.dumps(asdict(answer), indent=2) if as_json else _describe(answer))
     if not answer.done:
@@ -254,7 +253,7 @@ def advise_command(
     name = JobDir.open(paths[0]).job_id
     if as_json or as_yaml:
         memory = min((b.limit_bytes for b in bounds(paths[0]) if b.limit_bytes > 0), default=0)
-        # A plan of the same name is the same plan to the operator; every round has its own.
+        # The operator identifies a plan by its name, so every round has its own.
         number = max((r.round for p in paths for r in read_history(p)), default=0)
         cores = len(os.sched_getaffinity(0))
         plan = scale_plan(

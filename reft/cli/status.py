@@ -97,7 +97,7 @@ def status_command(
 
 
 def _find_page(status: dict[str, Any]) -> str:
-    """Address of the status page that a daemon of these nodes serves."""
+    """Find the address of the status page that a daemon of these nodes serves."""
     daemons = [node["status"] or {} for node in status["here"] if node["daemon_runs"]]
     for daemon in daemons:
         if problem := daemon.get("web_problem"):
@@ -162,7 +162,7 @@ def history_command(
         Console().print(table, markup=False)
 
 
-Histories = Mapping[tuple[str, str], Sequence[RoundReport]]  # by job and node
+Histories = Mapping[tuple[str, str], Sequence[RoundReport]]  # By job and node
 
 
 def _read_memory(memory_dir: list[Path] | None, job: str | None, *, as_json: bool) -> Histories:
@@ -206,7 +206,7 @@ def _watch(reader: StatusReader, interval_secs: float, *, as_json: bool) -> dict
                 sys.stdout.flush()
     except KeyboardInterrupt:
         return status
-    except BrokenPipeError:  # the reader of the pipe has ended
+    except BrokenPipeError:  # The reader of the pipe has ended
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return status
     if not as_json:
@@ -215,7 +215,7 @@ def _watch(reader: StatusReader, interval_secs: float, *, as_json: bool) -> dict
 
 
 def _poll(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any]]:
-    """The status again and again, until the job has ended."""
+    """Read the status repeatedly until the job has ended."""
     status: dict[str, Any] = {}
     while status.get("state") != "ended":
         if status:
@@ -234,8 +234,10 @@ def _poll(reader: StatusReader, interval_secs: float) -> Iterator[dict[str, Any]
 
 
 def _vanishes(paths: Sequence[Path]) -> bool:
-    """Whether the memory of one of these nodes is being removed, as at the end of a job that ended
-    well. That takes a moment, in which files are missing."""
+    """Whether the memory of one of these nodes is being removed, as after a good end of the job.
+
+    Files are missing while the removal takes place, so this waits for it briefly.
+    """
     deadline = time.monotonic() + _REMOVAL_SECS
     while (whole := all(path.is_dir() for path in paths)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -250,8 +252,8 @@ def _show(status: dict[str, Any], *, as_json: bool, briefly: bool = False) -> No
     console.print(_view(status))
     for node in () if briefly else status["here"]:
         table = Table(title=escape(f"job {node['job_id']}, node {node['node']}"), show_header=False)
-        for name, said in _describe_node(node):
-            table.add_row(name, escape(said))
+        for name, text in _describe_node(node):
+            table.add_row(name, escape(text))
         console.print(table)
 
 
@@ -262,7 +264,7 @@ def _view(status: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [table, _nodes(status)]
     if status["speeds"]:
         parts.append(_speeds(status))
-    parts += [f"[bold yellow]warning:[/] {escape(said)}" for said in status["warnings"]]
+    parts += [f"[bold yellow]warning:[/] {escape(text)}" for text in status["warnings"]]
     parts += [f"[cyan]advice:[/] {escape(advice['said'])}" for advice in status["advice"]]
     return Group(*parts)
 
@@ -292,13 +294,13 @@ def _facts(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "newest commit", _label(status["newest_commit"]) + age
     yield "protection", _or(status["protection"], "not known")
     left, whole = status["tolerance_left"], status["tolerance"]
-    said = "not known yet"
+    text = "not known yet"
     if left is not None:
         usual = "" if whole is None or whole == left else f" (of {whole} when all nodes are there)"
-        said = f"the loss of {left} node(s){usual}"
+        text = f"the loss of {left} node(s){usual}"
     if left is not None and left < 0:
-        said = "NOTHING: more nodes are lost than the protection survives"
-    yield "survives now", said
+        text = "NOTHING: more nodes are lost than the protection survives"
+    yield "survives now", text
     if (last := status["last_recovery"]) is not None:
         causes = "; ".join([*last["failures"], *(f"node {n} was lost" for n in last["lost"])])
         resumed = ""
@@ -314,18 +316,18 @@ def _facts(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _state(status: dict[str, Any]) -> str:
     if status["ended"] is not None:
         return f"does not run: {status['ended']}"
-    said = str(status["state"])
+    text = str(status["state"])
     if (waiting := status["waiting"]) is None:
-        return said
+        return text
     if len(names := waiting["for"]) == 1:
-        said += f": {names[0]}, or one in its place"
+        text += f": {names[0]}, or one in its place"
     elif names:
-        said += f": {', '.join(names)}, or others in their place"
+        text += f": {', '.join(names)}, or others in their place"
     if (since := waiting["since_unix_secs"]) is not None:
-        said += f", since {clock(since)} ({max(0.0, time.time() - since):.0f} s)"
+        text += f", since {clock(since)} ({max(0.0, time.time() - since):.0f} s)"
     until = waiting["until_unix_secs"]
     limit = "--rdzv-conf join_timeout is over (600 s by default)" if until is None else clock(until)
-    return f"{said}, until {limit} at most"
+    return f"{text}, until {limit} at most"
 
 
 def _nodes(status: dict[str, Any]) -> Table:
@@ -398,8 +400,10 @@ def _describe_storage(persist: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _describe_rates(stats: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """How often versions are taken and persisted, if the job measures that itself. Shown is the
-    rank that asks for the longest interval."""
+    """How often versions are taken and persisted, if the job adapts that itself.
+
+    The rank with the longest interval is shown.
+    """
     for name, key, when in (
         ("snapshot rate", "memory_rate", "after a failure that memory survives"),
         ("persist rate", "persist_rate", "when memory fails"),
@@ -421,7 +425,7 @@ def _describe_rates(stats: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _describe_traffic(stats: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Bytes of the newest version of all ranks of the node, by kind."""
+    """Bytes of the newest version by kind, summed over the ranks of the node."""
     traffic = [rank["traffic"] for rank in stats if "traffic" in rank]
     for name, way in (("a version copies", "to_host"), ("and sends to other nodes", "sent")):
         total: Counter[str] = sum((Counter(rank[way]) for rank in traffic), Counter())

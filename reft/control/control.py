@@ -1,14 +1,14 @@
-"""The host-side control plane: messages of ranks that join and load, and of the snapshot workers.
+"""The host-side control plane: votes and messages of ranks, apart from training collectives.
 
 It has its own connections, which no training collective uses, so that a commit in the background
 can never reorder or delay a training message. Every rank takes part in every vote, in the same
-order; two votes are the two phases of the global commit. The workers have connections apart from
-the main threads'. They can be made again when one worker has lost its place in the protocol: its
-peers notice it at once because it closes the old ones (P6).
+order; two votes are the two phases of the global commit. The snapshot workers have connections
+apart from those of the main threads. If a worker loses its place in the protocol, it closes its
+connections, its peers notice that at once, and all of them connect again (P6).
 
-Endpoints are found through a store (torch's, or :class:`reft.control.keyvalue.KeyValueStore`). The
-number of requests to it does not depend on the number of ranks. Positions in the tree are given out
-in the order of arrival.
+Ranks find each other through a store (torch's, or :class:`reft.control.keyvalue.KeyValueStore`).
+The number of requests of a rank to it does not depend on the number of ranks. Positions in the tree
+are assigned in the order of arrival.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from reft.grid import VersionId
 if TYPE_CHECKING:
     import torch
 
-SOCKETS = "sockets"  # The ``transport`` of the block that needs no integration
+SOCKETS = "sockets"  # Value of ``transport`` in the block that needs no integration
 _MESSAGE = b"reft-message-1"
 _GATHERED = b"reft-gathered-1"
 _LENGTH_BYTES = 8
 _FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.005, 0.25
-_FAILURE_POLL_SECS = 1.0  # A waiting rank asks the store this often whether another has given up
+_FAILURE_POLL_SECS = 1.0  # Interval at which a waiting rank checks whether another has given up
 _TREE, _PAIR = "tree", "pair"
-_MAX_VIEWS = 64  # Buffers of one call of ``sendmsg`` or ``recvmsg_into``
+_MAX_VIEWS = 64  # Most buffers of one call of ``sendmsg`` or ``recvmsg_into``
 _MAX_WAKE_BYTES = 4096
 
 
@@ -80,16 +80,16 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Ballot:
-    """One rank's vote on one version; and the result of the vote, in parentheses below."""
+    """One rank's vote on one version, or the result of the vote (in parentheses)."""
 
     ok: bool  # The version is in order on this rank (on all ranks)
-    # Step after which this rank can stop, since it received a signal; 0 if not (the latest)
+    # Step after which this rank can stop, if it received a signal; 0 if not (the latest step)
     stop_after_step: int = 0
     relayout: bool = False  # The shapes of this rank's state differ from the plan (of any rank)
     late: bool = False  # The next votes of this rank lag behind its training (of any rank)
     # This rank has an error that it has not reported to its peers (any rank has)
     has_errors: bool = False
-    # Numbers of each feature by its name, opaque here (the maximum of each)
+    # Numbers of each feature by its name, opaque to the core (the maximum of each number)
     features: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -103,17 +103,18 @@ class ControlGroup:
 
     Args:
         timeout_secs: how long to wait for a silent peer.
-        node: the node that this rank runs on; by default its host.
-        secret: what ranks prove to each other; None: the first one writes one to torch's store.
+        node: node of this rank; by default its host.
+        secret: the secret by which ranks authenticate each other; None: the first rank writes one
+            to torch's store.
         transport: ``sockets``, or the transport of an integration.
 
     Attributes:
-        on_silence: called, in addition to the log, with ranks whose answer is missing for long.
+        on_silence: called, in addition to the log, with ranks that have not answered for long.
 
     Raises:
-        TransferError: a peer did not come in time, or cannot be reached.
+        TransferError: a peer did not connect in time, or cannot be reached.
         AuthenticationError: a peer has another secret.
-        ConfigError: the transport cannot be used here; says what is missing.
+        ConfigError: the transport cannot be used; the message says what is missing.
     """
 
     _numbers = itertools.count()
@@ -151,7 +152,7 @@ class ControlGroup:
 
     def _connect(self, keep_waiting: KeepWaiting) -> None:
         def on_silence(missing: list[str], secs: float) -> None:
-            self.on_silence(missing, secs)  # Read at the call: it may be set later
+            self.on_silence(missing, secs)  # Looked up here, because it may be set later
 
         if self._open_transport is not None:
             self._transport = self._open_transport(self.timeout_secs, keep_waiting, on_silence)
@@ -179,7 +180,7 @@ class ControlGroup:
         """Connect the snapshot workers.
 
         Args:
-            secret: of the job; None: that of this group.
+            secret: secret of the job; None: the secret of this group.
         """
         worker = WorkerControl(
             self.timeout_secs,
@@ -198,8 +199,8 @@ class ControlGroup:
 
         Raises:
             TransferError: a peer is gone or silent.
-            AuthenticationError: a message does not carry the secret. Only for transports of
-                integrations; sockets authenticate their connections.
+            AuthenticationError: a message lacks the secret's MAC. Only with transports of
+                integrations, since sockets authenticate their connections.
         """
         if self._open_transport is None:
             return self._connections.gather(data)
@@ -207,7 +208,7 @@ class ControlGroup:
         return [check_authentic(body, self._secret, _GATHERED) for body in bodies]
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """All-gather integers of 64 bits; as :meth:`gather_bytes`."""
+        """All-gather integers of 64 bits; otherwise as :meth:`gather_bytes`."""
         rows = self.gather_bytes(np.array(values, np.int64).tobytes())
         return [np.frombuffer(row, np.int64).tolist() for row in rows]
 
@@ -220,15 +221,15 @@ class ControlGroup:
         """Exchange one message with each of some peers. Collective among these ranks.
 
         Args:
-            bodies: messages by global rank; that of this rank is ignored. Every peer has a message
-                for this rank in the same call, which may be empty.
+            bodies: messages by global rank; the entry of this rank is ignored. Every peer has a
+                message for this rank in the same call; it may be empty.
 
         Returns:
             The messages of the peers, by global rank.
 
         Raises:
             PeerLostError: a peer vanished.
-            AuthenticationError: a message does not carry the job's secret.
+            AuthenticationError: a message lacks the MAC of the job's secret.
         """
         outgoing = {
             peer: authenticate(body, self._secret, _MESSAGE)
@@ -286,7 +287,7 @@ class ControlGroup:
         try:
             self._connections.stream(sends, receives, wake)
         except BaseException as error:
-            # Some pairs have moved a part of their bytes: only new connections are in step again.
+            # Some pairs have moved a part of their bytes, so only new connections are in step.
             self.leave()
             if isinstance(error, (OSError, EOFError, AuthenticationError)):
                 raise PeerLostError(
@@ -298,13 +299,12 @@ class ControlGroup:
     def end_pairs(self) -> None:
         """Close the connections that exchanges have made beyond the tree's.
 
-        It does not wait for the other ranks, which take part in a collective before the next
-        exchange.
+        It does not wait for the other ranks. A collective has to follow before the next exchange.
         """
         self._connections.end_pairs()
 
     def leave(self) -> None:
-        """Close this rank's connections: its neighbours notice it now, the others through them."""
+        """Close this rank's connections; its neighbours notice at once, and others through them."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
@@ -320,7 +320,7 @@ class WorkerControl(ControlGroup):
             keep_waiting: ends the wait when it returns False.
 
         Raises:
-            TransferError: a peer did not come in time, or cannot be reached.
+            TransferError: a peer did not connect in time, or cannot be reached.
         """
         self.leave()
         self._connect(keep_waiting)
@@ -329,14 +329,14 @@ class WorkerControl(ControlGroup):
         """All-reduce a ballot; every rank gets the same result. Collective.
 
         Args:
-            ballot: of this rank.
+            ballot: this rank's ballot.
             version: the version to vote on, which must be the same on all ranks.
 
         Raises:
             TransferError: a peer is gone, or votes on another version.
         """
-        # The transport only has a minimum. Fields whose maximum is needed are sent negated, and the
-        # version is sent twice, so that its minimum and its maximum can be compared.
+        # The transport only has a minimum. Fields that need a maximum are sent negated. The version
+        # is sent twice, so that its minimum and its maximum can be compared.
         flags = [getattr(ballot, name) for name in _RAISED]
         names = sorted(ballot.features)
         numbers = [number for name in names for number in ballot.features[name]]
@@ -373,13 +373,12 @@ def _to_bytes(tensors: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[m
 
 
 class TreeTransport(Tree):
-    """One rank's connections over sockets: its position in the tree, and one for each peer.
+    """One rank's connections over sockets: those of the tree, and one to each peer.
 
-    A connection to a peer is made when the two first exchange bytes. The bytes go from memory to
-    memory without frames: the connection is authenticated, and the checksums that travel with a
-    version check the bytes. A rank without room does not read, and the buffers of the connection
-    bound what its peer can send ahead. If a connection of the tree ends, so does the exchange. Used
-    by one thread.
+    A connection to a peer is made when the two first exchange bytes. The bytes are sent without
+    frames: the connection is authenticated, and the checksums of the version verify the bytes. A
+    rank without free buffers does not read, and the socket buffers limit how far its peer can send
+    ahead. If a connection of the tree ends, the exchange ends too. Used by one thread.
     """
 
     def __init__(
@@ -414,10 +413,10 @@ class TreeTransport(Tree):
         self._move(exchanges, wake)
 
     def _pair(self, peer: int, deadline: float) -> Channel:
-        """The connection to a peer, which is made at its first use."""
+        """The connection to a peer, made at its first use."""
         if peer not in self.pairs:
             # The lower rank calls, so that a pair has one connection. The other rank accepts in a
-            # thread: a ring in which every rank calls the next does not deadlock.
+            # thread, so a ring in which every rank calls the next does not deadlock.
             if self._rank < peer:
                 channel = self._arrivals.call(self._endpoint_of(peer), _PAIR, deadline)
             else:
@@ -459,7 +458,7 @@ class TreeTransport(Tree):
                 silence = PeerTimeout(self.limits.patience_secs)
                 if wake is not None and fd == wake.fileno():
                     wake.recv(_MAX_WAKE_BYTES)
-                    # A sink may have room now: its connection is polled for bytes again.
+                    # A sink may have free buffers now, so its connection is polled again.
                     for each, exchange in busy.items():
                         poller.modify(each, exchange.events() | PEER_ENDED)
                 elif fd not in busy:
@@ -485,7 +484,7 @@ class TreeTransport(Tree):
 
 
 class _PairExchange:
-    """The bytes of one exchange that go over one connection, in both directions."""
+    """The transfers of one exchange over one connection, in both directions."""
 
     def __init__(self, channel: Channel, out: Sequence[memoryview], sink: ReceiveSink) -> None:
         self.peer = channel.peer
@@ -499,14 +498,14 @@ class _PairExchange:
         return not self._out and self._sink.complete
 
     def events(self) -> int:
-        """The events of ``poll`` at which bytes can be moved."""
+        """The ``poll`` events at which bytes can be moved."""
         self._room.extend(self._sink.room())
         writable = select.POLLOUT if self._out else 0
         readable = select.POLLIN if self._room else 0
         return writable | readable
 
     def advance(self, event: int) -> None:
-        """Move bytes after an event. Raises EOFError: the peer has closed the connection."""
+        """Move bytes after an event. Raises EOFError if the peer has closed the connection."""
         if self._room and event & select.POLLIN:
             nbytes = self.connection.recvmsg_into(islice(self._room, _MAX_VIEWS))[0]
             if not nbytes:
@@ -536,15 +535,15 @@ def connect(
     """Connect this rank with the others. Collective.
 
     Args:
-        store: where the ranks find each other.
-        prefix: of the keys; another one for every call.
-        rank: of this process.
+        store: store through which the ranks find each other.
+        prefix: prefix of the keys, different in every call.
+        rank: rank of this process.
         world_size: number of ranks.
-        node: the node that this rank runs on; ranks of one node use Unix sockets.
-        secret: of the job.
-        timeout_secs: to connect, and later for each collective and each exchange.
+        node: node of this rank; ranks of one node use Unix sockets.
+        secret: secret of the job.
+        timeout_secs: time-out for connecting, and later for each collective and each exchange.
         keep_waiting: ends the wait when it returns False.
-        on_silence: called, in addition to the log, with ranks whose answer is missing for long.
+        on_silence: called, in addition to the log, with ranks that have not answered for long.
 
     Raises:
         TransferError: the ranks cannot be connected in time.
@@ -587,19 +586,19 @@ def connect(
 
 
 class _JoinRecord:
-    """The keys through which ranks find each other while they connect.
+    """The keys in the store through which ranks find each other while they connect.
 
     ============== ==========================================================
     key            value
     ============== ==========================================================
-    node/NODE      number of ranks that came on this node
+    node/NODE      number of ranks that have joined on this node
     nodes          number of nodes with a rank
     rank/RANK      endpoint of a rank
     at/NODE/INDEX  rank at a position of the node's tree
     leader/INDEX   rank at a position of the tree of nodes
-    came, whole    number of ranks that came; present when all have
+    came, whole    number of ranks that have joined; present when all have
     failures       number of ranks that gave up
-    failed         rank that gave up first
+    failed         first rank that gave up
     ============== ==========================================================
     """
 
@@ -621,7 +620,7 @@ class _JoinRecord:
 
     @contextmanager
     def reporting_failure(self, rank: int) -> Iterator[None]:
-        """Report any error in this block to the ranks that still wait."""
+        """Report an error in this block to the ranks that still wait."""
         try:
             yield
         except BaseException:
@@ -631,7 +630,7 @@ class _JoinRecord:
             raise
 
     def keep_waiting(self) -> bool:
-        """Whether to keep waiting. Raises TransferError: another rank has given up."""
+        """Whether to keep waiting. Raises TransferError if another rank has given up."""
         if time.monotonic() > self._failure_poll_at:
             self._failure_poll_at = time.monotonic() + _FAILURE_POLL_SECS
             if self._store.check([self._key("failed")]):
@@ -658,7 +657,7 @@ class _JoinRecord:
         self._set(f"at/{node}/{index}", str(own.rank))
         if node_index is not None:
             self._set(f"leader/{node_index}", str(own.rank))
-        # Counted last: when all have come, the keys above are there for every rank.
+        # Counted last: when all ranks have been counted, all of the keys above exist.
         came = self._take_number("came") + 1
         if came > world_size:
             raise TransferError(
@@ -669,8 +668,8 @@ class _JoinRecord:
         if came == world_size:
             self._set("whole", "1")
         self._wait_for_all(world_size)
-        # All ranks listen now, so that connecting takes little time. A rank that has died since
-        # cannot report it: the deadline is short.
+        # All ranks listen now, so connecting takes little time. A rank that has died meanwhile
+        # cannot report it, so the deadline is short.
         self.deadline = min(self.deadline, time.monotonic() + CONNECT_SECS)
         ranks_here = self._read_count(f"node/{node}")
         callers = [self._read_rank(f"at/{node}/{i}") for i in find_children(index, ranks_here)]
@@ -685,12 +684,12 @@ class _JoinRecord:
         return callers, self.endpoint_of(parent)
 
     def endpoint_of(self, rank: int) -> Endpoint:
-        """Where a rank listens. Raises AuthenticationError: the key was not written by the job."""
+        """Endpoint of a rank. Raises AuthenticationError if the job did not write the key."""
         packed = bytes.fromhex(self._store.get(self._key(f"rank/{rank}")).decode())
         return Endpoint.unpack(packed, self._secret)
 
     def _wait_for_all(self, world_size: int) -> None:
-        # Polled: a blocking wait would keep the process's other threads from using the store.
+        # Polled, because a blocking wait would keep other threads of the process from the store.
         pauses = Backoff(_FIRST_POLL_SECS, _LONGEST_POLL_SECS)
         while not self._store.check([self._key("whole")]):
             if not self.keep_waiting() or time.monotonic() > self.deadline:
@@ -711,14 +710,14 @@ class _JoinRecord:
         return self._store.add(self._key(name), 0)
 
     def _take_number(self, name: str) -> int:
-        """The next number of a counter, from 0."""
+        """Take the next number of a counter that starts at 0."""
         return self._store.add(self._key(name), 1) - 1
 
 
 def shared_secret(store: Store, key: str, make: Callable[[], bytes]) -> bytes:
     """A secret that the first caller makes and all others read from the store.
 
-    Every process that can read the store can take part, as in torch's own groups.
+    Every process that can read the store can use it, as with torch's own groups.
     """
     if store.add(f"{key}/first", 1) == 1:
         store.set(key, make().hex())

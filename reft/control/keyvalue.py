@@ -1,10 +1,10 @@
 """The rendezvous store: a table of bytes for processes that know the secret (P11).
 
-It replaces torch's TCPStore, which serves every process that reaches its port and has no option to
-ask for a secret. etcd (:mod:`reft_etcd`) survives the loss of its host, but is one more server to
-install and maintain; this one lives in a launcher, or in ``reft rendezvous``.
+It replaces torch's TCPStore, which serves every process that reaches its port and has no option for
+a secret. etcd (:mod:`reft_etcd`) survives the loss of its host, but it is one more server to
+install and maintain; this store lives in a launcher or in ``reft rendezvous``.
 
-Every request has one answer. A request is ``[operation, arguments...]``, an answer is ``[True,
+Every request has one reply. A request is ``[operation, arguments...]``, a reply is ``[True,
 result]`` or ``[False, reason]``.
 """
 
@@ -41,7 +41,7 @@ PURPOSE = "rendezvous"
 _RETRY_SECS = 1.0
 _FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.01, 0.25
 _REPEATABLE = ("get", "set", "check", "delete", "compare_set", "left", "time")
-"""Operations that may be repeated if their answer was lost: twice has the effect of once."""
+"""Operations that may be repeated if their reply was lost: a second run changes nothing more."""
 _LEFT_SECS = 600.0  # How long the server remembers that a holder's connection has ended
 _FIRST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.05, 1.0
 _JOURNAL_FILE = "rendezvous.sqlite"
@@ -53,15 +53,15 @@ class StoreError(RuntimeError):
 
 
 class RendezvousStore(ABC):
-    """A client of a store: the part of ``torch.distributed.Store`` that reft needs, and names.
+    """A client of a store: what reft needs of ``torch.distributed.Store``, and held names.
 
     Safe to use from several threads. Every method is bounded in time, and raises StoreError if the
     store does not answer.
 
     Attributes:
         prefix: put before every key.
-        keeps_leases: a holder has to renew its name in time. Otherwise it holds the name for as
-            long as it is connected.
+        keeps_leases: whether a holder has to renew its name in time. Otherwise it holds the name
+            while it is connected.
     """
 
     prefix: str = ""
@@ -71,7 +71,7 @@ class RendezvousStore(ABC):
     @property
     @abstractmethod
     def endpoint(self) -> str:
-        """``host:port`` of the server that answers."""
+        """``host:port`` of the server that answers the requests."""
 
     def with_prefix(self, prefix: str) -> Self:
         """The same store over the same connection, with ``prefix/`` before every key."""
@@ -81,10 +81,10 @@ class RendezvousStore(ABC):
 
     @abstractmethod
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value, whatever the key held before."""
+        """Write a value, and overwrite an older one."""
 
     def get(self, key: str) -> bytes:
-        """Wait for the value of ``key``. Raises TimeoutError: it was not written in time."""
+        """Wait for the value of ``key``. Raises TimeoutError if it is not written in time."""
         value = self.peek(key)
         if value is None:
             self.wait([key])
@@ -95,7 +95,7 @@ class RendezvousStore(ABC):
 
     @abstractmethod
     def peek(self, key: str) -> bytes | None:
-        """The value of ``key``; None if there is none."""
+        """The current value of ``key``; None if there is none."""
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` have a value; without keys, whether the store answers."""
@@ -110,10 +110,10 @@ class RendezvousStore(ABC):
     def compare_set(
         self, key: str, expected: bytes | None, value: bytes
     ) -> tuple[bool, bytes | None]:
-        """Write a value if the key holds ``expected``; None: if it has no value.
+        """Write a value if the key holds ``expected``; None means that it has no value.
 
         Returns:
-            Whether the value was written, and what the key holds now.
+            Whether the value was written, and the key's current value.
         """
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -133,21 +133,21 @@ class RendezvousStore(ABC):
         """Hold a name, which shows others that this process is alive.
 
         Args:
-            name: of this process.
+            name: name of this process.
             secs: length of the lease. Without leases, the name is held while the process is
                 connected.
         """
 
     def alive(self, prefix: str) -> frozenset[str]:
-        """Names with that prefix that are held now.
+        """The held names with a prefix.
 
-        Empty if the store keeps no leases: its clients then write heartbeats into a value.
+        Empty if the store keeps no leases; its clients then write heartbeats into a value.
         """
         return frozenset()
 
     @abstractmethod
     def left(self, prefix: str) -> dict[str, float]:
-        """Names with that prefix that are no longer held, and for how many seconds."""
+        """Names with a prefix that are no longer held, and for how many seconds."""
 
     def time(self) -> float | None:
         """Seconds since 1970 by the store's clock; None if the store has no such operation."""
@@ -173,9 +173,9 @@ class KeyValueServer:
 
     Args:
         listener: a listening socket.
-        secret: of the user.
-        table: the first entries.
-        journal: keeps the table on disk, and has the entries of an earlier server.
+        secret: the user's secret.
+        table: initial entries.
+        journal: keeps the table on disk, and holds the entries of an earlier server.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class KeyValueServer:
     ) -> None:
         self._journal = journal
         self._table: dict[str, bytes] = {**(journal.table if journal else {}), **(table or {})}
-        # Operations of all clients run one at a time, each in the thread of its connection.
+        # Serializes the operations of all clients, each of which has its own thread.
         self._lock = threading.Lock()
         self._holders: dict[str, Channel] = {}
         self._left_at: dict[str, float] = {}
@@ -235,7 +235,7 @@ class KeyValueServer:
                     if now - left_at < _LEFT_SECS
                 }
 
-    # -- operations; the lock is held --------------------------------------------------------------
+    # -- operations; called with the lock held -----------------------------------------------------
 
     def _set(self, key: str, value: bytes) -> None:
         if not isinstance(key, str) or not isinstance(value, bytes):
@@ -277,7 +277,7 @@ class KeyValueServer:
 def relay_store(
     listener: socket.socket, secret: bytes, store: RendezvousStore
 ) -> AuthenticatedServer:
-    """Serve another store to clients on this host, which speak to it as to a KeyValueServer."""
+    """Serve another store to clients on this host, with the protocol of KeyValueServer."""
     operations: dict[str, Callable[..., Any]] = {
         "get": store.peek,
         "set": store.set,
@@ -285,7 +285,7 @@ def relay_store(
         "delete": store.delete,
         "compare_set": store.compare_set,
     }
-    # No lock: the store may be used from several threads.
+    # No lock is needed, because the store is safe to use from several threads.
     serve = partial(_serve, operations=operations, lock=nullcontext())
     return AuthenticatedServer(listener, secret, PURPOSE, serve)
 
@@ -313,12 +313,12 @@ def _serve(
 class KeyValueStore(RendezvousStore):
     """A client of :class:`KeyValueServer`.
 
-    It connects at the first request, and again at the next one after the connection broke.
+    It connects at the first request, and reconnects at the next request after a lost connection.
 
     Args:
         endpoint: ``host:port`` of the server.
-        secret: of the user.
-        timeout_secs: for every request, and for the keys that :meth:`get` waits for.
+        secret: the user's secret.
+        timeout_secs: time-out of every request, and of :meth:`get` while a key has no value.
         prefix: put before every key.
     """
 
@@ -343,7 +343,7 @@ class KeyValueStore(RendezvousStore):
         return value
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number that ``key`` holds, 0 if it has no value; returns the sum."""
+        """Add to the number that ``key`` holds, initially 0; returns the sum."""
         return int(self._connection.request("add", self.prefix + key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -385,7 +385,7 @@ class _Connection:
         self._endpoint = endpoint
         self._secret = secret
         self._timeout_secs = timeout_secs
-        self._lock = threading.Lock()  # One request at a time: answers come in order
+        self._lock = threading.Lock()  # One request at a time, because replies come in order
         self._channel: Channel | None = None
         self._refused_until = 0.0
         self._held_names: dict[str, _HeldName] = {}
@@ -416,14 +416,14 @@ class _Connection:
                 raise
             except (OSError, EOFError) as error:
                 self._drop()
-                # Threads that wait for the lock get the error at once, not a time-out each.
+                # Threads that wait for the lock then fail at once, not after a time-out each.
                 self._refused_until = time.monotonic() + _RETRY_SECS
                 raise StoreError(
                     f"the rendezvous store at {self._endpoint} does not answer: {error}"
                 ) from error
             except BaseException:
-                # After any other exception, such as that of a signal, the answer is still unread:
-                # the next request would take it for its own.
+                # After any other exception, such as one from a signal handler, the reply is still
+                # unread, and the next request would take it for its own.
                 self._drop()
                 raise
         if not done:
@@ -433,7 +433,7 @@ class _Connection:
     def close(self) -> None:
         for held_name in self._held_names.values():
             held_name.close()
-        # Without the lock, which a request to a store that hangs holds until its time-out.
+        # Without the lock, because a request to a store that hangs holds it until its time-out.
         channel = self._channel
         if channel is not None:
             channel.shutdown()
@@ -456,15 +456,15 @@ class _Connection:
 
 
 class _HeldName:
-    """Holds a name in the store for as long as this process lives.
+    """Holds a name in the store while this process lives.
 
-    A thread keeps a connection for the name, and makes it again at once when it breaks.
+    A thread keeps a connection for the name, and reconnects at once when it breaks.
     """
 
     def __init__(self, connect: Callable[[], Channel], name: str) -> None:
         self._connect = connect
         self._name = name
-        # Between close() and the thread: a connection made during close() must not stay.
+        # Orders close() and the thread: a connection made during close() must not stay open.
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._channel: Channel | None = None
@@ -503,7 +503,7 @@ class _HeldName:
         channel.send(["hold", self._name])
         channel.receive()
         channel.settimeout(None)
-        channel.receive()  # Returns only when the connection ends
+        channel.receive()  # Returns only when the connection has ended
 
 
 # -- on disk ---------------------------------------------------------------------------------------
@@ -513,15 +513,15 @@ class Journal:
     """The entries of a server on disk, for one server at a time.
 
     Args:
-        directory: made if it is missing, for its user only.
-        secret: of the user; every entry carries a code (P11).
+        directory: directory of the journal; created for this user only if it is missing.
+        secret: the user's secret; every entry carries a MAC (P11).
 
     Attributes:
         table: the entries that an earlier server wrote.
 
     Raises:
         ConfigError: the directory cannot be used, or another server uses it.
-        AuthenticationError: another user has written there.
+        AuthenticationError: the entries were written with another secret.
     """
 
     def __init__(self, directory: Path, secret: bytes) -> None:
@@ -532,7 +532,7 @@ class Journal:
         )
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # SQLite would create the file with the umask's mode.
+            # SQLite would create the file with a mode that depends on the umask.
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
             raise ConfigError(unusable.format(error.strerror or error)) from error
@@ -541,9 +541,9 @@ class Journal:
         )
         self._database: sqlite3.Connection | None = database
         try:
-            # The exclusive lock is held for as long as the database is open. Without a sync at
-            # every write, a host that crashes may lose the newest entries; the running launchers
-            # write them again with their next heartbeat.
+            # The exclusive lock lasts while the database is open. Writes are not synced one by one,
+            # so a crash of the host may lose the newest entries. The running launchers write them
+            # again with their next heartbeat.
             for setting in (
                 "locking_mode = EXCLUSIVE",
                 "journal_mode = WAL",
@@ -575,11 +575,11 @@ class Journal:
     def write(self, table: Mapping[str, bytes], key: str) -> None:
         """Write an entry that was changed or deleted.
 
-        If the disk fails, the journal is removed: a later server must not read old entries.
+        If the disk fails, the journal is removed, because a later server must not read old entries.
 
         Args:
-            table: of the server, with the change.
-            key: of the entry.
+            table: the server's table with the change.
+            key: key of the entry.
         """
         if self._database is None:
             return
@@ -598,12 +598,12 @@ class Journal:
                     path.unlink()
 
     def close(self) -> None:
-        """Close the database; another server may use it then."""
+        """Close the database, which another server may then use."""
         database, self._database = self._database, None
         if database is not None:
             with suppress(sqlite3.Error):
                 database.close()
 
     def _key_of(self, key: str) -> bytes:
-        """The key of one entry's code: the values of two entries cannot be exchanged."""
+        """The MAC key of one entry, so that the values of two entries cannot be exchanged."""
         return derive_key(self._secret, _JOURNAL_PURPOSE, key.encode())

@@ -1,12 +1,12 @@
-"""What carries the control plane and the blocks between ranks, and how silent ranks are named.
+"""The transport of the control plane and of blocks between ranks, and reports of silent ranks.
 
 Sockets (:class:`reft.control.control.TreeTransport`) authenticate every connection and notice at
 once when a process dies. MPI (:mod:`reft_mpi`) uses the fabric of a job that ``mpiexec`` started.
 tests/control/test_transport.py is the contract of both; docs/mpi.md says what each survives.
 
-This module has what both share, and for sockets the connections between ranks (Unix sockets within
-a node, TCP between nodes, authenticated with the secret, P11) and the tree along which collectives
-go. It does not import torch: processes that must start fast use it, too.
+This module has the parts that both share. For sockets it also has the connections between ranks
+(Unix sockets within a node, TCP between nodes, authenticated with the secret, P11) and the tree for
+collectives. It does not import torch, because processes that must start fast use it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from reft.errors import AuthenticationError, ConfigError, TransferError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_SECS = 10.0  # A rank is named after this time without an answer
+PATIENCE_SECS = 10.0  # A rank is reported as silent after this time without a reply
 _LONGEST_PAUSE_SECS = 600.0
 _ASK_AGAIN_SECS = 1.0
 
 OnSilence = Callable[[list[str], float], None]
-"""Takes the ranks whose answer is missing, in words, and for how many seconds it has been."""
+"""Takes descriptions of the ranks whose reply is missing, and for how many seconds it has been."""
 
 
 def log_silence(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
@@ -62,7 +62,7 @@ def log_silence(on_silence: OnSilence, *, first_on_node: bool) -> OnSilence:
     def report(missing: list[str], secs: float) -> None:
         logger.log(
             logging.WARNING if first_on_node else logging.INFO,
-            "%s: no answer for %.0f s. Training goes on, but no version is committed until there "
+            "%s: no answer for %.0f s. Training continues, but no version is committed until there "
             "is one. Does it evaluate or save alone between two steps, or is it stopped, swapped "
             "out or debugged?",
             ", ".join(missing),
@@ -78,14 +78,14 @@ class TransferLimits:
     """How long a transport waits; may be changed at any time."""
 
     timeout_secs: float  # For a collective, and for an exchange in which no byte moves
-    patience_secs: float = PATIENCE_SECS  # A rank without an answer for this long is named
+    patience_secs: float = PATIENCE_SECS  # A rank without a reply for this long is reported
     on_silence: OnSilence = lambda missing, secs: None
 
     def check_progress(self, silence: PeerTimeout, missing: list[str]) -> None:
-        """In an exchange: name the missing ranks if it is time to.
+        """During an exchange, report the missing ranks when that is due.
 
         Raises:
-            TimeoutError: no byte was moved within the time-out.
+            TimeoutError: no byte moved within the time-out.
         """
         if silence.secs > self.timeout_secs:
             raise TimeoutError(
@@ -100,8 +100,8 @@ class PeerTimeout:
 
     Args:
         patience_secs: time before the first report; the pause doubles after every report.
-        shows: peers wait for this rank meanwhile, so it has to send a sign of life. The first
-            report then comes half the time later, when all ranks that are alive have sent theirs.
+        shows: whether peers wait for this rank, so that it has to send a sign of life. The first
+            report is then due half the time later, when every living rank has sent its own sign.
     """
 
     def __init__(self, patience_secs: float, *, shows: bool = False) -> None:
@@ -121,14 +121,17 @@ class PeerTimeout:
         return max(0.0, due_at - time.monotonic())
 
     def is_sign_due(self) -> bool:
-        """Whether to send a sign of life now; true once."""
+        """Whether a sign of life is due; true only once."""
         is_due = self._sign_at is not None and time.monotonic() >= self._sign_at
         if is_due:
             self._sign_at = None
         return is_due
 
     def is_report_due(self, missing: Collection[str]) -> bool:
-        """Whether to name the missing ranks now; if there are none to name, it asks again soon."""
+        """Whether a report of the missing ranks is due.
+
+        If no rank is missing, the next call after a short pause looks again.
+        """
         if time.monotonic() < self._report_at:
             return False
         pause = self._backoff.failed() if missing else _ASK_AGAIN_SECS
@@ -137,18 +140,19 @@ class PeerTimeout:
 
 
 Bytes = NDArray[np.uint8]
-KeepWaiting = Callable[[], bool]  # Called now and then during a wait, which ends when it is False
+KeepWaiting = Callable[[], bool]
+"""Called repeatedly during a wait, which ends when it returns False."""
 
 
 class ReceiveSink(Protocol):
-    """Where the bytes of one peer go. Called by the thread that reads them."""
+    """Destination of one peer's bytes. Called by the thread that reads them."""
 
     def room(self) -> Sequence[memoryview]:
-        """Further flat buffers to fill, after those given before; empty if there are none now."""
+        """Further flat buffers to fill, after those returned before; empty if none are free now."""
         ...
 
     def filled(self, count: int) -> None:
-        """The next ``count`` buffers are full."""
+        """Mark the next ``count`` buffers as full."""
         ...
 
     @property
@@ -158,7 +162,7 @@ class ReceiveSink(Protocol):
 
 
 class Buffers:
-    """A sink whose buffers exist from the start."""
+    """A sink with a fixed list of buffers."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views: Sequence[memoryview] = not_empty(views)
@@ -179,7 +183,7 @@ class Buffers:
 class Transport(Protocol):
     """One rank's connections to the others, for one thread.
 
-    An error ends the transport: the other ranks get an error, too, in whatever they wait for.
+    An error ends the transport: the other ranks get an error, too, in whatever call they wait.
     """
 
     limits: TransferLimits
@@ -212,12 +216,12 @@ class Transport(Protocol):
         """Send to peers and receive from peers, all at the same time.
 
         Both ranks of a pair name each other in the same call. Bytes for which the receiver has no
-        room yet wait at the sender.
+        free buffer wait at the sender.
 
         Args:
             sends: flat buffers to send, by rank.
-            receives: where the bytes of each rank go.
-            wake: becomes readable when a sink that had no room may have some.
+            receives: destination of the bytes of each rank.
+            wake: socket that becomes readable when a sink without free buffers may have some.
 
         Raises:
             EOFError: a peer is gone.
@@ -228,22 +232,23 @@ class Transport(Protocol):
     def end_pairs(self) -> None:
         """Close the connections between pairs of ranks; the next exchange makes them again.
 
-        Every rank calls it after the end of all exchanges, and takes part in a collective before
+        Every rank calls it after the end of all exchanges, and a collective has to follow before
         the next exchange.
         """
         ...
 
     def close(self) -> None:
-        """Leave: the neighbours notice it now, and the others through them."""
+        """Leave the others: the neighbours notice it at once, and the other ranks through them."""
         ...
 
 
 OpenTransport = Callable[[float, KeepWaiting, OnSilence], Transport]
-"""Connects this rank with the others, at the start and whenever they come together again.
+"""Function that connects this rank with the others, at the start and after every reconnect.
 
-Takes the time-out in seconds, for connecting and for every later collective or exchange; whether to
-keep waiting; and the callback for silent ranks. Collective. Raises TransferError if a rank does not
-come in time or cannot be reached, AuthenticationError if one has another secret.
+Its arguments are the time-out in seconds, for connecting and for every later collective or
+exchange; a function that says whether to keep waiting; and the callback for silent ranks.
+Collective. Raises TransferError if a rank does not connect in time or cannot be reached, and
+AuthenticationError if one has another secret.
 """
 
 
@@ -252,10 +257,10 @@ def not_empty(views: Sequence[memoryview]) -> list[memoryview]:
 
 
 def advance(views: deque[memoryview], nbytes: int) -> int:
-    """Remove the first ``nbytes`` of the views, which were moved.
+    """Remove the first ``nbytes`` of the views, which have been moved.
 
     Returns:
-        The number of views that were moved to their end.
+        The number of views that were moved completely.
     """
     completed = 0
     while views and nbytes >= len(views[0]):
@@ -272,7 +277,7 @@ PURPOSE = "control plane"
 PEER_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 """Events of ``poll`` when the other side has closed a connection, even if bytes are unread."""
 CONNECT_SECS = 60.0
-"""Time-out of a connection to a listening rank: a thread answers there, whatever training does."""
+"""Time-out of connecting to a listening rank; a thread answers there, whatever training does."""
 _ENDPOINT = b"reft-endpoint"
 _POLL_SECS = 0.05
 _WITHIN = " within "
@@ -280,15 +285,15 @@ _WITHIN = " within "
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a rank listens."""
+    """The addresses at which a rank listens."""
 
     rank: int
-    node: str  # Node and network namespace: a Unix socket connects ranks for which it is equal
+    node: str  # Node and network namespace; ranks with equal values can use the Unix socket
     local: str  # ``@name`` of the Unix socket
     remote: str  # ``host:port``
 
     def pack(self, secret: bytes) -> bytes:
-        """Serialize it for a store that other users may write to."""
+        """Serialize the endpoint for a store that other users may write to."""
         fields = [self.rank, self.node, self.local, self.remote]
         return authenticate(msgpack.packb(fields), secret, _ENDPOINT)
 
@@ -300,13 +305,13 @@ class Endpoint:
         """Read what :meth:`pack` returned.
 
         Raises:
-            AuthenticationError: it was packed with another secret.
+            AuthenticationError: the endpoint was packed with another secret.
         """
         return cls(*msgpack.unpackb(check_authentic(data, secret, _ENDPOINT)))
 
 
 class ReceiveQueue:
-    """Accepts the connections of other ranks, and keeps each until it is asked for.
+    """Accepts the connections of other ranks, and keeps each until :meth:`await_call` takes it.
 
     Raises:
         ConfigError: there is no address to listen on.
@@ -341,14 +346,14 @@ class ReceiveQueue:
         """Wait for the connection that ``rank`` makes.
 
         Args:
-            kind: what the connection is for.
-            rank: that calls.
-            deadline: on the monotonic clock.
+            kind: purpose of the connection.
+            rank: the rank that calls.
+            deadline: time on the monotonic clock.
             keep_waiting: ends the wait when it returns False.
 
         Raises:
             TimeoutError: the rank did not connect in time.
-            InterruptedError: the wait was ended.
+            InterruptedError: ``keep_waiting`` ended the wait.
         """
         while True:
             with self._changed:
@@ -366,10 +371,10 @@ class ReceiveQueue:
 
         Raises:
             AuthenticationError: the rank has another secret.
-            OSError: it does not answer.
+            OSError: the rank does not answer.
         """
         # Hosts may have equal names and equally numbered namespaces. The Unix socket of another
-        # host does not exist here, so that the TCP address is tried after it.
+        # host does not exist here, so the TCP address is tried next.
         near = other.node == self.endpoint.node
         addresses = [other.local, other.remote] if near else [other.remote]
         deadline = min(deadline, time.monotonic() + CONNECT_SECS)
@@ -384,20 +389,20 @@ class ReceiveQueue:
                 if addresses[1:]:
                     del addresses[0]
                     continue
-                # The rank has left, or its address leads to this host.
+                # The rank has left, or its address belongs to this host.
                 raise ConnectionRefusedError(
                     f"rank {other.rank} does not listen at {other.remote} ({error}). If other "
                     f"hosts cannot reach its host at that address, set {ENV_INTERFACE} there to "
                     f"the right interface"
                 ) from error
             except ConnectionError:
-                # A server ends handshakes that take long, for example on an overloaded machine.
+                # A server ends handshakes that take too long, as on an overloaded machine.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_POLL_SECS)
 
     def close(self) -> None:
-        """Accept no further connections; those that were asked for stay open."""
+        """Accept no further connections; connections that were taken stay open."""
         with self._changed:
             self._closed = True
             for channel in self._arrived.values():
@@ -420,9 +425,9 @@ def _describe_rank(rank: int, reach: str) -> str:
 
 
 def listen_remotely() -> socket.socket:
-    """Listen for other hosts, where gloo would.
+    """Listen for other hosts on the address that gloo would choose.
 
-    That is the interface named by the environment; otherwise the first address of the host's name
+    That is the interface named in the environment; otherwise the first address of the host's name
     that belongs to this machine; otherwise loopback.
 
     Raises:
@@ -464,14 +469,14 @@ def find_children(index: int, size: int) -> range:
 class Tree:
     """One rank's position in the tree, for small messages of many ranks. Used by one thread.
 
-    The messages of a node's ranks meet at its first rank. The nodes' messages go up a tree of these
-    first ranks, and the result comes down again. A rank has at most one parent and two times
-    :data:`FANOUT` children, and the number of hops is logarithmic in the number of nodes. (Gloo
-    connects every rank with every other.)
+    The first rank of a node collects the messages of the node's ranks. These first ranks form a
+    tree: messages go up the tree, and the result comes down. A rank has at most one parent and two
+    times :data:`FANOUT` children, and the number of hops is logarithmic in the number of nodes.
+    (Gloo connects every rank with every other.)
 
     A rank that dies or leaves closes its connections. A rank that notices this closes its own, so
-    that all ranks get an error. A rank that is alive but does not answer is named to all after a
-    while: every waiting rank tells the ranks that wait for it which rank it waits for.
+    that all ranks get an error. A living rank that does not answer is reported to all after a
+    while, because every waiting rank sends the names of the ranks it waits for to its own waiters.
     """
 
     def __init__(
@@ -490,7 +495,7 @@ class Tree:
 
     @property
     def links(self) -> tuple[Channel, ...]:
-        """The connections, for callers that wait for something else and watch for their end."""
+        """The connections, for callers that wait elsewhere and have to notice their end."""
         return self._children if self._parent is None else (self._parent, *self._children)
 
     def reduce_min(self, values: Sequence[int]) -> list[int]:
@@ -519,9 +524,9 @@ class Tree:
         """Merge the values of all ranks on the way up, and send the result down.
 
         Args:
-            kind: compared between the ranks, which must all be in the same collective.
-            value: of this rank.
-            merge: combines the value of this rank with that of a child.
+            kind: name of the collective; all ranks must be in the same one.
+            value: this rank's value.
+            merge: combines the value of this rank with the value of a child.
             finish: makes the result from the merged value, at the root.
         """
         self._calls += 1
@@ -547,7 +552,7 @@ class Tree:
                 self._send(child, result, deadline, self._children[number:])
             return msgpack.unpackb(result)
         except BaseException as error:
-            # After any error this rank's messages are out of step: its neighbours must notice.
+            # After an error this rank's messages are out of step, which its neighbours must notice.
             self.close()
             if isinstance(error, (OSError, EOFError, AuthenticationError)):
                 raise TransferError(
@@ -591,7 +596,7 @@ class Tree:
         others: Collection[Channel],
         deadline: float,
     ) -> float:
-        """Name the missing ranks if it is time to, also to the ranks that wait for this one.
+        """Report the missing ranks when that is due, also to the ranks that wait for this one.
 
         Returns:
             Seconds until the next check.
@@ -615,7 +620,7 @@ class Tree:
         return min(left_secs, silence.left_secs())
 
     def _send_waiting(self, missing: list[str], others: Collection[Channel]) -> None:
-        """Tell the ranks that wait for this one that it waits, too, and for which ranks."""
+        """Send the names of the ranks that this one waits for to the ranks that wait for it."""
         for channel in others:
             channel.settimeout(self.limits.patience_secs)
             channel.send([0, missing])
@@ -626,15 +631,15 @@ class Tree:
         """Send a message in parts.
 
         Args:
-            channel: whose other side waits for the message.
-            body: of the message.
-            deadline: on the monotonic clock.
+            channel: channel whose other side waits for the message.
+            body: the message.
+            deadline: time on the monotonic clock.
             others: channels whose other side waits for this rank meanwhile.
         """
         starts = range(0, max(1, len(body)), PART_BYTES)
         for start in starts:
             part = body[start : start + PART_BYTES]
-            # The first frame says how many follow.
+            # The first frame holds the number of frames.
             message = [len(starts), part] if start == 0 else part
             frame = memoryview(channel.make_frame(message))
             silence = PeerTimeout(self.limits.patience_secs, shows=True)
@@ -655,18 +660,18 @@ class Tree:
 
 
 class _PartialMessage:
-    """A message that is awaited from one channel, and has perhaps arrived in part."""
+    """A message that is awaited from one channel, and may have arrived in part."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._parts: list[bytes] = []
         self._missing_parts = 1
-        # The ranks that the other side waits for itself, as it said last; None if it said nothing.
+        # Ranks for which the other side waits, by its last sign of life; None if it sent none.
         self._waits_for: list[str] | None = None
         self._read_at = -math.inf
 
     def missing(self, since: float) -> list[str]:
-        """The ranks that hold the message up; none if a byte of it arrived after ``since``."""
+        """The ranks that delay the message; none if a byte of it arrived after ``since``."""
         if self._read_at >= since:
             return []
         return [self.channel.peer] if self._waits_for is None else self._waits_for

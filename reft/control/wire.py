@@ -1,13 +1,13 @@
 """Messages between processes, and servers for processes that know the job's secret (P11).
 
-Messages are msgpack frames with a keyed MAC. Both sides prove that they know the secret by
-answering the other's challenge, before anything else is read. Every later frame carries a MAC over
-its direction, its number and its bytes, so that it can be neither forged nor replayed nor
-reordered. Nothing is unpickled. Frames are not encrypted.
+Messages are msgpack frames with a keyed MAC. Before anything else is read, both sides prove that
+they know the secret by answering the other's challenge. Every later frame carries a MAC over its
+direction, its number and its bytes, so it cannot be forged, replayed or reordered. Nothing is
+unpickled. Frames are not encrypted.
 
-The standard library's ``multiprocessing.connection`` has the same challenge, but unpickles what
-follows and does not authenticate it. TLS needs certificates, or pre-shared keys, which ``ssl``
-offers from Python 3.13 on.
+The standard library's ``multiprocessing.connection`` has the same challenge, but unpickles the
+messages that follow and does not authenticate them. TLS needs certificates, or pre-shared keys,
+which ``ssl`` offers from Python 3.13 on.
 
 Servers listen on one address, for other hosts (TCP) or processes of this host (Unix). Before both
 sides have proved the secret, exactly one challenge and one proof, 48 bytes, are read from a
@@ -42,21 +42,21 @@ _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
 _PROOF, _SESSION, _FRAME = b"reft-proof", b"reft-session", b"reft-frame"
 _HEAD_BYTES = _LENGTH.size + MAC_BYTES
-_PART_BYTES = 2**20  # Upper limit of one read
+_PART_BYTES = 2**20  # Largest single read
 
 
 class Channel:
     """An authenticated, ordered stream of messages over a connected socket.
 
     Args:
-        connection: its time-out bounds every read and write.
-        secret: of both sides; the job's, or a key derived from it.
-        server: which side this is.
+        connection: connected socket, whose time-out bounds every read and write.
+        secret: secret of both sides: the job's, or a key derived from it.
+        server: whether this is the server's side.
         line: name of the connection in error messages.
-        handshake_secs: upper limit of the whole handshake.
+        handshake_secs: time limit of the whole handshake.
 
     Attributes:
-        peer: the other side, in words, once it is known.
+        peer: name of the other side in messages, once it is known.
 
     Raises:
         AuthenticationError: the other side does not know the secret.
@@ -78,7 +78,7 @@ class Channel:
         self._incoming = b"c" if server else b"s"
         self._sent = 0
         self._received = 0
-        self._frame = bytearray()  # The part of the next frame that has arrived
+        self._frame = bytearray()  # Bytes of the next frame that have arrived
         timeout_secs = connection.gettimeout()
         self._key = self._handshake(secret, time.monotonic() + handshake_secs)
         connection.settimeout(timeout_secs)
@@ -90,8 +90,8 @@ class Channel:
         peer_nonce = self._read_exactly(_NONCE_BYTES, deadline)
         self._socket.sendall(mac(self._outgoing + own_nonce + peer_nonce, secret, _PROOF))
         proof = self._read_exactly(MAC_BYTES, deadline)
-        # P11: nothing from the other side is parsed before it has proved that it knows the secret.
-        # The direction is part of the proof, so that a peer cannot send our own proof back to us.
+        # P11: no input is parsed before the other side has proved that it knows the secret. The
+        # direction is part of the proof, so that a peer cannot send our own proof back to us.
         if not is_same(proof, mac(self._incoming + peer_nonce + own_nonce, secret, _PROOF)):
             raise AuthenticationError(
                 f"the other side of {self._line} does not know this job's secret: it belongs to "
@@ -127,14 +127,14 @@ class Channel:
         return self._socket.send(frame)
 
     def receive(self) -> Any:
-        """The next message; raises EOFError when the other side has ended the connection."""
+        """The next message; raises EOFError if the other side has closed the connection."""
         while True:
             received = self.receive_some()
             if received is not None:
                 return received[0]
 
     def receive_some(self) -> tuple[Any] | None:
-        """Wait for bytes of the next message, and read none beyond it.
+        """Wait for bytes of the next message, without reading beyond it.
 
         Returns:
             A tuple with the message, once it is complete; None before that.
@@ -148,8 +148,8 @@ class Channel:
             return None
         frame, self._frame = self._frame, bytearray()
         code, body = bytes(frame[_LENGTH.size : _HEAD_BYTES]), bytes(frame[_HEAD_BYTES:])
-        # P11: the code is checked before the body is unpacked. It covers the frame's number, so
-        # that a repeated or reordered frame is refused.
+        # P11: the MAC is checked before the body is unpacked. It covers the frame's number, so a
+        # repeated or reordered frame is refused.
         if not is_same(code, self._code(self._incoming, self._received, body)):
             raise AuthenticationError(
                 f"a message on {self._line} was changed, repeated or reordered"
@@ -158,7 +158,7 @@ class Channel:
         return (msgpack.unpackb(body, raw=False, strict_map_key=False),)
 
     def _frame_bytes(self) -> int:
-        """Length of the next frame; before its length field has arrived, that of the field."""
+        """Length of the next frame in bytes; until its length field is complete, of that field."""
         if len(self._frame) < _LENGTH.size:
             return _LENGTH.size
         (length,) = _LENGTH.unpack_from(self._frame)
@@ -169,13 +169,13 @@ class Channel:
         return _HEAD_BYTES + int(length)
 
     def _code(self, direction: bytes, number: int, body: bytes) -> bytes:
-        # The direction and the number have a fixed size: no two frames have the same input.
+        # Direction and number have fixed sizes, so no two frames have the same input to the MAC.
         return mac(b"".join((direction, _NUMBER.pack(number), body)), self._key, _FRAME)
 
     def _read_exactly(self, nbytes: int, deadline: float) -> bytes:
         received = bytearray()
         while len(received) < nbytes:
-            # The deadline holds for all bytes: a peer that sends one now and then gains no time.
+            # The deadline bounds all bytes, so a peer that sends them one by one gains no time.
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             part = self._socket.recv(nbytes - len(received))
             if not part:
@@ -184,22 +184,22 @@ class Channel:
         return bytes(received)
 
     def settimeout(self, secs: float | None) -> None:
-        """Bound every later read and write; None: they may wait for ever."""
+        """Bound every later read and write; None: no bound."""
         self._socket.settimeout(secs)
 
     def fileno(self) -> int:
-        """For ``select`` and ``poll``: this object buffers no complete message."""
+        """File descriptor for ``select`` and ``poll``; this object buffers no complete message."""
         return self._socket.fileno()
 
     def detach(self) -> socket.socket:
-        """The connection itself, for bytes with checksums of their own.
+        """The socket itself, for bytes that have their own checksums.
 
-        The channel cannot be used after that.
+        The channel cannot be used afterwards.
         """
         return self._socket
 
     def shutdown(self) -> None:
-        """End the connection; a thread that receives from it gets an EOFError."""
+        """End the connection; a thread that is receiving gets an EOFError."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -258,7 +258,7 @@ def address_towards(host: str, port: int) -> str | None:
 
 HANDSHAKE_SECS = 10.0
 _BACKLOG = 2048
-_MAX_STRANGERS = 256  # Connections without a proof yet; further ones are closed at once
+_MAX_STRANGERS = 256  # Most connections without a proof; further ones are closed at once
 _MAX_LOGGED_ADDRESSES = 100
 _ACCEPT_RETRY_SECS = 0.1
 _IDLE_SECS, _PROBE_SECS, _PROBES = 60, 15, 4
@@ -269,8 +269,8 @@ def listen(host: str, port: int, option: str = "--host") -> socket.socket:
 
     Args:
         host: name or address of this machine.
-        port: 0 for any free one.
-        option: of the command line, which the error message names.
+        port: port number; 0: any free port.
+        option: command-line option that the error message names.
 
     Raises:
         ConfigError: the address is not this machine's, or the port is taken.
@@ -315,13 +315,13 @@ def connect_authenticated(
 
     Args:
         endpoint: ``host:port``, or ``@name`` of an abstract Unix socket.
-        secret: of the job.
-        purpose: what the server is for; a server for something else refuses.
-        timeout_secs: bounds connecting, the handshake, and later every read and write.
+        secret: secret of the job.
+        purpose: name of the service; a server for another purpose refuses.
+        timeout_secs: time-out of connecting, of the handshake, and of every later read and write.
 
     Raises:
         AuthenticationError: the server has another secret or another purpose.
-        ConnectionError, TimeoutError: it does not answer.
+        ConnectionError, TimeoutError: the server does not answer.
     """
     if endpoint.startswith("@"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -360,8 +360,8 @@ _SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    # DataLoaders fork their workers. A copy of a connection in a worker would hide from the other
-    # side that this process has died, and a client of a copied listener would wait for the worker.
+    # DataLoaders fork their workers. If a worker kept a copy of a connection, the other side would
+    # not notice the death of this process; a client of a copied listener would wait for the worker.
     for connection in list(_SOCKETS):
         connection.close()
 
@@ -378,10 +378,10 @@ def accept(
     """Accept connections in a new thread until the listener is closed.
 
     Args:
-        listener: where to accept.
-        name: of the server, in log messages.
-        admit: takes a connection and its address.
-        is_closed: whether an error only means that the listener was closed.
+        listener: listening socket.
+        name: name of the server in log messages.
+        admit: called with a connection and its address.
+        is_closed: returns whether the listener was closed on purpose, so that errors are expected.
     """
 
     def run() -> None:
@@ -402,19 +402,19 @@ def accept(
 
 
 class AuthenticatedServer:
-    """Accepts connections, and serves those whose client proves the secret, each in a thread.
+    """Accepts connections, and serves each client that proves the secret in a thread.
 
     Args:
         listener: a listening TCP or Unix socket.
-        secret: of the job.
-        purpose: what the server is for, in words; clients name the same.
+        secret: secret of the job.
+        purpose: name of the service, which clients have to give as well.
         serve: talks to one client until it returns or raises EOFError or OSError. The channel is
-            closed after that, unless ``serve`` returns True because it has handed the channel on.
+            then closed, unless ``serve`` returns True because it has handed the channel on.
 
     Attributes:
-        host: address that it listens on; empty for a Unix socket.
-        port: 0 for a Unix socket.
-        endpoint: for :func:`connect_authenticated`.
+        host: address on which it listens; empty for a Unix socket.
+        port: port number; 0 for a Unix socket.
+        endpoint: address for :func:`connect_authenticated`.
     """
 
     def __init__(
@@ -429,8 +429,8 @@ class AuthenticatedServer:
         self._secret = purpose_key(secret, purpose)
         self._purpose = purpose
         self._serve = serve
-        # Guards the connections, the number of strangers and _closed between the accepting thread,
-        # the threads of the connections and close().
+        # Guards the connections, the number of strangers and _closed, which the accepting thread,
+        # the threads of the connections and close() share.
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._strangers = 0
@@ -449,10 +449,10 @@ class AuthenticatedServer:
         accept(listener, f"the {purpose}", self._admit, lambda: self._closed)
 
     def stop_listening(self) -> None:
-        """Accept no further connections; those that are open stay."""
+        """Accept no further connections; open connections stay open."""
         self._closed = True
         with suppress(OSError):
-            # Wakes the accepting thread; close() alone would leave the port open until it returns.
+            # Wakes the accepting thread. With close() alone, the port stays open until it returns.
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -466,7 +466,7 @@ class AuthenticatedServer:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _admit(self, connection: socket.socket, address: tuple[Any, ...] | str) -> None:
-        """Start a thread for a new connection, unless too many wait for their handshake."""
+        """Start a thread for a new connection, unless too many handshakes are pending."""
         with self._lock:
             if self._closed or self._strangers >= _MAX_STRANGERS:
                 connection.close()
@@ -497,7 +497,7 @@ class AuthenticatedServer:
                 handed_on = self._serve(channel)
         except AuthenticationError as error:
             logger.warning("%s: %s; the connection is closed", address, error)
-        except (EOFError, OSError, ValueError):  # ValueError: it sent no valid message
+        except (EOFError, OSError, ValueError):  # ValueError: an invalid message
             pass
         finally:
             with self._lock:
@@ -517,7 +517,7 @@ class AuthenticatedServer:
                 handshake_secs=HANDSHAKE_SECS,
             )
         except AuthenticationError:
-            # Each address is logged once, and a limited number of them: the log is not an attack.
+            # An attacker must not fill the log: each address is logged once, up to a limit.
             logged = self._logged_addresses
             if address not in logged and len(logged) < _MAX_LOGGED_ADDRESSES:
                 logged.add(address)

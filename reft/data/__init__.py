@@ -1,4 +1,4 @@
-"""Data that is consumed exactly once: loaders whose position is part of the version."""
+"""Loaders that read every sample exactly once, because their position is part of the version."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Accelerate's loaders.
+"""Recognizes Accelerate's loaders.
 
-They read one batch ahead, to recognise the last one: what counts is what they hand out.
+They read one batch ahead to recognize the last one, so the position counts the batches that they
+hand out.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import sys
 from typing import Any
 
 ITERATION = "iteration"
-"""Attribute of a ``DataLoaderShard``: the number of its pass, which decides the order of some
+"""Attribute of a ``DataLoaderShard``: the number of its pass, which determines the order of some
 samplers."""
 
 DISPATCHED = (
@@ -23,13 +24,13 @@ DISPATCHED = (
 
 
 def shard_class() -> Any:
-    """Accelerate's class, if the script has imported it and it has the known form."""
+    """Accelerate's class; None if the script has not imported it, or it has an unknown form."""
     kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderShard", None)
     return kind if hasattr(kind, "__iter__") else None
 
 
 def is_shard(loader: Any) -> bool:
-    """Whether Accelerate made it from a ``DataLoader`` that can be followed."""
+    """Whether Accelerate made the loader from a ``DataLoader`` that can be followed."""
     kind = shard_class()
     return (
         kind is not None
@@ -41,12 +42,12 @@ def is_shard(loader: Any) -> bool:
 
 
 def is_dispatcher(loader: Any) -> bool:
-    """Whether it is Accelerate's dispatcher, which reads on rank 0 for all ranks."""
+    """Whether the loader is Accelerate's dispatcher, which reads on rank 0 for all ranks."""
     kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", None)
     return kind is not None and issubclass(type(loader), kind)
 
 
 def is_dispatched() -> bool:
-    """Whether the innermost of Accelerate's loaders that the script is reading is a dispatcher."""
+    """Whether the innermost Accelerate loader that the script is reading is a dispatcher."""
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))

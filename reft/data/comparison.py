@@ -1,4 +1,4 @@
-"""Whether all ranks read in the same order. Pure."""
+"""Checks that all ranks read in the same order. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from typing import Any
 from reft.data.order import explain_refusal
 
 Orders = dict[str, dict[str, Any]]
-"""What one rank reads: for each loader, by name, plain values that must be equal on all ranks."""
+"""What one rank reads: by name of the loader, plain values that must be equal on all ranks."""
 
 
 def difference(ranks: Sequence[Orders]) -> str | None:
-    """Which ranks read another order than others under the same name, and what to change; None if
-    all agree. Ranks that read nothing do not count. Pure."""
+    """Compare the orders of all ranks.
+
+    Args:
+        ranks: orders by rank. Ranks without a loader of some name are not compared for it.
+
+    Returns:
+        The ranks that differ, and what to change; None if all agree.
+    """
     for name in dict.fromkeys(name for orders in ranks for name in orders):
         readers = {rank: orders[name] for rank, orders in enumerate(ranks) if name in orders}
         keys = [
@@ -34,8 +40,11 @@ def difference(ranks: Sequence[Orders]) -> str | None:
 
 
 def dynamic_refused(ranks: Sequence[Orders], why_equal: str | None) -> str | None:
-    """Why ``order="dynamic"`` is refused. The same on all ranks, also on stages that read nothing
-    and would wait for the others. Pure."""
+    """Why ``order="dynamic"`` is refused; None if it is not used, or allowed.
+
+    The result is the same on all ranks. Otherwise stages that read nothing would wait for the
+    others.
+    """
     dynamic = (
         name for orders in ranks for name, facts in orders.items() if facts.get("step_samples")
     )

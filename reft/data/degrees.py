@@ -1,8 +1,8 @@
-"""Positions at another data-parallel degree.
+"""Converts positions in the data to another data-parallel degree.
 
-reft's own loaders count samples of the job. A ``DataLoader`` over torch's ``DistributedSampler``,
-as DeepSpeed's own is, counts batches of a replica. Its order is that of the job, so that the
-position is valid at another degree wherever a batch of that degree begins there.
+reft's own loaders count samples of the whole job. A ``DataLoader`` over torch's
+``DistributedSampler``, such as DeepSpeed's own, counts batches of one replica. Its order is that of
+the job, so a position is valid at another degree if a batch of that degree begins there.
 """
 
 from __future__ import annotations
@@ -19,31 +19,39 @@ from reft.env import ENV_NODES
 from reft.grid import Resize
 from reft.state.codec import class_path
 
-LEFT = "left"  # key next to the positions: a warning about those that were left out
+LEFT = "left"  # Key next to the positions: a warning about positions that were left out
 
-# key next to the state of an iterator that counts what a replica has read: its class
+# Key next to the state of an iterator that counts batches of one replica: its class
 ITERATOR_OF = "iterator_of"
 
 LINES_OWN = """
     loader = reft.data.loader(dataset, batch_size)    # its position is one of the job"""
 
-SAYS_SO = "position_of_job"
+POSITION_OF_JOB = "position_of_job"
 """Attribute of a stateful iterator: whether its state is the same on all replicas and valid at
 every degree."""
 
-OF_JOB = """
+LINES_JOB = """
     iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""
 
 
 def nodes_may_change() -> str:
-    """MIN:MAX of the launcher's ``--nnodes``; "" if the number is fixed or not known."""
+    """MIN:MAX of the launcher's ``--nnodes``; empty if the number is fixed or unknown."""
     least, _, most = os.environ.get(ENV_NODES, "").partition(":")
     return "" if most in {"", least} else f"--nnodes {least}:{most}"
 
 
 def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
-    """The positions of a replica at another degree, from those of an old replica. Positions that
-    cannot be converted are left out, and named under :data:`LEFT`."""
+    """Convert the positions of a replica to another degree.
+
+    Args:
+        data: positions of an old replica.
+        resize: the old and the new degree.
+
+    Returns:
+        The new positions. Positions that cannot be converted are left out, and named under
+        :data:`LEFT`.
+    """
     moved, lost, reasons = dict(data), [], []
     if "pass" in data:
         if (one := _moved(data["pass"], resize)) is None:
@@ -61,7 +69,7 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
         reasons.append(
             f"the iterator ({kind}) was given the state of one replica, which does not cover the "
             f"change from {resize}: some samples are used twice and others never. "
-            f"Write{LINES_OWN}\nor{OF_JOB}"
+            f"Write{LINES_OWN}\nor{LINES_JOB}"
         )
     if lost:
         reasons.append(
@@ -76,14 +84,17 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
 
 
 def explain_bound_iterator(iterator: Any) -> str | None:
-    """Why the state of a stateful iterator is not valid at another degree, and what to write; None
-    if it is, or the number of nodes is fixed."""
-    if getattr(iterator, SAYS_SO, False) or not nodes_may_change():
+    """Why the state of a stateful iterator is invalid at another degree, and what to write.
+
+    Returns:
+        None if it is valid, or the number of nodes is fixed.
+    """
+    if getattr(iterator, POSITION_OF_JOB, False) or not nodes_may_change():
         return None
     return (
         f"the number of nodes may change ({nodes_may_change()}), and at another data-parallel "
         f"degree the iterator ({class_path(iterator)}) would get the state of one replica: some "
-        f"samples would be used twice and others never. Write{LINES_OWN}\nor{OF_JOB}"
+        f"samples would be used twice and others never. Write{LINES_OWN}\nor{LINES_JOB}"
     )
 
 
@@ -93,12 +104,14 @@ def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
 
 
 def explain_bound_data(loader: Any, batch: int) -> str | None:
-    """Why the position in torch's ``loader`` is not valid at another degree, and what to write;
-    None if it is.
+    """Why the position in a torch loader is invalid at another degree, and what to write.
 
     Args:
         loader: a ``DataLoader``.
         batch: samples of a step.
+
+    Returns:
+        None if it is valid.
     """
     dealt = find_distribution(loader)
     if dealt is not None and dealt.samples % batch == 0:

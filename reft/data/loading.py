@@ -4,15 +4,15 @@
     for epoch in range(loader.epoch, epochs):
         for batch in loader: ...
 
-torch's ``DataLoader`` reads: workers, prefetch, pinning and collation are its own. What it reads
-follows from :mod:`reft.data.order`. The position counts what was handed out, not what was read
-ahead; to return to a position, two numbers are set.
+torch's ``DataLoader`` does the reading: workers, prefetch, pinning and collation are its own. The
+samples that it reads are determined by :mod:`reft.data.order`. The position counts batches that
+were handed out, not batches that were read ahead; two numbers suffice to return to a position.
 
-Random numbers of a sample follow from (seed, epoch, sample), never from the state of a worker.
-Before a sample is read, the generators of Python, NumPy and torch (on the CPU) are seeded for it;
-before a batch is collated, by its first sample. So a sample is the same to the bit in every worker,
-in the training process, whose generators are put back afterwards, and when it is read again after a
-failure.
+Random numbers of a sample depend on (seed, epoch, sample), never on the state of a worker. The
+generators of Python, NumPy and torch (on the CPU) are seeded for each sample before it is read, and
+for each batch, by its first sample, before it is collated. So a sample is equal to the bit in every
+worker, in the training process (whose generators are restored afterwards), and when it is read
+again after a failure.
 """
 
 from __future__ import annotations
@@ -55,32 +55,45 @@ _DECIDED = {
     "batch_sampler": "the order follows from shuffle and seed",
     "generator": "give seed=",
 }
-"""What ``DataLoader`` takes and a position of the whole job does not allow."""
+"""Options of ``DataLoader`` that a position of the whole job does not allow, and what to do."""
 
 
 class Progress(PassReader):
-    """Where one pass over a :class:`Loader` is. It outlives the iterator, and does not keep the
-    loader alive."""
+    """The progress of one pass over a :class:`Loader`.
+
+    It outlives the iterator, and does not keep the loader alive.
+
+    Args:
+        loader: torch's loader.
+        follow: called when a batch is trained on.
+        began: position at which the pass begins.
+
+    Attributes:
+        began: position at which the pass began.
+        at: position after the batches that were handed out.
+        moves: how often a version was loaded into the pass.
+        ends_step: whether the last handed-out batch is the replica's last of its step; None if all
+            replicas have the same number of batches in a step.
+        is_trained: whether the last handed-out batch was trained on.
+    """
 
     def __init__(self, loader: Any, follow: Callable[[Any], None], began: JobPosition) -> None:
         super().__init__(loader)
         self.follow = weakref.WeakMethod(follow)
-        self.moves = 0  # how often a version has taken it elsewhere
+        self.moves = 0
         self.go_to(began)
 
     def go_to(self, at: JobPosition) -> None:
         self.began = self.at = at
         self.taken = 0
         self.ends_step: bool | None = None
-        """Whether the batch that was handed out last is the replica's last of its step; None: all
-        replicas have equally many."""
         self.counts = self.unwatched = self.evaluates = self.is_trained = False
-        self.era = WATCH.resuming
+        self.resume_phase = WATCH.resuming
         self.moves += 1
 
 
 class Loader(TrackedLoader[Progress]):
-    """Made by :func:`loader`, over torch's ``DataLoader``, ``inner``."""
+    """A loader over torch's ``DataLoader`` (``inner``). Made by :func:`loader`."""
 
     kind, call = "samples", "reft.data.loader(dataset"
 
@@ -105,46 +118,45 @@ class Loader(TrackedLoader[Progress]):
             SeededDataset(dataset, self._order.seed),  # type: ignore[arg-type]
             batch_sampler=batches,
             collate_fn=SeededCollation(collate_fn or default_collate),  # type: ignore[arg-type]
-            # Beginning a pass draws nothing from the generator that training uses.
+            # A generator of its own, so that beginning a pass does not draw from training's.
             generator=torch.Generator(),
             **{option: given for option, given in options.items() if option not in _DECIDED},
         )
+        # Passes whose batches the script may hold; the one read last is at the end.
         self._handed_out: list[Progress] = []
-        """Of the passes whose batches the script has, the one that was read last at the end."""
         self._has_left_out = False
+        # Whether the batch that was trained on last is not the replica's last one of its step
         self._left_within_step = False
-        """Whether the batch that was trained on last is not the replica's last one of its step."""
         saved = LOADERS.add(self)
         self._restored = None if saved is None else decode(saved, self._order, name)
-        self._loads = int(saved is not None)  # how often a version was loaded
+        self._loads = int(saved is not None)  # How often a version was loaded
 
     @property
     def replica(self) -> tuple[int, int]:
         return self._given or WATCH.replica()
 
     @property
-    def deal(self) -> EpochPartition:
-        return self._batches.deal(self.replica[1])
+    def partition(self) -> EpochPartition:
+        return self._batches.partition(self.replica[1])
 
     def __len__(self) -> int:
-        """Batches of a complete pass.
+        """Number of batches of a complete pass.
 
         Raises:
-            TypeError: replicas take as many as they reach.
+            TypeError: replicas take different numbers of batches.
         """
         if self._batches.step_samples is not None:
             raise TypeError(
                 f"the loader {self.name!r} has no length: each replica takes micro-batches at its "
                 "own speed"
             )
-        return len(self.deal)
+        return len(self.partition)
 
     @property
     def epoch(self) -> int:
-        """Number of the present pass, counted from 0; after a resumption, of the pass to
-        continue."""
-        restored, one = self._to_go_on_at(), self._pass
-        return restored.epoch if restored is not None else 0 if one is None else one.at.epoch
+        """Number of the current pass, counted from 0; after a restart, of the resumed pass."""
+        restored, reader = self._resume_position(), self._pass
+        return restored.epoch if restored is not None else 0 if reader is None else reader.at.epoch
 
     def __iter__(self) -> ReadAhead:
         LOADERS.require_named(self)
@@ -152,7 +164,7 @@ class Loader(TrackedLoader[Progress]):
         return ReadAhead(self, self._begun)
 
     def _follow(self, progress: Progress) -> None:
-        """A batch of its pass is trained on: its position is now the job's."""
+        """Make a pass, of which a batch is trained on, the one that holds the job's position."""
         followed = self._followed
         if self._left_within_step and followed not in (None, progress) and self.replica[1] > 1:
             raise ConfigError(
@@ -172,33 +184,37 @@ class Loader(TrackedLoader[Progress]):
         progress.is_trained = True
 
     def hand_out(self, progress: Progress) -> None:
-        """The script gets the next batch of a pass."""
-        others = [one for one in self._handed_out if one is not progress and one.is_held]
+        """Record that the script gets the next batch of a pass."""
+        others = [
+            reader for reader in self._handed_out if reader is not progress and reader.is_held
+        ]
         self._handed_out = [*others, progress]
 
     @property
     def ends_step(self) -> bool | None:
-        """With ``order="dynamic"``, whether the batch that training takes next, or has just taken,
-        is the replica's last one of its step; else None. A look changes nothing."""
-        one = self._followed
-        if one is not None and one.is_held and not (one.is_trained and one.ends_step):
-            return one.ends_step
+        """Whether the batch that is trained on now or next is the replica's last of its step.
+
+        None without ``order="dynamic"``. Reading this property changes nothing.
+        """
+        reader = self._followed
+        if reader is not None and reader.is_held and not (reader.is_trained and reader.ends_step):
+            return reader.ends_step
         held = [other for other in self._handed_out if other.is_held] or self._handed_out
         return held[-1].ends_step if held else None
 
     def _beginning(self) -> JobPosition:
-        restored, one = self._to_go_on_at(), self._pass
-        if one is not None and one.counts:
-            return self.deal.next_pass(one.at)
-        return restored or (JobPosition() if one is None else one.began)
+        restored, reader = self._resume_position(), self._pass
+        if reader is not None and reader.counts:
+            return self.partition.next_pass(reader.at)
+        return restored or (JobPosition() if reader is None else reader.began)
 
     def read_from(self, at: JobPosition) -> tuple[Iterator[Any], ConsumedSamples]:
-        """torch's iterator over the rest of a pass, and what it is given to read."""
+        """Read the rest of a pass: torch's iterator, and the record of the samples given to it."""
         taken = self._batches.begin_at(at, self.replica, self._loads)
         return raw_iterator(self.inner), taken
 
     def left_out(self) -> None:
-        """The data set has raised an error, which the script may catch."""
+        """Warn that the data set has raised an error, which the script may catch."""
         rank, replicas = self.replica
         if replicas > 1 and not self._has_left_out:
             self._has_left_out = True
@@ -211,17 +227,25 @@ class Loader(TrackedLoader[Progress]):
                 rank,
             )
 
-    def _to_go_on_at(self) -> JobPosition | None:
-        """The restored position, until a step is trained from it, or its pass read to the end:
-        passes begun before begin there."""
-        one = self._pass
-        if one is not None and (one.counts or one.era is None or one.era is not WATCH.resuming):
+    def _resume_position(self) -> JobPosition | None:
+        """The restored position, at which passes begin until training has continued from it.
+
+        None after a step was trained from it, or its pass was read to the end.
+        """
+        reader = self._pass
+        if reader is not None and (
+            reader.counts
+            or reader.resume_phase is None
+            or reader.resume_phase is not WATCH.resuming
+        ):
             self._restored = None
         return self._restored
 
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
-        """None if the script divides samples among others than the replicas, which :meth:`wrong`
-        reports."""
+        """Facts of the order; None if the script divides samples among other numbers of replicas.
+
+        :meth:`wrong` reports that case.
+        """
         if self.replica[1] != replicas:
             return None
         batches = {"batch_size": self.batch_size, "drop_last": self.drop_last}
@@ -230,29 +254,29 @@ class Loader(TrackedLoader[Progress]):
     def position(
         self, upcoming: PassReader | None = None, *, begins: bool = False
     ) -> dict[str, Any] | None:
-        at, one = self._to_go_on_at(), self._pass
+        at, reader = self._resume_position(), self._pass
         if isinstance(upcoming, Progress) and upcoming in self._passes():
-            one = upcoming
-        if at is None and one is not None:
-            at = self._beginning() if one.evaluates else one.at
+            reader = upcoming
+        if at is None and reader is not None:
+            at = self._beginning() if reader.evaluates else reader.at
         return None if at is None else encode(at, self._order)
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """A position of other data or another order is a ConfigError."""
+        """Go to a position. Raises ConfigError if it is of other data or another order."""
         self._restored = decode(position, self._order, self.name)
         self._loads, self._left_within_step = self._loads + 1, False
         self._handed_out.clear()
-        for one in self._passes():
-            one.go_to(self._restored)
+        for reader in self._passes():
+            reader.go_to(self._restored)
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         if self._pass is not None:
             self.go_to(encode(JobPosition(), self._order))
         else:
-            self._loads += 1  # as on ranks that have read something
+            self._loads += 1  # Kept equal to that of ranks that have read something
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for checkpoints of the script. reft does not need it."""
+        """The position, for checkpoints of the script; reft does not need it."""
         return self.position() or encode(JobPosition(), self._order)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -273,8 +297,10 @@ class Loader(TrackedLoader[Progress]):
 
 @dataclass(frozen=True)
 class _Batch:
-    """A micro-batch that was read, or the data set's ``error`` in its place. ``at`` and
-    ``step_end``: see :class:`~reft.data.order.ConsumedSamples`."""
+    """A micro-batch that was read, or the error that the data set raised instead.
+
+    ``at`` and ``step_end`` are as in :class:`~reft.data.order.ConsumedSamples`.
+    """
 
     batch: Any
     error: Exception | None
@@ -283,6 +309,8 @@ class _Batch:
 
 
 class ReadAhead:
+    """The iterator of one pass over a :class:`Loader`."""
+
     def __init__(self, owner: Loader, progress: Progress) -> None:
         self._owner = owner
         self._progress = progress
@@ -290,10 +318,10 @@ class ReadAhead:
         self._inner: Iterator[Any] = iter(())
         self._taken = ConsumedSamples()
         self._moves = 0
+        # With unequal numbers of micro-batches: batches that were read to find the last of a step,
+        # and not handed out yet
         self._ahead: deque[_Batch] = deque()
-        """Where replicas take unequally many: read to know which is the last of a step, not handed
-        out."""
-        self._ended_at: JobPosition | None = None  # behind the last step whose end was handed out
+        self._ended_at: JobPosition | None = None  # End of the last step that was handed out
 
     def __iter__(self) -> ReadAhead:
         return self
@@ -302,7 +330,7 @@ class ReadAhead:
         WATCH.before_batch(self._progress)
         progress, replicas = self._progress, self._owner.replica[1]
         if self._moves != progress.moves:
-            # What was read ahead from elsewhere is dropped.
+            # A version was loaded: batches that were read ahead from the old position are dropped.
             self._moves = progress.moves
             self._inner, self._taken = self._owner.read_from(progress.at)
             self._ended_at = None
@@ -320,8 +348,8 @@ class ReadAhead:
         step_end = self._ahead[0].step_end
         ends = None if step_end is None else not self._is_followed(step_end)
         read = self._ahead.popleft()
-        # Of a step that ends here the whole is consumed: a version goes on behind what was left
-        # out.
+        # At the end of a step, all of it is consumed, so a version continues after the batches that
+        # were left out.
         progress.at = step_end if ends and step_end is not None else read.at
         if read.error is not None:
             self._leave_out(progress.at, read.error, no_other=bool(ends) and replicas > 1)
@@ -337,9 +365,11 @@ class ReadAhead:
         return read.batch
 
     def _is_followed(self, step_end: JobPosition) -> bool:
-        """Whether another one of the same step that can be read comes next. Else the next one is
-        the last of its step: the replica would not see the step's end, and the others would wait
-        for it."""
+        """Whether another readable micro-batch of the same step follows.
+
+        If not, the next one is the last of its step. Without that knowledge the replica would miss
+        the end of the step, and the others would wait for it.
+        """
         number = 1
         while True:
             if len(self._ahead) == number:
@@ -353,8 +383,12 @@ class ReadAhead:
             number += 1
 
     def _read(self) -> _Batch:
-        """Raises what does not leave a micro-batch out: the end, workers that died or are late, or
-        a failure to take one."""
+        """Read a micro-batch, or the error of the data set instead.
+
+        Raises:
+            StopIteration: the pass has ended.
+            Exception: workers have died or are late, or taking a micro-batch has failed.
+        """
         if self._taken.failed is not None:
             raise self._taken.failed
         received = count_received(self._inner)
@@ -395,31 +429,32 @@ def loader(
     name: str = "data",
     **options: Any,
 ) -> Loader:
-    """A loader in the place of torch's ``DataLoader``, which deals samples out to data-parallel
-    replicas. Its position is part of the version: after a failure, and at another data-parallel
-    degree, every sample of an epoch is trained on exactly once.
+    """Make a loader that replaces torch's ``DataLoader`` and divides samples among replicas.
+
+    Its position is part of the version: after a failure, and at another data-parallel degree, every
+    sample of an epoch is trained on exactly once.
 
     Args:
-        dataset: has a length, and gives a sample for an index.
+        dataset: a data set with a length, which returns a sample for an index.
         batch_size: samples of a replica in a micro-batch.
-        shuffle: read in an order that follows from (seed, epoch).
-        seed: of the order, and of the samples' random numbers.
-        drop_last: leave out what does not fill a micro-batch; else the last one of a pass is
-            smaller, its samples spread evenly over the replicas.
-        order: ``"static"``, in which every replica has equally many micro-batches of a step; or
-            ``"dynamic"``, in which replicas take them as they come to them, and a slow one takes
-            fewer: see docs/data.md for the loop that this needs. A resumed run is equal to the bit
+        shuffle: read in an order that depends on (seed, epoch).
+        seed: seed of the order, and of the samples' random numbers.
+        drop_last: leave out samples that do not fill a micro-batch; otherwise the last micro-batch
+            of a pass is smaller, with its samples spread evenly over the replicas.
+        order: ``"static"``: every replica has the same number of micro-batches in a step.
+            ``"dynamic"``: replicas take micro-batches at their own speed, so a slow one takes
+            fewer; docs/data.md has the loop that this needs. A resumed run is equal to the bit
             with the static order only.
-        step_samples: of ``"dynamic"``, samples of a step of all replicas: DeepSpeed's
+        step_samples: for ``"dynamic"``, samples of a step of all replicas: DeepSpeed's
             ``train_batch_size``.
-        collate_fn: makes a batch of a list of samples; None: torch's.
-        dp_rank: this rank's replica; None: the engine's, before there is one that of
-            torch.distributed.
+        collate_fn: makes a batch from a list of samples; None: torch's function.
+        dp_rank: replica of this rank; None: as the engine says, and before there is one, as
+            torch.distributed says.
         dp_size: number of replicas; None: likewise.
-        name: where a script has several, one for each; the same after a restart.
-        options: of ``DataLoader``: ``num_workers``, ``prefetch_factor``, ``pin_memory``,
+        name: a different name for each loader of a script, the same after a restart.
+        options: options of ``DataLoader``: ``num_workers``, ``prefetch_factor``, ``pin_memory``,
             ``persistent_workers``, ``worker_init_fn``, ``timeout``, ``multiprocessing_context``.
-            With ``order="dynamic"`` the prefetch factor is 1 where none is given.
+            With ``order="dynamic"`` the default of ``prefetch_factor`` is 1.
 
     Raises:
         ConfigError: the data set has no indices, or an option would decide the order.
@@ -454,7 +489,7 @@ def loader(
     else:
         batches = SharedBatches(samples, batch_size, step_samples, drop_last=drop_last, name=name)
         if options.get("num_workers") and options.get("prefetch_factor") is None:
-            # What a worker reads ahead is taken, and no other replica can train on it.
+            # Samples that a worker reads ahead are taken, so no other replica can train on them.
             options["prefetch_factor"] = 1
     return Loader(
         dataset,
@@ -482,9 +517,10 @@ _current: list[int] = []
 
 
 def sample_seed() -> int:
-    """The seed of the sample that is being read, or of the batch that is being collated: 64 bits
-    that follow from (seed, epoch, sample) alone. For generators of one's own, such as a device's;
-    those of Python, NumPy and torch are seeded already.
+    """The seed of the sample that is being read, or of the batch that is being collated.
+
+    It has 64 bits that depend on (seed, epoch, sample) only. Use it for generators of your own,
+    such as a device's; the generators of Python, NumPy and torch are seeded already.
 
     Raises:
         RuntimeError: no loader of ``reft.data`` is reading.
@@ -499,8 +535,10 @@ def sample_seed() -> int:
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Whatever is drawn within leaves no trace in the process that trains. Workers' generators are
-    seeded before they are used."""
+    """Restore the training process's generators after the ``with`` block.
+
+    Workers' generators need no restoring, because they are seeded before they are used.
+    """
     here = capture_host_rng() if get_worker_info() is None else None
     try:
         yield
@@ -512,23 +550,23 @@ def _generators_kept() -> Iterator[None]:
 
 def _seed_generators(seed: int) -> None:
     _current[:] = [seed]
-    # Python's and NumPy's generators are of one kind: of one seed they would say the same.
+    # Python's and NumPy's generators are of one kind: equal seeds would give equal numbers.
     random.seed(mix(seed, 1))
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-    # Not torch.manual_seed, which seeds devices too.
+    # torch.manual_seed would seed the devices, too.
     torch.default_generator.manual_seed(mix(seed, 2))
 
 
 @dataclass(frozen=True)
 class _Fetched:
-    """Samples on their way to the collation, with the seed of the first."""
+    """Samples to be collated, with the seed of the first."""
 
     samples: list[Any]
     seed: int
 
 
 class SeededDataset:
-    """A data set of keys (epoch, sample), read under the seeds of its samples."""
+    """A data set with keys (epoch, sample), which seeds the generators before each sample."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset = dataset
@@ -547,7 +585,7 @@ class SeededDataset:
 
 
 class SeededCollation:
-    """A collation under the seed of the batch."""
+    """A collate function that seeds the generators before each batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate

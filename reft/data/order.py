@@ -1,11 +1,10 @@
-"""Which samples a step trains on, and which of them a replica reads: pure functions of the
-position, equal on every rank.
+"""Determines which samples a step trains on, and which of them a replica reads.
 
-A position counts the samples that the whole job has consumed, not the batches of a replica. The
-order of an epoch follows from (seed, epoch) alone. So a position means the same at every
-data-parallel degree, with any number of workers, and the rest of an epoch can be divided anew at
-any sample (CheckFreq's resumable iterator, completed for elastic data parallelism: keep the global
-sample index, re-shard the tail).
+These are functions of the position, equal on every rank. A position counts the samples that the
+whole job has consumed, not the batches of a replica. The order of an epoch depends on (seed, epoch)
+only. So a position means the same at every data-parallel degree and with any number of workers, and
+the rest of an epoch can be repartitioned at any sample (CheckFreq's resumable iterator, completed
+for elastic data parallelism: keep the global sample index, re-shard the tail).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def _mix(value: Any) -> Any:
 
 
 def mix(*keys: int) -> int:
-    """64 bits that follow from all ``keys``, any integers, in their order."""
+    """64 bits that depend on all ``keys`` (any integers) and their order."""
     mixed = 0
     for key in keys:
         mixed = _mix(mixed ^ (key & _MASK64))
@@ -48,9 +47,12 @@ def mix(*keys: int) -> int:
 
 
 class Permutation:
-    """A bijection of ``0..n-1`` chosen by ``keys``. It needs no memory and never changes with a
-    library's version: a Feistel network over the smallest even number of bits that holds ``n``
-    values, repeated until the value is below ``n``."""
+    """A bijection of ``0..n-1`` chosen by ``keys``.
+
+    It needs no memory, and does not change with the version of a library. It is a Feistel network
+    over the smallest even number of bits that holds ``n`` values, repeated until the value is below
+    ``n``.
+    """
 
     def __init__(self, n: int, *keys: int) -> None:
         if not 0 < n < 1 << 62:
@@ -61,10 +63,10 @@ class Permutation:
         self._round_keys = [np.uint64(_mix(key + index)) for index in range(_ROUNDS)]
 
     def __call__(self, positions: npt.ArrayLike) -> Indices:
-        """Values at ``positions`` (integers in ``0..n-1``, any shape)."""
+        """Values at ``positions`` (integers in ``0..n-1``, any shape), as int64 of that shape."""
         values = np.atleast_1d(np.asarray(positions)).astype(np.uint64)
         outside = np.ones(values.shape, dtype=bool)
-        # The domain has fewer than 4n values, so that a few rounds suffice.
+        # The domain has fewer than 4n values, so a few repetitions suffice.
         while outside.any():
             values[outside] = self._turn(values[outside])
             outside = values >= np.uint64(self._n)
@@ -80,8 +82,12 @@ class Permutation:
 
 @dataclass(frozen=True)
 class JobPosition:
-    """Where the job is in its data: in pass ``epoch``, counted from 0, after ``consumed`` samples
-    that the whole job has consumed, or dropped, since the first pass began."""
+    """The job's position in its data.
+
+    Attributes:
+        epoch: number of the pass, counted from 0.
+        consumed: samples that the whole job has consumed or dropped since the first pass began.
+    """
 
     epoch: int = 0
     consumed: int = 0
@@ -89,22 +95,32 @@ class JobPosition:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of the samples of a data set of ``size``: its own or, if ``shuffle``, one chosen by
-    (``seed``, epoch)."""
+    """The order of the samples of a data set.
+
+    Attributes:
+        size: number of samples of the data set.
+        seed: seed of the order.
+        shuffle: use an order chosen by (``seed``, epoch) instead of the data set's own order.
+    """
 
     size: int
     seed: int
     shuffle: bool
 
     def part(self, first: int, count: int, part: slice) -> list[tuple[int, int]]:
-        """(epoch, sample) of each sample of one replica's ``part`` of a micro-batch of ``count``
-        samples. The first of them is at position ``first``, counted through all epochs."""
+        """(epoch, sample) of each sample that one replica reads in a micro-batch.
+
+        Args:
+            first: position of the micro-batch's first sample, counted through all epochs.
+            count: samples of the micro-batch.
+            part: the replica's part of these samples.
+        """
         positions = np.arange(first, first + count, dtype=np.int64)[part]
         epochs = positions // self.size
         return list(zip(epochs.tolist(), self.samples(positions).tolist(), strict=True))
 
     def samples(self, positions: Indices) -> Indices:
-        """The sample at each position, counted through all epochs."""
+        """The sample at each position; positions are counted through all epochs."""
         epochs, places = np.divmod(positions, self.size)
         if not self.shuffle:
             return places
@@ -121,14 +137,14 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class EpochPartition:
-    """How the ``size`` samples of an epoch are divided among ``dp_size`` replicas.
+    """Divides the ``size`` samples of an epoch among ``dp_size`` replicas.
 
     A micro-batch takes ``batch_size * dp_size`` consecutive samples. The last one of a pass is
-    smaller, with its samples spread as evenly as possible, or left out if ``drop_last``. No replica
-    is ever without a sample in a micro-batch, so that all replicas make equally many: the last but
-    one gives samples to the last if needed. If that is impossible (batches of one sample; a degree
-    that has grown within the last micro-batch), the rest, fewer samples than replicas, is read with
-    the first micro-batch of the next pass.
+    smaller, with its samples spread as evenly as possible, or dropped if ``drop_last``. Every
+    replica has a sample in every micro-batch, so all replicas have the same number of them. If
+    needed, the last but one gives samples to the last. If that is impossible (batches of one
+    sample, or a degree that has grown within the last micro-batch), the remaining samples, fewer
+    than replicas, are read with the first micro-batch of the next pass.
     """
 
     size: int
@@ -165,27 +181,28 @@ class EpochPartition:
             return self.full if left >= self.full else 0
         if left == self.full or left >= self.full + self.dp_size:
             return self.full
-        if left > self.full:  # else fewer samples than replicas would be left
+        if left > self.full:  # Otherwise fewer samples than replicas would be left
             return left - self.dp_size if self.batch_size > 1 else self.full
         return left if left >= self.dp_size else 0
 
-    def behind(self, at: JobPosition) -> JobPosition:
+    def after(self, at: JobPosition) -> JobPosition:
         """The position after the next micro-batch."""
         return JobPosition(at.epoch, at.consumed + self.next(at))
 
     def next_pass(self, at: JobPosition) -> JobPosition:
-        """Where the pass after that of ``at`` begins. The rest of a pass that was left before its
-        end is left out."""
+        """Where the pass after that of ``at`` begins.
+
+        The rest of a pass that was left before its end is dropped.
+        """
         carried = not self.drop_last and self.next(at) == 0
         return JobPosition(at.epoch + 1, at.consumed if carried else (at.epoch + 1) * self.size)
 
     def part(self, count: int, dp_rank: int) -> slice:
-        """A replica's samples of the ``count`` samples of a micro-batch: as many as others have, or
-        one more."""
+        """A replica's part of a micro-batch of ``count`` samples; sizes differ by one at most."""
         return slice(count * dp_rank // self.dp_size, count * (dp_rank + 1) // self.dp_size)
 
     def __len__(self) -> int:
-        """Micro-batches of a pass that begins at its first sample."""
+        """Number of micro-batches of a pass that begins at its first sample."""
         whole, rest = divmod(self.size, self.full)
         if self.drop_last or rest == 0 or (rest < self.dp_size and self.batch_size == 1):
             return whole
@@ -213,8 +230,7 @@ def decode(saved: Mapping[str, Any], order: SampleOrder, name: str) -> JobPositi
     return JobPosition(int(saved["epoch"]), int(saved["consumed"]))
 
 
-# -- which samples a replica reads, micro-batch by micro-batch: batch samplers for torch's
-# ``DataLoader``
+# -- batch samplers for torch's ``DataLoader``: the samples that a replica reads -------------------
 
 Keys = list[tuple[int, int]]
 """(epoch, sample) of each sample of a micro-batch."""
@@ -222,8 +238,10 @@ _alone = HashStore()
 
 
 def shares_store() -> bool:
-    """Whether torch.distributed's store is also that of earlier starts: torchrun's is, that of
-    ``reft launch`` is not."""
+    """Whether torch.distributed's store is shared with earlier starts of the job.
+
+    torchrun's store is, the store of ``reft launch`` is not.
+    """
     return (
         ENV_LAUNCHER_PID not in os.environ
         and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -231,10 +249,10 @@ def shares_store() -> bool:
 
 
 def job_store(replicas: int) -> Any:
-    """The store of torch.distributed, in which the ranks of this start of the job find each other.
+    """The store of torch.distributed, which the ranks of this start of the job share.
 
     Raises:
-        ConfigError: there is none and more than one replica, or starts share one.
+        ConfigError: there are several replicas and no store, or earlier starts share it.
     """
     if dist.is_available() and dist.is_initialized():
         if shares_store():
@@ -254,13 +272,12 @@ def job_store(replicas: int) -> Any:
 
 
 def readers(replicas: int) -> int:
-    """Number of processes that read what is divided among this number of replicas: all of
-    torch.distributed's."""
+    """Number of processes that read the samples of ``replicas``: all of torch.distributed's."""
     return max(replicas, process()[1])
 
 
 def explain_refusal(loader: str, why_equal: str | None) -> str | None:
-    """Why ``order="dynamic"`` is wrong if replicas must train on equally many micro-batches."""
+    """Why ``order="dynamic"`` is wrong if replicas need the same number of micro-batches."""
     return why_equal and (
         f'{loader} has order="dynamic", in which replicas train on unequal numbers of '
         f'micro-batches, but {why_equal}. Leave order="dynamic" and step_samples out'
@@ -268,39 +285,51 @@ def explain_refusal(loader: str, why_equal: str | None) -> str | None:
 
 
 class SharedLedger:
-    """Which micro-batch of a step each replica has taken (DLRover's dynamic sharding, within a
-    step).
+    """Records which micro-batch of a step each replica has taken.
 
-    Every take is a line in ``store``, appended by compare-and-set after the last line that its
-    writer has read. So all processes read the same takes in the same order, a micro-batch is handed
-    out once, and there is no coordinator that can die.
+    This is DLRover's dynamic sharding, within a step. Every take is a line in ``store``, appended
+    by compare-and-set after the last line that its writer has read. So all processes read the same
+    takes in the same order, a micro-batch is handed out once, and there is no coordinator that can
+    die.
 
-    Attributes:
-        todo: what there is to take, the lowest first; the same in every process.
+    Args:
+        store: store of the job.
+        prefix: prefix of the keys.
+        todo: micro-batches to take, the same in every process; the lowest is taken first.
     """
 
     def __init__(self, store: Any, prefix: str, todo: Iterable[int]) -> None:
         self._store = store
         self._prefix = prefix
         self._todo = sorted(todo)
+        # For each line: the replica, and the number of its take. The n-th line takes the n-th entry
+        # of ``todo``.
         self._takers: list[tuple[int, int]] = []
-        """By line: the replica, and the number of its takes. The n-th line takes the n-th of
-        ``todo``."""
 
     def take(self, replica: int, number: int) -> int | None:
-        """What a replica's ``number``-th take gives, counted from 0; None if nothing is left. Ranks
-        of one replica that take with the same number are given the same."""
+        """Take a micro-batch.
+
+        Args:
+            replica: the replica that takes.
+            number: number of its take, from 0. Ranks of one replica get the same micro-batch for
+                the same number.
+
+        Returns:
+            The micro-batch; None if nothing is left.
+        """
         taker = (replica, number)
         while self._store.check([self._next_key]):
             self._read(self._store.get(self._next_key))
         while taker not in self._takers and len(self._takers) < len(self._todo):
-            # Another process has written this line meanwhile: it is read instead.
+            # If another process has written this line meanwhile, its line is read instead.
             self._read(self._store.compare_set(self._next_key, "", f"{replica} {number}"))
         return self._todo[self._takers.index(taker)] if taker in self._takers else None
 
     def leave(self, readers: int) -> None:
-        """This process has learned that nothing is left, and reads no further line. The last of all
-        readers removes the lines from the store: a late reader misses none."""
+        """Record that this process reads no further lines, because nothing is left to take.
+
+        The last of all readers removes the lines from the store, so that no late reader misses any.
+        """
         if self._store.add(f"{self._prefix}/left", 1) == readers:
             for name in (*range(len(self._takers)), "left"):
                 self._store.delete_key(f"{self._prefix}/{name}")
@@ -316,31 +345,35 @@ class SharedLedger:
 
 @dataclass
 class ConsumedSamples:
-    """What the batch sampler of a pass has given out to be read, and was not yet handed out."""
+    """Samples that a batch sampler has given to torch's loader and that were not handed out yet.
 
-    # by micro-batch, the position behind it, and where its step ends, if replicas have unequally
-    # many of a
-    # step: then the position is where the step begins, since its last one alone brings the job to
-    # its end
+    Attributes:
+        ahead: for each micro-batch, the position after it, and the end of its step. The latter is
+            None if replicas have the same number of micro-batches. Otherwise the position is the
+            begin of the step, because only the step's last micro-batch advances the job, to its
+            end.
+        ledgers: steps of which nothing is left to take: their ends and ledgers.
+        failed: why no more samples can be taken, other than errors of the data set.
+    """
+
     ahead: deque[tuple[JobPosition, JobPosition | None]] = field(default_factory=deque)
-    # steps of which nothing is left to take, with their ends
     ledgers: deque[tuple[JobPosition, SharedLedger]] = field(default_factory=deque)
-    failed: Exception | None = (
-        None  # why none can be taken any more, other than errors of the data set; None: they can
-    )
+    failed: Exception | None = None
 
     def leave(self, at: JobPosition, replicas: int) -> None:
-        """This process returns to what lies before ``at`` only with a version."""
+        """Leave the ledgers before ``at``, to which only loading a version can return."""
         while self.ledgers and self.ledgers[0][0].consumed <= at.consumed:
             self.ledgers.popleft()[1].leave(readers(replicas))
 
 
 class StaticBatches:
-    """A batch sampler in the static order: every replica has its part of every micro-batch of the
-    job."""
+    """A batch sampler with the static order: every replica has a part of every micro-batch.
+
+    Attributes:
+        step_samples: samples of a step of all replicas; None if the order does not depend on steps.
+    """
 
     step_samples: int | None = None
-    """Samples of a step of all replicas; None: it is not bound to one."""
 
     def __init__(self, order: SampleOrder, batch_size: int, *, drop_last: bool) -> None:
         self.order = order
@@ -348,13 +381,15 @@ class StaticBatches:
         self.drop_last = drop_last
         self._pass: Iterator[Keys] = iter(())
 
-    def deal(self, replicas: int) -> EpochPartition:
+    def partition(self, replicas: int) -> EpochPartition:
         return EpochPartition(self.order.size, self.batch_size, replicas, self.drop_last)
 
     def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> ConsumedSamples:
-        """The next iteration continues at ``at``, within a pass.
+        """Continue at ``at``, within a pass, with the next iteration.
 
         Args:
+            at: position of the job.
+            replica: this replica, and the number of replicas.
             loads: how often this process has loaded a version; the same on every rank.
         """
         taken = ConsumedSamples()
@@ -376,30 +411,29 @@ class StaticBatches:
         self, at: JobPosition, replica: tuple[int, int], loads: int, taken: ConsumedSamples
     ) -> Iterator[Keys]:
         rank, replicas = replica
-        deal = self.deal(replicas)
-        while count := deal.next(at):
-            keys = self.order.part(at.consumed, count, deal.part(count, rank))
-            at = deal.behind(at)
+        partition = self.partition(replicas)
+        while count := partition.next(at):
+            keys = self.order.part(at.consumed, count, partition.part(count, rank))
+            at = partition.after(at)
             taken.ahead.append((at, None))
             yield keys
 
 
 BEGUN: Counter[tuple[str, int, int]] = Counter()
-"""How many loaders of a name this process has begun to read, for each replica and number of
+"""How many loaders with a name this process has begun to read, for each replica and number of
 replicas."""
 
 
 class SharedBatches(StaticBatches):
-    """The replicas take the micro-batches of a step as they reach them: a slow one takes fewer.
+    """A batch sampler with the dynamic order: replicas take micro-batches at their own speed.
 
     A step trains on the samples that follow the position, as in the static order. A ledger in the
     job's store records which replica trains on which of its micro-batches. So a position means the
-    same as in the static order, and a version that is loaded gives back all that was taken after
-    it.
+    same as in the static order, and loading a version returns everything that was taken after it.
 
-    Every replica has its first micro-batch of a step by its number, so that none is without; the
-    others are taken when they are read. A reader that begins a pass again before it trains is given
-    what it had taken.
+    The first micro-batches of a step are reserved, one for each replica, so that every replica has
+    at least one. The others are taken when they are read. A reader that begins a pass again before
+    it trains gets the same micro-batches as before.
     """
 
     step_samples: int
@@ -420,11 +454,10 @@ class SharedBatches(StaticBatches):
         super().__init__(order, batch_size, drop_last=drop_last)
         self.step_samples = step_samples
         self._name = name
-        self._number: int | None = None
-        """Of the loader, among those of its name that this process reads one after another."""
+        self._number: int | None = None  # Number among the loaders with this name in this process
 
-    def deal(self, replicas: int) -> EpochPartition:
-        # Samples one by one: what does not fill a step is left for the next pass.
+    def partition(self, replicas: int) -> EpochPartition:
+        # Single samples, so that a rest that does not fill a step is left for the next pass.
         return EpochPartition(self.order.size, 1, self.step_samples, self.drop_last)
 
     def begin_at(self, at: JobPosition, replica: tuple[int, int], loads: int) -> ConsumedSamples:
@@ -445,10 +478,11 @@ class SharedBatches(StaticBatches):
         self, at: JobPosition, replica: tuple[int, int], loads: int, taken: ConsumedSamples
     ) -> Iterator[Keys]:
         rank, replicas = replica
-        deal, rest = self.deal(replicas), range(replicas, self.step_samples // self.batch_size)
-        while deal.next(at):
-            behind = deal.behind(at)
-            # The pass counts, too: a position recurs in the next one.
+        partition = self.partition(replicas)
+        rest = range(replicas, self.step_samples // self.batch_size)
+        while partition.next(at):
+            after = partition.after(at)
+            # The key includes the epoch, because positions may recur in the next pass.
             key = (
                 f"reft.data/{self._name}/{replicas}/{self._number}/{loads}/{at.epoch}/{at.consumed}"
             )
@@ -456,10 +490,10 @@ class SharedBatches(StaticBatches):
             piece: int | None = rank
             number = 0
             while piece is not None:
-                taken.ahead.append((at, behind))
+                taken.ahead.append((at, after))
                 first = at.consumed + piece * self.batch_size
                 yield self.order.part(first, self.batch_size, slice(None))
                 piece, number = ledger.take(rank, number) if rest else None, number + 1
             if rest:
-                taken.ledgers.append((behind, ledger))
-            at = behind
+                taken.ledgers.append((after, ledger))
+            at = after

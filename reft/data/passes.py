@@ -1,9 +1,8 @@
-"""One pass over a ``DataLoader``, and how to return into the middle of it (P8).
+"""One pass over a ``DataLoader``, and how to resume in the middle of it (P8).
 
-The order of a pass follows from the random states at its beginning. To return, the pass is begun
+The order of a pass depends on the random states at its beginning. To resume, the pass is begun
 again under these states, and the samples that were taken are skipped by their indices: no data is
-loaded for them, and nothing of an earlier pass is repeated. The script's own random states are put
-back.
+loaded for them, and no earlier pass is repeated. The script's own random states are restored.
 """
 
 from __future__ import annotations
@@ -20,7 +19,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from reft.data.samplers import capture_samplers, find_changes, holders, reads_here, restore_samplers
+from reft.data.samplers import (
+    capture_samplers,
+    holders,
+    merge_samplers,
+    reads_here,
+    restore_samplers,
+)
 from reft.state import objects
 from reft.state.blob import capture_host_rng, restore_host_rng, same_host_rng
 from reft.state.codec import class_path
@@ -30,11 +35,15 @@ from reft.state.codec import class_path
 class DistributedPass:
     """A pass that torch's ``DistributedSampler`` divides among the replicas.
 
-    Its order is the same at every degree, so that a position in it is one of the whole job: replica
+    The order is the same at every degree, so a position in it is one of the whole job: replica
     ``n % replicas`` reads sample ``n``.
 
     Attributes:
-        cuts: whether the sampler leaves out samples that the replicas cannot share evenly; else it
+        samples: samples of the data set.
+        replicas: number of replicas.
+        batch_size: samples of a batch of one replica.
+        drop_last: whether the batch sampler drops an incomplete batch.
+        cuts: whether the sampler drops samples that the replicas cannot share evenly; otherwise it
             repeats samples.
     """
 
@@ -51,8 +60,15 @@ class DistributedPass:
         return share // self.batch_size if self.drop_last else -(-share // self.batch_size)
 
     def taken_at(self, taken: int, replicas: int) -> int | None:
-        """Batches that a replica of another degree has taken if the job has consumed what it has
-        after ``taken`` batches of this degree; None if no batch of the other degree begins there.
+        """Convert a number of batches of this degree to that of another degree.
+
+        Args:
+            taken: batches that a replica of this degree has taken.
+            replicas: the other degree.
+
+        Returns:
+            Batches that a replica of the other degree has taken when the job has consumed as much;
+            None if no batch of that degree begins there.
         """
         other = replace(self, replicas=replicas)
         if taken >= self.batches:
@@ -62,8 +78,7 @@ class DistributedPass:
 
 
 def find_distribution(loader: Any) -> DistributedPass | None:
-    """How a ``DataLoader`` divides its samples; None if its order or its batches are made in
-    another way."""
+    """How a ``DataLoader`` divides its samples; None if it uses other samplers."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     if type(sampler) is not DistributedSampler or type(batches) is not BatchSampler:
         return None
@@ -73,8 +88,10 @@ def find_distribution(loader: Any) -> DistributedPass | None:
 
 
 def find_order(loader: Any, replicas: int) -> dict[str, Any] | None:
-    """Facts of an order that a ``DistributedSampler`` divides among all replicas, which must be
-    equal on all ranks; None for other orders, which may differ on purpose."""
+    """Facts of an order that a ``DistributedSampler`` divides among all replicas.
+
+    These must be equal on all ranks. None for other orders, which may differ on purpose.
+    """
     dealt = find_distribution(loader)
     if dealt is None or dealt.replicas != replicas:
         return None
@@ -83,23 +100,23 @@ def find_order(loader: Any, replicas: int) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Position:
-    """Where training is in a pass.
+    """The position of training within a pass. Part of the version.
 
     Attributes:
         start: random states when the pass was begun, with those of the loader's own generators.
-        first: random states when the first batch was requested, if something was drawn in between.
-        taken: batches that were handed out.
-        length: batches of the pass; None if the loader does not know.
-        source: describes the data.
-        number: of the pass, for loaders that count them.
+        first: random states when the first batch was requested, if they had changed since.
+        taken: number of batches that were handed out.
+        length: number of batches of the pass; None if the loader does not know.
+        source: description of the data.
+        number: number of the pass, for loaders that count them.
         renewed: whether nothing was drawn after ``start`` to begin the pass: the loader's
-            persistent workers had read an earlier pass, or it was begun unobserved.
-        ahead: random states when the batch was read that was read ahead of training.
-        evaluates: whether the next pass begins anew: it was about to begin, or this one was read
-            while no engine trained.
-        dealt: how the replicas share the pass, as fields of :class:`DistributedPass`; None if not
-            known.
-        dataset: state of a data set that is read by index and has one.
+            persistent workers had read an earlier pass, or its beginning was not observed.
+        ahead: random states under which the batch that is ahead of training was read.
+        evaluates: whether the next pass starts from its beginning: it was about to begin, or this
+            pass was read while no engine trained.
+        dealt: how the replicas share the pass, as fields of :class:`DistributedPass`; None if
+            unknown.
+        dataset: state of a data set that is read by index and has a state.
     """
 
     start: dict[str, Any]
@@ -116,12 +133,11 @@ class Position:
 
     @property
     def complete(self) -> bool:
-        """Whether the next batch is the first one of another pass."""
+        """Whether the next batch is the first of another pass."""
         return self.length is not None and self.taken >= self.length
 
     def fits(self, loader: Any) -> bool:
-        """Whether it may be a position in this loader: the script may read others before the first
-        step."""
+        """Whether this may be a position in ``loader``; the script may read other loaders, too."""
         return (
             find_length(loader) == self.length
             and find_source(loader) == self.source
@@ -130,8 +146,16 @@ class Position:
         )
 
     def at_degree(self, old: int, new: int) -> Position | None:
-        """The position of a replica if ``new`` replicas continue from ``old`` ones; None if no
-        batch of theirs begins there, or the order is not known to be the job's."""
+        """Convert the position to another degree.
+
+        Args:
+            old: old number of replicas.
+            new: new number of replicas.
+
+        Returns:
+            The position of a new replica; None if no batch of the new degree begins there, or the
+            order is not known to be that of the job.
+        """
         dealt = None if self.dealt is None else DistributedPass(**self.dealt)
         taken = None if dealt is None or dealt.replicas != old else dealt.taken_at(self.taken, new)
         if dealt is None or taken is None:
@@ -143,13 +167,13 @@ class Position:
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:
-    """Generators of a loader and its samplers, each once, in a fixed order."""
+    """The generators of a loader and its samplers, each once, in a fixed order."""
     found = (getattr(holder, "generator", None) for holder in holders(loader))
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def capture_start(loader: Any) -> dict[str, Any]:
-    """All states that decide the order of the pass that is about to begin."""
+    """Capture all states that determine the order of the pass that is about to begin."""
     generators = [g.get_state() for g in own_generators(loader)]
     return {**capture_host_rng(), "generators": generators, "samplers": capture_samplers(loader)}
 
@@ -162,7 +186,7 @@ def _restore_start(loader: Any, start: dict[str, Any]) -> None:
 
 
 def _same_start(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether nothing was drawn from any generator in between."""
+    """Whether nothing was drawn from any generator between two captures."""
     own = zip(one["generators"], other["generators"], strict=True)
     samplers = one.get("samplers") == other.get("samplers")
     return samplers and same_host_rng(one, other) and all(torch.equal(a, b) for a, b in own)
@@ -185,8 +209,7 @@ def described(loader: Any) -> str:
 
 
 def reads_lazily(loader: Any) -> bool:
-    """Whether samples are chosen when batches are requested. Worker processes are given theirs in
-    advance."""
+    """Whether samples are chosen when batches are requested; workers get theirs in advance."""
     return int(getattr(loader, "num_workers", 0)) == 0
 
 
@@ -194,11 +217,16 @@ class PassReader:
     """A pass over ``loader`` that is being read.
 
     Attributes:
-        loader: torch's.
-        taken: batches that were handed out.
-        counts: whether it was trained on, or read to its end: to look at a batch is no epoch.
-        era: the resumption that it was begun or moved in.
-        handle: refers to the script's iterator.
+        loader: torch's loader.
+        taken: number of batches that were handed out.
+        counts: whether it was trained on, or read to its end; looking at a batch does not count.
+        unwatched: whether it counts only until there is an engine, which may train on another pass.
+        evaluates: whether it was read while no engine trained. A version then holds the beginning
+            of the next pass.
+        resume_phase: the resume phase in which it was begun or moved.
+        handle: weak reference to the script's iterator.
+        follow: called when a batch is trained on, if reft restores the loader's position. The
+            reference is weak, so that a loader without a variable is freed with its iterator.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -206,41 +234,37 @@ class PassReader:
         self.taken = 0
         self.counts = False
         self.unwatched = False
-        """Whether it counts only until there is an engine, which may train on another one."""
         self.evaluates = False
-        """Whether it was read while no engine trained. A version then has the place where the next
-        one begins."""
-        self.era: object = None
+        self.resume_phase: object = None
         self.handle: weakref.ref[Any] | None = None
         self.follow: weakref.WeakMethod[Any] | None = None
-        """Called when a batch is trained on, if reft restores the loader's position. The reference
-        is weak: a loader that the script does not keep is freed with its iterator."""
 
     @property
     def is_held(self) -> bool:
-        """Whether the script is known to have its iterator still. After a look it has not."""
+        """Whether the script still has its iterator, as after a loop and not after a mere look."""
         return self.handle is not None and self.handle() is not None
 
     def train(self) -> None:
-        """The batch that was handed out last is trained on."""
+        """Record that the last handed-out batch is trained on."""
         if self.follow is not None and (follow := self.follow()) is not None:
             follow(self)
         self.counts, self.unwatched, self.evaluates = True, False, False
 
 
 class LoaderIterator(PassReader):
-    """The iterator of one pass: the loader's own, counted.
+    """The iterator of one pass: the loader's own iterator, with counts.
 
     Args:
-        loader: torch's.
-        inner: the loader's own iterator, of which nothing was taken.
-        start: the random states under which it was begun.
-        watch: receives the reads.
-        adopted: whether it was begun unobserved.
+        loader: torch's loader.
+        inner: the loader's own iterator, from which nothing was taken.
+        start: random states under which the pass was begun.
+        watch: the loader hook, which receives the reads.
+        adopted: whether its beginning was not observed.
         renewed: see :class:`Position`.
 
     Attributes:
-        natural: whether it was begun with the random states of training.
+        uses_training_rng: whether it was begun with the random states of training.
+        reads_ahead: whether its consumer hands batches out later, and calls :meth:`hand_out`.
     """
 
     def __init__(
@@ -256,17 +280,15 @@ class LoaderIterator(PassReader):
         super().__init__(loader)
         self.start = start
         self.number = 0
-        self.natural = True
+        self.uses_training_rng = True
         self.reads_ahead = False
-        """Whether its consumer hands batches out later, and calls :meth:`hand_out`."""
         self._inner = inner
         self._watch = watch
         self._renewed = renewed or adopted
-        # batches that were read: those that were taken, and those read ahead
-        self._read = 0
+        self._read = 0  # Batches that were taken or read ahead
         self._before_read: dict[str, Any] | None = None
+        # Random states for the next batch, if it is not read under those of training
         self._read_under: dict[str, Any] | None = None
-        """The random states of the next batch, if it is not read under those of training."""
         self._first: dict[str, Any] | None = None
         self._notes_first = reads_lazily(loader)
         self._begun: dict[str, Any] | None = None if adopted else capture_start(loader)
@@ -278,7 +300,7 @@ class LoaderIterator(PassReader):
         return len(self._inner)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        return of_inner(self, "_inner", name)
+        return get_inner_attribute(self, "_inner", name)
 
     def __next__(self) -> Any:
         self._watch.before_batch(self)
@@ -341,11 +363,11 @@ class LoaderIterator(PassReader):
         )
 
     def adopt(self, other: LoaderIterator) -> None:
-        """Become another pass over the same loader, of which nothing was taken."""
+        """Become another pass over the same loader, from which nothing was taken."""
         for name in (
             "start",
-            "natural",
-            "era",
+            "uses_training_rng",
+            "resume_phase",
             "_inner",
             "_first",
             "_notes_first",
@@ -355,21 +377,26 @@ class LoaderIterator(PassReader):
             setattr(self, name, getattr(other, name))
 
     def go_to(self, position: Position, *, skip: bool = True) -> None:
-        """Become the pass of ``position``: after what was taken of it, or at its beginning. The
-        random states of training are unchanged."""
+        """Become the pass of ``position``.
+
+        The random states of training are unchanged.
+
+        Args:
+            position: the position.
+            skip: continue after the batches that were taken; otherwise start the pass again.
+        """
         taken = position.taken if skip else 0
         self._inner = positioned(self.loader, position, taken)
         self.start, self._first, self._notes_first = position.start, position.first, False
         self._renewed = position.renewed
         if skip:
             restore_items(self.loader, position)
-        self.taken, self.number, self.natural = taken, position.number, False
+        self.taken, self.number, self.uses_training_rng = taken, position.number, False
         self._read, self._read_under = taken, position.ahead if skip else None
 
 
 def _has_stateful_items(loader: Any) -> bool:
-    """Whether reading items changes a state of the data set that it can return. Skipped items are
-    not read."""
+    """Whether reading items changes a state of the data set, which skipping would not do."""
     data = loader.dataset
     return (
         objects.is_stateful(data) and not isinstance(data, IterableDataset) and reads_here(loader)
@@ -383,22 +410,22 @@ def restore_items(loader: Any, position: Position) -> None:
 
 
 def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
-    """The loader's iterator as the pass of ``position`` had it after ``taken`` batches."""
+    """The loader's iterator as it was in the pass of ``position`` after ``taken`` batches."""
     here = capture_host_rng()
     try:
         _restore_start(loader, position.start)
         if isinstance(loader.dataset, IterableDataset):
-            # There are no indices to skip: the pass is read again.
+            # There are no indices to skip, so the pass is read again.
             inner = raw_iterator(loader)
             for _ in range(taken):
-                # errors that were raised when they were taken
+                # Errors that were raised when the batches were taken
                 with suppress(StopIteration, Exception):
                     next(inner)
             return inner
         twin = copy.copy(loader)
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
         skipping = SkippingSampler(getattr(loader, name), taken)
-        # DataLoader refuses to have these set. Nothing else refers to the copy's.
+        # DataLoader refuses to set these attributes. Only the copy is changed.
         vars(twin).update({name: skipping, "_iterator": None})
         if position.renewed:
             skipping.before = lambda: _restore_start(loader, position.start)
@@ -408,7 +435,7 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
             first = {**start, **(position.first or {})}
             skipping.before = lambda: _restore_start(loader, first)
         elif getattr(loader, "persistent_workers", False):
-            # Later passes are read by these workers, without the skipping.
+            # These workers read later passes, which must not skip.
             inner._index_sampler = loader._index_sampler  # type: ignore[attr-defined]
             vars(loader)["_iterator"] = inner
         return inner
@@ -416,9 +443,12 @@ def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
         restore_host_rng(here)
 
 
-def leave_behind(loader: Any, position: Position) -> None:
-    """Put the loader's own state, generators and persistent workers, where the pass of ``position``
-    leaves it: at its end, or where an evaluation was broken off. At most one batch is loaded."""
+def finish_pass(loader: Any, position: Position) -> None:
+    """Put the loader's own state where the pass of ``position`` leaves it.
+
+    That is the state of generators and persistent workers at the end of the pass, or where an
+    evaluation was broken off. At most one batch is loaded.
+    """
     waits = getattr(loader, "persistent_workers", False) and not has_workers(loader)
     own = (
         own_generators(loader)
@@ -429,12 +459,12 @@ def leave_behind(loader: Any, position: Position) -> None:
         return
     before = capture_samplers(loader)
     if position.complete or not reads_lazily(loader):
-        # Workers are given more batches than are taken, and all batches of a short evaluation.
+        # Workers get more batches than are taken, and all batches of a short evaluation.
         for _ in positioned(loader, position, position.length):
             pass
     else:
         next(positioned(loader, position, position.taken - 1), None)
-    find_changes(before, loader, position.start.get("samplers", []))
+    merge_samplers(before, loader, position.start.get("samplers", []))
 
 
 def has_workers(loader: Any) -> bool:
@@ -443,8 +473,11 @@ def has_workers(loader: Any) -> bool:
 
 
 def is_within(loader: Any) -> bool | None:
-    """Whether the pass that is about to begin was begun before and broken off: Megatron's random
-    sampler continues after the samples that the job has consumed. None if not known."""
+    """Whether the pass that is about to begin was begun before and broken off.
+
+    This concerns Megatron's random sampler, which continues after the samples that the job has
+    consumed. None if unknown.
+    """
     sampler: Any = getattr(loader, "batch_sampler", None)
     left_out = getattr(sampler, "last_batch_size", None)
     return (
@@ -454,12 +487,15 @@ def is_within(loader: Any) -> bool | None:
     )
 
 
-ORIGINAL = "_reft_original"  # attribute of a replaced ``__iter__``: the class's own
+ORIGINAL = "_reft_original"  # Attribute of a replaced ``__iter__``: the original of the class
 
 
 def raw_iterator(loader: Any) -> Iterator[Any]:
-    """What ``DataLoader.__iter__`` of torch returns. Not iter(): a subclass with an __iter__ of its
-    own calls this one, and must not be called again."""
+    """The result of torch's own ``DataLoader.__iter__``.
+
+    iter() would be wrong: a subclass with its own ``__iter__`` calls this function, and would be
+    called again.
+    """
     iterate = DataLoader.__iter__
     while (original := getattr(iterate, ORIGINAL, None)) is not None:
         iterate = original
@@ -467,22 +503,24 @@ def raw_iterator(loader: Any) -> Iterator[Any]:
 
 
 def count_received(iterator: Iterator[Any]) -> int | None:
-    """Batches that torch's iterator has received from its workers; None if there are none."""
+    """Batches that torch's iterator has received from its workers; None without workers."""
     return getattr(iterator, "_rcvd_idx", None)
 
 
 def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
-    """Whether torch's iterator continues after the batch in whose place it raised an error. It does
-    after an error of the data set, but not after workers died or timed out."""
+    """Whether torch's iterator continues after the batch for which it raised an error.
+
+    It does after an error of the data set, but not after workers died or timed out.
+    """
     return received is None or count_received(iterator) != received
 
 
 class SkippingSampler:
-    """A sampler without its first draws.
+    """A sampler that skips its first draws.
 
     Attributes:
-        before: sets the random states for the draws at the beginning, in which most samplers choose
-            the whole order; None for the present ones.
+        before: sets the random states for the first draws, in which most samplers choose the whole
+            order; None: the current states are used.
     """
 
     def __init__(self, sampler: Any, skip: int) -> None:
@@ -494,7 +532,7 @@ class SkippingSampler:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
-        return of_inner(self, "_sampler", name)
+        return get_inner_attribute(self, "_sampler", name)
 
     def __iter__(self) -> Iterator[Any]:
         here = capture_host_rng() if self.before is not None else None
@@ -508,15 +546,17 @@ class SkippingSampler:
         yield from indices
 
 
-def of_inner(outer: Any, inner: str, name: str) -> Any:
-    """An attribute that ``outer`` does not have, from what it wraps. A copy that is being made
-    wraps nothing yet."""
+def get_inner_attribute(outer: Any, inner: str, name: str) -> Any:
+    """Look up a missing attribute of ``outer`` in the object that it wraps.
+
+    Raises:
+        AttributeError: the wrapped object lacks it, or ``outer`` is a copy under construction.
+    """
     if inner not in vars(outer):
         raise AttributeError(f"{type(outer).__name__!r} object has no attribute {name!r}")
     return getattr(vars(outer)[inner], name)
 
 
 def iterates_itself(loader: Any) -> bool:
-    """Whether it is of a subclass with an ``__iter__`` of its own: what that does with batches is
-    not known."""
+    """Whether the loader's class has its own ``__iter__``, whose use of batches is unknown."""
     return type(loader).__iter__ is not DataLoader.__iter__

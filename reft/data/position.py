@@ -1,17 +1,17 @@
 """The data position: which samples the training has consumed (P8).
 
-What is followed, and restored:
+These are followed and restored:
 
 - an iterator for ``train_batch`` with ``state_dict`` and ``load_state_dict`` (torchdata's stateful
   protocol);
-- an endless ``RepeatingLoader`` over a ``DataLoader`` for ``train_batch``, also DeepSpeed's own
-  from ``training_data``;
+- an endless ``RepeatingLoader`` over a ``DataLoader`` for ``train_batch``, including DeepSpeed's
+  own from ``training_data``;
 - loaders that the script has made :func:`reft.resumable`;
 - loaders of :func:`reft.data.loader`, whose position is that of the whole job.
 
-A ``DataLoader`` that the script iterates over in a loop of its own is observed: the script must
-skip to where it was, and that is checked. Everything else belongs into the client state. What is
-not followed is reported at the first step (P12).
+A ``DataLoader`` that the script iterates over in its own loop is observed: the script must skip to
+its position, which is checked. Any other position belongs into the client state. Data that is not
+followed is reported at the first step (P12).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from reft.data.degrees import (
     ITERATOR_OF,
     LEFT,
     LINES_OWN,
-    SAYS_SO,
+    POSITION_OF_JOB,
     explain_bound_data,
     explain_bound_iterator,
     nodes_may_change,
@@ -55,7 +55,7 @@ from reft.state.codec import class_path
 READ_BY_SCRIPT = "read_by_script"
 """Key next to the positions: the random states are those before the script makes its next batch,
 which it does before ``train_batch`` or the forward pass."""
-BEGINS = "begins"  # key next to the positions: the script was about to begin a pass
+BEGINS = "begins"  # Key next to the positions: the script was about to begin a pass
 
 _LINES_PLAIN = """
     loader = reft.resumable(loader)
@@ -76,7 +76,7 @@ _AHEAD = (
 
 
 class ReadListener(Protocol):
-    """Receives what the script reads between two steps: a session's ``StepBoundary``."""
+    """Receives the script's reads between two steps; implemented by ``StepBoundary``."""
 
     def mark(self) -> None: ...
     def begins_pass(self) -> None: ...
@@ -86,57 +86,62 @@ class ReadListener(Protocol):
 
 
 class DataPosition:
-    """Follows the data that feeds an engine. Loaders are observed from now on.
+    """Follows the data that feeds an engine. Loaders are observed from the construction on.
 
     Args:
-        engine: DeepSpeed's.
-        replica: returns which replica it trains, and how many there are; None if that is not known.
+        engine: DeepSpeed's engine.
+        replica: returns the replica of this rank and the number of replicas; None if unknown.
+
+    Attributes:
+        why_equal: why all replicas train on the same number of micro-batches in a step; None if
+            they need not.
+        is_pipeline: whether the engine is a pipeline engine.
+        boundary: receives the reads between two steps; None if nothing is captured.
+        left_to_program: whether the program keeps its position itself.
     """
 
     def __init__(self, engine: Any, replica: Callable[[], tuple[int, int]] | None = None) -> None:
         self._engine = engine
         self._replica = replica
         self.why_equal = _explain_equal(engine)
-        """Why all replicas train on equally many micro-batches of a step; None if they need not."""
         self.is_pipeline = hasattr(engine, "grid")
         self._thread = threading.get_ident()
         self._stateful: Any = None
         self._stateful_saved: Any = None
-        self._source: Any = None  # what ``train_batch`` was given
+        self._source: Any = None  # The argument of ``train_batch``
         self._repeating = False
         self._inside = False
-        self._read_inside = False  # the last ``train_batch`` read from a loader itself
+        self._read_inside = False  # The last ``train_batch`` read from a loader itself
         self.boundary: ReadListener | None = None
-        """Receives the reads between two steps; None if nothing is captured."""
+        # Set while the state before a read is captured: the pass that the script is about to read,
+        # whether it marks a step, and the loader of which it is about to begin a pass
         self._upcoming: PassReader | None = None
-        """The pass that the script is about to read, while the state before the read is captured.
-        """
-        self._is_marking = False  # the script marks a step, likewise
-        self._begins: Any = None  # the loader that a pass is about to begin of, likewise
-        self._maybe: list[PassReader] = []
+        self._is_marking = False
+        self._begins: Any = None
+        self._reads: list[PassReader] = []  # Passes read since the last step, one entry per batch
         self._batches = 0
         self._micro_batches = 0
         self._datasets: set[int] = set()
+        # Resumable loaders by name. The references keep them for the last version, which is taken
+        # when the script's variables are gone.
         self._trained_loaders: dict[str, Any] = {}
-        """Resumable loaders by name. The last version is taken when the variables of the script are
-        gone."""
+        # Whether the script read batches ahead, in another thread or since the last version
         self._elsewhere = self._ahead = False
-        """Whether batches were read ahead by the script, or since the last version."""
-        # a step trained on no batch that was read for it, unlike earlier steps
+        # Whether a step trained on no batch that was read for it, unlike earlier steps
         self._unread = False
-        # how much of a pass was trained on when the script left it; None: reported
-        self._cut_off: str | None = ""
-        self._said_unread = False
-        self._goes_there = True  # batches that are read may be those that the script skips
+        # How much of a pass was trained on when the script left it; None: reported
+        self._left_pass: str | None = ""
+        self._reported_unread = False
+        self._may_skip = True  # The script may be skipping batches to its position
         self._pass: PassReader | None = None
         self._known = False
         self._saved: Position | None = None
         self._lost: Position | None = None
         self._check: Position | None = None
+        # The restored position while training has read nothing since; else None
         self._unmoved: dict[str, Any] | None = None
-        """The captured position that was restored, until training reads on."""
-        self.left_to_program = False  # a program keeps the position itself
-        # a warning about what was restored, before training continues
+        self.left_to_program = False
+        # A warning about the restored position, given before training continues
         self._left: str | None = None
         WATCH.join(self)
         if self.is_pipeline:
@@ -145,52 +150,56 @@ class DataPosition:
     def close(self) -> None:
         WATCH.leave(self)
         self._pass = self._source = None
-        self._maybe.clear()
+        self._reads.clear()
         self._trained_loaders.clear()
 
     def leave_to_program(self) -> None:
-        """The program makes its loaders at the position that its client state holds."""
+        """Do not restore the position, because the program's client state holds it."""
         self.left_to_program = WATCH.reopens = True
 
     def is_training(self) -> bool:
         return bool(self._engine.training) and torch.is_grad_enabled()
 
     def replica(self) -> tuple[int, int] | None:
-        """Which replica this rank trains, and how many there are; None if that is not known."""
+        """The replica of this rank and the number of replicas; None if unknown."""
         return None if self._replica is None else self._replica()
 
     def step_samples(self) -> int | None:
-        """Samples of a step of all replicas; None if that is not known."""
+        """Samples of a step of all replicas; None if unknown."""
         return None if self._replica is None else int(self._engine.train_batch_size())
 
-    # -- what training reads -----------------------------------------------------------------------
+    # -- the reads of training ---------------------------------------------------------------------
 
-    def before_batch(self, one: PassReader) -> None:
+    def before_batch(self, reader: PassReader) -> None:
         if (
-            isinstance(one, LoaderIterator)
+            isinstance(reader, LoaderIterator)
             and self._inside
             and self._repeating
             and self._saved is not None
         ):
-            one.go_to(self._saved)
+            reader.go_to(self._saved)
             self._saved = None
 
-    def before_read(self, one: PassReader) -> None:
-        """The next batch of a pass is about to be read. Its random numbers have not been drawn."""
-        if self.boundary is not None and self._may_train(one.loader):
-            self._upcoming = one
+    def before_read(self, reader: PassReader) -> None:
+        """Capture the state before a batch is read and its random numbers are drawn."""
+        if self.boundary is not None and self._may_train(reader.loader):
+            self._upcoming = reader
             try:
-                self.boundary.before_read(one)
+                self.boundary.before_read(reader)
             finally:
                 self._upcoming = None
 
     def begins_pass(self, loader: Any) -> None:
-        one, of_step = self._pass, int(self._engine.gradient_accumulation_steps())
-        if isinstance(one, LoaderIterator) and one.loader is loader and self._may_train(loader):
+        reader, of_step = self._pass, int(self._engine.gradient_accumulation_steps())
+        if (
+            isinstance(reader, LoaderIterator)
+            and reader.loader is loader
+            and self._may_train(loader)
+        ):
             length = find_length(loader)
             # A script that begins a pass for each step has no loop over passes.
-            if length is not None and of_step < one.taken < length and self._cut_off == "":
-                self._cut_off = f"{one.taken} of {length} batches"
+            if length is not None and of_step < reader.taken < length and self._left_pass == "":
+                self._left_pass = f"{reader.taken} of {length} batches"
         if self.boundary is not None and self._may_train(loader):
             self._begins = loader
             try:
@@ -198,27 +207,29 @@ class DataPosition:
             finally:
                 self._begins = None
 
-    def began_pass(self, one: PassReader) -> None:
-        if self.boundary is not None and self._may_train(one.loader):
-            self.boundary.began_pass(one)
+    def began_pass(self, reader: PassReader) -> None:
+        if self.boundary is not None and self._may_train(reader.loader):
+            self.boundary.began_pass(reader)
 
     def _may_train(self, loader: Any) -> bool:
-        """Whether the script reads ``loader`` itself, on the training thread, and may train on its
-        batch: not ``train_batch``, a thread that reads ahead, or an evaluation."""
+        """Whether the script itself reads ``loader``, and may train on the batch.
+
+        This excludes reads in ``train_batch``, in a thread that reads ahead, and in evaluations.
+        """
         if self._inside or self._read_inside or threading.get_ident() != self._thread:
             return False
-        # A script may read the next batch before it ends an evaluation by engine.train().
+        # A script may read the next batch before engine.train() ends an evaluation.
         return self.is_training() or (self._pass is not None and self._pass.loader is loader)
 
     def read_to_train(self) -> PassReader | None:
-        """The pass whose batch is about to be trained on; None if that is not known."""
+        """The pass whose batch is about to be trained on; None if unknown."""
         if self.is_pipeline:
             return None
-        passes = _without_looks(self._maybe)
+        passes = _without_looks(self._reads)
         return passes[-1] if passes else None
 
     def mark(self) -> None:
-        """The script marks the beginning of the next step."""
+        """Handle the script's mark that the next step begins."""
         if self.boundary is not None:
             self._is_marking = True
             try:
@@ -228,7 +239,7 @@ class DataPosition:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around ``eval_batch`` of a pipeline engine, which reads its batches itself."""
+        """Surround ``eval_batch`` of a pipeline engine, which reads its batches itself."""
         inside, self._inside = self._inside, True
         try:
             yield
@@ -238,49 +249,50 @@ class DataPosition:
                 self.boundary.evaluated(None)
 
     def mode_set(self) -> None:
-        """The script has called ``engine.train()`` or ``engine.eval()``: an evaluation by
-        ``engine.module`` may have ended."""
+        """Handle ``engine.train()`` and ``engine.eval()``, which may end an evaluation."""
         if self.boundary is not None and self._engine.training:
             self.boundary.evaluated(None)
 
-    def after_batch(self, one: PassReader) -> None:
+    def after_batch(self, reader: PassReader) -> None:
         if threading.get_ident() != self._thread:
-            self._elsewhere = True  # read ahead by another thread: how far is not known
+            self._elsewhere = True  # Another thread reads ahead by an unknown amount
         elif self._inside:
             self._read_inside = True
-            self._take([one])
+            self._take([reader])
             expected, self._saved = self._saved, None
-            if expected is not None and not _is_behind(one, expected):
+            if expected is not None and not _follows(reader, expected):
                 self._lost = expected
         elif not self.is_pipeline:
-            self._maybe.append(one)
+            self._reads.append(reader)
 
     def _take(self, passes: list[PassReader]) -> None:
-        for one in passes:
-            if one.loader.dataset is not passes[-1].loader.dataset:
-                continue  # an evaluation, read since the last step
-            self._datasets.add(id(one.loader.dataset))
+        for reader in passes:
+            if reader.loader.dataset is not passes[-1].loader.dataset:
+                continue  # An evaluation since the last step
+            self._datasets.add(id(reader.loader.dataset))
             self._batches += 1
-            self._pass = one
-            if one.follow is not None and (follow := one.follow()) is not None:
+            self._pass = reader
+            if reader.follow is not None and (follow := reader.follow()) is not None:
                 self._trained_loaders[follow.__self__.name] = follow.__self__
-            one.train()
+            reader.train()
 
     def orders(self, iterator: Any) -> Orders:
-        """What this rank reads, to be compared with the other ranks; nothing on stages that read
-        nothing.
+        """The orders in which this rank reads, for comparison with the other ranks.
 
         Args:
-            iterator: what ``train_batch`` is given in its first step; None for a plain engine.
+            iterator: the argument of ``train_batch`` in its first step; None for a plain engine.
+
+        Returns:
+            Facts by loader; empty on stages that read nothing.
         """
         engine, replicas = self._engine, (self.replica() or (0, 1))[1]
         if self.is_pipeline and not (engine.is_first_stage() or engine.is_last_stage()):
             return {}
         found = LOADERS.orders(replicas)
         source = self._source_of(iterator)
-        loader = self._maybe[-1].loader if self._maybe else None
+        loader = self._reads[-1].loader if self._reads else None
         if loader is None and _is_repeating(source):
-            # DeepSpeed's own repeats it too
+            # DeepSpeed wraps its own DataLoader.
             loader = getattr(source.loader, "dataloader", source.loader)
         facts = find_order(loader, replicas)
         return found if facts is None else {**found, "the DataLoader of the training": facts}
@@ -289,8 +301,7 @@ class DataPosition:
         return iterator if iterator is not None else getattr(self._engine, "data_iterator", None)
 
     def begin_batch(self, iterator: Any) -> None:
-        """``train_batch`` was called with this iterator. A restored position is applied to
-        it now."""
+        """Handle a call of ``train_batch``; a restored position is applied to its iterator."""
         if all(
             callable(getattr(iterator, name, None)) for name in ("state_dict", "load_state_dict")
         ):
@@ -307,33 +318,35 @@ class DataPosition:
         self._inside = False
 
     def forward(self, *, training: bool) -> str | None:
-        """A plain engine computes.
+        """Handle the forward pass of a plain engine.
 
         Returns:
-            A warning if its data are not where they were.
+            A warning if the script has not skipped to the position of the version.
         """
-        passes, self._maybe = self._maybe, []
+        passes, self._reads = self._reads, []
         if not training:
-            # The last pass was evaluated. A batch that training has read before it is still to be
-            # trained on.
+            # The last pass was evaluated. A batch that was read for training before it is still to
+            # be trained on.
             evaluated = passes[-1] if passes and passes[-1] is not self._pass else None
-            self._maybe = list(dict.fromkeys(one for one in passes if one is not evaluated))
+            self._reads = list(
+                dict.fromkeys(reader for reader in passes if reader is not evaluated)
+            )
             if self.boundary is not None:
                 self.boundary.evaluated(evaluated)
             return None
         passes = _without_looks(passes)
         if (
-            self._goes_there
+            self._may_skip
             and passes
             and passes[-1].follow is not None
             and passes.count(passes[-1]) > 1
         ):
-            self._elsewhere = True  # nothing must be skipped there
-        self._take(passes[-1:] if self._goes_there else passes)
-        self._goes_there = False
+            self._elsewhere = True  # Batches of such a loader must not be skipped
+        self._take(passes[-1:] if self._may_skip else passes)
+        self._may_skip = False
         self._micro_batches += 1
         expected, self._check = self._check, None
-        if expected is None or not passes or _is_behind(passes[-1], expected):
+        if expected is None or not passes or _follows(passes[-1], expected):
             return None
         return (
             f"the version was taken after batch {expected.taken} of a pass over the data, but the "
@@ -342,12 +355,11 @@ class DataPosition:
         )
 
     def trains(self) -> None:
-        """A step begins: the script has skipped to where it was, with all its engines."""
+        """Handle the begin of a step: the script has skipped to its position in all its engines."""
         WATCH.resuming = self._unmoved = None
 
     def leave_to_script(self) -> None:
-        """The script itself goes to where the version was, random states included: nothing is
-        changed or checked."""
+        """Change and check nothing, because the script restores position and random states."""
         WATCH.resuming = self._unmoved = self._saved = self._check = None
 
     # -- versions ----------------------------------------------------------------------------------
@@ -366,15 +378,14 @@ class DataPosition:
             found[BEGINS] = True
         if self._stateful is not None:
             found["iterator"] = self._stateful.state_dict()
-            if not getattr(self._stateful, SAYS_SO, False):
+            if not getattr(self._stateful, POSITION_OF_JOB, False):
                 found[ITERATOR_OF] = class_path(self._stateful)
         if self._known and isinstance(self._pass, LoaderIterator):
             found["pass"] = dict(vars(self._position_of(self._pass)))
         return found | LOADERS.positions(self._upcoming, self._begins)
 
     def _position_of(self, trained: LoaderIterator) -> Position:
-        """The position of the pass that is trained on, with the batch that the script is about to
-        read."""
+        """The position of the pass that is trained on, before the batch that is read next."""
         if isinstance(self._upcoming, LoaderIterator) and self._upcoming.loader is trained.loader:
             return self._upcoming.position()
         if self._begins is trained.loader:
@@ -382,7 +393,7 @@ class DataPosition:
         return trained.position()
 
     def _count_up(self) -> None:
-        """A position is known if every micro-batch was one batch of one loader."""
+        """Update whether the position is known: every micro-batch was one batch of one loader."""
         if self._micro_batches:
             if not (self._batches or self._pass is None or self.left_to_program):
                 self._unread = True
@@ -399,8 +410,8 @@ class DataPosition:
         self._left = state.get(LEFT)
         self._unmoved = state
         position = Position(**state["pass"]) if "pass" in state else None
-        self._maybe.clear()
-        self._goes_there = True
+        self._reads.clear()
+        self._may_skip = True
         self._batches = self._micro_batches = 0
         if rng is not None:
             begins = bool(state.get(BEGINS))
@@ -419,26 +430,27 @@ class DataPosition:
     # -- reports (P12) -----------------------------------------------------------------------------
 
     def left_behind(self) -> str | None:
-        """What of the version's position was not restored, and what to write. Called before the
-        first step."""
+        """Describe what was not restored and what to write. Called before the first step."""
         left, self._left = self._left, None
         return left
 
     def found_on_the_way(self) -> str | None:
-        """What shows only after the first step, and would make a recovery different; each once.
-        Called after every step."""
+        """Describe problems for a recovery that show only while training; each is reported once.
+
+        Called after every step.
+        """
         self._count_up()
-        if self._cut_off:
-            taken, self._cut_off = self._cut_off, None
+        if self._left_pass:
+            taken, self._left_pass = self._left_pass, None
             return (
                 f"the script left a pass after {taken}, by a count of its own that no version "
                 "holds: after a failure within a pass it counts from 0 again and stays longer in "
                 "it. Let the loop end by engine.global_steps, or give the loader a sampler of as "
                 "many samples"
             )
-        if not self._unread or self._said_unread:
+        if not self._unread or self._reported_unread:
             return None
-        self._said_unread = True
+        self._reported_unread = True
         return (
             "the script trains on, but no longer reads from the loader that it has read from: it "
             "keeps the batches of an earlier pass, as itertools.cycle does. After a failure it "
@@ -449,8 +461,10 @@ class DataPosition:
         )
 
     def advice(self) -> str | None:
-        """What is not restored by itself, and the lines that change it; None if all of it is.
-        Called after a step."""
+        """Describe what reft does not restore, and the lines that change it; None if nothing.
+
+        Called after a step.
+        """
         self._count_up()
         lost, self._lost = self._lost or self._saved, None
         if lost is not None:
@@ -471,8 +485,10 @@ class DataPosition:
         return self._advice_for_loop()
 
     def comes_back(self) -> bool:
-        """Whether a loader that training reads keeps its position itself. Stages that read nothing
-        count as well."""
+        """Whether a loader that training reads keeps its position itself.
+
+        Stages that read nothing count as well.
+        """
         if isinstance(self._pass, LoaderIterator) or self._pass is None:
             reads = LOADERS.positions()
             return "resumable" in reads or (self._pass is None and "samples" in reads)
@@ -485,7 +501,7 @@ class DataPosition:
         return None
 
     def _advice_for_loop(self) -> str | None:
-        """Advice on what the script reads without a wrapper of reft."""
+        """Advice for a script that reads without a wrapper of reft."""
         if self._known and self._pass is not None:
             if self.is_pipeline and self._repeating:
                 return self._advice_on_degrees()
@@ -517,29 +533,31 @@ def _named(source: Any) -> str:
     if _is_repeating(source):
         return f" (RepeatingLoader over {_named(source.loader).strip(' ()')})"
     kind = type(source)
-    own = getattr(source, "__qualname__", None)  # of a generator
+    own = getattr(source, "__qualname__", None)  # Name of a generator
     return f" ({kind.__name__} {own})" if own else f" ({class_path(source)})"
 
 
 def _without_looks(passes: list[PassReader]) -> list[PassReader]:
-    """The passes that were read since the last step, without those of which the script only looked
-    at a batch.
+    """Remove passes of which the script only looked at a batch since the last step.
 
-    Of several passes over the loader that is trained on, the one counts whose iterator the script
-    has kept. If it has kept several, the one that was trained on before; if none, the last.
+    If there are several passes over the loader that is trained on, the pass whose iterator the
+    script has kept is trained on. If it has kept several, it is the one that was trained on before;
+    if none, the last.
     """
     last = passes[-1:]
-    of_loader = [one for one in reversed(passes) if one.loader is last[0].loader]
-    held = [one for one in of_loader if one.is_held] or of_loader[:1]
-    found = max(held, key=lambda one: (one.counts, one.taken), default=None)
-    others = [one for one in passes if found is not None and one.loader is not found.loader]
-    return others + [one for one in passes if one is found]
+    of_loader = [reader for reader in reversed(passes) if reader.loader is last[0].loader]
+    held = [reader for reader in of_loader if reader.is_held] or of_loader[:1]
+    found = max(held, key=lambda reader: (reader.counts, reader.taken), default=None)
+    others = [
+        reader for reader in passes if found is not None and reader.loader is not found.loader
+    ]
+    return others + [reader for reader in passes if reader is found]
 
 
-def _is_behind(one: PassReader, expected: Position) -> bool:
+def _follows(reader: PassReader, expected: Position) -> bool:
     """Whether the batch just taken is the one that follows ``expected``."""
     begins = expected.complete or expected.evaluates
-    return one.taken == expected.taken + 1 or (begins and one.taken == 1)
+    return reader.taken == expected.taken + 1 or (begins and reader.taken == 1)
 
 
 def _is_repeating(source: Any) -> bool:
@@ -549,12 +567,12 @@ def _is_repeating(source: Any) -> bool:
 
 
 def _watch_begun(source: Any) -> None:
-    """Observe a pass of a RepeatingLoader that was begun earlier, if nothing was taken of it."""
+    """Observe a RepeatingLoader's pass that was begun before, if nothing was taken from it."""
     if not _is_repeating(source):
         return
     loader, begun = source.loader, source.data_iter
-    if isinstance(loader, DataLoader) and (one := _adopted(loader, begun)) is not None:
-        source.data_iter = one
+    if isinstance(loader, DataLoader) and (reader := _adopted(loader, begun)) is not None:
+        source.data_iter = reader
     inner = getattr(loader, "dataloader", None)
     frame = getattr(getattr(loader, "data", None), "gi_frame", None)
     # DeepSpeedDataLoader: ``data`` is a generator over its DataLoader's iterator.
@@ -562,14 +580,18 @@ def _watch_begun(source: Any) -> None:
     if (
         begun is loader
         and isinstance(inner, DataLoader)
-        and (one := _adopted(inner, raw)) is not None
+        and (reader := _adopted(inner, raw)) is not None
     ):
-        loader.data = one
+        loader.data = reader
 
 
 def _adopted(loader: Any, begun: Any) -> LoaderIterator | None:
-    """A pass that was begun unobserved, if nothing was taken of it and its order is known: workers
-    are given samples at once."""
+    """Wrap a pass whose beginning was not observed.
+
+    Returns:
+        None if something was taken from it, or its order is unknown, because workers get their
+        samples at once.
+    """
     is_told = reads_lazily(loader) or isinstance(
         loader.sampler, SequentialSampler | DistributedSampler
     )

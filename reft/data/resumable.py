@@ -1,6 +1,6 @@
 """Loaders whose position is part of a version, by name.
 
-The version may have been loaded before or after the script made the loader.
+A version may be loaded before or after the script makes the loader.
 """
 
 from __future__ import annotations
@@ -19,63 +19,70 @@ from reft.data.passes import (
     PassReader,
     Position,
     find_order,
+    finish_pass,
+    get_inner_attribute,
     iterates_itself,
-    leave_behind,
-    of_inner,
 )
 from reft.data.watch import WATCH
 from reft.errors import ConfigError
 from reft.state.codec import class_path
 
 KINDS = ("resumable", "samples")
-"""Where positions stand in a version: those of :func:`resumable`, and of ``reft.data.loader``."""
+"""Keys of positions in a version: those of :func:`resumable`, and of ``reft.data.loader``."""
 
 R = TypeVar("R", bound=PassReader)
 
 
 class TrackedLoader(ABC, Generic[R]):
-    """A loader whose position, in plain values, is part of a version."""
+    """A loader whose position, as plain values, is part of a version."""
 
-    kind: ClassVar[str]  # one of KINDS
-    call: ClassVar[str]  # what the script writes to make one, for messages
+    kind: ClassVar[str]  # One of KINDS
+    call: ClassVar[str]  # The call that makes one, for messages
 
     def __init__(self, name: str) -> None:
         self.name = name
+        # The pass that was begun last; perhaps only a look while another one is trained on
         self._begun: R | None = None
-        """The pass that was begun last: perhaps a look, while another one is trained on."""
-        self._followed: R | None = None  # the pass that was trained on last
+        self._followed: R | None = None  # The pass that was trained on last
 
     @property
     def _pass(self) -> R | None:
         if not WATCH.is_watching:
             self._followed = None
-        one = self._begun if self._followed is None else self._followed
-        if one is not None and one.unwatched and WATCH.is_watching:
-            one.counts = one.unwatched = False
-        return one
+        reader = self._begun if self._followed is None else self._followed
+        if reader is not None and reader.unwatched and WATCH.is_watching:
+            reader.counts = reader.unwatched = False
+        return reader
 
     def _passes(self) -> list[R]:
-        return [one for one in dict.fromkeys((self._followed, self._begun)) if one is not None]
+        return [
+            reader for reader in dict.fromkeys((self._followed, self._begun)) if reader is not None
+        ]
 
     def reads(self, loader: Any) -> bool:
-        """Whether its batches come from this loader of torch."""
+        """Whether its batches come from this torch loader."""
         return False
 
     def wrong(self) -> str | None:
-        """Why not every sample would be trained on exactly once, and what to write; None if it
-        would."""
+        """Why samples would not be trained on exactly once, and what to write; None if they are."""
         return None
 
     @abstractmethod
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
-        """Facts that must be equal on all ranks, if it is shared by this number of replicas; else
-        None."""
+        """Facts that must be equal on all ranks that share the loader's samples.
+
+        Args:
+            replicas: number of replicas of the job.
+
+        Returns:
+            None if the samples are not shared by this number of replicas.
+        """
 
     @abstractmethod
     def position(
         self, upcoming: PassReader | None = None, *, begins: bool = False
     ) -> dict[str, Any] | None:
-        """Where the next step reads; None if no pass was begun.
+        """The position at which the next step reads; None if no pass was begun.
 
         Args:
             upcoming: the pass that the script is about to read, of this loader or another one.
@@ -84,10 +91,10 @@ class TrackedLoader(ABC, Generic[R]):
 
     @abstractmethod
     def go_to(self, position: dict[str, Any]) -> None:
-        """Continue after ``position``, also in a pass that is being read."""
+        """Continue at ``position``, also in a pass that is being read."""
 
-    def begin_anew(self) -> None:
-        """A version was loaded that was taken before the first pass began."""
+    def restart(self) -> None:
+        """Handle the load of a version from before the first pass."""
 
 
 class Registry:
@@ -98,12 +105,12 @@ class Registry:
         self._waiting = dict[tuple[str, str], dict[str, Any]]()
 
     def add(self, loader: TrackedLoader[Any]) -> dict[str, Any] | None:
-        """Returns the position of a version that was loaded before the script made this loader."""
+        """Register a loader; returns its position in a version that was loaded before."""
         self._named[loader.kind, loader.name] = loader
         return self._waiting.pop((loader.kind, loader.name), None)
 
     def require_named(self, loader: TrackedLoader[Any]) -> None:
-        """Raises ConfigError: another loader has the name."""
+        """Raise ConfigError if another loader has the name."""
         if self._named.get((loader.kind, loader.name)) is not loader:
             raise ConfigError(
                 f"found two loaders that are resumable under the name {loader.name!r}; expected "
@@ -115,7 +122,7 @@ class Registry:
         return next(filter(None, (loader.wrong() for loader in self._named.values())), None)
 
     def orders(self, replicas: int) -> dict[str, dict[str, Any]]:
-        """What the loaders read, by name, if all ranks must read the same."""
+        """The orders of loaders that must be equal on all ranks, by name."""
         found = {
             name: loader.order_facts(replicas) for (_, name), loader in sorted(self._named.items())
         }
@@ -144,16 +151,18 @@ class Registry:
             if key in positions:
                 loader.go_to(positions[key])
             else:
-                loader.begin_anew()
+                loader.restart()
 
 
 LOADERS = Registry()
 
 
 class ResumableLoader(TrackedLoader[LoaderIterator]):
-    """Made by :func:`resumable`, for a script that iterates over it itself, before or after
-    ``engine.load_checkpoint``. Other attributes are the loader's; without a session it behaves as
-    the loader."""
+    """Wraps a loader for a script that iterates over it itself. Made by :func:`resumable`.
+
+    The iteration may start before or after ``engine.load_checkpoint``. Other attributes are those
+    of the loader; without a session it behaves like the loader.
+    """
 
     kind, call = "resumable", "reft.resumable(loader"
 
@@ -162,20 +171,19 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
         self._loader = loader
         saved = LOADERS.add(self)
         self._restored = None if saved is None else Position(**saved)
-        # whether a version was loaded while a pass is being read that cannot move
+        # Whether a version was loaded while a pass is being read that cannot be moved
         self._moved = False
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        return of_inner(self, "_loader", name)
+        return get_inner_attribute(self, "_loader", name)
 
     @property
     def epoch(self) -> int:
-        """Number of the present pass, counted from 0; after a resumption, of the pass to
-        continue."""
-        at = self._to_go_on_at() or self._pass
+        """Number of the current pass, counted from 0; after a restart, of the resumed pass."""
+        at = self._resume_position() or self._pass
         return 0 if at is None else at.number
 
     def __iter__(self) -> Iterator[Any]:
@@ -190,7 +198,7 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
         shard, again = self._loader, True
         while again:
             again = self._moved = False
-            restored = self._to_go_on_at()
+            restored = self._resume_position()
             if restored is not None:
                 shard.iteration = restored.start[ITERATION] + (
                     restored.evaluates and restored.complete
@@ -202,23 +210,23 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
                 if again := self._moved:
                     break
             if restored is not None and restored.complete and not taken:
-                shard.iteration += 1  # which it leaves where it was after a pass without batches
+                shard.iteration += 1  # Accelerate does not count a pass without batches
 
     def _begin(self, loader: Any) -> LoaderIterator:
-        restored = self._to_go_on_at()
+        restored = self._resume_position()
         if restored is not None and not restored.evaluates:
-            one = WATCH.begin_at(loader, restored)
+            reader = WATCH.begin_at(loader, restored)
         else:
             if restored is not None:
-                leave_behind(loader, restored)
-            one = WATCH.open(loader)
-            one.number = self._next_number() if restored is None else restored.number
-        one.follow = weakref.WeakMethod(self._follow)
-        self._begun = one
-        return one
+                finish_pass(loader, restored)
+            reader = WATCH.open(loader)
+            reader.number = self._next_number() if restored is None else restored.number
+        reader.follow = weakref.WeakMethod(self._follow)
+        self._begun = reader
+        return reader
 
-    def _follow(self, one: LoaderIterator) -> None:
-        self._followed = one
+    def _follow(self, reader: LoaderIterator) -> None:
+        self._followed = reader
 
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
         return find_order(self._loader, replicas)
@@ -229,14 +237,14 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
     def position(
         self, upcoming: PassReader | None = None, *, begins: bool = False
     ) -> dict[str, Any] | None:
-        found = self._to_go_on_at()
-        one = (
+        found = self._resume_position()
+        reader = (
             upcoming
             if isinstance(upcoming, LoaderIterator) and upcoming in self._passes()
             else self._pass
         )
-        if found is None and one is not None:
-            found = one.position()
+        if found is None and reader is not None:
+            found = reader.position()
             if begins or found.evaluates:
                 found = replace(found, evaluates=True, number=self._next_number())
         return None if found is None else dict(vars(found))
@@ -244,11 +252,10 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
     def _next_number(self) -> int:
         return 0 if self._pass is None else self._pass.number + self._pass.counts
 
-    def _to_go_on_at(self) -> Position | None:
-        """The restored position, until a step is trained from it: passes begun before begin
-        there."""
+    def _resume_position(self) -> Position | None:
+        """The restored position, at which passes begin until training has continued from it."""
         if self._pass is not None and (
-            self._pass.era is None or self._pass.era is not WATCH.resuming
+            self._pass.resume_phase is None or self._pass.resume_phase is not WATCH.resuming
         ):
             self._restored = None
         return self._restored
@@ -257,22 +264,24 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
         self._restored = at = Position(**position)
         if at.evaluates:
             self._begun = self._followed = None
-        for one in self._passes():
-            if one is self._pass:
-                self._moved = one.reads_ahead
-            if not one.reads_ahead:
-                one.go_to(at)
-            one.era = WATCH.resuming
+        for reader in self._passes():
+            if reader is self._pass:
+                self._moved = reader.reads_ahead
+            if not reader.reads_ahead:
+                reader.go_to(at)
+            reader.resume_phase = WATCH.resuming
 
 
 class _RetainedIterator:
-    """The iterator of a pass. It keeps the resumable loader alive, which :data:`LOADERS` does not:
-    a script may iterate over one that it has no variable for."""
+    """The iterator of a pass. It keeps the resumable loader alive, which :data:`LOADERS` does not.
 
-    def __init__(self, owner: ResumableLoader, one: LoaderIterator) -> None:
+    A script may iterate over a resumable loader that no variable refers to.
+    """
+
+    def __init__(self, owner: ResumableLoader, reader: LoaderIterator) -> None:
         self._owner = owner
-        self._one = one
-        one.handle = weakref.ref(self)
+        self._one = reader
+        reader.handle = weakref.ref(self)
 
     def __iter__(self) -> _RetainedIterator:
         return self
@@ -284,22 +293,22 @@ class _RetainedIterator:
         return len(self._one)
 
     def __getattr__(self, name: str) -> Any:
-        return of_inner(self, "_one", name)
+        return get_inner_attribute(self, "_one", name)
 
 
 def resumable(loader: Any, name: str = "data") -> Any:
-    """Have the position of a ``DataLoader`` restored with the training state, to the batch and the
-    bit.
+    """Restore the position of a ``DataLoader`` with the training state, exactly to the batch.
 
-    The loader's own order is kept. What ``reft.data.loader`` makes continues at another
-    data-parallel degree, too, and is resumable already: it is returned unchanged.
+    The loader keeps its own order. A loader of ``reft.data.loader`` also continues at another
+    data-parallel degree; it is resumable already and returned unchanged.
 
     Args:
-        loader: a ``torch.utils.data.DataLoader``, or what Accelerate's ``prepare`` made of one.
-        name: a different one for each loader of a script; the same after a restart.
+        loader: a ``torch.utils.data.DataLoader``, or the result of Accelerate's ``prepare`` for
+            one.
+        name: a different name for each loader of a script, the same after a restart.
 
     Raises:
-        ConfigError: it is no ``DataLoader``, or of a subclass with an ``__iter__`` of its own.
+        ConfigError: it is not a ``DataLoader``, or of a subclass with its own ``__iter__``.
     """
     if isinstance(loader, TrackedLoader):
         return loader

@@ -1,10 +1,10 @@
-"""State that a loader's samplers keep from pass to pass, and that of a data set which says that it
-has one.
+"""Captures and restores the state of a loader's samplers, and of a stateful data set.
 
-A pass is begun again from the state at its beginning. Of torch's own samplers that is their
-generator, of others what their ``state_dict`` returns, or else their attributes: random generators
-of three kinds, and numbers, texts and collections of them that have changed since the sampler was
-first seen. What has not changed is a setting, which the script makes the same or means to change.
+To repeat a pass, its samplers are restored to their state at its beginning. For torch's own
+samplers that is their generator. For others it is the result of ``state_dict``, or else their
+attributes: random generators of three kinds, and numbers, strings and collections of them that have
+changed since the sampler was first seen. Unchanged attributes are settings, which the script makes
+again or changes on purpose.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from reft.state import objects
 from reft.state.attributes import capture, has_attributes, restore
 
 MOST_SAMPLERS = 8
-"""Of one loader, each held by another."""
+"""Most samplers of one loader, each held by another."""
 
 
 def holders(loader: Any) -> list[Any]:
     """The loader and its samplers, each once, in a fixed order."""
     found = [loader]
-    for holder in found:  # which grows: samplers hold samplers
+    for holder in found:  # The list grows meanwhile, because samplers hold samplers
         inner = (getattr(holder, name, None) for name in ("sampler", "batch_sampler"))
         new = [
             held for held in inner if held is not None and all(held is not known for known in found)
@@ -34,8 +34,11 @@ def holders(loader: Any) -> list[Any]:
 
 
 def capture_samplers(loader: Any) -> list[dict[str, Any]]:
-    """Of every sampler that is not torch's own, and of a data set that is read in order: its state,
-    encoded by attribute."""
+    """Capture the state of samplers that are not torch's own, and of a data set read in order.
+
+    Returns:
+        The encoded state of each, by attribute.
+    """
     return [capture(owner) for owner in _owners(loader)]
 
 
@@ -44,9 +47,17 @@ def restore_samplers(loader: Any, saved: list[dict[str, Any]]) -> None:
         restore(owner, state)
 
 
-def find_changes(before: list[dict[str, Any]], loader: Any, start: list[dict[str, Any]]) -> None:
-    """A pass was replayed from ``start``. What that left as it was at its beginning is again as
-    ``before`` the replay: the script may have set it for the next pass."""
+def merge_samplers(before: list[dict[str, Any]], loader: Any, start: list[dict[str, Any]]) -> None:
+    """Merge the states of samplers before and after the replay of a pass.
+
+    Attributes that the replay has changed keep their new values. The others return to their values
+    from before the replay, which the script may have set for the next pass.
+
+    Args:
+        before: states before the replay.
+        loader: the loader with the samplers.
+        start: states at the beginning of the pass, from which it was replayed.
+    """
     for owner, was, begun in zip(_owners(loader), before, start, strict=False):
         now = capture(owner)
         kept = {name: value for name, value in now.items() if value != begun.get(name)}
@@ -55,7 +66,7 @@ def find_changes(before: list[dict[str, Any]], loader: Any, start: list[dict[str
 
 def _owners(loader: Any) -> Iterator[Any]:
     for holder in holders(loader)[1:]:
-        # A range, for one, can be a sampler, too.
+        # A sampler can also be a plain object without attributes, such as a range.
         if has_attributes(holder) and not type(holder).__module__.startswith("torch.utils.data"):
             yield holder
     data = getattr(loader, "dataset", None)
@@ -64,5 +75,5 @@ def _owners(loader: Any) -> Iterator[Any]:
 
 
 def reads_here(loader: Any) -> bool:
-    """Whether the data set is read in this process: the state of workers is theirs."""
+    """Whether the data set is read in this process; workers have copies with their own state."""
     return int(getattr(loader, "num_workers", 0)) == 0

@@ -1,10 +1,10 @@
-"""Observes what scripts do with their ``DataLoader``\\ s, while an engine has a session.
+"""Observes how scripts use their ``DataLoader``\\ s while an engine has a session.
 
 ``DataLoader.__iter__`` then returns a :class:`~reft.data.passes.LoaderIterator`, which behaves the
-same and counts. What a script draws before its first step after a resumption, in order to get back
-to where it was, leaves no trace: passes are begun in the order of the version's pass, and every
-batch is read under the version's random states. So the first batch that is trained on, and all
-later ones, are those of the undisturbed run (P8).
+same and counts. After a restart, a script may draw random numbers before its first step while it
+skips to its position. These draws have no effect: passes are begun in the order of the version's
+pass, and every batch is read under the version's random states. So the first batch that is trained
+on, and all later ones, are those of the undisturbed run (P8).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from reft.data.passes import (
     PassReader,
     Position,
     capture_start,
+    finish_pass,
+    get_inner_attribute,
     has_workers,
     is_within,
-    leave_behind,
-    of_inner,
     raw_iterator,
     restore_items,
 )
@@ -35,8 +35,10 @@ from reft.state.blob import restore_host_rng, restore_rng
 
 
 class StatefulReader(PassReader):
-    """An iterator of torchdata's ``StatefulDataLoader``, whose position the script keeps. The state
-    of a step is captured before each of its batches is read."""
+    """An iterator of torchdata's ``StatefulDataLoader``, whose position the script keeps.
+
+    The state of a step is captured before each of its batches is read.
+    """
 
     def __init__(self, loader: Any, inner: Iterator[Any], watch: LoaderHook) -> None:
         super().__init__(loader)
@@ -56,17 +58,20 @@ class StatefulReader(PassReader):
         return len(self._inner)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        return of_inner(self, "_inner", name)
+        return get_inner_attribute(self, "_inner", name)
 
 
 class ResumePhase:
-    """The time between a resumption and the first training step.
+    """The time between a restart and the first training step.
 
     Args:
-        position: where the version was in its data; None if that is not known.
-        rng: its random states.
+        position: position of the version in its data; None if unknown.
+        rng: random states of the version.
         is_training: returns whether the engine trains.
         begins: whether the script was about to begin a pass, with draws from ``rng``.
+
+    Attributes:
+        begins: called before the first batch is read on which training may start; None: nothing.
     """
 
     def __init__(
@@ -79,100 +84,111 @@ class ResumePhase:
     ) -> None:
         self._begins = begins
         self._position = position
-        self._placed: list[LoaderIterator] = []  # a batch of them was read
+        self._placed: list[LoaderIterator] = []  # Passes of which a batch was read
         self._rng = rng
         self._is_training = is_training
         self.begins: Callable[[], None] | None = None
-        """Called before the first batch is read that training may use."""
         self._at_end = position is not None and (position.complete or position.evaluates)
 
     def _concerns(self, loader: Any) -> bool:
-        """Whether training may read this loader: an evaluation draws its own numbers."""
+        """Whether training may read this loader; an evaluation draws its own numbers."""
         return self._is_training() if self._position is None else self._position.fits(loader)
 
     def begin(self, loader: Any, watch: LoaderHook) -> LoaderIterator:
         position = self._position
         if not self._concerns(loader):
-            one = watch.begin(loader)
-            one.natural = False
+            reader = watch.begin(loader)
+            reader.uses_training_rng = False
         elif position is None and not self._begins and is_within(loader) is not False:
-            one = watch.begin(loader, draws=False)
-            one.natural = False
+            reader = watch.begin(loader, draws=False)
+            reader.uses_training_rng = False
         elif position is None or self._at_end:
-            # The version was at the end of its pass: this one may be the next, and its draws count.
+            # The version was at the end of its pass. This may be the next pass, whose draws count.
             if position is not None:
-                leave_behind(loader, position)
+                finish_pass(loader, position)
             restore_rng(self._rng)
-            one = watch.begin(loader)
+            reader = watch.begin(loader)
         else:
-            one = watch.begin_at(loader, position, skip=False)
-        one.era = self
-        return one
+            reader = watch.begin_at(loader, position, skip=False)
+        reader.resume_phase = self
+        return reader
 
-    def before_batch(self, one: PassReader, watch: LoaderHook) -> None:
+    def before_batch(self, reader: PassReader, watch: LoaderHook) -> None:
         if self.begins is not None and self._is_training():
             self.begins()
-        if not isinstance(one, LoaderIterator):
-            # Loaders of reft.data.loader, and those whose state the script has loaded, are in
-            # position.
+        if not isinstance(reader, LoaderIterator):
+            # Loaders of reft.data.loader, and loaders whose state the script has loaded, are at
+            # their position already.
             if self._is_training():
                 restore_rng(self._rng)
             return
-        if not self._concerns(one.loader):
+        if not self._concerns(reader.loader):
             return
-        if one.era is not self and one.taken == 0:
+        if reader.resume_phase is not self and reader.taken == 0:
             # The pass was begun before the version was loaded.
-            one.adopt(self.begin(one.loader, watch))
+            reader.adopt(self.begin(reader.loader, watch))
         if self._position is not None:
-            restore_items(one.loader, self._position)
-        # In a pass that reft has positioned, the first batch is trained on. In another one the
-        # script may skip batches.
-        placed = one.follow is not None and not one.reads_ahead and one in self._placed
-        self._placed.append(one)
-        if not (one.natural or placed):
+            restore_items(reader.loader, self._position)
+        # If reft has positioned the pass, its first batch is trained on. In other passes the script
+        # may skip batches.
+        placed = reader.follow is not None and not reader.reads_ahead and reader in self._placed
+        self._placed.append(reader)
+        if not (reader.uses_training_rng or placed):
             restore_rng(self._rng)
 
-    def after_last(self, one: LoaderIterator) -> bool:
-        """Whether the script is known to be where the version was: at the end of the pass that reft
-        went back to. At the end of another pass of equal length it may be."""
+    def after_last(self, reader: LoaderIterator) -> bool:
+        """Whether the end of this pass shows that the script has reached the version's position.
+
+        It does for a pass that reft has positioned. The end of another pass of equal length may be
+        a coincidence.
+        """
         position = self._position
-        if position is None or one.taken != position.taken or not self._concerns(one.loader):
+        if position is None or reader.taken != position.taken or not self._concerns(reader.loader):
             return False
         self._at_end = True
         restore_rng(self._rng)
-        return one.follow is not None
+        return reader.follow is not None
 
 
 class Listener(Protocol):
-    """An engine that trains on what loaders hand out, as a :class:`LoaderHook` sees it."""
+    """An engine that trains on batches of loaders, for the :class:`LoaderHook`.
+
+    Attributes:
+        why_equal: why all replicas train on the same number of micro-batches in a step; None if
+            they need not.
+    """
 
     why_equal: str | None
-    """Why all replicas train on equally many micro-batches of a step; None if they need not."""
 
     def is_training(self) -> bool: ...
     def replica(self) -> tuple[int, int] | None: ...
     def step_samples(self) -> int | None: ...
 
     def begins_pass(self, loader: Any) -> None: ...
-    def began_pass(self, one: PassReader) -> None: ...
-    def before_batch(self, one: PassReader) -> None: ...
-    def before_read(self, one: PassReader) -> None: ...
-    def after_batch(self, one: PassReader) -> None: ...
+    def began_pass(self, reader: PassReader) -> None: ...
+    def before_batch(self, reader: PassReader) -> None: ...
+    def before_read(self, reader: PassReader) -> None: ...
+    def after_batch(self, reader: PassReader) -> None: ...
 
 
 class LoaderHook:
+    """Replaces ``__iter__`` of torch's loaders while engines listen.
+
+    Attributes:
+        resuming: the resume phase; None before a restart and after its first step.
+        reopens: whether the program restarts its loaders after the samples that were taken. The
+            random states that are loaded, its own or a version's, then already include the draws
+            that began the pass.
+        openings: functions that make the next pass of a loader, by identity of the loader.
+    """
+
     def __init__(self) -> None:
-        self._listeners: list[Listener] = []
-        """The engines that train on what is read."""
-        # classes whose ``__iter__`` is replaced, with the original
+        self._listeners: list[Listener] = []  # The engines that train on the batches
+        # Classes whose ``__iter__`` is replaced, with the original
         self._patched: list[tuple[Any, Any]] = []
         self.resuming: ResumePhase | None = None
         self.reopens = False
-        """Whether the program begins its loaders behind what was taken of them: the random states
-        that are loaded, its own or a version's, are behind the draws by which they were begun."""
         self.openings: dict[int, Callable[[Any], LoaderIterator]] = {}
-        """By the identity of loaders that others are about to iterate over: what makes their
-        pass."""
 
     def join(self, listener: Listener) -> None:
         self._listeners.append(listener)
@@ -211,7 +227,7 @@ class LoaderHook:
         setattr(kind.__iter__, ORIGINAL, original)
 
     def leave(self, listener: Listener) -> None:
-        """Remove a listener. Without any, ``DataLoader`` is as torch made it."""
+        """Remove a listener. Without listeners, torch's own ``__iter__`` is restored."""
         if listener in self._listeners:
             self._listeners.remove(listener)
         if not self._listeners:
@@ -226,28 +242,29 @@ class LoaderHook:
         for listener in self._listeners:
             listener.begins_pass(loader)
         if self.resuming is not None:
-            one = self.resuming.begin(loader, self)
+            reader = self.resuming.begin(loader, self)
         else:
-            one = self.begin(loader, draws=not (self.reopens and is_within(loader)))
+            reader = self.begin(loader, draws=not (self.reopens and is_within(loader)))
         for listener in self._listeners:
-            listener.began_pass(one)
-        return one
+            listener.began_pass(reader)
+        return reader
 
     def hand_out(self, shard: Any, begin: Callable[[Any], LoaderIterator]) -> Iterator[Any]:
-        """One pass of a shard, counted batch by batch as it is handed out.
+        """Iterate over one pass of a shard, counting batches when they are handed out.
 
         Args:
+            shard: Accelerate's loader.
             begin: makes the pass of the shard's own ``DataLoader``.
         """
         iterate = dict(self._patched).get(shard_class(), type(shard).__iter__)
         begun: list[LoaderIterator] = []
 
         def open_base(base: Any) -> LoaderIterator:
-            one = begin(base)
-            one.reads_ahead = True
-            one.start = {**one.start, ITERATION: shard.iteration}
-            begun.append(one)
-            return one
+            reader = begin(base)
+            reader.reads_ahead = True
+            reader.start = {**reader.start, ITERATION: shard.iteration}
+            begun.append(reader)
+            return reader
 
         self.openings[id(shard.base_dataloader)] = open_base
         try:
@@ -261,8 +278,12 @@ class LoaderHook:
             self.openings.pop(id(shard.base_dataloader), None)
 
     def begin(self, loader: Any, *, draws: bool = True) -> LoaderIterator:
-        """Begin a pass under the present random states. If it ``draws`` nothing, they are
-        put back."""
+        """Begin a pass under the current random states.
+
+        Args:
+            loader: torch's loader.
+            draws: whether the draws of the beginning count; otherwise they are undone.
+        """
         start, renewed = capture_start(loader), has_workers(loader)
         inner = raw_iterator(loader)
         if not draws:
@@ -270,11 +291,11 @@ class LoaderHook:
         return LoaderIterator(loader, inner, start, self, renewed=renewed)
 
     def begin_at(self, loader: Any, position: Position, *, skip: bool = True) -> LoaderIterator:
-        """Begin the pass of a version, after what was taken of it, or at its beginning."""
-        one = LoaderIterator(loader, iter(()), position.start, self)
-        one.go_to(position, skip=skip)
-        one.era = self.resuming
-        return one
+        """Begin the pass of a version, after the batches that were taken or at its beginning."""
+        reader = LoaderIterator(loader, iter(()), position.start, self)
+        reader.go_to(position, skip=skip)
+        reader.resume_phase = self.resuming
+        return reader
 
     @property
     def is_watching(self) -> bool:
@@ -282,33 +303,36 @@ class LoaderHook:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether there are engines, and none trains."""
+        """Whether there are engines and none of them trains."""
         return self.is_watching and not any(listener.is_training() for listener in self._listeners)
 
-    def before_batch(self, one: PassReader) -> None:
+    def before_batch(self, reader: PassReader) -> None:
         if self.resuming is not None:
-            self.resuming.before_batch(one, self)
+            self.resuming.before_batch(reader, self)
         for listener in self._listeners:
-            listener.before_batch(one)
+            listener.before_batch(reader)
 
-    def before_read(self, one: PassReader) -> None:
-        """A batch is about to be read, under the present random states."""
+    def before_read(self, reader: PassReader) -> None:
+        """Notify the engines that a batch is about to be read, under the current random states."""
         for listener in self._listeners:
-            listener.before_read(one)
+            listener.before_read(reader)
 
-    def after_batch(self, one: PassReader) -> None:
+    def after_batch(self, reader: PassReader) -> None:
         for listener in self._listeners:
-            listener.after_batch(one)
+            listener.after_batch(reader)
 
-    def after_last(self, one: LoaderIterator) -> None:
-        if self.resuming is not None and self.resuming.after_last(one):
+    def after_last(self, reader: LoaderIterator) -> None:
+        if self.resuming is not None and self.resuming.after_last(reader):
             self.resuming = None
 
     def replica(self) -> tuple[int, int]:
-        """This rank's replica and the number of replicas: the engine's; before there is one, the
-        rank and world size of torch.distributed."""
+        """The replica of this rank and the number of replicas.
+
+        The engine knows them. Before there is an engine, they are the rank and world size of
+        torch.distributed.
+        """
         known = (listener.replica() for listener in reversed(self._listeners))
-        return next((one for one in known if one is not None), process())
+        return next((reader for reader in known if reader is not None), process())
 
     def why_equal(self) -> str | None:
         return self._listeners[-1].why_equal if self._listeners else None

@@ -1,4 +1,4 @@
-"""What a script holds and reft can find by itself: followed without a line
+"""State of a script that reft finds by itself and includes in every version
 (:mod:`reft.engine.host_state`)."""
 
 FOLLOWERS = {

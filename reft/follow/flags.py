@@ -1,5 +1,5 @@
-"""Flags of a DeepSpeed engine that a script may change on the way: frozen parameters, the training
-mode of modules, batch sizes."""
+"""Flags of a DeepSpeed engine that a script may change while it trains: frozen parameters, the
+training mode of modules, batch sizes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def followers(context: JobContext, given: Callable[[], list[Any]]) -> Iterable[H
 
 
 class Flags(HostState):
-    """``requires_grad`` of every parameter, ``training`` of every module, and the sizes of a
-    batch."""
+    """``requires_grad`` of every parameter, ``training`` of every module, and the batch sizes."""
 
     name = "flags"
 
@@ -41,7 +40,8 @@ class Flags(HostState):
             "names": self._names,
             "frozen": [name for name, p in self._parameters.items() if not p.requires_grad],
             "evaluating": [name for name, module in self._modules.items() if not module.training],
-            # What follows from the configuration may be another one at another number of replicas.
+            # Sizes from the configuration may differ with another number of replicas, so they are
+            # saved only if the script has changed them.
             "batch": None if (now := self._batch()) == self._start else now,
         }
 
@@ -59,8 +59,8 @@ class Flags(HostState):
             frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
             for name, parameter in self._parameters.items():
                 parameter.requires_grad = name not in frozen
-            # A version taken between an evaluation and ``model.train()`` says that all evaluate.
-            # Where its first step begins, the script has called that.
+            # A version taken between an evaluation and ``model.train()`` says that all modules
+            # evaluate. If the script has called ``model.train()`` since, that call counts.
             if not (self._is_restored and "" in evaluating and self._modules[""].training):
                 for name, module in self._modules.items():
                     module.training = name not in evaluating
@@ -83,7 +83,7 @@ class Flags(HostState):
         self._step_ended = int(engine.global_steps), int(engine.micro_steps)
         before, self._accumulation = self._accumulation, int(engine.gradient_accumulation_steps())
         made = engine.micro_steps - micro
-        # A script that says itself where its steps end is not bound to the engine's count.
+        # Scripts may set the end of a step themselves; the engine's count then does not matter.
         counts_itself = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
         if before == self._accumulation or engine.global_steps != step + 1 or counts_itself:
             return None
@@ -98,14 +98,14 @@ class Flags(HostState):
         )
 
     def _restore_batch(self, saved: Mapping[str, int]) -> None:
-        """The sizes that the script had set on the way."""
+        """Restore batch sizes that the script had set while it trained."""
         now = self._batch()
         if now == saved:
             return
         engine = self._engine
         if now["replicas"] != saved["replicas"]:
-            # The global batch stays; how many micro-batches that makes follows from the number of
-            # replicas.
+            # The global batch stays the same; the number of micro-batches follows from the number
+            # of replicas.
             engine.set_train_micro_batch_size(saved["micro"])
             engine.set_train_batch_size(saved["train"])
             return
@@ -113,5 +113,5 @@ class Flags(HostState):
         config.train_batch_size = saved["train"]
         config.train_micro_batch_size_per_gpu = saved["micro"]
         config.gradient_accumulation_steps = saved["accumulation"]
-        if hasattr(engine, "micro_batches"):  # of a pipeline
+        if hasattr(engine, "micro_batches"):  # The attribute of a pipeline engine
             engine.micro_batches = saved["accumulation"]

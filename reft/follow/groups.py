@@ -1,6 +1,8 @@
-"""Learning rates and the other numbers of the optimizer's parameter groups: restored where training
-begins, and compared from step to step. What changes them must be followed, or the next life
-computes other ones."""
+"""Learning rates and other numbers of the optimizer's parameter groups.
+
+They are restored where training begins, and compared from step to step. If anything outside of
+reft's view changes them, a restarted script may compute different values, so that is reported.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from reft.follow.schedulers import Schedulers
 _COUNTS = ("last_epoch", "_step_count", "last_batch_iteration")
 """Attributes by which torch's and DeepSpeed's schedulers count their steps."""
 _MOMENTA = ("betas", "momentum")
-"""What torch's cyclic schedulers change beside the learning rate."""
+"""Keys that torch's cyclic schedulers change in addition to the learning rate."""
 
 
 def followers(context: JobContext, given: Callable[[], list[Any]]) -> Iterable[HostState]:
@@ -30,7 +32,7 @@ def followers(context: JobContext, given: Callable[[], list[Any]]) -> Iterable[H
 
 
 class ParamGroups(HostState):
-    """Numbers of every parameter group of the innermost optimizer."""
+    """The numbers of every parameter group of the innermost optimizer."""
 
     name = "param_groups"
 
@@ -41,14 +43,13 @@ class ParamGroups(HostState):
         self._given = given
         self._schedulers = schedulers
         self._state = context.engine.adapter.state  # type: ignore[attr-defined]  # DeepSpeed's have one
+        # Numbers and scheduler counts after the last optimizer step; None: not compared
         self._after: tuple[list[dict[str, Any]], Any] | None = None
-        """Numbers and counts of the schedulers after the last optimizer step."""
+        # Numbers at the end of the engine's last step
         self._ended: list[dict[str, Any]] | None = None
-        """Numbers where the last step of the engine ended."""
+        # Whether, in the restored version, the numbers changed between two steps
         self._moved = False
-        """Whether they were changed between that and the next step, in the version that was
-        restored."""
-        self._found: str | None = None
+        self._found: str | None = None  # Message about an unexplained change, not yet reported
         self._reported = self._lost_reported = False
         optimizer, self._hooks = self._state.optimizer, []
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -59,10 +60,10 @@ class ParamGroups(HostState):
 
     @property
     def is_reapplied(self) -> bool:
-        # Where nothing was changed between the two steps, what the script writes after a load is
-        # meant: a rate for another number of replicas, for one. Else it may be what it has written
-        # there, and writes once more. The constructor of a scheduler sets the learning rate of step
-        # 0.
+        # If the numbers did not change between two steps, a value that the script writes after a
+        # load is intended, for example a rate for another number of replicas. Otherwise the script
+        # may repeat what it wrote at its first start. The constructor of a scheduler sets the
+        # learning rate of step 0, which must not stay either.
         return self._moved or self._schedulers.made_after_load
 
     def close(self) -> None:
@@ -76,7 +77,7 @@ class ParamGroups(HostState):
     def restore(self, saved: dict[str, Any]) -> None:
         self._after = self._ended = None
         data = self._context.engine.data
-        # A program that loads its own checkpoints may be told to override what they hold.
+        # A program that loads its own checkpoints may have options that override their values.
         overrides = data is not None and data.left_to_program
         self._moved = saved["moved"] and saved["replicas"] == self._replicas() and not overrides
         if len(saved["groups"]) == len(self._state.optimizer.param_groups):
@@ -105,8 +106,7 @@ class ParamGroups(HostState):
         return [dict(_numbers_of(group)) for group in self._state.optimizer.param_groups]
 
     def _followed(self) -> list[Any]:
-        """Schedulers whose state is part of the version, by reft or because the script has given
-        them."""
+        """Schedulers in the version, whether reft found them or the script gave them."""
         given = [g for g in self._given() if callable(getattr(g, "step", None))]
         return [
             s for s in (self._schedulers.own(), *self._schedulers.live(), *given) if s is not None
@@ -116,8 +116,10 @@ class ParamGroups(HostState):
         return [tuple(getattr(s, name, None) for name in _COUNTS) for s in self._followed()]
 
     def _is_scheduled(self, key: str, value: Any) -> bool:
-        """Whether a scheduler has set this number. Of learning rates, schedulers keep which they
-        have set; one that does not may have set anything."""
+        """Whether a scheduler may have set this number.
+
+        Schedulers keep the learning rates that they set. One that does not may have set anything.
+        """
         rates = [getattr(s, "_last_lr", None) for s in self._followed()]
         if any(kept is None for kept in rates):
             return True
@@ -149,7 +151,7 @@ class ParamGroups(HostState):
 def _numbers_of(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in group.items():
         if isinstance(value, torch.Tensor):
-            # Reading one on a device would wait for it.
+            # Reading a value on a device would wait for the device.
             if value.device.type == "cpu" and value.numel() == 1:
                 yield key, value.item()
         elif isinstance(value, int | float | tuple):

@@ -1,8 +1,8 @@
 """Torch's learning-rate schedulers over the engine's optimizer, wherever the script makes them.
 
-Those made before the session are found among all objects, once; later ones by their constructors,
-which are watched while there is a session. Their states are matched by class, in the order of
-construction: the script makes the same schedulers in every life.
+Schedulers from before the session are found once among all objects. Later ones are noticed by their
+constructors, which are wrapped while a session exists. Their states are matched by class in the
+order of construction, because the script constructs the same schedulers at every start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reft.state.codec import class_path, encode
 
 _WATCHED = (
     lr_scheduler.LRScheduler,
-    # Their constructors do not call that of their base.
+    # The constructors of these classes do not call that of their base class.
     lr_scheduler.SequentialLR,
     lr_scheduler.ChainedScheduler,
     lr_scheduler.ReduceLROnPlateau,
@@ -32,11 +32,15 @@ _LATE_STEPS = 2
 
 
 class Schedulers(HostState):
-    """All of them but the one that ``deepspeed.initialize`` was given, which is the engine's own.
+    """All schedulers but the engine's own, which ``deepspeed.initialize`` received.
 
     Args:
-        given: returns the objects that the script has given in ``state={...}``, which are left out
+        engine: DeepSpeed's engine.
+        given: returns the objects that the script has given in ``state={...}``; they are excluded
             here.
+
+    Attributes:
+        made_after_load: whether the script constructed a scheduler after its state was restored.
     """
 
     name = "schedulers"
@@ -44,8 +48,7 @@ class Schedulers(HostState):
     def __init__(self, engine: Any, given: Callable[[], list[Any]] = list) -> None:
         self._engine = engine
         self._given = given
-        self._waiting: list[dict[str, Any]] = []
-        """States of schedulers that the script has not made yet."""
+        self._waiting: list[dict[str, Any]] = []  # States of schedulers not yet constructed
         self._steps_waited = 0
         self.made_after_load = False
         CONSTRUCTED.join(self)
@@ -56,12 +59,11 @@ class Schedulers(HostState):
         CONSTRUCTED.leave(self)
 
     def own(self) -> Any:
-        """The engine's own scheduler, which is captured with the engine; or None."""
+        """The engine's own scheduler, which is captured with the engine; None if there is none."""
         return vars(self._engine).get("lr_scheduler")
 
     def live(self) -> list[Any]:
-        """Schedulers over the engine's optimizer that are followed here, in the order of
-        construction."""
+        """The followed schedulers over the engine's optimizer, in the order of construction."""
         own = {id(optimizer) for optimizer in _wrapped(self._engine.optimizer)}
         found = [s for s in CONSTRUCTED.live() if own & {id(o) for o in _wrapped(s.optimizer)}]
         left_out = {id(part) for s in (*found, self.own()) for part in _parts(s)}
@@ -87,8 +89,7 @@ class Schedulers(HostState):
         return True
 
     def constructed(self, scheduler: Any) -> None:
-        """The script has just made one. Its constructor has set the learning rate to that of step
-        0."""
+        """Restore a new scheduler, whose constructor has set the learning rate of step 0."""
         if self._waiting and scheduler in self.live() and self._restore_one(scheduler):
             self.made_after_load = True
             for group, rate in zip(
@@ -97,7 +98,7 @@ class Schedulers(HostState):
                 group["lr"] = rate
 
     def end_step(self) -> str | None:
-        # A script may make its scheduler after the first step.
+        # A script may construct its scheduler after the first step.
         self._steps_waited += bool(self._waiting)
         if not self._waiting or self._steps_waited != _LATE_STEPS:
             return None
@@ -119,13 +120,13 @@ class Schedulers(HostState):
                 yield (
                     f"a learning-rate scheduler ({kind}) steps an optimizer "
                     f"({type(scheduler.optimizer).__name__}) that "
-                    "is not the engine's: after a failure both begin anew. Write "
+                    "is not the engine's: after a failure both start from scratch. Write "
                     'reft.attach(engine, state={"optimizer": ..., "scheduler": ...})'
                 )
 
 
 def _may_have_schedulers(engine: Any) -> bool:
-    """Whether a script can have made one before the session: over an optimizer of its own."""
+    """Whether the script can have made a scheduler before the session, over its own optimizer."""
     groups = getattr(engine.optimizer, "param_groups", ())
     return vars(engine).get("client_optimizer") is not None or any(
         "initial_lr" in group for group in groups
@@ -133,7 +134,7 @@ def _may_have_schedulers(engine: Any) -> bool:
 
 
 def _wrapped(optimizer: Any) -> list[Any]:
-    """An optimizer and those that it wraps."""
+    """An optimizer and the optimizers that it wraps."""
     found: list[Any] = []
     while optimizer is not None and len(found) < _MOST_WRAPPERS:
         found.append(optimizer)
@@ -142,15 +143,17 @@ def _wrapped(optimizer: Any) -> list[Any]:
 
 
 def _parts(scheduler: Any) -> Iterator[Any]:
-    """Schedulers that one is made of, of those too; their states are part of its own."""
+    """The schedulers of which one consists, recursively; their states are part of its own."""
     for part in getattr(scheduler, "_schedulers", ()):
         yield part
         yield from _parts(part)
 
 
 def _encodable(state: Any) -> Any:
-    """The state without what is no state, such as functions: of those the script makes the same at
-    every start."""
+    """The state without values that cannot be encoded, such as functions.
+
+    The script constructs those in the same way at every start.
+    """
     if isinstance(state, dict):
         entries = {key: _encodable(value) for key, value in state.items() if _is_kept(value)}
         return type(state)(entries) if type(state) is dict else dict(entries)
@@ -172,8 +175,7 @@ def _is_kept(value: Any) -> bool:
 
 
 class Constructed:
-    """Schedulers of this process, in the order of construction, while a session watches for
-    them."""
+    """The schedulers of this process in the order of construction, while a session exists."""
 
     def __init__(self) -> None:
         self._watchers: list[Schedulers] = []
@@ -190,7 +192,7 @@ class Constructed:
                 kind.__init__ = _noting(original, self)  # type: ignore[method-assign]
 
     def leave(self, watcher: Schedulers) -> None:
-        """With the last one gone, the classes are as torch made them."""
+        """Remove a watcher; after the last one, torch's constructors are restored."""
         if watcher in self._watchers:
             self._watchers.remove(watcher)
         if not self._watchers:
@@ -208,8 +210,11 @@ class Constructed:
             watcher.constructed(scheduler)
 
     def add_existing(self) -> None:
-        """Those made before anything was watched. The collector has objects in their order of
-        construction, the oldest generation last."""
+        """Add the schedulers that were constructed before the constructors were wrapped.
+
+        The garbage collector lists objects in the order of construction, the oldest generation
+        last.
+        """
         base = lr_scheduler.LRScheduler
         for generation in (2, 1, 0):
             for one in gc.get_objects(generation):

@@ -50,7 +50,7 @@ from reft.job.trainers import Trainers
 logger = logging.getLogger(__name__)
 
 _FORM_ATTEMPTS = 10
-_PROGRESS_SECS = 600.0  # Trainers that ran for this long made progress, even without a commit
+_PROGRESS_SECS = 600.0  # Trainers that ran this long have made progress, even without a commit
 _EXIT_BARRIER_SECS = 300.0
 _FIRST_SIGNAL_CODE = 128
 """Exit codes from here on mean a signal, after which a restart may succeed (memory was short)."""
@@ -68,14 +68,14 @@ class DuplicateNodeError(ConfigError):
 
 
 class AgentCallbacks(Protocol):
-    """What the agent reports to its launcher, and asks it."""
+    """Callbacks by which the agent informs its launcher and queries it."""
 
     def round_formed(self, agreement: Agreement) -> None:
-        """The nodes agreed on a round; its trainers start next."""
+        """The nodes agreed on a round; this node's trainers start next."""
         ...
 
     def trainers_started(self, pids: list[int]) -> None:
-        """The trainers of this round run."""
+        """The trainers of this round are running."""
         ...
 
     def trainers_healthy(self, group_rank: int) -> None:
@@ -87,11 +87,11 @@ class AgentCallbacks(Protocol):
         ...
 
     def round_over(self) -> None:
-        """This node is on its way to the next round."""
+        """The trainers' round is over on this node, which joins the next one."""
         ...
 
     def state_changed(self, state: str, **facts: Any) -> None:
-        """The node entered another state, which ``reft status`` shows."""
+        """The state that ``reft status`` shows for this node has changed."""
         ...
 
     def newest_step(self) -> int:
@@ -103,7 +103,7 @@ class AgentCallbacks(Protocol):
         ...
 
     def fenced(self) -> str:
-        """Why shared storage has fenced this node off; empty if it has not."""
+        """The reason why shared storage has fenced this node off; empty if it has not."""
         ...
 
 
@@ -111,20 +111,20 @@ class Agent:
     """Starts, watches and restarts the trainers of one node.
 
     Args:
-        options: of the launcher.
+        options: options of the launcher.
         backend: connects this node to the rendezvous store.
-        rendezvous: of this node.
-        secret: of the user.
-        launcher: is told what happens.
+        rendezvous: this node's side of the rendezvous.
+        secret: the user's secret, which authenticates connections.
+        launcher: receives the agent's callbacks.
         signals: the signals that stop the launcher.
         hangs: detects trainers that hang.
-        exits_dir: trainers leave their exit notes in it.
-        grace_secs: how long trainers may take to commit and end after a signal to stop.
+        exits_dir: directory in which trainers leave their exit notes.
+        grace_secs: returns how long trainers may take to commit and exit after a stop signal.
 
     Attributes:
-        agreement: the round that this node takes part in; None before the first.
-        failure: why trainers of this node ended in this round; None if they did not fail.
-        all_ended_well: the trainers of all nodes ended well.
+        agreement: the round in which this node takes part; None before the first.
+        failure: why this node's trainers failed in this round; None if they did not.
+        all_ended_well: whether the trainers of all nodes exited without an error.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Agent:
         self._store_lost = False
         self._starts_without_progress = 0
         self._start_error = ""  # Last failure of trainers while no version had been committed
-        self._early_end = ""  # Which rank ended well before the others in the last round
+        self._early_end = ""  # The rank that finished before the others in the last round
         self.agreement: Agreement | None = None
         self._group_rank = 0
         self.failure: TrainerFailure | None = None
@@ -171,11 +171,11 @@ class Agent:
 
         Returns:
             The trainers that had failed when the job ended, by global rank; empty if all ended
-            well; None if this node was a spare that was not needed.
+            well; None if this node was a spare and was not needed.
 
         Raises:
             FencedError: another node replaced this one; its trainers have ended.
-            SignalException: this launcher, or those of its peers, received a signal to stop.
+            SignalException: this launcher, or the launcher of a peer, received a stop signal.
         """
         try:
             return self._run()
@@ -189,7 +189,7 @@ class Agent:
             if self._signals.received is not None:
                 if self.agreement is not None:
                     self._notify_peers(int(stop.sigval))
-                # After a signal to stop, trainers get the time to commit their current step.
+                # After a stop signal, trainers get time to commit their current step.
                 grace_secs = self._grace_secs()
             self._trainers.end(stop.sigval, grace_secs)
             raise
@@ -207,7 +207,7 @@ class Agent:
                 if not self._nodes_waiting():
                     self._launcher.trainers_healthy(self._group_rank)
                     continue
-                # A trainer whose script has ended well may still be running.
+                # A trainer may still be running although its script has finished.
                 self._note_ended_early()
                 scaled_down = self._rendezvous.is_scaled_down
                 size = "fewer nodes" if scaled_down else "a node that joins"
@@ -233,10 +233,10 @@ class Agent:
             self._start_round()
 
     def _notify_peers(self, number: int) -> None:
-        """Tell the other nodes that this launcher was stopped.
+        """Notify the other nodes that this launcher was stopped.
 
-        This comes before the trainers end, because the peers' trainers end with them. The store is
-        asked in a thread, so that one that hangs delays the end by a second at most.
+        This precedes the end of the trainers, because the peers' trainers fail with them. A thread
+        talks to the store, so that a store that hangs delays the exit by a second at most.
         """
 
         def notify() -> None:
@@ -251,13 +251,13 @@ class Agent:
         """End this node if the job continues without it.
 
         Args:
-            read_store: ask the store; by default the last heartbeat's answer counts.
+            read_store: read the store; by default the last heartbeat's reply is used.
 
         Raises:
             FencedError: the job continues without this node.
         """
         if self._rendezvous.is_leaving:
-            return  # It is a spare until the others have committed a version without it
+            return  # A leaving node is a spare until the others have committed without it
         own, newest = self._rendezvous.incarnation, self._rendezvous.newest_incarnation
         if read_store:
             with suppress(StoreError):
@@ -270,7 +270,7 @@ class Agent:
     # -- whether to restart ------------------------------------------------------------------------
 
     def _may_restart(self) -> bool:
-        """Judge the failure of this round's trainers, and decide whether another round may help."""
+        """Classify the failure of this round's trainers, and decide whether to try again."""
         self._end_if_peers_were_stopped()
         failure = self._classify(
             self.failure
@@ -316,7 +316,7 @@ class Agent:
         return True
 
     def _classify(self, failure: TrainerFailure) -> TrainerFailure:
-        """Correct the cause by what this node knows of the job."""
+        """Correct a failure's cause with what this node knows of the job."""
         alone = self.agreement is not None and len(self.agreement.members) == 1
         if failure.cause in (ExitCause.UNCLEAR, ExitCause.STOPPED) and alone:
             failure = replace(failure, cause=ExitCause.OWN)
@@ -324,7 +324,7 @@ class Agent:
             after = f"after {self._options.free_restarts} free restarts without progress"
             failure = replace(failure, cause=ExitCause.OWN, reason=f"{failure.reason} ({after})")
         if failure.cause is ExitCause.SIZE:
-            # If the store does not answer, the next round is refused once more.
+            # If the store does not answer, the next round refuses this number of nodes again.
             with suppress(RendezvousError, StoreError):
                 if not self._rendezvous.refuse_size():
                     failure = replace(failure, cause=ExitCause.REFUSED)
@@ -333,12 +333,12 @@ class Agent:
     def _note_ended_early(self) -> None:
         """Report this node's trainers that ended well while their peers need another round.
 
-        Whether that caused the failure is decided by what the peers report.
+        The peers' reports decide whether that caused the failure.
 
         Raises:
             JobEndedError: the same happened in the round before.
         """
-        # If a node is lost, its peers need another round for that reason.
+        # After the loss of a node, the loss is the reason for another round.
         ended = self._ended_well() if self._rendezvous.is_whole else {}
         failure = name_ended_early(TrainerFailure(ExitCause.PEER, 0, 1, ""), ended)
         if not failure.ended_early:
@@ -373,7 +373,7 @@ class Agent:
         return self._launcher.newest_step() > self._rendezvous.info.known_step
 
     def _has_free_restart(self) -> bool:
-        """Count a restart after lost peers; whether it is within the limit of free restarts."""
+        """Count a restart after lost peers, and check it against the limit of free restarts."""
         ran_secs = time.monotonic() - self._started_at
         if self._has_new_version() or ran_secs > _PROGRESS_SECS:
             self._starts_without_progress = 1
@@ -388,7 +388,7 @@ class Agent:
         except RendezvousConnectionError as error:
             if not self._store_lost:
                 logger.warning(
-                    "the rendezvous store no longer answers. Training goes on; without the store "
+                    "the rendezvous store no longer answers. Training continues; without the store "
                     "no node can be replaced, and a restart waits until it answers (%s)",
                     error,
                 )
@@ -405,7 +405,7 @@ class Agent:
     # -- forming a round ---------------------------------------------------------------------------
 
     def _start_round(self) -> None:
-        """End what is left of the last round, join the next, and start its trainers."""
+        """End the trainers of the last round, join the next one, and start its trainers."""
         self._trainers.end(signal.SIGTERM, self._options.stop_secs)
         self._trainers.release()
         self._launcher.state_changed("waiting for nodes")
@@ -428,7 +428,7 @@ class Agent:
         self._launcher.state_changed("running", round=agreement.round)
 
     def _join(self) -> Agreement:
-        """Join a round; one that breaks while it forms is formed again."""
+        """Join a round; if it breaks while it forms, form it again."""
         for attempt in range(1, _FORM_ATTEMPTS + 1):
             if self._store_lost:
                 self._backend.reconnect()
@@ -457,7 +457,7 @@ class Agent:
         raise AssertionError("the last attempt returns or raises")
 
     def _join_once(self) -> Agreement:
-        """Bring what this node knows of the job into a round, and open the trainers' store."""
+        """Join one round with this node's current state, and open the trainers' store."""
         rendezvous = self._rendezvous
         incarnation = max(
             rendezvous.info.incarnation,
@@ -487,10 +487,10 @@ class Agent:
     # -- trainers ----------------------------------------------------------------------------------
 
     def _poll(self) -> dict[int, ProcessFailure] | None:
-        """Look after the trainers. If one has failed or hangs, judge the failure and end the rest.
+        """Poll the trainers. If one has failed or hangs, classify the failure and end the rest.
 
         Returns:
-            As :meth:`run`; None while the trainers run.
+            The failures as in :meth:`run`; None while the trainers run.
         """
         exits = self._trainers.failures()
         if exits:
@@ -503,7 +503,7 @@ class Agent:
         failures = self._trainers.ended()
         if failures and not exits and self.failure is None:
             # A trainer failed after failures() was read. TorchElastic has then ended the others,
-            # which show its signal.
+            # whose exit codes are those of its signal.
             exits = self._trainers.failures()
             own_ends = {r: e for r, e in exits.items() if e.exit_code != -signal.SIGTERM}
             exits = own_ends or exits
@@ -531,7 +531,7 @@ class Agent:
     def _judge(self, exits: dict[int, WorkerExit]) -> TrainerFailure:
         failure = judge(exits)
         if self._trainers.script_has_ended(failure.local_rank):
-            return failure  # It failed after its script, when it no longer needed the others
+            return failure  # Its script had finished, so peers that finished early are no cause
         return name_ended_early(failure, self._ended_well())
 
     def _ended_well(self) -> dict[int, str]:
@@ -547,11 +547,13 @@ class Agent:
     # -- the end -----------------------------------------------------------------------------------
 
     def _end_if_peers_were_stopped(self) -> None:
-        """End if other launchers were stopped and the nodes that are left do not suffice.
+        """End if other launchers were stopped and too few nodes are left.
 
         Raises:
             SignalException: the job cannot continue without the stopped nodes.
         """
+        if self._options.awaits_replacement:
+            return
         with suppress(RuntimeError, RendezvousError):
             self._rendezvous.is_closed()  # Reads the store
         stopped = self._rendezvous.stopped
@@ -570,7 +572,7 @@ class Agent:
             while not self._rendezvous.all_ended_well:
                 if time.monotonic() > deadline or self._nodes_waiting():
                     return
-                # Submitted in every turn: a store that was restarted has lost it.
+                # Submitted on every pass, because a store that was restarted has lost it.
                 self._rendezvous.submit(NodeFinished(self._rendezvous.node))
                 self._end_if_peers_were_stopped()
                 time.sleep(max(0.1, self._config.monitor_interval))

@@ -1,4 +1,4 @@
-"""Keeps a node daemon running: starts it, and another one if it ends or stops answering."""
+"""Keeps a node daemon running: starts it, and restarts it if it ends or stops answering."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _ASK_SECS = 1.0
 _BACKOFF_SECS = (0.1, 30.0)
 _STABLE_SECS = 60.0  # After a daemon that ran this long, the next one starts without delay
 _KILL_SECS = 5.0
-# Consecutive requests, of 1 to 3 s each, without an answer before a daemon is killed: if it is
-# stopped, if it runs, and before its first answer.
+# A daemon is killed after this number of consecutive requests, of 1 to 3 s each, without a reply:
+# while its process is stopped, while it runs, and before its first reply.
 _MAX_STOPPED, _MAX_UNANSWERED, _MAX_AT_START = 2, 15, 100
 
 
 class DaemonSupervisor:
-    """Starts the node daemon, and another one if it ends.
+    """Starts the node daemon, and restarts it whenever it ends.
 
     Attributes:
-        workers: process ids of the trainers, which a thread sends to the daemon.
-        incarnation: of the trainers; the daemon refuses older ones.
-        fenced: why this node has to end, because shared storage belongs to a newer incarnation;
-            empty if it does not.
+        workers: process ids of the trainers; a thread sends them to the daemon.
+        incarnation: incarnation of the trainers; the daemon refuses older ones.
+        fenced: the reason why this node has to end, because shared storage belongs to a newer
+            incarnation; empty if there is none.
     """
 
     def __init__(self, job_dir: JobDir) -> None:
@@ -56,8 +56,8 @@ class DaemonSupervisor:
         self._thread.start()
         self._started.wait(10.0)
 
-    def tell(self, operation: str, *, timeout_secs: float = 2.0, **fields: Any) -> Any:
-        """Send the daemon a request; None if it does not answer."""
+    def send(self, operation: str, *, timeout_secs: float = 2.0, **fields: Any) -> Any:
+        """Send the daemon a request; returns the reply, or None if the daemon does not answer."""
         try:
             return request(
                 self._job_dir.path,
@@ -74,11 +74,11 @@ class DaemonSupervisor:
         """End the daemon for good.
 
         Args:
-            flush_secs: how long it may take to write the newest version to storage first; 0: it
-                does not write.
+            flush_secs: how long the daemon may first take to write the newest version to storage;
+                0: it does not write.
         """
         if flush_secs > 0 and self._process is not None and self._process.poll() is None:
-            written = self.tell("flush", timeout_secs=flush_secs + 1.0, wait_secs=flush_secs)
+            written = self.send("flush", timeout_secs=flush_secs + 1.0, wait_secs=flush_secs)
             if written:
                 logger.info("the newest version is in %s", written)
         self._ending.set()
@@ -91,7 +91,7 @@ class DaemonSupervisor:
             process.wait(8.0)
         except subprocess.TimeoutExpired:
             process.kill()
-            # A process that hangs in the kernel does not die: the launcher ends without it.
+            # A process that hangs in the kernel does not die; the launcher exits without it.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_KILL_SECS)
 
@@ -100,8 +100,8 @@ class DaemonSupervisor:
         while not self._ending.is_set():
             began = time.monotonic()
             try:
-                # With a session of its own, the daemon does not receive a Ctrl-C: the launcher lets
-                # it write the newest version before it ends it.
+                # In its own session the daemon receives no Ctrl-C: the launcher lets it write the
+                # newest version before it ends it.
                 command = [sys.executable, "-P", "-m", "reft.node.daemon", str(self._job_dir.path)]
                 self._process = subprocess.Popen(
                     [*command, "--launcher-pid", str(os.getpid())], start_new_session=True
@@ -110,7 +110,7 @@ class DaemonSupervisor:
                 logger.warning("the node daemon cannot be started: %s", error)
                 self._process = None
             self._sent_workers = ()
-            # Requests are counted instead of seconds: this process may have been stopped itself.
+            # Requests are counted, not seconds, because this process may itself have been stopped.
             self._asked_at, self._has_answered, self._unanswered = 0.0, False, 0
             self._started.set()
             code = self._wait_for_end()
@@ -120,7 +120,7 @@ class DaemonSupervisor:
                 backoff.reset()
             delay = backoff.failed()
             logger.warning(
-                "the node daemon ended (%s); training goes on, the next one starts in %.1f s",
+                "the node daemon ended (%s); training continues, the next one starts in %.1f s",
                 code,
                 delay,
             )
@@ -134,18 +134,18 @@ class DaemonSupervisor:
                 return code
             workers = self.workers
             if workers != self._sent_workers:
-                answer = self.tell("workers", pids=list(workers), incarnation=self.incarnation)
+                answer = self.send("workers", pids=list(workers), incarnation=self.incarnation)
                 if answer is not None:
                     self._sent_workers = workers
             self._check_answers()
         return None
 
     def _check_answers(self) -> None:
-        """Send a request now and then; kill a daemon that does not answer for long."""
+        """Send a request from time to time; kill a daemon that has not answered for long."""
         if time.monotonic() - self._asked_at < _ASK_SECS:
             return
         self._asked_at = time.monotonic()
-        answer = self.tell("fenced", incarnation=self.incarnation)
+        answer = self.send("fenced", incarnation=self.incarnation)
         if answer is None:
             self._unanswered += 1
         else:
@@ -155,7 +155,7 @@ class DaemonSupervisor:
         if process is None:
             return
         state = process_state(process.pid)
-        if state == TRACED:  # under a debugger
+        if state == TRACED:  # Under a debugger
             return
         limit = _MAX_UNANSWERED if self._has_answered else _MAX_AT_START
         if state == STOPPED:

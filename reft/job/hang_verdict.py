@@ -1,9 +1,9 @@
-"""Trainers that hang: the nodes of a round exchange what their trainers do, and name the culprit.
+"""Detects trainers that hang: the nodes of a round exchange reports and name the culprit.
 
-Every launcher reads the progress pages of its own trainers. As long as one of them is stalled, it
-writes what they do into the store's table of the round, and reads what the other nodes wrote there.
-:func:`reft.node.hangs.name_culprit` compares the reports. All launchers reach the same verdict from
-the same table, and each restarts its own trainers.
+Every launcher reads the progress pages of its own trainers. While one of them is stalled, the
+launcher writes their activities into the store's table of the round and reads the reports of the
+other nodes there. :func:`reft.node.hangs.name_culprit` compares the reports. From the same table
+all launchers reach the same verdict, and each restarts its own trainers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from reft.node.progress import STACKS_SUFFIX, read_pages
 logger = logging.getLogger(__name__)
 
 _POLL_SECS = 0.5
-_COURTESY_SECS = 2.0  # Head start of the culprit's node, which writes the stacks first
+_COURTESY_SECS = 2.0  # Head start for the culprit's node, so that it writes the stacks first
 _SILENT_SECS = 2.0  # A removed node that is alive takes its place again with its next heartbeat
 _STACKS_SECS = 3.0
 _MOST_STACK_CHARS = 16_000
@@ -46,7 +46,7 @@ class HangDetector:
     """Watches the trainers of one node, in one round at a time.
 
     Attributes:
-        activities: what the trainers did at the last poll.
+        activities: activities of the trainers at the last poll.
     """
 
     def __init__(self, node: str, job_dir: Path) -> None:
@@ -69,7 +69,7 @@ class HangDetector:
         self._silent_since: float | None = None
 
     def poll(self, pids: Collection[int]) -> list[TrainerActivity]:
-        """Return what these processes do, and for how long; those without a page are left out."""
+        """Return the activities of these processes; processes without a page are left out."""
         elapsed = time.monotonic() - self._polled_at
         if elapsed >= _POLL_SECS:
             self._polled_at += elapsed
@@ -77,7 +77,7 @@ class HangDetector:
             self.activities = [
                 replace(activity, node=self._node) for activity in self._timers.poll(pages, elapsed)
             ]
-        return [activity for activity in self.activities if activity.seen.pid in pids]
+        return [activity for activity in self.activities if activity.page.pid in pids]
 
     def judge(
         self,
@@ -91,26 +91,26 @@ class HangDetector:
         """Decide whether this node's trainers hang. Reads the table only while one is stalled.
 
         Args:
-            local: what this node's trainers do.
+            local: activities of this node's trainers.
             table: the store's table of this round.
             index: number of this node in the round.
-            size: nodes of the round.
-            silent: a node of this round was removed because it is silent, and the others are enough
+            size: number of nodes of the round.
+            silent: a node of this round was removed because it is silent, and enough nodes remain
                 to continue without it.
 
         Returns:
-            Why the trainers have to be restarted; None if they go on.
+            Why the trainers have to be restarted; None if they continue.
         """
         if silent and self._waits_for_silent_node(local):
             activities = "; ".join(map(str, local))
             logger.error("the job hangs: %s (%s)", _SILENT_NODE, activities)
-            local_rank = local[0].seen.local_rank
+            local_rank = local[0].page.local_rank
             return TrainerFailure(ExitCause.PEER, local_rank, EX_PEER_FAILED, _SILENT_NODE)
         if not silent:
             self._silent_since = None
         now = time.monotonic()
-        stalled = any(activity.quiet for activity in local)
-        # A report that this node has written is withdrawn once its trainers move again.
+        stalled = any(activity.stalled for activity in local)
+        # Once the trainers move again, the report that this node wrote has to be withdrawn.
         has_news = stalled or self._written is not None
         if not has_news or now - self._exchanged_at < _POLL_SECS:
             return None
@@ -119,7 +119,7 @@ class HangDetector:
         diagnosis = self._diagnose(reports, size, now)
         if diagnosis is None:
             return None
-        culprits = [activity for activity in local if activity.seen.rank in diagnosis.ranks]
+        culprits = [activity for activity in local if activity.page.rank in diagnosis.ranks]
         if self._named_at is None:
             self._named_at = now
         if diagnosis.ranks and not culprits and now - self._named_at < _COURTESY_SECS:
@@ -127,7 +127,7 @@ class HangDetector:
         logger.error("the job hangs: %s", diagnosis.reason)
         for activity in culprits or local:
             logger.error("%s\n%s", activity, read_stacks(self._job_dir, activity))
-        local_rank = (culprits or local)[0].seen.local_rank
+        local_rank = (culprits or local)[0].page.local_rank
         if culprits:
             return TrainerFailure(ExitCause.OWN, local_rank, 1, diagnosis.reason)
         return TrainerFailure(ExitCause.PEER, local_rank, EX_PEER_FAILED, diagnosis.reason)
@@ -140,23 +140,23 @@ class HangDetector:
         if now - self._silent_since <= _SILENT_SECS:
             return False
         # A trainer in a local phase, such as a save, does not wait for the lost node.
-        return any(a.suspected or (a.quiet and a.communicates) for a in local)
+        return any(a.suspected or (a.stalled and a.communicates) for a in local)
 
     def _diagnose(
         self, reports: dict[int, list[TrainerActivity]], size: int, now: float
     ) -> HangDiagnosis | None:
-        """Compare the reports; None if there is no culprit, or the other nodes may still report."""
+        """Compare the reports; None if there is no culprit or other nodes may still report."""
         activities = [activity for report in reports.values() for activity in report]
-        # An empty report says that the trainers of that node move again: the job does not hang.
+        # An empty report means that the trainers of that node move again: the job does not hang.
         diagnosis = name_culprit(activities) if all(reports.values()) else None
         if diagnosis is None:
             self._suspected_since = self._named_at = None
             return None
         if self._suspected_since is None:
             self._suspected_since = now
-        # Trainers of nodes that have written no report move, as far as is known.
+        # Nodes without a report are assumed to have moving trainers until the limit has passed.
         limit_secs = max(
-            max(activity.seen.hang_timeout_secs, step_limit_secs(activity.seen))
+            max(activity.page.hang_timeout_secs, step_limit_secs(activity.page))
             for activity in activities
         )
         if len(reports) < size and now - self._suspected_since < limit_secs:
@@ -166,7 +166,7 @@ class HangDetector:
     def _exchange(
         self, table: RendezvousStore, index: int, size: int, local: list[TrainerActivity]
     ) -> dict[int, list[TrainerActivity]]:
-        """Write this node's report if it has changed, and return those of all nodes by number."""
+        """Write this node's report if it has changed; return the reports of all nodes by index."""
         reports = {index: local}
         try:
             report = WAITING.dump_json(local) if local else None
@@ -178,14 +178,14 @@ class HangDetector:
                     reports[other] = WAITING.validate_json(report)
         except (ReftError, RuntimeError, OSError, ValueError) as error:
             if not self._exchange_failed:
-                logger.warning("cannot ask other nodes what their trainers wait for: %s", error)
+                logger.warning("cannot exchange reports on hanging trainers: %s", error)
             self._exchange_failed = True
         return reports
 
 
 def read_stacks(job_dir: Path, activity: TrainerActivity) -> str:
-    """Where a trainer's threads are: in the kernel, and in Python if the process can run."""
-    page = activity.seen
+    """The stacks of a trainer: of the kernel, and of Python if the process can run."""
+    page = activity.page
     if page.state == STOPPED:
         python_stack = "a stopped process cannot write its stacks"
     elif page.stack_signal:
@@ -197,7 +197,7 @@ def read_stacks(job_dir: Path, activity: TrainerActivity) -> str:
 
 
 def _read_python_stack(path: Path, pid: int, number: int) -> str:
-    """Signal a trainer, which then appends its stacks to the file at ``path``, and read them."""
+    """Signal a trainer to append its stacks to the file at ``path``, and read them."""
     try:
         before = content = path.read_bytes()
         os.kill(pid, number)
@@ -206,7 +206,7 @@ def _read_python_stack(path: Path, pid: int, number: int) -> str:
         while not is_complete and time.monotonic() < deadline:
             time.sleep(0.2)
             previous, content = content, path.read_bytes()
-            # The file has no end mark: it is complete when it has grown and grows no more.
+            # The file has no end mark: it is complete when it has grown and then stays unchanged.
             is_complete = content == previous != before
     except OSError as error:
         return f"its stacks cannot be read: {error}"
@@ -215,7 +215,7 @@ def _read_python_stack(path: Path, pid: int, number: int) -> str:
 
 
 def _read_kernel_stack(pid: int) -> str:
-    """State of the process and its place in the kernel, as far as this user may read them."""
+    """State and kernel stack of the process, as far as this user may read them."""
     lines = []
     for name in ("status", "wchan", "stack"):
         with suppress(OSError):

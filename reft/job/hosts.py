@@ -1,4 +1,4 @@
-"""Which hosts train, and with how many trainers: from DeepSpeed's hostfile, or from Slurm.
+"""The hosts that train and their numbers of trainers, from DeepSpeed's hostfile or from Slurm.
 
 Both replace options of torchrun. A hostfile has lines ``HOST slots=N``. Under Slurm, a step starts
 one launcher per node:
@@ -34,7 +34,7 @@ _COMMAND = "srun --ntasks-per-node=1 --no-kill reft launch --slurm"
 _PORTS = 1000
 _QUERY_SECS = 20.0
 _TASKS = re.compile(r"(\d+)(?:\(x\d+\))?")
-# Options in the arguments of srun, and in a script's comments for sbatch.
+# Options in the arguments of srun, and in the comments of a script for sbatch.
 _BAD_EXIT = re.compile(r"\s(?:--kill-on-bad-exit(?:=(\d))?|-[A-Za-z]*K(\d?))(?=\s)")
 _NO_KILL = re.compile(r"\s(?:--no-kill(?!=off)(?:=\S*)?|-[A-Za-z]*k)(?=\s)")
 _WAIT = re.compile(r"\s(?:--wait[=\s]|-W\s?)(\d+)(?=\s)")
@@ -48,7 +48,7 @@ def apply_hostfile(args: argparse.Namespace) -> None:
     """Apply the hostfile, ``--include``, ``--exclude`` and ``--num-gpus``.
 
     Args:
-        args: gets torchrun's options, and in ``devices`` the devices of this node that are used.
+        args: receives torchrun's options, and in ``devices`` the devices of this node to use.
 
     Raises:
         ConfigError: this host is not in the hostfile or is excluded, or options contradict each
@@ -95,7 +95,7 @@ def apply_hostfile(args: argparse.Namespace) -> None:
 def _read_slots(
     hostfile: str | None, include: str, exclude: str
 ) -> tuple[dict[str, list[int]], ...]:
-    """Slots by host, as DeepSpeed's launcher reads them: first all, then those that are used."""
+    """Read the slots of each host as DeepSpeed's launcher does: all slots, then the used ones."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.launcher.runner import fetch_hostfile, parse_resource_filter
 
@@ -119,12 +119,12 @@ def _read_slots(
 
 
 def nodes_without_spares(nodes: int, spares: int, source: str) -> str:
-    """``--nnodes`` if some of the nodes are spares.
+    """The value of ``--nnodes`` if some of the nodes are spares.
 
     Args:
-        nodes: all nodes.
-        spares: how many of them wait.
-        source: where the nodes are from, for the error message.
+        nodes: number of all nodes.
+        spares: number of nodes that wait.
+        source: where the nodes are listed, for the error message.
 
     Raises:
         ConfigError: no node would train.
@@ -168,11 +168,11 @@ def apply_slurm(args: argparse.Namespace) -> None:
     """Apply Slurm's variables to the options that were not given.
 
     Args:
-        args: gets torchrun's options, and the names of the run, the memory and the node.
+        args: receives torchrun's options, and the names of the run, the memory and the node.
 
     Raises:
-        ConfigError: this process is not in a step of Slurm's, the step has several tasks on a node,
-            or more nodes are asked for than it has.
+        ConfigError: this process is not in a Slurm step, the step has several tasks on a node, or
+            more nodes are requested than the step has.
     """
     environ = os.environ
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
@@ -189,7 +189,7 @@ def apply_slurm(args: argparse.Namespace) -> None:
     try:
         min_nodes, max_nodes = torchrun.parse_min_max_nnodes(args.nnodes)
     except (ValueError, RuntimeError):
-        min_nodes, max_nodes = 0, nodes  # The parser of --nnodes refuses it later
+        min_nodes, max_nodes = 0, nodes  # The parser of --nnodes reports the error later
     if min_nodes > nodes:
         raise ConfigError(
             f"--nnodes is {args.nnodes}, but step {job}.{step} has {nodes} nodes: ask Slurm for "
@@ -198,16 +198,16 @@ def apply_slurm(args: argparse.Namespace) -> None:
     if nodes > max_nodes and is_first:
         logger.info("%d of %d nodes train, the others are spares", max_nodes, nodes)
     if nodes > 1 and not args.rdzv_endpoint:
-        # Jobs that share a node use different ports, unless their numbers differ by 1,000.
+        # Jobs that share a node use different ports, unless their ids are equal modulo 1,000.
         port = DEFAULT_PORT + int(job) % _PORTS
         args.rdzv_endpoint = format_endpoint(find_first_host(node_list), port)
     if args.rdzv_id in ("", "none"):
-        # P7: the memory has one name in all steps of a job, requeued or not, and another one for
-        # every task of an array.
+        # P7: the memory has one name in all steps of a job, also after a requeue, and a different
+        # name for every task of an array.
         args.job_id = args.job_id or safe_name(name)
-        # Every step is another run: a node cannot join a run that has ended.
+        # Every step is a new run, because a node cannot join a run that has ended.
         args.rdzv_id = f"{name}.{_number(environ, 'SLURM_RESTART_COUNT')}.{step}"
-    # Slurm's nodes are failure domains, whatever the names of their hosts are.
+    # Slurm's nodes are failure domains, whatever their hosts are called.
     args.node_id = args.node_id or environ.get("SLURMD_NODENAME")
     if is_first and nodes > 1:
         for warning in find_deadly_settings(job, step, environ):
@@ -215,7 +215,7 @@ def apply_slurm(args: argparse.Namespace) -> None:
 
 
 def _check_step(job: str, step: str, nodes: int, node_list: str) -> None:
-    """Check that srun has started this process, once on every node. Raises ConfigError."""
+    """Check that srun has started exactly one such process on every node. Raises ConfigError."""
     if not job.isdecimal():
         raise ConfigError(
             f"--slurm: Slurm did not start this process (SLURM_JOB_ID is {job or 'not set'}); "
@@ -241,7 +241,7 @@ def find_first_host(node_list: str) -> str:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    """The number in a variable; 0 if there is none."""
+    """The number in a variable; 0 if it is not set."""
     text = environ.get(name, "")
     return int(text) if text.isdecimal() else 0
 
@@ -249,8 +249,8 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 def find_deadly_settings(job: str, step: str, environ: Mapping[str, str]) -> list[str]:
     """Find settings of Slurm that end the remaining nodes when one is lost (P12).
 
-    Slurm does not tell a task how its ``srun`` was called. The options of srun are read from its
-    process if it runs on this host; the rest is asked of the controller.
+    Slurm does not pass the options of ``srun`` to its tasks. They are read from srun's process if
+    it runs on this host; the other settings come from the controller.
 
     Returns:
         Warnings that say what to write instead.
@@ -316,7 +316,7 @@ def _find_srun(job: str, step: str) -> tuple[str, Mapping[str, str]] | None:
 
 
 def _query(*words: str) -> str:
-    """The answer of scontrol; empty if it fails, which costs a warning and not the job."""
+    """The output of scontrol; empty if it fails, because warnings must not stop the job."""
     command = ["scontrol", *words]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""``reft launch``: torchrun's options, one daemon per node, and any node may die.
+"""``reft launch``: torchrun's options and one daemon per node; the job survives lost nodes.
 
 The training script runs through :mod:`reft.job.script`, so that it needs no change.
 """
@@ -32,7 +32,7 @@ from reft.job.daemon_supervisor import DaemonSupervisor
 from reft.job.hang_verdict import HangDetector
 from reft.job.hosts import show_devices
 from reft.job.node_memory import NodeMemory
-from reft.job.options import LaunchOptions, find_warnings, parse_options
+from reft.job.options import LaunchOptions, check_memory_size, find_warnings, parse_options
 from reft.job.rendezvous.backend import JobEndedError, find_backend
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Agreement
@@ -61,8 +61,8 @@ class JobEnd(Enum):
     """How the job ended on this node; decides what happens to its memory."""
 
     UNFINISHED = auto()  # It was stopped or has failed, and may be started again
-    WELL = auto()
-    LEFT = auto()  # This node left on request, and the others have a version without it
+    WELL = auto()  # All trainers exited without an error
+    LEFT = auto()  # This node left on request, and the others have committed without it
     REPLACED = auto()  # This node was cut off, and the job continued without it
 
 
@@ -84,7 +84,7 @@ class Launcher:
         self._hangs = HangDetector(options.node, self._memory.path)
         self._agent: Agent | None = None
         self._fork_server: ForkServer | None = None
-        # P4: a node whose id was given is a failure domain of its own; otherwise its host is.
+        # P4: a node with a declared id is a failure domain of its own; otherwise its host is one.
         host = f"host {socket.gethostname()} {kernel_id()[:8]}"
         domain = options.node if options.node_declared else host
         self._board = JobStatus(
@@ -97,8 +97,8 @@ class Launcher:
         self._end = JobEnd.UNFINISHED
         self._scaler: Scaler | None = None
         self._last_round: Agreement | None = None
-        self._failed_at: float | None = None  # When trainers of this round failed, unix seconds
-        self._round_ended_at: float | None = None  # Unix seconds
+        self._failed_at: float | None = None  # Unix time at which this round's trainers failed
+        self._round_ended_at: float | None = None  # Unix time
 
     # -- callbacks of the agent --------------------------------------------------------------------
 
@@ -131,12 +131,12 @@ class Launcher:
             nodes=list(agreement.nodes),
             restarts_used=agreement.restarts_used,
         )
-        # At a restart, too: a trainer may have been killed while it built an operator.
+        # Also at a restart: a trainer may have been killed while it built an operator.
         warn_abandoned_builds()
         self._note_start(agreement)
 
     def _note_start(self, agreement: Agreement) -> None:
-        """Write into the job's history why this round follows the last one."""
+        """Record in the job's history why this round follows the last one."""
         before = self._last_round or agreement
         gone = before.nodes_without(agreement.members)
         left = tuple(
@@ -171,12 +171,12 @@ class Launcher:
 
     def failure_seen(self) -> None:
         if self._failed_at is None:
-            self._board.tell("a trainer has failed", failed="a trainer has failed")
+            self._board.report("a trainer has failed", failed="a trainer has failed")
             self._failed_at = time.time()
 
     def round_over(self) -> None:
         self._round_ended_at = time.time()
-        # How long the next round waits for replacements of lost nodes, by the job's block.
+        # The job's `reft` block says how long the next round waits for replacements of lost nodes.
         elastic = (read_json(self._memory.path / CONFIG_FILE) or {}).get("elastic", {})
         self.rendezvous.wait_secs = elastic.get("wait_secs")
 
@@ -185,7 +185,7 @@ class Launcher:
         reason = ""
         if failure is not None and failure.cause is not ExitCause.PEER:
             reason = failure.reason
-        self._board.tell(state, round=facts.get("round"), failed=reason)
+        self._board.report(state, round=facts.get("round"), failed=reason)
         self._events.write("launcher", node=self._options.node, state=state, **facts)
 
     def newest_step(self) -> int:
@@ -256,7 +256,7 @@ class Launcher:
         options = self._options
         self._prepare_environment()
         if options.warm:
-            # TorchElastic gives its trainers this variable, too.
+            # TorchElastic sets this variable for its trainers, too.
             shared = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
             self._fork_server = ForkServer(options.preload, shared)
         rendezvous = self.rendezvous = self.backend.join()
@@ -279,14 +279,14 @@ class Launcher:
             return self.conclude(agent, agent.run())
         except RendezvousTimeoutError as error:
             message = self._describe_timeout()
-            # A node that never took part does not close the run: others may train, or wait longer.
+            # A node that never took part does not close the run: others may train or keep waiting.
             if rendezvous.incarnation:
                 rendezvous.shutdown(message)
             raise JobEndedError(message) from error
         except RendezvousClosedError as error:
             outcome = rendezvous.outcome() or "the job ended on another node"
             if outcome == ENDED_WELL and agent.agreement is not None:
-                # This node was cut off; the job ended well with another node in its place.
+                # This node was cut off, and the job ended well with another node in its place.
                 self._end = JobEnd.WELL
                 return 0
             raise JobEndedError(
@@ -313,7 +313,7 @@ class Launcher:
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = self._signals.handled_names(names)
 
     def _describe_timeout(self) -> str:
-        """Why no round formed in time."""
+        """Describe why no round formed in time."""
         options, rendezvous = self._options, self.rendezvous
         secs = options.join_timeout_secs
         if disagreement := rendezvous.describe_other_nnodes():
@@ -333,14 +333,14 @@ class Launcher:
         )
 
     def conclude(self, agent: Agent, failures: dict[int, ProcessFailure] | None) -> int:
-        """Decide what the end of this node's trainers means for the job.
+        """Decide what the exit of this node's trainers means for the job.
 
         Args:
-            agent: of this node.
-            failures: as :meth:`Agent.run` returns them.
+            agent: agent of this node.
+            failures: the result of :meth:`Agent.run`.
 
         Returns:
-            The exit code.
+            The exit code of the launcher.
         """
         if failures is None:
             if self.rendezvous.outcome() == ENDED_WELL:
@@ -363,7 +363,7 @@ class Launcher:
         reason = failure.reason if failure else "the trainers failed"
         self.rendezvous.shutdown(f"node {self._options.node} gave up: {reason}")
         note(self._memory.path, ENDED, reason=reason)
-        # A refusal was explained when it happened; TorchElastic's table of exit codes adds nothing.
+        # A refusal was logged when it happened; TorchElastic's table of exit codes adds nothing.
         if failure is None or failure.cause is not ExitCause.REFUSED:
             words = (a for a in self._options.arguments if not a.startswith("-"))
             name = next(words, self._options.entrypoint)
@@ -371,10 +371,10 @@ class Launcher:
         return failure.exit_code if failure else 1
 
     def _grace_secs(self) -> float:
-        """The grace period of the command line, or else of the job's ``reft`` block."""
+        """The grace period in seconds: from the command line, or else from the ``reft`` block."""
         if self._options.grace_secs is not None:
             return self._options.grace_secs
-        # Trainers write the block there, for the daemon.
+        # Trainers write their block into this file for the daemon.
         block = read_json(self._memory.path / CONFIG_FILE) or {}
         return float(block.get("grace_secs", parse_block({}).grace_secs))
 
@@ -393,17 +393,17 @@ class Launcher:
         self._release_memory()
 
     def _end_daemon(self, daemon: DaemonSupervisor) -> None:
-        """End the daemon, after it has written the newest version if storage needs it."""
+        """End the daemon after it has written the newest version, if storage lacks it."""
         persist = parse_block(read_json(self._memory.path / CONFIG_FILE) or {}).persist
         ended_well = self._end is JobEnd.WELL
         was_stopped = self._end is JobEnd.UNFINISHED and self._signals.received is not None
         exports = persist.export_at_end is not None and (was_stopped or ended_well)
-        # The last version is taken when the script ends, and its memory is removed after this.
+        # The last version is taken when the script ends, and its memory is removed below.
         stores = exports or (persist.dir is not None and ended_well)
         if stores and not was_stopped:
             flush_secs = persist.timeout_secs
         elif stores or self._end is JobEnd.UNFINISHED:
-            # The daemon has what the trainers left of the grace period.
+            # The daemon gets the part of the grace period that the trainers did not use.
             left_secs = self._grace_secs() - self._signals.elapsed_secs()
             flush_secs = max(_MIN_FLUSH_SECS, left_secs)
         else:
@@ -417,7 +417,7 @@ class Launcher:
             subprocess.run(command, check=False)
 
     def _release_memory(self) -> None:
-        """Remove the job's memory on this node, or say where it stays for the next start."""
+        """Remove the job's memory on this node, or log where it stays for the next start."""
         keep = self._options.keep_memory
         if self._end in (JobEnd.WELL, JobEnd.LEFT) and not keep:
             logs = self._options.config.logs_specs
@@ -433,10 +433,10 @@ class Launcher:
 
 
 def _seconds_between(start: float | None, end: float | None) -> float | None:
-    """Seconds between two wall-clock times, at least 0 since the clock may be set in between.
+    """Seconds between two wall-clock times; at least 0, because the clock may be set in between.
 
     Returns:
-        None if one of them is not known.
+        None if one of the times is unknown.
     """
     return None if start is None or end is None else max(0.0, end - start)
 
@@ -445,8 +445,8 @@ def main(argv: Sequence[str]) -> int:
     """Command line of ``reft launch``.
 
     Returns:
-        The exit code: 0; 1 or that of the first failed trainer; 2 for wrong use; 76 if another node
-        took this one's place; 128 + n only after a stop by signal n.
+        The exit code: 0 if the job ended well; 1 or the code of the first failed trainer; 2 for
+        wrong usage; 76 if another node took this one's place; 128 + n after a stop by signal n.
     """
     _log_to_stderr("", "launcher")
     try:
@@ -458,7 +458,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(options: LaunchOptions) -> int:
-    """Run a launcher with parsed options; returns the exit code, as :func:`main`."""
+    """Run a launcher with parsed options; returns the exit code as :func:`main` does."""
     _log_to_stderr(options.job_id, f"launcher {options.node}")
     if options.script is not None and not options.script.exists():
         logger.error(
@@ -469,6 +469,7 @@ def launch(options: LaunchOptions) -> int:
     for warning in find_warnings(options):
         logger.warning("%s", warning)
     try:
+        check_memory_size(options.memory_dir)
         return Launcher(options).run()
     except (ConfigError, AuthenticationError) as error:
         logger.error("%s", error)
@@ -481,7 +482,7 @@ def launch(options: LaunchOptions) -> int:
 def _log_to_stderr(job: str, process: str) -> None:
     set_place(job, process)
     to_stderr()
-    # The agent reports why a trainer ended; TorchElastic would report the signal that ended it.
+    # The agent logs why a trainer ended; TorchElastic would log only the signal that ended it.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 

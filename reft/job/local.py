@@ -1,4 +1,4 @@
-"""Launchers on this machine, each a node that can be lost; for commands that try a job."""
+"""Several launchers on this machine, each a node that can be lost; for commands that try a job."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class LocalNodes:
     """Starts launchers, and finds all of their processes by a token in their environment.
 
     Args:
-        environment: set for all nodes, in addition to this process's own.
+        environment: variables for all nodes, in addition to those of this process.
     """
 
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
-    """Starts a launcher; tests replace it by one that forks."""
+    """Starts a launcher; tests replace it by a function that forks."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.started: list[LocalNode] = []
@@ -66,14 +66,14 @@ class LocalNodes:
         """Start ``reft launch OPTIONS PROGRAM`` as a node, in a session of its own.
 
         Args:
-            name: of the node.
-            memory_dir: of the node.
-            log: receives the output.
-            options: of the launcher.
+            name: name of the node.
+            memory_dir: memory directory of the node.
+            log: file to which the output is appended.
+            options: options of the launcher.
             program: the training script and its arguments.
         """
-        # -P: the launcher does not import modules of the working directory. The memory directory
-        # follows the options, so that it overrides one that they name.
+        # -P keeps modules of the working directory out. The memory directory comes last, so that it
+        # overrides the options.
         words = [
             "-P",
             "-m",
@@ -102,10 +102,10 @@ class LocalNodes:
         shutil.rmtree(node.memory_dir, ignore_errors=True)
 
     def kill(self, *nodes: LocalNode) -> None:
-        """Kill all processes of these nodes, until none is left."""
+        """Kill all processes of these nodes, and wait until none is left."""
         deadline = time.monotonic() + _KILL_SECS
         marks = {f"{self._token}:{node.name}" for node in nodes}
-        # All are stopped first, so that none starts another process while others are killed.
+        # All are stopped first, so that none starts another process while the others are killed.
         number = signal.SIGSTOP
         while (processes := [*self._processes(marks)]) and time.monotonic() < deadline:
             for process in processes:
@@ -125,7 +125,7 @@ class LocalNodes:
 
 
 def handle_stop_signals() -> None:
-    """Let the first signal to stop raise KeyboardInterrupt; later ones do not disturb the end.
+    """Make the first stop signal raise KeyboardInterrupt; later ones do not disturb the cleanup.
 
     A signal that was ignored when this process started stays ignored.
     """

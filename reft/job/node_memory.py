@@ -1,4 +1,4 @@
-"""The job's memory directory on a node, as its launcher holds it."""
+"""The job's memory directory on a node, locked by the node's launcher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from reft.node.history import keep_history
 
 logger = logging.getLogger(__name__)
 
-EXITS_PREFIX = "exits-"  # Of the directories with the trainers' exit notes
+EXITS_PREFIX = "exits-"  # Prefix of the directories with the trainers' exit notes
 # A launcher that was just killed holds its lock until the kernel has removed the process.
 _LOCK_SECS = 5.0
 
@@ -41,9 +41,9 @@ class NodeMemory:
     """The job's memory directory on this node, held by one launcher at a time.
 
     Args:
-        memory_dir: directory for the memory of all jobs on this node.
-        job_id: the job.
-        node: this node's id.
+        memory_dir: directory with the memory of all jobs on this node.
+        job_id: name of the job's memory.
+        node: id of this node.
     """
 
     def __init__(self, memory_dir: Path, job_id: str, node: str) -> None:
@@ -53,15 +53,15 @@ class NodeMemory:
         self.path = memory_dir / job_id
         self.job_dir: JobDir | None = None
         self._lock: JobLock | None = None
-        self._made = False  # This launcher has made the directory
+        self._made = False  # Whether this launcher has created the directory
 
     def environ(self, secret: bytes, holder_pid: int, *, declared: bool) -> dict[str, str]:
         """Environment variables of the node's trainers.
 
         Args:
-            secret: of the user.
-            holder_pid: process that holds the directory's lock for them.
-            declared: the user gave the node's id.
+            secret: the user's secret.
+            holder_pid: process that holds the directory's lock for the trainers.
+            declared: whether the user gave the node's id.
         """
         return {
             ENV_NODE_ID: self.node,
@@ -73,11 +73,11 @@ class NodeMemory:
         }
 
     def prepare(self, secret: bytes) -> JobDir:
-        """Make the directory and lock it, before the launcher contacts any other node.
+        """Create the directory and lock it, before the launcher contacts any other node.
 
         Raises:
-            JobInUseError: another launcher, or a job under plain torchrun, has the directory.
-            ConfigError: the directory cannot be made.
+            JobInUseError: another launcher, or a job under plain torchrun, holds the directory.
+            ConfigError: the directory cannot be created.
             AuthenticationError: it belongs to another user, or was made with another secret.
         """
         check_place(self.path)
@@ -92,14 +92,14 @@ class NodeMemory:
                 f"directory on tmpfs that can be written, such as /dev/shm/reft"
             ) from error
         self._lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
-        # The lock is held, so that these are left over from a launcher that was killed.
+        # The lock is held, so these directories were left by a launcher that was killed.
         for left in self.path.glob(f"{EXITS_PREFIX}*"):
             shutil.rmtree(left, ignore_errors=True)
         if not self.holds_versions():
-            # A secret without memory protects nothing, and would exclude the user's secret.
+            # A secret without memory protects nothing, and would conflict with the user's secret.
             (self.path / SECRET_FILE).unlink(missing_ok=True)
         elif not os.path.lexists(self.path / SECRET_FILE):
-            # The secret is lost: arenas that the user's secret does not open cannot be read.
+            # The secret is lost, so only arenas that open with the user's secret can be read.
             for path, arena in scan(self.path, secret):
                 if isinstance(arena, Arena):
                     arena.close()
@@ -121,18 +121,18 @@ class NodeMemory:
         return self.job_dir
 
     def make_again(self, secret: bytes) -> None:
-        """Make and lock the directory again if it was removed under the running job.
+        """Create and lock the directory again if it was removed under the running job.
 
         Raises:
-            JobInUseError: another job has made it, and holds it.
-            ReftError: it cannot be made.
+            JobInUseError: another job has created it and holds its lock.
+            ReftError: it cannot be created.
         """
         if self._lock is None or self._lock.lies_in(self.path):
             return
         logger.error("%s was removed, with all versions on this node; it is made again", self.path)
         try:
             make_job_directory(self.memory_dir, self.job_id)
-            # The lock comes first: another job may have made the directory in the meantime.
+            # The lock comes first, because another job may have created the directory meanwhile.
             lock = JobLock(self.path, self.job_id, wait_secs=_LOCK_SECS)
             self._lock.close()
             self._lock = lock
@@ -145,16 +145,16 @@ class NodeMemory:
             ) from error
 
     def discard_unused(self) -> None:
-        """Remove the directory if this launcher made it and no version was taken."""
+        """Remove the directory if this launcher created it and no version was taken."""
         if self._made and self._lock is not None and not self.holds_versions():
             if self._is_ours():
                 shutil.rmtree(self.path, ignore_errors=True)
             self._lock.close()
 
     def _is_ours(self) -> bool:
-        """Whether the directory is still this launcher's (P7).
+        """Whether the directory still belongs to this launcher (P7).
 
-        It may have been removed and made again: by another job, which then holds its lock, or by
+        It may have been removed and created again: by another job, which then holds its lock, or by
         this job's trainers, which do not lock it.
         """
         if self._lock is None or self._lock.lies_in(self.path):
@@ -178,7 +178,7 @@ class NodeMemory:
         """Remove the memory of a job that ended well.
 
         Args:
-            log_dir: keeps the job's history if the block has no persist directory.
+            log_dir: directory that keeps the job's history if there is no persist directory.
         """
         if self.job_dir is None:
             return
@@ -194,7 +194,7 @@ class NodeMemory:
     def _keep_history(self, log_dir: Path | None) -> None:
         block = read_json(self.path / CONFIG_FILE)
         if block is None:
-            return  # P10: no trainer had a block
+            return  # P10: no trainer had a ``reft`` block
         persist_dir = (block.get("persist") or {}).get("dir")
         directory = log_dir if persist_dir is None else Path(persist_dir)
         if directory is None or not directory.is_dir():

@@ -1,8 +1,8 @@
 """Options of ``reft launch``: those of torchrun, and reft's own.
 
-The parser is the one that torch makes for torchrun, with one group added: argparse, not typer,
-because what torchrun accepts has to be accepted here in every version of torch. That is imported
-when something is parsed: ``reft launch --help`` does not wait for it.
+The parser extends torchrun's own parser by one group. It uses argparse, not typer, because every
+version of torch must find its own options accepted. Torch is imported only when something is
+parsed, so ``reft launch --help`` does not wait for it.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ DESCRIPTION = (
     "Start this node's trainers like torchrun, with reft: the training state is kept in the memory "
     "of peers, and any node may die and be replaced. Every option of torchrun works (--help-all; a "
     "job usually needs --nnodes N or MIN:MAX, --nproc-per-node N or gpu, --rdzv-endpoint "
-    "HOST:PORT, where `reft rendezvous` runs, and --rdzv-id), but two defaults differ: the nodes "
-    f"meet by c10d, or by --rdzv-backend {ETCD_BACKEND} at an etcd cluster, of whose hosts any "
-    "minority may die (extra `etcd`); and without --max-restarts, failed trainers are restarted "
-    f"until {MAX_FAILURES} restarts in a row have brought no new version. A given --max-restarts "
-    "counts over the job's whole life."
+    "HOST:PORT, where `reft rendezvous` runs, and --rdzv-id). Two defaults differ. The rendezvous "
+    f"backend is c10d, or --rdzv-backend {ETCD_BACKEND} for an etcd cluster, which survives the "
+    "loss of a minority of its hosts (extra `etcd`). Without --max-restarts, failed trainers are "
+    f"restarted until {MAX_FAILURES} restarts in a row have brought no new version; a given "
+    "--max-restarts counts over the job's whole life."
 )
 _ENVIRONMENT = (
-    f"Environment: {env.ENV_LOG_LEVEL}=DEBUG|INFO|WARNING|ERROR, what launchers, daemons and "
-    "trainers log to stderr (default: INFO; in trainers, the level of the script's logging); "
-    f"{env.ENV_EVENTS}=DIRECTORY, where every reft process appends its events as JSON lines; for "
-    f"an etcd cluster {env.ENV_ETCD_USER} with {env.ENV_ETCD_PASSWORD} or "
+    f"Environment: {env.ENV_LOG_LEVEL}=DEBUG|INFO|WARNING|ERROR is the level at which launchers, "
+    "daemons and trainers log to stderr (default: INFO; in trainers, the level of the script's "
+    f"logging); {env.ENV_EVENTS}=DIRECTORY is where every reft process appends its events as JSON "
+    f"lines; an etcd cluster needs {env.ENV_ETCD_USER} with {env.ENV_ETCD_PASSWORD} or "
     f"{env.ENV_ETCD_PASSWORD_FILE}, and {env.ENV_ETCD_CACERT}, {env.ENV_ETCD_CERT}, "
     f"{env.ENV_ETCD_KEY} (or --rdzv-conf user=NAME,cacert=FILE,cert=FILE,key=FILE)."
 )
@@ -148,6 +148,13 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         default=10,
     )
     add(
+        "await-replacement",
+        "wait for another node when one is stopped by a signal, as for a node that is lost: for "
+        "systems that replace what they stop, such as Kubernetes. Without this option, and "
+        "without a spare that waits, all nodes of the job end with it",
+        action="store_true",
+    )
+    add(
         "dry-run",
         "start the trainers, build the engine, print what reft would keep, copy, survive or "
         "refuse, and end before the first step. The job's memory and checkpoints are not touched",
@@ -215,8 +222,9 @@ _AUTO = "auto"
 _SMALL_JOB_NODES = 32
 _MAX_PORT = 65535
 _IN_MEMORY = ("tmpfs", "ramfs")
+_CONTAINER_SHM_BYTES = 64 * 2**20
 _OF_DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
-_MAX_RUN_ID_BYTES = 240  # A file name may have 255; TorchElastic appends 9
+_MAX_RUN_ID_BYTES = 240  # A file name may have 255 bytes, and TorchElastic appends 9
 _NUMBERS = frozenset(
     f"{name}_timeout" for name in ("join", "last_call", "close", "heartbeat", "read", "connect")
 ) | {"timeout", "keep_alive_interval", "keep_alive_max_attempt"}
@@ -227,35 +235,37 @@ _NUMBERS = frozenset(
 class LaunchOptions:
     """A complete command line."""
 
-    config: LaunchConfig  # torchrun's part
+    config: LaunchConfig  # torchrun's part of the options
     entrypoint: str
     script: Path | None  # The training script; None for a module or another program
     arguments: tuple[str, ...]
     memory_dir: Path
-    node: str  # Its id
+    node: str  # Id of this node
     node_declared: bool  # The id was given, which declares the node to be a failure domain
     job_id: str
-    block_file: Path | None  # Has the ``reft`` block; None if it is in DeepSpeed's JSON
+    block_file: Path | None  # File with the ``reft`` block; None if DeepSpeed's JSON has it
     dry_run: bool
     daemon: bool
     keep_memory: bool
-    grace_secs: float | None  # For trainers after a signal to stop; None: as in the block
-    stop_secs: float  # For trainers to end when a round is over
+    grace_secs: float | None  # Time for trainers after a stop signal; None: as in the block
+    stop_secs: float  # Time for trainers to end when a round is over
     free_restarts: int  # Restarts after lost peers, without progress in between
     restarts_renew: bool  # Failures are counted since the last new version
-    rank_stride: int  # Ranks that a node gets in each turn; 0: all of its ranks
+    # Whether the others wait for a replacement of a node that is stopped by a signal
+    awaits_replacement: bool
+    rank_stride: int  # Stride of the round-robin rank assignment; 0: consecutive ranks on a node
     devices: tuple[int, ...] | None  # Devices of this node that its trainers see; None: all
-    warm: bool  # Trainers are forked from a process with imports
+    warm: bool  # Trainers are forked from a process with preloaded imports
     preload: tuple[str, ...]  # Modules that this process imports
 
     @property
     def join_timeout_secs(self) -> float:
-        """How long a node waits for a round."""
+        """How long a node waits for a round to form."""
         return float(self.config.rdzv_configs.get("join_timeout", 600))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Make the parser of the whole command line."""
     import torch.distributed.run as torchrun
 
     parser = Parser(
@@ -263,12 +273,12 @@ def make_parser() -> argparse.ArgumentParser:
         words="SCRIPT [ARGUMENTS]...",
         description=DESCRIPTION,
         parents=[torchrun.get_args_parser()],
-        add_help=False,  # The parent has it
+        add_help=False,  # torchrun's parser has it
     )
     parser.set_defaults(
         rdzv_backend=os.environ.get("PET_RDZV_BACKEND", _AUTO),
         max_restarts=os.environ.get("PET_MAX_RESTARTS"),
-        # None if they were not given: --slurm has better values than torchrun's defaults.
+        # None if they were not given, because --slurm has better values than torchrun's defaults.
         nnodes=os.environ.get("PET_NNODES"),
         nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
     )
@@ -280,7 +290,7 @@ def parse_options(argv: Sequence[str]) -> LaunchOptions:
     """Parse and complete a command line.
 
     Raises:
-        ConfigError: options contradict each other; says what to write.
+        ConfigError: options contradict each other; the message says what to write.
         SystemExit: argparse refuses an option, or ``--help`` is given.
     """
     return collect_options(make_parser().parse_args(list(argv)))
@@ -290,10 +300,10 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
     """Complete the parsed options.
 
     Args:
-        args: of :func:`make_parser`, or of a parser made from it.
+        args: the result of :func:`make_parser`, or of a parser that extends it.
 
     Raises:
-        ConfigError: options contradict each other; says what to write.
+        ConfigError: options contradict each other; the message says what to write.
     """
     import torch.distributed.run as torchrun
 
@@ -323,7 +333,7 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
     if restarts_renew:
         args.max_restarts = MAX_FAILURES
     if args.rdzv_id in ("", "none"):
-        # Two jobs without an id that use one rendezvous must not be taken for one job.
+        # Two jobs without an id that share a rendezvous must not be mistaken for one job.
         args.rdzv_id = job_id
     if "/" in args.rdzv_id or len(os.fsencode(args.rdzv_id)) > _MAX_RUN_ID_BYTES:
         # TorchElastic uses it as the name of its log directory.
@@ -347,7 +357,7 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
     entrypoint, arguments = _program(args)
     block_file = Path(args.block).absolute() if args.block else None
     if block_file is not None:
-        parse_block(read_block(block_file))  # A mistake is refused before any trainer starts
+        parse_block(read_block(block_file))  # Refuses a mistake before any trainer starts
     has_device = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
     return LaunchOptions(
         config=config,
@@ -366,9 +376,10 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
         stop_secs=args.stop_secs,
         free_restarts=args.max_peer_restarts,
         restarts_renew=restarts_renew,
+        awaits_replacement=args.await_replacement,
         rank_stride=args.rank_order,
         devices=args.devices,
-        # Not tried yet with a device: the user has to ask for it.
+        # Warm starts are untested on nodes with a device, so there the user has to request them.
         warm=not args.no_python and (not has_device if args.warm is None else args.warm),
         preload=tuple(dict.fromkeys([*DEFAULT_MODULES, *args.preload])),
     )
@@ -391,8 +402,8 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
     elif args.rdzv_backend == _AUTO and args.rdzv_endpoint:
         args.rdzv_backend = REFT_BACKEND
     elif args.rdzv_backend == "static" or (args.rdzv_backend == _AUTO and old_style):
-        # In torchrun, such nodes have fixed numbers, and none can be replaced. Here node 0 serves
-        # the store, and the numbers are not used.
+        # In torchrun, such nodes have fixed ranks and cannot be replaced. Here node 0 serves the
+        # store, and the ranks are not used.
         args.rdzv_backend = REFT_BACKEND
         args.rdzv_endpoint = args.rdzv_endpoint or format_endpoint(
             args.master_addr, args.master_port or 29500
@@ -401,7 +412,7 @@ def _choose_rendezvous(args: argparse.Namespace) -> None:
     elif args.rdzv_backend == _AUTO:
         spares = f" with --spares {args.spares}" if args.spares else ""
         raise ConfigError(
-            f"--nnodes is {args.nnodes}{spares}, but nothing says where the nodes meet: start "
+            f"--nnodes is {args.nnodes}{spares}, but no option says where the nodes meet: start "
             "`reft rendezvous` on a host that does not train and give its address as "
             "--rdzv-endpoint HOST:PORT to every node"
         )
@@ -425,7 +436,7 @@ def _check_rendezvous(config: LaunchConfig) -> None:
 
 
 def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
-    """Refuse numbers that make no sense; torchrun accepts them and fails later."""
+    """Refuse impossible numbers, which torchrun accepts and on which it fails later."""
     max_rank = config.max_nodes + args.spares - 1
     for option, number, minimum, maximum in (
         ("--nproc-per-node", config.nproc_per_node, 1, math.inf),
@@ -454,7 +465,7 @@ def _check_numbers(args: argparse.Namespace, config: LaunchConfig) -> None:
 
 def _check_program(args: argparse.Namespace) -> None:
     if getattr(args, "run_path", False):
-        # reft.job.script runs every script as this option of torchrun would.
+        # reft.job.script already runs every script in the way of this option of torchrun.
         args.run_path = False
     if args.no_python:
         if args.module:
@@ -467,7 +478,7 @@ def _check_program(args: argparse.Namespace) -> None:
 
 
 def default_node_id(memory_dir: Path) -> str:
-    """An id from the host name and the memory directory, the same after a restart."""
+    """A node id from the host name and the memory directory, the same after a restart."""
     digest = hashlib.blake2b(os.fsencode(memory_dir.resolve()), digest_size=3).hexdigest()
     return f"{socket.gethostname()}-{digest}"
 
@@ -478,7 +489,7 @@ def _program(args: argparse.Namespace) -> tuple[str, tuple[str, ...]]:
     module = ("-m",) if args.module else ()
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     script = (args.training_script, *args.training_script_args)
-    # -P: reft's own imports must not find modules of the working directory.
+    # -P: reft's own imports must not find modules in the working directory.
     return python, ("-u", "-P", "-m", "reft.job.script", *module, *script)
 
 
@@ -487,11 +498,11 @@ def _complete_rendezvous_conf(config: LaunchConfig) -> None:
     conf: dict[str, Any] = config.rdzv_configs
     # How long the remaining nodes wait for a replacement.
     conf.setdefault("join_timeout", 1800)
-    # A dead node is removed, and its place is free, after interval x attempts (torch: 5 s x 3).
+    # After interval x attempts, a dead node is removed and its place is free (torch: 5 s x 3).
     # Every heartbeat writes the whole state, so large jobs keep torch's interval.
     conf.setdefault("keep_alive_interval", 1 if config.max_nodes <= _SMALL_JOB_NODES else 5)
     conf.setdefault("keep_alive_max_attempt", 5 if config.max_nodes <= _SMALL_JOB_NODES else 3)
-    # Bounds the wait for a node that dies between joining and publishing its trainers' store.
+    # Bounds the wait for a node that dies after joining, before it publishes its trainers' store.
     conf.setdefault("read_timeout", min(30.0, float(conf["join_timeout"])))
     if config.min_nodes < config.max_nodes:
         conf.setdefault("last_call_timeout", 10)
@@ -520,7 +531,7 @@ def _memory_dir(args: argparse.Namespace) -> Path:
 
 
 def find_warnings(options: LaunchOptions) -> list[str]:
-    """Find options that are valid but probably a mistake."""
+    """Find options that are valid but probably mistakes."""
     warnings, directory = [], options.memory_dir
     kind = _find_file_system(directory)
     if kind not in (*_IN_MEMORY, ""):
@@ -541,21 +552,41 @@ def find_warnings(options: LaunchOptions) -> list[str]:
     return warnings
 
 
+def check_memory_size(memory_dir: Path) -> None:
+    """Refuse the /dev/shm that containers have by default, in which no version would fit (P9).
+
+    Raises:
+        ConfigError: the file system is no larger than that.
+    """
+    directory = memory_dir
+    while not directory.exists():
+        directory = directory.parent
+    stats = os.statvfs(directory)
+    total_bytes = stats.f_blocks * stats.f_frsize
+    if total_bytes <= _CONTAINER_SHM_BYTES:
+        raise ConfigError(
+            f"--memory-dir {memory_dir} has {total_bytes / 2**20:.0f} MiB in all, as /dev/shm has "
+            "in a container unless it asks for more: no version would fit. In Kubernetes mount a "
+            "volume at /dev/shm, `emptyDir: {medium: Memory, sizeLimit: SIZE}` (k8s/ has an "
+            "example); with docker and podman write --shm-size=SIZE. `reft plan` prints the size"
+        )
+
+
 def _find_file_system(path: Path) -> str:
-    """The type of the file system at a path, such as tmpfs; empty if it is not known."""
+    """The type of the file system at a path, such as tmpfs; empty if it is unknown."""
     target, kind, longest = path.resolve(), "", 0
     with suppress(OSError):
         for line in Path("/proc/self/mounts").read_text().splitlines():
             _, mounted, name, *_ = line.split()
             point = mounted.replace("\\040", " ")
-            # Of two file systems mounted at one directory, the later one covers the other.
+            # If two file systems are mounted at one directory, the later one covers the other.
             if target.is_relative_to(point) and len(point) >= longest:
                 kind, longest = name, len(point)
     return kind
 
 
 def _deepspeed_json(path: str) -> dict[str, Any] | None:
-    """DeepSpeed's configuration from a file; None if the file is something else."""
+    """Read DeepSpeed's configuration from a file; None if the file is something else."""
     if not path.endswith(".json"):
         return None
     with suppress(OSError, ValueError):

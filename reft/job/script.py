@@ -1,17 +1,17 @@
-"""Runs a training script as ``python`` would, with reft ready when it imports DeepSpeed.
+"""Runs a training script as ``python`` would, with reft's import hook for DeepSpeed installed.
 
     python -P -m reft.job.script script.py ARGS...
     python -P -m reft.job.script -m package.module ARGS...
 
-``-P`` keeps the working directory out of ``sys.path`` while reft is imported: a ``logging.py``
-there belongs to the script. The script gets the path that ``python`` itself would give it.
+``-P`` keeps the working directory out of ``sys.path`` while reft is imported, because a
+``logging.py`` there belongs to the script. The script gets the path that ``python`` would give it.
 
 ``reft launch`` starts trainers this way. Nothing heavy is imported before the script runs, because
-scripts set environment variables first. The traceback is the script's own, and so is the exit code,
+scripts set environment variables first. The traceback and the exit code are the script's own,
 except after the loss of a peer.
 
-TorchElastic counts every failed worker group against ``--max-restarts``, so that one lost node uses
-up a restart on each of its peers. Here the trainer notes whether it ended by its own cause or
+TorchElastic counts every failed worker group against ``--max-restarts``, so one lost node would use
+up a restart on each of its peers. Here a trainer records whether it failed for its own reason or
 because a peer vanished (:class:`ExitNote`), and the agent judges all trainers of the node together
 (:func:`judge`).
 """
@@ -63,29 +63,29 @@ def not_ignored(numbers: Iterable[signal.Signals]) -> tuple[signal.Signals, ...]
 
 
 _LAUNCHER_CODES = frozenset({EX_FENCED, *(128 + number for number in STOP_SIGNALS)})
-"""Exit codes with a meaning for a launcher that the end of a trainer cannot have."""
+"""Exit codes that mean something for a launcher, and so must not come from a trainer."""
 
 STOPPED_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-"""Exit codes of a trainer that ended in good order after a signal to stop."""
+"""Exit codes of a trainer that ended in good order after a stop signal."""
 
 
 class ExitCause(StrEnum):
     """Why a trainer ended."""
 
     REFUSED = "refused"
-    """reft refused what the script asks for or what is left of the job, or the script cannot run.
-    Every restart would end in the same way, so the job ends at once."""
+    """reft refused the script's request or the state that is left, or the script cannot run. Every
+    restart would end in the same way, so the job ends at once."""
     SIZE = "size"
-    """Refused for the number of nodes. Uses no restart: another number may fit."""
+    """reft refused the number of nodes. Uses no restart: another number may fit."""
     OWN = "own"
     """Its own error, exit code or signal. Uses one of ``--max-restarts``."""
     PEER = "peer"
     """Communication failed because another rank vanished. Uses no restart."""
     STOPPED = "stopped"
-    """A peer was stopped, and the whole job ended after a last commit. Uses no restart."""
+    """A peer was stopped, and the whole job exited after a last commit. Uses no restart."""
     ENDED = "ended"
-    """Ended well while other ranks still trained. The reports of the other nodes decide whether
-    they failed because of it."""
+    """Ended well while other ranks were still training. The reports of the other nodes decide
+    whether they failed because of it."""
     UNCLEAR = "unclear"
     """Aborted by a communication library's watchdog, or by its own code. The reports of the other
     nodes decide (:func:`reft.job.rendezvous.membership.agree`)."""
@@ -105,7 +105,7 @@ _OWN_BACKEND_ERRORS = re.compile(
     r"|out of memory",
     re.I,
 )
-_STAGES_ERROR = re.compile(r"num_stages \(\d+\) must divide distributed world size")  # DeepSpeed's
+_STAGES_ERROR = re.compile(r"num_stages \(\d+\) must divide distributed world size")  # By DeepSpeed
 _PEER_MESSAGES = re.compile(
     r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe"
     r"|socket (timeout|closed|error)"
@@ -121,9 +121,9 @@ _PEER_MESSAGES = re.compile(
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an exception, or any in its chain, means that communication was lost.
+    """Whether an exception, or one in its chain, means that communication was lost.
 
-    A wrong "yes" costs a bounded number of free restarts; a wrong "no" may end the job.
+    A false positive costs a bounded number of free restarts; a false negative may end the job.
     """
     visited: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -143,13 +143,13 @@ def is_peer_failure(error: BaseException) -> bool:
 
 
 def _is_communication_error(error: BaseException) -> bool:
-    # Types are compared by name, so that torch need not be imported.
+    # Types are compared by name, so that this process need not import torch.
     names = {c.__name__ for c in type(error).__mro__ if c.__module__.split(".")[0] in _PACKAGES}
     if names & _PEER_TYPES:
         return True
     if "DistBackendError" in names:
         return not _OWN_BACKEND_ERRORS.search(str(error))
-    # gloo and torch's C++ raise plain RuntimeErrors. A ConnectionError of the script is an OSError.
+    # gloo and torch's C++ raise plain RuntimeErrors; a ConnectionError of the script is an OSError.
     return isinstance(error, RuntimeError) and bool(_PEER_MESSAGES.search(str(error)))
 
 
@@ -165,7 +165,7 @@ class ExitNote:
 
     @classmethod
     def from_error(cls, error: BaseException) -> ExitNote:
-        """The note of a trainer that an exception ended."""
+        """The note of a trainer that was ended by an exception."""
         cause = ExitCause.PEER if is_peer_failure(error) else ExitCause.OWN
         if is_refusal(error) or isinstance(error, _SCRIPT_ERRORS):
             cause = ExitCause.REFUSED
@@ -177,7 +177,7 @@ class ExitNote:
         text = type(error).__name__
         lines = str(error).strip().splitlines()
         if lines:
-            # A first line that ends with a colon introduces the others, which are left out.
+            # A first line that ends with a colon introduces the following lines, which are omitted.
             text = f"{text}: {lines[0].rstrip(': ')}"
         if len(text) > _ERROR_CHARS:
             text = text[: _ERROR_CHARS - 1] + "…"
@@ -192,7 +192,7 @@ class ExitNote:
 
     @classmethod
     def read(cls, directory: Path, local_rank: int) -> ExitNote | None:
-        """The note of a trainer; None if there is none, or none that can be read."""
+        """Read the note of a trainer; None if there is none or it cannot be read."""
         try:
             fields = json.loads((directory / f"{local_rank}.json").read_text())
             return cls(ExitCause(fields["cause"]), str(fields["error"]))
@@ -204,7 +204,7 @@ class ExitNote:
 class WorkerExit:
     """How one local trainer ended."""
 
-    exit_code: int | None  # As ``Popen.returncode`` (negative: signal); None: it is still ending
+    exit_code: int | None  # As ``Popen.returncode`` (negative: signal); None: still shutting down
     note: ExitNote | None
 
     @property
@@ -235,20 +235,20 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class TrainerFailure:
-    """The verdict on the trainers of a node that ended before the agent stopped the rest."""
+    """The verdict on a node's trainers that ended before the agent stopped the rest."""
 
     cause: ExitCause
     local_rank: int
-    exit_code: int  # Of the launcher, if the job is not restarted
+    exit_code: int  # Exit code of the launcher if the job is not restarted
     reason: str
-    ended_early: bool = False  # A rank that ended well left the others alone
+    ended_early: bool = False  # The cause is a rank that ended well before its peers had finished
 
 
 def judge(exits: Mapping[int, WorkerExit]) -> TrainerFailure:
     """Find the trainer that caused the failure.
 
     Args:
-        exits: the trainers of one node that failed by themselves, by local rank; at least one.
+        exits: the trainers of one node that failed by themselves, by local rank; not empty.
     """
     severity = (
         ExitCause.REFUSED,
@@ -263,10 +263,10 @@ def judge(exits: Mapping[int, WorkerExit]) -> TrainerFailure:
 
 
 def name_ended_early(failure: TrainerFailure, ended: Mapping[int, str]) -> TrainerFailure:
-    """Name a rank that ended well, if other ranks lost it and nothing else explains the failure.
+    """Blame a rank that ended well, if other ranks lost it and nothing else explains the failure.
 
     Args:
-        failure: of this node's trainers.
+        failure: the failure of this node's trainers.
         ended: this node's trainers that ended well, by global rank, with their exit code and step.
     """
     if not ended or failure.cause not in (ExitCause.PEER, ExitCause.UNCLEAR):
@@ -280,8 +280,8 @@ def name_ended_early(failure: TrainerFailure, ended: Mapping[int, str]) -> Train
 def shell_code(end: WorkerExit) -> int:
     """The exit code of a launcher that gives up because of this trainer.
 
-    It is the trainer's code as a shell reports it, 128 + n for signal n. It is 1 if that code would
-    mean success, or that the launcher itself was stopped or cut off.
+    It is the trainer's code as a shell reports it, 128 + n for signal n. If that code would mean
+    success, or that the launcher itself was stopped or cut off, it is 1.
     """
     if end.exit_code is None or end.exit_code == 0:
         return EXIT_CODES.get(end.cause, 1)
@@ -296,13 +296,13 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def die_with_launcher() -> None:
-    """Let the kernel kill this process when its launcher is killed."""
+    """Let the kernel kill this process when its launcher dies."""
     launcher = os.environ.get(ENV_LAUNCHER_PID)
     if launcher is None:
         return
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The launcher may have died before prctl: no signal comes then.
+    # If the launcher died before prctl, no signal arrives.
     if os.getppid() != int(launcher):
         os._exit(1)
 
@@ -352,7 +352,7 @@ def run_module(name: str) -> None:
 
 
 def _new_main(file: str) -> ModuleType:
-    """A new ``__main__`` that stays in place for exit handlers, threads and spawned children."""
+    """Make a ``__main__`` that stays in place for exit handlers, threads and spawned children."""
     main = ModuleType("__main__")
     main.__file__ = file
     main.__dict__["__builtins__"] = builtins
@@ -366,14 +366,14 @@ def _not_runnable(reason: str) -> SystemExit:
 
 
 def run_and_classify(run: Callable[[], None]) -> int:
-    """Run the script; report and note how it ended.
+    """Run the script; print and record how it ended.
 
     Returns:
-        The exit code: 0; 1 for an exception; 2 for what reft refuses; 75 for lost peers; 130 for
-        Ctrl-C.
+        The exit code: 0; 1 after an exception; 2 after a refusal by reft; 75 after the loss of
+        peers; 130 after Ctrl-C.
 
     Raises:
-        SystemExit: the script's own.
+        SystemExit: raised by the script.
     """
     try:
         run()
@@ -398,7 +398,7 @@ def run_and_classify(run: Callable[[], None]) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """Print the traceback as ``python`` would; a refusal of reft prints what to change instead."""
+    """Print the traceback as ``python`` would; for a refusal by reft, print what to change."""
     if is_refusal(error):
         write_refusal(error)
     else:
@@ -407,7 +407,7 @@ def _show(error: BaseException) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename in own_files:
             trace = trace.tb_next
         error.__traceback__ = trace
-        # The interpreter sets these: exit handlers recognize by them that the script has failed.
+        # As in the interpreter: exit handlers recognize a failed script by these variables.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -416,19 +416,19 @@ def _show(error: BaseException) -> None:
 
 def _note(error: BaseException) -> ExitCause:
     note = ExitNote.from_error(error)
-    # A script that prints lost communication and exits by itself has still lost a peer. For any
-    # other exit of the script, its code says all.
+    # If the script catches a communication error and exits by itself, the cause is still a lost
+    # peer, so a note is written. For any other exit the exit code suffices.
     if not (isinstance(error, SystemExit) and note.cause is ExitCause.OWN):
         _write_note(note)
     return note.cause
 
 
 def _note_good_end() -> None:
-    """Note a good end, before the interpreter shuts down.
+    """Record a good end before the interpreter shuts down.
 
     The shutdown takes seconds, in which peers that have lost this rank may fail.
     """
-    # If the module was not imported, there is no progress page to read.
+    # Without this module there is no progress page to read.
     progress = sys.modules.get("reft.node.progress")
     step = progress.newest_step() if progress is not None else 0
     end = f"exit code 0 at step {step}" if step else "exit code 0"
@@ -454,11 +454,11 @@ def main(argv: list[str]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process.
+    """Exit this process.
 
-    After the loss of a peer, the interpreter does not shut down completely. With torch loaded, that
-    takes a second in which all nodes wait for the next round. Threads are joined and exit handlers
-    run in any case.
+    With torch loaded, a complete shutdown of the interpreter takes a second. After the loss of a
+    peer all nodes would wait for it, so the process then exits directly. In any case threads are
+    joined and exit handlers run.
     """
     if code == EX_PEER_FAILED:
         python_threads: Any = threading
@@ -479,7 +479,7 @@ def run(argv: list[str]) -> int:
     ``sys.path`` gets the first entry that ``python`` would give it.
 
     Returns:
-        As :func:`run_and_classify`.
+        The exit code of :func:`run_and_classify`.
     """
     mark(BEGAN)
     hook_imports()

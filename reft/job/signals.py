@@ -1,4 +1,4 @@
-"""The signals of a launcher: those to stop, and SIGUSR1, which asks its node to leave the job."""
+"""The signals of a launcher: stop signals, and SIGUSR1, which requests that its node leaves."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _IMPATIENT_SECS = 1.0  # A second Ctrl-C within this time may be the same key pr
 
 
 class StopSignals:
-    """Turns the first signal to stop into TorchElastic's exception.
+    """Turns the first stop signal into TorchElastic's exception.
 
     Later signals do not interrupt the shutdown, but a second Ctrl-C cuts the grace period short.
 
     Attributes:
-        received: the signal to stop; None before it arrives.
-        impatient: Ctrl-C was pressed again, so trainers are no longer waited for.
-        asked_to_leave: SIGUSR1 arrived. Reset by the code that acts on it.
-        closing: the launcher is shutting down, which is bounded in time and not interrupted.
+        received: the stop signal; None before it arrives.
+        impatient: whether Ctrl-C was pressed again, so that trainers are no longer waited for.
+        asked_to_leave: whether SIGUSR1 arrived. Reset by the code that acts on it.
+        closing: whether the launcher is shutting down, which takes bounded time and is not
+            interrupted.
     """
 
     def __init__(self) -> None:
-        # Read once, at the start: TorchElastic replaces the handlers whenever it starts trainers.
+        # Read once at the start, because TorchElastic replaces the handlers with each new round.
         self._handled = not_ignored(STOP_SIGNALS)
         self.received: signal.Signals | None = None
         self.impatient = False
@@ -42,22 +43,22 @@ class StopSignals:
         signal.signal(LEAVE_SIGNAL, self._ask_to_leave)
 
     def handled_names(self, names: str) -> str:
-        """Remove ignored signals from ``names``, which are separated by commas.
+        """Remove ignored signals from ``names``, a comma-separated list.
 
-        If TorchElastic handles such a signal while it starts trainers, they do not inherit that it
-        is ignored.
+        If TorchElastic handled such a signal while it starts trainers, they would not inherit that
+        the signal is ignored.
         """
         ignored = {number.name for number in STOP_SIGNALS if number not in self._handled}
         return ",".join(name for name in names.split(",") if name.strip() not in ignored)
 
     def elapsed_secs(self) -> float:
-        """Seconds since the signal to stop; 0 if there was none."""
+        """Seconds since the stop signal; 0 if there was none."""
         return time.monotonic() - self._received_at if self.received is not None else 0.0
 
     def ignore(self) -> None:
         """Ignore all signals from here on, so that none changes the exit code.
 
-        The interpreter restores the default actions while it ends, which would kill the process.
+        While it exits, the interpreter restores the default actions, which would kill the process.
         """
         for number in (*STOP_SIGNALS, LEAVE_SIGNAL):
             signal.signal(number, signal.SIG_IGN)

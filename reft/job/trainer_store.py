@@ -1,9 +1,9 @@
-"""Where the trainers of one round find each other: torch's TCPStore, on loopback only (P11).
+"""The store by which the trainers of one round find each other: a TCPStore on loopback only (P11).
 
-Torch's store serves every process that reaches its port. So the launcher of the first node serves
-it on loopback, to its own host. The other launchers listen on their own loopback, and relay their
-trainers' connections to that launcher through an authenticated server. Trainers on every node find
-the store at ``127.0.0.1``.
+Torch's store serves every process that reaches its port. Therefore the launcher of the first node
+serves it on loopback, to its own host only. The other launchers listen on their own loopback and
+relay their trainers' connections to that launcher through an authenticated server. Trainers on
+every node find the store at ``127.0.0.1``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TrainerStore:
     """The store of one round on one node, served or relayed.
 
     Attributes:
-        port: where the node's trainers find it, on loopback.
+        port: port on loopback at which the node's trainers find the store.
     """
 
     def __init__(self, port: int, incarnation: int = 0) -> None:
@@ -67,15 +67,15 @@ class TrainerStore:
 
         Args:
             store: the rendezvous store, with the round's prefix.
-            secret: of the user.
-            group_rank: of this node.
-            nodes: of this round; a single node accepts no relays.
+            secret: the user's secret.
+            group_rank: group rank of this node.
+            nodes: number of nodes of this round; a single node accepts no relays.
             local_addr: ``--local-addr``; None: the address on the route to the rendezvous store.
-            incarnation: number of this start of the job; relays of another start are refused.
+            incarnation: number of this start of the job; relays of other starts are refused.
 
         Raises:
             ConfigError: other nodes cannot reach the address of this node.
-            TimeoutError, StoreError: the first node did not publish where it serves.
+            TimeoutError, StoreError: the first node did not publish its address.
         """
         if group_rank:
             return cls.relay(store.get(_ENDPOINT_KEY).decode(), secret, incarnation)
@@ -93,7 +93,7 @@ class TrainerStore:
         return served
 
     def admit_relays(self, listener: socket.socket, secret: bytes) -> int:
-        """Accept the relays of the other nodes; returns the port that they connect to."""
+        """Accept the relays of the other nodes; returns the port to which they connect."""
         self._server = AuthenticatedServer(listener, secret, PURPOSE, self._serve_relay)
         return self._server.port
 
@@ -104,7 +104,7 @@ class TrainerStore:
 
         listener = listen(LOOPBACK, 0)
         served = cls(int(listener.getsockname()[1]), incarnation)
-        # The store gets a descriptor: it would listen on all interfaces if it opened the port.
+        # The store is given a descriptor, because it would open a port on all interfaces itself.
         options: dict[str, Any] = {
             "is_master": True,
             "wait_for_workers": False,
@@ -141,7 +141,7 @@ class TrainerStore:
         return relay
 
     def _serve_relay(self, channel: Channel) -> None:
-        """Pass the bytes of one relayed connection to and from the store."""
+        """Forward the bytes of one relayed connection between its node and the store."""
         incarnation = channel.receive()
         if incarnation != self._incarnation:
             channel.send(
@@ -166,17 +166,17 @@ class TrainerStore:
 
 
 def deal_ranks(workers: Sequence[int], stride: int) -> tuple[tuple[int, ...], ...]:
-    """Number the trainers of a job.
+    """Assign global ranks to the trainers of a job.
 
-    DeepSpeed, and Megatron by default, give consecutive numbers to the data-parallel peers of a
-    pipeline stage, and to the slices of a tensor-parallel group within. torchrun gives consecutive
-    ranks to one node, so that peers share nodes. If the ranks are dealt to the nodes in turn, with
-    the tensor-parallel degree as stride, neighbouring peers are on different nodes and a
-    tensor-parallel group stays on one.
+    DeepSpeed, and Megatron by default, give consecutive ranks to the data-parallel peers of a
+    pipeline stage, and within them to the slices of a tensor-parallel group. torchrun gives
+    consecutive ranks to one node, so that peers share nodes. A round-robin assignment with the
+    tensor-parallel degree as stride puts neighbouring peers on different nodes and keeps a
+    tensor-parallel group on one.
 
     Args:
         workers: number of trainers of each node, by group rank.
-        stride: number of ranks that a node gets in each turn; 0: all of them, as torchrun does.
+        stride: number of ranks that a node gets in each turn; 0: all of them, as in torchrun.
 
     Returns:
         The global ranks of each node, by local rank.
@@ -204,8 +204,8 @@ def trainer_environ(
         rank: global rank, and number of trainers of the job.
         local: local rank, and number of trainers of the node.
         node: group rank of the node, and number of nodes.
-        port: of the trainers' store on this node.
-        restarts: number of restarts so far, and of those that are allowed.
+        port: port of the trainers' store on this node.
+        restarts: number of restarts so far, and number of allowed restarts.
     """
     return {
         "RANK": str(rank[0]),
@@ -220,7 +220,7 @@ def trainer_environ(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts[0]),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts[1]),
-        # Rank 0 must not serve the store itself: the launcher, or the node's first process, does.
+        # The launcher, or the node's first process, serves the store; rank 0 must not.
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
     }
 
@@ -263,7 +263,7 @@ def _pass_bytes(connection: socket.socket, channel: Channel) -> None:
     except (EOFError, OSError):
         pass
     finally:
-        # Ends the other direction, too: its thread waits for bytes or for room.
+        # Shutting down both ends wakes the other thread, which waits for bytes or for buffer space.
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
         channel.shutdown()

@@ -41,9 +41,9 @@ class Trainers:
     """The trainers of one node, in one round at a time.
 
     Args:
-        options: of the launcher.
-        exits_dir: a new directory in it receives the trainers' exit notes.
-        signals: an impatient user ends the wait for trainers.
+        options: options of the launcher.
+        exits_dir: directory in which a new one is made for the trainers' exit notes.
+        signals: signals of the launcher; a repeated Ctrl-C ends the wait for trainers.
     """
 
     def __init__(self, options: LaunchOptions, exits_dir: Path, signals: StopSignals) -> None:
@@ -59,11 +59,11 @@ class Trainers:
 
         Args:
             agreement: the round.
-            group_rank: of this node.
-            port: of the trainers' store on this node.
+            group_rank: group rank of this node.
+            port: port of the trainers' store on this node.
 
         Returns:
-            The process ids, by local rank.
+            The process ids in the order of local ranks.
         """
         self._prepare_notes(agreement.round)
         config: Any = self._options.config
@@ -101,13 +101,13 @@ class Trainers:
     def _environments(
         self, agreement: Agreement, group_rank: int, port: int
     ) -> dict[int, dict[str, str]]:
-        """Variables for each trainer, by local rank."""
+        """Environment variables of each trainer, by local rank."""
         config: Any = self._options.config
         ranks = deal_ranks(agreement.workers, agreement.rank_stride)[group_rank]
         local_size, world_size = len(ranks), sum(agreement.workers)
         node = (group_rank, len(agreement.members))
-        # The number of restarts is the same on all nodes: older versions of torch make it part of
-        # the keys under which trainers find each other.
+        # Older versions of torch use the number of restarts in the keys under which trainers find
+        # each other, so it must be the same on all nodes.
         restarts = (agreement.round - 1, config.max_restarts)
         shared = {
             "ROLE_NAME": config.role,
@@ -137,7 +137,7 @@ class Trainers:
             shutil.rmtree(self._notes, ignore_errors=True)
         self._notes = self._root / str(round_number)
         try:
-            # The root is made again if a user has removed the job's memory.
+            # If a user has removed the job's memory, the root is missing and is created again.
             self._root.mkdir(mode=0o700, exist_ok=True)
             self._notes.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
@@ -163,16 +163,19 @@ class Trainers:
         failures = {}
         for local_rank, process in self._processes().items():
             code = process.poll()
-            # A trainer whose script ended well may still fail: its note does not count then.
+            # A trainer whose script ended well may still fail; its good note is ignored then.
             note = None if self.script_has_ended(local_rank) else self._read_note(local_rank)
             if code not in (None, 0) or (note is not None and code is None):
                 failures[local_rank] = WorkerExit(code, note)
         return failures
 
     def settled_failures(self, failures: dict[int, WorkerExit]) -> dict[int, WorkerExit]:
-        """Wait a moment until it is clear which trainer failed first, and return the failures.
+        """Wait until it is clear which trainer failed first, one second at most.
 
-        It is clear when all trainers have ended, or when one ended by its own cause.
+        It is clear when all trainers have ended, or when one of them failed for its own reason.
+
+        Returns:
+            The failures as :meth:`failures` returns them.
         """
         deadline = time.monotonic() + _CONSECUTIVE_FAILURES_SECS
         while failures and time.monotonic() < deadline:
@@ -186,7 +189,7 @@ class Trainers:
         return failures
 
     def ended_well(self) -> dict[int, str]:
-        """Trainers that ended well, or whose script did: exit code and step, by local rank."""
+        """Exit code and step of trainers that ended well, or whose script did, by local rank."""
         ends = {}
         for local_rank, process in self._processes().items():
             code, note = process.poll(), self._read_note(local_rank)
@@ -197,7 +200,7 @@ class Trainers:
         return ends
 
     def script_has_ended(self, local_rank: int) -> bool:
-        """Whether the script of a trainer has ended well; the process may still run."""
+        """Whether a trainer's script has ended well; the process may still be running."""
         note = self._read_note(local_rank)
         return note is not None and note.cause is ExitCause.ENDED
 
@@ -213,13 +216,13 @@ class Trainers:
     def end(self, number: int, timeout_secs: float) -> None:
         """Signal the trainers, wait, and kill what is left of their process groups.
 
-        A trainer that handles the signal is signalled alone: it finishes its step, for which it
-        needs its DataLoader's workers. Any other, such as a shell that runs the trainer, is
-        signalled with its whole group.
+        A trainer that handles the signal receives it alone, because it needs its DataLoader's
+        workers to finish its step. Otherwise the whole group receives it, for example a shell and
+        the trainer that it runs.
 
         Args:
-            number: of the signal.
-            timeout_secs: between that signal and SIGKILL.
+            number: number of the signal.
+            timeout_secs: time between that signal and SIGKILL.
         """
         processes = [p for p in self._processes().values() if p.pid not in self._ended_groups]
         for process in processes:
@@ -238,7 +241,7 @@ class Trainers:
             # The group is killed even if the trainer has ended: its children may still run.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            # The kernel may give the number to another group now: it is killed only once.
+            # The kernel may reuse the number for another group, so a group is killed only once.
             self._ended_groups.add(process.pid)
         if any(process.poll() != 0 for process in processes):
             self._kill_detached()
@@ -246,8 +249,8 @@ class Trainers:
     def _kill_detached(self) -> None:
         """Kill processes that failed trainers started in sessions of their own.
 
-        Such processes may hold ports and devices that the next trainers need. They are found by
-        their environment, which is theirs even after their parent has ended.
+        Such processes may hold ports and devices that the next trainers need. They are recognized
+        by their environment, which they keep even after their parent has ended.
         """
         marker = f"{ENV_EXIT_DIR}={self._notes}\0".encode()
         killed = []

@@ -1,13 +1,13 @@
 """Warm starts: trainers are forked from a process that has imported torch and DeepSpeed.
 
-``reft launch`` starts that process, the fork server, at once, so that it imports while nodes
-gather. A forked process becomes a child of the launcher: while it is forked, the launcher is the
-subreaper of its descendants (prctl(2)). So it is waited for, signalled and killed like any process
-that the launcher started itself.
+``reft launch`` starts that process, the fork server, at once, so that it imports while the nodes
+gather. The launcher is the subreaper of its descendants (prctl(2)) during a fork, so it becomes the
+parent of a forked process. It waits for that process, signals and kills it like any process that it
+started itself.
 
-multiprocessing's ``forkserver`` differs: its children are the server's. Their exit codes are lost
-with the server, exit handlers of the script do not run, and processes that the script itself makes
-by "forkserver" come from the launcher's server.
+multiprocessing's ``forkserver`` does not fit: its children belong to the server, so their exit
+codes are lost with it; exit handlers of the script do not run; and processes that the script itself
+makes by "forkserver" would come from the launcher's server.
 
     python -P -m reft.job.warm FD MODULE...
 """
@@ -47,7 +47,7 @@ DEFAULT_MODULES = (
     "numpy.random",
     "torch",
     "torch.distributed",
-    "torch._dynamo",  # Imported by every optimizer when it is made
+    "torch._dynamo",  # Every optimizer imports it when it is constructed
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
     "reft",
@@ -74,7 +74,7 @@ READ_AT_IMPORT = (
 )
 """Prefixes of variables that libraries read while they are loaded."""
 READ_LATER = frozenset({"TORCH_CUDA_ARCH_LIST", "TORCH_EXTENSIONS_DIR", "TORCH_HOME"})
-"""Exceptions: torch and DeepSpeed read these when they compile an operator or download a model."""
+"""Exceptions, which torch and DeepSpeed read later: to compile an operator or download a model."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_REQUEST_BYTES = 2**18
 _ENTRY_ROOM_BYTES = 2**14
@@ -92,25 +92,25 @@ _POPEN_OPTIONS = {
     "encoding",
     "errors",
 }
-"""Options of Popen that a forked program gets; with any other one, it is started as usual."""
+"""Options of Popen that a fork supports; a program with any other option is started normally."""
 _DEVICE_FILES = ("/dev/kfd", "/dev/nvidia-uvm")
 _prctl = ctypes.CDLL(None).prctl
 
 
 def is_read_at_import(name: str) -> bool:
-    """Whether a variable may have been read by the libraries that are imported already."""
+    """Whether a variable may already have been read by the libraries that are imported."""
     return name.startswith(READ_AT_IMPORT) and name not in READ_LATER
 
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """A Python program to run."""
+    """A Python program to run in a forked process."""
 
     argv: list[str]  # A script and its arguments, or ``-m``, a module and its arguments
     env: dict[str, str]
     cwd: str
     parent: int
-    session: bool  # The program gets a session of its own
+    session: bool  # The program gets its own session
     unbuffered: bool
     safe_path: bool  # The program is started with -P
 
@@ -125,7 +125,7 @@ class ForkRequest:
 
 
 class ForkError(ReftError, RuntimeError):
-    """Nothing was forked: the server has ended, or the request is too large."""
+    """No process was forked: the server has ended, or the request is too large."""
 
 
 # -- the client ------------------------------------------------------------------------------------
@@ -135,15 +135,15 @@ def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) ->
     """Let a server fork a child of this process.
 
     Args:
-        connection: to the server, of type SOCK_SEQPACKET. The first answer waits for its imports.
+        connection: a SOCK_SEQPACKET socket to the server. The first reply comes after its imports.
         request: the program.
-        fds: its standard streams.
+        fds: the program's standard streams.
 
     Returns:
         The process id of the child.
 
     Raises:
-        ForkError: nothing was forked.
+        ForkError: no process was forked.
     """
     message = json.dumps(asdict(request)).encode()
     if len(message) > _MAX_REQUEST_BYTES:
@@ -157,7 +157,7 @@ def fork(connection: socket.socket, request: ForkRequest, fds: Sequence[int]) ->
         socket.send_fds(connection, [message], [*fds, read])
         pid = int(connection.recv(64))
         # The child waits for this byte. If its process id did not arrive here, it reads the end of
-        # the pipe instead, and exits: a child that its parent does not know must not run.
+        # the pipe instead and exits: a child that its parent does not know must not run.
         os.write(write, b"g")
         return pid
     except (OSError, ValueError) as error:
@@ -184,14 +184,14 @@ class ForkingPopen(subprocess.Popen[Any]):
         super().__init__(args, *more, **options)
 
     def server_for(self, program: Sequence[str], env: Mapping[str, str]) -> socket.socket | None:
-        """The connection to a server that forks ``program``; None starts it as usual."""
+        """The connection to a server that forks ``program``; None to start it normally."""
         return None
 
     def failed(self, error: ForkError) -> None:
-        """Called if it could not be forked; the program is started as usual unless this raises."""
+        """Called if the fork failed; the program is then started normally unless this raises."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
-        # The positions of Popen's private method, which has no documented form.
+        # The indices are positions of Popen's private method, which is undocumented.
         cwd, env, pipes = os.fspath(rest[4] or os.getcwd()), rest[5], rest[9:15]
         env = dict(os.environ) if env is None else {str(k): str(v) for k, v in env.items()}
         server = self.server_for(self._program, env) if self._program else None
@@ -219,13 +219,13 @@ class ForkingPopen(subprocess.Popen[Any]):
 
 
 class ForkServer:
-    """Starts the server, and lets TorchElastic start trainers through it.
+    """Starts the server, and makes TorchElastic start trainers through it.
 
-    A server that has died is started again with the next trainers.
+    If the server has died, it is restarted with the next trainers.
 
     Args:
-        modules: that the server imports.
-        environ: the variables that all trainers of the node share.
+        modules: modules that the server imports.
+        environ: environment variables that all trainers of the node share.
     """
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -254,8 +254,8 @@ class ForkServer:
         self._starts += 1
         self._server, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {
-            # A process that has asked CUDA or HIP for devices cannot be forked. With this variable,
-            # torch asks NVML, or amdsmi on AMD's devices.
+            # After a query of CUDA or HIP for devices, a process cannot be forked. With this
+            # variable, torch queries NVML instead, or amdsmi on AMD's devices.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             **self._environ,
             ENV_ROOM: "x" * _ENTRY_ROOM_BYTES,
@@ -275,13 +275,13 @@ class ForkServer:
         code = self._process.poll()
         if code not in (None, _EX_NOT_FORKABLE) and self._starts < _MAX_STARTS:
             logger.warning(
-                "the preloading process has ended (%s); it is started again",
+                "the preloading process has ended (%s); starting it again",
                 WorkerExit(code, None),
             )
             self._server.close()
             self._start()
         elif code is not None:
-            self._warn("the preloading process does not run: see its messages")
+            self._warn("the preloading process is not running: see its messages")
             return None
         different = sorted(
             name
@@ -299,7 +299,7 @@ class ForkServer:
             logger.warning("trainers start without preloaded imports: %s", reason)
 
     def close(self) -> None:
-        """End the server; trainers stay."""
+        """End the server; the trainers continue."""
         self._server.close()
         try:
             self._process.wait(_END_SECS)
@@ -312,11 +312,11 @@ class ForkServer:
 
 
 class ProcTitle:
-    """The command and environment that /proc shows of this process and its forks.
+    """The command and environment that /proc shows for this process and its forks.
 
-    The kernel reads them from the memory where it wrote both when the process started. ENV_ROOM
-    makes that memory large enough for other values. Make this object before libraries keep pointers
-    into the memory.
+    The kernel reads both from the memory where it wrote them when the process started. ENV_ROOM
+    makes that memory large enough for other values. Construct this object before libraries keep
+    pointers into the memory.
     """
 
     def __init__(self) -> None:
@@ -327,14 +327,14 @@ class ProcTitle:
         self._command, self._command_end, self._environ, self._environ_end = map(int, fields[45:49])
 
     def show(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Show these values from now on; those for which there is no room are left out."""
+        """Show these values from now on; values that do not fit are left out."""
         variables = [f"{name}={value}" for name, value in environ.items()]
         _write(self._environ, self._environ_end, variables)
         _write(self._command, self._command_end, argv)
 
 
 def _write(start: int, end: int, texts: Sequence[str]) -> None:
-    """Write null-terminated texts into this process's memory."""
+    """Write null-terminated strings into this process's memory, from ``start`` up to ``end``."""
     content = b""
     for text in texts:
         encoded = os.fsencode(text) + b"\0"
@@ -344,19 +344,19 @@ def _write(start: int, end: int, texts: Sequence[str]) -> None:
 
 
 def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> ForkRequest:
-    """Fork at every request, until the other side closes the connection and this process ends.
+    """Fork at every request. When the other side closes the connection, this process exits.
 
     Args:
-        connection: to the launcher.
-        title: of this process.
+        connection: the connection to the launcher.
+        title: command and environment that /proc shows for this process.
         path: ``sys.path`` without the program's own entry and those of PYTHONPATH.
 
     Returns:
-        In forked processes only: the program to run. The process is then as if it had been started
-        for it.
+        The program to run, in forked processes only. Such a process is set up as if it had been
+        started for the program.
     """
     gc.collect()
-    gc.freeze()  # The collector does not write to these objects: their pages stay shared
+    gc.freeze()  # The collector then does not write to these objects, so their pages stay shared
     inherited = signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         message, fds, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 4)
@@ -364,11 +364,11 @@ def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> F
             os._exit(0)
         request = ForkRequest(**json.loads(message))
         read, write = os.pipe()
-        # Forked twice: when the process in between has ended, the launcher, which is the subreaper,
-        # becomes the parent of the second one.
+        # Fork twice: when the intermediate process has exited, the launcher, which is the
+        # subreaper, becomes the parent of the second one.
         between = os.fork()
         if between == 0:
-            # Before the program's process exists: others find processes by these values.
+            # Set before the program's process exists, because other tools find processes by it.
             title.show(request.command(), request.env)
             between, pid = os.getpid(), os.fork()
             if pid:
@@ -378,7 +378,7 @@ def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> F
                 time.sleep(0.001)
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != request.parent or not os.read(fds[3], 1):
-                os._exit(1)  # The launcher was killed, or did not get the process id
+                os._exit(1)  # The launcher was killed, or did not receive the process id
             for number, fd in enumerate(fds[:3]):
                 os.dup2(fd, number)
             for fd in (*fds, read, write):
@@ -388,7 +388,7 @@ def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> F
             return request
         os.close(write)
         child_pid = os.read(read, 64)
-        # The launcher is the child's parent from here on, and may wait for it.
+        # From here on the launcher is the child's parent, and may wait for it.
         os.waitpid(between, 0)
         for fd in (read, *fds):
             os.close(fd)
@@ -396,7 +396,7 @@ def serve(connection: socket.socket, title: ProcTitle, path: Sequence[str]) -> F
 
 
 def _become(request: ForkRequest, path: Sequence[str]) -> None:
-    """Turn this process into one that was started for the program."""
+    """Make this process look like one that was started for the program."""
     if request.session:
         os.setsid()
     os.environ.clear()
@@ -405,7 +405,7 @@ def _become(request: ForkRequest, path: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=request.unbuffered)  # type: ignore[union-attr]
     tempfile.tempdir = None
-    # Forks of one process would draw the same numbers. `random` seeds itself again after a fork.
+    # Forks of one process would draw the same numbers. `random` reseeds itself after a fork.
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].random.default_generator.seed()
     importlib.invalidate_caches()
@@ -418,17 +418,18 @@ def _become(request: ForkRequest, path: Sequence[str]) -> None:
 
 
 def reason_not_forkable() -> str:
-    """Why this process cannot be forked; empty if it can."""
+    """Why this process cannot be forked; empty if it can be."""
     if _count_threads() > 1:
-        # OpenBLAS ends its threads before a fork, and starts them again when it needs them: a fork
-        # that exits at once shows whether others are left.
+        # OpenBLAS ends its threads before a fork and restarts them when it needs them. A fork that
+        # exits at once shows whether other threads are left.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about threads here
             pid = os.fork()
             if not pid:
                 os._exit(0)
         os.waitpid(pid, 0)
-        deadline = time.monotonic() + _THREAD_ENDS_SECS  # The kernel lists ended threads for a time
+        # The kernel lists threads for a while after they have ended.
+        deadline = time.monotonic() + _THREAD_ENDS_SECS
         while _count_threads() > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
     if _count_threads() > 1:
@@ -446,7 +447,7 @@ def _count_threads() -> int:
 
 
 def _restart_on_variables(request: ForkRequest) -> None:
-    """Start this trainer again, cold, if its script sets a variable that was read already (P1)."""
+    """Restart this trainer cold if its script sets a variable that was read already (P1)."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "os.putenv" or sys.modules["torch"].distributed.is_initialized():
@@ -467,19 +468,19 @@ def _restart_on_variables(request: ForkRequest) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """The server. Returns in trainers, after their script."""
-    # Needed while it imports, when it does not read from the connection.
+    """Run the server. Returns in trainers only, after their script."""
+    # Needed while the server imports modules and does not read from the connection.
     script.die_with_launcher()
     connection, title = socket.socket(fileno=int(argv[0])), ProcTitle()
     connection.set_inheritable(False)
     own_entries = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     path = sys.path[len(own_entries) :]
-    # Trainers install the import hook themselves.
+    # Trainers install the import hook themselves, so the server must not have it.
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, PostImportFinder)]
     for name in argv[1:]:
         try:
             importlib.import_module(name)
-        except Exception as error:  # A trainer that needs the module shows the whole error
+        except Exception as error:  # A trainer that needs the module reports the whole error
             print(f"reft: {name} cannot be preloaded: {error!r}", file=sys.stderr)
         if reason := reason_not_forkable():
             print(

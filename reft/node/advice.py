@@ -1,7 +1,7 @@
 """Advice about a job's nodes, from their speeds, failures and memory: ``reft advise``.
 
-Rules and thresholds are DLRover's where its paper gives them. :func:`situation` reads
-what is known of the job. :func:`advise`, and :func:`scale_plan` for DLRover's operator, are pure.
+Rules and thresholds are DLRover's where its paper gives them. :func:`situation` gathers the facts
+about a job. :func:`advise`, and :func:`scale_plan` for DLRover's operator, are pure.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from reft.node.memory_watch import MemoryUse, fullest
 from reft.node.report import HealthSignal, NodeReport, ReportBoard
 from reft.node.stragglers import Straggler
 
-# A further worker is worth it if it adds this share of the others' mean speed (DLRover).
+# A further worker pays off if it adds this share of the mean speed of the others (DLRover).
 WORTH = 0.2
 _ROUNDING = 1e-9
-_OFTEN = 3  # losses of a node after which it is replaced
-# Share of a memory in use at which more is advised, and how much more. DLRover acts before memory
-# runs out, but the paper gives no threshold.
+_OFTEN = 3  # Losses of a node after which it is replaced
+# Share of a memory in use at which more memory is advised, and the factor of the advised size.
+# DLRover acts before memory runs out, but the paper gives no threshold.
 _MEMORY_RISK, _MEMORY_ROOM = 0.9, 1.25
-_MIN_STEPS = 50  # of a round whose speed is measured (DLRover's window)
+_MIN_STEPS = 50  # Steps of a round whose speed is measured (DLRover's window)
 _API_VERSION, _ROLE = "elastic.iml.github.io/v1alpha1", "worker"
 
 
@@ -46,7 +46,7 @@ class SpeedSample:
     """The speed of a job with a number of workers."""
 
     workers: int
-    per_sec: float  # steps of the same global batch, or samples
+    per_sec: float  # Steps per second at one global batch size, or samples per second
 
 
 class Memory(NamedTuple):
@@ -54,20 +54,20 @@ class Memory(NamedTuple):
 
     node: str
     use: MemoryUse
-    runs_out: str = ""  # how it is running out, for people; "" if it is not
+    runs_out: str = ""  # Forecast of when it is full; empty if it is not running out
 
 
 @dataclass(frozen=True)
 class JobSituation:
-    """What is known of a job."""
+    """The facts about a job from which advice follows."""
 
-    nodes: tuple[str, ...]  # that train
-    spares: tuple[str, ...] = ()  # that wait for a place
+    nodes: tuple[str, ...]  # Nodes that train
+    spares: tuple[str, ...] = ()  # Nodes that wait for a place
     slow: tuple[Straggler, ...] = ()
-    losses: Mapping[str, int] = field(default_factory=dict)  # how often each node was lost
-    speeds: tuple[SpeedSample, ...] = ()  # measured ones, the present one last
-    most_nodes: int | None = None  # that the job may have; None: no further node is advised
-    memory: tuple[Memory, ...] = ()  # of the nodes that report it
+    losses: Mapping[str, int] = field(default_factory=dict)  # How often each node was lost
+    speeds: tuple[SpeedSample, ...] = ()  # Measured speeds, the current one last
+    most_nodes: int | None = None  # Most nodes that the job may have; None: no more are advised
+    memory: tuple[Memory, ...] = ()  # Memory of the nodes that report it
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Advice:
     """One thing to change."""
 
     action: AdvisedAction
-    nodes: tuple[str, ...]  # none if the action is about their number
-    workers: int  # nodes of the job afterwards
+    nodes: tuple[str, ...]  # Empty if the action concerns the number of nodes
+    workers: int  # Nodes of the job afterwards
     why: str
-    memory_bytes: int | None = None  # that the node should have, if memory is advised
+    memory_bytes: int | None = None  # Advised size of the node's memory, if memory is advised
 
     def __str__(self) -> str:
         what = ", ".join(self.nodes) or f"to {self.workers} nodes"
@@ -93,22 +93,22 @@ class Advice:
         }
 
 
-# -- what is known ---------------------------------------------------------------------------------
+# -- gathering facts -------------------------------------------------------------------------------
 
 
 def situation(
     paths: Sequence[Path], board: ReportBoard | None, most_nodes: int | None
 ) -> JobSituation:
-    """Read what is known of a job.
+    """Gather the facts about a job.
 
     Args:
         paths: the job's memory on one or several nodes.
-        board: of the job; None if there is none.
-        most_nodes: see :class:`JobSituation`.
+        board: reports of all nodes; None if there are none.
+        most_nodes: most nodes that the job may have; None: no more nodes are advised.
     """
     rounds = max((read_history(path) for path in paths), key=len, default=[])
     nodes = () if board is None else board.nodes
-    present = [node for node in nodes if node.seen is not HealthSignal.OFFLINE]
+    present = [node for node in nodes if node.observed_signal is not HealthSignal.OFFLINE]
     training = [report for report in present if not report.spare]
     speeds = _speeds(rounds)
     if now := [report.steps_per_sec for report in training if report.steps_per_sec]:
@@ -125,7 +125,7 @@ def situation(
 
 
 def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterator[Memory]:
-    """The fullest memory of every node that reports it; of this node if none does."""
+    """The fullest memory of every node that reports it, or of this node if none does."""
     known = [
         (r.node, r.memory, str(r.runs_out[0]) if r.runs_out else "") for r in reports if r.memory
     ]
@@ -139,11 +139,10 @@ def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterator[Memory]:
 
 
 def _speeds(rounds: Sequence[RoundReport]) -> list[SpeedSample]:
-    """Of each round before the present one: its committed steps over the time since its first
-    step."""
+    """The speed in each earlier round: its committed steps over the time since its first step."""
     samples = []
     for row, following in pairwise(rounds):
-        # "ending" and "gathering" lie before the start of the round.
+        # "ending" and "gathering" precede the start of the round.
         skipped = ("ending", "gathering", "first_step")
         began = row.unix_secs + sum(s for part, s in row.secs.items() if part not in skipped)
         ended = min(following.failed_unix_secs or following.unix_secs, following.unix_secs)
@@ -153,11 +152,11 @@ def _speeds(rounds: Sequence[RoundReport]) -> list[SpeedSample]:
     return samples
 
 
-# -- what is advised -------------------------------------------------------------------------------
+# -- advice ----------------------------------------------------------------------------------------
 
 
 def advise(job: JobSituation) -> tuple[Advice, ...]:
-    """All advice, what helps most first. No node is named twice."""
+    """All advice, the most helpful first. No node is named twice."""
     named: set[str] = set()
     kept = []
     for advice in (*_about_stragglers(job), *_about_losses(job), *_about_memory(job)):
@@ -168,12 +167,13 @@ def advise(job: JobSituation) -> tuple[Advice, ...]:
 
 
 def dropping_pays(nodes: int, factor: float) -> bool:
-    """Whether a synchronous job of the same global batch is faster without a slow node: the other
-    nodes then do n / (n - 1) of their work, while now they wait.
+    """Whether a synchronous job of the same global batch is faster without a slow node.
+
+    Without the node, the other nodes do n / (n - 1) of their work; with it, they wait.
 
     Args:
-        nodes: of the job.
-        factor: time of the slow node over the others'.
+        nodes: number of nodes of the job.
+        factor: time of the slow node over that of the others.
     """
     return nodes > 1 and factor > nodes / (nodes - 1)
 
@@ -182,7 +182,7 @@ def _about_stragglers(job: JobSituation) -> Iterator[Advice]:
     n, spares = len(job.nodes), list(job.spares)
     handled: set[tuple[str, ...]] = set()
     for slow in sorted(job.slow, key=lambda s: -s.factor):
-        # A link has two nodes, of which none is to blame. Of a node's slow ranks, one is enough.
+        # A link has two nodes, neither of which is to blame. One slow rank of a node is enough.
         if len(slow.nodes) != 1 or slow.nodes in handled:
             continue
         handled.add(slow.nodes)
@@ -200,7 +200,7 @@ def _about_stragglers(job: JobSituation) -> Iterator[Advice]:
 
 
 def _about_losses(job: JobSituation) -> Iterator[Advice]:
-    """A node that was lost three times or more, and at least as often as all others together."""
+    """Replace a node that was lost three times or more, and at least as often as all others."""
     total = sum(job.losses.values())
     for node, times in job.losses.items():
         if node in job.nodes and times >= _OFTEN and 2 * times >= total:
@@ -223,8 +223,15 @@ def _about_memory(job: JobSituation) -> Iterator[Advice]:
 
 
 def estimate_gain(before: SpeedSample, after: SpeedSample) -> float:
-    """What a further worker adds, as a share of the mean speed of a worker of the smaller job: 1
-    scales perfectly, 0 gains nothing. The numbers of workers differ."""
+    """The gain of a further worker, as a share of the speed of a worker in the smaller job.
+
+    Args:
+        before: speed with one number of workers.
+        after: speed with another number of workers.
+
+    Returns:
+        1 if the job scales perfectly, 0 if it gains nothing.
+    """
     less, more = sorted((before, after), key=lambda speed: speed.workers)
     change = (more.per_sec - less.per_sec) / (more.workers - less.workers)
     return change / (less.per_sec / less.workers)
@@ -267,18 +274,18 @@ def scale_plan(
 ) -> dict[str, Any]:
     """A ScalePlan of the schema of its operator.
 
-    The operator creates the pods that ``replicas`` lacks: in ``createPods``, they would be created
-    twice. A node is removed if a spare takes its place. Otherwise it is migrated: the new pod comes
-    before the old one goes.
+    The operator creates the pods that ``replicas`` lacks; listing them in ``createPods`` as well
+    would create them twice. A node is removed if a spare takes its place. Otherwise it is migrated:
+    the new pod starts before the old one ends.
 
     Args:
-        job: its name.
-        number: of the plan.
-        advice: that the plan follows.
-        workers: nodes of the job now.
-        spares: nodes that wait for a place.
+        job: name of the job.
+        number: number of the plan.
+        advice: the advice that the plan follows.
+        workers: current number of nodes of the job.
+        spares: number of nodes that wait for a place.
         cpu: cores of a node.
-        memory_bytes: of a node.
+        memory_bytes: memory of a node.
     """
 
     def resource(nbytes: int) -> dict[str, str]:

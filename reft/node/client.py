@@ -1,9 +1,9 @@
-"""What trainers and tools tell the node daemon.
+"""How trainers and tools communicate with the node daemon.
 
-A trainer writes the block into a file, and after each version a report onto its progress page.
-Then it wakes the daemon through a named pipe. It neither waits for the daemon nor fails without one
-(P6), and the next daemon reads the same file and the same pages. Requests over an authenticated
-connection are for launchers, tools, and a trainer that waits for a version on storage.
+A trainer writes its block into a file, and after each version a report onto its progress page. Then
+it wakes the daemon through a named pipe. The trainer neither waits for the daemon nor fails without
+one (P6), and a restarted daemon reads the same file and pages. Launchers, tools, and a trainer that
+waits for a version on storage send requests over an authenticated connection.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ from reft.node.progress import ProgressPage, read_reports
 logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "daemon.sock"
-WAKE_NAME = "daemon.wake"  # a named pipe
+WAKE_NAME = "daemon.wake"  # A named pipe
 PURPOSE = "node daemon"
-END_SIGNAL = signal.SIGUSR1  # the launcher ends its daemon with it
-# Errors of a request to a daemon that is dead, dying, busy or another job's.
+END_SIGNAL = signal.SIGUSR1  # Sent by the launcher to end its daemon
+# Errors of a request to a daemon that is dead, dying, busy or belongs to another job.
 UNREACHABLE = (OSError, EOFError, ReftError)
 _ANSWER_SECS = 5.0
 _RETRY_SECS = 0.2
 
 
 class DaemonError(ReftError):
-    """The daemon answered, and refused."""
+    """The daemon refused a request."""
 
 
 @contextmanager
 def short_path(job_dir: Path) -> Iterator[str]:
-    """A name of the daemon's socket that fits ``sun_path`` (108 bytes), however deep the directory
-    is."""
+    """A path of the daemon's socket that fits ``sun_path`` (108 bytes) for any directory."""
     fd = os.open(job_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{SOCKET_NAME}"
@@ -61,7 +60,7 @@ def connect(job_dir: Path, secret: bytes, timeout_secs: float) -> Channel:
 
     Raises:
         OSError: no daemon answers.
-        AuthenticationError: the daemon is another job's.
+        AuthenticationError: the daemon belongs to another job.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_secs)
@@ -87,7 +86,7 @@ def request(
 
     Raises:
         DaemonError: the daemon refused.
-        AuthenticationError: the secret is another job's.
+        AuthenticationError: the secret belongs to another job.
         OSError, EOFError: there is no daemon, or it did not answer in time.
     """
     channel = connect(job_dir, secret, timeout_secs)
@@ -103,15 +102,15 @@ def request(
 
 @dataclass(frozen=True)
 class TrainerReport:
-    """What a trainer reports of its versions."""
+    """A trainer's report on its versions."""
 
     incarnation: int
-    committed: tuple[int, int] | None = None  # newest committed version: incarnation and step
-    due: tuple[int, int] | None = None  # newest version that goes to storage
-    # First version since which memory is too short to survive the loss of a node, if it is.
+    committed: tuple[int, int] | None = None  # Newest committed version: incarnation and step
+    due: tuple[int, int] | None = None  # Newest version that goes to storage
+    # First version since which memory is too short to survive the loss of a node; None if it is not
     unprotected_since: tuple[int, int] | None = None
-    stale_cause: str | None = None  # why the last version was skipped
-    stats: dict[str, Any] = field(default_factory=dict)  # see SnapshotStats.to_json
+    stale_cause: str | None = None  # Why the last version was skipped
+    stats: dict[str, Any] = field(default_factory=dict)  # As from SnapshotStats.to_json
 
     @property
     def is_stale(self) -> bool:
@@ -122,7 +121,7 @@ _REPORT = TypeAdapter(TrainerReport)
 
 
 def find_stale(reports: Iterable[TrainerReport]) -> tuple[int, str] | None:
-    """The first step since which no version was committed, and why; None if versions are taken."""
+    """First step since which no version was committed, and the cause; None if none is missing."""
     since = [(r.stats["stale_since_step"], r.stale_cause or "") for r in reports if r.is_stale]
     return min(since, default=None)
 
@@ -131,19 +130,22 @@ def read_trainer_reports(job_dir: Path) -> dict[int, TrainerReport]:
     """The newest report of each trainer of this node, by local rank."""
     reports = {}
     for local_rank, fields in read_reports(job_dir).items():
-        with suppress(ValueError):  # a trainer of another release
+        with suppress(ValueError):  # The trainer runs another release of reft
             reports[local_rank] = _REPORT.validate_python(fields)
     return reports
 
 
 class DaemonClient:
-    """A trainer's side. Its reports are written by one thread.
+    """A trainer's connection to the daemon. One thread writes its reports.
 
     Args:
         job_dir: the job's memory on this node.
         secret: the job's secret.
         page: the trainer's progress page.
-        incarnation: of the trainer. The daemon ignores incarnations that were replaced.
+        incarnation: incarnation of the trainer; the daemon ignores incarnations that were replaced.
+
+    Attributes:
+        on_storage_state: called with the state of storage after each commit; None: it is not read.
     """
 
     def __init__(
@@ -153,13 +155,13 @@ class DaemonClient:
         self._secret = secret
         self._page = page
         self._report = TrainerReport(incarnation)
-        self._interval_steps = 0  # of persisted versions; 0 if the ranks agree on them, or on none
+        # Interval of persisted versions; 0 if the ranks agree on each version, or persist none.
+        self._interval_steps = 0
         self._logged: str | None = None
-        # Receives the state of storage after each commit; None: it is not read.
         self.on_storage_state: Callable[[Mapping[str, Any]], None] | None = None
 
     def configure(self, config: ReftConfig) -> None:
-        """Write the block for the daemon: what it persists, and how often."""
+        """Write the block for the daemon, which reads from it what to persist and how often."""
         self._interval_steps = config.persist.fixed_steps
         try:
             write_json(self._job_dir / CONFIG_FILE, config.as_block())
@@ -175,17 +177,17 @@ class DaemonClient:
         unprotected: bool = False,
         due: bool = False,
     ) -> None:
-        """A version was committed by all ranks.
+        """Report a version that all ranks have committed.
 
         Args:
             label: the version.
             stats: this rank's statistics.
-            unprotected: memory has become too short to survive the loss of a node.
+            unprotected: memory is too short to survive the loss of a node.
             due: the ranks agreed that this version goes to storage.
         """
         committed = label.incarnation, label.step
-        # Marked here, since the daemon may read only a later report: all nodes persist the same
-        # versions.
+        # The trainer marks the version, since the daemon may read only a later report. All nodes
+        # must persist the same versions.
         due = due or bool(self._interval_steps and label.step % self._interval_steps == 0)
         since = (self._report.unprotected_since or committed) if unprotected else None
         self._write(
@@ -198,14 +200,18 @@ class DaemonClient:
             self.on_storage_state(read_storage_state(self._job_dir))
 
     def report_skip(self, cause: str, stats: Mapping[str, Any]) -> None:
-        """A version was not taken, or not committed."""
+        """Report a version that was not taken, or not committed."""
         self._write(stale_cause=cause, stats=dict(stats))
 
     def persist_now(self, label: VersionId, timeout_secs: float) -> str | None:
-        """Have a version written to storage, and wait for it.
+        """Make the daemon write a version to storage, and wait for it.
+
+        Args:
+            label: the version.
+            timeout_secs: how long to wait.
 
         Returns:
-            The checkpoint's path; None if it was not written in time, after a log line.
+            The checkpoint's path; None if it was not written in time, which is logged.
         """
         deadline = time.monotonic() + timeout_secs
         while (left := deadline - time.monotonic()) > 0:
@@ -240,13 +246,13 @@ class DaemonClient:
         try:
             self._page.write_report(vars(self._report))
         except ValueError as error:
-            # Storage needs the versions, people the statistics.
+            # Storage depends on the versions; only users miss the statistics.
             logger.warning("the statistics are left out: %s", error)
             self._page.write_report(vars(replace(self._report, stats={})))
         self._wake()
 
     def _wake(self) -> None:
-        # NONBLOCK: without a daemon, or with one that stands still, nothing is written.
+        # With O_NONBLOCK, a missing or suspended daemon does not block the trainer.
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
         with suppress(OSError):
             fd = os.open(self._job_dir / WAKE_NAME, flags)
@@ -257,10 +263,11 @@ class DaemonClient:
 
 
 def read_storage_state(job_dir: Path) -> dict[str, Any]:
-    """What the daemon last wrote about storage.
+    """Read what the daemon last wrote about storage.
 
     Returns:
-        ``persisted`` and ``overtaken``, versions as incarnation and step or None, and ``failing``.
+        ``persisted`` and ``overtaken``, each a version as incarnation and step, or None; and
+        ``failing``, whether checkpoints do not reach storage.
     """
     persist = (read_json(job_dir / STATUS_FILE) or {}).get("persist") or {}
 

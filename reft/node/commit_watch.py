@@ -1,4 +1,4 @@
-"""The versions in a node's arenas, read again after every commit."""
+"""Reads the committed versions in a node's arenas."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from reft.memory.jobdir import JobDir
 
 
 class _ArenaView(NamedTuple):
-    """An arena when it was last read."""
+    """An arena as of its last read."""
 
-    mark: tuple[object, ...]  # changes with the file and with either record of its header
-    offsets: tuple[int, int]  # where the two records of its header lie
+    mark: tuple[object, ...]  # Changes with the file and with either record of its header
+    offsets: tuple[int, int]  # Offsets of the two records of its header in the file
     header: ArenaHeader | None
 
 
 class CommitWatch:
-    """Reads the headers of a node's arenas. May be used by several threads.
+    """Reads the headers of a node's arenas. Safe to use from several threads.
 
-    An arena is read again only if its header changed: its block table and MAC may take hundreds of
-    kilobytes. No arena stays mapped between two calls, so that memory that is given up is free at
-    once (P9).
+    An arena is read again only if its header has changed, because its block table and MAC may take
+    hundreds of kilobytes. No arena stays mapped between two calls, so that memory which is given up
+    is free at once (P9).
     """
 
     def __init__(self, job_dir: JobDir) -> None:
@@ -54,7 +54,7 @@ class CommitWatch:
             view = self._read(path)
             if view is not None:
                 views[path] = view
-        # Replaced as a whole: another thread sees the old views or the new ones.
+        # Replaced by one assignment: another thread sees either the old views or the new ones.
         self._views = views
         return [view.header for view in views.values() if view.header is not None]
 
@@ -65,7 +65,7 @@ class CommitWatch:
             if known is not None and known.mark == _mark(file.fileno(), known.offsets):
                 return known
             with Arena.open(path, self._job_dir.secret, job_id=self._job_dir.job_id) as arena:
-                # The mark first: a header that changes in between is read again next time.
+                # The mark is taken first, so that a header that changes meanwhile is read again.
                 mark = _mark(file.fileno(), arena.header_offsets)
                 return _ArenaView(mark, arena.header_offsets, arena.head())
         return None

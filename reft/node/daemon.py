@@ -1,13 +1,13 @@
 """The node daemon: one process of each node, started by ``reft launch`` before the trainers.
 
 It outlives trainers, watches their arenas, writes committed versions to storage in the background
-and publishes the state of its node. Commits do not depend on it: if it is killed, that costs a
-warning (P6), and the launcher starts the next one. It ends with its launcher and leaves the memory
-in place: only the launcher knows whether the job ended well.
+and publishes the state of its node. Commits do not depend on it: if it is killed, a warning is
+logged (P6) and the launcher starts a new one. It ends with its launcher and leaves the memory in
+place, because only the launcher knows whether the job ended well.
 
 Under MPI, where a job dies with its first process, the daemon stays for the next step. It writes
-the newest version to storage when a step has ended, and ends when no step comes for long or the
-memory was removed.
+the newest version to storage when a step has ended. It ends when no step has come for long, or when
+the memory was removed.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from reft.storage.persister import Persister, PersistStatus, label_json
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECS = 1.0  # between two looks at the arenas while no trainer wakes the daemon
+_POLL_SECS = 1.0  # Interval of reading the arenas while no trainer wakes the daemon
 _STATUS_SECS = 0.2
 _IDLE_CONNECTION_SECS = 3600.0
 _LAUNCHER_STOPPED_SECS = 5.0
-_WRITE_PAUSE_SECS = 60.0  # without progress, after which a write to storage counts as hanging
-# Start times of processes are computed from the kernel's boot time, which clock corrections move.
+_WRITE_PAUSE_SECS = 60.0  # Time without progress after which a write to storage counts as hanging
+# The kernel's boot time, which clock corrections move, is part of the start time of a process.
 _SAME_START_SECS = 2.0
 
 
 class NodeStatus:
-    """What the daemon knows of its node. Used by several threads; written to ``status.json``.
+    """The state of a node as the daemon publishes it in ``status.json``. Safe for several threads.
 
     Args:
         job_dir: the job's memory on this node.
-        facts: what the daemon says of itself: process id, node, job.
+        facts: fields about the daemon itself: process id, node, job.
         persist: state of the checkpoints on storage.
     """
 
@@ -88,14 +88,13 @@ class NodeStatus:
             self._facts.update(facts)
 
     def add_commit(self, label: VersionId) -> None:
-        """A version is committed on this node; an older one than known changes nothing."""
+        """Record a committed version on this node, unless a newer one is known."""
         with self._lock:
             if self.last_committed is None or label > self.last_committed:
                 self.last_committed = label
 
     def set_report(self, local_rank: int, report: TrainerReport) -> None:
-        """A trainer's newest report. It stays when the trainer has ended, until the job starts
-        again."""
+        """Record a trainer's newest report. It stays until the job starts again."""
         with self._lock:
             if any(known.incarnation < report.incarnation for known in self._reports.values()):
                 self._reports.clear()
@@ -120,7 +119,7 @@ class NodeStatus:
             }
 
     def write_if_changed(self) -> None:
-        """Bring the file up to date; a full directory is logged once and tried again."""
+        """Write the file if the state has changed; a full directory is logged once and retried."""
         value = self.snapshot()
         if value == self._written:
             return
@@ -139,8 +138,8 @@ class Daemon:
     Args:
         job_dir: the job's memory on this node.
         launcher_pid: process with which the daemon ends; 0: none.
-        persist: writes one version to storage; see :mod:`reft.storage.persister`.
-        linger_secs: how long it stays while no process holds the job's memory; 0: for ever.
+        persist: function that writes one version to storage; see :mod:`reft.storage.persister`.
+        linger_secs: how long the daemon stays while no process holds the memory; 0: forever.
     """
 
     def __init__(
@@ -161,16 +160,16 @@ class Daemon:
             "job_id": job_dir.job_id,
             "started_unix_secs": time.time(),
         }
-        self._changed = threading.Event()  # set to have the status written at once
+        self._changed = threading.Event()  # Set to write the status at once
         self.persister = Persister(job_dir, persist, on_attempt=self._changed.set)
         self.status = NodeStatus(job_dir.path, facts, self.persister.status)
         self.metrics = MetricsServer(job_dir, self.status.snapshot)
         self._commits = CommitWatch(job_dir)
         self._workers: dict[int, float] = {}
         self._launcher_still, self._writes = ChangeTimer(), ChangeTimer()
-        self._incarnation = 0  # of the newest version in any trainer's report
-        self._ordered = 0  # incarnation of the launcher's trainers
-        self._reports: dict[int, TrainerReport] = {}  # by local rank, as last read
+        self._incarnation = 0  # Incarnation of the newest version in any trainer's report
+        self._min_incarnation = 0  # Incarnation of the launcher's trainers; older ones are refused
+        self._reports: dict[int, TrainerReport] = {}  # Reports as last read, by local rank
         self._config_mark: tuple[int, int] | None = None
         self._configuring = threading.Lock()
         self._ended = threading.Event()
@@ -182,12 +181,12 @@ class Daemon:
             "fenced": lambda message: self.persister.fenced(int(message.get("incarnation", 0))),
             "persist": self._persist,
             "flush": self._flush,
-            # Delayed, so that the answer is sent first.
+            # Delayed so that the reply is sent first.
             "shutdown": lambda _: threading.Timer(0.05, self.end).start(),
         }
 
     def run(self) -> int:
-        """Serve until a signal, a request, or the launcher's end. Returns the exit code."""
+        """Serve until a signal, a request, or the end of the launcher. Returns the exit code."""
         self._listen()
         self._read_config()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -198,7 +197,7 @@ class Daemon:
             self._changed.clear()
             if self._ended.is_set():
                 break
-            # Before all else: another launcher, and its daemon, may have the memory by now.
+            # First of all, because another launcher and its daemon may have the memory by now.
             if self._launcher_pid and os.getppid() != self._launcher_pid:
                 logger.warning(
                     "the launcher is gone; ending, the memory stays in %s", self._job_dir.path
@@ -208,8 +207,8 @@ class Daemon:
                 return 0
             now = time.monotonic()
             elapsed, polled_at = now - polled_at, now
-            # Each by itself: an error in one does not hide the other.
-            for check in (self.rouse_launcher, self.check_storage):
+            # Each check is guarded by itself, so that an error in one does not skip the other.
+            for check in (self.resume_launcher, self.check_storage):
                 try:
                     check(elapsed)
                 except Exception as error:
@@ -219,7 +218,7 @@ class Daemon:
             self._listen_again()
             self.status.update(web=self.metrics.url, web_problem=self.metrics.problem)
             self.status.write_if_changed()
-            if self._linger_secs and self._is_forsaken():
+            if self._linger_secs and self._is_abandoned():
                 break
         self.metrics.close()
         self.persister.close()
@@ -229,15 +228,17 @@ class Daemon:
     def _kill_workers(self) -> None:
         for pid, create_time in self._workers.items():
             now = _create_time(pid)
-            # Children may live on in the process group of a trainer that has ended; the kernel does
-            # not reuse its number while they do.
+            # A trainer that has ended may have left children in its process group. The kernel does
+            # not reuse the group's number while they live.
             if now == 0.0 or abs(now - create_time) < _SAME_START_SECS:
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
 
-    def _is_forsaken(self) -> bool:
-        """Whether no further step of the job is expected. When a step has ended, its newest version
-        goes to storage."""
+    def _is_abandoned(self) -> bool:
+        """Whether no further step of the job is expected.
+
+        When a step has ended, its newest version goes to storage.
+        """
         path = self._job_dir.path
         if not path.is_dir():
             logger.warning("%s was removed; ending", path)
@@ -268,7 +269,7 @@ class Daemon:
             )
 
     def _listen_again(self) -> None:
-        """Listen again if the job's directory was removed, and made again by a trainer."""
+        """Listen again if the job's directory was removed and a trainer has recreated it."""
         path = self._job_dir.path
         if os.path.lexists(path / SOCKET_NAME) or not path.is_dir():
             return
@@ -277,12 +278,15 @@ class Daemon:
             logger.warning("%s was removed and made again; the daemon listens there now", path)
 
     def _listen(self) -> None:
-        """Make the socket and the named pipe, for this user alone, in place of a dead daemon's."""
+        """Make the socket and the named pipe, replacing those of a dead daemon.
+
+        Only this user may open them.
+        """
         path = self._job_dir.path
         for name in (SOCKET_NAME, WAKE_NAME):
             (path / name).unlink(missing_ok=True)
         os.mkfifo(path / WAKE_NAME, 0o600)
-        # RDWR: with a writer of its own, the pipe never reports the end of the file.
+        # O_RDWR makes this process a writer too, so the pipe never reports the end of the file.
         self._wake_fd = os.open(path / WAKE_NAME, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old_mask = os.umask(0o177)
@@ -299,14 +303,14 @@ class Daemon:
         self._job_dir.record_daemon()
 
     def end(self) -> None:
-        """End soon; what is being written to storage is abandoned, what is there stays."""
+        """End soon. A write to storage that has not finished is abandoned."""
         self._ended.set()
         self._changed.set()
 
     # -- trainers and their versions ---------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Read reports and arenas when a trainer wakes the daemon, and now and then without."""
+        """Read reports and arenas when a trainer wakes the daemon, or after the poll interval."""
         while not self._ended.is_set():
             self._wait_for_wake()
             try:
@@ -326,7 +330,7 @@ class Daemon:
                 os.read(self._wake_fd, 4096)
 
     def _read_config(self) -> None:
-        """Follow the block that the trainers wrote, if it changed."""
+        """Apply the trainers' block if the file has changed."""
         with self._configuring, contextlib.suppress(OSError, ValueError):
             path = self._job_dir.path / CONFIG_FILE
             info = path.stat()
@@ -338,18 +342,17 @@ class Daemon:
                 self.metrics.configure(config.metrics)
 
     def _read_reports(self) -> None:
-        """Take in the reports that changed. Those of an incarnation that was replaced do not
-        count."""
+        """Process the reports that have changed, without those of replaced incarnations."""
         for local_rank, report in read_trainer_reports(self._job_dir.path).items():
             before = self._reports.get(local_rank)
-            if report == before or 0 < report.incarnation < self._ordered:
+            if report == before or 0 < report.incarnation < self._min_incarnation:
                 continue
             self._reports[local_rank] = report
             self.status.set_report(local_rank, report)
-            # An older version in the first report that this daemon reads was due before it began.
+            # In the first report that this daemon reads, an older version was due before its start.
             known_due = before.due if before is not None else None
             is_past = before is None and report.due != report.committed
-            # The version that is due before the newest one, which may not be due.
+            # The version that is due comes before the newest one, which may not be due.
             if report.due is not None and report.due != known_due and not is_past:
                 self.persister.offer(VersionId(*report.due), due=True)
             known_commit = before.committed if before is not None else None
@@ -359,8 +362,8 @@ class Daemon:
                 self.status.add_commit(label)
                 since = report.unprotected_since
                 if before is not None and since is not None and since != before.unprotected_since:
-                    # Every node writes the first such version, even if it reads a later report:
-                    # memory was protected in between.
+                    # Memory was protected in between. Every node has to write the first unprotected
+                    # version, even if it reads only a later report.
                     self.persister.offer(VersionId(*since), unprotected=False)
                     self.persister.offer(VersionId(*since), unprotected=True)
                 self.persister.offer(label, unprotected=since is not None)
@@ -370,29 +373,36 @@ class Daemon:
         if newest is None:
             return
         self.status.add_commit(newest)
-        # An earlier incarnation's version is not this one's to persist: its other parts may be
-        # gone, and waiting for them would delay the versions that follow.
+        # A version of an earlier incarnation is not persisted: its other parts may be gone, and
+        # waiting for them would delay the versions that follow.
         if newest.incarnation == self._incarnation:
             self.persister.offer(newest)
 
-    # -- what stands still -------------------------------------------------------------------------
+    # -- hangs -------------------------------------------------------------------------------------
 
-    def rouse_launcher(self, elapsed_secs: float) -> None:
-        """Continue a launcher that was stopped: it cannot restart trainers, and loses its place in
-        the job."""
+    def resume_launcher(self, elapsed_secs: float) -> None:
+        """Send SIGCONT to a stopped launcher, which would lose its place in the job.
+
+        Args:
+            elapsed_secs: time since the last call.
+        """
         stopped = bool(self._launcher_pid) and process_state(self._launcher_pid) == STOPPED
         secs = self._launcher_still.update(stopped, elapsed_secs)
         if not stopped or secs <= _LAUNCHER_STOPPED_SECS:
             return
-        # A launcher that stops again, as a terminal makes background processes do, gets as long
-        # again.
+        # Restart the timer: a launcher that stops again, as background processes of a terminal do,
+        # gets the same time again.
         self._launcher_still = ChangeTimer()
         logger.warning("the launcher (process %d) is stopped; it is continued", self._launcher_pid)
         with contextlib.suppress(OSError):
             os.kill(self._launcher_pid, signal.SIGCONT)
 
     def check_storage(self, elapsed_secs: float) -> None:
-        """Detect a file system that hangs: it raises no error."""
+        """Detect a file system that hangs, which raises no error.
+
+        Args:
+            elapsed_secs: time since the last call.
+        """
         persist, config = self.status.persist, self.persister.config
         secs = self._writes.update((persist.writing, self.persister.progress), elapsed_secs)
         if (
@@ -430,29 +440,29 @@ class Daemon:
             }
         try:
             theirs = int(message.get("incarnation", 0))
-            if 0 < theirs < self._ordered:
+            if 0 < theirs < self._min_incarnation:
                 raise FencedError(
-                    f"this node's trainers are of start {self._ordered} of the job; messages of "
-                    f"start {theirs} are refused, as it was replaced"
+                    f"this node's trainers are of start {self._min_incarnation} of the job; "
+                    f"messages of start {theirs} are refused, as it was replaced"
                 )
             return {"ok": True, "result": operation(message)}
         except (ReftError, OSError, ValueError, KeyError, TypeError) as error:
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
     def _set_workers(self, message: Mapping[str, Any]) -> int:
-        """The launcher's trainers: process groups to end if it is killed."""
-        self._ordered = max(self._ordered, int(message.get("incarnation", 0)))
+        """Set the launcher's trainers, whose process groups are killed if the launcher dies."""
+        self._min_incarnation = max(self._min_incarnation, int(message.get("incarnation", 0)))
         self._workers = {int(pid): _create_time(int(pid)) for pid in message["pids"]}
         self.status.update(workers=sorted(self._workers))
         return len(self._workers)
 
     def _persist(self, message: Mapping[str, Any]) -> str:
-        self._read_config()  # the trainer may have written it just now
+        self._read_config()  # The trainer may have written it just now
         label = VersionId(*map(int, message["label"]))
         return self.persister.persist_and_wait(label, float(message["wait_secs"]))
 
     def _flush(self, message: Mapping[str, Any]) -> str | None:
-        """Persist the newest committed version, if there is a directory and it is not there yet."""
+        """Persist the newest committed version, if storage is configured and lacks it."""
         self._read_config()
         newest = self._commits.newest()
         if newest is None or not self.persister.wants(newest):
@@ -468,8 +478,8 @@ def _create_time(pid: int) -> float:
         return 0.0
 
 
-def _set_apart(end: Callable[[], None]) -> None:
-    # In a signal handler, the main thread may hold the very lock that ``end`` takes.
+def _run_in_thread(end: Callable[[], None]) -> None:
+    # A signal handler must not take the lock of ``end``: the main thread may already hold it.
     threading.Thread(target=end, name="reft-end", daemon=True).start()
 
 
@@ -481,7 +491,7 @@ def main(argv: Sequence[str]) -> int:
         "--linger-secs",
         type=float,
         default=0.0,
-        help="end after nobody has held the memory for this long",
+        help="end when no process has held the memory for this long",
     )
     options = parser.parse_args(list(argv))
     set_place(options.job_dir.name, "daemon")
@@ -491,12 +501,13 @@ def main(argv: Sequence[str]) -> int:
         set_place(job_dir.job_id, f"daemon {job_dir.node}")
         daemon = Daemon(job_dir, options.launcher_pid, linger_secs=options.linger_secs)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(END_SIGNAL, lambda *_: _set_apart(daemon.end))
+        signal.signal(END_SIGNAL, lambda *_: _run_in_thread(daemon.end))
         if options.launcher_pid:
-            # Batch systems signal every process of a job: the launcher's last flush needs this one.
+            # Batch systems signal every process of a job, but the launcher's last flush needs the
+            # daemon.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         else:
-            signal.signal(signal.SIGTERM, lambda *_: _set_apart(daemon.end))
+            signal.signal(signal.SIGTERM, lambda *_: _run_in_thread(daemon.end))
         return daemon.run()
     except (ReftError, OSError) as error:
         logger.error("the node daemon cannot run: %s", error)

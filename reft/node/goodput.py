@@ -1,4 +1,4 @@
-"""How much of a job's time was training that counts, and what the rest was lost to."""
+"""Accounts for a job's time: useful training, and the causes of the lost time."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from reft.node.history import read_history
 from reft.node.progress import Phase, TrainerView, read_pages, read_times
 from reft.node.stragglers import Straggler
 
-# A longer gap between two polls means that the host was suspended: it is counted as this long.
+# A longer gap between two polls means that the host was suspended; it is counted as this long.
 _MAX_GAP_SECS = 60.0
 
 
 @dataclass
 class GoodputTimes:
-    """A job's time since it began, over all its restarts. A step counts once, however often it was
-    made: steps made again after a rollback are lost time."""
+    """A job's time since it began, over all its restarts.
+
+    Every step counts once: steps that are repeated after a rollback are lost time.
+    """
 
     began_unix_secs: float
-    elapsed_secs: float = 0.0  # observed
+    elapsed_secs: float = 0.0  # Observed time
     first_step: int | None = None
     newest_step: int | None = None
-    last_step: int | None = None  # last one made; below newest_step while steps are made again
-    repeated_steps: int = 0  # made again after a rollback
+    last_step: int | None = None  # Last completed step; below newest_step while steps are repeated
+    repeated_steps: int = 0  # Steps repeated after a rollback
     repeated_secs: float = 0.0
     samples: int = 0
-    flops: float = 0.0  # that the model takes for these samples; 0 if unknown
-    starting_secs: float = 0.0  # until the first step
-    recovering_secs: float = 0.0  # later, while no step was made: trainers were gone or loaded
-    snapshot_secs: float = 0.0  # that training waited for versions
-    straggler_secs: float = 0.0  # upper bound of what stragglers have cost
+    flops: float = 0.0  # Operations of the model for these samples; 0 if unknown
+    starting_secs: float = 0.0  # Time until the first step
+    recovering_secs: float = 0.0  # Later time without steps: trainers were gone or loading
+    snapshot_secs: float = 0.0  # Time that training waited for versions
+    straggler_secs: float = 0.0  # Upper bound of the time that stragglers cost
 
     @property
     def lost_secs(self) -> dict[str, float]:
@@ -55,11 +57,11 @@ class GoodputTimes:
 
     @property
     def samples_per_sec(self) -> float | None:
-        """Over the whole time, losses included; None if the engine does not report its batch."""
+        """Samples per second over the whole time, losses included; None if the batch is unknown."""
         return self.samples / self.elapsed_secs if self.samples and self.elapsed_secs > 0 else None
 
     def add_waiting(self, secs: float) -> None:
-        """No steps were made for ``secs``."""
+        """Count ``secs`` in which no steps were completed."""
         self.elapsed_secs += secs
         if self.newest_step is None:
             self.starting_secs += secs
@@ -76,11 +78,11 @@ class GoodputTimes:
         stall_secs: float = 0.0,
         straggler_secs: float = 0.0,
     ) -> None:
-        """Training continued for ``secs``, up to ``step``.
+        """Count ``secs`` in which training completed the steps up to ``step``.
 
         Args:
             secs: time since the last call.
-            step: last step that was completed.
+            step: last completed step.
             samples: samples of one step.
             flops: operations of one step.
             stall_secs: part of ``secs`` that training waited for versions.
@@ -97,7 +99,7 @@ class GoodputTimes:
         self.straggler_secs += new_steps * straggler_secs
 
     def roll_back(self, resumed_step: int, step_secs: float) -> None:
-        """The job continues from ``resumed_step`` and makes the steps after it again."""
+        """Count the steps after ``resumed_step`` as repeated, ``step_secs`` each."""
         again = max(0, (self.last_step or 0) - resumed_step)
         self.last_step = resumed_step
         self.repeated_steps += again
@@ -107,8 +109,12 @@ class GoodputTimes:
 class GoodputCounters:
     """Counts the :class:`GoodputTimes` of a job from the files of one node. Used by one thread.
 
-    Every launcher counts for itself. Its counters are in its node's report, whose copy in the job's
-    memory outlives it: ``known`` are those of an earlier launcher of the node.
+    Every launcher counts for itself. Its counters are part of its node's report, whose copy in the
+    job's memory outlives the launcher.
+
+    Args:
+        path: the job's memory on this node.
+        known: counters of an earlier launcher of the node; None if there are none.
     """
 
     def __init__(self, path: Path, known: GoodputTimes | None = None) -> None:
@@ -120,7 +126,7 @@ class GoodputCounters:
         self._versions_taken = 0
 
     def poll(self, slow: Sequence[Straggler]) -> GoodputTimes:
-        """Count the time since the last poll."""
+        """Count the time since the last poll; returns a copy of the counters."""
         now = time.monotonic()
         elapsed, self._polled_at = min(_MAX_GAP_SECS, now - self._polled_at), now
         counts = self._counts
@@ -150,8 +156,10 @@ class GoodputCounters:
         return replace(counts)
 
     def _stall_secs(self) -> float:
-        """Seconds that training waited for versions since the last poll: the versions taken since
-        then, times the median wait."""
+        """Seconds that training waited for versions since the last poll.
+
+        This is the number of versions taken since then, times the median wait.
+        """
         report = read_trainer_reports(self._path).get(0)
         stats = report.stats if report is not None else {}
         before, self._versions_taken = self._versions_taken, int(stats.get("taken") or 0)
@@ -160,6 +168,6 @@ class GoodputCounters:
 
 
 def _is_training(page: TrainerView) -> bool:
-    """Whether the trainer makes steps, or does what lies between them."""
+    """Whether the trainer trains, including the time between two steps."""
     idle = (Phase.LOADING, Phase.FIRST_STEP, Phase.ENDED)
     return page.phase not in idle and page.state not in ("", "Z")

@@ -1,7 +1,7 @@
-"""The starts of a job's trainers, as one node saw them: lines of JSON in the job's memory.
+"""The history of a job's starts, as one node saw them: JSON lines in the job's memory.
 
-The launcher records when the trainers start and why the ones before ended. The first trainer of the
-node records what it resumed from and when it completed its first step. The file outlives them both.
+The launcher records when the trainers start and why the previous ones ended. The first trainer of
+the node records what it resumed from and when it completed its first step. The file outlives both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.jsonl"
 _KEPT_PREFIX = "history-"
-STARTED, RESUMED, STEPPED, ENDED = "started", "resumed", "stepped", "ended"  # kinds of events
+STARTED, RESUMED, STEPPED, ENDED = "started", "resumed", "stepped", "ended"  # Kinds of events
 
 
 PARTS = {
@@ -39,7 +39,7 @@ PARTS = {
     "transfer": "until the state is restored and protected again",
     "first_step": "until the first step is completed",
 }
-"""The parts of an interruption, in their order."""
+"""The parts of an interruption, in order; users see the names and descriptions."""
 
 
 @dataclass
@@ -47,31 +47,30 @@ class RoundReport:
     """One start of the trainers on all nodes of the job."""
 
     round: int  # 1 for the first start under a launcher
-    unix_secs: float  # when all nodes were present
+    unix_secs: float  # When all nodes were present
     nodes: list[str] = field(default_factory=list)
-    # Why trainers of the round before ended: node, rank, and signal, exit code or error.
+    # Why trainers of the previous round ended: node, rank, and signal, exit code or error
     failures: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)  # nodes that vanished since the round before
-    joined: list[str] = field(default_factory=list)  # nodes that are new
-    left: list[str] = field(default_factory=list)  # nodes that left on request
-    newest_step: int = -1  # newest committed step that any node knew; -1 if none
-    resumed_from: str | None = (
-        None  # "memory, ..." or "disk, ..."; None: from the beginning, or not yet
-    )
+    lost: list[str] = field(default_factory=list)  # Nodes that vanished since the previous round
+    joined: list[str] = field(default_factory=list)  # New nodes
+    left: list[str] = field(default_factory=list)  # Nodes that left on request
+    newest_step: int = -1  # Newest committed step that any node knew; -1: none
+    # "memory, ..." or "disk, ..."; None: the round began from scratch, or has not resumed yet
+    resumed_from: str | None = None
     resumed_step: int | None = None
     # Seconds of each part of the interruption (see PARTS), by this node's wall clock. A part that
     # was not observed is missing.
     secs: dict[str, float] = field(default_factory=dict)
-    # When the launcher saw that a trainer of the round before had failed; None if none had.
+    # When the launcher saw that a trainer of the previous round had failed; None if none had
     failed_unix_secs: float | None = None
-    ended: str | None = None  # the launcher's reason, if the job ended in this round
+    ended: str | None = None  # Reason of the launcher, if the job ended in this round
 
 
 _ROUND = TypeAdapter(RoundReport)
 
 
 def note(job_dir: Path, event: str, **facts: Any) -> None:
-    """Append an event. An event that cannot be written is lost, at the cost of a log line (P6)."""
+    """Append an event. If it cannot be written, it is lost and a warning is logged (P6)."""
     line = json.dumps({"event": event, "unix_secs": time.time(), **facts})
     try:
         fd = os.open(job_dir / HISTORY_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -85,7 +84,7 @@ def note(job_dir: Path, event: str, **facts: Any) -> None:
 
 
 def read_history(job_dir: Path) -> list[RoundReport]:
-    """Every start of the trainers that this node saw; lines that are no events are left out."""
+    """Read every start of the trainers that this node saw; unknown lines are skipped."""
     try:
         lines = (job_dir / HISTORY_FILE).read_text(errors="replace").splitlines()
     except OSError:
@@ -93,7 +92,7 @@ def read_history(job_dir: Path) -> list[RoundReport]:
     rounds: list[RoundReport] = []
     resumed_at = 0.0
     for line in lines:
-        # Another release, or a full disk, may have written what this release does not understand.
+        # Lines of another release, or cut off by a full disk, are skipped.
         with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
             facts = json.loads(line)
             event, at = facts.pop("event"), _require_time(facts["unix_secs"])
@@ -118,7 +117,7 @@ def read_history(job_dir: Path) -> list[RoundReport]:
 
 
 def _require_time(value: Any) -> float:
-    """The value as seconds. Raises ValueError or TypeError if no calendar has such a time."""
+    """The value as seconds. Raises ValueError or TypeError if it is no plausible time."""
     secs = float(value)
     if not 0 <= secs < 2**37:
         raise ValueError(f"{value!r} is not a time")
@@ -135,9 +134,9 @@ def _split_start(formed: float, resumed: float, times: Mapping[str, float]) -> d
     """Split a start into its parts.
 
     Args:
-        formed: when all nodes were present.
-        resumed: when the state was restored.
-        times: moments of the script's start, by the names that the import hook gives them.
+        formed: time at which all nodes were present.
+        resumed: time at which the state was restored.
+        times: times of the script's start, by the names in :mod:`reft.engine.marks`.
 
     Returns:
         Seconds by the names of PARTS.
@@ -152,7 +151,7 @@ def _split_start(formed: float, resumed: float, times: Mapping[str, float]) -> d
     secs["transfer"] = max(0.0, resumed - since)
     if {"groups", "grouped"} <= times.keys():
         groups = secs["groups"] = max(0.0, times["grouped"] - times["groups"])
-        # The process groups are made within one of these parts, which does not count their time.
+        # The process groups are made within one of these parts, whose time excludes them.
         for part in ("script", "engine", "joining"):
             if part in secs and times["groups"] < times[ends[part]]:
                 secs[part] = max(0.0, secs[part] - groups)
@@ -160,7 +159,7 @@ def _split_start(formed: float, resumed: float, times: Mapping[str, float]) -> d
     return {part: secs[part] for part in PARTS if part in secs}
 
 
-# -- in words ----------------------------------------------------------------------------------
+# -- descriptions ------------------------------------------------------------------------------
 
 
 def restarts_among(rounds: Iterable[RoundReport]) -> list[RoundReport]:
@@ -169,7 +168,7 @@ def restarts_among(rounds: Iterable[RoundReport]) -> list[RoundReport]:
 
 
 def why(row: RoundReport) -> str:
-    """Why the trainers were started, in words."""
+    """Describe why the trainers were started."""
     causes = [*row.failures, *(f"node {node} was lost" for node in row.lost)]
     if not causes:
         causes = [f"node {node} joined" for node in row.joined]
@@ -181,7 +180,7 @@ def describe_parts(secs: Mapping[str, float]) -> str:
 
 
 def after_failure(job_dir: Path) -> str:
-    """The failure that the newest start followed, as the end of a sentence; "" if none."""
+    """Describe the failure before the newest start, as the end of a sentence; empty if none."""
     for row in restarts_among(read_history(job_dir)[-1:]):
         since = row.failed_unix_secs
         secs = "" if since is None else f"{max(0.0, time.time() - since):.1f} s "
@@ -193,7 +192,7 @@ def after_failure(job_dir: Path) -> str:
 
 
 def keep_history(job_dir: Path, job_id: str, node: str, directory: Path) -> None:
-    """Append a node's history to a file that outlives the job's memory, one line for each start.
+    """Append a node's history to a file that outlives the job's memory, one line per start.
 
     Raises:
         OSError: the file cannot be written.
@@ -204,8 +203,7 @@ def keep_history(job_dir: Path, job_id: str, node: str, directory: Path) -> None
 
 
 def read_kept_histories(directory: Path) -> dict[tuple[str, str], list[RoundReport]]:
-    """The starts that :func:`keep_history` wrote to a directory, by job and node; other lines are
-    left out."""
+    """Read the starts that :func:`keep_history` wrote, by job and node; other lines are skipped."""
     histories: dict[tuple[str, str], list[RoundReport]] = {}
     for path in sorted(directory.glob(f"{_KEPT_PREFIX}*.jsonl")):
         for line in path.read_text(errors="replace").splitlines():

@@ -1,13 +1,13 @@
-"""How every node of a job learns the state of all others.
+"""Shares the state of every node of a job with all others.
 
-Once in a period, each launcher writes the report of its node into the rendezvous store and reads
-the board. The first of the nodes that are present is the aggregator: it merges all reports into the
+Periodically each launcher writes the report of its node into the rendezvous store and reads the
+board. The first of the nodes that are present is the aggregator, which merges all reports into the
 board. A node whose report does not change is OFFLINE. Every launcher keeps a copy of the board in
 the job's memory, where ``reft status`` and the daemon's metrics read it.
 
-All of it happens in one thread of the launcher, over a connection of its own: neither trainers nor
-the rendezvous wait for it, and nothing depends on it (P6). Its traffic is bounded: the period grows
-with the number of nodes.
+This runs in one thread of the launcher over a connection of its own. Neither trainers nor the
+rendezvous wait for it, and nothing depends on it (P6). Its traffic is bounded, because the period
+grows with the number of nodes.
 """
 
 from __future__ import annotations
@@ -42,36 +42,40 @@ from reft.node.tolerance import find_holders, read_scheme, tolerance_now
 logger = logging.getLogger(__name__)
 
 _PERIOD_SECS = 1.0
-_NODES_PER_SEC = 64  # a board of more nodes is merged less often
-_OFFLINE_PERIODS = 6  # silence after which a node is OFFLINE
-_SHOWN_SECS = 600.0  # how long a node that was replaced stays on the board
-_MAX_REPLACED = 16  # and how many of them
+_NODES_PER_SEC = 64  # The board of a larger job is merged less often
+_OFFLINE_PERIODS = 6  # Periods of silence after which a node is OFFLINE
+_SHOWN_SECS = 600.0  # How long a replaced node stays on the board
+_MAX_REPLACED = 16  # Most replaced nodes on the board
 _CLOSE_SECS = 3.0
 _STORE_ERRORS = (StoreError, ReftError, OSError, RuntimeError, ValueError)
 
 
 class JobStatus:
-    """A launcher's part in the job's status: reports its node, and merges all reports while it is
-    the aggregator.
+    """A launcher's part in the job's status.
+
+    It reports its own node, and merges all reports while it is the aggregator.
 
     Args:
-        connect: makes a connection to the rendezvous store that is used here alone.
-        mine: the first report of this node.
+        connect: opens a connection to the rendezvous store for this object alone.
+        own_report: the first report of this node.
         path: the job's memory on this node.
-        job_id: the job.
+        job_id: name of the job's memory.
         has_daemon: whether the node has a daemon.
+
+    Attributes:
+        board: the board as this launcher last read it.
     """
 
     def __init__(
         self,
         connect: Callable[[], RendezvousStore],
-        mine: NodeReport,
+        own_report: NodeReport,
         path: Path,
         *,
         job_id: str,
         has_daemon: bool,
     ) -> None:
-        self.board = ReportBoard(job_id=job_id)  # as this launcher last saw it
+        self.board = ReportBoard(job_id=job_id)
         self._connect = connect
         self._store: RendezvousStore | None = None
         self._store_lost_since: float | None = None
@@ -79,18 +83,18 @@ class JobStatus:
         self._is_spare: Callable[[], bool] = lambda: False
         self._nodes: Callable[[], Sequence[str]] = lambda: ()
         self._activities: Callable[[], Sequence[TrainerActivity]] = lambda: ()
-        self._mine, self._node = mine, mine.node
+        self._own_report, self._node = own_report, own_report.node
         self._path = path
-        # Larger than the numbers of an earlier launcher of the same node.
+        # Report numbers have to exceed those of an earlier launcher of the same node.
         self._number = time.time_ns()
         self._polled_at = time.monotonic()
-        self._speeds: SpeedWatch | None = None  # made once there are steps
+        self._speeds: SpeedWatch | None = None  # Created once there are steps
         before = read_board(path)
         known = before.node(self._node) if before is not None else None
         self._goodput = GoodputCounters(path, known.counts if known is not None else None)
         self._warned_memories: set[str] = set()
         self._warned_round = 0
-        self._reason = ""  # of the end
+        self._reason = ""  # Why the launcher ended
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._closed = False
@@ -102,37 +106,37 @@ class JobStatus:
         nodes: Callable[[], Sequence[str]],
         activities: Callable[[], Sequence[TrainerActivity]],
     ) -> None:
-        """Begin; does not wait for the store.
+        """Start the thread; does not wait for the store.
 
         Args:
-            is_spare: whether this node is a spare.
-            nodes: the nodes that are present, in the same order on all of them; the first is the
+            is_spare: returns whether this node is a spare.
+            nodes: returns the present nodes, in the same order on all of them; the first one is the
                 aggregator.
-            activities: what the trainers of this node do.
+            activities: returns the activities of this node's trainers.
         """
         self._is_spare, self._nodes, self._activities = is_spare, nodes, activities
         self._thread.start()
 
-    def tell(self, doing: str, *, round: int | None = None, failed: str = "") -> None:
-        """Report what the launcher does from now on.
+    def report(self, doing: str, *, round: int | None = None, failed: str = "") -> None:
+        """Report the launcher's new state.
 
         Args:
-            doing: in words.
-            round: the round of the trainers that it has started, if it has.
-            failed: why its trainers ended by themselves, if they did.
+            doing: the state, as users read it.
+            round: the round whose trainers the launcher has started; None if it started none.
+            failed: why its trainers failed; empty if they did not.
         """
         update: dict[str, Any] = {"doing": doing, "why": failed}
-        if doing != self._mine.doing:
+        if doing != self._own_report.doing:
             update["doing_since_unix_secs"] = time.time()
         if round is not None:
             update |= {"round": round, "times": {HealthSignal.HEALTHY: time.time()}}
-        self._mine = self._mine.model_copy(update=update)
+        self._own_report = self._own_report.model_copy(update=update)
         self._wake.set()
 
     def warn(self, *warnings: str) -> None:
         """Replace the launcher's warnings."""
-        if warnings != self._mine.warnings:
-            self._mine = self._mine.model_copy(update={"warnings": warnings})
+        if warnings != self._own_report.warnings:
+            self._own_report = self._own_report.model_copy(update={"warnings": warnings})
             self._wake.set()
 
     @property
@@ -141,25 +145,28 @@ class JobStatus:
 
     @property
     def holders(self) -> dict[Coordinate, tuple[str, str]]:
-        """Node and failure domain that hold each rank's newest version."""
+        """Node and failure domain that hold the newest version of each rank."""
         _, holders = find_holders(self.board.nodes)
         return {at: (node.node, node.domain) for at, node in holders.items()}
 
     @property
     def scheme(self) -> str:
-        """The protection of the newest version; "" if unknown."""
+        """The protection of the newest version; empty if unknown."""
         return read_scheme(self.board.nodes)
 
     def tolerance_left(self, incarnation: int) -> int | None:
-        """See :func:`reft.node.tolerance.tolerance_now`; None until every rank has a version of
-        this incarnation."""
+        """How many further node losses the job survives; None until this incarnation has a version.
+
+        See :func:`reft.node.tolerance.tolerance_now`. Every rank must have a version of the
+        incarnation.
+        """
         nodes = self.board.nodes
         _, holders = find_holders(nodes)
         newest = [max(shard.label[0] for shard in node.shards) for node in holders.values()]
         return tolerance_now(nodes) if newest and min(newest) >= incarnation else None
 
     def close(self, why: str) -> None:
-        """Send the last report, with the reason of the end."""
+        """Send the last report with the reason of the end, and stop the thread."""
         self._reason = why or "ended"
         self._ending.set()
         self._wake.set()
@@ -195,7 +202,7 @@ class JobStatus:
         report = self._observe()
         if ending:
             report = report.model_copy(update={"left": True, "why": self._reason})
-            # Before the store, which may not answer.
+            # Before the exchange, because the store may not answer.
             self._write_copy(report)
         try:
             self._exchange(report)
@@ -210,20 +217,20 @@ class JobStatus:
 
     def _observe(self) -> NodeReport:
         self._number += 1
-        quiet = [activity for activity in self._activities() if activity.quiet]
+        quiet = [activity for activity in self._activities() if activity.stalled]
         suspected = next((str(activity) for activity in quiet if activity.suspected), "")
         update: dict[str, Any] = {
             "number": self._number,
             "spare": self._is_spare(),
-            "warnings": (*self._mine.warnings, *map(str, quiet)),
-            "why": self._mine.why or suspected,
+            "warnings": (*self._own_report.warnings, *map(str, quiet)),
+            "why": self._own_report.why or suspected,
             "counts": self._goodput.poll(self.board.slow),
         }
-        report = self._observer.poll(self._mine.model_copy(update=update))
+        report = self._observer.poll(self._own_report.model_copy(update=update))
         if report.round != self._warned_round:
             self._warned_round = report.round
             self._warned_memories.clear()
-        for forecast in report.runs_out:  # each memory is logged once in a start of the trainers
+        for forecast in report.runs_out:  # Each memory is logged once per start of the trainers
             if forecast.name not in self._warned_memories:
                 self._warned_memories.add(forecast.name)
                 logger.warning("%s", forecast)
@@ -236,9 +243,9 @@ class JobStatus:
         store.set(f"node/{self._node}", report.pack())
         packed, now = store.peek("board"), time.monotonic()
         board = ReportBoard(job_id=self.board.job_id)
-        with suppress(ValueError):  # a board of another release is merged again
+        with suppress(ValueError):  # The board of another release is replaced by a new one
             board = board if packed is None else ReportBoard.unpack(packed)
-        # A longer gap means that this launcher stood still itself: it is not the others' silence.
+        # A longer gap means that this launcher was suspended; the other nodes were not silent.
         period = self._period_secs()
         elapsed, self._polled_at = min(now - self._polled_at, 2 * period), now
         self.board = mark_aggregator_silence(
@@ -249,7 +256,11 @@ class JobStatus:
             self._aggregate(store, names, report, elapsed)
 
     def _aggregate(
-        self, store: RendezvousStore, names: Sequence[str], mine: NodeReport, elapsed_secs: float
+        self,
+        store: RendezvousStore,
+        names: Sequence[str],
+        own_report: NodeReport,
+        elapsed_secs: float,
     ) -> None:
         """Merge the reports of all nodes into a new board."""
         now = time.time()
@@ -257,7 +268,7 @@ class JobStatus:
         nodes, with_steps = [], []
         for name in sorted({*before, *names}):
             known = before.get(name)
-            report = (mine if name == self._node else _read_report(store, name)) or known
+            report = (own_report if name == self._node else _read_report(store, name)) or known
             if report is None:
                 continue
             node = mark_silence(
@@ -267,7 +278,7 @@ class JobStatus:
                 offline_after_secs=_OFFLINE_PERIODS * self._period_secs(),
                 now=now,
             )
-            if node.seen is not HealthSignal.OFFLINE and node.ranks:
+            if node.observed_signal is not HealthSignal.OFFLINE and node.ranks:
                 with_steps.append(node)
             nodes.append(node.model_copy(update={"ranks": ()}))
         shown, forgotten = forget_replaced(nodes, now)
@@ -304,11 +315,11 @@ class JobStatus:
         """Write the board into this node's memory, with this node's own newest report."""
         if not self._path.is_dir() or self._closed:
             return
-        mine = report.model_copy(update={"ranks": ()})
+        own_report = report.model_copy(update={"ranks": ()})
         others = [node for node in self.board.nodes if node.node != self._node]
         board = self.board.model_copy(
             update={
-                "nodes": (*others, mine),
+                "nodes": (*others, own_report),
                 "written_unix_secs": time.time(),
                 "store_lost_unix_secs": self._store_lost_since,
             }
@@ -337,7 +348,9 @@ def forget_replaced(nodes: Sequence[NodeReport], now: float) -> tuple[list[NodeR
         The nodes that stay, and the names of the others.
     """
     holders = {node.node for node in find_holders(nodes)[1].values()}
-    replaced = [n for n in nodes if n.seen is HealthSignal.OFFLINE and n.node not in holders]
+    replaced = [
+        n for n in nodes if n.observed_signal is HealthSignal.OFFLINE and n.node not in holders
+    ]
     newest = sorted(replaced, key=lambda n: n.offline_unix_secs or 0.0)[-_MAX_REPLACED:]
     shown = {n.node for n in newest if now - (n.offline_unix_secs or 0.0) < _SHOWN_SECS}
     forgotten = {n.node for n in replaced} - shown

@@ -1,10 +1,11 @@
 """Forecasts when a memory is full: of the host, a control group, a file system or a device.
 
-Usage is sampled while the trainers live. The newest samples are kept in full, older ones ever more
-coarsely. Growth is reported if some stretch up to now, cut into eight parts, rises from each part
-to the next, never by less than a quarter of the mean rise, to more than was ever in use before. So
-neither a jump nor usage that goes up and down is reported. Growth that levels off is extrapolated
-as it bends. Nothing is forecast further ahead than six times the stretch.
+Usage is sampled while the trainers live. The newest samples are kept in full, older ones at
+decreasing resolution. A stretch of samples up to now is cut into eight parts. Growth is reported if
+the mean usage rises from each part to the next by at least a quarter of the mean rise, to more than
+was ever in use before. Thus neither a jump nor usage that goes up and down is reported. Growth that
+slows down is extrapolated with its slowdown. No forecast looks further ahead than six times the
+stretch.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from reft.node.progress import Phase, TrainerView
 _GIB = 2**30
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _POLL_SECS = 0.5
-_MAX_CHILDREN = 32  # of a trainer that are sampled
+_MAX_CHILDREN = 32  # Most children of a trainer that are sampled
 _MAX_SAMPLES = 128
 _PARTS = 8
 _MIN_SAMPLES = 2 * _PARTS
-_MIN_SECS, _MIN_STEPS = 10.0, 5  # of a stretch
-_MIN_SHARE = 0.01  # of the limit: less growth, or less freed memory, is ignored
-_MIN_RISE_SHARE = 0.25  # of the mean rise
-_AHEAD = 6.0  # times the stretch
+_MIN_SECS, _MIN_STEPS = 10.0, 5  # Shortest stretch
+_MIN_SHARE = 0.01  # Share of the limit: less growth, or less freed memory, is ignored
+_MIN_RISE_SHARE = 0.25  # Share of the mean rise
+_AHEAD = 6.0  # Longest forecast, as a multiple of the stretch
 _MAX_AHEAD_SECS = 86400.0
-_REPORTED_SECS = 60.0  # how long growth stays reported after it was last seen
+_REPORTED_SECS = 60.0  # How long growth stays reported after it was last detected
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class MemoryUse:
     """One memory that limits the trainers."""
 
     name: str  # "the host", "control group /job", "the device of rank 3"
-    used_bytes: int  # of a device: in tensors
-    peak_bytes: int  # since the trainers started
+    used_bytes: int  # On a device: bytes in tensors
+    peak_bytes: int  # Largest use since the trainers started
     limit_bytes: int
     device: bool = False
 
@@ -56,13 +57,13 @@ class MemoryForecast:
     """A memory that is running out."""
 
     name: str
-    who: str  # what grows most, and its share of the growth; "" if nothing of the job grows
+    who: str  # Largest part of the growth and its share; empty if nothing of the job grows
     used_bytes: int
     limit_bytes: int
     bytes_per_sec: float
-    in_secs: float  # until it is full
-    step: int | None  # at which it is full; None if the job's speed is not known
-    since_step: int  # since which it has grown
+    in_secs: float  # Time until it is full
+    step: int | None  # Step at which it is full; None if the job's speed is unknown
+    since_step: int  # Step since which it has grown
 
     def __str__(self) -> str:
         near = "" if self.step is None else f", near step {self.step}"
@@ -79,26 +80,26 @@ class MemoryForecast:
 
 @dataclass(frozen=True)
 class MemorySample:
-    secs: float  # by a clock that does not jump
+    secs: float  # Monotonic time
     step: int
     used_bytes: int
-    parts: Mapping[str, int] = field(default_factory=dict)  # bytes of each known user, by name
+    parts: Mapping[str, int] = field(default_factory=dict)  # Bytes of each known user, by name
 
 
 class _Growth(NamedTuple):
-    first: MemorySample  # of the stretch in which it was seen
+    first: MemorySample  # Ends of the stretch that grows
     last: MemorySample
     bytes_per_sec: float
 
 
 class MemoryTrend:
-    """The samples of one memory, and whether it grows."""
+    """Keeps the samples of one memory, and detects its growth."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self._recent: deque[MemorySample] = deque(maxlen=_MAX_SAMPLES // 2)
         self._coarse: list[MemorySample] = []
-        self._stride = 1  # samples that one coarse sample stands for
+        self._stride = 1  # Samples per coarse sample
         self._count = 0
         self._growth: _Growth | None = None
 
@@ -133,12 +134,12 @@ class MemoryTrend:
     def forecast(
         self, name: str, limit_bytes: int, *, steps_per_sec: float | None
     ) -> MemoryForecast | None:
-        """When the memory is full.
+        """Forecast when the memory is full.
 
         Args:
-            name: of the memory.
-            limit_bytes: at which it is full.
-            steps_per_sec: of the job; None if unknown.
+            name: name of the memory.
+            limit_bytes: size at which it is full.
+            steps_per_sec: speed of the job; None if unknown.
 
         Returns:
             None if it is not running out.
@@ -173,13 +174,15 @@ def _used_bytes(sample: MemorySample) -> int:
 def _find_growth(
     samples: Sequence[MemorySample], earlier: Sequence[MemorySample], limit_bytes: int
 ) -> _Growth | None:
-    """The longest stretch up to the last sample in which memory grows such that it will be full in
-    a time that can be foreseen.
+    """Find the longest stretch up to the last sample that grows and will fill the memory soon.
 
     Args:
-        samples: of which stretches are taken: all, the last half, the last quarter...
+        samples: the stretches are all of them, their last half, their last quarter, and so on.
         earlier: samples that the growth has to exceed.
-        limit_bytes: at which the memory is full.
+        limit_bytes: size at which the memory is full.
+
+    Returns:
+        None if no stretch grows, or the memory will be full only beyond the forecast's horizon.
     """
     size = len(samples)
     while size >= _MIN_SAMPLES:
@@ -199,7 +202,7 @@ def _find_growth(
             continue
         if mean_rise * len(rises) < _MIN_SHARE * limit_bytes:
             continue
-        # The later half counts if it grows faster: then the memory is full sooner.
+        # If the later half grows faster, it determines the rate: the memory is full sooner.
         later_rise = fmean(rises[len(rises) // 2 :])
         bytes_per_sec = max(mean_rise, later_rise) * _PARTS / span_secs
         ahead_secs = min(_AHEAD * span_secs, _MAX_AHEAD_SECS)
@@ -210,23 +213,25 @@ def _find_growth(
 
 
 def _final_level(samples: Sequence[MemorySample]) -> float:
-    """Bytes at which growth levels off if it goes on to slow down as it did from the first third of
-    the samples over the second to the last: a geometric series. Infinite if it does not slow down.
-    A slowdown that noise may hide counts as one."""
+    """Bytes at which the growth levels off; infinite if it does not slow down.
+
+    The slowdown between the first, second and last third of the samples is continued as a geometric
+    series. A slowdown that noise may hide counts as one.
+    """
     thirds = list(_split(samples, 3))
     early, middle, late = (fmean(map(_used_bytes, third)) for third in thirds)
     began, half, ended = (fmean(s.secs for s in third) for third in thirds)
     before, now = (middle - early) / (half - began), (late - middle) / (ended - half)
     if before <= 0:
         return inf
-    # The distance of each sample from the middle of its neighbours has, on a straight line, one and
-    # a half times the variance of the noise.
+    # On a straight line, the distance of a sample from the middle of its neighbours has one and a
+    # half times the variance of the noise.
     triples = zip(samples, samples[1:], samples[2:], strict=False)
     variance = (
         fmean((b.used_bytes - (a.used_bytes + c.used_bytes) / 2) ** 2 for a, b, c in triples) / 1.5
     )
     third_secs = (ended - began) / 2
-    # Two standard deviations on either side.
+    # Two standard deviations on each side.
     noise = 4 * sqrt(3 * variance / len(samples)) / (before * third_secs)
     ratio = now / before - noise
     return inf if ratio >= 1 else late + now * third_secs * max(0.0, ratio / (1 - ratio))
@@ -241,12 +246,18 @@ def _split(samples: Sequence[MemorySample], parts: int) -> Iterator[Sequence[Mem
 
 
 class MemoryWatch:
-    """Samples the memories of a node's trainers, from the kernel's files and the trainers' progress
-    pages. Used by one thread."""
+    """Samples the memories of a node's trainers. Used by one thread.
+
+    The values come from the kernel's files and from the trainers' progress pages.
+
+    Attributes:
+        uses: every memory that limits the trainers.
+        runs_out: forecasts of the memories that are running out, the soonest first.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.uses: tuple[MemoryUse, ...] = ()  # every memory that limits the trainers
-        self.runs_out: tuple[MemoryForecast, ...] = ()  # what is running out, the soonest first
+        self.uses: tuple[MemoryUse, ...] = ()
+        self.runs_out: tuple[MemoryForecast, ...] = ()
         self._path = path
         self._trends: dict[str, MemoryTrend] = {}
         self._polled_at = -inf
@@ -256,8 +267,8 @@ class MemoryWatch:
         """Take a sample, at most twice a second.
 
         Args:
-            pages: of the trainers.
-            steps_per_sec: of the job; None if unknown.
+            pages: progress pages of the trainers.
+            steps_per_sec: speed of the job; None if unknown.
         """
         now = time.monotonic()
         if now - self._polled_at < _POLL_SECS:
@@ -266,10 +277,10 @@ class MemoryWatch:
         living = [p for p in pages if p.state not in ("", "Z") and p.phase is not Phase.ENDED]
         pids = tuple(page.pid for page in living)
         if pids != self._pids:
-            # What earlier trainers used says nothing of these.
+            # The use by earlier trainers says nothing about the new ones.
             self._pids, self.uses, self.runs_out = pids, (), ()
             self._trends.clear()
-        # Until the first step is completed, usage grows as it should.
+        # Growth until the end of the first step is normal.
         if not living or any(p.phase in (Phase.LOADING, Phase.FIRST_STEP) for p in living):
             return
         step = max(page.step for page in living)
@@ -277,7 +288,7 @@ class MemoryWatch:
         uses, forecasts = [], []
         for use in self._measure(living):
             trend = self._trends.setdefault(use.name, MemoryTrend())
-            # Of a device the peak: tensors that are made and freed within a step are in it alone.
+            # On a device the peak counts, since tensors that live within one step show only there.
             used_bytes = use.peak_bytes if use.device else use.used_bytes
             sample = MemorySample(now, step, used_bytes, {} if use.device else parts)
             trend.add(sample, use.limit_bytes)
@@ -302,11 +313,13 @@ class MemoryWatch:
                 )
 
     def _parts(self, pages: Iterable[TrainerView]) -> Iterator[tuple[str, int]]:
-        """Bytes of the host's memory by user. Pages of tmpfs count with the job's memory, not with
-        the processes that map them."""
+        """Bytes of the host's memory by user.
+
+        Pages of tmpfs count as the job's memory, not as memory of the processes that map them.
+        """
         for page in pages:
             yield f"rank {page.rank} (pid {page.pid})", private_bytes(page.pid)
-            # Such as the workers of a data loader.
+            # For example the workers of a data loader.
             children = Path(f"/proc/{page.pid}/task/{page.pid}/children")
             pids: list[int] = []
             with suppress(OSError, ValueError):
@@ -326,7 +339,7 @@ class MemoryWatch:
 
 
 def private_bytes(pid: int) -> int:
-    """A process's memory that no file backs; 0 if the process is gone."""
+    """Bytes of a process's memory without files behind it; 0 if the process is gone."""
     with suppress(OSError, ValueError, IndexError):
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
         return max(0, resident - shared) * _PAGE_BYTES
@@ -334,6 +347,6 @@ def private_bytes(pid: int) -> int:
 
 
 def fullest(uses: Iterable[MemoryUse]) -> MemoryUse | None:
-    """The host's memory of which the largest share was in use; None if none is known."""
+    """The host's memory with the largest share in use; None if none is known."""
     known = [use for use in uses if not use.device and use.limit_bytes > 0]
     return max(known, key=lambda use: use.peak_bytes / use.limit_bytes, default=None)

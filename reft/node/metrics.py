@@ -1,7 +1,7 @@
 """Metrics for Prometheus and the status page, served by a node's daemon.
 
-Names and meanings of the metrics are stable; docs/monitoring.md lists them. A port in use or a
-missing package costs a log line and the metrics, nothing else (P6).
+Names and meanings of the metrics are stable; docs/monitoring.md lists them. If the port is in use
+or the package is missing, this is logged and there are no metrics; nothing else fails (P6).
 """
 
 from __future__ import annotations
@@ -84,20 +84,20 @@ METRICS = {
     "reft_persist_lag_steps": "optimizer steps by which storage is behind memory",
     "reft_persist_stale": "1 while checkpoints do not reach storage, else 0",
 }
-"""Meaning of each metric. Those that end in ``_total`` are counters, the others gauges."""
+"""Meaning of each metric. Names that end in ``_total`` are counters, the others gauges."""
 
-Value = tuple[str, Mapping[str, str], float]  # name, labels besides job and node, value
+Value = tuple[str, Mapping[str, str], float]  # Name, labels besides job and node, value
 
 
 def values(
     board: ReportBoard | None, node: str, status: Mapping[str, Any], now: float
 ) -> Iterator[Value]:
-    """The metrics now.
+    """The current metrics.
 
     Args:
-        board: of the job; None if there is no launcher that writes one.
-        node: this node.
-        status: of its daemon.
+        board: reports of all nodes; None if no launcher writes them.
+        node: name of this node.
+        status: status of this node's daemon.
         now: Unix seconds.
     """
     if board is not None:
@@ -177,12 +177,17 @@ def _describe_node(status: Mapping[str, Any]) -> Iterator[Value]:
 
 
 class MetricsServer:
-    """Serves the metrics of one node, if the block has a port: the status page at ``/``, the output
-    of ``reft status --json`` at ``/status.json``, and the metrics at every other path.
+    """Serves the metrics of one node if the block has a port.
+
+    The status page is at ``/``, the output of ``reft status --json`` at ``/status.json``, and the
+    metrics at every other path.
 
     Args:
         job_dir: the job's memory on this node.
         status: returns the daemon's status.
+
+    Attributes:
+        problem: why nothing is served although the block has a port; None if there is no problem.
     """
 
     def __init__(self, job_dir: JobDir, status: Callable[[], Mapping[str, Any]]) -> None:
@@ -191,7 +196,7 @@ class MetricsServer:
         self._config = MetricsConfig()
         self._ended = threading.Event()
         self._server: WSGIServer | None = None
-        self.problem: str | None = None  # why nothing is served although the block has a port
+        self.problem: str | None = None
         self._reader: StatusReader | None = None
         self._reading = threading.Lock()
 
@@ -202,8 +207,7 @@ class MetricsServer:
         return None if self._server is None else f"http://{host}:{self._server.server_port}/"
 
     def configure(self, config: MetricsConfig) -> None:
-        """Serve from now on, if there is a port; does not wait. A later call with another port has
-        no effect."""
+        """Start serving in a thread if there is a port. A second port has no effect."""
         if config.port and not self._config.port and not self._ended.is_set():
             self._config = config
             threading.Thread(target=self._serve, name="metrics", daemon=True).start()
@@ -215,7 +219,7 @@ class MetricsServer:
             self._server.server_close()
 
     def collect(self) -> Iterable[Any]:
-        """Called by prometheus_client for every scrape."""
+        """Collect the metrics; prometheus_client calls this for every scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         job, node = self._job_dir.job_id, self._job_dir.node
@@ -259,7 +263,7 @@ class MetricsServer:
 
                 registry = CollectorRegistry()
                 registry.register(self)
-                # P11: a thread for each request: a silent client does not block the others.
+                # P11: a thread per request, so that a silent client does not block the others.
                 server, _ = start_http_server(self._config.port, self._config.host, registry)
                 metrics = server.get_app()
                 assert metrics is not None

@@ -1,4 +1,4 @@
-"""What a rank reports of itself: DeepSpeed's monitor, and the memory of its device."""
+"""Reports of one rank: to DeepSpeed's monitor, and the memory of its device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reft.node.progress import DeviceUse, ProgressPage
 logger = logging.getLogger(__name__)
 
 _STEPS = 10
-"""Steps between two monitor writes if ``steps_per_print`` is unset: monitors open files, or send
+"""Steps between two monitor writes if ``steps_per_print`` is unset; each write opens files or sends
 requests to servers."""
 
 
@@ -40,10 +40,10 @@ class MonitorWriter:
     """Writes to the monitor of a DeepSpeed engine, if that is enabled.
 
     Args:
-        engine: DeepSpeed's own; None on ranks other than 0, and for other programs.
-        job_dir: holds the history of the job.
+        engine: DeepSpeed's engine; None on ranks other than 0, and for other programs.
+        job_dir: directory with the history of the job.
         stats: counters of this rank's versions.
-        tolerance: returns the node losses that every sharding group survives.
+        tolerance: returns the number of node losses that every sharding group survives.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class MonitorWriter:
         """Restarts that followed a failure, before this start of the trainers."""
 
     def starts_at(self, step: int) -> None:
-        """The engine's state was loaded at this step: it is not written as a step just made."""
+        """Set the loaded step, which must not be written as a new one."""
         self._newest = step
 
     def after_step(self, step: int) -> None:
         """Write the values of ``step`` if its turn has come. Never raises (P6).
 
-        Called after every micro-batch: all but the last one of a step repeat the step before.
+        Called after every micro-batch. Until the last one of a step, ``step`` is the previous step.
         """
         if self._engine is None or step == self._newest:
             return
@@ -98,7 +98,7 @@ class MonitorWriter:
 
 
 class DeviceMemory:
-    """Reports the memory of one rank's device to its node's daemon, on the progress page."""
+    """Writes the memory use of one rank's device onto its progress page."""
 
     def __init__(
         self, page: ProgressPage, device: torch.device, *, every_secs: float = 1.0
@@ -127,10 +127,7 @@ class DeviceMemory:
                 self._page.set_device(
                     DeviceUse(self._total, allocated["current"], allocated["peak"])
                 )
-        except (
-            RuntimeError,
-            KeyError,
-            TypeError,
-        ) as error:  # custom allocators report no statistics
+        # Custom allocators report no statistics.
+        except (RuntimeError, KeyError, TypeError) as error:
             logger.info("the memory of %s is not watched: %s", self._device, error)
             self._vendor = None

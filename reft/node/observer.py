@@ -1,7 +1,7 @@
-"""What the files of one node tell of it: the report that its launcher sends.
+"""Observes one node from its files, and makes the report that its launcher sends.
 
-Nothing is requested from another process, so nothing can fail to answer: trainers, daemon and
-launcher write their progress pages, arena headers and small files as they run.
+No other process is asked, so none can fail to answer: trainers, daemon and launcher write their
+progress pages, arena headers and small files as they run.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from reft.node.memory_watch import MemoryWatch
 from reft.node.progress import Phase, TrainerView, read_pages, read_times
 from reft.node.report import MAX_WARNINGS, HealthSignal, NodeReport, Shard, shorten
 
-_RATE_STEPS = 64  # steps over which the speed is measured
-_MAX_STEPS = 32  # last steps of each rank in a report
+_RATE_STEPS = 64  # Steps over which the speed is measured
+_MAX_STEPS = 32  # Last steps of each rank in a report
 _MAX_MEMORIES = 24
 _MAX_RUNNING_OUT = 3
-# A busy machine skips a version now and then. Without one for this many steps, a node is unhealthy.
+# A busy machine skips a version from time to time. After this many steps without one, a node is
+# unhealthy.
 _STALE_STEPS = 10
 _NANOS_PER_SEC = 10**9
 
-_Label = tuple[int, int]  # incarnation and step
+_Label = tuple[int, int]  # Incarnation and step
 
 
 class StepRate:
-    """Steps per second over the last steps, with everything that lies between them."""
+    """Steps per second over the last steps, including the time between them."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, int]] = deque(maxlen=_RATE_STEPS)  # step, nanoseconds
+        self._steps: deque[tuple[int, int]] = deque(maxlen=_RATE_STEPS)  # Step, nanoseconds
         self._pid = 0
 
     def poll(self, page: TrainerView) -> float | None:
-        """Take in a trainer's page. Returns steps per second; None before there are two steps."""
+        """Add a trainer's page. Returns steps per second; None before there are two steps."""
         restarted = page.pid != self._pid or (self._steps and page.step < self._steps[-1][0])
         if restarted:
             self._pid = page.pid
@@ -60,13 +61,13 @@ class StepRate:
 
 
 class NodeObserver:
-    """Observes one node from its files, again and again. Used by one thread."""
+    """Observes one node from its files repeatedly. Used by one thread."""
 
     def __init__(self, path: Path, *, has_daemon: bool) -> None:
         self._path = path
         self._has_daemon = has_daemon
         self._rate = StepRate()
-        self._memory: MemoryWatch | None = None  # made once there are trainers
+        self._memory: MemoryWatch | None = None  # Created once there are trainers
         self._step: int | None = None
         self._arenas: CommitWatch | None = None
         self._times: dict[HealthSignal, float] = {}
@@ -74,12 +75,12 @@ class NodeObserver:
         self._begun_label: _Label = (0, 0)
         self._complete_label: _Label = (0, 0)
 
-    def poll(self, mine: NodeReport) -> NodeReport:
+    def poll(self, own_report: NodeReport) -> NodeReport:
         """Complete the node's report.
 
         Args:
-            mine: what the launcher knows: what it does, the round of its trainers and since when
-                they run, why they ended by themselves.
+            own_report: the launcher's part of the report: its state, the round of its trainers and
+                their start time, and why they failed.
         """
         pages = read_pages(self._path)
         headers: list[ArenaHeader] = []
@@ -90,7 +91,7 @@ class NodeObserver:
         stale = find_stale(read_trainer_reports(self._path).values())
         record = read_record(self._path)
         restarts = restarts_among(read_history(self._path))
-        # Trainers remove their pages when they end; the last step that was seen stays.
+        # Trainers remove their pages when they end; the last observed step is kept.
         self._step = step = max((page.step for page in pages), default=self._step)
         self._note_versions(headers)
         steps_per_sec = self._rate.poll(pages[0]) if pages else None
@@ -98,10 +99,10 @@ class NodeObserver:
             self._memory = MemoryWatch(self._path)
         if self._memory is not None:
             self._memory.poll(pages, steps_per_sec)
-        why = mine.why
+        why = own_report.why
         if not why and stale and step is not None and step - stale[0] >= _STALE_STEPS:
             why = _describe_stale(*stale)
-        started = mine.times.get(HealthSignal.HEALTHY, 0.0)
+        started = own_report.times.get(HealthSignal.HEALTHY, 0.0)
         known = self._times.get(HealthSignal.HEALTHY)
         self._times[HealthSignal.HEALTHY] = started or known or time.time()
         self._signal = self._choose_signal(started, bool(pages), why)
@@ -116,22 +117,23 @@ class NodeObserver:
             "tolerance": None if record is None else record.tolerance,
             "restarts": len(restarts),
             "recovery": _bounded(restarts[-1]) if restarts else None,
-            "warnings": tuple(self._warnings(mine, stale, persist, record)),
+            "warnings": tuple(self._warnings(own_report, stale, persist, record)),
             "memory": self._memory.uses[:_MAX_MEMORIES] if self._memory else (),
             "runs_out": self._memory.runs_out[:_MAX_RUNNING_OUT] if self._memory else (),
             "ranks": tuple(
                 replace(rank, steps=rank.steps[-_MAX_STEPS:]) for rank in read_times(self._path)
             ),
         }
-        return NodeReport(**{**dict(mine), **observed})
+        return NodeReport(**{**dict(own_report), **observed})
 
     def _note_versions(self, headers: list[ArenaHeader]) -> None:
-        """Record when the newest version began, and when the newest one of all ranks was
-        complete."""
+        """Record when the newest version began, and when the newest version of all ranks was
+        complete.
+        """
         begun = max(map(_label, headers), default=(0, 0))
         complete = _newest_complete(headers)
         if begun > self._begun_label:
-            # At the first poll, the version may have been begun, and torn, long ago.
+            # At the first poll, an incomplete version may have begun long ago.
             if self._signal is not None:
                 self._times[HealthSignal.SNAP] = time.time()
             self._begun_label = begun
@@ -139,7 +141,7 @@ class NodeObserver:
             self._complete_label = complete
             sealed = max(h.sealed_unix_secs for h in headers if _label(h) == complete)
             self._times[HealthSignal.COMPLETED] = sealed
-            if begun == complete:  # it began and ended between two polls
+            if begun == complete:  # It began and ended between two polls
                 began = self._times.get(HealthSignal.SNAP, sealed)
                 self._times[HealthSignal.SNAP] = min(began, sealed)
 
@@ -148,7 +150,7 @@ class NodeObserver:
             if self._signal is not HealthSignal.UNHEALTHY:
                 self._times[HealthSignal.UNHEALTHY] = time.time()
             return HealthSignal.UNHEALTHY
-        # Versions from before this start of the trainers do not count.
+        # Versions from before this start of the trainers are ignored.
         version_times = [
             self._times.get(s, 0.0) for s in (HealthSignal.SNAP, HealthSignal.COMPLETED)
         ]
@@ -160,12 +162,12 @@ class NodeObserver:
 
     def _warnings(
         self,
-        mine: NodeReport,
+        own_report: NodeReport,
         stale: tuple[int, str] | None,
         persist: Mapping[str, Any],
         record: ProtectionRecord | None,
     ) -> Iterator[str]:
-        yield from mine.warnings
+        yield from own_report.warnings
         if stale is not None:
             yield _describe_stale(*stale)
         if (since := persist.get("stale_since_step")) is not None:
@@ -191,7 +193,7 @@ def _label(header: ArenaHeader) -> _Label:
 
 
 def _newest_complete(headers: Iterable[ArenaHeader]) -> _Label:
-    """The newest version of which all ranks with memory here have a complete shard."""
+    """The newest version of which every rank with memory here has a complete shard."""
     newest: dict[Coordinate, _Label] = {}
     for header in headers:
         if header.state.whole:
@@ -201,7 +203,7 @@ def _newest_complete(headers: Iterable[ArenaHeader]) -> _Label:
 
 
 def _newest_shards(headers: Iterable[ArenaHeader]) -> tuple[Shard, ...]:
-    """Of each rank with memory here: the newest committed version, else the newest complete one."""
+    """For each rank with memory here: the newest committed version, or else the newest complete."""
 
     def worth(header: ArenaHeader) -> tuple[bool, VersionId]:
         return header.state is ArenaState.COMMITTED, header.label
@@ -225,8 +227,10 @@ def _newest_shards(headers: Iterable[ArenaHeader]) -> tuple[Shard, ...]:
 
 
 def _bounded(row: RoundReport) -> RoundReport:
-    """The row without unbounded texts and lists, and without the names of all nodes, which every
-    node would repeat (P9)."""
+    """Limit the texts and lists of a row, and drop the names of all nodes (P9).
+
+    Otherwise every node would repeat those names.
+    """
     failures, lost = (
         [shorten(text) for text in texts[:MAX_WARNINGS]] for texts in (row.failures, row.lost)
     )

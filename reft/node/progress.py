@@ -1,8 +1,8 @@
 """The progress page of a trainer: shared memory that its node's daemon and launcher read.
 
-There is one page of each trainer, a file in the job's memory. The trainer writes numbers of eight
-bytes, which no reader sees half written: a few memory accesses for each instruction, and no system
-call. A ring holds how the last steps divide, and a report of the trainer's versions follows it.
+Each trainer has one page, a file in the job's memory. It writes numbers of eight bytes, which no
+reader sees half written; this takes a few memory accesses for each instruction and no system call.
+The page also has a ring with the times of the last steps, and a report on the trainer's versions.
 Readers copy the page and need no help from the trainer.
 """
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-# Suffixes of a trainer's page, and of the file for its stacks. The stem is its local rank.
+# Suffixes of a trainer's page, and of the file for its stacks. The stem is the local rank.
 PROGRESS_SUFFIX, STACKS_SUFFIX = ".progress", ".stacks"
 
 
@@ -58,50 +58,50 @@ _REPORT_BYTES = 16 * 1024
 
 
 class Phase(IntEnum):
-    LOADING = 1  # it has an engine and has not begun its first step
+    LOADING = 1  # It has an engine and has not begun its first step
     FIRST_STEP = 2
     STEP = 3
-    BETWEEN = 4  # the script's code between two steps
+    BETWEEN = 4  # The script's code between two steps
     EVALUATION = 5
     SAVING = 6
-    PAUSED = 7  # the script has called pause_watch
+    PAUSED = 7  # The script has called pause_watch
     ENDED = 8
 
 
-# Phases whose longest time is on the page. The longest step is among the records.
+# Phases whose longest time is on the page. The longest step is found in the ring.
 _MEASURED = (Phase.EVALUATION, Phase.SAVING, Phase.BETWEEN)
 
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """A trainer's device memory, as its allocator counts it; bytes."""
+    """A trainer's device memory in bytes, as counted by its allocator."""
 
-    total: int  # of the device, without what other processes use
-    allocated: int  # in tensors
+    total: int  # Memory of the device, without the use by other processes
+    allocated: int  # Bytes in tensors
     peak_allocated: int
 
 
 @dataclass(frozen=True)
 class TrainerView:
-    """What a trainer's page says."""
+    """A copy of a trainer's page."""
 
     local_rank: int
     rank: int
     pid: int
     phase: Phase
-    step: int  # last step that it completed
-    position: int  # number of the instruction in this step
-    instruction: str  # "" if unknown
-    nanos: int  # when it last wrote, by the host's monotonic clock
-    hang_factor: float  # from the block; 0: the trainer is not watched
-    hang_timeout_secs: float  # from the block
-    step_secs: float  # longest of its last 64 steps without the first one; 0: none yet
-    phase_secs: float  # longest time in this phase; 0: none yet
-    stack_signal: int  # signal on which it writes its stacks; 0: none
-    state: str  # of the process, a letter as in /proc/PID/stat; "" if it is gone
-    samples_per_step: int = 0  # of the whole job; 0 if unknown
-    device: DeviceUse | None = None  # None: it has no device
-    flops_per_token: int = 0  # of the whole model; 0 if unknown, below 0 if it has experts
+    step: int  # Last step that it completed
+    position: int  # Number of the instruction in this step
+    instruction: str  # Empty if unknown
+    nanos: int  # Time of its last write, by the host's monotonic clock
+    hang_factor: float  # From the block; 0: the trainer is not watched
+    hang_timeout_secs: float  # From the block
+    step_secs: float  # Longest of its last 64 steps without the first one; 0: none yet
+    phase_secs: float  # Longest time in this phase; 0: none yet
+    stack_signal: int  # Signal on which it writes its stacks; 0: none
+    state: str  # State of the process, a letter as in /proc/PID/stat; empty if it is gone
+    samples_per_step: int = 0  # Samples of the whole job; 0 if unknown
+    device: DeviceUse | None = None  # None if it has no device
+    flops_per_token: int = 0  # Operations of the whole model; 0 if unknown, negative with experts
     tokens_per_sample: int = 0  # 0 if unknown
 
 
@@ -109,7 +109,7 @@ _NUMBERS = (
     *("rank", "pid", "step", "position", "nanos", "stack_signal"),
     *("samples_per_step", "flops_per_token", "tokens_per_sample"),
 )
-"""Fields of :class:`TrainerView` that the page holds as they are."""
+"""Fields of :class:`TrainerView` that the page holds unchanged."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class RankSteps:
 
     rank: int
     pid: int
-    at: tuple[int, int, int]  # pipeline stage, replica, tensor slice
-    steps: tuple[StepTimes, ...]  # by number
+    at: tuple[int, int, int]  # Pipeline stage, replica, tensor slice
+    steps: tuple[StepTimes, ...]  # In the order of step numbers
 
 
 class _Page(Structure):
@@ -141,8 +141,18 @@ class _Page(Structure):
 
 
 class ProgressPage:
-    """A trainer's page, for writing. If its file cannot be made, that is logged, and the trainer is
-    not watched (P6)."""
+    """A trainer's page, for writing by its training thread; another thread may write the report.
+
+    If its file cannot be made, a warning is logged and the trainer is not watched (P6).
+
+    Args:
+        job_dir: the job's memory on this node.
+        local_rank: local rank of the trainer.
+        rank: global rank of the trainer.
+        hang_factor: factor of the longest step after which the trainer counts as hanging; 0: it is
+            not watched.
+        hang_timeout_secs: the same limit outside of steps.
+    """
 
     def __init__(
         self,
@@ -158,10 +168,10 @@ class ProgressPage:
         self._position = 0
         self._began = time.monotonic_ns()
         self._completed_first = False
-        # Time of a step that returned after a micro-batch; None at the beginning of a step.
+        # Duration so far of a step that returned after a micro-batch; None at the start of a step
         self._step_nanos: int | None = None
         self._clock = StepClock(page.steps)
-        self._step_phases = [StepPhase.OTHER] * _MAX_NAMES  # by number of the instruction's name
+        self._step_phases = [StepPhase.OTHER] * _MAX_NAMES  # By number of the instruction's name
         page.pid, page.rank = os.getpid(), rank
         page.hang_factor, page.hang_timeout_secs = hang_factor, hang_timeout_secs
         page.place = (-1, -1, -1)
@@ -171,7 +181,7 @@ class ProgressPage:
     # -- every instruction -------------------------------------------------------------------------
 
     def instruction(self, number: int) -> None:
-        """An instruction begins. ``number``: of its name, from :meth:`number_of`."""
+        """Begin an instruction. ``number`` is that of its name, from :meth:`number_of`."""
         page = self._page
         self._position = position = self._position + 1
         page.position = position
@@ -179,7 +189,7 @@ class ProgressPage:
         page.nanos = self._clock.enter(self._step_phases[number])
 
     def number_of(self, name: str) -> int:
-        """The number of an instruction's name; 0 if the page has no room for another name."""
+        """The number of an instruction's name; 0 if the page has no room for more names."""
         if name not in self._names and len(self._names) + 1 < _MAX_NAMES:
             number = len(self._names) + 1
             self._page.names[number].value = name.encode()[: _NAME_BYTES - 1]
@@ -194,7 +204,7 @@ class ProgressPage:
         return Phase(self._page.phase)
 
     def begin_step(self) -> None:
-        """A step begins, or its next micro-batch. Without effect within one."""
+        """Begin a step, or its next micro-batch. Does nothing within one."""
         if self._page.phase in (Phase.STEP, Phase.FIRST_STEP):
             return
         self._enter(Phase.STEP if self._completed_first else Phase.FIRST_STEP)
@@ -207,8 +217,7 @@ class ProgressPage:
             self._began -= self._step_nanos
 
     def end_step(self, step: int) -> None:
-        """The step, or one of its micro-batches, has returned. ``step``: the last one that was
-        completed."""
+        """End a step, or one of its micro-batches. ``step`` is the last completed step."""
         page = self._page
         if page.phase in (Phase.STEP, Phase.FIRST_STEP):
             if step == page.step:
@@ -221,12 +230,12 @@ class ProgressPage:
         self._enter(Phase.BETWEEN)
 
     def set_step(self, step: int) -> None:
-        """The job continues after ``step``, which was restored."""
+        """Set the restored step, after which the job continues."""
         self._page.step, self._step_nanos = step, None
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Be in another phase while the block lasts."""
+        """Stay in another phase for the duration of the ``with`` block."""
         before, began = self.phase, self._began
         self._enter(phase)
         entered = self._began
@@ -234,7 +243,7 @@ class ProgressPage:
             yield
         finally:
             self._enter(before)
-            # The block's time is not part of the phase around it.
+            # The time of the block is not part of the phase around it.
             self._began = began + self._began - entered
             self._clock.phase_began += time.monotonic_ns() - entered
 
@@ -251,19 +260,19 @@ class ProgressPage:
         self._page.stack_signal = number
 
     def set_place(self, place: tuple[int, int, int]) -> None:
-        """Its pipeline stage, replica and tensor slice."""
+        """Set the pipeline stage, replica and tensor slice."""
         self._page.place = place
 
     def set_samples(self, per_step: int) -> None:
-        """Samples that the whole job trains on in a step."""
+        """Set the number of samples on which the whole job trains in a step."""
         self._page.samples_per_step = per_step
 
     def set_flops(self, per_token: int) -> None:
-        """Operations that the whole model takes for a token."""
+        """Set the operations of the whole model per token."""
         self._page.flops_per_token = per_token
 
     def set_tokens(self, per_sample: int) -> None:
-        """Tokens of a sample."""
+        """Set the number of tokens per sample."""
         self._page.tokens_per_sample = per_sample
 
     def set_device(self, use: DeviceUse) -> None:
@@ -273,12 +282,12 @@ class ProgressPage:
         """Replace the page's report, a JSON object of at most 16 KiB. Called by one thread.
 
         Raises:
-            ValueError: the report is larger.
+            ValueError: the report is larger than that.
         """
         data = json.dumps(fields, default=str).encode()
         if len(data) >= _REPORT_BYTES:
             raise ValueError(f"a report of {len(data)} bytes; at most {_REPORT_BYTES - 1} fit")
-        # Readers take no lock: the checksum, which is written last, tells them of a torn report.
+        # Readers take no lock: they detect a torn report by the checksum, which is written last.
         self._page.report = data
         self._page.report_crc = zlib.crc32(data)
 
@@ -293,7 +302,7 @@ def _make(path: Path) -> mmap.mmap:
         path.unlink(missing_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            # Allocates the pages: a full tmpfs is an error here, not a SIGBUS later.
+            # Allocates the pages, so that a full tmpfs is an error here and not a SIGBUS later.
             os.posix_fallocate(fd, 0, sizeof(_Page))
             return mmap.mmap(fd, sizeof(_Page))
         finally:
@@ -309,18 +318,17 @@ def _make(path: Path) -> mmap.mmap:
 
 
 def read_pages(job_dir: Path) -> list[TrainerView]:
-    """The trainers of this node, by local rank; files that are no pages are left out."""
+    """Read the pages of this node's trainers, by local rank; invalid files are skipped."""
     return _read_each(job_dir, _view)
 
 
 def read_reports(job_dir: Path) -> dict[int, dict[str, Any]]:
-    """The reports of this node's trainers, by local rank. A report that is being written is left
-    out."""
+    """Read the reports of this node's trainers, by local rank; torn reports are skipped."""
     return dict(_read_each(job_dir, _read_report))
 
 
 def read_times(job_dir: Path) -> list[RankSteps]:
-    """The last steps of this node's trainers; those whose coordinate is unknown are left out."""
+    """Read the last steps of this node's trainers; trainers without a coordinate are skipped."""
     return _read_each(job_dir, _read_steps)
 
 
@@ -374,8 +382,10 @@ def _local_rank(path: Path) -> int:
 
 
 def process_state(pid: int) -> str:
-    """A letter as in ``/proc/PID/stat``: R runs, S sleeps, D waits in the kernel, T is stopped, t
-    is traced, Z has ended; "" if there is no such process."""
+    """State of a process, a letter as in ``/proc/PID/stat``; empty if there is no such process.
+
+    R: running, S: sleeping, D: waiting in the kernel, T: stopped, t: traced, Z: zombie.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -384,7 +394,7 @@ def process_state(pid: int) -> str:
 
 # -- the pages of this process -----------------------------------------------------------------
 
-# A signal that is otherwise unused. Its handler is written in C: it works while no Python runs.
+# An otherwise unused signal. Its handler is written in C, so it works while no Python runs.
 _STACK_SIGNAL = signal.SIGRTMAX - 2
 _pages: WeakSet[ProgressPage] = WeakSet()
 
@@ -397,7 +407,7 @@ def open_page(
     _pages.add(page)
     if signal.getsignal(_STACK_SIGNAL) is signal.SIG_DFL:
         with suppress(OSError, RuntimeError, ValueError):
-            # The file stays open for as long as the process lives.
+            # The file stays open while the process lives.
             file = (job_dir / f"{local_rank}{STACKS_SUFFIX}").open("w")
             faulthandler.register(_STACK_SIGNAL, file=file, all_threads=True)
             page.set_stack_signal(_STACK_SIGNAL)
@@ -405,12 +415,12 @@ def open_page(
 
 
 def newest_step() -> int:
-    """Last step that any session of this process has completed; 0 if there is none."""
+    """Last step that any session of this process completed; 0 if there is none."""
     return max((int(page._page.step) for page in _pages), default=0)
 
 
 def at_instruction(page: ProgressPage, name: str) -> Callable[..., Any]:
-    """A wrapper, for ``wrap``, of an engine's method that is one instruction."""
+    """Make a wrapper, for ``wrap``, of an engine's method that is one instruction."""
     number = page.number_of(name)
 
     def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -422,12 +432,12 @@ def at_instruction(page: ProgressPage, name: str) -> Callable[..., Any]:
 
 @contextmanager
 def pause_watch() -> Iterator[None]:
-    """Have this trainer not watched for hangs while the block lasts, and the others wait for it:
+    """Exclude this trainer from hang detection in a ``with`` block; its peers wait for it:
 
         with reft.pause_watch():
             evaluate_for_an_hour()
 
-    Without reft it does nothing.
+    Without a reft session it does nothing.
     """
     with ExitStack() as pauses:
         for page in list(_pages):

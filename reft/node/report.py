@@ -1,7 +1,7 @@
-"""What each node of a job reports to all others, and the board that holds all reports.
+"""The report that each node sends to all others, and the board that holds all reports.
 
-The signals are those of the REFT paper. A node reports the first four of itself;
-OFFLINE is what the others conclude from its silence.
+The signals are those of the REFT paper. A node reports one of the first four itself; the others
+conclude OFFLINE from its silence.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ from reft.node.progress import RankSteps
 from reft.node.stragglers import RankSpeed, Straggler
 
 BOARD_FILE = "board.json"
-WAITING, FAILED = "waiting for nodes", "a trainer has failed"  # values of NodeReport.doing
-ENDED_WELL = "the job ended well"  # value of NodeReport.why
-MAX_TEXT_CHARS = 200  # longer texts of a report are cut
+WAITING, FAILED = "waiting for nodes", "a trainer has failed"  # Values of NodeReport.doing
+ENDED_WELL = "the job ended well"  # Value of NodeReport.why
+MAX_TEXT_CHARS = 200  # Longer texts of a report are cut
 MAX_WARNINGS = 6
-# A node that was silent for this share of the time to OFFLINE counts as lost already.
+# After this share of the time to OFFLINE, a silent node already counts as lost.
 _QUIET_SHARE = 1 / 3
-_MAX_BYTES = 64 * 2**20  # of an unpacked board; enough for 65,536 nodes
+_MAX_BYTES = 64 * 2**20  # Largest unpacked board; enough for 65,536 nodes
 
 
 class HealthSignal(StrEnum):
-    HEALTHY = (
-        "HEALTHY"  # trainers run or wait for other nodes; nothing committed since the last restart
-    )
-    SNAP = "SNAP"  # a version is being copied
-    COMPLETED = "COMPLETED"  # all shards of the newest version on this node are complete
-    UNHEALTHY = "UNHEALTHY"  # a trainer has failed or stands still, or versions are not taken
-    OFFLINE = "OFFLINE"  # no report arrives
+    # Trainers run or wait for other nodes; nothing was committed since the last restart
+    HEALTHY = "HEALTHY"
+    SNAP = "SNAP"  # A version is being copied
+    COMPLETED = "COMPLETED"  # All shards of the newest version on this node are complete
+    UNHEALTHY = "UNHEALTHY"  # A trainer has failed or hangs, or versions are not taken
+    OFFLINE = "OFFLINE"  # No report arrives
 
 
 class _Message(BaseModel):
-    """What goes through the rendezvous store, compressed."""
+    """A message that is compressed and stored in the rendezvous store."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -55,11 +54,11 @@ class _Message(BaseModel):
         """The inverse of :meth:`pack`.
 
         Raises:
-            ValueError: the bytes are no such message, or too many.
+            ValueError: the bytes are not such a message, or too many.
         """
         unpacking = zlib.decompressobj()
         try:
-            # A bound on the result: a few bytes may unpack to gigabytes.
+            # The result is bounded, because a few bytes may unpack to gigabytes.
             text = unpacking.decompress(data, _MAX_BYTES)
         except zlib.error as error:
             raise ValueError(str(error)) from error
@@ -69,7 +68,7 @@ class _Message(BaseModel):
 
 
 def shorten(value: Any) -> Any:
-    """Cut a text to MAX_TEXT_CHARS; other values stay as they are."""
+    """Cut a text to MAX_TEXT_CHARS; other values are returned unchanged."""
     return value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
 
 
@@ -81,49 +80,49 @@ _Texts = Annotated[tuple[_Text, ...], BeforeValidator(lambda texts: tuple(texts)
 class Shard:
     """A complete version of one rank in a node's memory."""
 
-    at: tuple[int, int, int]  # pipeline stage, replica and tensor slice of the rank
-    degrees: tuple[int, int, int]  # of the job that wrote it, in the same order
-    label: tuple[int, int]  # incarnation and step
-    scheme: str = ""  # its protection, such as "arc:2+aec"; "" if unknown
-    sealed_unix_secs: float = 0.0  # when it was complete
-    committed: bool = False  # by all ranks
+    at: tuple[int, int, int]  # Pipeline stage, replica and tensor slice of the rank
+    degrees: tuple[int, int, int]  # Degrees of the job that wrote it, in the same order
+    label: tuple[int, int]  # Incarnation and step
+    scheme: str = ""  # Its protection, such as "arc:2+aec"; empty if unknown
+    sealed_unix_secs: float = 0.0  # When it was complete
+    committed: bool = False  # All ranks have committed it
 
 
 class NodeReport(_Message):
     node: str
-    # The failure domain: the node, or the host of several that were not declared as nodes.
+    # The failure domain: the node, or the host if the node was not declared
     domain: str
-    number: int = 0  # counts the reports
-    round: int = 0  # of its trainers; 0 before the first
+    number: int = 0  # Counts the reports
+    round: int = 0  # Round of its trainers; 0 before the first
     spare: bool = False
     signal: HealthSignal = HealthSignal.HEALTHY
-    times: dict[HealthSignal, float] = {}  # when it last entered each signal, in Unix seconds
-    doing: _Text = ""  # what the launcher does, in words
+    times: dict[HealthSignal, float] = {}  # When it last entered each signal, in Unix seconds
+    doing: _Text = ""  # State of the launcher, as users read it
     doing_since_unix_secs: float | None = None
-    why: _Text = ""  # what is wrong
-    step: int | None = None  # last step that its trainers completed
-    steps_per_sec: float | None = None  # over the last steps
-    shards: tuple[Shard, ...] = ()  # newest complete version of each rank with memory on this node
-    trainers: int = 0  # number that run
-    # Node losses that the job's protection survives when all nodes are present; None if unknown.
+    why: _Text = ""  # What is wrong; empty if nothing is
+    step: int | None = None  # Last step that its trainers completed
+    steps_per_sec: float | None = None  # Over the last steps
+    shards: tuple[Shard, ...] = ()  # Newest complete version of each rank with memory on this node
+    trainers: int = 0  # Number of running trainers
+    # Node losses that the job's protection survives when all nodes are present; None if unknown
     tolerance: int | None = None
-    restarts: int = 0  # after failures
-    recovery: RoundReport | None = None  # the last of them, without the names of the nodes present
+    restarts: int = 0  # Restarts after failures
+    recovery: RoundReport | None = None  # The last of them, without the names of the present nodes
     warnings: _Texts = ()
-    memory: tuple[MemoryUse, ...] = ()  # memories that limit its trainers
-    runs_out: tuple[MemoryForecast, ...] = ()  # those of them that will be full, the soonest first
-    counts: GoodputTimes | None = None  # of the whole job, as this node counted them
-    # The last steps of its trainers, for the aggregator; they are not on the board.
+    memory: tuple[MemoryUse, ...] = ()  # Memories that limit its trainers
+    runs_out: tuple[MemoryForecast, ...] = ()  # Memories that are running out, the soonest first
+    counts: GoodputTimes | None = None  # Times of the whole job, as this node counted them
+    # The last steps of its trainers; only the aggregator needs them, so the board omits them
     ranks: tuple[RankSteps, ...] = ()
-    left: bool = False  # its launcher has ended and sent this as its last report
-    # The following are set by the aggregator, by its own clock.
-    silent_secs: float = 0.0  # since when the number has not changed
-    quiet: bool = False  # silent for longer than usual, and not OFFLINE yet
-    offline_unix_secs: float | None = None  # start of the silence; None while the node reports
+    left: bool = False  # Its launcher has ended; this is its last report
+    # The aggregator sets the following fields by its own clock.
+    silent_secs: float = 0.0  # Time since the number last changed
+    quiet: bool = False  # Silent for longer than usual, and not OFFLINE yet
+    offline_unix_secs: float | None = None  # Start of the silence; None while the node reports
 
     @property
-    def seen(self) -> HealthSignal:
-        """The node's signal as the others see it."""
+    def observed_signal(self) -> HealthSignal:
+        """The node's signal as the other nodes see it."""
         return self.signal if self.offline_unix_secs is None else HealthSignal.OFFLINE
 
     def why_offline(self) -> str:
@@ -136,13 +135,13 @@ class ReportBoard(_Message):
     """The reports of all nodes of a job, the same for all of them."""
 
     job_id: str
-    aggregator: str = ""  # node whose launcher merged the reports
-    unix_secs: float = 0.0  # when it merged them, by its own clock
+    aggregator: str = ""  # Node whose launcher merged the reports
+    unix_secs: float = 0.0  # When it merged them, by its own clock
     nodes: tuple[NodeReport, ...] = ()
-    slow: tuple[Straggler, ...] = ()  # what is slower than its peers, the costliest first
-    speeds: tuple[RankSpeed, ...] = ()  # how the ranks' last steps divide
-    written_unix_secs: float = 0.0  # when a launcher wrote this copy into its node's memory
-    # Since when that launcher has not reached the rendezvous store; None if it reaches it.
+    slow: tuple[Straggler, ...] = ()  # Stragglers, the costliest first
+    speeds: tuple[RankSpeed, ...] = ()  # Parts of the ranks' last steps
+    written_unix_secs: float = 0.0  # When a launcher wrote this copy into its node's memory
+    # Since when that launcher cannot reach the rendezvous store; None if it can
     store_lost_unix_secs: float | None = None
 
     def node(self, name: str) -> NodeReport | None:
@@ -150,7 +149,7 @@ class ReportBoard(_Message):
 
 
 def read_board(path: Path) -> ReportBoard | None:
-    """The copy in a job's memory on a node; None if there is none that can be read."""
+    """Read the copy in a job's memory on a node; None if there is none, or it cannot be read."""
     fields = read_json(path / BOARD_FILE)
     try:
         return None if fields is None else ReportBoard.model_validate(fields)
@@ -171,12 +170,12 @@ def mark_silence(
     offline_after_secs: float,
     now: float,
 ) -> NodeReport:
-    """Update for how long a node has been silent. Pure.
+    """Update how long a node has been silent. Pure.
 
     Args:
         before: the node on the last board; None if it was not there.
         report: its newest report.
-        elapsed_secs: time since the last board, without the time that the aggregator stood still.
+        elapsed_secs: time since the last board, without time in which the aggregator was suspended.
         offline_after_secs: silence after which a node is OFFLINE.
         now: Unix seconds.
     """
@@ -195,8 +194,10 @@ def mark_silence(
 def mark_aggregator_silence(
     before: ReportBoard, board: ReportBoard, *, elapsed_secs: float, offline_after_secs: float
 ) -> ReportBoard:
-    """Update for how long the aggregator has been silent, as the other nodes see it: an aggregator
-    that writes no new board cannot report its own silence. Pure."""
+    """Update how long the aggregator has been silent, as another node sees it. Pure.
+
+    An aggregator that writes no new board cannot report its own silence.
+    """
     known = before.node(board.aggregator)
     aggregator = board.node(board.aggregator)
     if known is None or aggregator is None or before.aggregator != board.aggregator:

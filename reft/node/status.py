@@ -1,4 +1,4 @@
-"""The job as ``reft status --json`` and the status page show it, from the memory of its nodes."""
+"""The status of a job for ``reft status --json`` and the status page, read from its memory."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from reft.node.report import (
 from reft.node.summary import is_well, summary
 
 ENDED_AS_WANTED = "it ended well"
-_OLD_SECS = 10.0  # age of a board at which its launcher counts as silent
-_GATHER_SECS = 2.0  # in which the nodes that are present meet after a failure
-_MAX_ROUNDS = 64  # of the history
+_OLD_SECS = 10.0  # Age of a board at which its launcher counts as silent
+_GATHER_SECS = 2.0  # Time in which the present nodes join after a failure
+_MAX_ROUNDS = 64  # Most rounds of the history in the status
 
 
 class JobState(StrEnum):
@@ -42,7 +42,7 @@ class JobState(StrEnum):
 
 
 class StatusReader:
-    """Reads the status of a job again and again, from its memory on one or several nodes."""
+    """Reads the status of a job repeatedly, from its memory on one or several nodes."""
 
     def __init__(self, paths: list[Path]) -> None:
         self.paths = paths
@@ -71,8 +71,10 @@ class StatusReader:
         }
 
     def _read_board(self, now: float, running: bool) -> tuple[ReportBoard, list[str]]:
-        """The newest board on any of the nodes, and warnings about it. Without launchers there is
-        no board: then one is made from the nodes' own files."""
+        """The newest board on any of the nodes, and warnings about it.
+
+        Without launchers there is no board, so one is made from the nodes' own files.
+        """
         board = newest_board(self.paths)
         if board is None:
             nodes = tuple(
@@ -103,12 +105,18 @@ class StatusReader:
 def _find_state(
     board: ReportBoard, paths: Sequence[Path]
 ) -> tuple[JobState, dict[str, Any] | None]:
-    """The state of a running job; while it waits for nodes: for which, since when, and until when
-    at most. That limit is None if the launchers' join timeout is the only one."""
+    """The state of a running job.
+
+    Returns:
+        The state, and while it waits for nodes: for which, since when, and until when. That limit
+        is None if only the launchers' join timeout applies.
+    """
     rounds = [row for path in paths for row in read_history(path)[-1:]]
     last = max(rounds, key=lambda row: row.unix_secs, default=None)
     present = [
-        n for n in board.nodes if n.seen is not HealthSignal.OFFLINE and not n.quiet and not n.spare
+        n
+        for n in board.nodes
+        if n.observed_signal is not HealthSignal.OFFLINE and not n.quiet and not n.spare
     ]
     waiting = [n for n in present if n.doing == WAITING]
     missing = [] if last is None else sorted(set(last.nodes) - {n.node for n in waiting})
@@ -136,7 +144,7 @@ def _find_state(
 
 
 def _describe_node(path: Path) -> dict[str, Any]:
-    """What a node's own files tell beyond its report: storage, traffic, protection, history."""
+    """The part of a node's state that its report lacks: storage, traffic, protection, history."""
     directory = JobDir.open(path)
     rounds = read_history(path)
     restarts = restarts_among(rounds)
@@ -169,15 +177,17 @@ def _daemon_runs(path: Path) -> bool:
 
 
 def _launcher_end(path: Path) -> str:
-    """Why the node's launcher ended, by its last report; "" if it runs, or was killed."""
+    """Why the node's launcher ended, by its last report; empty if it runs or was killed."""
     board = read_board(path)
     node = None if board is None else board.node(JobDir.open(path).node)
     return node.why if node is not None and node.left else ""
 
 
 def _is_running(path: Path) -> bool:
-    """Whether any process of the job runs on the node. It tries no lock, which could make one of
-    them fail."""
+    """Whether any process of the job runs on the node.
+
+    It takes no lock, because that could make a process of the job fail.
+    """
     if _daemon_runs(path) or any(page.state not in ("", "Z") for page in read_pages(path)):
         return True
     board = read_board(path)
@@ -186,7 +196,7 @@ def _is_running(path: Path) -> bool:
 
 
 def _find_end(paths: Sequence[Path]) -> str:
-    """Why the job does not run any more, as far as these nodes know."""
+    """Why the job no longer runs, as far as these nodes know."""
     for path in paths:
         rounds = read_history(path)
         if rounds and rounds[-1].ended is not None:

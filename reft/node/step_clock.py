@@ -1,9 +1,9 @@
-"""How a rank's steps divide: computing, transfers, collectives, the optimizer.
+"""Measures how a rank's steps divide into computing, transfers, collectives and the optimizer.
 
 A call that sends or receives returns when both sides were present and the bytes have moved. One
-rank cannot tell which part of it was waiting, but both ends together can: for each message, the end
-that came last did not wait, so that the smaller of the two times is the transfer. Therefore the
-record of a step holds the quickest transfer with either neighbour.
+rank cannot tell how much of that time was waiting, but both ends together can. For each message,
+the end that came last did not wait, so the smaller of the two times is the transfer. Therefore the
+record of a step holds the quickest transfer with each neighbour.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ctypes import Array, Structure, c_int64
 from enum import IntEnum
 from typing import NamedTuple
 
-RECORDS = 64  # the newest steps that are kept
-_NONE_NANOS = 2**62  # in the place of a quickest transfer, if there was none
+RECORDS = 64  # Number of recent steps that are kept
+_NONE_NANOS = 2**62  # Stands for a missing quickest transfer
 _NANOS_PER_SEC = 10**9
 
 
 class StepPhase(IntEnum):
-    """What a rank does in an instruction."""
+    """The activity of a rank in an instruction."""
 
-    COMPUTE = 0  # alone, or together with its tensor-parallel peers
-    PREVIOUS = 1  # transfers from or to the previous stage
-    NEXT = 2  # transfers from or to the next stage
-    COLLECTIVE = 3  # reduces, or may reduce
-    OPTIMIZER = 4  # the optimizer's step, which may reduce the gradient norm and gather weights
-    OTHER = 5  # the data loader, the script, reft
+    COMPUTE = 0  # Computes alone, or together with its tensor-parallel peers
+    PREVIOUS = 1  # Transfers from or to the previous stage
+    NEXT = 2  # Transfers from or to the next stage
+    COLLECTIVE = 3  # Reduces, or may reduce
+    OPTIMIZER = 4  # The optimizer's step, which may reduce the gradient norm and gather weights
+    OTHER = 5  # The data loader, the script, reft
 
 
 _BY_NAME = {
@@ -39,7 +39,7 @@ _BY_NAME = {
     "SendActivation": StepPhase.NEXT,
     "RecvGrad": StepPhase.NEXT,
     "LoadMicroBatch": StepPhase.OTHER,
-    # Of a plain engine, which reduces within its backward pass.
+    # Instructions of a plain engine, which reduces within its backward pass.
     "Backward": StepPhase.COLLECTIVE,
     "Step": StepPhase.OPTIMIZER,
     "OptimizerStep": StepPhase.OPTIMIZER,
@@ -49,7 +49,7 @@ _COLLECTIVES = ("Reduce", "AggregateTotalLoss", "Recv", "Send", "CommitP2P")
 
 
 def find_phase(name: str) -> StepPhase:
-    """What an instruction of that name does; "" stands for the time before the first one."""
+    """The phase of an instruction; the empty name is the time before the first one."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     if name.startswith(_COMPUTING):
@@ -60,29 +60,29 @@ def find_phase(name: str) -> StepPhase:
 class StepTimes(NamedTuple):
     """One step of one rank, in seconds."""
 
-    step: int  # number of the last completed step after it
-    whole: float  # from the engine's call to its return
-    compute: float  # computing, without ``busy``
-    busy: float  # ready to compute, without a core
-    linked: float  # transfers with the neighbouring stages, and waiting for them
-    collective: float  # collectives, and waiting in them
-    optimizer: float  # the optimizer's step, and waiting in it
-    previous: float  # the quickest transfer with the previous stage; 0 if there was none
-    next: float  # the quickest transfer with the next stage; 0 if there was none
-    transfers: int  # with both stages
+    step: int  # Last completed step after it
+    whole: float  # From the engine's call to its return
+    compute: float  # Computing, without ``busy``
+    busy: float  # Ready to compute, but waiting for a core
+    linked: float  # Transfers with the neighbouring stages, including waiting
+    collective: float  # Collectives, including waiting
+    optimizer: float  # The optimizer's step, including waiting
+    previous: float  # The quickest transfer with the previous stage; 0 if there was none
+    next: float  # The quickest transfer with the next stage; 0 if there was none
+    transfers: int  # Number of transfers with both stages
 
 
 class StepRecord(Structure):
-    """As :class:`StepTimes`, in nanoseconds, in shared memory.
+    """The fields of :class:`StepTimes` in shared memory, in nanoseconds.
 
-    ``step`` is written first and ``end`` last: in a record that is complete, they are equal.
+    ``step`` is written first and ``end`` last, so they are equal in a complete record only.
     """
 
     _fields_ = [(name, c_int64) for name in (*StepTimes._fields, "end")]
 
 
 def read_records(ring: Array[StepRecord]) -> Iterator[StepTimes]:
-    """The complete records, in no order."""
+    """The complete records, in any order."""
     for record in ring:
         if record.step > 0 and record.step == record.end:
             nanos = [getattr(record, name) for name in StepTimes._fields[1:-1]]
@@ -91,30 +91,32 @@ def read_records(ring: Array[StepRecord]) -> Iterator[StepTimes]:
 
 
 class StepClock:
-    """Adds up how the present step divides. Used by the training thread, at every instruction.
+    """Measures how the current step divides. The training thread uses it at every instruction.
 
     Args:
-        ring: of RECORDS records, for the steps that have ended.
+        ring: RECORDS records for the completed steps.
+
+    Attributes:
+        phase_began: start of the current phase in nanoseconds. The caller moves it forward by time
+            that is not part of the step.
     """
 
     def __init__(self, ring: Array[StepRecord]) -> None:
-        # When the present phase began, in nanoseconds. The caller moves it forward by time that is
-        # not part of the step.
         self.phase_began = 0
         self._ring = ring
         self._count = 0
         self._phase = StepPhase.OTHER
-        self._spent = [0] * len(StepPhase)  # nanoseconds by phase
-        self._quickest = [_NONE_NANOS, _NONE_NANOS]  # transfer with the previous and the next stage
+        self._spent = [0] * len(StepPhase)  # Nanoseconds by phase
+        self._quickest = [_NONE_NANOS, _NONE_NANOS]  # Transfer with the previous and the next stage
         self._transfers = 0
-        # Nanoseconds in which this thread waited for a core while it computed, and the kernel's
+        # Nanoseconds for which this thread waited for a core while it computed, and the kernel's
         # counter when it began to compute.
         self._busy = self._busy_counter = 0
-        # File with that counter; None: not opened yet, 0: the kernel has none.
+        # Open file with that counter; None: not opened yet, 0: the kernel has none.
         self._schedstat: int | None = None
 
     def begin(self, now: int) -> None:
-        """A step begins. ``now``: nanoseconds of the monotonic clock."""
+        """Begin a step. ``now`` is the monotonic clock in nanoseconds."""
         if self._schedstat is None:
             self._schedstat = 0
             path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
@@ -126,11 +128,10 @@ class StepClock:
         self._transfers = self._busy = 0
 
     def enter(self, phase: StepPhase) -> int:
-        """Another phase begins, or another instruction of the same. Returns the time, in
-        nanoseconds."""
+        """Begin a phase, or the next instruction of one. Returns the time in nanoseconds."""
         before = self._phase
         if before == StepPhase.COMPUTE and phase != before:
-            # Read before the time is: otherwise a delay after it would count as computing.
+            # Read before the clock, so that a delay in between does not count as computing.
             self._busy += self._read_busy() - self._busy_counter
         now = time.monotonic_ns()
         nanos = now - self.phase_began
@@ -146,7 +147,7 @@ class StepClock:
         return now
 
     def end(self, step: int, began: int) -> None:
-        """The step that began at ``began`` has ended: write its record."""
+        """End the step that began at ``began``, and write its record."""
         whole = self.enter(StepPhase.OTHER) - began
         spent = self._spent
         record = self._ring[self._count % RECORDS]
@@ -163,8 +164,7 @@ class StepClock:
         record.end = step
 
     def _read_busy(self) -> int:
-        """Nanoseconds that this thread has waited for a core since it began; a constant if the
-        kernel does not count them."""
+        """Nanoseconds that this thread has waited for a core; constant if the kernel has none."""
         if not self._schedstat:
             return 0
         try:
@@ -174,7 +174,7 @@ class StepClock:
             return self._busy_counter
 
     def close(self) -> None:
-        """No step follows."""
+        """Close the counter's file after the last step."""
         if self._schedstat:
             os.close(self._schedstat)
         self._schedstat = 0

@@ -1,21 +1,22 @@
-"""Which ranks, nodes and links are slower than their peers, and how the ranks' steps divide.
+"""Finds ranks, nodes and links that are slower than their peers, and how the ranks' steps divide.
 
-Input are the last steps of all ranks, as their nodes report them; no clock or file is read here.
+The input is the last steps of all ranks, as their nodes report them; no clock or file is read here.
 
 Only equals are compared: the data-parallel replicas of one pipeline stage and tensor slice, which
-compute the same on other data. So a stage that has more to do than the others is never reported,
-and with one replica nothing is. A link between two stages is compared with the same link of the
-other replicas.
+compute the same on different data. So a stage with more work than the others is never reported, and
+a job with one replica has no stragglers. A link between two stages is compared with the same link
+of the other replicas.
 
-Whether a rank is slower is a sequential test over its steps. Compared is the logarithm of its time
-over the median of its peers' times in the same step: what slows all of them cancels out. The noise
-is modelled by Laplace's distribution, whose scale is estimated from the last steps. The evidence
-for "slower by ``factor``" against "as fast as its peers" is Page's cumulative sum of log-likelihood
-ratios (Biometrika 41, 1954), which starts again whenever it falls to zero. For independent steps,
-the mean number of steps to a false alarm is at least exp(threshold) (Lorden, Annals of Mathematical
-Statistics 42, 1971). On a busy machine steps are not independent: it is busy for a second, and with
-one rank rather than another. So the evidence of one step is limited, and the rank has to be slower
-in two thirds of the steps of a stretch that is longer than such a burst.
+A sequential test over the steps of a rank decides whether it is slow. The test value is the
+logarithm of its time over the median of its peers' times in the same step, so anything that slows
+all of them cancels out. The noise is modelled by a Laplace distribution whose scale is estimated
+from the last steps. The evidence for "slower by ``factor``" against "as fast as its peers" is
+Page's cumulative sum of log-likelihood ratios (Biometrika 41, 1954), which restarts whenever it
+falls to zero. For independent steps, the mean number of steps to a false alarm is at least
+exp(threshold) (Lorden, Annals of Mathematical Statistics 42, 1971). On a busy machine steps are not
+independent: it delays one rank for a second, then another. So the evidence of one step is limited,
+and the rank has to be slower in two thirds of the steps of a stretch that is longer than such a
+burst.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from typing import NamedTuple
 from reft.node.progress import RankSteps
 from reft.node.step_clock import StepTimes
 
-MAX_SHOWN = 64  # ranks whose steps are shown: those that compute longest
-STEP_PARTS = ("compute", "busy", "transfer", "wait", "other")  # see RankSpeed
-_RANK_FACTOR, _LINK_FACTOR = 1.2, 2.0  # slowness that is tested for
-_MIN_COST_SHARE = 0.01  # of a step; less is not reported
+MAX_SHOWN = 64  # Most ranks whose steps are shown: those that compute longest
+STEP_PARTS = ("compute", "busy", "transfer", "wait", "other")  # See RankSpeed
+_RANK_FACTOR, _LINK_FACTOR = 1.2, 2.0  # Slowness that the test looks for
+_MIN_COST_SHARE = 0.01  # Share of a step; a smaller cost is not reported
 _WINDOW_STEPS = 64
-_MIN_SCALE = 0.02  # of the noise: ranks differ by two percent without a cause
-_MAX_EVIDENCE = 2.0  # of one step
-_MIN_STEPS, _MIN_SECS, _MIN_SLOW_SHARE = 8, 1.0, 0.65  # of a stretch
-_FALSE_ALARM_STEPS = 1e6  # mean number of steps to a false alarm of any rank
+_MIN_SCALE = 0.02  # Smallest scale of the noise: ranks differ by two percent without a cause
+_MAX_EVIDENCE = 2.0  # Largest evidence of one step
+_MIN_STEPS, _MIN_SECS, _MIN_SLOW_SHARE = 8, 1.0, 0.65  # Of a stretch
+_FALSE_ALARM_STEPS = 1e6  # Mean number of steps to a false alarm of any rank
 
-At = tuple[int, int, int]  # pipeline stage, replica, tensor slice
+At = tuple[int, int, int]  # Pipeline stage, replica, tensor slice
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class RankSpeed:
     at: At
     step_secs: float
     compute_secs: float
-    busy_secs: float  # ready to compute, without a core: its machine does something else
-    transfer_secs: float  # sends, receives and reductions, once all participants are present
-    wait_secs: float  # for other participants
-    other_secs: float  # the optimizer's step, the data, the script
+    busy_secs: float  # Ready to compute, but without a core: other work runs on its machine
+    transfer_secs: float  # Sends, receives and reductions, once all participants are present
+    wait_secs: float  # Waiting for other participants
+    other_secs: float  # The optimizer's step, the data, the script
 
 
 class SlownessKind(StrEnum):
@@ -67,18 +68,17 @@ class SlownessKind(StrEnum):
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank, a node with all its ranks, or a link between two stages that is slower than its
-    peers."""
+    """A rank, a node with all its ranks, or a link between two stages, if slower than its peers."""
 
     kind: SlownessKind
-    name: str  # for people: "rank 3", "node2", "rank 1 (node0) - rank 3 (node2)"
-    ranks: tuple[int, ...]  # the ranks concerned; the ends of a link
+    name: str  # As users read it: "rank 3", "node2", "rank 1 (node0) - rank 3 (node2)"
+    ranks: tuple[int, ...]  # The slow ranks, or the two ends of a link
     nodes: tuple[str, ...]
     since_step: int
-    factor: float  # its time over its peers'
-    cost_secs: float  # upper bound of what it costs the job in every step
-    cost_share: float  # the same, as a share of the step
-    why: str  # what is slow
+    factor: float  # Its time over its peers' time
+    cost_secs: float  # Upper bound of its cost to the job in every step
+    cost_share: float  # The same as a share of the step
+    why: str  # What is slow
 
     def __str__(self) -> str:
         return (
@@ -89,8 +89,8 @@ class Straggler:
 
 
 class _StretchStep(NamedTuple):
-    slowness: float  # logarithm of the rank's time over its peers'
-    excess_secs: float  # the rank's time beyond its peers'
+    slowness: float  # Logarithm of the rank's time over its peers' time
+    excess_secs: float  # The rank's time minus its peers' time
     step_secs: float
 
 
@@ -98,27 +98,30 @@ class SlowTest:
     """Tests one rank, or one link, against its peers.
 
     Args:
-        ranks: number of ranks of the job. With more ranks, more evidence is required, so that noise
-            alone makes any of them slow once in a million steps at most.
-        factor: slowness that is tested for. Less than its square root counts as none.
+        ranks: number of ranks of the job. More ranks require more evidence, so that noise alone
+            makes any of them slow at most once in a million steps.
+        factor: slowness that the test looks for. Less than its square root counts as none.
+
+    Attributes:
+        since_step: first slow step; None while the rank is not slow.
     """
 
     def __init__(self, ranks: int, factor: float = _RANK_FACTOR) -> None:
-        self.since_step: int | None = None  # first slow step; None while it is not slow
+        self.since_step: int | None = None
         self._threshold = math.log(max(1, ranks) * _FALSE_ALARM_STEPS)
         self._shift = math.log(factor)
-        self._last: deque[float] = deque(maxlen=_WINDOW_STEPS)  # slowness
+        self._last: deque[float] = deque(maxlen=_WINDOW_STEPS)  # Slowness of each step
         self._evidence = 0.0
-        # Steps since the evidence was last zero.
+        # The stretch: steps since the evidence was last zero.
         self._first_step: int | None = None
         self._stretch: deque[_StretchStep] = deque(maxlen=_WINDOW_STEPS)
         self._stretch_secs = 0.0
 
     def add(self, step: int, secs: float, peers_secs: float, step_secs: float) -> None:
-        """Take in a step.
+        """Add a step.
 
         Args:
-            step: its number.
+            step: number of the step.
             secs: time of the rank.
             peers_secs: median time of its peers.
             step_secs: time of the whole step.
@@ -131,7 +134,7 @@ class SlowTest:
         ratio = (abs(slowness) - abs(slowness - self._shift)) / scale
         self._evidence += min(_MAX_EVIDENCE, max(-_MAX_EVIDENCE, ratio))
         if self.since_step is not None:
-            # A slow rank stays so until there is as much evidence against it.
+            # A slow rank remains slow until there is as much evidence against it.
             self._evidence = min(self._threshold, self._evidence)
         if self._evidence <= 0.0:
             self._stretch.clear()
@@ -163,7 +166,7 @@ class SlowTest:
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Seconds of every step that the slowness costs, and their share of the step."""
+        """Seconds that the slowness costs in every step, and their share of the step."""
         secs = max(0.0, median(s.excess_secs for s in self._stretch))
         step_secs = median(s.step_secs for s in self._stretch)
         return secs, min(1.0, secs / max(step_secs, 1e-9))
@@ -176,24 +179,28 @@ class SlowTest:
 class _Rank(NamedTuple):
     node: str
     report: RankSteps
-    steps: dict[int, StepTimes]  # by number
+    steps: dict[int, StepTimes]  # By number of the step
 
 
 class SpeedWatch:
-    """Compares the ranks of a job. Run by the aggregator alone."""
+    """Compares the ranks of a job. Only the aggregator runs it."""
 
     def __init__(self) -> None:
         self._ranks: dict[At, _Rank] = {}
         self._tests: dict[tuple[SlownessKind, At], SlowTest] = {}
-        # Newest step that was compared, by kind, stage and tensor slice.
+        # Newest compared step, by kind, stage and tensor slice.
         self._compared: dict[tuple[SlownessKind, int, int], int] = {}
 
     def poll(self, reports: Iterable[tuple[str, RankSteps]]) -> None:
-        """Take in the newest steps of every rank, with the name of its node."""
+        """Add the newest steps of every rank.
+
+        Args:
+            reports: for each rank, the name of its node and its last steps.
+        """
         before = self._ranks
         self._ranks = {r.at: _Rank(node, r, {s.step: s for s in r.steps}) for node, r in reports}
         if any(before.get(at, now).report.pid != now.report.pid for at, now in self._ranks.items()):
-            # The trainers were restarted: ranks may be on other nodes.
+            # The trainers were restarted, so ranks may be on other nodes.
             self._tests.clear()
             self._compared.clear()
         for group in self._groups():
@@ -202,7 +209,7 @@ class SpeedWatch:
                 self._compare(SlownessKind.LINK, group, self._link_secs, _LINK_FACTOR)
 
     def _groups(self) -> list[list[_Rank]]:
-        """Ranks of equal pipeline stage and tensor slice."""
+        """Ranks grouped by pipeline stage and tensor slice."""
         groups: dict[tuple[int, int], list[_Rank]] = {}
         for (pp, _, tp), rank in sorted(self._ranks.items()):
             groups.setdefault((pp, tp), []).append(rank)
@@ -215,13 +222,19 @@ class SpeedWatch:
         measure: Callable[[_Rank, int], float],
         factor: float,
     ) -> None:
-        """Test the new steps that all ranks of a group have made. ``measure`` returns the seconds
-        of a rank in a step; 0 if unknown."""
+        """Test the new steps that all ranks of a group have completed.
+
+        Args:
+            kind: whether ranks or links are tested.
+            group: ranks of one pipeline stage and tensor slice.
+            measure: returns the seconds of a rank in a step; 0 if unknown.
+            factor: slowness that the test looks for.
+        """
         (pp, _, tp) = group[0].report.at
         last = self._compared.get((kind, pp, tp), -1)
         common = _common_steps(group)
         newest = max(common, default=last)
-        if newest < last:  # the job was rolled back
+        if newest < last:  # The job was rolled back
             last = min(common, default=0) - 1
         for step in sorted(s for s in common if s > last):
             secs = {rank.report.at: measure(rank, step) for rank in group}
@@ -235,28 +248,33 @@ class SpeedWatch:
         self._compared[kind, pp, tp] = newest
 
     def _link_secs(self, rank: _Rank, step: int) -> float:
-        """Seconds of all transfers with the next stage, without waiting: each taken to last as long
-        as the quickest one, by the end that saw it quicker."""
+        """Seconds of all transfers with the next stage, without waiting.
+
+        Each transfer counts as long as the quickest one, as measured by the end that waited less.
+        """
         pp, dp, tp = rank.report.at
         following = self._ranks.get((pp + 1, dp, tp))
         if following is None or step not in following.steps:
             return 0.0
-        mine, theirs = rank.steps[step], following.steps[step]
-        # A stage with neighbours on both sides has half of its transfers with either.
-        has_both = mine.next > 0 and mine.previous > 0
-        transfers = mine.transfers / 2 if has_both else mine.transfers
-        return _quickest(mine.next, theirs.previous) * transfers
+        own, theirs = rank.steps[step], following.steps[step]
+        # A stage with two neighbours has half of its transfers with each.
+        has_both = own.next > 0 and own.previous > 0
+        transfers = own.transfers / 2 if has_both else own.transfers
+        return _quickest(own.next, theirs.previous) * transfers
 
     # -- results -------------------------------------------------------------------------------
 
     def slow(self) -> tuple[Straggler, ...]:
-        """The stragglers now, the costliest first."""
+        """The current stragglers, the costliest first."""
         found = [*self._slow_ranks(), *self._slow_links()]
         return tuple(sorted(found, key=lambda straggler: -straggler.cost_secs))
 
     def _slow_ranks(self) -> Iterator[Straggler]:
-        """Nodes of which all ranks, two or more, are slow. Of the other slow ranks, tensor-parallel
-        peers together, since they wait for each other; the rest one by one."""
+        """Find slow nodes and ranks.
+
+        A node is slow if it has several ranks and all of them are slow. Of the other slow ranks,
+        tensor-parallel peers are reported together, since they wait for each other.
+        """
         slow = {
             at
             for (kind, at), test in self._tests.items()
@@ -319,10 +337,10 @@ class SpeedWatch:
         )
 
     def speeds(self) -> tuple[RankSpeed, ...]:
-        """How the last steps divide, by rank; of many ranks those that compute longest.
+        """How the last steps divide, by rank; in a large job only the ranks that compute longest.
 
-        The time that even the quickest rank of a group took for a collective is its transfer; what
-        another rank took beyond that, it waited.
+        The time of the quickest rank of a group in a collective counts as transfer; the additional
+        time of other ranks counts as waiting.
         """
         speeds = []
         for group in self._groups():
@@ -360,15 +378,15 @@ class SpeedWatch:
     def _transfer_secs(self, rank: _Rank, step: int) -> float:
         """Seconds of a rank's transfers with the neighbouring stages, without waiting."""
         pp, dp, tp = rank.report.at
-        mine = rank.steps[step]
+        own = rank.steps[step]
         sides = []
-        if mine.next > 0:
+        if own.next > 0:
             following = self._steps_at((pp + 1, dp, tp), step)
-            sides.append(_quickest(mine.next, following.previous if following else 0.0))
-        if mine.previous > 0:
+            sides.append(_quickest(own.next, following.previous if following else 0.0))
+        if own.previous > 0:
             before = self._steps_at((pp - 1, dp, tp), step)
-            sides.append(_quickest(mine.previous, before.next if before else 0.0))
-        return sum(sides) * mine.transfers / max(1, len(sides))
+            sides.append(_quickest(own.previous, before.next if before else 0.0))
+        return sum(sides) * own.transfers / max(1, len(sides))
 
     def _steps_at(self, at: At, step: int) -> StepTimes | None:
         rank = self._ranks.get(at)
@@ -384,5 +402,5 @@ def _common_steps(group: Sequence[_Rank]) -> set[int]:
 
 
 def _quickest(one: float, other: float) -> float:
-    """The quickest transfer as both ends saw it; an end that saw none says 0."""
+    """The quicker transfer of both ends' measurements; an end without a measurement gives 0."""
     return min(one, other) if one > 0 and other > 0 else max(one, other)

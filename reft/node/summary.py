@@ -1,4 +1,4 @@
-"""The whole job in one dictionary: ``reft status --json`` without its part about this node."""
+"""The whole job as one dictionary: ``reft status --json`` without its part about this node."""
 
 from __future__ import annotations
 
@@ -24,9 +24,14 @@ _NODE_FIELDS = {
 
 
 def summary(board: ReportBoard, now: float) -> dict[str, Any]:
-    """The job, for people and programs. ``now``: Unix seconds, to which ages are counted."""
+    """Summarize a job.
+
+    Args:
+        board: reports of all nodes.
+        now: Unix seconds from which ages are counted.
+    """
     nodes = sorted(board.nodes, key=lambda n: n.node)
-    present = [n for n in nodes if n.seen is not HealthSignal.OFFLINE]
+    present = [n for n in nodes if n.observed_signal is not HealthSignal.OFFLINE]
     step = max((n.step for n in present if n.step is not None and n.step >= 0), default=None)
     speeds = [n.steps_per_sec for n in present if n.steps_per_sec is not None]
     recoveries = [n.recovery for n in nodes if n.recovery is not None]
@@ -84,7 +89,7 @@ def _since_start(nodes: Sequence[NodeReport]) -> dict[str, Any] | None:
     """The counters of the node that has counted for the longest time.
 
     The model's speed counts operations over the job's whole time, losses included. It is None
-    unless some node knows the model's parameters and the tokens of a sample.
+    unless a node knows the model's parameters and the tokens of a sample.
     """
     counted = [n.counts for n in nodes if n.counts is not None]
     counts = max(counted, key=lambda c: c.elapsed_secs, default=None)
@@ -105,14 +110,14 @@ def _since_start(nodes: Sequence[NodeReport]) -> dict[str, Any] | None:
 
 
 def _describe_node(node: NodeReport, holds_shards: bool) -> dict[str, Any]:
-    offline = node.seen is HealthSignal.OFFLINE
+    offline = node.observed_signal is HealthSignal.OFFLINE
     times = {str(signal): at for signal, at in sorted(node.times.items())}
     if node.offline_unix_secs is not None:
         times[HealthSignal.OFFLINE] = node.offline_unix_secs
     return {
         **node.model_dump(mode="json", include=_NODE_FIELDS),
-        "signal": str(node.seen),
-        "since_unix_secs": times.get(node.seen),
+        "signal": str(node.observed_signal),
+        "since_unix_secs": times.get(node.observed_signal),
         "times": times,
         "holds_shards": holds_shards,
         "doing": "" if offline else node.doing,
@@ -131,13 +136,13 @@ def _describe_node(node: NodeReport, holds_shards: bool) -> dict[str, Any]:
 def _warnings(
     nodes: Iterable[NodeReport], holders: Container[str], left: int | None
 ) -> Iterator[str]:
-    """Warnings about nodes and tolerance; those that several nodes report come once."""
+    """Warnings about nodes and tolerance; a warning of several nodes is given once."""
     names_by_warning: dict[str, list[str]] = {}
     for node in nodes:
         if node.quiet:
             secs = f"{node.silent_secs:.0f} s"
             yield f"{node.node} has not reported for {secs}; it counts as lost until it does"
-        if node.seen is not HealthSignal.OFFLINE:
+        if node.observed_signal is not HealthSignal.OFFLINE:
             for warning in node.warnings:
                 names_by_warning.setdefault(warning, []).append(node.node)
         elif node.node in holders:
@@ -154,8 +159,10 @@ def _warnings(
 
 
 def is_well(job: Mapping[str, Any]) -> bool:
-    """Whether a job, as :func:`summary` describes it, has a commit and no node in trouble. A node
-    that was replaced is not in trouble."""
+    """Whether a job, as described by :func:`summary`, has a commit and no node in trouble.
+
+    A node that was replaced is not in trouble.
+    """
     relevant = [n for n in job["nodes"] if n["holds_shards"] or n["signal"] != HealthSignal.OFFLINE]
     bad = (HealthSignal.UNHEALTHY, HealthSignal.OFFLINE)
     in_trouble = any(n["signal"] in bad or n["quiet"] for n in relevant)

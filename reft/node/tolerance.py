@@ -1,4 +1,4 @@
-"""How many more node losses the versions in memory survive, from where they really lie (P4)."""
+"""How many more node losses the versions in memory survive, by their actual placement (P4)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from reft.protect.placement import place_group, tolerance_left
 def find_holders(
     nodes: Iterable[NodeReport],
 ) -> tuple[Degrees | None, dict[Coordinate, NodeReport]]:
-    """The job's degrees, and the node that holds the newest version of each rank, OFFLINE or not;
-    (None, {}) if there is no version."""
+    """Find the node that holds the newest version of each rank, whether OFFLINE or not.
+
+    Returns:
+        The job's degrees, and the nodes by coordinate; (None, {}) if there is no version.
+    """
     held = [(shard, node) for node in nodes for shard in node.shards]
     if not held:
         return None, {}
@@ -25,7 +28,7 @@ def find_holders(
     newest: dict[Coordinate, tuple[tuple[int, int], NodeReport]] = {}
     for shard, node in held:
         at = Coordinate(*shard.at)
-        # A job that now has smaller degrees may have left shards of ranks that it has no more.
+        # If the job was made smaller, shards of ranks that it no longer has may be left.
         inside = at.pp < degrees.pp and at.dp < degrees.dp and at.tp < degrees.tp
         if inside and (at not in newest or shard.label > newest[at][0]):
             newest[at] = shard.label, node
@@ -33,20 +36,20 @@ def find_holders(
 
 
 def read_scheme(nodes: Iterable[NodeReport]) -> str:
-    """The protection of the newest version on any node; "" if unknown."""
+    """The protection of the newest version on any node; empty if unknown."""
     shards = [shard for node in nodes for shard in node.shards]
     return max(shards, key=lambda shard: shard.label).scheme if shards else ""
 
 
 def tolerance_now(nodes: Sequence[NodeReport], *, without_quiet: bool = False) -> int | None:
-    """Further node losses that every sharding group survives, by the real placement.
+    """Further node losses that every sharding group survives, by the actual placement.
 
     Args:
-        nodes: reports of all nodes; those that are OFFLINE count as lost.
-        without_quiet: nodes that are quiet count as lost, too.
+        nodes: reports of all nodes; OFFLINE nodes count as lost.
+        without_quiet: quiet nodes count as lost, too.
 
     Returns:
-        -1 if more is lost already than the protection survives; None if there is no version, or its
+        -1 if more nodes are lost than the protection survives; None if there is no version, or its
         protection is unknown.
     """
     degrees, holders = find_holders(nodes)
@@ -62,12 +65,14 @@ def tolerance_now(nodes: Sequence[NodeReport], *, without_quiet: bool = False) -
             lost = frozenset(
                 dp
                 for dp, n in enumerate(members)
-                if n is None or n.seen is HealthSignal.OFFLINE or (without_quiet and n.quiet)
+                if n is None
+                or n.observed_signal is HealthSignal.OFFLINE
+                or (without_quiet and n.quiet)
             )
             groups.add((domains, lost))
     try:
         return min(losses_left(domains, lost, scheme) for domains, lost in groups)
-    except ReftError:  # a scheme of another release
+    except ReftError:  # A scheme of another release
         return None
 
 
@@ -77,14 +82,14 @@ def losses_left(nodes: tuple[str, ...], lost: frozenset[int], scheme: str) -> in
 
     Args:
         nodes: failure domain of each member.
-        lost: members that are lost already.
+        lost: members that are already lost.
         scheme: protection, such as "arc:2+aec".
 
     Returns:
-        Below 0 if the group is lost.
+        A negative number if the group is lost.
 
     Raises:
-        ReftError: there is no such scheme.
+        ReftError: the scheme is unknown.
     """
     parsed = Scheme.parse(scheme)
     return tolerance_left(nodes, place_group(nodes, parsed.copies, parsed.parities), lost)

@@ -1,1 +1,1 @@
-"""The bubble profiler: where a pipeline's devices wait, and what of a snapshot fits there."""
+"""The bubble profiler: where a pipeline's devices wait, and which part of a snapshot fits there."""

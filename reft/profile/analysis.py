@@ -1,8 +1,8 @@
-"""Computes a profile from the traces of all ranks: where the devices of each stage really wait.
+"""Computes a profile from the traces of all ranks: where the devices of each stage wait.
 
-Traces are aligned to one clock, and the waits within their calls are separated from the work
+The traces are aligned to one clock, and the waits within their calls are separated from the work
 (:mod:`reft.profile.waits`). Then each step is cut into segments, idle intervals that recur in every
-step become windows, and figures are summed up by stage. No clock and no file is read here.
+step become windows, and the numbers are aggregated by stage. No clock and no file is read here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from reft.profile.traces import DIGITS, RankTraces
 from reft.profile.waits import Ready, find_waits
 
 _COMPUTING = {Activity.FORWARD: "ForwardPass", Activity.BACKWARD: "BackwardPass"}
-# Shorter waits than these (of a step) are jitter: they count as idle time, but no copy is planned
-# there.
+# Waits that are shorter than these (in seconds, or as a share of a step) are jitter: they count as
+# idle time, but no copy is planned in them.
 MIN_WINDOW_SECS = 100e-6
 MIN_WINDOW_SHARE = 0.002
 
@@ -48,13 +48,13 @@ def analyse(
 
     Args:
         ranks: the traces of all ranks.
-        job_id: the job.
+        job_id: name of the job.
         degrees: pp, dp, tp.
-        clock: of the traces, "host" or "device".
+        clock: clock of the traces, "host" or "device".
         bandwidth_bytes_per_sec: measured separately; used if the traces have no chunks.
 
     Raises:
-        ProfileError: there is no step that all ranks have traced, or no complete rank.
+        ProfileError: no step was traced by all ranks, or no rank has complete traces.
     """
     traced = [{trace.step for trace in rank.traces} for rank in ranks]
     steps = tuple(sorted(set.intersection(*traced))) if traced else ()
@@ -96,8 +96,11 @@ def analyse(
 
 
 def _measure_bandwidth(ranks: Sequence[RankTraces]) -> tuple[float | None, str]:
-    """Bytes per second of the traced copies, and their kind: those that had the device to
-    themselves if there are any, else all. None if there are none."""
+    """Bytes per second of the traced copies, and a description of these copies.
+
+    Copies in idle time are preferred, because they had the device to themselves. None if there are
+    no copies.
+    """
     chunks = [
         chunk
         for rank in ranks
@@ -118,7 +121,7 @@ def _measure_bandwidth(ranks: Sequence[RankTraces]) -> tuple[float | None, str]:
 
 
 def _cut(rank: RankTraces, ready: Ready) -> Iterator[RankStep]:
-    """The steps of a rank, cut into segments."""
+    """Cut the steps of a rank into segments."""
     following = [*rank.traces[1:], None]
     for number, (trace, after) in enumerate(zip(rank.traces, following, strict=True)):
         end_secs = trace.end_secs
@@ -140,7 +143,7 @@ def _cut(rank: RankTraces, ready: Ready) -> Iterator[RankStep]:
 
 
 def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segment]:
-    """The instructions of a step, cut at the ends of their waits, without empty segments."""
+    """Cut the instructions of a step where their waits end; empty segments are left out."""
     for index, (record, ready) in enumerate(zip(trace.instructions, waits, strict=True)):
         activity = activity_of(record.name)
         is_optimizer = activity is Activity.OPTIMIZER
@@ -171,8 +174,8 @@ def _segments(trace: StepTrace, waits: Sequence[float | None]) -> Iterator[Segme
 def _is_usable(name: str) -> bool:
     """Whether a version may be copied while the device waits in an instruction.
 
-    Not in the optimizer step: the old version has to be copied before it, and the new one exists
-    only after it (P2).
+    The optimizer step is excluded: the old version has to be copied before it, and the new one
+    exists only after it (P2).
     """
     return activity_of(name) is not Activity.OPTIMIZER
 
@@ -180,12 +183,12 @@ def _is_usable(name: str) -> bool:
 def _windows(
     stream: Sequence[InstructionRecord], steps: Sequence[RankStep], bandwidth: float | None
 ) -> Iterator[MeasuredWindow]:
-    """Idle intervals that recur in every step, in the order of the stage's instructions."""
-    # A schedule may have computing instructions of its own: their activity tells.
+    """Find idle intervals that recur in every step, in the order of the stage's instructions."""
+    # A schedule may have computing instructions of its own, which are recognized by their activity.
     names = [_COMPUTING.get(activity_of(record.name), record.name) for record in stream]
     step_secs = float(np.median([step.step_secs for step in steps]))
     min_secs = max(MIN_WINDOW_SECS, MIN_WINDOW_SHARE * step_secs)
-    # Of each step, by position of the instruction: seconds of its wait, and when it began.
+    # For each step, by position of the instruction: seconds of its wait, and its start time
     waits = [
         {s.position: s.secs for s in step.segments if s.activity is Activity.WAIT} for step in steps
     ]
@@ -248,7 +251,7 @@ _OVERLAPS = {
 
 
 def _sum_copies(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Overlap, float]]:
-    """Means over the steps: bytes by tier, and seconds of copying by what the device did."""
+    """Means over the steps: bytes by tier, and seconds of copying by activity of the device."""
     nbytes: dict[int, float] = defaultdict(float)
     secs = dict.fromkeys(Overlap, 0.0)
     for step in steps:
@@ -261,6 +264,6 @@ def _sum_copies(steps: Sequence[RankStep]) -> tuple[dict[int, float], dict[Overl
                 if common_secs > 0:
                     secs[_OVERLAPS.get(segment.activity, Overlap.OTHER)] += common_secs
                     rest_secs -= common_secs
-            secs[Overlap.OTHER] += max(0.0, rest_secs)  # between instructions
+            secs[Overlap.OTHER] += max(0.0, rest_secs)  # Between instructions
     mean_secs = {overlap: round(total / len(steps), DIGITS) for overlap, total in secs.items()}
     return {tier: nbytes[tier] / len(steps) for tier in sorted(nbytes)}, mean_secs

@@ -1,12 +1,12 @@
 """Clocks of processes and devices, and their alignment to the clock of rank 0.
 
-``perf_counter`` has another zero on every host. Rank 0 swaps bytes with one process of each host.
-What either side has received when its call ends was sent after the other's call began. With calls
-from t0 to t1 by rank 0's clock, and from s0 to s1 by the peer's::
+The zero of ``perf_counter`` differs between hosts. Rank 0 swaps bytes with one process of each
+host. The bytes that one side has received when its call ends were sent after the other side's call
+began. With calls from t0 to t1 by rank 0's clock, and from s0 to s1 by the peer's::
 
     t0 - s1 <= offset <= t1 - s0
 
-Of many calls, the narrowest bounds count. Clocks drift by parts in a million: so the offsets are
+The narrowest bounds of many calls are used. Clocks drift by parts in a million, so the offsets are
 measured before and after the profiled steps.
 """
 
@@ -25,25 +25,25 @@ from reft.control.control import ControlGroup
 from reft.device import Vendor
 from reft.naming import kernel_id
 
-_ROUNDS = 20  # swaps with each host
-_ANCHORS = 5  # measurements of which the most exact counts
+_ROUNDS = 20  # Swaps with each host
+_ANCHORS = 5  # Measurements of an anchor, of which the most exact is used
 
-Span = tuple[float, float]  # begin and end of a call by ``time.perf_counter``
-Mark = Any  # returned by DeviceClock.mark
-# Begin and end of each instruction of a step. Empty if the trace holds the host's times.
+Span = tuple[float, float]  # Begin and end of a call by ``time.perf_counter``
+Mark = Any  # Result of DeviceClock.mark
+# Begin and end of each instruction of a step; empty if the trace holds the host's times
 Marks = Sequence[tuple[Mark, Mark]]
 
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """What turns a rank's clock into rank 0's."""
+    """Converts a rank's clock to rank 0's clock."""
 
-    secs: float = 0.0  # to be added
-    error_secs: float = 0.0  # upper bound of the error
-    clock: int = 0  # ranks with equal numbers read the same clock, without error between them
+    secs: float = 0.0  # Seconds to add
+    error_secs: float = 0.0  # Upper bound of the error
+    clock: int = 0  # Ranks with equal numbers read the same clock, without error between them
 
     def error_to(self, other: ClockOffset) -> float:
-        """Upper bound of the error when times of two ranks are compared."""
+        """Upper bound of the error in seconds when times of two ranks are compared."""
         return 0.0 if self.clock == other.clock else self.error_secs + other.error_secs
 
     def until(self, after: ClockOffset) -> ClockOffset:
@@ -53,7 +53,7 @@ class ClockOffset:
 
 
 def clock_id() -> str:
-    """Equal in processes that read the same clock: on one boot of a host, in one time namespace."""
+    """Identify the clock of this process: one boot of a host, in one time namespace."""
     try:
         return f"{kernel_id()} {os.readlink('/proc/self/ns/time')}"
     except OSError:
@@ -64,12 +64,12 @@ def measure_offsets(control: ControlGroup, my_clock: str) -> list[ClockOffset]:
     """Measure the offset of every rank's clock, in rank order. Collective.
 
     Args:
-        control: connects the ranks.
-        my_clock: :func:`clock_id` of this rank.
+        control: control group of the ranks.
+        my_clock: result of :func:`clock_id` on this rank.
     """
     clocks = [text.decode() for text in control.gather_bytes(my_clock.encode())]
     known = [*dict.fromkeys(clocks)]
-    # The first rank of every clock but rank 0's.
+    # The first rank with each clock other than rank 0's
     peers = [clocks.index(clock) for clock in known[1:]]
     calls: dict[int, list[Span]] = {peer: [] for peer in peers if control.rank in (0, peer)}
     sent, received = torch.zeros(1), torch.zeros(1)
@@ -90,10 +90,10 @@ def measure_offsets(control: ControlGroup, my_clock: str) -> list[ClockOffset]:
 
 
 def estimate(ours: Sequence[Span], theirs: Sequence[Span], clock: int = 0) -> ClockOffset:
-    """The offset of a peer's clock.
+    """Estimate the offset of a peer's clock.
 
     Args:
-        ours: calls by rank 0's clock, in which bytes were swapped.
+        ours: calls in which bytes were swapped, by rank 0's clock.
         theirs: the same calls by the peer's clock.
         clock: number of the peer's clock.
     """
@@ -111,39 +111,42 @@ class _Anchor(NamedTuple):
 
 
 class DeviceClock:
-    """Times a device's instructions, without synchronisation.
+    """Times a device's instructions without synchronisation.
 
     On a CPU, an instruction is over when its call returns. On CUDA and ROCm the call only queues
-    work; the time that counts is when the device gets there. So an event is recorded on the current
-    stream at each mark. After the profiled steps, when all events have completed, they are turned
+    work, and the relevant time is when the device executes it. So each mark records an event on the
+    current stream. After the profiled steps, when all events have completed, they are converted
     into host seconds::
 
         t = anchor_secs - elapsed(event, anchor event)
 
-    The anchor is an event whose host time is known, because the host waited for it, outside of the
+    The anchor is an event whose host time is known, because the host waited for it outside of the
     measured steps. Two anchors, before and after, bound the drift between the clocks. An event
     costs about a microsecond of host time and nothing on the device; the host never waits for one.
+
+    Attributes:
+        error_secs: error of the last resolution: half of the wait for its anchor, plus the drift
+            since the first anchor.
     """
 
     def __init__(self, vendor: Vendor) -> None:
-        # Of the last resolution: half the wait for its anchor, plus the drift since the first one.
         self.error_secs = 0.0
         self._module = vendor.module
         self._free: list[Any] = []
         self._anchor: _Anchor | None = None
 
     def begin(self) -> None:
-        """Called before the first mark; waits for the device."""
+        """Take the first anchor. Call it before the first mark; waits for the device."""
         self._anchor = self._take_anchor()
 
     def mark(self) -> Mark:
-        """Mark the present position of the compute stream. Never waits."""
+        """Mark the current position of the compute stream. Never waits."""
         event = self._free.pop() if self._free else self._module.Event(enable_timing=True)
         event.record()
         return event
 
     def resolve(self, marks: Sequence[Mark]) -> list[float]:
-        """``time.perf_counter()`` seconds of marks of completed steps; waits for the device."""
+        """Convert marks of completed steps to ``perf_counter`` seconds; waits for the device."""
         if not marks:
             return []
         first, last = self._anchor, self._take_anchor()
@@ -151,15 +154,15 @@ class DeviceClock:
         if first is not None:
             elapsed_secs = float(first.event.elapsed_time(last.event)) / 1e3
             self.error_secs += abs(last.secs - first.secs - elapsed_secs)
-        # Elapsed times are 32-bit milliseconds: exact to a microsecond over some ten seconds only.
-        # So there is one long stretch, to the anchor, and short ones within the step.
+        # Elapsed times are 32-bit milliseconds, which are exact to a microsecond only within about
+        # ten seconds. So one long interval leads to the anchor, and short ones are within the step.
         origin = last.secs - float(marks[0].elapsed_time(last.event)) / 1e3
         times = [origin + float(marks[0].elapsed_time(mark)) / 1e3 for mark in marks]
         self._free.extend(marks)
         return times
 
     def _take_anchor(self) -> _Anchor:
-        """Of several anchors, the one with the shortest wait is the most exact."""
+        """Measure several anchors; the one with the shortest wait is the most exact."""
         self._module.synchronize()
         anchors = []
         for _ in range(_ANCHORS):

@@ -1,6 +1,7 @@
-"""A profile as a picture: one step of the pipeline, a row for each stage.
+"""Draws one step of a profile, with a row for each stage.
 
-Chunks of a version are drawn where they really ran. Matplotlib is the optional extra ``plot``.
+Chunks of a version are drawn at the times when they were copied. Matplotlib is the optional extra
+``plot``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _TIERS = {
 
 # Top and height within a row.
 _BAR, _CHUNKS = (-0.34, 0.46), (0.19, 0.15)
-_FADED = 0.3  # opacity of the steps before and after
+_FADED = 0.3  # Opacity of the steps before and after
 
 
 def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
@@ -56,12 +57,12 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
 
     Args:
         result: the profile.
-        path: file to write; its suffix chooses the format (png, svg, pdf).
-        step: global step; None: the one whose length is nearest to the median.
+        path: file to write; its suffix selects the format (png, svg, pdf).
+        step: global step; None: the step whose length is nearest to the median.
 
     Raises:
         ConfigError: the step was not profiled, matplotlib is missing, or the file cannot be
-        written.
+            written.
     """
     timeline = result.timeline(step)
     if not timeline:
@@ -69,7 +70,7 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
             f"step {step} was not profiled; the profile has steps {list(result.steps)}"
         )
     begin, end = min(rank.begin_secs for rank in timeline), max(rank.end_secs for rank in timeline)
-    # For each stage, the rank of the first pipeline whose traces are complete.
+    # For each stage, the rank of the first pipeline with complete traces
     rows = [*{rank.stage_id: rank for rank in reversed(timeline)}.values()]
     rows.sort(key=lambda row: row.stage_id)
     figure = new_figure(13.0, 2.5 + 0.72 * max(2, len(rows)), dpi=150)
@@ -78,7 +79,7 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
     stages = {stage.stage_id: stage for stage in result.stages}
     for number, row in enumerate(rows):
         axes.axhspan(number - 0.42, number + 0.42, color="#f6f7f9", zorder=0, linewidth=0)
-        # Stages begin and end a step at different times: the steps before and after are shown too.
+        # Stages start and end a step at different times, so adjacent steps are shown as well.
         for near in result.timelines:
             if near.rank == row.rank and abs(near.step - row.step) <= 1:
                 _draw_row(axes, number, near, begin, 1.0 if near.step == row.step else _FADED)
@@ -109,7 +110,7 @@ def draw(result: ProfileResult, path: Path, step: int | None = None) -> None:
             text, (0, 1), (0, up), xycoords="axes fraction", textcoords="offset points", **style
         )
     handles, labels = axes.get_legend_handles_labels()
-    found = dict(zip(labels, handles, strict=True))  # one of each label in all rows
+    found = dict(zip(labels, handles, strict=True))  # One handle per label, over all rows
     style = {
         "loc": "outside lower center",
         "ncols": min(8, len(found)),
@@ -124,7 +125,7 @@ def _draw_row(axes: Any, number: int, row: RankStep, origin: float, alpha: float
     def bars(found: Sequence[Any], at: tuple[float, float], label: str, **style: Any) -> None:
         ranges = [((x.begin_secs - origin) * 1e3, (x.end_secs - x.begin_secs) * 1e3) for x in found]
         if ranges:
-            named = label if alpha == 1.0 else "_"  # a name that no legend shows
+            named = label if alpha == 1.0 else "_"  # Legends omit this name
             axes.broken_barh(ranges, (number + at[0], at[1]), alpha=alpha, label=named, **style)
 
     for activity, (label, colour) in _ACTIVITIES.items():
@@ -154,10 +155,10 @@ def _label_row(axes: Any, number: int, stage: StageProfile) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Refuse a file, before long work, whose folder does not exist; none is made.
+    """Refuse an output file whose folder does not exist, before long work.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the folder does not exist.
     """
     if not path.parent.is_dir():
         raise ConfigError(
@@ -166,10 +167,10 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def check_figure(option: str, path: Path) -> None:
-    """Refuse a file, before long work, into which no figure can be drawn.
+    """Refuse an output file that cannot hold a figure, before long work.
 
     Raises:
-        ConfigError: none can.
+        ConfigError: the folder does not exist, the format is unknown, or matplotlib is missing.
     """
     check_folder(option, path)
     formats = new_figure(1, 1).canvas.get_supported_filetypes()
@@ -181,7 +182,7 @@ def check_figure(option: str, path: Path) -> None:
 
 
 def new_figure(width: float, height: float, dpi: int = 120) -> Any:
-    """An empty figure. ``width`` and ``height``: inches.
+    """Make an empty figure. ``width`` and ``height`` are in inches.
 
     Raises:
         ConfigError: matplotlib is missing.

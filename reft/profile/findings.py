@@ -1,4 +1,4 @@
-"""What the figures of a profile mean, in sentences."""
+"""Interprets the numbers of a profile, in sentences."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from reft.profile.result import (
     StageProfile,
 )
 
-_IMBALANCE = 0.10  # by which a stage computes longer than the mean before that is reported
-_RARE = 0.9  # share of the due bytes below which versions count as rarer than every step
-_MATCHED = 0.9  # share of the split point-to-point time below which idle time counts as a bound
-_MOSTLY, _HARDLY = 0.9, 0.05  # shares of the copying time
-_MUCH_HELD_UP = 0.01  # of a step
+_IMBALANCE = 0.10  # Excess of a stage's computing time over the mean that is reported
+_RARE = 0.9  # Share of the expected bytes below which versions count as rarer than every step
+_MATCHED = 0.9  # Share of the split point-to-point time below which idle time is a lower bound
+_MOSTLY, _HARDLY = 0.9, 0.05  # Shares of the copying time
+_MUCH_HELD_UP = 0.01  # Share of a step
 
 
 def milliseconds(secs: float) -> str:
-    """A time with three significant digits and without an exponent."""
+    """Format a time with three significant digits and without an exponent."""
     value = secs * 1e3
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} ms"
 
 
 def percent(share: float) -> str:
-    """A share in percent, with one decimal below ten."""
+    """Format a share in percent, with one decimal below ten."""
     return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
 
 
 def advice(result: ProfileResult) -> Iterator[str]:
-    """Sentences to read after the tables, the most important first."""
+    """Sentences to print after the tables, the most important first."""
     yield verdict(result)
     for stage in result.stages:
         yield f"stage {stage.stage_id}{_fit(stage, result.bandwidth_bytes_per_sec)}"
@@ -89,7 +89,7 @@ def _fit(stage: StageProfile, bandwidth: float | None) -> str:
 
 
 def verdict(result: ProfileResult) -> str:
-    """Whether versions are free in this job, in one line. Shares are of the copying time."""
+    """One line on whether versions are free in this job. Shares are of the copying time."""
     if not any(stage.copied_bytes for stage in result.stages):
         return "No snapshots ran in the profiled steps"
     held_up = max(stage.held_up_secs for stage in result.stages) / result.step_secs.p50

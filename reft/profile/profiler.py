@@ -1,9 +1,9 @@
-"""Profiles a running job: collects the traces of some steps, then gathers them and writes the
-result.
+"""Profiles a running job: collects the traces of some steps, gathers them and writes the result.
 
-Within a measured step, nothing is sent, waited for or written. All ranks end at the same step, one
-after the last that is measured: a device may report the copies of a step one step later. Some
-pipelines send all their traces; of the others, rank 0 needs only the calls in which pipelines meet.
+Within a measured step there are no messages, waits or writes. All ranks stop at the same step, one
+after the last measured one, because a device may report the copies of a step one step later. The
+ranks of some pipelines send their complete traces; from the others, rank 0 needs only the calls in
+which pipelines communicate with each other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _DRAW_SECS = 120.0
 _MAX_ERROR_CHARS = 400
-_TAKEN_PREFIX = ".taken-"  # of files that tell which ranks have been measured
+_TAKEN_PREFIX = ".taken-"  # Prefix of the files that mark measured ranks
 _PROBE_BYTES = 32 * 2**20
 
 
@@ -53,13 +53,16 @@ class Profiler:
     """Receives the traces of a rank's steps and makes one profile. Constructed collectively.
 
     Args:
-        config: steps to measure, and where the profile goes.
-        clock: turns marks into times; None if traces hold the host's times.
-        job_id: the job.
+        config: steps to measure, and where to write the profile.
+        clock: converts marks into times; None if traces hold the host's times.
+        job_id: name of the job.
         at: coordinate of this rank.
-        degrees: of the job.
-        control: connects the ranks.
+        degrees: degrees of the job.
+        control: control group of the ranks.
         snapshot_bytes: returns the bytes that this rank copies for a version.
+
+    Attributes:
+        measuring: whether further traces are needed.
     """
 
     def __init__(
@@ -79,11 +82,17 @@ class Profiler:
         self._offsets = measure_offsets(control, clock_id())
         self._first_step: int | None = None
         self._steps: list[tuple[StepTrace, Marks]] = []
-        self.measuring = True  # whether traces are still wanted
+        self.measuring = True
 
     def add(self, trace: StepTrace, marks: Marks = ()) -> None:
-        """Take in the trace of the step that has just ended. The last one ends the profile, which
-        is collective, and the job, if it was started for the profile only."""
+        """Add the trace of the step that has just ended.
+
+        The last trace ends the profile, which is collective. It also ends the job if the job was
+        started only to be profiled.
+
+        Raises:
+            SystemExit: the job was started only for the profile.
+        """
         if not self.measuring:
             return
         if self._first_step is None:
@@ -99,16 +108,16 @@ class Profiler:
                 self._finish()
             except Exception:
                 # P6: training continues without the profile.
-                logger.exception("the profile failed; training goes on")
+                logger.exception("the profile failed; training continues")
             self._steps.clear()
             if self._config.then == "exit":
                 logger.info("the profile is done; the job was started for it and ends here")
                 raise SystemExit(0)
 
     def _finish(self) -> None:
-        mine = self._mine()
+        own_traces = self._own_traces()
         after = measure_offsets(self._control, clock_id())
-        gathered = self._control.gather_bytes(encode(mine))
+        gathered = self._control.gather_bytes(encode(own_traces))
         try:
             if self._control.rank == 0:
                 ranks = [
@@ -127,11 +136,11 @@ class Profiler:
                 )
                 write(result, self._config.dir)
         finally:
-            # All ranks wait until the files are written: the end of one may end rank 0.
+            # All ranks wait until the files are written, because one that exits may end rank 0.
             self._control.any_of(False)
         note_taken(self._config.dir, self._control.rank)
 
-    def _mine(self) -> RankTraces:
+    def _own_traces(self) -> RankTraces:
         at, clock = self._at, self.clock
         complete = at.dp * self._degrees.tp + at.tp < self._config.pipelines
         traces = assign_chunks(
@@ -147,7 +156,7 @@ class Profiler:
 
 
 def probe_bandwidth() -> float | None:
-    """Bytes per second of one copy into host memory, for jobs whose traces hold no copies."""
+    """Bytes per second of one copy into host memory, for jobs whose traces have no copies."""
     took = []
     with suppress(RuntimeError, MemoryError):
         vendor = find_local_vendor()
@@ -163,15 +172,14 @@ def probe_bandwidth() -> float | None:
 
 
 def note_taken(folder: Path, rank: int) -> None:
-    """Tell this node's ``reft profile`` that one of its ranks has been measured. Only rank 0 writes
-    more."""
+    """Mark a rank as measured for this node's ``reft profile``. Only rank 0 writes a profile."""
     if ENV_PROFILE in os.environ:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{_TAKEN_PREFIX}{rank}").touch()
 
 
 def forget_taken(folder: Path) -> set[int]:
-    """The ranks of this node that have been measured. The files that tell so are removed."""
+    """Return the measured ranks of this node, and remove their marks."""
     paths = list(folder.glob(f"{_TAKEN_PREFIX}*"))
     for path in paths:
         path.unlink(missing_ok=True)
@@ -179,11 +187,10 @@ def forget_taken(folder: Path) -> set[int]:
 
 
 def write(result: ProfileResult, folder: Path) -> None:
-    """Write the profile, its trace and, where matplotlib is installed, its figure into
-    ``folder``."""
+    """Write the profile, its trace and, if matplotlib is installed, its figure into ``folder``."""
     path = (folder / PROFILE_FILE).absolute()
     result.save(path)
-    # In another process, so that no trainer imports matplotlib.
+    # Uses another process so that no trainer imports matplotlib.
     command = [sys.executable, "-P", "-m", "reft.cli", "profile", "--from", str(path)]
     command += ["--trace", str(folder / "trace.json")]
     if find_spec("matplotlib") is not None:
@@ -197,7 +204,7 @@ def write(result: ProfileResult, folder: Path) -> None:
         failed = str(error)
     if failed:
         logger.warning("the profile is written, but could not be drawn: %s", failed)
-    # A warning, so that it is shown: the user asked for the profile.
+    # A warning, because lower levels may be hidden and the user has requested the profile.
     logger.warning(
         "profile of %d steps written to %s (reft profile --from %s)", len(result.steps), path, path
     )

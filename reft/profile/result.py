@@ -1,7 +1,8 @@
-"""A profile: frozen dataclasses that survive JSON.
+"""The result of a profile, as frozen dataclasses that are stored in JSON.
 
-Times are seconds. Those of windows count from the begin of the stage's first instruction in the
-step. Those of timelines are by the clock of rank 0, from the begin of the first profiled step.
+Times are in seconds. Times of windows are relative to the begin of the stage's first instruction in
+the step. Times of timelines are by rank 0's clock, relative to the begin of the first profiled
+step.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ PROFILE_FILE = "profile.json"
 
 
 class ProfileError(ReftError):
-    """A profile cannot be read, or the traces given do not make one."""
+    """A profile cannot be read, or cannot be made from the given traces."""
 
 
 class Activity(StrEnum):
-    """What a device spent time on.
+    """The activity of a device.
 
     FENCE is the wait for a version's copies before the optimizer step. CAPTURE is the time between
     the optimizer step and the next instruction, in which the host begins a version.
@@ -62,10 +63,10 @@ _BY_PREFIX = {
 
 
 def activity_of(name: str) -> Activity:
-    """The activity of an instruction, apart from waiting.
+    """The activity of an instruction while it does not wait.
 
-    Names are recognized by their first word: schedules may have instructions of their own.
-    Zero-bubble splits the backward pass, DualPipeV queues its transfers.
+    Names are recognized by their first word, because schedules may have instructions of their own:
+    zero-bubble schedules split the backward pass, DualPipeV queues its transfers.
     """
     return next(
         (activity for prefix, activity in _BY_PREFIX.items() if name.startswith(prefix)),
@@ -94,7 +95,7 @@ class Percentiles(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A stretch of a rank's time with one activity, within one instruction."""
+    """A part of a rank's time with one activity, within one instruction."""
 
     begin_secs: float
     end_secs: float
@@ -112,7 +113,7 @@ class Segment(NamedTuple):
 class RankStep(StepTrace):
     """A trace with segments instead of instructions."""
 
-    step_secs: float  # to the begin of the next step, or to the end of this one if that is unknown
+    step_secs: float  # Until the begin of the next step, or the end of this one if that is unknown
     segments: tuple[Segment, ...]
 
     def secs_of(self, activity: Activity) -> float:
@@ -127,16 +128,16 @@ class RankStep(StepTrace):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWindow:
-    """An idle interval that recurs in every step: with the median begin and the median length."""
+    """An idle interval that recurs in every step, with its median begin and median length."""
 
     kind: WindowKind
     start_secs: float
     stop_secs: float
-    position: int  # of the instruction that waits
-    name: str  # of that instruction
+    position: int  # Position of the instruction that waits
+    name: str  # Name of that instruction
     length_secs: Percentiles
-    usable: bool  # False in the optimizer step: by then the version has to be copied
-    bytes_fit: int | None  # bytes that are copied in that time; None without a bandwidth
+    usable: bool  # False in the optimizer step, before which the version has to be copied
+    bytes_fit: int | None  # Bytes that can be copied in that time; None without a bandwidth
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +148,11 @@ class StageProfile:
     # Seconds of a step by activity. The rest of the step lies between instructions: Python, data,
     # the launch of kernels.
     secs: dict[Activity, Percentiles]
-    usable_secs: Percentiles  # idle time in which versions may be copied: not in the optimizer step
-    snapshot_bytes: int  # that one rank copies from its device for a version; 0 if unknown
-    windows: tuple[MeasuredWindow, ...]  # in the order of the instructions
-    # Means of a rank and step: bytes copied by tier (0: at the fence), and seconds of copying by
-    # what the device did at that time.
+    usable_secs: Percentiles  # Idle time outside of the optimizer step, for copies
+    snapshot_bytes: int  # Bytes that one rank copies from its device per version; 0 if unknown
+    windows: tuple[MeasuredWindow, ...]  # In the order of the instructions
+    # Means per rank and step: bytes copied by tier (0: at the fence), and seconds of copying by the
+    # device's simultaneous activity.
     copied: dict[int, float]
     copying_secs: dict[Overlap, float]
 
@@ -161,7 +162,7 @@ class StageProfile:
 
     @property
     def held_up_secs(self) -> float:
-        """Seconds of a step that training spends on versions (medians)."""
+        """Seconds per step that training spends on versions (medians)."""
         spent = (Activity.FENCE, Activity.CAPTURE) if self.copied_bytes else (Activity.FENCE,)
         return sum(self.secs[activity].p50 for activity in spent if activity in self.secs)
 
@@ -173,7 +174,7 @@ class StageProfile:
 
     @property
     def bytes_fit(self) -> int | None:
-        """Bytes that are copied in the usable windows of a step; None without a bandwidth."""
+        """Bytes that can be copied in a step's usable windows; None without a bandwidth."""
         known = [w.bytes_fit for w in self.windows if w.usable]
         return None if None in known else sum(b for b in known if b is not None)
 
@@ -186,19 +187,20 @@ class ProfileResult:
     degrees: tuple[int, int, int]  # pp, dp, tp
     steps: tuple[int, ...]
     step_secs: Percentiles
-    bandwidth_bytes_per_sec: float | None  # of one rank into host memory; None if unknown
+    bandwidth_bytes_per_sec: float | None  # Of one rank into host memory; None if unknown
     bandwidth_source: str
-    clock: str  # of the traces, "host" or "device"
-    # Share of the point-to-point time in which a partner's record separated waiting from transfer.
-    # In the rest, the fastest observation of the same transfer did.
+    clock: str  # Clock of the traces, "host" or "device"
+    # Share of the point-to-point time in which a partner's record separates waiting from transfer;
+    # in the rest, the fastest observation of the same transfer does.
     matched_share: float
-    clock_error_secs: float  # largest error of the alignment of two processes' clocks
+    clock_error_secs: float  # Largest error of the alignment of two processes' clocks
     stages: tuple[StageProfile, ...]
-    timelines: tuple[RankStep, ...]  # by step; of all ranks whose traces were gathered in full
+    timelines: tuple[RankStep, ...]  # Steps of all ranks with complete traces, ordered by step
 
     def windows(self, stage_id: int) -> tuple[Window, ...]:
-        """The usable windows of a stage, in order and without overlap, for planning copies. If two
-        medians overlap, the later window begins where the earlier one ends.
+        """The usable windows of a stage, in order and without overlap, for planning copies.
+
+        If two medians overlap, the later window begins where the earlier one ends.
 
         Raises:
             ProfileError: the stage was not profiled.
@@ -220,8 +222,11 @@ class ProfileResult:
         return tuple(found)
 
     def timeline(self, step: int | None = None) -> tuple[RankStep, ...]:
-        """A step on all ranks; without ``step``, the one whose length is nearest to the median.
-        Empty if the step was not profiled."""
+        """A step on all ranks; empty if the step was not profiled.
+
+        Args:
+            step: global step; None: the step whose length is nearest to the median.
+        """
 
         def unlike(step: int) -> float:
             ranks = self.timeline(step)
@@ -239,7 +244,7 @@ class ProfileResult:
         """The inverse of :meth:`to_json`.
 
         Raises:
-            ProfileError: the data is no profile, or has another format.
+            ProfileError: the data is not a profile, or has another format.
         """
         found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT:
@@ -257,10 +262,10 @@ class ProfileResult:
 
     @classmethod
     def load(cls, path: Path) -> ProfileResult:
-        """Read a file of :meth:`save`.
+        """Read a file that :meth:`save` wrote.
 
         Raises:
-            ProfileError: there is no such file, or it holds no profile.
+            ProfileError: the file does not exist, or is not a profile.
         """
         try:
             return cls.from_json(json.loads(path.read_text()))

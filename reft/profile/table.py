@@ -1,4 +1,4 @@
-"""A profile as tables: ``reft profile``."""
+"""Prints a profile as tables, for ``reft profile``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def show(result: ProfileResult, console: Console) -> None:
-    """Print the stages, the windows, what they mean, and how they were measured."""
+    """Print the stages, the windows, their interpretation, and how they were measured."""
     console.print(_stages(result))
     if any(stage.windows for stage in result.stages):
         console.print(_windows(result))
@@ -79,8 +79,10 @@ def _stages(result: ProfileResult) -> Table:
 
 
 def _windows(result: ProfileResult) -> Table:
-    """One row for each stage and kind of window, before and after the fence. The JSON has every
-    window."""
+    """One row for each stage and kind of window, before and after the fence.
+
+    The JSON has every single window.
+    """
     table = Table(title="idle windows of a step (ms)", title_justify="left")
     for name in ("stage", "kind", "number", "first at", "p10", "p50", "p90", "longest", "fits"):
         table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)

@@ -14,7 +14,7 @@ from reft.profile.result import (
     RankStep,
 )
 
-_STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)  # tracks of a rank
+_STEPS, _INSTRUCTIONS, _SNAPSHOTS = range(3)  # Tracks of a rank
 
 
 def write_trace(result: ProfileResult, path: Path) -> None:
@@ -24,7 +24,7 @@ def write_trace(result: ProfileResult, path: Path) -> None:
 
 
 def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
-    """The names of processes and tracks, then the events by step and rank."""
+    """Generate the names of processes and tracks, then the events by step and rank."""
     for rank in result.timeline():
         for what, track, args in (
             ("process_name", 0, {"name": f"stage {rank.stage_id} (rank {rank.rank})"}),
@@ -49,7 +49,7 @@ def _events(result: ProfileResult) -> Iterator[dict[str, Any]]:
             yield _slice(rank, _INSTRUCTIONS, name, span, category=category, args=facts)
         at = rank.begin_secs
         for chunk in sorted(rank.chunks, key=lambda chunk: chunk.begin_secs):
-            # Chunks of different streams may overlap; slices of one track must not.
+            # Chunks of different streams may overlap, but slices of one track must not.
             span = (max(at, chunk.begin_secs), max(at, chunk.end_secs))
             name = f"tier {chunk.tier}" if chunk.tier else "at the fence"
             yield _slice(rank, _SNAPSHOTS, name, span, category="snapshot", args=asdict(chunk))
@@ -65,7 +65,7 @@ def _slice(
     category: str,
     args: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    # Whole nanoseconds: sums of rounded microseconds could overlap.
+    # Rounded to whole nanoseconds, because sums of rounded microseconds could overlap.
     begin, end = (round(secs * 1e9) for secs in span)
     return {
         "ph": "X",

@@ -1,4 +1,4 @@
-"""The traces of a rank's profiled steps: completed after the steps, and sent to rank 0."""
+"""The traces of a rank's profiled steps, which are completed after the steps and sent to rank 0."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class RankTraces:
     pp: int
     dp: int
     tp: int
-    offset: ClockOffset  # of the rank's clock
-    snapshot_bytes: int  # that the rank copies for a version; 0 if unknown
+    offset: ClockOffset  # Offset of the rank's clock
+    snapshot_bytes: int  # Bytes that the rank copies for a version; 0 if unknown
     complete: bool  # False if only_group_calls was applied
     traces: tuple[StepTrace, ...]
 
     @property
     def pipeline(self) -> tuple[int, int]:
-        """Equal for ranks that pass activations to each other."""
+        """The replica and tensor slice, equal for ranks that pass activations to each other."""
         return self.dp, self.tp
 
     def aligned(self, steps: Sequence[int], origin_secs: float) -> RankTraces:
-        """These steps alone, by rank 0's clock, counted from ``origin_secs``."""
+        """Select these steps, with times by rank 0's clock relative to ``origin_secs``."""
         shift_secs = self.offset.secs - origin_secs
 
         def shift(record: Any, **parts: Any) -> Any:
@@ -62,15 +62,20 @@ class RankTraces:
 
 
 def only_group_calls(trace: StepTrace) -> StepTrace:
-    """The calls in which pipelines meet: all that is needed of most pipelines."""
+    """Keep only the calls in which pipelines communicate, which suffice for most pipelines."""
     group = (Activity.REDUCE, Activity.OPTIMIZER)
     kept = tuple(i for i in trace.instructions if activity_of(i.name) in group)
     return replace(trace, instructions=kept, chunks=())
 
 
 def with_times(trace: StepTrace, clock: DeviceClock, marks: Marks) -> StepTrace:
-    """The trace with its instructions' times by the device's clock. ``marks``: of each instruction;
-    empty: the trace stays as it is."""
+    """Replace the times of a trace's instructions by those of the device's clock.
+
+    Args:
+        trace: the trace.
+        clock: converts marks into times.
+        marks: begin and end of each instruction; if empty, the trace is returned unchanged.
+    """
     if not marks:
         return trace
     flat = clock.resolve([mark for pair in marks for mark in pair])
@@ -85,7 +90,7 @@ def with_times(trace: StepTrace, clock: DeviceClock, marks: Marks) -> StepTrace:
 
 
 def encode(rank: RankTraces) -> bytes:
-    """Traces of a rank as msgpack, with exact times."""
+    """Serialize the traces of a rank as msgpack, with exact times."""
     packed: bytes = msgpack.packb(asdict(rank))
     return packed
 
@@ -94,7 +99,7 @@ def decode(data: bytes) -> RankTraces:
     """The inverse of :func:`encode`.
 
     Raises:
-        ProfileError: the bytes are something else.
+        ProfileError: the bytes are not such traces.
     """
     try:
         return TypeAdapter(RankTraces).validate_python(msgpack.unpackb(data))
@@ -103,9 +108,9 @@ def decode(data: bytes) -> RankTraces:
 
 
 def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
-    """All but the last trace, with every chunk in the step during which it was copied.
+    """Assign every chunk to the step during which it was copied; drop the last trace.
 
-    A device reports copies late: they may be in the trace of the following step.
+    A device reports copies late, so they may be in the trace of the following step.
     """
     begins = [trace.begin_secs for trace in traces]
     chunks: list[list[ChunkRecord]] = [[] for _ in traces]
@@ -114,6 +119,6 @@ def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
         if number >= 0:
             chunks[number].append(chunk)
     return tuple(
-        replace(trace, chunks=tuple(sorted(mine, key=lambda c: c.begin_secs)))
-        for trace, mine in zip(traces[:-1], chunks[:-1], strict=True)
+        replace(trace, chunks=tuple(sorted(own, key=lambda c: c.begin_secs)))
+        for trace, own in zip(traces[:-1], chunks[:-1], strict=True)
     )

@@ -1,28 +1,28 @@
-"""Separates waiting from working in the calls in which ranks meet.
+"""Separates waiting from working in the calls in which ranks communicate.
 
-A receive waits until its peer sends; then data moves. One rank's clock sees the sum only. Two
-sources tell the parts apart:
+A receive waits until its peer sends; then data moves. One rank's clock measures only the sum. Two
+sources separate the parts:
 
 **The partner's record.** Sends and receives between two ranks match in order (first in, first out
-for each direction; if both name a micro-batch, it has to be the same). On aligned clocks the
-transfer begins when both sides are present. So of a call [b, e] whose partner began at r::
+for each direction; if both name a micro-batch, it must be equal). On aligned clocks the transfer
+begins when both sides are present. So for a call [b, e] whose partner began at r::
 
     wait = min(max(r, b), e) - b,    transfer = e - b - wait.
 
-The same holds for a send whose partner is late: gloo and NCCL hold large sends until the receiver
-is present. But if one send of a kind ended before its receiver came, sends of that kind are
-buffered, and none of them waits. Reductions over data-parallel peers wait for the last peer. The
-error is that of the alignment of the clocks (:mod:`reft.profile.clocks`); shorter waits count as
+The same holds for a send whose partner is late, because gloo and NCCL hold large sends until the
+receiver is present. But if one send of a kind ended before its receiver came, sends of that kind
+are buffered, and none of them waits. Reductions over data-parallel peers wait for the last peer.
+The error is that of the clock alignment (:mod:`reft.profile.clocks`); shorter waits count as
 transfer.
 
-**The fastest observation**, if no partner is known, or the clocks are aligned less exactly than a
-transfer lasts. All calls of one kind on one rank move the same bytes, so that no transfer took
-longer than the fastest of these calls. That is an upper bound of the transfer: idle time is never
-overstated.
+**The fastest observation** is used if the partner is unknown, or if the error of the clocks exceeds
+the duration of a transfer. All calls of one kind on one rank move the same bytes, so no transfer
+took longer than the fastest of these calls. This is an upper bound of the transfer, so idle time is
+never overstated.
 
-In an optimizer step, ranks wait for each other with some optimizers only: the gradient norm may
-span the pipeline. The times show it: if they wait, a rank that comes x seconds earlier takes x
-longer.
+In an optimizer step, ranks wait for each other only with some optimizers, because the gradient norm
+may span the pipeline. The times show whether they do: then a rank that comes x seconds earlier
+takes x seconds longer.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ import numpy as np
 from reft.pacing.schedule import InstructionRecord
 from reft.profile.traces import RankTraces
 
-_MIN_STEPS = 5  # to find out whether ranks wait for each other in a call
-_MIN_SLOPE = 0.5  # seconds that a rank takes longer for each second that it comes earlier
+_MIN_STEPS = 5  # Fewest steps for deciding whether ranks wait for each other in a call
+_MIN_SLOPE = 0.5  # Seconds that a rank takes longer per second that it comes earlier
 _RESOLUTION_SECS = 1e-7
 
-CallAt = tuple[int, int, int]  # rank, index of the step, index of the instruction in the trace
-Ready = dict[CallAt, float]  # when all participants of a call were present
+CallAt = tuple[int, int, int]  # Rank, index of the step, index of the instruction in the trace
+Ready = dict[CallAt, float]  # Time at which all participants of a call were present
 
 
 class _Meeting(NamedTuple):
@@ -50,14 +50,14 @@ class _Meeting(NamedTuple):
 
     name: str
     partner: InstructionRecord
-    error_secs: float  # of comparing the two clocks
+    error_secs: float  # Error of comparing the two clocks
 
 
 def find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
-    """Find where the waits end.
+    """Find the ends of the waits.
 
     Args:
-        ranks: with the same steps in the same order, on aligned clocks.
+        ranks: traces with the same steps in the same order, on aligned clocks.
 
     Returns:
         The ends of the waits, and the share of the point-to-point time that a partner's record
@@ -73,7 +73,7 @@ def find_waits(ranks: Sequence[RankTraces]) -> tuple[Ready, float]:
         _wait_for_last(group, "ReduceGrads", ready)
     for group in pipelines.values():
         _wait_for_last(group, "AggregateTotalLoss", ready)
-    # These may span a pipeline or all ranks, or none.
+    # These calls may span a pipeline, all ranks, or a single rank.
     candidates = [*pipelines.values(), list(ranks)] if len(pipelines) > 1 else [list(ranks)]
     for name in ("ReduceTiedGrads", "OptimizerStep"):
         for group in candidates:
@@ -94,7 +94,7 @@ def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, f
                 place = rank.rank, number, index
                 calls[place], transfers[place] = call, transferred
     secs = {place: call.end_secs - call.begin_secs for place, call in calls.items()}
-    # Calls of the same kind move the same bytes.
+    # Calls of one kind move the same bytes.
     kinds = {
         place: (place[0], tuple(sorted(r.name for r in transferred)))
         for place, transferred in transfers.items()
@@ -107,7 +107,7 @@ def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, f
         for r in ranks
     }
     meetings = _find_meetings(ranks, stages, calls, transfers, fastest_of_rank)
-    # Kinds of sends that do not wait: one of them was over before its receiver came.
+    # Kinds of sends that do not wait, because one of them was over before its receiver came.
     buffered = {
         (place[0], meeting.name)
         for place, call in calls.items()
@@ -134,8 +134,13 @@ def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, f
 def _find_transfers(
     instructions: Sequence[InstructionRecord],
 ) -> Iterator[tuple[int, InstructionRecord, list[InstructionRecord]]]:
-    """The calls that move data: index, call, and the sends and receives that it carries out. If the
-    schedule queues transfers (DualPipeV), a commit carries out those since the last commit."""
+    """Find the calls that move data.
+
+    If the schedule queues transfers (DualPipeV), a commit carries out those since the last commit.
+
+    Yields:
+        Index, call, and the sends and receives that the call carries out.
+    """
     commits = any(i.name.startswith("CommitP2P") for i in instructions)
     queued: list[InstructionRecord] = []
     for index, record in enumerate(instructions):
@@ -156,12 +161,12 @@ def _find_meetings(
     transfers: Mapping[CallAt, Sequence[InstructionRecord]],
     fastest_of_rank: Mapping[int, float],
 ) -> Mapping[CallAt, Sequence[_Meeting]]:
-    """Match sends with receives. Calls whose partner is not known are left out.
+    """Match sends with receives. Calls with an unknown partner are left out.
 
     Args:
-        ranks: whose traces are complete.
-        stages: of the pipeline.
-        calls: that move data.
+        ranks: ranks with complete traces.
+        stages: number of stages of the pipeline.
+        calls: the calls that move data.
         transfers: the sends and receives of each call.
         fastest_of_rank: seconds of the fastest call of each rank.
     """
@@ -183,8 +188,8 @@ def _find_meetings(
             sends = by_name[sender.rank, number, f"Send{what}"]
             receives = by_name[receiver.rank, number, f"Recv{what}"]
             if not _match(sends, receives):
-                # A schedule that sends both ways (DualPipeV): on no stage does the order tell which
-                # send meets which receive.
+                # In a schedule that sends both ways (DualPipeV), the order does not tell on any
+                # stage which send belongs to which receive.
                 pairs = []
                 break
             error = sender.offset.error_to(receiver.offset)
@@ -199,14 +204,14 @@ def _find_meetings(
 def _match(
     sends: Sequence[tuple[CallAt, int | None]], receives: Sequence[tuple[CallAt, int | None]]
 ) -> bool:
-    """Whether sends and receives are equal in number and, as far as known, in micro-batches."""
+    """Whether sends and receives agree in number and, as far as known, in micro-batches."""
     if len(sends) != len(receives):
         return False
     pairs = zip(sends, receives, strict=True)
     return all(None in (sent, received) or sent == received for (_, sent), (_, received) in pairs)
 
 
-# -- calls in which a group of ranks meets ---------------------------------------------------------
+# -- calls of a group of ranks ---------------------------------------------------------------------
 
 
 def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None:
@@ -216,7 +221,7 @@ def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None
         last = max((call.begin_secs for call in calls.values()), default=0.0)
         for place, call in calls.items():
             is_early = error < last - call.begin_secs
-            # A rank that ended before the last one came did not wait for it.
+            # A rank that ended before the last one came has not waited for it.
             has_met = last <= call.end_secs + error + _RESOLUTION_SECS
             if is_early and has_met:
                 present = min(last, call.end_secs)
@@ -224,7 +229,7 @@ def _wait_for_last(group: Sequence[RankTraces], name: str, ready: Ready) -> None
 
 
 def _largest_error(group: Sequence[RankTraces]) -> float:
-    """Of comparing the clocks of any two of the ranks."""
+    """Largest error of comparing the clocks of two of the ranks, in seconds."""
     errors = sorted({r.offset.clock: r.offset.error_secs for r in group}.values())
     return sum(errors[-2:]) if len(errors) > 1 else 0.0
 
@@ -232,7 +237,7 @@ def _largest_error(group: Sequence[RankTraces]) -> float:
 def _calls_by_step(
     group: Sequence[RankTraces], name: str
 ) -> Iterator[dict[CallAt, InstructionRecord]]:
-    """For each step, the call of that name on every rank that has exactly one."""
+    """For each step, the call with this name on every rank that has exactly one such call."""
     for number, traces in enumerate(zip(*(r.traces for r in group), strict=True)):
         calls = {}
         for rank, trace in zip(group, traces, strict=True):
@@ -244,8 +249,11 @@ def _calls_by_step(
 
 
 def _meets(group: Sequence[RankTraces], name: str) -> bool:
-    """Whether the ranks wait for each other in this call, as far as their times tell: no rank ends
-    before the last one has begun, and a rank that comes x seconds earlier takes about x longer."""
+    """Whether the ranks wait for each other in this call, judged by their times.
+
+    They do if no rank ends before the last one has begun, and a rank that comes x seconds earlier
+    takes about x seconds longer.
+    """
     steps = [c for c in _calls_by_step(group, name) if len(c) == len(group)]
     if len(group) < 2 or len(steps) < _MIN_STEPS:
         return False
@@ -257,6 +265,6 @@ def _meets(group: Sequence[RankTraces], name: str) -> bool:
         return False
     leads, lengths = last - begins, ends - begins
     x, y = leads - leads.mean(axis=0), lengths - lengths.mean(axis=0)
-    # A lead that hardly varies tells nothing.
+    # Leads that hardly vary do not allow a decision.
     varies = float(np.sqrt((x**2).mean())) > max(error, 1e-6)
     return varies and float((x * y).sum() / (x**2).sum()) > _MIN_SLOPE

@@ -1,7 +1,7 @@
-"""``reft rehearse``: a job is run undisturbed and with a trainer killed, and compared step by step.
+"""``reft rehearse``: runs a job undisturbed and with a trainer killed, and compares step by step.
 
-- ``record``: what trainers write down, switched on by an environment variable;
-- ``keep``: what the script writes goes into the rehearsal's directory;
-- ``compare``: pure, from records to what differed first, and where;
-- ``run``: runs the job, again and again, kills, and leaves nothing behind.
+- ``record``: records of the trainers, enabled by an environment variable;
+- ``keep``: redirects the script's output files into the rehearsal's directory;
+- ``compare``: pure; finds the first difference between two records;
+- ``run``: runs the job repeatedly, kills, and cleans up.
 """

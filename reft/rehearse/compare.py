@@ -1,5 +1,4 @@
-"""Compares the records of two runs of a job: what differed first, where, and what to write.
-Pure."""
+"""Compares the records of two runs of a job: the first difference, and advice against it. Pure."""
 
 from __future__ import annotations
 
@@ -16,22 +15,23 @@ DATA, GENERATORS, RATES, CLIENT, HOST = (
 )
 LOSS, WEIGHTS, STEPS = "loss", "weights", "steps"
 CAUSES = (STEPS, DATA, GENERATORS, RATES, CLIENT, HOST, LOSS, WEIGHTS)
-"""Of two differences in one step the first in this order is more likely the cause of the other."""
+"""In this order: of two differences in one step, the earlier one more likely causes the other."""
 TRAINED, STATE = "trained", "state"
 
-# by cause and key: a short value, or the digest of a longer one
+# By cause and key: a short value, or the digest of a longer one
 Values = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """What one rank had at one step: by what it was made (TRAINED), or the state after it (STATE).
+    """One rank at one step: the inputs of the step (TRAINED), or the state after it (STATE).
 
-    The state is also recorded where it was restored, without having been made in that life."""
+    The state is also recorded when it is restored without having been computed in that life.
+    """
 
     kind: str
     rank: int
-    life: int  # incarnation of the job: 1 until the first failure
+    life: int  # Incarnation of the job: 1 until the first failure
     step: int
     values: Values
 
@@ -40,9 +40,9 @@ class ComparedStep:
 class Difference:
     step: int
     rank: int
-    cause: str  # one of CAUSES
+    cause: str  # One of CAUSES
     key: str
-    expected: str | None  # of the undisturbed run; None: it has no such value
+    expected: str | None  # Value in the undisturbed run; None if it has no such value
     found: str | None
 
     def __str__(self) -> str:
@@ -64,14 +64,16 @@ def compare(
     *,
     partial: bool = False,
 ) -> list[Difference]:
-    """All differences between two runs, the first one first: by step, then in the order of causes.
+    """All differences between two runs, ordered by step and then by cause.
 
-    A step that was made twice, or made and restored, has to be equal each time.
+    A step that was trained twice, or trained and restored, has to be equal each time.
 
     Args:
+        expected: records of the undisturbed run.
+        found: records of the other run.
         but: causes and keys that are not compared.
-        partial: whether these are the records of one node of several: a rank may have moved to
-            another one between the runs, so that what only one run has is no difference.
+        partial: whether these are the records of one node of several. A rank may have moved to
+            another node between the runs, so records of only one run are then no difference.
     """
     reference = {(r.kind, r.rank, r.step): r for r in expected}
     missing = set(reference)
@@ -86,7 +88,7 @@ def compare(
             differences.append(Difference(record.step, record.rank, STEPS, what, None, ""))
     for kind, rank, step in missing:
         differences.append(Difference(step, rank, STEPS, f"not {kind}", "", None))
-    # dict: a step that was made twice may differ both times in the same way.
+    # A dict removes duplicates: a step that was repeated may differ in the same way each time.
     unique = dict.fromkeys(
         one
         for one in differences
@@ -112,11 +114,13 @@ def _order(difference: Difference) -> tuple[int, int, int, str]:
 def split_unsteady(
     differences: Sequence[Difference],
 ) -> tuple[list[Difference], set[tuple[str, str]]]:
-    """What two undisturbed runs differ in, and what is not compared because of it.
+    """Split the differences of two undisturbed runs.
 
     Generators that the script neither seeds nor draws from, such as NumPy's, differ in every
-    process and change nothing: where nothing else differs, their states are left out, by cause and
-    key.
+    process and have no effect. So if nothing else differs, their states are not compared.
+
+    Returns:
+        The differences in anything but generators; and cause and key of the generators' states.
     """
     others = [one for one in differences if one.cause != GENERATORS]
     return others, {(one.cause, one.key) for one in differences if one.cause == GENERATORS}
@@ -126,14 +130,14 @@ _ADVICE = {
     DATA: (
         "after the failure other samples were trained on. Let reft keep the position: loader = "
         "reft.resumable(loader) after deepspeed.initialize, and before the first step "
-        "engine.load_checkpoint(save_dir) or reft.resume(engine). A data set with state of its "
-        "own, or a "
-        "generator that draws samples, belongs into reft.attach(engine, state={...}) (docs/data.md)"
+        "engine.load_checkpoint(save_dir) or reft.resume(engine). A data set with its own state, "
+        "or a generator that draws samples, belongs into reft.attach(engine, state={...}) "
+        "(docs/data.md)"
     ),
     GENERATORS: (
-        "a generator was not where it was. reft restores those of Python, NumPy, torch and the "
-        "device; pass "
-        'another one with reft.attach(engine, state={"rng": generator}), and draw nothing between '
+        "a generator was not restored to its state. reft restores those of Python, NumPy, torch "
+        "and the device; pass other ones with "
+        'reft.attach(engine, state={"rng": generator}), and draw nothing between '
         "load_checkpoint and the first step that the undisturbed run does not draw there"
     ),
     RATES: (
@@ -141,22 +145,20 @@ _ADVICE = {
         'deepspeed.initialize), or write reft.attach(engine, state={"scheduler": scheduler})'
     ),
     CLIENT: (
-        "what client_state or state={...} of reft.attach returned was not put back: use what "
-        "load_checkpoint returns as client state, before the first step"
+        "the state that client_state or state={...} of reft.attach returned was not restored: use "
+        "what load_checkpoint returns as client state, before the first step"
     ),
     HOST: (
-        "state that reft keeps of the engine was changed by the script, or made in another way at "
-        "the restart. Make it the same way at every start, or pass its owner with "
+        "engine state that reft restores was changed by the script, or built differently at the "
+        "restart. Build it in the same way at every start, or pass its owner with "
         "reft.attach(engine, state={...})"
     ),
     LOSS: (
         "batch, generators and rates are equal, but the step computed something else: it depends "
-        "on what "
-        "reft does not know, such as a global variable, an attribute of the model, a file, or a "
-        "library with "
-        'a generator of its own. Pass its owner with reft.attach(engine, state={"name": owner}), '
-        "or let "
-        "client_state return it and set it from what load_checkpoint returns"
+        "on state that reft does not know, such as a global variable, an attribute of the model, a "
+        "file, or a library with its own generator. Pass its owner with "
+        'reft.attach(engine, state={"name": owner}), or let client_state return it and set it '
+        "from what load_checkpoint returns"
     ),
     STEPS: "",
 }
@@ -164,19 +166,19 @@ _ADVICE[WEIGHTS] = _ADVICE[LOSS]
 
 
 def advise(first: Difference) -> str:
-    """What to write against the first difference after a failure; empty where no rule knows it."""
+    """Advice against the first difference after a failure; empty if there is none."""
     return _ADVICE[first.cause]
 
 
 _UNSTEADY = {
-    DATA: "seed what chooses the samples",
-    GENERATORS: "seed every generator that the script draws from, the same at every start",
-    RATES: "the learning rate depends on the time or on another thing that is not seeded",
-    CLIENT: "client_state returns what differs in every run, such as the time: leave it out",
-    HOST: "it is made of something that differs in every run",
+    DATA: "seed the choice of samples",
+    GENERATORS: "seed every generator that the script draws from, in the same way at every start",
+    RATES: "the learning rate depends on the time or on something else that is not seeded",
+    CLIENT: "client_state returns values that differ in every run, such as the time: omit them",
+    HOST: "it depends on something that differs in every run",
     LOSS: (
-        "the step draws from what is not seeded (os.urandom, the time), or computes in an order "
-        "that changes: try torch.use_deterministic_algorithms(True)"
+        "the step uses unseeded randomness (os.urandom, the time), or computes in an order that "
+        "changes: try torch.use_deterministic_algorithms(True)"
     ),
     STEPS: "the runs end after different steps",
 }
@@ -184,11 +186,11 @@ _UNSTEADY[WEIGHTS] = _UNSTEADY[LOSS]
 
 
 def advise_unsteady(first: Difference) -> str:
-    """What to change where two undisturbed runs differ."""
+    """Advice if two undisturbed runs differ."""
     return _UNSTEADY[first.cause]
 
 
 def repeated_steps(found: Sequence[ComparedStep]) -> list[int]:
-    """Steps that a rank made more than once."""
+    """Steps that a rank trained more than once."""
     made = Counter((record.rank, record.step) for record in found if record.kind == TRAINED)
     return sorted({step for (_, step), times in made.items() if times > 1})

@@ -1,10 +1,10 @@
-"""Keeps what a rehearsed script writes away from its own files.
+"""Redirects the files that a rehearsed script writes, to protect its own files.
 
 Checkpoints go below the rehearsal's directory, at their own absolute path: those of ``torch.save``
-and ``engine.save_checkpoint``, of Hugging Face's Trainer (``output_dir``), of Megatron
-(``--save``). What is loaded is looked for there first. Any other file that is there already and
-would be emptied or replaced is refused, by an audit hook, before it is touched. Files that the
-script makes are left where it makes them, and may be overwritten by the runs that follow.
+and ``engine.save_checkpoint``, of Hugging Face's Trainer (``output_dir``), and of Megatron
+(``--save``). Loads look there first. An audit hook refuses to empty or replace any other existing
+file before that happens. New files of the script stay where the script creates them, and later runs
+may overwrite them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ from reft.errors import ConfigError
 from reft.wrapping import bind, wrap
 
 SAVED = "saved"
-"""Directory of redirected checkpoints, next to those of the runs: the same in every run, since
+"""Directory of redirected checkpoints, next to those of the runs. All runs share it, because
 programs keep such paths in their state."""
 MADE = "made"
-"""File of the paths that the script has made anew, one a line, next to it."""
+"""File with the paths of files that the script has created, one per line, in the same directory."""
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 Function = Callable[..., Any]
 
 
 def keep_files(directory: Path, engine: Any, *, overwrites: bool) -> None:
-    """Redirect what this process saves, and refuse to overwrite. ``directory``: of this run.
-    ``engine``: DeepSpeed's; None: another one. ``overwrites``: whether the script may overwrite
-    files."""
+    """Redirect what this process saves, and refuse to overwrite files.
+
+    Args:
+        directory: directory of this run.
+        engine: DeepSpeed's engine; None for other programs.
+        overwrites: whether the script may overwrite files.
+    """
     root = directory.parent / SAVED
     _redirect_functions(root)
     if engine is not None:
@@ -49,14 +53,13 @@ def keep_files(directory: Path, engine: Any, *, overwrites: bool) -> None:
 
 
 def to_save(root: Path, path: str | os.PathLike[str]) -> Path:
-    """Where a path is written to: below ``root``, unless it is there already."""
+    """The path to write instead of ``path``: below ``root``, unless it already is."""
     absolute = Path(os.path.abspath(path))
     return absolute if absolute.is_relative_to(root) else root.joinpath(*absolute.parts[1:])
 
 
 def to_load(root: Path, path: str | os.PathLike[str]) -> Path:
-    """Where a path is read from: below ``root`` if the rehearsal has written it, else where it
-    is."""
+    """The path to read instead of ``path``: below ``root`` if the rehearsal has written it."""
     absolute = to_save(root, path)
     return absolute if absolute.exists() else Path("/") / absolute.relative_to(root)
 
@@ -69,7 +72,7 @@ def _with_path(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``original`` with another path for the argument ``name``, where that is a path."""
+    """Call ``original`` with a redirected path if the argument ``name`` is a path."""
     call = bind(original, args, kwargs)
     if isinstance(call.get(name), str | os.PathLike):
         path = redirected(root, call[name])
@@ -84,7 +87,7 @@ def _redirect_functions(root: Path) -> None:
 
     wrap(torch, "save", partial(_with_path, root, "f", to_save))
     wrap(torch, "load", partial(_with_path, root, "f", to_load))
-    # Scripts save under another name first, and rename the file when it is complete.
+    # Scripts first save under another name, and rename the file when it is complete.
     for module, name in ((os, "replace"), (os, "rename"), (shutil, "move")):
         wrap(module, name, partial(_rename, root))
 
@@ -101,7 +104,7 @@ def _rename(root: Path, original: Function, src: Any, dst: Any, *args: Any, **kw
 
 
 def _redirect_programs(root: Path) -> None:
-    """Hugging Face's Trainer that is making this engine, and Megatron's arguments."""
+    """Redirect the Hugging Face Trainer that constructs this engine, and Megatron's arguments."""
     trainer: Any = sys.modules.get("transformers.trainer")
     if trainer is not None:
         frame: Any = sys._getframe()
@@ -118,7 +121,7 @@ def _redirect_programs(root: Path) -> None:
 
 
 class Guard:
-    """An audit hook that refuses to empty or replace files which the rehearsal has not made."""
+    """An audit hook that refuses to empty or replace files that the rehearsal has not created."""
 
     def __init__(self, directory: Path) -> None:
         self._made_file = directory / MADE
@@ -165,20 +168,20 @@ class Guard:
             )
 
     def _was_made(self, path: str) -> bool:
-        """Whether this run, another rank, or a run before has made the file."""
+        """Whether this run, another rank, or an earlier run has created the file."""
         if path not in self._made and self._made_file.exists():
             self._made = set(self._made_file.read_text().splitlines())
         return path in self._made
 
 
 def _is_cache(path: str) -> bool:
-    """Caches of compilers and libraries: in hidden directories, or called so."""
+    """Whether a path is in a cache of a compiler or library, by the names of its directories."""
     parts = [part.lower().rstrip("_") for part in Path(path).parts]
     return any(part.startswith(".") or part.endswith("cache") for part in parts)
 
 
 def _script_line() -> str:
-    """Where the script is, for people: the innermost line that is no library's."""
+    """The script's current line for messages: the innermost frame outside of libraries."""
     frames: Iterable[traceback.FrameSummary] = reversed(traceback.extract_stack())
     for frame in frames:
         is_library = "site-packages" in frame.filename or "/reft/" in frame.filename

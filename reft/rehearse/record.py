@@ -1,16 +1,14 @@
-"""What a trainer of ``reft rehearse`` writes down: a line of JSON for each step, in a file of its
-rank.
+"""Records the steps of a trainer in ``reft rehearse``, as JSON lines in a file of its rank.
 
-:func:`attach` is called once a session has been made, where ``REFT_REHEARSE`` names a directory. It
-holds :data:`PLAN`, which says how many steps to make and where to die, and takes a file
-``rank-N.jsonl`` of :class:`~reft.rehearse.compare.ComparedStep` in JSON and of other events:
+:func:`attach` is called after a session has been made, if ``REFT_REHEARSE`` names a directory.
+:data:`PLAN` in that directory says how many steps to train and where to die. The trainer writes
+``rank-N.jsonl`` there, with :class:`~reft.rehearse.compare.ComparedStep` and other events:
 
-- ``trained``: digests of the batches by which a step was made, and the losses that the engine
-  knows;
-- ``state``: digests of the state after it, tensor by tensor;
+- ``trained``: digests of a step's batches, and the losses that the engine knows;
+- ``state``: digests of the state after the step, tensor by tensor;
 - ``between``: an evaluation or a save after this step;
 - ``killed``: this rank dies now, or waits for its node to be killed;
-- ``said``: a warning of reft's.
+- ``said``: a warning by reft.
 """
 
 from __future__ import annotations
@@ -69,17 +67,18 @@ _CAUSES = {
     "followed": CLIENT,
     "followed.flags": HOST,
     "buffers": WEIGHTS,
-    # What follows from the loss.
+    # These follow from the loss.
     "engine._global_grad_norm": LOSS,
     "adapter.scaler": LOSS,
 }
-"""What parts of the captured state belong to, by the beginning of the key; the others to
+"""Causes of the parts of the captured state, by prefix of the key; other keys belong to
 :data:`HOST`."""
 _NOT_COMPARED = ("data.pass.", "client.args.load")
-"""The position in a loader of the script's own: after a restart it may read by another one, as
-Hugging Face's Trainer does to skip batches. The batches are compared. And the directory that reft
-gives Megatron-DeepSpeed after a restart, so that it asks for its counters."""
-_COMMIT_SECS = 3.0  # Well below the time after which a trainer is taken to hang.
+"""Prefixes of keys that may differ. The position in a loader of the script's own: after a restart
+another loader may be used, as Hugging Face's Trainer does to skip batches; the batches themselves
+are compared. The directory that reft gives Megatron-DeepSpeed after a restart, so that it loads its
+counters."""
+_COMMIT_SECS = 3.0  # Well below the time after which a trainer counts as hanging
 _POLL_SECS = 0.01
 _MOST_CHARS = 60
 _MOST_ITEMS = 8
@@ -89,15 +88,22 @@ Where = Literal["step", "evaluation", "save", "boundary"]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the trainers of one run do. ``kill_after``: a trainer is killed after this step; 0: none
-    is."""
+    """The part of the trainers in one run.
+
+    Attributes:
+        steps: number of steps to train.
+        kill_after: step after which a trainer is killed; 0: none.
+        kill_at: point of the kill: in the next step, in the activity after the step, or where the
+            next step begins.
+        kills_node: whether the trainer waits until everything on its node is killed.
+        overwrites: whether the script may overwrite files.
+    """
 
     steps: int
     kill_after: int = 0
-    # while the next step is made, in what follows the step, or where the next begins
     kill_at: Where = "step"
-    kills_node: bool = False  # the trainer waits until everything on its node is killed
-    overwrites: bool = False  # files of the script's may be overwritten
+    kills_node: bool = False
+    overwrites: bool = False
 
     @classmethod
     def read(cls, directory: Path) -> RunPlan:
@@ -118,11 +124,11 @@ def attach(  # noqa: PLR0917 -- the parts of a session
     """Record every step of a session from now on.
 
     Args:
-        context: of the job.
-        session: its ``after_step`` is called after every step.
-        memory: knows the incarnation of the job.
+        context: facts about the job.
+        session: the session; its ``after_step`` is called after every step.
+        memory: provides the incarnation of the job.
         state: captures the versions.
-        fence: before the optimizer writes.
+        fence: held before the optimizer writes.
         stopping: ends the run after its last step.
     """
     recorder = Recorder(context, memory, stopping, Path(os.environ[ENV_REHEARSE]))
@@ -132,8 +138,7 @@ def attach(  # noqa: PLR0917 -- the parts of a session
 
 
 class Recorder:
-    """Records the steps of one rank, and kills it where the plan says so. Used by the training
-    thread."""
+    """Records the steps of one rank, and kills it as planned. Used by the training thread."""
 
     def __init__(
         self, context: JobContext, memory: JobMemory, stopping: StopController, directory: Path
@@ -143,22 +148,21 @@ class Recorder:
         self._rank = context.rank
         self._path = directory / f"rank-{self._rank}.jsonl"
         self._base_file = directory / f"base-{self._rank}"
-        self._batches: list[str] = []  # of the micro-batches of the step that is being made
+        self._batches: list[str] = []  # Digests of the current step's micro-batches
         self._losses: list[str] = []
-        self._began = 0.0  # Unix seconds: the step began; 0 before
-        self._last_step: int | None = None  # newest step that was written, or was restored
+        self._began = 0.0  # Begin of the current step in Unix seconds; 0 between steps
+        self._last_step: int | None = None  # Newest step that was written or restored
+        # Step at which the first life began; the steps of the plan are relative to it.
         self._base: int | None = None
-        """Step from which the first life began: steps of the plan count from it."""
         if self._base_file.exists():
             self._start_from(int(self._base_file.read_text()))
         logging.getLogger("reft").addHandler(_Warnings(self))
         self._watch_engine()
 
-    # -- what is watched ---------------------------------------------------------------------------
+    # -- observed events ---------------------------------------------------------------------------
 
     def _watch_engine(self) -> None:
-        """Batches, losses, evaluations and saves of DeepSpeed's engine, or of Megatron-core's
-        chunks."""
+        """Hook batches, losses, evaluations and saves of an engine, or of Megatron-core chunks."""
         engine: Any = getattr(self._context.engine, "engine", None)
         keep_files(Path(os.environ[ENV_REHEARSE]), engine, overwrites=self._plan.overwrites)
         if engine is None:
@@ -206,7 +210,7 @@ class Recorder:
         return original(*args, **kwargs)
 
     def _begin_training(self) -> None:
-        """A step begins, or a further micro-batch of it."""
+        """Begin a step, or a further micro-batch of it."""
         step = self._context.engine.global_steps
         if self._last_step is None:
             self._last_step = step
@@ -222,7 +226,7 @@ class Recorder:
         self._stopping.replayed_step = step + self._plan.steps
 
     def _next_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The first and the last stage of a pipeline load a micro-batch."""
+        """Record a micro-batch, which the first and the last stage of a pipeline load."""
         batch = original(*args, **kwargs)
         if self._context.engine.engine.module.training:  # type: ignore[attr-defined]  # a pipeline's
             self._batches.append(digest_tensors(batch))
@@ -233,7 +237,7 @@ class Recorder:
         return original(loss, *args, **kwargs)
 
     def _aggregate_total_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The stages of a pipeline agree on the loss of a step."""
+        """Record the loss on which the stages of a pipeline agree."""
         loss = original(*args, **kwargs)
         self._losses += scalars(loss)
         return loss
@@ -243,15 +247,15 @@ class Recorder:
         self._between("save")
         return result
 
-    # -- what is written ---------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def after_step(self, original: Callable[..., Any]) -> Any:
-        """A step was made. It exits where the job ends here."""
+        """Record the last step; the original call exits if the job ends here."""
         self._write_trained()
         return original()
 
     def _write_trained(self) -> None:
-        """The newest step, if it was not written yet."""
+        """Write the newest step unless it was written before."""
         step = self._context.engine.global_steps
         if step == self._last_step:
             return
@@ -262,8 +266,7 @@ class Recorder:
         self._batches, self._losses, self._began = [], [], 0.0
 
     def captured(self, label: VersionId, images: LiveImages, encode: Encoded) -> None:
-        """The state with which the next step begins is final. Called by the session for every
-        version."""
+        """Record the final state with which the next step begins. Called for every version."""
         block = encode()
         if isinstance(block, LateBlob):
             block.settle()
@@ -296,19 +299,18 @@ class Recorder:
     # -- the failure -------------------------------------------------------------------------------
 
     def _between(self, what: Where) -> None:
-        """The script evaluates or saves between two steps."""
+        """Record that the script evaluates or saves between two steps."""
         if self._base is not None:
             self.write(BETWEEN, what=what, step=self._context.engine.global_steps)
             self._die_at(what)
 
     def hold(self, original: Callable[[], None]) -> None:
-        """The optimizer is about to write; the version with which the step began was copied by
-        then."""
+        """Die, if planned, after the fence has waited for the copies of the step's version."""
         original()
         self._die_at("step")
 
     def _die_at(self, where: Where) -> None:
-        """Die, if it is here. The last rank does: in a pipeline it computes the loss."""
+        """Die if the plan says so. The last rank does, which computes the loss in a pipeline."""
         plan, context = self._plan, self._context
         is_first_life = self._memory.incarnation == 1
         is_last_rank = self._rank == context.topology.degrees.world_size - 1
@@ -318,13 +320,13 @@ class Recorder:
         assert self._base is not None
         if step != self._base + plan.kill_after:
             return
-        # Else the job might begin anew. Of a kill between steps the version before may be the
-        # newest.
+        # Without a commit, the job would start from scratch. After a kill between steps, the
+        # previous version may be the newest.
         self._await_commit(step if where == "step" else step - 1)
         memory_dir = str(context.job_dir.path)
         self.write(KILLED, step=step, committed=context.stats.committed_step, memory_dir=memory_dir)
         while plan.kills_node:
-            time.sleep(1.0)  # the command kills all processes of this node
+            time.sleep(1.0)  # The command kills all processes of this node
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _await_commit(self, step: int) -> None:
@@ -334,7 +336,7 @@ class Recorder:
 
 
 class _Warnings(logging.Handler):
-    """Writes what reft warns of."""
+    """Records reft's warnings."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(logging.WARNING)
@@ -345,8 +347,8 @@ class _Warnings(logging.Handler):
 
 
 def find_cause(key: str) -> str:
-    """Where an item of the captured state belongs."""
-    if ".start." in key:  # A position in the data begins with the generators that chose the order.
+    """The cause to which an item of the captured state belongs."""
+    if ".start." in key:  # A position in the data includes the generators that chose the order
         return GENERATORS
     parts = key.split(".")
     prefixes = (".".join(parts[:count]) for count in (2, 1))
@@ -357,8 +359,11 @@ def find_cause(key: str) -> str:
 
 
 def digest_items(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Every item of nested mappings and short lists by dotted name: a short value as it is, else a
-    digest."""
+    """Flatten nested mappings and short lists to dotted names.
+
+    Yields:
+        Name and value; long values are replaced by a digest.
+    """
     if isinstance(value, Namespace):
         value = vars(value)
     if isinstance(value, Mapping) and value:
@@ -380,7 +385,7 @@ def digest(value: Any) -> str:
 
 
 def digest_image(section: str, image: SectionImage) -> Iterator[tuple[str, str]]:
-    """Every tensor of a section by its name."""
+    """Yield name and digest of every tensor of a section."""
     for spec, offset in zip(image.specs, image.offsets, strict=True):
         if spec.nbytes:
             (live,) = image.live(offset, offset + spec.nbytes)
@@ -388,7 +393,7 @@ def digest_image(section: str, image: SectionImage) -> Iterator[tuple[str, str]]
 
 
 def digest_tensors(value: Any) -> str:
-    """One digest of all tensors in nested containers, their shapes and dtypes."""
+    """One digest of all tensors in nested containers, with their shapes and dtypes."""
     found = [[str(t.dtype), list(t.shape), t.detach().cpu()] for t in find_tensors(value)]
     return f"#{checksum(codec.encode(found)):016x}"
 
@@ -404,5 +409,5 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def scalars(loss: Any) -> list[str]:
-    """Numbers of a loss, exactly; none where it is no tensor of one number."""
+    """The numbers in a loss, exactly; empty if it has no tensor with a single element."""
     return [repr(t.item()) for t in find_tensors(loss) if t.numel() == 1]

@@ -1,5 +1,4 @@
-"""Runs a job undisturbed twice and again with a trainer or a node killed; compares; leaves nothing
-behind."""
+"""Runs a job undisturbed twice and then with a trainer or node killed, compares, and cleans up."""
 
 from __future__ import annotations
 
@@ -37,10 +36,10 @@ from reft.rehearse.record import BETWEEN, KILLED, SAID, RunPlan, Where
 
 EQUAL, DIFFERENT, UNSTEADY = 0, 1, 3
 _POLL_SECS = 0.05
-_END_SECS = 20.0  # when one launcher has failed, the others have so long to end, too
+_END_SECS = 20.0  # After the failure of one launcher, time for the others to end
 _LOG_LINES = 25
 _MOST_DIFFERENCES = 50
-_RESTARTS = 2  # of a killed run: that after the kill, and one more
+_RESTARTS = 2  # Restarts of a killed run: the one after the kill, and one more
 _BLOCK = {
     "persist": {},
     "profile": {},
@@ -48,7 +47,7 @@ _BLOCK = {
     "max_lost_steps": None,
     "allow_unprotected": True,
 }
-"""What a rehearsal sets in the ``reft`` block: a version of every step, and nothing on storage."""
+"""Settings of a rehearsal in the block: a version of every step, and nothing on storage."""
 
 _ADVICE = re.compile(r"\b[Ww]rite\b")
 _PREFIX = re.compile(r"^reft \[[^]]*\] ")
@@ -57,18 +56,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is rehearsed, and how."""
+    """The job to rehearse, and how to rehearse it."""
 
-    launch: tuple[str, ...]  # options of ``reft launch``
-    program: tuple[str, ...]  # the script and its arguments
-    job_id: str  # of the rehearsal
-    memory_parent: Path  # where its memory directory is made
+    launch: tuple[str, ...]  # Options of ``reft launch``
+    program: tuple[str, ...]  # The script and its arguments
+    job_id: str  # Name of the rehearsal's memory
+    memory_parent: Path  # Directory in which its memory directory is created
     steps: int = 12
     kill_after: int = 5
     kills_node: bool = False
     overwrites: bool = False
-    nodes: int = 0  # nodes to start on this machine; 0: one node of several, which meet elsewhere
-    directory: Path | None = None  # keeps records, logs and checkpoints; None: they are removed
+    nodes: int = 0  # Nodes to start on this machine; 0: this is one of several nodes of a cluster
+    directory: Path | None = None  # Keeps records, logs and checkpoints; None: they are removed
 
     def __post_init__(self) -> None:
         if not 0 < self.kill_after < self.steps:
@@ -86,11 +85,11 @@ class Rehearsal:
 
 @dataclass
 class RehearsalRun:
-    """One run of the job, and what it left."""
+    """One run of the job, and its results."""
 
     name: str
     plan: RunPlan
-    codes: list[int] = field(default_factory=list)  # exit codes of its launchers
+    codes: list[int] = field(default_factory=list)  # Exit codes of its launchers
     events: list[dict[str, Any]] = field(default_factory=list)
     log: str = ""
     secs: float = 0.0
@@ -105,9 +104,9 @@ class RehearsalRun:
         ]
         if not self.plan.kill_after or not records:
             return records
-        # Ranks that outlive the killed one may capture a state where they end; it is no version.
+        # Ranks that outlive the killed one may capture a state when they end, which is no version.
         last = min(r.step for r in records) - 1 + self.plan.kill_after
-        last -= self.plan.kill_at != "step"  # killed before the version of the step was taken
+        last -= self.plan.kill_at != "step"  # Killed before the version of the step was taken
         return [r for r in records if r.kind == TRAINED or r.life > 1 or r.step <= last]
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
@@ -119,7 +118,7 @@ class RehearsalRun:
 
     @property
     def back_secs(self) -> float | None:
-        """From the kill to the first step that was begun afterwards; None: there was none."""
+        """Seconds from the kill to the begin of the next step; None if there was none."""
         killed = self.of_kind(KILLED)
         began = [event["began"] for event in self.of_kind(TRAINED) if event["life"] > 1]
         return min(began) - killed[0]["time"] if killed and began else None
@@ -129,15 +128,15 @@ def rehearse(what: Rehearsal, progress: Say, say: Say) -> dict[str, Any]:
     """Run, kill, compare.
 
     Args:
-        progress: is given which run is under way and its step, several times a second.
-        say: is given a line for each run that has begun or ended.
+        what: the rehearsal.
+        progress: called several times a second with the current run and step.
+        say: called with a line when a run begins or ends.
 
     Returns:
         The report as JSON; ``exit_code`` is EQUAL, DIFFERENT or UNSTEADY.
 
     Raises:
-        ConfigError: the job cannot be rehearsed as it is: it fails undisturbed, or no step was
-        recorded.
+        ConfigError: the job cannot be rehearsed: it fails undisturbed, or no step was recorded.
     """
     with ExitStack() as stack:
         scratch = Path(tempfile.mkdtemp(prefix="reft-rehearse-"))
@@ -148,7 +147,7 @@ def rehearse(what: Rehearsal, progress: Say, say: Say) -> dict[str, Any]:
         what.memory_parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         memory = Path(tempfile.mkdtemp(prefix="rehearse-", dir=what.memory_parent))
         stack.callback(shutil.rmtree, memory, ignore_errors=True)
-        # Launchers that are killed leave files in their directory for temporary ones.
+        # Launchers that are killed leave files in their temporary directory.
         environment = {"TMPDIR": str(temporary), ENV_PROFILE: json.dumps(_BLOCK)}
         return _Runs(
             what,
@@ -161,7 +160,7 @@ def rehearse(what: Rehearsal, progress: Say, say: Say) -> dict[str, Any]:
 
 
 class _Runs:
-    """All runs of one rehearsal, consecutively, in the same directories."""
+    """All runs of one rehearsal, one after the other in the same directories."""
 
     def __init__(
         self,
@@ -191,7 +190,7 @@ class _Runs:
                 tries.append(_judge(first, run, self._compare(first, run, unseeded)))
         code = UNSTEADY if unsteady else EQUAL if all(t["equal"] for t in tries) else DIFFERENT
         made = self._directory / MADE
-        # Advice of the first steps; the rest of what is logged is about the run.
+        # Warnings that contain advice; the other logged lines concern only the run.
         said = (
             _PREFIX.sub("", e["text"]) for e in first.of_kind(SAID) if _ADVICE.search(e["text"])
         )
@@ -216,8 +215,7 @@ class _Runs:
     def _kills(
         self, first: RehearsalRun, undisturbed: RunPlan, base: int, made: int
     ) -> Iterable[tuple[str, RunPlan]]:
-        """What the killed runs do: the first dies while a step is made, the second between two
-        steps."""
+        """Plan the killed runs: the first dies within a step, the second between two steps."""
         what = self._what
         if made <= what.kill_after:
             raise ConfigError(
@@ -226,7 +224,7 @@ class _Runs:
             )
         plan = replace(undisturbed, kill_after=what.kill_after, kills_node=what.kills_node)
         yield f"killed-after-{what.kill_after}", plan
-        # Where the script evaluates or saves between two steps a failure is more telling.
+        # If the script evaluates or saves between two steps, a failure there reveals more.
         pauses: list[tuple[int, Where]] = [
             (event["step"] - base, event["what"]) for event in first.of_kind(BETWEEN)
         ]
@@ -239,7 +237,7 @@ class _Runs:
         yield f"killed-in-{where}-after-{step}", replace(plan, kill_after=step, kill_at=where)
 
     def _run(self, name: str, plan: RunPlan) -> RehearsalRun:
-        """Run the job once. Raises ConfigError: it fails although nothing disturbs it."""
+        """Run the job once. Raises ConfigError if it fails without any disturbance."""
         self._number += 1
         records = self._directory / name
         for path in (records, self._directory / SAVED):
@@ -279,7 +277,7 @@ class _Runs:
         if any(run.codes):
             raise ConfigError(
                 f"the job fails undisturbed, with exit code {', '.join(map(str, run.codes))}: "
-                f"nothing can be compared. Mend this first:\n{_read_end(run.log)}"
+                f"nothing can be compared. Fix this first:\n{_read_end(run.log)}"
             )
         if not run.of_kind(TRAINED):
             raise ConfigError(
@@ -292,15 +290,15 @@ class _Runs:
 def _judge(
     undisturbed: RehearsalRun, run: RehearsalRun, differences: Sequence[Difference]
 ) -> dict[str, Any]:
-    """What one killed run shows."""
+    """Judge one killed run."""
     killed = run.of_kind(KILLED)
     resumed = min((r.step for r in run.records if r.kind == TRAINED and r.life > 1), default=None)
     failed = ""
     if any(run.codes):
         codes = ", ".join(map(str, run.codes))
-        failed = f"the job did not go on to its end (exit code {codes}):\n{_read_end(run.log)}"
-    elif resumed is None and not killed:  # on a cluster it may be killed on another node
-        failed = "the kill did not come about"
+        failed = f"the job did not continue to its end (exit code {codes}):\n{_read_end(run.log)}"
+    elif resumed is None and not killed:  # On a cluster, another node may have the killed trainer
+        failed = "the kill did not happen"
     elif resumed == min(r.step for r in undisturbed.records if r.kind == TRAINED):
         failed = "the job was not resumed: it made its first step again"
     return {
@@ -329,14 +327,14 @@ def _read_end(log: str) -> str:
 
 
 class Reader:
-    """Reads what the trainers of a run append to their files, whole lines only."""
+    """Reads the lines that the trainers of a run append to their files."""
 
     def __init__(self, records: Path) -> None:
         self._records = records
         self._offsets = Counter[Path]()
 
     def read(self) -> list[dict[str, Any]]:
-        """Events since the last call, in the order of their times."""
+        """Read the complete lines since the last call, in the order of their times."""
         found: list[dict[str, Any]] = []
         for path in self._records.glob("rank-*.jsonl"):
             with path.open("rb") as file:
@@ -377,7 +375,7 @@ class _Job:
         shutil.rmtree(self._memory, ignore_errors=True)
         self._memory.mkdir(mode=0o700)
         if self._what.nodes > 1:
-            # In this process: a SIGKILL of it leaves no store behind.
+            # The store is in this process, so a SIGKILL leaves no store behind.
             store = stack.enter_context(closing(RendezvousServer("127.0.0.1", 0)))
             self._meeting += ["--rdzv-endpoint", store.endpoint, "--local-addr", "127.0.0.1"]
         for number in range(max(1, self._what.nodes)):
@@ -392,8 +390,7 @@ class _Job:
         self._current[name] = self._nodes.start(name, memory, log, words, what.program)
 
     def replace_lost(self, killed: Sequence[dict[str, Any]]) -> None:
-        """Kill the node of a trainer that waits for it, once, and start another one in its
-        place."""
+        """Kill the node of a waiting trainer once, and start another node in its place."""
         if not self._what.kills_node or not killed or len(self._nodes.started) > len(self._current):
             return
         name = self._node_of(killed[0])
@@ -401,7 +398,7 @@ class _Job:
         self._start_node(name)
 
     def _node_of(self, killed: dict[str, Any]) -> str:
-        """The node of a trainer: it tells its memory directory."""
+        """Find the node of a trainer by its memory directory."""
         lost = Path(killed["memory_dir"])
         return next(
             name for name, node in self._current.items() if lost.is_relative_to(node.memory_dir)

@@ -1,5 +1,5 @@
 """``reft profile``: runs a job like ``reft launch``, measures some steps, and shows where its
-devices wait: in tables, as a picture, as trace events.
+devices wait, as tables, a figure or trace events.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from reft.profile.trace_events import write_trace
 from reft.refusal import Parser
 
 _NAME = "reft profile"
-_WIDTH = 170  # of tables that are not shown on a terminal
+_WIDTH = 170  # Columns of tables that are not shown on a terminal
 _DESCRIPTION = (
     "Run a job like 'reft launch' (with the same options: --help-all lists them), measure some "
     "steps after warm-up, and report where the devices of every pipeline stage wait and how much "
@@ -39,16 +39,16 @@ _DESCRIPTION = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command.
+    """Command line of ``reft profile``.
 
     Returns:
-        Its exit code: 0; 1 if there is no profile at the end; else that of ``reft launch``.
+        The exit code: 0; 1 if there is no profile at the end; otherwise that of ``reft launch``.
 
     Raises:
-        ConfigError: wrong use.
+        ConfigError: wrong usage.
         ReftError: the job cannot be run.
     """
-    if argv[:1] in (["-h"], ["--help"]):  # without torch, whose import takes seconds
+    if argv[:1] in (["-h"], ["--help"]):  # Without importing torch, which takes seconds
         parser = Parser(prog=_NAME, words="SCRIPT [ARGUMENTS]...", description=_DESCRIPTION)
         _add_options(parser)
         parser.print_help()
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         parser = Parser(prog=_NAME, add_help=False, allow_abbrev=False)
         _add_outputs(parser)
         saved, rest = parser.parse_known_args(list(argv))
-        if not rest:  # elsewhere it is an option of the script
+        if not rest:  # Otherwise it is an option of the script
             _check_outputs(saved)
             try:
                 _present(ProfileResult.load(saved.saved), saved)
@@ -127,8 +127,10 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
-    """Set the environment variable that tells the trainers what to measure; see
-    :func:`reft.config.parse_block`."""
+    """Set the environment variable from which the trainers read what to measure.
+
+    See :func:`reft.config.parse_block`.
+    """
     for name, value, least in (
         ("--steps", args.profile_steps, 1),
         ("--warmup-steps", args.profile_warmup_steps, 0),
@@ -149,13 +151,13 @@ def _set_up_environment(args: argparse.Namespace, folder: Path) -> None:
         block |= {"variant": "none", "has": {}, "persist": {}}
     os.environ[ENV_PROFILE] = json.dumps(block)
     if args.job_id in (None, os.environ.get(ENV_JOB_ID)):
-        # A job id of its own: the memory of the real job is neither restored nor changed.
+        # With its own job id, the memory of the real job is neither restored nor changed.
         own = uuid.uuid4().hex[:12] if args.rdzv_id == "none" else args.rdzv_id
         args.job_id = f"profile-{args.job_id or own}"
 
 
 def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
-    """Say why there is nothing to show on this node. Returns the exit code: 0 if that is well."""
+    """Print why this node has nothing to show. Returns the exit code; 0 if that is normal."""
     if ranks and 0 not in ranks:
         print(f"{_NAME}: measured; the profile is on the node of rank 0", file=sys.stderr)
         return 0
@@ -170,7 +172,7 @@ def _explain_nothing(args: argparse.Namespace, ranks: set[int]) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Check the paths before the job runs, not after it."""
+    """Check the output paths before the job runs rather than after it."""
     for option, path in (("--json", args.json), ("--trace", args.trace)):
         if path is not None and str(path) != "-":
             check_folder(option, path)

@@ -70,7 +70,7 @@ def read(
     while not (count := deal.next(at)):
         at = deal.next_pass(at)
     parts = [order.part(at.consumed, count, deal.part(count, rank)) for rank in range(deal.dp_size)]
-    return parts, deal.behind(at)
+    return parts, deal.after(at)
 
 
 def test_the_samples_of_a_step_are_those_of_every_degree() -> None:

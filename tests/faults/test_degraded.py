@@ -181,7 +181,7 @@ def _kill_daemon(job: Watched) -> None:
     )
     job.trains_on()
     assert [process.pid for process in job.cluster.trainers(0)] == trainers
-    assert "training goes on, the next one starts" in job.logs
+    assert "training continues, the next one starts" in job.logs
 
 
 def started(scratch: Scratch, name: str, **block: Any) -> FaultJob:

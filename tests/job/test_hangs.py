@@ -384,7 +384,7 @@ def test_a_trainer_that_may_hang_makes_its_node_unhealthy(
 
 def known(root: Path, node: str) -> dict[str, str]:
     board = read_board(root / node / "job")
-    return {} if board is None else {n.node: str(n.seen) for n in board.nodes}
+    return {} if board is None else {n.node: str(n.observed_signal) for n in board.nodes}
 
 
 def test_a_launcher_that_ends_says_so_at_once_and_one_that_is_killed_is_missed_also_where_it_kept_the_board(
@@ -398,7 +398,7 @@ def test_a_launcher_that_ends_says_so_at_once_and_one_that_is_killed_is_missed_a
     everyone = dict.fromkeys("abc", "HEALTHY")
     wait_for(lambda: all(known(tmp_path, node) == everyone for node in "abc"), "all")
     keeper, first, second = "abc"
-    boards[first].tell("waiting for nodes", failed="out of memory")
+    boards[first].report("waiting for nodes", failed="out of memory")
     wait_for(lambda: known(tmp_path, second).get(first) == "UNHEALTHY", "the failure")
     boards[first].close("told to stop")
     wait_for(lambda: known(tmp_path, second).get(first) == "OFFLINE", "the end")
@@ -446,7 +446,7 @@ def test_p6_without_a_store_or_memory_it_goes_on(tmp_path: Path, server: KeyValu
     for file in path.iterdir():
         file.unlink()
     path.rmdir()
-    board.tell("running", round=1)
+    board.report("running", round=1)
     board.close("")
     assert not os.path.lexists(path), (
         "a job's memory that was removed is not made again by its status"

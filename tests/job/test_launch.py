@@ -152,7 +152,7 @@ def test_with_torchruns_older_options_node_0_serves_the_store(rank: int) -> None
         (("--rdzv-backend", "zeus", "--rdzv-endpoint", "x"), "unpickles"),
         (("--rdzv-endpoint", "x", "--rdzv-conf", "store_type=file"), "store_type=file"),
         (("--nnodes", "2", "--node-rank", "5"), "--node-rank is 5; write 0 to 1"),
-        (("--spares", "1"), r"--nnodes is 1:1 with --spares 1, but nothing says where"),
+        (("--spares", "1"), r"--nnodes is 1:1 with --spares 1, but no option says where"),
         (
             ("--nnodes", "4", "--spares", "-1", "--rdzv-endpoint", "x"),
             "--spares is -1; write 0 or more",
@@ -606,6 +606,25 @@ def test_a_launcher_told_to_stop_takes_the_others_along(tmp_path: Path) -> None:
         peers.terminate()
         assert job.wait(240) == {0: 143, 1: 143}
         assert "node node0 was stopped by SIGTERM, and no other node replaces it" in job.log(1)
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+@pytest.mark.integration
+def test_a_launcher_told_to_stop_is_replaced_where_the_others_await_it(tmp_path: Path) -> None:
+    options = ("--await-replacement",)
+    with cluster(tmp_path, "light.py", "wait", "graceful", nodes=2, options=options) as job:
+        job.wait_for("ready", 2)
+        (peers,) = job.trainers(1)
+        job.signal_node(0, signal.SIGTERM)
+        job.wait_for("flushed")
+        peers.terminate()
+        assert job.current[0].process.wait(240) == 143
+        job.start_node(0)
+        job.wait_for("ready", 4)
+        assert job.current[1].running
+        for index in job.current:
+            job.signal_node(index, signal.SIGTERM)
+        assert job.wait(240) == {0: 143, 1: 143}
         job.wait_until(job.none_left, 240, "the end of all processes")
 
 

@@ -152,7 +152,7 @@ def test_a_lost_rendezvous_does_not_disturb_healthy_trainers(tmp_path: Path) -> 
         assert job.rendezvous is not None
         job.rendezvous.kill()
         job.rendezvous.wait()
-        job.wait_until(lambda: "Training goes on" in job.log(0), 240, "the warning")
+        job.wait_until(lambda: "Training continues" in job.log(0), 240, "the warning")
         job.finish()
         assert job.wait(240) == {0: 0, 1: 0}
         assert {e["attempt"] for e in job.events("start")} == {0}

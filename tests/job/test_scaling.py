@@ -428,7 +428,7 @@ def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it
     if granted is not None:
         assert (granted.nodes, granted.without, answer.refused) == (2, ("b",), "")
         return
-    assert "repeat the order" in answer.refused
+    assert "repeat the request" in answer.refused
     node.tolerance = 1
     node.look()
     assert node.state.scaling is None, "it was refused"

@@ -60,7 +60,7 @@ def test_before_a_step_was_measured_its_limit_is_the_first_ones() -> None:
     unmeasured = replace(SEEN, step_secs=0.0)
     assert limit_secs(unmeasured) == OTHER_LIMIT
     assert limit_secs(replace(unmeasured, state="T")) == STEP_LIMIT, "nothing goes on in it"
-    assert TrainerActivity(unmeasured, STEP_LIMIT + 1).quiet, "others hear of it"
+    assert TrainerActivity(unmeasured, STEP_LIMIT + 1).stalled, "others hear of it"
     # Of two that wait, one has made a step more, and measured it; the other's may take longer than that.
     behind = replace(unmeasured, rank=1, step=1, instruction="Backward")
     ahead = replace(SEEN, step=2, instruction="Backward")
@@ -92,7 +92,7 @@ def test_a_suspicion_ends_with_the_round() -> None:
     (waiting,) = watch.poll([SEEN], 1.0)
     assert waiting.quiet_secs == 0.0
     watch.poll([SEEN], 1.0)
-    assert not any(w.quiet for w in watch.poll([replace(SEEN, pid=101)], 1.0)), "another trainer"
+    assert not any(w.stalled for w in watch.poll([replace(SEEN, pid=101)], 1.0)), "another trainer"
 
 
 AT = {

@@ -1,7 +1,7 @@
-"""How a node meets the others, and comes back to them: at reft's own rendezvous store.
+"""Connects a node to the rendezvous store, here reft's own, and reconnects it.
 
 The store is served by ``reft rendezvous``, or by the launcher of one of the nodes. Other stores are
-integrations (:mod:`reft.integrations`), found by the name that ``--rdzv-backend`` gives.
+integrations (:mod:`reft.integrations`), which ``--rdzv-backend`` selects by name.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class JobEndedError(ReftError, RuntimeError):
 
 
 class RendezvousBackend:
-    """Connects one node to reft's own store; subclasses connect to another.
+    """Connects one node to reft's own store; subclasses connect to other stores.
 
     Attributes:
         advice: what to do when the store is lost.
-        reopens: when a run that the store knows to have ended can start again under its name.
+        reopens: what to do so that a run which the store marks as ended can start again.
     """
 
     advice = (
@@ -73,9 +73,9 @@ class RendezvousBackend:
         of this machine.
 
         Raises:
-            JobEndedError: what answers at the endpoint is not reft's.
+            JobEndedError: the server at the endpoint is not reft's.
             AuthenticationError: the store has another secret.
-            ConfigError: the store cannot be served at this address, or an option cannot be used.
+            ConfigError: the store cannot be served at this address, or an option is invalid.
         """
         config, options = self._config, self._options
         store = self._store = self._open()
@@ -96,11 +96,11 @@ class RendezvousBackend:
         return rendezvous
 
     def reconnect(self) -> None:
-        """Wait until a lost store answers again, as long as for a node.
+        """Wait until a lost store answers again, at most the time-out for joining a round.
 
         Raises:
-            JobEndedError: it does not come back.
-            AuthenticationError: another store came, with another secret.
+            JobEndedError: the store does not come back.
+            AuthenticationError: a store with another secret answers.
         """
         timeout, endpoint = self._options.join_timeout_secs, self._config.rdzv_endpoint
         logger.warning("waiting up to %.0f s for the rendezvous store at %s", timeout, endpoint)
@@ -118,7 +118,7 @@ class RendezvousBackend:
             time.sleep(POLL_SECS)
 
     def connect_for_status(self) -> RendezvousStore:
-        """Another connection, for status reports: they must not delay the rendezvous."""
+        """Open another connection for status reports, which must not delay the rendezvous."""
         return self._make_client(_STATUS_SECS).with_prefix(f"reft/{self._config.run_id}/status")
 
     def trainers_endpoint(self) -> str:
@@ -127,7 +127,7 @@ class RendezvousBackend:
         return format_endpoint(host, self._server.port if self._server is not None else port)
 
     def wait_for_others(self) -> None:
-        """If the store ends with this launcher, give the other nodes time to read it first."""
+        """If the store ends with this launcher, let the other nodes read it first."""
         deadline = time.monotonic() + _OTHERS_READ_SECS
         while isinstance(self._server, KeyValueServer) and len(self._server.holders()) > 1:
             if time.monotonic() > deadline:
@@ -146,7 +146,7 @@ class RendezvousBackend:
         if self._has_to_serve():
             self._serve()
         endpoint, secs = self._config.rdzv_endpoint, min(self._contact_secs, self._read_secs)
-        # A server that is not reft's may never answer: the first contact has its own time-out.
+        # A server that is not reft's may never answer, so the first contact has its own time-out.
         first = self._make_client(secs)
         try:
             first.check([])
@@ -162,7 +162,7 @@ class RendezvousBackend:
         return self._make_client(self._read_secs)
 
     def _make_client(self, timeout_secs: float) -> RendezvousStore:
-        """Another connection to the store; does not wait for it."""
+        """Make another connection to the store, without waiting for it."""
         return KeyValueStore(self.trainers_endpoint(), self._secret, timeout_secs=timeout_secs)
 
     def _outlives_nodes(self, store: RendezvousStore) -> bool:
@@ -172,7 +172,7 @@ class RendezvousBackend:
         return False
 
     def _has_to_serve(self) -> bool:
-        """Whether this node serves the store; otherwise waits until another process does."""
+        """Whether this node has to serve the store; if not, wait until another process does."""
         endpoint = self._config.rdzv_endpoint
         host, port = parse_endpoint(endpoint)
         if "is_host" in self._conf:
@@ -216,14 +216,14 @@ class RendezvousBackend:
 
 
 def find_backend(options: LaunchOptions, secret: bytes) -> RendezvousBackend:
-    """Connect to the store where the job's nodes meet.
+    """Make the backend that connects this node to the job's rendezvous store.
 
     Args:
-        options: of the launcher.
-        secret: of the user; the store accepts nobody without it (P11).
+        options: options of the launcher.
+        secret: the user's secret; the store refuses connections without it (P11).
 
     Raises:
-        ConfigError: an option cannot be used, or a package that the backend needs is missing.
+        ConfigError: an option is invalid, or a package that the backend needs is missing.
     """
     name = options.config.rdzv_backend
     if name == REFT_BACKEND:

@@ -1,4 +1,4 @@
-"""The rendezvous of one node over a store; :mod:`reft.job.rendezvous.membership` decides."""
+"""One node's side of the rendezvous; :mod:`reft.job.rendezvous.membership` makes the decisions."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ from reft.relayout.sizes import Sizes
 
 logger = logging.getLogger(__name__)
 
-_JOIN_SHARE = 0.9  # Of ``join_timeout``: a node that waits for others ends at its end
+_JOIN_SHARE = 0.9  # Share of ``join_timeout`` after which a waiting node stops hoping for others
 _ALONE_SECS = 5.0
 """A node that is to be replaced keeps its place if no other node has waited for it this long."""
 _RECONNECT_SECS = 0.5
-"""Time for a living node that has lost its connection to connect again."""
+"""Time in which a living node that has lost its connection connects again."""
 _MIN_POLL_SECS, _MAX_POLL_SECS = 0.1, 1.0
-_NODES_PER_SEC = 500  # All nodes together poll at this rate; the size of the state grows with them
+_NODES_PER_SEC = 500  # Poll rate of all nodes together; the size of the state grows with them
 _START_SKEW_SECS = 0.3  # Spreads the first requests of nodes that are started at the same time
-_CLOCK_SECS = 60.0  # Interval of measurements of the store's clock
-_MAX_NAMED = 4  # Nodes in one message
+_CLOCK_SECS = 60.0  # Interval between measurements of the store's clock
+_MAX_NAMED = 4  # Most nodes named in one message
 _NEVER = float("-inf")
 
 
@@ -72,19 +72,19 @@ class StoreRendezvous:
     Args:
         store: the rendezvous store.
         config: torchrun's part of the options.
-        info: of this node.
+        info: what this node brings into its first round.
         job_id: name of the job's memory.
 
     Attributes:
         info: what this node brings into the next round.
-        other_nnodes: ``--nnodes`` of nodes whose option differs from this node's, by node id.
-        agreement: of the last round that this node took part in.
-        node: name of this launcher, which is unique.
-        state: what the nodes share, as the last heartbeat or poll read it.
+        other_nnodes: ``--nnodes`` of the nodes that were started with another value, by node id.
+        agreement: the last round in which this node took part.
+        node: unique name of this launcher.
+        state: the shared state as of the last heartbeat or poll.
         left: group ranks of nodes of the last round that have left on request.
-        wait_secs: how long the remaining nodes wait for replacements of lost nodes; None: as for
-            any round.
-        newest_incarnation: the newest start of the job, as the last heartbeat found it.
+        wait_secs: how long the remaining nodes wait for replacements of lost nodes; None: as long
+            as for any round.
+        newest_incarnation: the newest start of the job as of the last heartbeat.
 
     Raises:
         ValueError: an option cannot be used.
@@ -104,7 +104,7 @@ class StoreRendezvous:
         self.info = replace(info, nnodes=":".join(map(str, nnodes)))
         self.other_nnodes: dict[str, str] = {}
         self.agreement: Agreement | None = None
-        # The random part: successive launchers in containers may have equal process ids.
+        # The random part is needed because successive launchers in containers may share a pid.
         address = config.local_addr or socket.getfqdn()
         self.node = f"{address}/{os.getpid()}/{secrets.token_hex(4)}"
         self.rules = JobRules(
@@ -122,12 +122,12 @@ class StoreRendezvous:
         self._poll_secs = min(
             _MAX_POLL_SECS, max(_MIN_POLL_SECS, self.rules.max_nodes / _NODES_PER_SEC)
         )
-        self._encoded: bytes | None = None  # The shared state as it was read last
+        self._encoded: bytes | None = None  # The shared state as last read
         self._polled_at = self._trusts_after = self._measured_at = _NEVER
         self._offset_secs = time.time() - time.monotonic()
         self._writer_behind_secs = 0.0
-        self._alive_at: dict[str, float] = {}  # Of nodes with a lease
-        # Longer than the interval of two renewals.
+        self._alive_at: dict[str, float] = {}  # Last sign of life of each node with a lease
+        # A lease outlasts the interval between two renewals.
         self._lease_secs = max(self.rules.expiry_secs / 2, self.rules.heartbeat_secs + 1.0)
         self._left_grace_secs = self._lease_secs if store.keeps_leases else _RECONNECT_SECS
         # Guards the state and its encoding: the heartbeat thread and the agent both exchange it.
@@ -135,14 +135,13 @@ class StoreRendezvous:
         self._heartbeats_ended = threading.Event()
         self._heartbeats: threading.Thread | None = None
         self._trains = False
-        self._last_state = (
-            MembershipState()
-        )  # The last state that was not empty, for a store that lost it
+        # The last state that was not empty; restores what a restarted store has lost.
+        self._last_state = MembershipState()
         self._was_spare = self._has_warned = False
         self._forgotten_until = _NEVER
         self._alone_since: float | None = None
         self.left: frozenset[int] = frozenset()
-        self._store_error: str | None = None  # Of the last heartbeat
+        self._store_error: str | None = None  # Error of the last heartbeat; None if it succeeded
         self.incarnations = IncarnationRecord(store, job_id)
         self.wait_secs: float | None = None
         self._round_left_at = self._complete_again_at = 0.0
@@ -153,35 +152,35 @@ class StoreRendezvous:
     def _now(self) -> float:
         """Seconds since 1970 by the store's clock.
 
-        Shared times are compared by this clock. By its own, a host whose clock is an hour ahead
-        would seem to be alive for an hour after its death.
+        Times in the shared state are compared by this clock. With its own clock, a host whose clock
+        is an hour ahead would seem alive for an hour after its death.
         """
         return time.monotonic() + self._offset_secs
 
     def _measure_clock(self) -> None:
-        """Measure the offset of the store's clock, once a minute. Raises StoreError."""
+        """Measure the offset of the store's clock once a minute. Raises StoreError."""
         started_at = time.monotonic()
         if started_at - self._measured_at < _CLOCK_SECS:
             return
         store_time = self._store.time()
         now = time.monotonic()
         if store_time is None:
-            # A store without a clock keeps leases, which its own clock ends.
+            # A store without a clock of its own keeps leases and expires them itself.
             offset_secs = time.time() - now
         else:
             offset_secs = store_time - (started_at + now) / 2
         has_jumped = abs(offset_secs - self._offset_secs) > self.rules.heartbeat_secs
         if has_jumped and self._measured_at != _NEVER:
-            # The clock was set, or another host serves the store: times that nodes have written are
-            # by another clock until they write again.
+            # The clock was set, or another host serves the store. Times in the state are by the old
+            # clock until their nodes write again.
             self._trusts_after = now + self.rules.expiry_secs
         self._offset_secs, self._measured_at = offset_secs, now
 
     def _to_own_clock(self, state: MembershipState, *, is_new: bool) -> MembershipState:
         """Convert the times of a state from a store without a clock.
 
-        They are by the clock of the host that wrote it last. A new state was written since the last
-        poll, so that its age is the difference of the clocks.
+        The times are by the clock of the host that wrote the state last. A new state was written
+        since the last poll, so its apparent age is about the difference between the two clocks.
         """
         if is_new:
             self._writer_behind_secs = self._now() - state.written
@@ -204,16 +203,16 @@ class StoreRendezvous:
         return self.state
 
     def _exchange(self, state: MembershipState | None) -> MembershipState:
-        """Read the shared state; first write ``state``, unless another node has written meanwhile.
+        """Read the shared state; first write ``state`` unless another node has written meanwhile.
 
-        After a gap in this node's own view (this process or the store stood still), the others get
-        the time of a living node to show themselves: their silence may have been this node's. In a
-        store that keeps leases, a lease shows that a node is alive, and heartbeats are written
-        nowhere; a node that has lost its lease gets that time, too.
+        If this process or the store was suspended, the silence of other nodes may have been this
+        node's own. The others then get one expiry period to show that they are alive. In a store
+        that keeps leases, a node renews its lease instead of writing heartbeats; a node that has
+        lost its lease gets that period, too.
 
         Raises:
             RendezvousConnectionError: the store does not answer.
-            RendezvousStateError: the store holds something else.
+            RendezvousStateError: the store holds something other than a rendezvous state.
         """
         try:
             self._store.hold(self._alive_prefix + self.node, self._lease_secs)
@@ -244,14 +243,14 @@ class StoreRendezvous:
         return self.state
 
     def _has_gap(self, state: MembershipState, store_now: float, now: float) -> bool:
-        """Whether this process or the store stood still since the last poll."""
+        """Whether this process or the store was suspended since the last poll."""
         gap_secs = now - self._polled_at
         if gap_secs <= self.rules.expiry_secs:
             return False
         if gap_secs != float("inf"):
             return True
-        # At the first poll there is no last one. If no node has shown a sign of life for long, the
-        # store may have stood still.
+        # The first poll has no predecessor. If no node has shown a sign of life for long, the store
+        # may have been suspended.
         alive_at = [
             max(node.alive_at, self._alive_at.get(name, 0.0)) for name, node in state.nodes.items()
         ]
@@ -265,22 +264,22 @@ class StoreRendezvous:
             return bool(self._poll().closed)
 
     def outcome(self) -> str:
-        """Why the job has ended; empty if it has not, as far as is known."""
+        """Why the job has ended, as far as this node knows; empty if it has not."""
         with suppress(RendezvousError):
             self.is_closed()
         return self.state.closed
 
     def shutdown(self, reason: str) -> None:
-        """Tell all nodes, also later ones, that the job has ended.
+        """Announce the end of the job to all nodes, including those that join later.
 
-        It does nothing if the job continues without this node.
+        Does nothing if the job continues without this node.
         """
         own, newest = self.incarnation, 0
         with suppress(StoreError):
             newest = self.incarnations.read()
         if newest > own > 0:
             with suppress(RendezvousError):
-                self.is_closed()  # Reads the store: the newer start may not have come about
+                self.is_closed()  # Reads the store: the newer start may never have formed
             if not self.has_place:
                 logger.error(
                     "the job continues as start %d without this node, which belongs to start %d",
@@ -296,22 +295,22 @@ class StoreRendezvous:
 
     @property
     def table(self) -> RendezvousStore:
-        """The store's table of the last round, for messages among its nodes."""
+        """A table in the store for messages among the nodes of the last round."""
         return self._store.with_prefix(f"run/{self._run_id}/{self.info.round}")
 
     def next_rendezvous(self) -> Agreement:
-        """Wait for a place in a round, and for the round to be complete.
+        """Wait for a place in a round, and until the round is complete.
 
         Raises:
             RendezvousClosedError: the job has ended.
             RendezvousGracefulExitError: the job has ended while this node was a spare.
-            RendezvousTimeoutError: too few nodes came.
+            RendezvousTimeoutError: too few nodes joined.
             RendezvousConnectionError: the store does not answer.
             LeftError: this node has left the job on request.
             FencedError: another node has replaced this one.
         """
         self._stop_heartbeats()
-        # Whether it was a spare is kept: the store may have been replaced by an empty one.
+        # `_was_spare` keeps its value, because an empty store may have replaced the old one.
         self._trains, self._store_error = False, None
         self._complete_again_at, self._has_warned = 0.0, False
         if self.state.agreement is None:
@@ -330,7 +329,7 @@ class StoreRendezvous:
         return agreement
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that wait for this round's trainers to end; does not wait for the store.
+        """Number of nodes that wait for this round's trainers to end; does not wait for the store.
 
         Raises:
             RendezvousConnectionError: the last heartbeat did not reach the store.
@@ -342,16 +341,16 @@ class StoreRendezvous:
         if has_place or (
             self.agreement is not None and self.rules.may_return(state, self.agreement)
         ):
-            # A node without a place in a full round becomes a spare when it polls.
+            # A node without a place in a full round becomes a spare with its next poll.
             waiting = 0 if self.is_full else self._joining(state)
             return waiting or int(self.is_scaled_down)
-        # The job continues, or forms a round, without this node: it has to join again.
+        # The job continues, or forms a round, without this node, which has to join again.
         return max(1, len(state.with_role(Role.WAITS)))
 
     # -- joining -----------------------------------------------------------------------------------
 
     def _refuse_if_replaced(self) -> None:
-        """Raise FencedError if a round runs in which another node has this node's place."""
+        """Raise FencedError if another node holds this node's place in a running round."""
         try:
             newest = self.incarnations.read()
         except StoreError as error:
@@ -363,7 +362,7 @@ class StoreRendezvous:
         """Wait for a place. A spare waits until a node is lost.
 
         Raises:
-            LeftError: this node was notified to leave, and the others do not need it any more.
+            LeftError: this node was notified to leave, and the others no longer need it.
         """
         state = self._poll()
         deadline = time.monotonic() + self._join_secs
@@ -384,8 +383,8 @@ class StoreRendezvous:
                 if role is Role.NONE:
                     raise RendezvousTimeoutError
                 after = step(state, TrainersExited(self.node), self._now(), self.rules)
-            # `is_leaving` was read before this node could be removed from the state for its
-            # silence, after which no other node knows that it leaves.
+            # `is_leaving` is older than `state`: if this node was removed for silence meanwhile, no
+            # other node knows any more that it leaves.
             is_idle = role is Role.SPARE and stays_spare and is_leaving
             if is_idle and self._is_dispensable(state):
                 self.submit(SpareLeft(self.node))
@@ -410,10 +409,10 @@ class StoreRendezvous:
             state = self._exchange(after)
 
     def _join_event(self, state: MembershipState) -> JoinRequested:
-        """The request of this node for a place.
+        """This node's request for a place.
 
-        If the store has lately lost that this node is a spare, it may also have lost which nodes
-        train. They write it again with their next heartbeats.
+        If the store has just lost that this node is a spare, it may also have lost which nodes
+        train. Those nodes write it again with their next heartbeats.
         """
         now, scaling = time.monotonic(), state.scaling
         replaces = scaling is not None and scaling.replaces
@@ -433,17 +432,17 @@ class StoreRendezvous:
         )
 
     def _wait_until(self, state: MembershipState) -> float | None:
-        """When a round with enough nodes stops waiting for replacements of lost nodes."""
+        """Time at which a round with enough nodes stops waiting for replacements of lost nodes."""
         if self.wait_secs is None or state.complete or state.deadline is None or not self._members:
             return None
         if len(state.participants) < len(set(self._members) - state.leaving):
             return self._round_left_at + min(self.wait_secs, _JOIN_SHARE * self._join_secs)
-        # As many nodes as before have come: further ones get the usual last call.
+        # The round has as many nodes as before: further nodes get the usual last call.
         self._complete_again_at = self._complete_again_at or self._now()
         return self._complete_again_at + self.rules.last_call_secs
 
     def _warn_missing_nodes(self, state: MembershipState) -> None:
-        """Warn once if trainers have ended and no round has formed within a heartbeat."""
+        """Warn once if trainers have ended and no round has formed within a heartbeat interval."""
         present = len(state.participants | state.members)
         required = self.rules.min_nodes
         waited_secs = self._now() - self._round_left_at
@@ -462,8 +461,8 @@ class StoreRendezvous:
     def _warn_other_nnodes(self, state: MembershipState) -> None:
         """Warn once for each set of nodes whose ``--nnodes`` differs.
 
-        Every node decides by its own ``--nnodes`` whether a round is complete, so that some may
-        wait while others train.
+        Every node decides by its own ``--nnodes`` whether a round is complete, so some would wait
+        while others train.
         """
         nnodes = {node.node: node.nnodes for node in state.nodes.values() if node.nnodes}
         others = {node: value for node, value in nnodes.items() if value != self.info.nnodes}
@@ -472,7 +471,7 @@ class StoreRendezvous:
             logger.warning("%s", self.describe_other_nnodes())
 
     def describe_other_nnodes(self) -> str:
-        """Which nodes have another ``--nnodes`` than this one; empty if none has."""
+        """Describe which nodes have another ``--nnodes`` than this one; empty if none has."""
         if not self.other_nnodes:
             return ""
         names = [f"node {node} with {value}" for node, value in sorted(self.other_nnodes.items())]
@@ -497,7 +496,7 @@ class StoreRendezvous:
 
         Args:
             event: what happened.
-            secs: time-out; None: that of a heartbeat.
+            secs: time-out in seconds; None: the heartbeat's time-out.
 
         Raises:
             RendezvousError: the store does not answer.
@@ -506,17 +505,17 @@ class StoreRendezvous:
         deadline = time.monotonic() + timeout_secs
         with self._lock:
             state = self._poll()
-            # Repeated if another node writes in between, until the event changes nothing more.
+            # Repeated while other nodes write in between, until the event has no further effect.
             while (after := step(state, event, self._now(), self.rules)) != state:
                 if time.monotonic() > deadline:
                     raise RendezvousTimeoutError
                 state = self._exchange(after)
 
     def note_sizes(self, sizes: Sizes) -> None:
-        """Share with how many nodes the job can train, as a version of this round shows.
+        """Share the numbers of nodes with which the job can train, taken from a new version.
 
         Args:
-            sizes: the members are filled in here.
+            sizes: the numbers; this method fills in the members.
 
         Raises:
             RendezvousError: the store does not answer.
@@ -524,16 +523,15 @@ class StoreRendezvous:
         members = self._members
         sizes = replace(sizes, members=members if sizes.groups else ())
         event = SizesKnown(self.info.round, len(members), sizes)
-        # Compared with the last state first, so that the store is only asked after a change.
+        # Compared with the cached state first, so that the store is read only after a change.
         if step(self.state, event, self._now(), self.rules) != self.state:
             self.submit(event)
 
     def refuse_size(self) -> bool:
-        """Note that trainers refused to start with the number of nodes of this round.
+        """Record that trainers refused to start with this round's number of nodes.
 
         Returns:
-            Whether another number may fit: more nodes than there are now, or a number that fitted
-            before.
+            Whether another number may fit: more nodes than now, or a number that fitted before.
 
         Raises:
             RendezvousError: the store does not answer.
@@ -561,7 +559,7 @@ class StoreRendezvous:
             self._heartbeats.join()
 
     def heartbeat(self) -> None:
-        """Show that this node is alive, and read the shared state."""
+        """Renew this node's sign of life, and read the shared state."""
         try:
             agreement = self.agreement if self._trains else None
             last = self._last_state
@@ -569,17 +567,17 @@ class StoreRendezvous:
             self.newest_incarnation = self.incarnations.raise_to(self.incarnation)
             self._store_error = None
         except RendezvousTimeoutError:
-            pass  # The store stood still and works again: the next heartbeat is in time
+            pass  # The store was suspended and works again: the next heartbeat is in time
         except (RendezvousError, AuthenticationError, StoreError) as error:
             self._store_error = str(error)
         if not self.state.is_empty:
             self._last_state = self.state
 
-    # -- what follows from the state ---------------------------------------------------------------
+    # -- derived from the state --------------------------------------------------------------------
 
     @property
     def incarnation(self) -> int:
-        """Number of the last start that this node took part in; 0: none."""
+        """Number of the last start in which this node took part; 0 if none."""
         return 0 if self.agreement is None else self.agreement.incarnation
 
     @property
@@ -592,17 +590,17 @@ class StoreRendezvous:
 
     @property
     def has_place(self) -> bool:
-        """Whether this node is in the round that runs or forms, or between two rounds."""
+        """Whether this node is in the running or forming round, or keeps a place between rounds."""
         return self._own.role is Role.TRAINS or self._own.is_member
 
     @property
     def is_full(self) -> bool:
-        """Whether the running round has as many nodes as it may have."""
+        """Whether the running round has the largest allowed number of nodes."""
         return self.rules.is_full(self.state)
 
     @property
     def is_refused(self) -> bool:
-        """Whether another launcher has this node's id, and this one has to end."""
+        """Whether another launcher uses this node's id and this one must end."""
         return self.agreement is not None and self.node in self.agreement.refused
 
     @property
@@ -615,17 +613,17 @@ class StoreRendezvous:
 
     @property
     def nodes(self) -> list[str]:
-        """Ids of all nodes that are present, in the same order on each of them."""
+        """Ids of all present nodes, in the same order on every node."""
         return [node.node for _, node in sorted(self.state.nodes.items()) if node.node]
 
     @property
     def fitting(self) -> tuple[int, ...]:
-        """Numbers of nodes that fit, as far as is known."""
+        """Numbers of nodes that fit, as far as known."""
         sizes = self.state.sizes or self._last_state.sizes or Sizes()
         return sizes.of(self.rules.min_nodes, self.rules.max_nodes)
 
     def _joining(self, state: MembershipState) -> int:
-        """Nodes that wait for the next round, if they make it larger or have left this one."""
+        """Number of waiting nodes that enlarge the next round or were in this one."""
         waiting, running = state.with_role(Role.WAITS), len(state.participants)
         if state.sizes is None or waiting.intersection(self._members):
             return len(waiting)
@@ -641,11 +639,11 @@ class StoreRendezvous:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all nodes of this round are present, so that no failure ended it."""
+        """Whether all nodes of this round are present, so that no lost node ended it."""
         return bool(self._members) and self.state.members.issuperset(self._members)
 
     def can_continue_without(self, gone: int) -> bool:
-        """Whether enough nodes are left, with those that wait, if ``gone`` of this round end."""
+        """Whether enough nodes remain, including waiting ones, if ``gone`` of this round end."""
         state = self.state
         waiting = state.with_role(Role.SPARE, Role.WAITS) - state.leaving - set(self._members)
         left = len(self._members) - gone + len(waiting)
@@ -659,7 +657,7 @@ class StoreRendezvous:
 
     @property
     def stopped(self) -> dict[str, int]:
-        """Nodes of this round whose launchers were stopped, and the signals that stopped them."""
+        """Nodes of this round whose launchers were stopped, with the signal's number."""
         agreement, ends = self.agreement, self.state.ends
         if agreement is None or agreement != self.state.agreement:
             return {}
@@ -668,9 +666,9 @@ class StoreRendezvous:
 
     @property
     def has_lost_silent_node(self) -> bool:
-        """Whether a silent node was removed from the running round, and the rest suffices.
+        """Whether a silent node was removed from the running round and enough nodes remain.
 
-        False if another node has come in its place, or the store does not answer.
+        False if another node has taken its place, or the store does not answer.
         """
         state = self.state
         participants = state.participants
@@ -686,10 +684,10 @@ class StoreRendezvous:
 
 
 def replaced_error(own: int, newest: int, *, by_another: bool) -> FencedError:
-    """The error of a node that was cut off while the job continued.
+    """The error for a node that was cut off while the job continued.
 
     Args:
-        own: start of the job that the node took part in.
+        own: start of the job in which the node took part.
         newest: start of the job that runs without it.
         by_another: another node has its place; otherwise the job runs with fewer nodes.
     """
@@ -703,7 +701,7 @@ def replaced_error(own: int, newest: int, *, by_another: bool) -> FencedError:
 
 
 class IncarnationRecord:
-    """The starts of the job that the store knows. Safe to use from several threads."""
+    """The newest start of the job, kept in the store. Safe to use from several threads."""
 
     def __init__(self, store: RendezvousStore, job_id: str) -> None:
         self._store = store
@@ -711,7 +709,7 @@ class IncarnationRecord:
         self._committed_key = committed_key(job_id)
 
     def read(self) -> int:
-        """The newest start; 0 if none. Raises StoreError."""
+        """The newest start; 0 if there is none. Raises StoreError."""
         return _parse_number(self._store.peek(self._key))
 
     def committed(self) -> int:
@@ -720,17 +718,17 @@ class IncarnationRecord:
         return 0 if value is None else _parse_number(value.partition(b":")[0])
 
     def forget_committed(self) -> None:
-        """Forget the newest version, because the job's memory is removed on purpose.
+        """Delete the record of the newest version, because the job's memory is removed on purpose.
 
-        A later start would otherwise be refused because that version is missing. Best effort.
+        Otherwise a later start would be refused because that version is missing. Best effort.
         """
         with suppress(StoreError):
             self._store.delete(self._committed_key)
 
     def raise_to(self, number: int) -> int:
-        """Note a start, as long as the store knows no newer one.
+        """Record a start unless the store knows a newer one.
 
-        A store that came back without its state learns it in this way.
+        This also restores the number in a store that came back without its state.
 
         Returns:
             The newest start.

@@ -1,16 +1,16 @@
-"""Who belongs to a job: which nodes take part in its rounds, which wait, are spare or must leave.
+"""The members of a job: which nodes train in a round, wait for one, are spares or must leave.
 
-Only :func:`step` changes any of it, and it is pure: it takes the state that the nodes share, an
-event and the time, and returns the next state. A node writes that by compare-and-set
-(:mod:`reft.job.rendezvous.handler`). Of two steps from one state one is written; the other is made
-again from the new state.
+Only :func:`step` changes membership, and it is pure: it takes the shared state, an event and the
+time, and returns the next state. A node writes that state by compare-and-set
+(:mod:`reft.job.rendezvous.handler`). If two nodes step from the same state, one write succeeds; the
+other node repeats its step from the new state.
 
 It differs from TorchElastic's rendezvous in three points:
 
-- A node that was removed while it, or the store, stood still takes its place again.
-- A spare, a node beyond the largest number, only takes the place of a dead node. It does not take
-  that of a healthy node between two rounds, whose memory would then be out of the job's reach.
-- A job changes its number of nodes on request. Nodes that leave become spares, with their memory,
+- A node that was removed while it or the store was suspended takes its place again.
+- A spare (a node beyond the largest number) takes the place of a dead node only. It cannot displace
+  a healthy node between two rounds, which would put that node's memory out of the job's reach.
+- A job changes its number of nodes on request. Nodes that leave become spares and keep their memory
   until the others have committed a version without them.
 """
 
@@ -34,22 +34,22 @@ from reft.relayout.sizes import Sizes
 class NodeInfo:
     """What one node brings into a round."""
 
-    node: str
-    workers: int
-    rank_stride: int = 0  # Ranks that each node gets in a turn (`deal_ranks`)
+    node: str  # Node id
+    workers: int  # Number of its trainers
+    rank_stride: int = 0  # Stride of the round-robin rank assignment (`deal_ranks`)
     restarts_renew: bool = False  # Restarts are counted since the last new version
-    round: int = 0  # Last round that this launcher took part in; 0: none
+    round: int = 0  # Last round in which this launcher took part; 0: none
     size: int = 0  # Number of nodes of that round
-    restarts_used: int = 0  # By the job up to that round
+    restarts_used: int = 0  # Restarts that the job had used up to that round
     known_step: int = -1  # Newest committed step that any node of that round knew; -1: none
     newest_step: int = -1  # Newest committed step that this node knows now; -1: none
     incarnation: int = 0  # Number of the newest start of the job that this node knows
     cause: ExitCause | None = None  # Why its trainers of that round failed; None: they did not
-    failure: str = ""  # The same in words
-    nnodes: str = ""  # Its ``--nnodes``; empty: not known
+    failure: str = ""  # The same as a message
+    nnodes: str = ""  # Its ``--nnodes``; empty: unknown
 
     def after(self, agreement: Agreement) -> NodeInfo:
-        """What this node brings into the next round if its trainers of this one do not fail."""
+        """What this node brings into the next round, unless its trainers fail in this one."""
         return replace(
             self,
             round=agreement.round,
@@ -66,18 +66,18 @@ class NodeInfo:
 class Agreement:
     """The outcome of a rendezvous, equal on all nodes. Tuples are in the order of group ranks."""
 
-    round: int  # 1 for the first start of the trainers, one more after every restart
-    members: tuple[str, ...]  # Launchers
+    round: int  # 1 for the first start of the trainers; each restart adds 1
+    members: tuple[str, ...]  # Names of the launchers
     nodes: tuple[str, ...]  # Node ids
     workers: tuple[int, ...]  # Number of trainers of each node
-    restarts_used: int  # Of ``--max-restarts``, by the whole job
+    restarts_used: int  # Restarts of ``--max-restarts`` that the whole job has used
     known_step: int  # Newest committed step that any of the nodes knows; -1: none
     # Number of this start of the job, greater than any that a node or the store knows. A node with
-    # a lower one was replaced, and is refused.
+    # a smaller number was replaced and is refused.
     incarnation: int = 1
     failures: tuple[str, ...] = ()  # Why trainers of the last round failed, on remaining nodes
     refused: tuple[str, ...] = ()  # Members that must end: another launcher has their node id
-    rank_stride: int = 0  # Ranks that each node gets in a turn
+    rank_stride: int = 0  # Stride of the round-robin rank assignment
 
     def nodes_without(self, members: Collection[str]) -> tuple[str, ...]:
         """Ids of the nodes whose launchers are not among ``members``."""
@@ -89,24 +89,24 @@ class Agreement:
 
 
 def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agreement:
-    """Work out a round from what its members bring.
+    """Compute a round from what its members bring.
 
-    A round that ended with a failure by own cause uses one restart of the job, however many nodes
+    A round that ended with a failure of its own uses one restart of the job, however many nodes
     failed in it. A round that ended because a node vanished or joined uses none.
 
     Args:
-        infos: by launcher, in the order of group ranks.
-        before: the newest round that is known, whichever nodes took part in it.
+        infos: what each launcher brings, by launcher name in the order of group ranks.
+        before: the newest known round, whichever nodes took part in it.
     """
     all_infos = tuple(infos.values())
     last_round = max(info.round for info in all_infos)
-    # Nodes that missed the last round do not decide: their counts and failures are older.
+    # Nodes that missed the last round are ignored: their counts and failures are older.
     last = [info for info in all_infos if info.round == last_round and last_round]
     causes = {info.cause for info in last}
     node_vanished = bool(last) and len(last) < last[0].size
-    # Trainers that ended well are to blame only if their peers failed because they lost them.
+    # Trainers that ended well are to blame only if their peers failed for lack of them.
     ended_early = ExitCause.ENDED in causes and ExitCause.PEER in causes
-    # An abort without a message is a watchdog's if a peer is gone, and otherwise a bug of its own.
+    # An abort without a message came from a watchdog if a peer is gone, otherwise from a bug.
     is_own = ExitCause.OWN in causes
     if (ExitCause.UNCLEAR in causes or ended_early) and not node_vanished:
         is_own = True
@@ -133,7 +133,7 @@ def agree(infos: Mapping[str, NodeInfo], before: Agreement | None = None) -> Agr
 def _describe_failures(
     infos: list[NodeInfo], *, ended_early: bool, node_vanished: bool
 ) -> tuple[str, ...]:
-    """The failures of a round, in words: causes only, unless nothing but consequences is known."""
+    """Describe a round's failures: only the causes, or the consequences if no cause is known."""
     causes = [ExitCause.OWN, ExitCause.UNCLEAR]
     if ended_early:
         causes.append(ExitCause.ENDED)
@@ -152,7 +152,7 @@ def duplicate_nodes(infos: Mapping[str, NodeInfo]) -> list[list[str]]:
 
 
 def _refused(names: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
-    """Of launchers with one node id, those that must end: a launcher that trains keeps the id."""
+    """Of launchers with one node id, those that must end; a launcher that trains keeps the id."""
     first, second, *others = sorted(names, key=lambda name: -infos[name].round)
     return [second, *others] if infos[first].round > infos[second].round else names
 
@@ -160,52 +160,52 @@ def _refused(names: list[str], infos: Mapping[str, NodeInfo]) -> list[str]:
 class Role(StrEnum):
     """What a node does in the job."""
 
-    NONE = ""  # It is between two rounds, if it is a member
-    TRAINS = "trains"  # It takes part in the round that runs or forms
-    WAITS = "waits"  # For the next round
+    NONE = ""  # No place in a round; a member between two rounds has this role
+    TRAINS = "trains"  # It takes part in the running or forming round
+    WAITS = "waits"  # It waits for the next round
     SPARE = "spare"  # It waits until a node is lost
 
 
 class Node(NamedTuple):
-    """One launcher, as all nodes know it."""
+    """One launcher in the shared state."""
 
     role: Role = Role.NONE
     alive_at: float = 0.0  # Last sign of life, in seconds since 1970 by the store's clock
-    # It took part in the last complete round and was not removed since: it keeps its place between
+    # It took part in the last complete round and was not removed since. It keeps its place between
     # two rounds.
     is_member: bool = False
-    leaving: bool = False  # It was notified to leave the job, and is still there
-    info: NodeInfo | None = None  # What it brings into a round that forms
+    leaving: bool = False  # It was notified to leave the job, and is still present
+    info: NodeInfo | None = None  # What it brings into the forming round
     node: str = ""  # Its node id
-    nnodes: str = ""  # Its ``--nnodes``; empty: not known
+    nnodes: str = ""  # Its ``--nnodes``; empty: unknown
 
 
 @dataclass(frozen=True)
 class GrantedScale:
-    """The newest ``reft scale`` that was granted."""
+    """The newest ``reft scale`` request that was granted."""
 
-    number: int  # Of the request
+    number: int  # Number of the request
     nodes: int  # Number of nodes that the job is to have
-    limit: int  # Nodes that the next round may have: nodes leave in steps that the job survives
+    limit: int  # Most nodes of the next round; nodes leave in steps that the job survives
     without: tuple[str, ...] = ()  # Ids of the nodes that leave first
-    round: int = -1  # Round in which leaving nodes were notified; -1: none was
+    round: int = -1  # Round in which leaving nodes were notified; -1: none yet
     replaces: bool = False  # Waiting nodes take the places of those that leave
 
 
 @dataclass
 class MembershipState:
-    """What the nodes of a job share."""
+    """The state that the nodes of a job share."""
 
-    agreement: Agreement | None = None  # Of the newest round; None: there was none
-    complete: bool = False  # That round runs; otherwise another one forms
+    agreement: Agreement | None = None  # The newest round; None: there was none
+    complete: bool = False  # The round runs; otherwise the next one forms
     closed: str = ""  # Why the job has ended; empty: it has not
-    deadline: float | None = None  # When the nodes that have come form a round, if they are enough
-    nodes: dict[str, Node] = field(default_factory=dict)  # By launcher
+    deadline: float | None = None  # When a round forms from the present nodes, if they are enough
+    nodes: dict[str, Node] = field(default_factory=dict)  # By launcher name
     # Members of the running round that have ended: 0 if well, else the signal to their launcher
     ends: dict[str, int] = field(default_factory=dict)
-    scaling: GrantedScale | None = None  # None: as many nodes train as are allowed
-    sizes: Sizes | None = None  # Numbers of nodes that the job can train with; None: not known
-    written: float = 0.0  # When it was written, by the clock of all times in it
+    scaling: GrantedScale | None = None  # None: as many nodes train as ``--nnodes`` allows
+    sizes: Sizes | None = None  # Numbers of nodes with which the job can train; None: unknown
+    written: float = 0.0  # Time of the last write, by the clock of all times in this state
 
     def with_role(self, *roles: Role) -> set[str]:
         return {name for name, node in self.nodes.items() if node.role in roles}
@@ -219,7 +219,7 @@ class MembershipState:
 
     @property
     def participants(self) -> set[str]:
-        """Nodes of the running round that were not removed, or nodes of the round that forms."""
+        """Nodes of the running round that were not removed, or nodes of the forming round."""
         return self.with_role(Role.TRAINS)
 
     @property
@@ -254,11 +254,11 @@ def encode_state(state: MembershipState) -> bytes:
 def decode_state(data: bytes) -> MembershipState:
     """Read what :func:`encode_state` wrote.
 
-    TorchElastic unpickles its state, so that a process that writes it runs code on every node
-    (P11).
+    The format is JSON: TorchElastic unpickles its state, so a process that writes it can run code
+    on every node (P11).
 
     Raises:
-        RendezvousStateError: it is something else.
+        RendezvousStateError: ``data`` is not such a state.
     """
     try:
         content = json.loads(data)
@@ -274,21 +274,21 @@ def decode_state(data: bytes) -> MembershipState:
 
 @dataclass(frozen=True)
 class JobRules:
-    """Options that all nodes of a job were started with."""
+    """Options with which all nodes of a job were started."""
 
-    min_nodes: int  # Of a round
-    max_nodes: int
+    min_nodes: int  # Fewest nodes of a round
+    max_nodes: int  # Most nodes of a round
     last_call_secs: float  # How long a round with enough nodes waits for more
-    heartbeat_secs: float  # Interval of heartbeats
+    heartbeat_secs: float  # Interval between heartbeats
     max_missed_heartbeats: int  # A node that misses more is removed
 
     @property
     def expiry_secs(self) -> float:
-        """How old the last sign of life of a node may be."""
+        """Largest age of a node's last sign of life, in seconds."""
         return self.heartbeat_secs * self.max_missed_heartbeats
 
     def limit(self, state: MembershipState) -> int:
-        """Nodes that a round may have: no more than were requested."""
+        """Most nodes of a round, after the last ``reft scale``."""
         if state.scaling is None:
             return self.max_nodes
         return max(self.min_nodes, min(self.max_nodes, state.scaling.limit))
@@ -299,18 +299,17 @@ class JobRules:
     def may_return(self, state: MembershipState, agreement: Agreement) -> bool:
         """Whether a node that has lost its place in a round may take it again.
 
-        It may if that round still runs and the node was removed from it, or if the store came back
-        empty.
+        It may if that round still runs without it, or if the store came back empty.
         """
         is_same = state.complete and state.agreement == agreement
         has_room = len(state.participants) < self.max_nodes
         return state.is_empty or (is_same and has_room)
 
     def capacity(self, state: MembershipState, name: str, info: NodeInfo) -> int:
-        """Nodes that may train, from the view of one of them.
+        """Number of nodes that may train, as one of them computes it.
 
-        While a round runs, it is the largest number of the present nodes that fits. A node that
-        left this round comes back; any other waits until it makes the round larger.
+        While a round runs, this is the largest number of present nodes that fits. A node that left
+        this round comes back; any other node waits until it makes the round larger.
         """
         limit = self.limit(state)
         if state.sizes is None or not state.complete or info.round == state.round:
@@ -326,13 +325,13 @@ class StateRead(NamedTuple):
     """A node has read the state."""
 
     node: str
-    alive: Mapping[str, float]  # When other nodes were last alive, by their leases
+    alive: Mapping[str, float]  # Last sign of life of other nodes, from their leases
     ended: frozenset[str]  # Nodes whose launchers have ended
-    trusts: bool  # The silence of other nodes is their own, not that of this node or the store
+    trusts: bool  # Silent nodes are dead; False if this node or the store may have been suspended
 
 
 class TrainersExited(NamedTuple):
-    """The node's trainers have ended, or it waited too long: it is in no round."""
+    """The node's trainers have ended, or it gave up waiting: it is in no round."""
 
     node: str
 
@@ -342,7 +341,7 @@ class JoinRequested(NamedTuple):
 
     node: str
     info: NodeInfo
-    # The store has lately lost that the node is a spare, and perhaps also which nodes train
+    # The store has just lost that the node is a spare, and perhaps also which nodes train
     forgotten: bool = False
     alone: bool = False  # No other node has waited for a while
     # When to stop waiting for replacements of lost nodes; None: at the deadline of the round
@@ -350,7 +349,7 @@ class JoinRequested(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """The node is alive. The other fields are for a store that has lost its state."""
+    """The node is alive. The other fields restore a store that has lost its state."""
 
     node: str
     agreement: Agreement | None = None  # The round of its trainers; None: they do not run
@@ -380,34 +379,34 @@ class JobClosed(NamedTuple):
 class ScaleRequested(NamedTuple):
     """``reft scale`` requests another number of nodes, or other nodes.
 
-    More nodes may join at once. Fewer nodes leave when they are notified.
+    Additional nodes may join at once. Surplus nodes leave when they are notified.
     """
 
     number: int
     nodes: int
     without: tuple[str, ...]
-    running: int  # Nodes that train
+    running: int  # Number of nodes that train
 
 
 class LeaveNotified(NamedTuple):
-    """Nodes with these group ranks are notified to leave."""
+    """The nodes with these group ranks are notified to leave."""
 
     ranks: tuple[int, ...]
-    running: int  # Nodes that train
+    running: int  # Number of nodes that train
 
 
 class ScaleCancelled(NamedTuple):
-    """A request that was carried out in part ends: the job keeps its number of nodes."""
+    """A request that was carried out in part is cancelled: the job keeps its number of nodes."""
 
     number: int
-    running: int  # Nodes that train
+    running: int  # Number of nodes that train
 
 
 class SizesKnown(NamedTuple):
     """A version shows with how many nodes the job can train."""
 
-    round: int  # In which the version was taken
-    nodes: int  # Of that round
+    round: int  # Round in which the version was taken
+    nodes: int  # Number of nodes of that round
     sizes: Sizes
 
 
@@ -437,10 +436,10 @@ def step(state: MembershipState, event: Event, now: float, rules: JobRules) -> M
     """The state after an event; equal to ``state`` if the event changes nothing.
 
     Args:
-        state: is not changed.
+        state: the state before; it is not modified.
         event: what happened.
         now: seconds since 1970, by the store's clock.
-        rules: of the job.
+        rules: options of the job.
     """
     after = replace(state, nodes=dict(state.nodes))
     match event:
@@ -490,7 +489,7 @@ def _participants_left(state: MembershipState, rules: JobRules) -> None:
 
 
 def _read(state: MembershipState, event: StateRead, now: float, rules: JobRules) -> None:
-    """Update signs of life and membership, and remove nodes that are silent."""
+    """Update signs of life and membership, and remove silent nodes."""
     for name, alive_at in event.alive.items():
         if name in state.nodes and state.nodes[name].alive_at < alive_at:
             _set(state, name, alive_at=alive_at)
@@ -498,8 +497,8 @@ def _read(state: MembershipState, event: StateRead, now: float, rules: JobRules)
         _update_members(state, rules)
     if not event.trusts:
         return
-    # While a round ends, nodes whose launchers have ended are removed at once: the nodes that wait
-    # for their places need not wait until they are silent for long.
+    # While a round ends, nodes whose launchers have ended are removed at once, so that waiting
+    # nodes take their places without waiting for the heartbeats to expire.
     ended = event.ended if state.is_between_rounds else frozenset[str]()
     expired = now - rules.expiry_secs
     lost = {name for name, node in state.nodes.items() if node.alive_at < expired or name in ended}
@@ -512,9 +511,9 @@ def _read(state: MembershipState, event: StateRead, now: float, rules: JobRules)
 
 
 def _update_members(state: MembershipState, rules: JobRules) -> None:
-    """While a round runs: its nodes are members; others lose their place if the round is full."""
+    """While a round runs, its nodes are members; others lose their place if the round is full."""
     scaling = state.scaling
-    # After nodes were notified to leave, the limit is that of the next round.
+    # Once nodes were notified to leave, the limit applies to the next round.
     is_notified = scaling is not None and scaling.round == state.round
     is_full = rules.is_full(state) and not is_notified
     for name, node in state.nodes.items():
@@ -538,7 +537,7 @@ def _heartbeat(state: MembershipState, event: Heartbeat, now: float, rules: JobR
 
 
 def _keep_alive(state: MembershipState, name: str, now: float, rules: JobRules) -> bool:
-    """Note a sign of life if the last one is older than a heartbeat; returns whether it is."""
+    """Renew a sign of life older than a heartbeat interval; returns whether it was renewed."""
     is_known = state.role(name) is not Role.NONE
     is_due = is_known and state.nodes[name].alive_at <= now - rules.heartbeat_secs
     if is_due:
@@ -553,7 +552,7 @@ def _join(state: MembershipState, event: JoinRequested, now: float, rules: JobRu
     capacity = rules.capacity(state, name, event.info)
     taken = (state.members | trains | state.with_role(Role.WAITS)) - leaving
     is_free = len(taken) < capacity and _may_take_place(state, event) and not event.forgotten
-    # A node that missed the restart of a full round must not block the others, although it was a
+    # A node that missed the restart of a full round must not block the others, even if it was a
     # member.
     is_surplus = state.complete and name not in trains and len(trains - leaving) >= capacity
     if not is_free and (name not in taken or is_surplus):
@@ -572,16 +571,16 @@ def _join(state: MembershipState, event: JoinRequested, now: float, rules: JobRu
         _join(state, event, now, rules)
         return
     if name in leaving:
-        _set(state, name, leaving=False)  # A node was lost, so that this one has to stay
+        _set(state, name, leaving=False)  # Another node was lost, so this one has to stay
     _take_place(state, event, now, rules, limit)
 
 
 def _may_take_place(state: MembershipState, event: JoinRequested) -> bool:
-    """Whether a free place is for this node, while others leave.
+    """Whether a free place is for this node while others leave.
 
-    If nodes leave without replacement, a free place means that another node was lost, and belongs
-    to one of them. If they are replaced, it belongs to a waiting node; but to them again if none
-    has waited for a while.
+    If nodes leave without replacement, a free place means that another node was lost; the place
+    goes to one of those that leave. If they are replaced, it goes to a waiting node, or back to a
+    leaving one if no other node has waited for a while.
     """
     leaving, scaling = state.leaving, state.scaling
     if not leaving:
@@ -595,14 +594,14 @@ def _may_take_place(state: MembershipState, event: JoinRequested) -> bool:
 
 
 def has_replacement(state: MembershipState) -> bool:
-    """Whether a spare waits that can replace a node that leaves."""
+    """Whether a spare is waiting that can replace a leaving node."""
     return bool(state.with_role(Role.SPARE) - state.leaving)
 
 
 def _take_place(
     state: MembershipState, event: JoinRequested, now: float, rules: JobRules, limit: int
 ) -> None:
-    """Let a node wait for the next round, or take part in the round that forms."""
+    """Let a node wait for the next round, or add it to the forming round."""
     name, role, count = event.node, state.role(event.node), len(state.participants)
     if state.complete:
         if role is Role.NONE:
@@ -630,8 +629,8 @@ def _take_place(
 def _complete(state: MembershipState, now: float, rules: JobRules, limit: int) -> None:
     """Complete the round with the nodes that fit; the others become spares.
 
-    It is put off if no number of nodes fits, or if two launchers claim to be one node and it is not
-    clear whether both are alive.
+    The round is postponed if no number of nodes fits, or if two launchers claim the same node and
+    one of them may be dead.
     """
     present = sorted(state.participants)
     staying = frozenset(present)

@@ -4,14 +4,14 @@ A request is a file in the job's memory on any node that trains. The launcher of
 it, and enters it into the state that all nodes share
 (:class:`reft.job.rendezvous.membership.GrantedScale`).
 
-- More nodes: spares find free places, and join as any node does.
-- Fewer nodes: the launcher of the first node notifies as many to leave as the job survives the loss
-  of, because their memory goes with them. When the others have committed a version without them, it
-  notifies the next.
-- The same number, with nodes to be replaced: a waiting node takes the place of each in the next
-  round.
+- More nodes: spares find free places and join as any node does.
+- Fewer nodes: the launcher of the first node notifies as many nodes to leave as the job can lose,
+  because their memory goes with them. When the others have committed a version without them, it
+  notifies the next nodes.
+- The same number, with nodes to be replaced: in the next round, waiting nodes take the places of
+  the nodes that leave.
 
-In all cases the trainers receive a signal to stop, commit their current step, and start again.
+In all cases the trainers receive a stop signal, commit their current step, and start again.
 """
 
 from __future__ import annotations
@@ -59,27 +59,27 @@ from reft.relayout.sizes import Sizes, find_job_sizes
 logger = logging.getLogger(__name__)
 
 TOLERANCE_SECS = 60.0
-"""How long a request waits, in each start of the job, until the job survives the losses it needs.
+"""How long a request waits, in each start of the job, until the job can lose the nodes that leave.
 
-That may need the first version, the replacement of a lost node, or reports of the launchers after
-the store has lost them.
+That may take the first version, the replacement of a lost node, or new reports of the launchers
+after the store has lost them.
 """
 _WHAT_TO_DO = (
     "`reft status` says which nodes are gone and what is not protected. Start `reft launch` again "
-    "for a node that is gone, then repeat the order; if no node is gone, the placement or its "
+    "for a node that is gone, then repeat the request; if no node is gone, the placement or its "
     "protection survives too little (`reft plan` shows what would be enough)"
 )
 
 
 class Scaler:
-    """One launcher's part; polls while the trainers run.
+    """One launcher's part in changes of the number of nodes; polled while the trainers run.
 
     Args:
-        rendezvous: of this node.
-        options: of the launcher.
+        rendezvous: this node's side of the rendezvous.
+        options: options of the launcher.
         path: directory of the job's memory on this node.
         board: status of all nodes.
-        signals: of the launcher.
+        signals: signals of the launcher; SIGUSR1 requests that this node leaves.
     """
 
     def __init__(
@@ -95,18 +95,18 @@ class Scaler:
         self._path = path
         self._board = board
         self._signals = signals
-        self._handled = self._stat()  # A request from before this launcher was answered then
+        self._handled = self._stat()  # An older request was handled by an earlier launcher
         self._request: ScaleRequest | None = None  # The request that is being carried out
-        self._waiting: tuple[Any, int] | None = None  # The request that waits, and the start
+        self._waiting: tuple[Any, int] | None = None  # A waiting request file, and the incarnation
         self._waiting_since = 0.0
         self._noted: ReportBoard | None = None
 
     def poll(self, agreement: Agreement, group_rank: int) -> None:
-        """Accept a new request, and continue an accepted one. Errors are retried at the next poll.
+        """Accept a new request, and continue an accepted one; errors are retried at the next poll.
 
         Args:
             agreement: the running round.
-            group_rank: of this node.
+            group_rank: group rank of this node.
         """
         try:
             self._take_request(agreement)
@@ -118,7 +118,7 @@ class Scaler:
             logger.debug("scaling: %s", error)
 
     def left(self) -> None:
-        """Answer the request of this node, which has left the job."""
+        """Mark the request as done after this node has left the job."""
         if self._request is not None:
             self._answer(self._request.nodes, done=True)
 
@@ -148,7 +148,7 @@ class Scaler:
         )
 
     def _note_sizes(self, agreement: Agreement) -> None:
-        """Share with how many nodes the job can train, as its newest version shows."""
+        """Share the numbers of nodes with which the job can train, as its newest version shows."""
         if self._board.board is self._noted and self._rendezvous.state.sizes is not None:
             return
         self._noted = self._board.board
@@ -164,7 +164,7 @@ class Scaler:
     # -- the request -------------------------------------------------------------------------------
 
     def _take_request(self, agreement: Agreement) -> None:
-        """Accept, refuse or put off a new request."""
+        """Accept, refuse or postpone a new request."""
         if self._signals.asked_to_leave:
             write_request(self._path, len(agreement.nodes) - 1, (self._options.node,))
             self._signals.asked_to_leave = False
@@ -172,7 +172,7 @@ class Scaler:
         if request_file == self._handled:
             return
         request = read_request(self._path)
-        # is_closed() reads the store, so that the spares are those of now.
+        # is_closed() reads the store, which makes the number of spares current.
         if request is None or self._rendezvous.is_closed():
             self._handled = request_file
             return
@@ -192,21 +192,21 @@ class Scaler:
                 return  # The round has ended meanwhile: the next round takes the request
             if granted.number > request.number:
                 reason = (
-                    "another node gave a later order: repeat this one, and synchronise the clocks "
-                    "of the nodes"
+                    "another node made a later request: repeat this one, and synchronise the "
+                    "clocks of the nodes"
                 )
         self._handled, self._request = request_file, request
         self._answer_first(request, agreement, reason)
 
     def _may_wait(self, request: tuple[Any, int]) -> bool:
-        """Whether a request that the job does not survive now may wait longer in this start."""
+        """Whether a request that the job cannot survive now may wait longer in this start."""
         now = time.monotonic()
         if self._waiting != request:
             self._waiting, self._waiting_since = request, now
         return now - self._waiting_since < TOLERANCE_SECS
 
     def _submit(self, request: ScaleRequest, agreement: Agreement) -> GrantedScale | None:
-        """Enter a request into the shared state; returns the newest one that is there then."""
+        """Enter a request into the shared state; returns the newest request in it afterwards."""
         running = len(agreement.nodes)
         self._rendezvous.submit(
             ScaleRequested(request.number, request.nodes, request.without, running)
@@ -214,9 +214,9 @@ class Scaler:
         return self._rendezvous.state.scaling
 
     def _answer_first(self, request: ScaleRequest, agreement: Agreement, reason: str) -> None:
-        """Answer that a request is refused for a reason, or accepted if there is none."""
+        """Accept a request, or refuse it if there is a reason."""
         running = len(agreement.nodes)
-        self._board.warn()  # It does not wait any more
+        self._board.warn()  # Clears the warning that the request waits
         if reason:
             logger.warning("the job does not go to %d nodes: %s", request.nodes, reason)
             self._answer(running, refused=reason)
@@ -231,10 +231,9 @@ class Scaler:
         self._answer(running)
 
     def _report_waiting(self, request: ScaleRequest, running: int, missing: str) -> None:
-        """Report that the request waits; again only if the reason changes."""
+        """Report that the request waits; repeated only if the reason changes."""
         text = (
-            f"the order to go to {request.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: "
-            f"{missing}"
+            f"the request for {request.nodes} nodes waits, up to {TOLERANCE_SECS:.0f} s: {missing}"
         )
         self._board.warn(text)
         answer = read_answer(self._path)
@@ -247,7 +246,7 @@ class Scaler:
     # -- carrying it out ---------------------------------------------------------------------------
 
     def _notify_leaving(self, agreement: Agreement) -> None:
-        """On the first node: notify the next nodes to leave, if the job survives their loss."""
+        """On the first node: notify the next nodes to leave if the job survives their loss."""
         nodes, scaling = agreement.nodes, self._rendezvous.state.scaling
         if scaling is None or self._rendezvous.state.leaving:
             return
@@ -287,7 +286,7 @@ class Scaler:
             self._answer(running, refused=f"no node took the place of {', '.join(staying)}")
 
     def _cancel_if_stuck(self, request: ScaleRequest, agreement: Agreement) -> None:
-        """End a request that was carried out in part, if no further step is possible."""
+        """Cancel a request that was carried out in part if no further step is possible."""
         running = len(agreement.nodes)
         if running <= request.nodes:
             return
@@ -307,7 +306,7 @@ class Scaler:
             self._request = None
 
     def _stat(self) -> Any:
-        """Identifies the request file; None if there is none."""
+        """Identify the request file by time and inode; None if there is none."""
         try:
             info = (self._path / REQUEST_FILE).stat()
         except OSError:
@@ -320,26 +319,26 @@ class Scaler:
 
 @dataclass(frozen=True)
 class ScaleSituation:
-    """What a request is judged by."""
+    """The facts by which a request is judged."""
 
-    min_nodes: int  # Of ``--nnodes``
+    min_nodes: int  # From ``--nnodes``
     max_nodes: int
     nodes: tuple[str, ...]  # Ids of the nodes that train
-    spares: int  # Nodes that wait
+    spares: int  # Number of waiting nodes
     workers: int  # Trainers of each node
     tolerance: int | None  # Node losses that the job survives now; None: nothing is committed yet
-    degrees: Degrees | None = None  # Of the newest version; None: not known
-    parities: Scheme | None = None  # The protection that was asked for, if it keeps parities
-    size: Size | None = None  # What limits the data-parallel degree; None: not known
-    # Which nodes hold which parts of the newest version, by group rank; None: not known
+    degrees: Degrees | None = None  # Degrees of the newest version; None: unknown
+    parities: Scheme | None = None  # The requested protection, if it stores parities
+    size: Size | None = None  # What limits the data-parallel degree; None: unknown
+    # Which nodes hold which parts of the newest version, by group rank; None: unknown
     sizes: Sizes | None = None
 
     def reason_against(self, nodes: int, *, asked: bool = False) -> str:
-        """Why the job cannot train on a number of nodes; empty if it can, as far as is known.
+        """Why the job cannot train on a number of nodes; empty if it can, as far as known.
 
         Args:
-            nodes: the number.
-            asked: a user asks for it, although the job could keep its number of nodes.
+            nodes: number of nodes.
+            asked: a user requests this number, although the job could keep its own.
         """
         if self.degrees is None:
             return ""
@@ -366,7 +365,7 @@ class ScaleSituation:
         return ""
 
     def path_to(self, nodes: int) -> tuple[int, ...]:
-        """Numbers of nodes that the job can have on its way to fewer nodes, ``nodes`` first."""
+        """Numbers of nodes that the job can have on its way down to ``nodes``, in rising order."""
         return tuple(
             number
             for number in range(nodes, len(self.nodes))
@@ -384,7 +383,7 @@ def refusal(request: ScaleRequest, situation: ScaleSituation) -> str:
 
 
 def _refusal_by_numbers(request: ScaleRequest, situation: ScaleSituation) -> str:
-    """Why the nodes that were asked for and named do not match those that exist."""
+    """Why the requested number and the named nodes do not match the existing nodes."""
     requested, running, named = request.nodes, len(situation.nodes), set(request.without)
     unknown = sorted(named - set(situation.nodes))
     leaving = max(0, running - requested)
@@ -399,7 +398,7 @@ def _refusal_by_numbers(request: ScaleRequest, situation: ScaleSituation) -> str
         missing = requested - running - situation.spares
         return (
             f"{requested} nodes were asked for, {running} train and {waiting} wait: start `reft "
-            f"launch` on {missing} more and repeat the order"
+            f"launch` on {missing} more and repeat the request"
         )
     if unknown:
         return (
@@ -409,7 +408,7 @@ def _refusal_by_numbers(request: ScaleRequest, situation: ScaleSituation) -> str
         missing = len(named) - situation.spares
         return (
             f"{len(named)} of {running} nodes were named to be replaced, and {waiting} wait: start "
-            f"`reft launch` on {missing} more and repeat the order"
+            f"`reft launch` on {missing} more and repeat the request"
         )
     if requested != running and len(named) > leaving:
         return (
@@ -420,7 +419,7 @@ def _refusal_by_numbers(request: ScaleRequest, situation: ScaleSituation) -> str
 
 
 def shortfall(request: ScaleRequest, situation: ScaleSituation) -> str:
-    """Which losses that a request needs the job does not survive now; empty if it survives all."""
+    """Describe the losses that a request needs and the job cannot survive now; empty if none."""
     if situation.tolerance is None:
         return "nothing is committed in this start of the job yet"
     replaced = len(set(request.without)) if replaces(request, situation.nodes) else 0
@@ -447,16 +446,16 @@ def leave_next(
 ) -> tuple[int, ...]:
     """Find the nodes that leave next on the way to fewer nodes.
 
-    As many leave as the job survives the loss of, down to a number that fits.
+    As many nodes leave as the job can lose, down to a number that fits.
 
     Args:
         requested: number of nodes at the end.
         first: ids of nodes that leave first.
-        situation: of the job.
-        tolerance: losses that the job survives, of any nodes; None: as in the situation.
+        situation: the facts about the job.
+        tolerance: number of arbitrary nodes that the job can lose; None: as in the situation.
 
     Returns:
-        Their group ranks; empty if no nodes may leave.
+        The group ranks of the leaving nodes; empty if no nodes may leave.
     """
     survived = (situation.tolerance or 0) if tolerance is None else tolerance
     running, path = len(situation.nodes), situation.path_to(requested)
@@ -465,11 +464,11 @@ def leave_next(
     for number in path:
         if running - number <= survived:
             return leavers(situation.nodes, running - number, first)
-    # More than any such loss. It may still survive the loss of certain nodes together.
+    # The job cannot lose that many arbitrary nodes, but perhaps certain nodes together.
     sizes = situation.sizes
     full_tolerance = None if sizes is None else sizes.tolerance()
     if sizes is None or full_tolerance is None or survived < full_tolerance:
-        return ()  # Perhaps another node is lost, and the sizes do not show it
+        return ()  # Another node may be lost, which the sizes do not show
     named = [rank for rank, node in enumerate(situation.nodes) if node in first]
     for number in path:
         leaving = running - number
@@ -479,7 +478,7 @@ def leave_next(
 
 
 def reason_too_many_leave(request: ScaleRequest, situation: ScaleSituation) -> str:
-    """Why the nodes that leave at once are too many, however well the job is protected now."""
+    """Why too many nodes would leave at once, even with all protection in place; empty if not."""
     running = len(situation.nodes)
     full_tolerance = None if situation.sizes is None else situation.sizes.tolerance()
     if request.nodes >= running or situation.tolerance is None or full_tolerance is None:
@@ -496,7 +495,7 @@ def reason_too_many_leave(request: ScaleRequest, situation: ScaleSituation) -> s
     at_once = running - max(situation.path_to(request.nodes))
     protect = ""
     if situation.degrees is not None and at_once < situation.degrees.dp:
-        protect = f"`reft protect arc:{at_once}` makes it survive that; then repeat the order. "
+        protect = f"`reft protect arc:{at_once}` makes it survive that; then repeat the request. "
     return (
         f"{request.nodes} nodes were asked for and {running} train: {at_once} would leave at once, "
         f"with their parts of the state, and the job survives the loss of {survived or 'none'}. "
@@ -505,7 +504,7 @@ def reason_too_many_leave(request: ScaleRequest, situation: ScaleSituation) -> s
 
 
 def _describe_fitting(situation: ScaleSituation) -> str:
-    """The numbers of nodes that a user may ask for, in words."""
+    """Describe the numbers of nodes that a user may request."""
     numbers = range(situation.min_nodes, situation.max_nodes + 1)
     others = [
         number
@@ -520,7 +519,7 @@ def _describe_fitting(situation: ScaleSituation) -> str:
 
 
 def replaces(request: ScaleRequest, nodes: tuple[str, ...]) -> bool:
-    """Whether the request keeps the number of nodes and names some to be replaced."""
+    """Whether the request keeps the number of nodes and names nodes to be replaced."""
     return bool(request.without) and request.nodes == len(nodes)
 
 

@@ -1,7 +1,7 @@
 """``reft rendezvous``: the rendezvous store as a process of its own.
 
-Without it the store lives in the launcher of one worker node, and the job ends with that node.
-Served here, on a batch or login host, any worker node may die.
+Without it the store lives in the launcher of one worker node, and the job ends with that node. If
+the store is served here, on a batch or login host, the job survives the loss of any worker node.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _SERVED_KEY = "reft/rendezvous"  # Only a store of ``reft rendezvous`` has this 
 
 
 class RendezvousServer(KeyValueServer):
-    """A store that belongs to no worker node, for processes that know the user's secret (P11).
+    """A store that no worker node holds, for processes that know the user's secret (P11).
 
     Args:
         host: name or address under which nodes reach this machine, and the only one it listens on;
             None: its full host name.
-        port: 0 for any free one.
-        secret: of the user; None: that of this process's user.
-        state_dir: keeps the entries for a server that replaces this one; None: memory only.
+        port: port to listen on; 0: any free port.
+        secret: the secret that clients must know; None: the secret of this process's user.
+        state_dir: directory that keeps the entries for a later server; None: memory only.
 
     Raises:
-        ConfigError: the address cannot be listened on, or the directory not be used.
+        ConfigError: the server cannot listen on the address, or cannot use the directory.
         AuthenticationError: the secret cannot be used, or is not that of the directory.
     """
 
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the endpoint as one JSON line")
     options = parser.parse_args(list(argv))
-    # The handler writes to a pipe: it may interrupt a thread that holds a lock.
+    # A signal handler may interrupt a thread that holds a lock, so it only writes to a pipe.
     stop_read, stop_write = os.pipe()
     for number in not_ignored((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
         signal.signal(number, lambda *_: os.write(stop_write, b"."))

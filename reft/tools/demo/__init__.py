@@ -1,2 +1,2 @@
-"""``reft demo``: trains over several nodes of this machine, of which some die, and compares the
-result with an undisturbed run."""
+"""``reft demo``: trains on several nodes of this machine, kills some, and compares the losses with
+those of an undisturbed run."""

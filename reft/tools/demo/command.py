@@ -1,5 +1,5 @@
-"""``reft demo``: trains over nodes of this machine, kills some of them, trains again undisturbed
-and without reft, and compares every loss."""
+"""``reft demo``: trains on nodes of this machine, kills some of them, repeats the training
+undisturbed and without reft, and compares every loss."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from reft.refusal import Parser
 
 EXIT_INTERRUPTED = 130
 LAYERS = 4  # Blocks of the model
-_MOST_SECS = 600.0  # of both runs
+_MOST_SECS = 600.0  # Time limit of both runs together
 _POLL_SECS = 0.01
-_END_SECS = 15.0  # when the launcher of a node has failed, the others have so long to end, too
+_END_SECS = 15.0  # After the launcher of a node has failed, time for the others to end
 _MOST_STEP_LINES = 40
-_SILENT_SECS = 5.0  # then it is told what takes so long
+_SILENT_SECS = 5.0  # After this time without output, the job's activity is printed
 _SOURCES = {
     "local": "the nodes' own memory",
     "peer": "peers",
@@ -48,13 +48,12 @@ _SOURCES = {
 _LOG_LINES = 25
 _MEMORY_DIR = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
-Say = Callable[[str, str], None]  # a line for people, and its style
-Losses = dict[int, list[str]]  # by step, as ``float.hex``, of every time that it was computed
+Say = Callable[[str, str], None]  # Prints a line in a style
+Losses = dict[int, list[str]]  # By step: the ``float.hex`` of every time that it was computed
 
 
 class NodeFailure(NamedTuple):
-    """A node is lost while the step after ``step`` is computed; ``time``: Unix seconds of the
-    loss."""
+    """The loss of a node during the step after ``step``; ``time`` is in Unix seconds."""
 
     step: int
     node: int
@@ -62,8 +61,15 @@ class NodeFailure(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Command line of ``reft demo``. Returns 0: training finished and not one bit differs; 1: not
-    so; 130: told to stop. Raises ConfigError: the options do not fit together."""
+    """Command line of ``reft demo``.
+
+    Returns:
+        0: training finished and all losses are equal to the last bit; 1: otherwise; 130: stopped by
+        a signal.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
     options = parse(argv)
     console = Console(stderr=options.json == "-", soft_wrap=True)
     handle_stop_signals()
@@ -81,8 +87,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse, complete and check a command line: what the trainers would refuse is refused before
-    anything is started. Raises SystemExit: argparse's own refusals, and ``--help``."""
+    """Parse, complete and check a command line.
+
+    Options that the trainers would refuse are refused before any process is started.
+
+    Raises:
+        ConfigError: the options contradict each other.
+        SystemExit: argparse refuses an option, or ``--help`` is given.
+    """
     parser = Parser(
         prog="reft demo",
         allow_abbrev=False,
@@ -136,7 +148,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _kills(text: str | None, steps: int, nodes: int) -> tuple[NodeFailure, ...]:
-    """``"9:1,14:0"`` to failures, by step."""
+    """Parse failures such as ``"9:1,14:0"``; returns them in the order of steps."""
     if text is None:
         return (NodeFailure(max(1, steps * 3 // 8), min(1, nodes - 1)),) if steps > 1 else ()
     kills = []
@@ -165,7 +177,7 @@ def _block(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def deepspeed_config(options: argparse.Namespace, *, protected: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration. Those of the two runs differ in the block alone."""
+    """DeepSpeed's configuration. The two runs differ only in the ``reft`` block."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 4,
@@ -181,7 +193,7 @@ def deepspeed_config(options: argparse.Namespace, *, protected: bool) -> dict[st
 
 
 def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run, compare and report. Memory and processes are removed; logs stay if it failed."""
+    """Run, compare and report. Memory and processes are removed; logs are kept after a failure."""
     began = time.monotonic()
 
     def say(text: str, style: str = "") -> None:
@@ -227,8 +239,16 @@ def _run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 class DemoJob:
-    """One run over nodes of this machine: "training" with reft and with failures, or "reference"
-    without both."""
+    """One run on nodes of this machine.
+
+    The run "training" has reft and failures, the run "reference" has neither.
+
+    Attributes:
+        losses: losses of every step so far.
+        failures: nodes that were killed.
+        tolerance: node losses that the protection survives; None if unknown.
+        current: the running node, or its replacement, by index.
+    """
 
     def __init__(
         self, options: argparse.Namespace, name: str, directory: Path, memory: Path, say: Say
@@ -238,30 +258,29 @@ class DemoJob:
         self.tolerance: int | None = None
         self.current: dict[int, LocalNode] = {}
         self._name, self._count = f"demo-{name}", options.pp * options.dp
-        # what nodes tell behind the first step of each start
+        # Reports of nodes after the first step of each start
         self._recovered: list[dict[str, Any]] = []
-        self._committed, self._skipped = (
-            set[int](),
-            0,
-        )  # steps with a version, and versions given up, of rank 0
-        # what each rank has restored since the last failure
+        # On rank 0: steps with a version, and the number of versions that were given up
+        self._committed = set[int]()
+        self._skipped = 0
+        # Versions that the ranks have restored since the last failure
         self._restored: list[dict[str, Any]] = []
-        self._states: dict[str, str] = {}  # what the launchers do, by node
+        self._states: dict[str, str] = {}  # States of the launchers, by node
         self._steps, self._say_now, self._said_at = options.steps, say, time.monotonic()
         self._pending = list(options.kills) if name == "training" else []
-        # of the job: the newest, and that in which nodes were lost last
+        # The newest start of the job, and the start in which nodes were last lost
         self._start = self._failed_in = 0
-        self._step = 0  # of the newest start
+        self._step = 0  # Last step of the newest start
         self._offsets: dict[str, int] = {}
         self._directory, self._memory = directory, memory
         self._events = directory / "events"
         directory.mkdir()
-        # Launchers that are killed leave files there. Its path is short: sockets of DataLoaders are
-        # in it.
+        # Launchers that are killed leave files there. The path is short because sockets of
+        # DataLoaders have to fit into it.
         (temporary := memory / "tmp").mkdir()
         environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         environment |= {ENV_EVENTS: str(self._events), "TMPDIR": str(temporary)}
-        # The training program is reft's own: it needs no module of the working directory either.
+        # The training script is part of reft and needs no module of the working directory either.
         environment |= {"PYTHONSAFEPATH": "1"}
         self.nodes = LocalNodes(environment)
         trained = {
@@ -274,9 +293,14 @@ class DemoJob:
         self._command = ["-m", "reft.tools.demo.train", json.dumps(trained)]
 
     def run(self, deadline: float) -> str | None:
-        """Run to the end, or until ``deadline`` of ``time.monotonic``. Only logs and events are
-        left afterwards. Returns why it could not finish; None if it did."""
-        # In this process: a SIGKILL of it leaves no store behind.
+        """Run to the end, or until ``deadline`` on the monotonic clock.
+
+        Only logs and events are left afterwards.
+
+        Returns:
+            Why the run did not finish; None if it did.
+        """
+        # The store is in this process, so a SIGKILL leaves no store behind.
         with closing(RendezvousServer("127.0.0.1", 0)) as store:
             self._endpoint = store.endpoint
             try:
@@ -298,7 +322,7 @@ class DemoJob:
         self._say_now(text, style)
 
     def doing(self) -> str:
-        """What the job does while it makes no step."""
+        """Describe the activity of the job while it completes no step."""
         states = {
             self._states.get(node)
             for node in [node.name for node in self.current.values()] or self._states
@@ -306,7 +330,7 @@ class DemoJob:
         if not states - {None}:
             return "launchers start"
         if None in states or WAITING in states:
-            return "nodes import torch and DeepSpeed, from which trainers are forked, and meet"
+            return "nodes import torch and DeepSpeed before they fork trainers, and meet"
         if self._step:
             return (
                 f"step {self._step + 1} is computed" if self._step < self._steps else "trainers end"
@@ -328,7 +352,7 @@ class DemoJob:
                 "127.0.0.1",
             ),
             *("--node-id", name, "--rank-order", "across-nodes"),
-            *("--max-restarts", "0"),  # a lost node does not count as one
+            *("--max-restarts", "0"),  # A lost node does not count as a restart
         ]
         log = self._directory / f"{name}.log"
         node = self.nodes.start(name, self._memory / name, log, arguments, self._command)
@@ -362,7 +386,7 @@ class DemoJob:
             time.sleep(_POLL_SECS)
 
     def _lose_nodes(self) -> None:
-        """Cause the failures that are due, all of one step at once, and replace the lost nodes."""
+        """Kill the nodes whose failures are due, all of one step at once, and replace them."""
         due = [kill for kill in self._pending if kill.step == self._pending[0].step <= self._step]
         if not due or self._start <= self._failed_in:
             return
@@ -388,8 +412,10 @@ class DemoJob:
             )
 
     def take_in(self) -> None:
-        """Read the events since the last call, in the order of their times. An incomplete line is
-        left for the next call; a killed process may leave one for good."""
+        """Read the events since the last call, in the order of their times.
+
+        An incomplete line is left for the next call; a killed process may leave one forever.
+        """
         found: list[dict[str, Any]] = []
         for path in self._events.glob("*.jsonl"):
             with path.open("rb") as file:
@@ -404,7 +430,7 @@ class DemoJob:
             elif event["event"] == "launcher":
                 self._states[event["node"]] = event["state"]
                 if event["state"] == WAITING:
-                    self._step = 0  # of the start that is over
+                    self._step = 0  # The step belonged to the start that is over
 
     def _take(self, event: dict[str, Any]) -> None:
         kind, step, first = event["event"], event.get("step", 0), event["rank"] == 0
@@ -431,30 +457,30 @@ class DemoJob:
                 self._say(f"step {step}/{self._steps}  loss {event['loss']:.6f}", "")
 
     def _say_restored(self) -> None:
-        """All ranks have restored the same version."""
-        told, self._restored = self._restored, []
+        """Print a summary once all ranks have restored the same version."""
+        events, self._restored = self._restored, []
         found = Counter[str]()
-        for event in told:
+        for event in events:
             for source, nbytes in event["bytes_from"].items():
                 found[_SOURCES.get(source, source)] += nbytes
         parts = ", ".join(
             f"{nbytes / 1e6:.2f} MB from {source}" for source, nbytes in found.items() if nbytes
         )
-        secs = max(event["secs"] for event in told)
-        said = (
-            f"state of step {told[0]['version']} restored from {told[0]['source']} in {secs:.2f} s"
-        )
-        self._say(f"{said}: {parts}", "bold magenta")
+        secs = max(event["secs"] for event in events)
+        version, source = events[0]["version"], events[0]["source"]
+        text = f"state of step {version} restored from {source} in {secs:.2f} s: {parts}"
+        self._say(text, "bold magenta")
 
     # -- the verdict -------------------------------------------------------------------------------
 
     def report(self, reference: Losses, problem: str | None) -> dict[str, Any]:
-        """Compare this run with an undisturbed one, as plain values.
+        """Compare this run with an undisturbed one.
 
-        ``losses`` are those of steps 1 to ``steps`` that stand at the end (None: never reached);
-        ``max_abs_loss_difference`` is over all times that a step was computed, 0.0 only if equal to
-        the last bit (None: some loss is missing); ``good``: training finished, and not one bit
-        differs.
+        Returns:
+            A JSON object. ``losses`` has the final loss of steps 1 to ``steps`` (None: never
+            reached). ``max_abs_loss_difference`` is over all computations of all steps, 0.0 only if
+            they are equal to the last bit (None: a loss is missing). ``good`` says that training
+            finished and no bit differs.
         """
 
         def standing(losses: Losses) -> list[float | None]:
@@ -476,15 +502,17 @@ class DemoJob:
         }
 
     def _recoveries(self) -> Iterator[dict[str, Any]]:
-        """Each recovery as seen by the node that made its step last, of those that saw the failure:
-        where the job continued, and the seconds from the failure to that step in their parts:
-        ``detection`` (until its launcher saw that a trainer had failed) and those of
-        :data:`reft.node.history.PARTS`."""
+        """Describe each recovery: where the job continued, and the seconds until its next step.
+
+        A recovery is described by the last node to complete that step, among the nodes that saw the
+        failure. Its parts are ``detection``, until the launcher saw that a trainer had failed, and
+        those of :data:`reft.node.history.PARTS`.
+        """
         after_failure = [event for event in self._recovered if event["failures"] or event["lost"]]
         for number in sorted({event["round"] for event in after_failure}):
-            told = [event for event in after_failure if event["round"] == number]
+            events = [event for event in after_failure if event["round"] == number]
             last = max(
-                told, key=lambda event: (event["failed_unix_secs"] is not None, event["time"])
+                events, key=lambda event: (event["failed_unix_secs"] is not None, event["time"])
             )
             seen_at, step = last["failed_unix_secs"], last["resumed_step"] or 0
             made = [
@@ -502,7 +530,7 @@ class DemoJob:
 
 
 def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | None:
-    """The largest absolute difference over all steps, and between two computations of one step."""
+    """The largest absolute difference over all steps and over repeated computations of a step."""
     worst = 0.0
     for step in range(1, steps + 1):
         found, expected = set(losses.get(step, ())), set(reference.get(step, ()))
@@ -519,7 +547,7 @@ def loss_difference(losses: Losses, reference: Losses, steps: int) -> float | No
 
 
 def _show_log(console: Console, job: DemoJob) -> None:
-    """Show the end of the log that tells most. A failure of all nodes is in every log."""
+    """Print the end of the most informative log. A failure of all nodes is in every log."""
     node = min(
         job.nodes.started, key=lambda n: (n not in job.current.values(), not n.process.poll())
     )

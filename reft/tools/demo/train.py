@@ -1,6 +1,6 @@
-"""What ``reft demo`` trains: a small transformer over bytes, as a pipeline of DeepSpeed's.
+"""The training script of ``reft demo``: a small transformer over bytes, as a DeepSpeed pipeline.
 
-It knows nothing of snapshots: ``reft launch`` installs them around ``deepspeed.initialize`` before
+It does not mention snapshots: ``reft launch`` installs them around ``deepspeed.initialize`` before
 it runs.
 """
 
@@ -23,7 +23,7 @@ from reft.log import EventLog
 
 _WIDTH, _HEADS, _LENGTH, _SYMBOLS = 64, 4, 64, 256
 _CORPUS_BYTES = 2**18
-_SEED, _DROPOUT = 1234, 0.1  # With dropout the random states of the ranks matter
+_SEED, _DROPOUT = 1234, 0.1  # With dropout, the losses depend on the random states of the ranks
 
 
 class Embedding(nn.Module):
@@ -38,7 +38,7 @@ class Embedding(nn.Module):
 
 
 class CausalBlock(nn.TransformerEncoderLayer):
-    """A transformer block in which a byte sees those before it only."""
+    """A transformer block in which a byte attends only to the bytes before it."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -51,7 +51,11 @@ class CausalBlock(nn.TransformerEncoderLayer):
 
 
 def samples() -> TensorDataset:
-    """Pieces of Python's own sources, each with the bytes that follow."""
+    """Pieces of Python's own sources as inputs, and the same pieces shifted by a byte as targets.
+
+    Returns:
+        Pairs of int64 tensors of shape (_LENGTH,).
+    """
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     text = b"".join(path.read_bytes() for path in files)[:_CORPUS_BYTES]
     pieces = torch.tensor(list(text)).unfold(0, _LENGTH + 1, _LENGTH)
@@ -63,8 +67,12 @@ def compute_loss(scores: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
 
 
 def train(options: dict[str, Any]) -> None:
-    """One rank of the job. ``options``: ``steps``, ``stages``, ``layers``, ``save_dir``;
-    ``deepspeed``: its configuration."""
+    """Train as one rank of the job.
+
+    Args:
+        options: ``steps``, ``stages``, ``layers``, ``save_dir``, and DeepSpeed's configuration as
+            ``deepspeed``.
+    """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -73,8 +81,8 @@ def train(options: dict[str, Any]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     avoid_build_at_start()
     if get_accelerator().device_name() == "cpu":
-        torch.set_flush_denormal(True)  # denormals would make a backward pass several times slower
-    else:  # nothing that would make two runs differ
+        torch.set_flush_denormal(True)  # Denormals make a backward pass several times slower
+    else:  # Avoid everything that would make two runs differ
         get_accelerator().set_device(
             int(os.environ["LOCAL_RANK"]) % get_accelerator().device_count()
         )

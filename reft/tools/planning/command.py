@@ -1,6 +1,6 @@
-"""``reft plan``: memory, traffic, overhead and tolerance of a job, before it is started.
+"""``reft plan``: memory, traffic, overhead and tolerance of a job before it is started.
 
-Tables for people fit a terminal of 80 columns; ``--json`` has everything.
+The tables fit a terminal of 80 columns; ``--json`` prints everything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def _count(text: str) -> float:
-    """A number such as "7B" or "7e9"."""
+    """Parse a number such as "7B" or "7e9"."""
     scale = _SUFFIXES.get(text[-1:].upper(), 1.0)
     try:
         return scale * float(text if scale == 1.0 else text[:-1])
@@ -152,7 +152,7 @@ def plan_command(
 
     Example: reft plan configs/bf16-zero1.json --model llama2-34b --tp 8 --pp 4 --nodes 64
 
-    Exit code 1: the plan does not fit, costs too much, or survives fewer losses than wanted.
+    Exit code 1: the plan does not fit, costs too much, or survives fewer losses than requested.
     """
     if print_cluster is not None:
         typer.echo(json.dumps(load_cluster(print_cluster).to_json(), indent=2))
@@ -204,9 +204,9 @@ def _load_profile(path: Path) -> ProfileResult:
         raise ConfigError(f"--profile: {error}") from error
 
 
-# -- for people ------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
-Plan = dict[str, Any]  # returned by make_plan
+Plan = dict[str, Any]  # Result of make_plan
 
 
 def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
@@ -247,7 +247,7 @@ def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
 
 
 def _savings(plan: Plan) -> str:
-    """What failures cost without reft and with it, with the formulas."""
+    """Describe what failures cost without reft and with it, including the formulas."""
     habits, recovery, lost = (plan["savings"][part] for part in ("habits", "recovery", "lost"))
     parts = (
         ("to notice a silent host", recovery["notice_secs"]),
@@ -289,7 +289,7 @@ def _alternatives(plan: Plan) -> Table:
         for a in plan["alternatives"]
     }
     for a in plan["alternatives"]:
-        # A few words, compared with the one that ``auto`` takes.
+        # A short remark, compared with the protection that ``auto`` chooses.
         more = moved[a["name"]] - moved[plan["protection"]["auto_would_choose"]]
         said = f"moves +{decimal(more)}" if more else "more memory"
         if a["chosen"]:

@@ -1,7 +1,8 @@
-"""A job to plan, from a DeepSpeed configuration and a few options. DeepSpeed is not imported.
+"""Builds the job to plan from a DeepSpeed configuration and a few options, without DeepSpeed.
 
-DeepSpeed numbers the ranks row-major over an order of axes. The order decides which ranks are
-data-parallel peers: if they are on one node, its loss takes a shard together with its copy.
+DeepSpeed numbers the ranks in row-major order over a sequence of axes. That sequence decides which
+ranks are data-parallel peers. If peers share a node, the loss of that node takes a shard together
+with its copy.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ADAM = ("adam", "adamw", "lamb", "fusedadam", "fusedlamb")
 _MOMENT_BYTES = 8
 
 
-# DeepSpeed's own order first, then those with adjacent tensor slices, which communicate most.
+# DeepSpeed's own order is first, then orders with adjacent tensor slices, which communicate most.
 AXES = ("pipe", "data", "model")
 ORDERS: tuple[tuple[str, ...], ...] = tuple(
     sorted(permutations(AXES), key=lambda order: (order[-1] != "model", order != AXES, order))
@@ -66,10 +67,10 @@ class JobLayout:
 
 
 def choose_order(degrees: Degrees, nodes: Sequence[object]) -> tuple[str, ...]:
-    """The axis order whose data-parallel groups spread over the most nodes.
+    """Choose the axis order whose data-parallel groups spread over the most nodes.
 
-    Of equal orders, one with tensor groups within a node is preferred, then DeepSpeed's own. Every
-    rank computes the same order from the same ``nodes``.
+    Among equal orders, one with tensor groups within a node is preferred, then DeepSpeed's own.
+    Every rank computes the same order from the same ``nodes``.
     """
 
     def quality(order: tuple[str, ...]) -> tuple[int, int]:
@@ -93,7 +94,7 @@ def parse_order(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """How the job is laid out. None is derived from the rest. ``order``: of axes, or "auto"."""
+    """The layout of the job; None: derived from the other values. ``order`` may be "auto"."""
 
     pp: int = 1
     tp: int = 1
@@ -105,18 +106,17 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    # model, machine and degrees; whether the optimizer is partitioned (``zero_1``)
-    training: Training
+    training: Training  # Model, machine and degrees; ``zero_1``: state is partitioned
     block: ReftConfig
-    half: bool  # 16-bit weights beside fp32 masters
-    layout: JobLayout  # order of the ranks
-    # nominal, counted as if spread evenly; None counts those of each stage
+    half: bool  # 16-bit weights with fp32 master weights
+    layout: JobLayout  # Degrees and order of the ranks
+    # Nominal number, counted as if spread evenly; None: the real number of each stage
     parameters: float | None = None
-    notes: tuple[str, ...] = ()  # what was assumed
+    notes: tuple[str, ...] = ()  # Assumptions that were made
 
     @cached_property
     def topology(self) -> Topology:
-        """The nodes of the ranks, which launchers fill in order."""
+        """The nodes of the ranks; launchers fill the nodes in order."""
         degrees, per_node = self.layout.degrees, self.training.machine.devices_per_node
         ranks = range(degrees.world_size)
         return Topology(
@@ -127,7 +127,7 @@ class PlannedJob:
 
     @cached_property
     def sections(self) -> tuple[RankSections, ...]:
-        """The state of every rank, as in the state catalogue, without the padding of partitions."""
+        """The state of every rank as in the state catalogue, without the padding of partitions."""
         by_stage = [self._sections(p) for p in range(self.training.stages)]
         return tuple(by_stage[c.pp] for c in self.topology.coordinates)
 
@@ -137,15 +137,17 @@ class PlannedJob:
         return self.training.stage_parameters(stage_id)
 
     def state_bytes(self, stage_id: int) -> int:
-        """All state of one device: what it would copy without sharding."""
+        """All state of one device in bytes, which it would copy without sharding."""
         sections = self._sections(stage_id)
         return sections.replicated_bytes + self.training.data * sections.owned_bytes
 
     @property
     def offloaded_node_bytes(self) -> int:
-        """Host memory of a node that training takes for an offloaded optimizer: masters, moments
-        and gradients of its ranks' partitions, and the weights and accumulated gradients that
-        DeepSpeed passes through host memory in the model's precision."""
+        """Bytes of a node's host memory that an offloaded optimizer takes.
+
+        It holds masters, moments and gradients of the ranks' partitions, and the weights and
+        accumulated gradients that DeepSpeed copies through host memory in the model's precision.
+        """
         if not self.training.offloaded:
             return 0
         model = MODEL_BYTES if self.half else 4
@@ -159,6 +161,9 @@ class PlannedJob:
         model = MODEL_BYTES if self.half else 4
         optimizer = OPTIMIZER_BYTES if self.half or self.training.zero_1 else _MOMENT_BYTES
         host = self.block.host_state_bytes
+        if self.training.zero_3:
+            partition = (model + optimizer) * round(here / self.training.data)
+            return RankSections(0, partition, host)
         if self.training.zero_1:
             partition = optimizer * round(here / self.training.data)
             return RankSections(round(model * here), partition, host)
@@ -174,15 +179,15 @@ def plan_job(
     *,
     seq_length: int | None = None,
 ) -> PlannedJob:
-    """The job that a DeepSpeed configuration describes.
+    """Build the job that a DeepSpeed configuration describes.
 
     Args:
         config: DeepSpeed's configuration.
-        cluster: that the job runs on.
+        cluster: the cluster on which the job runs.
         model: see :func:`reft.tools.planning.model.load_shape`; None: a model with ``parameters``.
-        layouting: how the job is laid out.
-        parameters: nominal number, with which bytes are counted as in publications.
-        seq_length: tokens of a sample; None: the model's.
+        layouting: layout of the job.
+        parameters: nominal number of parameters, from which publications count bytes.
+        seq_length: tokens of a sample; None: as in the model.
 
     Raises:
         ConfigError: the configuration or the options do not describe a job.
@@ -196,6 +201,16 @@ def plan_job(
         raise ConfigError(str(finding))
     notes: list[str] = []
     half, owned = _count_bytes(config, layouting.pp, notes)
+    zero_3 = find_part(config, "zero_optimization").get("stage") == 3
+    if zero_3 and layouting.pp > 1:
+        raise ConfigError(
+            f"--pp is {layouting.pp}, and DeepSpeed has no pipelines at ZeRO-3; write --pp 1"
+        )
+    if zero_3:
+        notes.append(
+            "ZeRO-3: all state is partitioned, so that a copy is the whole partition of a peer; "
+            "the time in which weights are gathered is not counted, so snapshots cost less"
+        )
     if parameters is not None and not 0 < parameters < 1e15:
         raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
     if model is not None:
@@ -219,6 +234,7 @@ def plan_job(
     training = Training(
         *(shape, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
         zero_1=owned,
+        zero_3=zero_3,
         offloaded=is_offloaded(config),
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
@@ -230,7 +246,7 @@ def plan_job(
 
 
 def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[bool, bool]:
-    """Whether weights have 16 bits, and whether replicas partition the optimizer."""
+    """Whether weights have 16 bits, and whether the optimizer is partitioned over replicas."""
     for finding in engine_findings(config):
         raise ConfigError(str(finding))
     enabled = {
@@ -256,7 +272,7 @@ def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[
             "kin "
             f"({', '.join(_ADAM[:3])}, ...)"
         )
-    partitions = find_part(config, "zero_optimization").get("stage", 0) in (1, 2)
+    partitions = find_part(config, "zero_optimization").get("stage", 0) in (1, 2, 3)
     if bf16 and pp > 1 and not partitions:
         partitions = True
         notes.append(
@@ -284,8 +300,10 @@ def _batches(
     samples: int,
     notes: list[str],
 ) -> tuple[int, int]:
-    """Replicas, and micro-batches of a pipeline in a step. What is not given follows from the
-    rest."""
+    """The number of replicas, and of micro-batches per pipeline and step.
+
+    Missing values are derived from the given ones.
+    """
     dp, replica = layouting.dp, layouting.pp * layouting.tp
     whole = _count(config, "train_batch_size")
     micro_batches = layouting.micro_batches or _count(config, "gradient_accumulation_steps")
@@ -308,11 +326,11 @@ def _batches(
         )
     if whole is None or (dp is not None and micro_batches is not None):
         if micro_batches is None:
-            said = (
+            text = (
                 "the configuration has no gradient_accumulation_steps: one micro-batch, as in "
                 "DeepSpeed"
             )
-            notes.append(said)
+            notes.append(text)
         return dp or 1, micro_batches or 1
     known, what, option = (
         (micro_batches or 1, "micro-batches", "--dp")

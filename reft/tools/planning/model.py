@@ -1,9 +1,9 @@
-"""Models and clusters by published figures, and what a training step costs there.
+"""Models and clusters from published figures, and the cost of a training step on them.
 
-Models are the Llama-2 of the REFT paper, a Hugging Face ``config.json``, or a size alone. A cluster
-is a node as one device sees it, and how often nodes fail. Known clusters are the files of
-``clusters/``; docs/planning.md has the source of every number. No figure was fitted to a result of
-reft or its papers.
+Models are the Llama-2 models of the REFT paper, a Hugging Face ``config.json``, or a size alone. A
+cluster is described by a node as one device sees it, and by how often nodes fail. Known clusters
+are the files in ``clusters/``; docs/planning.md has the source of every number. No figure was
+fitted to a result of reft or its papers.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from reft.protect.placement import Weibull
 # Share of a link's line rate that large pinned copies reach: packet headers and flow control leave
 # 80 to 85 % (NVIDIA's bandwidthTest: 12 to 13 GB/s on PCIe 3.0 x16).
 LINK_EFFICIENCY = 0.8
-# Share of a node's memory that reft may take by default: the size that Linux gives /dev/shm.
+# Share of a node's memory that reft may take by default, the same as Linux gives to /dev/shm.
 MEMORY_SHARE = 0.5
 
 
 class FailureRate(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mtbf_days: PositiveFloat  # mean time between failures of one node
-    # of the Weibull distribution; 1 is a constant rate, below 1 young nodes fail more often
+    mtbf_days: PositiveFloat  # Mean time between failures of one node
+    # Shape of the Weibull distribution; 1 is a constant rate, below 1 young nodes fail more often
     shape: PositiveFloat = 1.0
-    source: str = ""  # where that comes from
+    source: str = ""  # Source of the numbers
 
     @property
     def weibull(self) -> Weibull:
@@ -49,20 +49,19 @@ class Cluster(BaseModel):
 
     name: str
     devices_per_node: PositiveInt  # GPUs (on MI250X: GCDs)
-    # half precision with matrix units, dense. achieved_flops: in published LLM training.
-    peak_flops: PositiveFloat
-    achieved_flops: PositiveFloat
-    memory_bytes: PositiveInt  # device memory. memory_bytes_per_sec: its bandwidth.
-    memory_bytes_per_sec: PositiveFloat
-    host_link_bytes_per_sec: PositiveFloat  # line rate of the link to the host, one direction
-    devices_per_host_link: PositiveInt  # devices that share it when all copy at once
-    network_bytes_per_sec: PositiveFloat  # of the whole node, one direction
-    network_over_host_link: bool = True  # traffic of the network takes the device's host link
-    # and is staged in host memory, so it takes the shared part too
+    peak_flops: PositiveFloat  # Dense half precision with matrix units
+    achieved_flops: PositiveFloat  # Reached in published LLM training
+    memory_bytes: PositiveInt  # Device memory
+    memory_bytes_per_sec: PositiveFloat  # Bandwidth of the device memory
+    host_link_bytes_per_sec: PositiveFloat  # Line rate of the link to the host, one direction
+    devices_per_host_link: PositiveInt  # Devices that share it when all of them copy
+    network_bytes_per_sec: PositiveFloat  # Network of the whole node, one direction
+    network_over_host_link: bool = True  # Network traffic uses the device's host link
+    # Network traffic is staged in host memory, so it also uses the shared part of that link
     network_through_host: bool = False
-    host_memory_bytes: PositiveInt  # of a node. failures: why nodes fail.
-    failures: tuple[FailureRate, ...] = Field(min_length=1)
-    # at which a node writes while all do; None: not known
+    host_memory_bytes: PositiveInt  # Memory of a node
+    failures: tuple[FailureRate, ...] = Field(min_length=1)  # Causes of node failures
+    # Rate at which a node writes to storage while all nodes do; None: unknown
     storage_bytes_per_sec: PositiveFloat | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -70,7 +69,7 @@ class Cluster(BaseModel):
 
     @property
     def copy_bytes_per_sec(self) -> float:
-        """From the device to pinned host memory while all devices copy: D2H in the tables."""
+        """Rate from the device to pinned host memory while all devices copy: D2H in the tables."""
         return LINK_EFFICIENCY * self.host_link_bytes_per_sec / self.devices_per_host_link
 
     @property
@@ -79,17 +78,19 @@ class Cluster(BaseModel):
         return self.network_bytes_per_sec / self.devices_per_node
 
     def compute_slowdown(self, copy_bytes_per_sec: float) -> float:
-        """How many times longer a computation takes during a copy.
+        """The factor by which a copy prolongs a computation.
 
-        The copy takes its share of the memory's bandwidth. A computation that is bound by memory
-        loses all of it, so that this is an upper bound for others. Nothing else is shared: copy
-        engines use no compute units.
+        The copy takes its share of the memory bandwidth. A computation that is bound by memory
+        loses all of that share, so this is an upper bound for other computations. Nothing else is
+        shared: copy engines use no compute units.
         """
         return 1.0 + copy_bytes_per_sec / self.memory_bytes_per_sec
 
     def link_slowdown(self, copy_bytes_per_sec: float) -> float:
-        """How many times longer transfers and copies take at the same time: both slow down equally
-        on a link that cannot carry both."""
+        """The factor by which simultaneous transfers and copies prolong each other.
+
+        Both slow down equally on a link that cannot carry both.
+        """
         if not self.network_over_host_link:
             return 1.0
         sharing = self.devices_per_host_link if self.network_through_host else 1
@@ -109,10 +110,10 @@ _EXAMPLE = (
 
 
 def load_cluster(name: str) -> Cluster:
-    """A known cluster, or one from a JSON file, in which "like" names a known one to start from.
+    """Load a known cluster, or one from a JSON file that may extend a known one with "like".
 
     Raises:
-        ConfigError: it is not known, or the file describes no cluster.
+        ConfigError: the cluster is unknown, or the file describes no cluster.
     """
     if (known := CLUSTERS.get(name.lower())) is not None:
         return known
@@ -164,8 +165,8 @@ def _explain(path: Path, error: ValidationError) -> str:
 
 # -- models ----------------------------------------------------------------------------------------
 
-# Tokens of a sample if not given: the length that a model allows (131,072 for Llama 3.1) is seldom
-# used.
+# Tokens of a sample if not given. The full length that a model allows (131,072 for Llama 3.1) is
+# seldom used.
 SEQ_LENGTH = 4096
 _HEAD_SIZE = 128
 _VOCAB_SIZE = 32_000
@@ -176,14 +177,14 @@ _KINDS = ("llama", "mistral", "qwen2", "qwen3")
 class PlannedShape:
     """A decoder of equal blocks."""
 
-    name: str  # for people. layers: blocks. heads: of queries. block_parameters: of one block.
-    layers: int
+    name: str
+    layers: int  # Number of blocks
     hidden_size: int
-    heads: int
-    block_parameters: int
+    heads: int  # Number of query heads
+    block_parameters: int  # Parameters of one block
     vocab_size: int
     seq_length: int = SEQ_LENGTH
-    tied: bool = False  # embedding and head are one matrix
+    tied: bool = False  # Embedding and head are one matrix
 
     @property
     def parameters(self) -> int:
@@ -193,10 +194,10 @@ class PlannedShape:
 
 
 def read_shape(path: Path, seq_length: int | None = None) -> PlannedShape:
-    """The shape that a Hugging Face ``config.json`` describes.
+    """Read the shape from a Hugging Face ``config.json``.
 
     Raises:
-        ConfigError: its kind is not known, or a number is missing.
+        ConfigError: the kind of model is unknown, or a number is missing.
     """
     values = read_object(path, "the model file", "an object")
     kind = values.get("model_type")
@@ -228,7 +229,7 @@ def read_shape(path: Path, seq_length: int | None = None) -> PlannedShape:
     if values.get("mlp_bias"):
         block += 2 * ffn + hidden
     if kind == "qwen3":
-        block += 2 * head  # norms of queries and keys
+        block += 2 * head  # Norms of queries and keys
     stem = path.stem if path.stem != "config" else path.resolve().parent.name
     return PlannedShape(
         name=Path(str(values.get("_name_or_path") or "")).name or stem,
@@ -244,11 +245,11 @@ def read_shape(path: Path, seq_length: int | None = None) -> PlannedShape:
 
 _MODELS = [read_shape(path) for path in Path(__file__).with_name("models").glob("*.json")]
 SHAPES = {shape.name: shape for shape in sorted(_MODELS, key=lambda shape: shape.parameters)}
-"""The Llama-2 of the REFT paper, and a small one."""
+"""The Llama-2 models of the REFT paper, and a small one."""
 
 
 def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
-    """A shape, and what was assumed about it.
+    """Load a shape, and describe the assumptions about it.
 
     Args:
         model: a name in SHAPES, also as "llama2-NAME"; the ``config.json`` of a Hugging Face model,
@@ -272,15 +273,17 @@ def load_shape(model: str, seq_length: int | None) -> tuple[PlannedShape, str]:
             )
         return replace(known, seq_length=seq_length or known.seq_length), ""
     shape = read_shape(path, seq_length)
-    said = f"{shape.name}: {shape.parameters:,} parameters, samples of {shape.seq_length:,} tokens"
-    return shape, said if seq_length else f"{said}; --seq-length says otherwise"
+    text = f"{shape.name}: {shape.parameters:,} parameters, samples of {shape.seq_length:,} tokens"
+    return shape, text if seq_length else f"{text}; --seq-length says otherwise"
 
 
 def read_model_shape(
     parameters: float, tensor: int, seq_length: int | None
 ) -> tuple[PlannedShape, str]:
-    """A shape of about the given number of parameters, with about Llama's proportions: heads of
-    128, as many heads as layers."""
+    """A shape with about the given number of parameters and about Llama's proportions.
+
+    It has heads of size 128, and as many heads as layers.
+    """
     square = round((parameters / (12 * _HEAD_SIZE**2)) ** (1 / 3))
     heads = max(1, round(square / tensor)) * tensor
     hidden = heads * _HEAD_SIZE
@@ -302,26 +305,28 @@ def read_model_shape(
 
 HALF_BYTES = 2
 OPTIMIZER_TRAFFIC_BYTES = HALF_BYTES + 2 * OPTIMIZER_BYTES + MODEL_BYTES
-"""Of Adam for each parameter: read the gradient, read and write master and moments, write the
-model."""
+"""Memory traffic of Adam for each parameter: read the gradient, read and write master and moments,
+write the model."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A job whose stages are on different nodes, as in DeepSpeed's order of ranks (pipe, data,
-    tensor)."""
+    """A job whose stages are on different nodes, in DeepSpeed's rank order (pipe, data, tensor)."""
 
-    shape: PlannedShape  # of the model
-    machine: Cluster  # what it runs on
-    tensor: int  # tensor, stages, data: parallel degrees
-    stages: int
-    data: int
-    micro_batches: int  # m, per pipeline and step
-    samples: int = 1  # per micro-batch, of the model's full sequence length
-    # every rank makes the optimizer's step of its partition only. Scattering gradients and
-    # gathering weights move together what reducing gradients does.
+    shape: PlannedShape  # The model
+    machine: Cluster  # The cluster on which it runs
+    tensor: int  # Tensor-parallel degree
+    stages: int  # Pipeline stages
+    data: int  # Data-parallel degree
+    micro_batches: int  # Micro-batches per pipeline and step
+    samples: int = 1  # Samples per micro-batch, each of the full sequence length
+    # Every rank updates its own optimizer partition only. Scattering gradients and gathering
+    # weights together move as many bytes as reducing gradients does.
     zero_1: bool = False
-    # masters and moments are in host memory, where the optimizer steps them
+    # Every rank holds its partition of weights and gradients only, and gathers the weights of a
+    # layer when it needs them; with ``zero_1``
+    zero_3: bool = False
+    # Masters and moments are in host memory, where the optimizer steps them
     offloaded: bool = False
 
     def __post_init__(self) -> None:
@@ -351,39 +356,47 @@ class Training:
         own = self._layers(stage_id) * self.shape.block_parameters
         own += outer if stage_id == 0 else 0
         if stage_id == self.stages - 1:
-            # A tied head on another stage than the embedding is a second copy.
+            # A tied head on a different stage than the embedding is a second copy.
             own += self.shape.hidden_size + (0 if self.shape.tied and stage_id == 0 else outer)
         return own / self.tensor
 
     def state_bytes(self, stage_id: int) -> float:
-        """Model and optimizer of one device, without sharding."""
+        """Bytes of model and optimizer of one device, without sharding."""
         return (MODEL_BYTES + OPTIMIZER_BYTES) * self.stage_parameters(stage_id)
 
     @property
     def fits_device(self) -> bool:
-        """Whether model, optimizer (with ZeRO-1, this rank's part; nothing if offloaded) and
-        half-precision gradients fit. Activations are not counted."""
+        """Whether model, optimizer and half-precision gradients fit.
+
+        With ZeRO only this rank's partitions count; an offloaded optimizer takes nothing.
+        Activations and what ZeRO-3 has gathered are not counted.
+        """
         largest = max(self.stage_parameters(p) for p in range(self.stages))
+        weights = (MODEL_BYTES + HALF_BYTES) / (self.data if self.zero_3 else 1)
         optimizer = 0 if self.offloaded else OPTIMIZER_BYTES / self._optimizer_shares
-        return largest * (MODEL_BYTES + optimizer + HALF_BYTES) <= self.machine.memory_bytes
+        return largest * (weights + optimizer) <= self.machine.memory_bytes
 
     @property
     def forward_secs(self) -> tuple[float, ...]:
-        """Of each stage, for one micro-batch: 2 operations for each parameter and token, and
-        attention. The backward pass takes twice as long."""
+        """Seconds of each stage for one micro-batch; the backward pass takes twice as long.
+
+        Counted are 2 operations per parameter and token, and attention.
+        """
         return tuple(
             self._forward_flops(p) / self.machine.achieved_flops for p in range(self.stages)
         )
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of a micro-batch between two stages."""
+        """Bytes that a micro-batch transfers between two stages."""
         return HALF_BYTES * self._tokens * self.shape.hidden_size
 
     @property
     def reduce_secs(self) -> tuple[float, ...]:
-        """Of each stage: one ring for each tensor-parallel rank; the rings of a node share its
-        network."""
+        """Seconds of each stage to reduce its gradients.
+
+        Each tensor-parallel rank has a ring, and the rings of a node share its network.
+        """
         ring = 2 * (self.data - 1) / self.data * HALF_BYTES
         rings = min(self.tensor, self.machine.devices_per_node)
         ring_bytes_per_sec = self.machine.network_bytes_per_sec / rings
@@ -393,7 +406,7 @@ class Training:
 
     @property
     def optimizer_secs(self) -> tuple[float, ...]:
-        """Of each stage: reads and writes of device memory."""
+        """Seconds of each stage for the optimizer, bound by reads and writes of device memory."""
         nbytes = OPTIMIZER_TRAFFIC_BYTES / self._optimizer_shares
         rate = self.machine.memory_bytes_per_sec
         return tuple(nbytes * self.stage_parameters(p) / rate for p in range(self.stages))

@@ -1,9 +1,8 @@
-"""Predicts a job before it is started, for ``reft plan``. All figures are estimates, and labelled
-so.
+"""Predicts a job for ``reft plan`` before it is started. All figures are labelled as estimates.
 
-What copies cost a step follows from whether they fit the time in which training leaves the link
-alone: by formulas over published figures, or by windows that ``reft profile`` has measured. No
-clock or file is read here.
+The cost of copies in a step depends on whether they fit into the time in which training does not
+use the link. That time comes from formulas over published figures, or from windows that ``reft
+profile`` has measured. No clock or file is read here.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from reft.tools.planning.savings import (
 
 HOUR = 3600.0
 ESTIMATED = "estimated"
-# Time by which writing a version prolongs training, as a share of the time of writing. Assumed.
+# Assumed: time by which writing a version prolongs training, as a share of the writing time.
 COST_PART = 0.05
 _ASSUMED_BYTES_PER_SEC = 1e9
 _ASSUMED = " (assumed; the cluster file may say storage_bytes_per_sec)"
-HOST_ADAM = 1e8  # parameters a second of reft.ExactAdam on one core, measured on x86-64
+HOST_ADAM = 1e8  # Parameters per second of reft.ExactAdam on one core, measured on x86-64
 IN_VAIN = f'"{AOR}" gains nothing on a GPU: {SENT_AFTER_ALL}; leave it out'
 
 
@@ -56,13 +55,13 @@ def make_plan(
     habits: CheckpointHabits = CheckpointHabits(),  # noqa: B008 -- frozen
     start_secs: float = START_SECS,
 ) -> dict[str, Any]:
-    """Plan a job: what ``reft plan --json`` prints.
+    """Plan a job; returns the JSON object that ``reft plan --json`` prints.
 
     Args:
         job: the job.
-        profile: with measured windows; None: they are estimated.
+        profile: a profile with measured windows; None: windows are estimated.
         habits: how the job saves and restarts without reft.
-        start_secs: from the start of trainers to an engine that can be restored.
+        start_secs: seconds from the start of trainers to an engine that can be restored.
 
     Raises:
         ConfigError: the groups are too small for the protection, or the profile is of another job.
@@ -75,7 +74,7 @@ def make_plan(
     pace = estimated_pace(training)
     if profile is not None:
         share = block.has.compute_share
-        # as a job takes it; whether its hosts have a core to spare is not known here
+        # The value that a job would take; whether its hosts have a free core is unknown here.
         if share is None:
             share = 1.0 if profile.clock == "device" else 0.0
         pace = measured_pace(profile, training, share)
@@ -91,7 +90,7 @@ def make_plan(
             arenas=block.arena_count,
             block_bytes=block.block_bytes,
             memory_bytes=dict.fromkeys(job.topology.nodes, memory_bytes),
-            exact=False,  # all clusters have GPUs
+            exact=False,  # All clusters have GPUs
             rates=LinkRates(
                 cluster.copy_bytes_per_sec, cluster.network_share_bytes_per_sec, HOST_ADAM, 1
             ),
@@ -106,19 +105,19 @@ def make_plan(
     name = f"{AUTO if block.chooses else block.scheme}{AOR if recomputed else ''}"
     planned = choice.chosen if block.chooses else choice.of(name)
     fits = {alternative.name: pace(alternative.loads) for alternative in choice.alternatives}
-    # The interval at which versions are worth their cost: training waits for the cost; the rest of
-    # a copy runs during training.
+    # The interval at which versions are worth their cost. Training waits for the cost, while the
+    # rest of a copy runs during training.
     step, stages = pace.step_secs, sorted(pace.stages.items())
     cost = fits[planned.name].overhead * step
     copy = max(planned.loads[p].to_host_bytes / s.bandwidth.window for p, s in stages)
     best, _ = best_interval(step, cost, max(copy, cost), max_overhead=allowed)
     every = best if block.adapts else block.version_steps
     overhead = fits[planned.name].overhead / every
-    problems = [str(Finding(Severity.REFUSED, *said)) for said in _problems(job, choice, planned)]
+    problems = [str(Finding(Severity.REFUSED, *text)) for text in _problems(job, choice, planned)]
     if overhead > allowed:
-        said = f"snapshots would cost {overhead:.1%} of the training time, more than {allowed:.1%}"
+        text = f"snapshots would cost {overhead:.1%} of the training time, more than {allowed:.1%}"
         does = 'take them less often ("interval_steps"), or allow more'
-        problems.append(str(Finding(Severity.REFUSED, said, does)))
+        problems.append(str(Finding(Severity.REFUSED, text, does)))
     storage = plan_storage(job, planned, step * (1 + overhead), every)
     return {
         ESTIMATED: True,
@@ -137,6 +136,7 @@ def make_plan(
             "samples": training.samples,
             "half_precision": job.half,
             "partitioned_optimizer": training.zero_1,
+            "partitioned_weights": training.zero_3,
             "interval_steps": every,
             "arenas": block.arena_count,
         },
@@ -144,7 +144,7 @@ def make_plan(
             "secs": step,
             "bubble_fraction": sum(s.idle_secs for _, s in stages) / (len(stages) * step),
             "copy_bytes_per_sec": stages[0][1].bandwidth.window,
-            # Of the step, its windows and what copies cost; transfers to peers are estimated.
+            # Source of step, windows and cost of copies; transfers to peers are estimated.
             "source": pace.estimator,
         },
         "rate": {
@@ -216,7 +216,7 @@ def make_plan(
 
 
 def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tuple[str, str]]:
-    """What is wrong with a protection, and what to change."""
+    """Describe what is wrong with a protection, and what to change."""
     found = []
     if why := planned.why_not(choice.wanted):
         better = planned is not choice.chosen and choice.reached
@@ -224,13 +224,13 @@ def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tup
         found.append((f"{planned.name}: {why}", "; ".join([*writes, *choice.needed])))
     if not job.training.fits_device:
         device = job.training.machine.memory_bytes / GIB
-        said = f"model, optimizer and gradients exceed the {device:.0f} GiB of a device"
-        found.append((said, "raise --pp or --tp"))
+        text = f"model, optimizer and gradients exceed the {device:.0f} GiB of a device"
+        found.append((text, "raise --pp or --tp"))
     return found
 
 
 def _explain_offload(offloaded_bytes: int, left_bytes: int, choice: Choice) -> str:
-    """What an offloaded optimizer leaves of a node's memory, and for which protection."""
+    """Describe how much host memory an offloaded optimizer leaves, and for which protection."""
     fitting = [a for a in choice.alternatives if a.available and a.fits_memory]
     strongest = max(fitting, key=lambda a: a.tolerance, default=None)
     suffices = "too little for every protection of the table"
@@ -249,13 +249,13 @@ def _explain_offload(offloaded_bytes: int, left_bytes: int, choice: Choice) -> s
 def _explain(best: int, every: int, allowed: float, *, adapts: bool) -> str:
     bound = f"for an overhead of at most {allowed:.1%}"
     if adapts:
-        said = f"chosen by Algorithm 1 of CheckFreq {bound}"
+        text = f"chosen by Algorithm 1 of CheckFreq {bound}"
     elif best == every:
-        said = f"as the block says; Algorithm 1 of CheckFreq chooses the same {bound}"
+        text = f"as the block says; Algorithm 1 of CheckFreq chooses the same {bound}"
     else:
-        said = f"as the block says; Algorithm 1 of CheckFreq would choose {best} {bound}"
+        text = f"as the block says; Algorithm 1 of CheckFreq would choose {best} {bound}"
     lost = f"at most {2 * every} steps are repeated after a failure that memory survives"
-    return f"every {every} step(s), {said}; {lost}"
+    return f"every {every} step(s), {text}; {lost}"
 
 
 # -- what copies cost a step -----------------------------------------------------------------------
@@ -265,14 +265,12 @@ def _explain(best: int, every: int, allowed: float, *, adapts: bool) -> str:
 class StageWindows:
     """The step of one stage, measured or estimated."""
 
-    # while the device waits. computing, communicating: while it does not.
-    windows: Sequence[Window]
-    # of copies in each situation. step_secs: without snapshots. limits: what copies may do.
-    bandwidth: Bandwidth
-    step_secs: float
-    computing: Sequence[Interval] = ()
-    communicating: Sequence[Interval] = ()
-    limits: HasLimits = field(default_factory=HasLimits)
+    windows: Sequence[Window]  # Times in which the device waits
+    bandwidth: Bandwidth  # Of copies in each situation
+    step_secs: float  # Without snapshots
+    computing: Sequence[Interval] = ()  # Times in which the device computes
+    communicating: Sequence[Interval] = ()  # Times in which the device communicates
+    limits: HasLimits = field(default_factory=HasLimits)  # What copies may do
 
     @property
     def idle_secs(self) -> float:
@@ -282,18 +280,22 @@ class StageWindows:
 class FitPrediction(NamedTuple):
     """A prediction for a version in every step."""
 
-    overhead: float  # part of the step that is added
-    # part of the bytes that is copied while devices wait, on the stage where it is least
+    overhead: float  # Additional time as a share of the step
+    # Share of the bytes that is copied while devices wait, on the stage where it is smallest
     in_windows: float
-    # for which the optimizer waits for copies, on the stage that waits longest
+    # Seconds for which the optimizer waits for copies, on the stage that waits longest
     left_over_secs: float
 
 
 @dataclass(frozen=True)
 class WindowPace:
-    """What copies cost a step: training waits for what is left at the optimizer step, the rest is
-    free. ``training``: the job over whose network partitions are sent to peers; None: that is not
-    counted."""
+    """The cost of copies in a step: training waits for those left at the optimizer step.
+
+    Attributes:
+        stages: the step of each stage.
+        estimator: source of the windows, as shown to users.
+        training: the job over whose network partitions are sent to peers; None: not counted.
+    """
 
     stages: Mapping[int, StageWindows]
     estimator: str
@@ -328,8 +330,11 @@ class WindowPace:
         )
 
     def _delays_secs(self, sent_bytes: int) -> float:
-        """Rough upper bound of what transfers to peers delay: they begin with the step and run
-        during all of it. They slow transfers between stages for their share of the time."""
+        """Rough upper bound of the delay by transfers to peers, in seconds.
+
+        The transfers start with the step and may run during all of it. Transfers between stages
+        slow down for their share of the time.
+        """
         if (training := self.training) is None:
             return 0.0
         share = training.machine.network_share_bytes_per_sec
@@ -347,7 +352,7 @@ def measured_pace(profile: ProfileResult, training: Training, compute_share: flo
     """The pace of a job that ``reft profile`` has measured.
 
     Args:
-        profile: of a job with the same stages and tensor-parallel degree.
+        profile: profile of a job with the same stages and tensor-parallel degree.
         training: the planned job.
         compute_share: share of the computing time in which copies may run (tier 2), 0 to 1.
     """
@@ -402,7 +407,7 @@ def estimated_pace(training: Training) -> WindowPace:
             step_secs=reduced_secs + max(training.optimizer_secs),
             computing=[Interval(b, e) for b, e in zip(begins, ends, strict=True) if e > b],
             communicating=[Interval(pipeline.step_secs, reduced_secs)],
-            # copy engines take no turns
+            # Copy engines run concurrently with compute units.
             limits=HasLimits(compute_share=1.0, separate_links=separate),
         )
     return WindowPace(stages, ESTIMATED, training)
@@ -414,14 +419,24 @@ def estimated_pace(training: Training) -> WindowPace:
 def plan_storage(
     job: PlannedJob, planned: Alternative, step_secs: float, version_steps: int
 ) -> dict[str, Any]:
-    """How often versions would go to storage, by the rule of ``"persist": {"interval_steps":
-    "auto"}`` (from the costs, from how often nodes fail and memory with them, and from the bounds
-    of the block), and as the block says; 0: only when the job is told to stop, or nothing at all.
-    Steps take ``step_secs`` with what snapshots cost, and a version is taken in memory every
-    ``version_steps``."""
+    """How often versions go to storage, by the block and by ``"interval_steps": "auto"``.
+
+    The rule considers the costs, how often nodes and with them memory fail, and the bounds of the
+    block.
+
+    Args:
+        job: the job.
+        planned: the planned protection.
+        step_secs: time of a step, including the cost of snapshots.
+        version_steps: interval of the versions in memory.
+
+    Returns:
+        A JSON object. ``interval_steps`` follows the block; 0: only when the job is stopped, or
+        never. ``auto_steps`` follows the rule.
+    """
     config, cluster, topology = job.block.persist, job.training.machine, job.topology
     per_day = _failures_per_day(job)
-    # As a job counts them: losses within the tolerance.
+    # As in a running job: losses within the tolerance are counted.
     causes = [failure.weibull for failure in cluster.failures]
     mtbf, carried = memory_risk(
         topology, planned.tolerance, per_day / DAY_SECS, config.survival, causes
@@ -444,19 +459,19 @@ def plan_storage(
     steps = 0 if config.dir is None else auto_steps if config.adapts else config.fixed_steps
     overhead = cost_secs / (steps * step_secs) if steps else 0.0
     if config.dir is None:
-        said = f'none ("persist" has no "dir"); "auto" would write every {auto_steps:,} step(s)'
+        text = f'none ("persist" has no "dir"); "auto" would write every {auto_steps:,} step(s)'
     elif not steps:
-        said = "only when the job is asked to stop, as the block says"
+        text = "only when the job is asked to stop, as the block says"
     else:
         reason = because if config.adapts else "as the block says"
-        said = (
+        text = (
             f"every {steps:,} step(s), {reason}: {overhead:.2%} of the training time, and at most "
             f"{2 * steps:,} steps are repeated when memory fails"
         )
     fails = "never" if mtbf == inf else f"once in {duration(mtbf)}"
     assumed = "" if cluster.storage_bytes_per_sec else _ASSUMED
     why = (
-        f"{said}. A node fails once in {duration(DAY_SECS / per_day)}; memory fails {fails}, if "
+        f"{text}. A node fails once in {duration(DAY_SECS / per_day)}; memory fails {fails}, if "
         f"every lost node is replaced within {duration(REPAIR_SECS)}. Writing takes "
         f"{duration(write_secs)} at {speed / 1e9:.3g} GB/s a node{assumed} and delays training by "
         f"{COST_PART:.0%} of that (assumed)"
@@ -466,7 +481,7 @@ def plan_storage(
         "auto_steps": auto_steps,
         "because": str(because),
         "overhead": overhead,
-        # until more nodes are lost than memory survives
+        # Mean time until more nodes are lost than memory survives
         "memory_mtbf_secs": None if mtbf == inf else mtbf,
         "costs": {"step_secs": step_secs, "cost_secs": cost_secs, "write_secs": write_secs},
         "why": why,
@@ -474,7 +489,7 @@ def plan_storage(
 
 
 def _failures_per_day(job: PlannedJob) -> float:
-    """Failures of one node: of the block if it says so, else of the cluster."""
+    """Failure rate of one node, from the block if it has one, else from the cluster."""
     config = job.block.persist
     if "node_mtbf_days" in config.model_fields_set:
         return 1 / config.node_mtbf_days
@@ -491,14 +506,16 @@ def _plan_savings(
     overhead: float,
     start_secs: float,
 ) -> dict[str, Any]:
-    """What failures cost with reft and without it.
+    """Estimate what failures cost with reft and without it.
 
     Args:
-        storage: as :func:`plan_storage` returns it.
-        step_secs: of a step without versions.
+        job: the job.
+        storage: the result of :func:`plan_storage`.
+        habits: how the job saves and restarts without reft.
+        step_secs: time of a step without versions.
         version_steps: steps between two versions.
         overhead: share of the training time that versions cost.
-        habits, start_secs: as of :func:`make_plan`.
+        start_secs: seconds from the start of trainers to an engine that can be restored.
     """
     nodes = len(set(job.topology.nodes))
     fullest = max(s.replicated_bytes + s.owned_bytes + s.host_bytes for s in job.sections)
