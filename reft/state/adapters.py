@@ -717,9 +717,13 @@ class ZeroAdapter(_PartitionedAdapter):
         super().check()
 
     def coming_host_bytes(self) -> int:
-        # Moments, and gradients, which are there but have no pages before they are written.
-        missing = self.state.missing_bytes() if self.wrapper.cpu_offload else 0
-        return missing + missing // _MOMENTS
+        return _coming_bytes(self.state) if self.wrapper.cpu_offload else 0
+
+
+def _coming_bytes(state: OptimizerState) -> int:
+    """Moments, and gradients, which are there but have no pages before they are written."""
+    missing = state.missing_bytes()
+    return missing + missing // _MOMENTS
 
 
 def _check_zero_wrapper(wrapper: Any) -> None:
@@ -815,6 +819,9 @@ class Zero3Adapter(StateAdapter):
         self._idle.end_step()
         tensors = [*self._partitions(), *self._idle.gradients()]
         return tuple((t.data_ptr(), t.numel()) for _, t in tensors), self.state.pointers()
+
+    def coming_host_bytes(self) -> int:
+        return _coming_bytes(self.state) if self.wrapper.offload_optimizer else 0
 
     def prepare(
         self, manifest: Manifest, host_state: dict[str, Any]
