@@ -93,6 +93,7 @@ def test_what_the_job_will_be_refused_for(
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}},
         {"zero_optimization": {"stage": 1, "offload_optimizer": HOST}},
         {"zero_optimization": {"stage": 2, "offload_optimizer": HOST | {"ratio": 1.0}}},
+        {"zero_optimization": {"stage": 3}},
         {"bf16": {"enabled": True}},
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "amp": {"enabled": False}},
         {"compression_training": {"layer_reduction": {"enabled": False}}},
