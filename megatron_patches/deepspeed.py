@@ -189,16 +189,15 @@ class MegatronProgram:
     def _load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Load, and adapt the client state if the version was taken in another layout.
 
-        The program compares the degrees with its own, and its random states are not those of the
-        old layout.
+        The program refuses degrees that differ from its own, so they are replaced. Random states of
+        another layout do not fit, so the program keeps its current ones.
         """
         path, client = original(*args, **options)
-        told = (client or {}).get("args")
-        was, now = (
-            [getattr(found, name, None) for name in _DEGREES] for found in (told, self._args)
-        )
-        if isinstance(told, Namespace) and was != now:
-            vars(told).update(zip(_DEGREES, now, strict=True))
+        saved_args = (client or {}).get("args")
+        saved = [getattr(saved_args, name, None) for name in _DEGREES]
+        current = [getattr(self._args, name, None) for name in _DEGREES]
+        if isinstance(saved_args, Namespace) and saved != current:
+            vars(saved_args).update(zip(_DEGREES, current, strict=True))
             client["rng_state"] = self._rng_state()
         return path, client
 

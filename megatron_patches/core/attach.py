@@ -273,14 +273,12 @@ class MegatronProtection:
             UnrecoverableError: the ranks have loaded different steps.
         """
         steps = None if otherwise is None else otherwise()
-        told = {
-            found[0]
-            for found in self._context.control.gather_ints([-1 if steps is None else steps])
-        }
-        if len(told) > 1:
+        gathered = self._context.control.gather_ints([-1 if steps is None else steps])
+        steps_of_ranks = {values[0] for values in gathered}
+        if len(steps_of_ranks) > 1:
             raise UnrecoverableError(
-                f"the ranks have loaded checkpoints of different steps: {sorted(told)}, -1 where "
-                "there was none; expected the same one on all ranks"
+                f"the ranks have loaded checkpoints of different steps: {sorted(steps_of_ranks)}, "
+                "-1 where there was none; expected the same one on all ranks"
             )
         return steps
 
@@ -453,8 +451,8 @@ def _weave_schedules() -> None:
 
 def _logged(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
-    def told(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         with _executing(name):
             return original(*args, **kwargs)
 
-    return told
+    return wrapper

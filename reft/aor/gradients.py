@@ -174,12 +174,11 @@ class GradientCapture:
 def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
     """How a host repeats the optimizer's step; raises UnsupportedStateError as
     :class:`GradientCapture`."""
-    recipe = read_recipe(adapter.state.optimizer)
     if isinstance(adapter, BF16Adapter):
         _check_bf16(adapter.engine, adapter.wrapper)
     else:
-        _check_zero(adapter.wrapper)
-    return recipe
+        _check_zero(int(adapter.engine.zero_optimization_stage()), adapter.wrapper)
+    return read_recipe(adapter.state.optimizer)
 
 
 def _check_bf16(engine: Any, wrapper: Any) -> None:
@@ -203,17 +202,17 @@ def _check_bf16(engine: Any, wrapper: Any) -> None:
         )
 
 
-def _check_zero(wrapper: Any) -> None:
-    if wrapper.cpu_offload:
+def _check_zero(stage: int, wrapper: Any) -> None:
+    if vars(wrapper).get("cpu_offload"):
         raise UnsupportedStateError(
             '"+aor" needs the gradients of all partitions on every rank, but with '
             '"offload_optimizer" ranks keep those of the own partition only; leave "+aor" out of '
             '"protection", or remove offload_optimizer'
         )
-    if wrapper.partition_gradients:
+    if stage > 1:
         raise UnsupportedStateError(
-            f"found {class_path(wrapper)} at ZeRO stage 2, which keeps the gradients of its own "
-            'partition only; to recompute its peer\'s, aor needs them all. Leave "+aor" out of '
+            f"found {class_path(wrapper)} at ZeRO stage {stage}, which keeps the gradients of its "
+            'own partition only; to recompute its peer\'s, aor needs them all. Leave "+aor" out of '
             'reft.protection, or write "zero_optimization": {"stage": 1}'
         )
     found = [

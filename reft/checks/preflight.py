@@ -43,11 +43,17 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     refused = partial(Finding, Severity.REFUSED)
     zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2) or isinstance(stage, bool):
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         yield refused(
-            f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0, 1 and 2',
+            f'"zero_optimization.stage" is {stage!r}: reft supports ZeRO stages 0 to 3',
             "write 2",
         )
+    if zero.get("zenflow"):
+        yield refused(
+            '"zero_optimization.zenflow" is on, and reft does not know its state', "remove it"
+        )
+    if stage == 3:
+        yield from _zero3_findings(zero, find_part(config, "torch_autocast"))
     yield from _offload_findings(zero)
     kind = str(find_part(config, "optimizer").get("type", "")).lower()
     if kind in ("onebitadam", "zerooneadam", "onebitlamb"):
@@ -76,6 +82,31 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield refused(found, "write 1")
 
 
+def _zero3_findings(zero: Mapping[str, Any], autocast: Mapping[str, Any]) -> Iterator[Finding]:
+    """Settings of ZeRO-3 that reft has not been run with, or whose state it does not know."""
+    refused = partial(Finding, Severity.REFUSED)
+    if zero.get("mics_shard_size", -1) > 0:
+        found = '"zero_optimization.mics_shard_size" is set: reft does not support MiCS'
+        yield refused(found, 'remove it; "zero_hpz_partition_size" also gathers within a node')
+    for name in (
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients",
+        "zeropp_loco_param",
+    ):
+        if zero.get(name):
+            found = f'"zero_optimization.{name}" is on: reft does not support quantized ZeRO++'
+            yield refused(found, "remove it")
+    if autocast.get("enabled") and zero.get("stage3_param_persistence_threshold") != 0:
+        yield refused(
+            # A step gathers them in fp32. A forward pass gathers them in 16 bits, but only the
+            # first one of a process finds them released.
+            '"torch_autocast" gathers persistent parameters of ZeRO-3 in another precision in the '
+            "first step after a start: a resumed run would differ",
+            'write "stage3_param_persistence_threshold": 0',
+        )
+
+
 def is_offloaded(config: Mapping[str, Any]) -> bool:
     """Whether masters and moments are not on the device."""
     offload = find_part(find_part(config, "zero_optimization"), "offload_optimizer")
@@ -84,7 +115,7 @@ def is_offloaded(config: Mapping[str, Any]) -> bool:
 
 def _offload_findings(zero: Mapping[str, Any]) -> Iterator[Finding]:
     """Settings by which DeepSpeed keeps state elsewhere than on the device. Of these reft knows
-    masters and moments in host memory, under ZeRO stages 1 and 2."""
+    masters, moments and, at stage 3, weights in host memory."""
     refused = partial(Finding, Severity.REFUSED)
     offload, stage = find_part(zero, "offload_optimizer"), zero.get("stage", 0)
     device, ratio = offload.get("device", "none"), offload.get("ratio", 1)
@@ -94,23 +125,29 @@ def _offload_findings(zero: Mapping[str, Any]) -> Iterator[Finding]:
             "state in host memory only",
             'write "cpu"',
         )
-    elif device == "cpu" and stage not in (1, 2):
+    elif device == "cpu" and stage not in (1, 2, 3):
         yield refused(
             f'"zero_optimization.offload_optimizer" is on at stage {stage!r}: reft supports it at '
-            "stages 1 and 2",
+            "stages 1 to 3",
             "remove it, or write stage 2",
         )
     elif device == "cpu" and ratio != 1:
         yield refused(
-            f'"zero_optimization.offload_optimizer.ratio" is {ratio!r}: DeepSpeed offloads parts '
-            "of the optimizer at stage 3 only",
+            f'"zero_optimization.offload_optimizer.ratio" is {ratio!r}: reft does not know an '
+            "optimizer of which DeepSpeed offloads a part",
             "write 1.0",
         )
-    device = find_part(zero, "offload_param").get("device", "none")
-    if device != "none":
+    if offload.get("super_offload"):
         yield refused(
-            f'"zero_optimization.offload_param.device" is {device!r}: reft does not support '
-            "offloaded weights",
+            '"zero_optimization.offload_optimizer.super_offload" is on, and reft does not know its '
+            "state",
+            "remove it",
+        )
+    device = find_part(zero, "offload_param").get("device", "none")
+    if device not in ("none", "cpu") or (device == "cpu" and stage != 3):
+        yield refused(
+            f'"zero_optimization.offload_param.device" is {device!r} at stage {stage!r}: reft '
+            "knows offloaded weights in host memory, at stage 3",
             "remove it",
         )
 
@@ -134,7 +171,7 @@ def recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator
     effect."""
     zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
-    if not block.recompute or block.variant is Variant.NONE or stage not in (1, 2):
+    if not block.recompute or block.variant is Variant.NONE or stage not in (1, 2, 3):
         return
     refused = partial(Finding, Severity.REFUSED)
     leave_out = f'leave "{AOR}" out of "protection"'
@@ -143,8 +180,8 @@ def recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator
         found += ' "offload_optimizer" ranks keep those of the own partition only'
         yield refused(found, f"{leave_out}, or remove offload_optimizer")
         return
-    if stage == 2:
-        found = f'"{AOR}" needs the gradients of all partitions on every rank, but ZeRO-2'
+    if stage != 1:
+        found = f'"{AOR}" needs the gradients of all partitions on every rank, but ZeRO-{stage}'
         yield refused(f"{found} keeps those of the own partition only", f"{leave_out}, or write 1")
         return
     kind = str(find_part(config, "optimizer").get("type", "")).lower()

@@ -128,7 +128,10 @@ class PeerTimeout:
         return is_due
 
     def is_report_due(self, missing: Collection[str]) -> bool:
-        """Whether a report of the missing ranks is due; without missing ranks, retried soon."""
+        """Whether a report of the missing ranks is due.
+
+        If no rank is missing, the next call after a short pause looks again.
+        """
         if time.monotonic() < self._report_at:
             return False
         pause = self._backoff.failed() if missing else _ASK_AGAIN_SECS

@@ -431,9 +431,9 @@ class SharedBatches(StaticBatches):
     job's store records which replica trains on which of its micro-batches. So a position means the
     same as in the static order, and loading a version returns everything that was taken after it.
 
-    Every replica owns the micro-batch of a step with its own number, so that none is without; the
-    others are taken when they are read. A reader that begins a pass again before it trains gets the
-    micro-batches that it had taken.
+    The first micro-batches of a step are reserved, one for each replica, so that every replica has
+    at least one. The others are taken when they are read. A reader that begins a pass again before
+    it trains gets the same micro-batches as before.
     """
 
     step_samples: int

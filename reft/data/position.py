@@ -138,7 +138,7 @@ class DataPosition:
         self._saved: Position | None = None
         self._lost: Position | None = None
         self._check: Position | None = None
-        # The restored position, until training reads on
+        # The restored position while training has read nothing since; else None
         self._unmoved: dict[str, Any] | None = None
         self.left_to_program = False
         # A warning about the restored position, given before training continues

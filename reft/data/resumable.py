@@ -131,8 +131,9 @@ class Registry:
     def positions(self, upcoming: PassReader | None = None, begins: Any = None) -> dict[str, Any]:
         """Positions by kind and name.
 
-        upcoming: the pass that is about to be read.
-        begins: the torch loader of which a pass is about to begin.
+        Args:
+            upcoming: the pass that is about to be read.
+            begins: the torch loader of which a pass is about to begin.
         """
         found = dict[str, Any]()
         for (kind, name), loader in sorted(self._named.items()):

@@ -159,7 +159,8 @@ class EngineState:
         signature, gradients = self.adapter.signature(), self.gradients
         if gradients is not None and gradients.follow(self._protection.kept_members()):
             self._images = None
-        written = frozenset() if self.worker is None else frozenset(self.worker.written_tensors)
+        by_steps = self.adapter.written_by_steps
+        written = by_steps if self.worker is None else by_steps | self.worker.written_tensors
         if (
             self._images is None
             or self._images.signature != signature
@@ -172,7 +173,8 @@ class EngineState:
         return self._images
 
     def _sections(self, written: frozenset[str]) -> tuple[SectionImage, SectionImage]:
-        """Both sections. Copies replace the tensors that the script writes after the boundary."""
+        """Both sections. Copies replace the tensors that are written after the boundary, by the
+        script or by steps."""
         sections = self.adapter.images()
         self._copies = []
         if written:
@@ -180,7 +182,7 @@ class EngineState:
                 section.with_copies(written) for section in sections
             )
             sections, self._copies = (replicated, owned), [*first, *second]
-        if new := written - self._copied_at_boundary:
+        if new := written - self._copied_at_boundary - self.adapter.written_by_steps:
             logger.warning(
                 "the script writes %s after the forward pass of a step has begun. From now on reft "
                 "copies %s (%.1f MiB) within the device's or the host's own memory where each step "

@@ -33,7 +33,7 @@ def own_flops_per_token(engine: Any, at: Coordinate) -> int:
         return 0
     others = set(_tied_elsewhere(module))
     return sum(
-        p.numel() * (TRAINED_FLOPS if p.requires_grad else FROZEN_FLOPS)
+        getattr(p, "ds_numel", p.numel()) * (TRAINED_FLOPS if p.requires_grad else FROZEN_FLOPS)
         for p in parameters
         if p not in others
         # A parameter with one of these marks is split: each tensor-parallel rank has a part.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -133,11 +134,10 @@ def read_shapes(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> st
     digest = hashlib.blake2b(digest_size=6)
     tensors = numbers = 0
     for name, parameter in parameters:
-        tensors, numbers = tensors + 1, numbers + parameter.numel()
-        digest.update(
-            f"{name} {tuple(parameter.shape)} {parameter.dtype} "
-            f"{parameter.requires_grad}\n".encode()
-        )
+        # A parameter that ZeRO-3 has partitioned is empty, and keeps its shape here.
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        tensors, numbers = tensors + 1, numbers + prod(shape)
+        digest.update(f"{name} {shape} {parameter.dtype} {parameter.requires_grad}\n".encode())
     return (
         f"{kind}, {tensors} parameters of {numbers} numbers, names and shapes {digest.hexdigest()}"
     )

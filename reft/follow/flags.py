@@ -83,7 +83,7 @@ class Flags(HostState):
         self._step_ended = int(engine.global_steps), int(engine.micro_steps)
         before, self._accumulation = self._accumulation, int(engine.gradient_accumulation_steps())
         made = engine.micro_steps - micro
-        # If the script itself decides where its steps end, the engine's count does not matter.
+        # Scripts may set the end of a step themselves; the engine's count then does not matter.
         counts_itself = getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
         if before == self._accumulation or engine.global_steps != step + 1 or counts_itself:
             return None

@@ -1,10 +1,10 @@
-"""Gradients that an offloaded optimizer keeps over steps.
+"""Reports gradients that an offloaded optimizer keeps from earlier steps.
 
-With ``offload_optimizer`` DeepSpeed's ZeRO-1 and ZeRO-2 have the gradients of the partition in host
-memory and overwrite them step by step. A parameter that gets no gradient in a step is therefore
-stepped with that of an earlier step. Versions do not hold these gradients: every other parameter
-overwrites them before they are read. So a job that resumes right before such a step computes other
-numbers, which is reported when it is first seen.
+With ``offload_optimizer``, DeepSpeed's ZeRO-1 and ZeRO-2 hold the gradients of the partition in
+host memory and overwrite them in every step. A parameter without a gradient in a step is therefore
+stepped with the gradient of an earlier step. Versions do not hold these gradients, because all
+other parameters overwrite them before they are read. So a job that resumes right before such a step
+computes other numbers, which is reported the first time it happens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def followers(context: JobContext, given: Callable[[], list[Any]]) -> Iterable[H
 
 
 class OffloadedGradients(HostState):
-    """Reports parameters that are stepped with a gradient of an earlier step. Holds no state."""
+    """Reports parameters that are stepped with an old gradient. Holds no state."""
 
     name = "offloaded_gradients"
     is_reapplied = False
@@ -57,7 +57,7 @@ class OffloadedGradients(HostState):
             return
         if names := list(self._stale()):
             self._reported = True
-            # By this rank, not by rank 0: only the owner of the partition knows it.
+            # Logged by this rank rather than rank 0, because only the partition's owner knows it.
             logger.warning(
                 "%s got no gradient in this step. With offload_optimizer DeepSpeed steps a "
                 "parameter then with its gradient of an earlier step, which no version holds: a "
@@ -67,8 +67,10 @@ class OffloadedGradients(HostState):
             )
 
     def _stale(self) -> Iterator[str]:
-        """Parameters of this rank's partition without a gradient in this step, which had one
-        before. Those that are never used keep gradients and moments of zero."""
+        """Parameters of this rank's partition that had gradients, but none in this step.
+
+        Parameters that are never used have gradients and moments of zero.
+        """
         wrapper = self._wrapper
         for group, params in enumerate(wrapper.params_in_partition):
             master = wrapper.single_partition_of_fp32_groups[group]

@@ -552,6 +552,8 @@ class Agent:
         Raises:
             SignalException: the job cannot continue without the stopped nodes.
         """
+        if self._options.awaits_replacement:
+            return
         with suppress(RuntimeError, RendezvousError):
             self._rendezvous.is_closed()  # Reads the store
         stopped = self._rendezvous.stopped

@@ -32,7 +32,7 @@ from reft.job.daemon_supervisor import DaemonSupervisor
 from reft.job.hang_verdict import HangDetector
 from reft.job.hosts import show_devices
 from reft.job.node_memory import NodeMemory
-from reft.job.options import LaunchOptions, find_warnings, parse_options
+from reft.job.options import LaunchOptions, check_memory_size, find_warnings, parse_options
 from reft.job.rendezvous.backend import JobEndedError, find_backend
 from reft.job.rendezvous.handler import LeftError, StoreRendezvous
 from reft.job.rendezvous.membership import Agreement
@@ -469,6 +469,7 @@ def launch(options: LaunchOptions) -> int:
     for warning in find_warnings(options):
         logger.warning("%s", warning)
     try:
+        check_memory_size(options.memory_dir)
         return Launcher(options).run()
     except (ConfigError, AuthenticationError) as error:
         logger.error("%s", error)

@@ -148,6 +148,13 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         default=10,
     )
     add(
+        "await-replacement",
+        "wait for another node when one is stopped by a signal, as for a node that is lost: for "
+        "systems that replace what they stop, such as Kubernetes. Without this option, and "
+        "without a spare that waits, all nodes of the job end with it",
+        action="store_true",
+    )
+    add(
         "dry-run",
         "start the trainers, build the engine, print what reft would keep, copy, survive or "
         "refuse, and end before the first step. The job's memory and checkpoints are not touched",
@@ -215,6 +222,7 @@ _AUTO = "auto"
 _SMALL_JOB_NODES = 32
 _MAX_PORT = 65535
 _IN_MEMORY = ("tmpfs", "ramfs")
+_CONTAINER_SHM_BYTES = 64 * 2**20
 _OF_DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
 _MAX_RUN_ID_BYTES = 240  # A file name may have 255 bytes, and TorchElastic appends 9
 _NUMBERS = frozenset(
@@ -243,6 +251,8 @@ class LaunchOptions:
     stop_secs: float  # Time for trainers to end when a round is over
     free_restarts: int  # Restarts after lost peers, without progress in between
     restarts_renew: bool  # Failures are counted since the last new version
+    # Whether the others wait for a replacement of a node that is stopped by a signal
+    awaits_replacement: bool
     rank_stride: int  # Stride of the round-robin rank assignment; 0: consecutive ranks on a node
     devices: tuple[int, ...] | None  # Devices of this node that its trainers see; None: all
     warm: bool  # Trainers are forked from a process with preloaded imports
@@ -366,6 +376,7 @@ def collect_options(args: argparse.Namespace) -> LaunchOptions:
         stop_secs=args.stop_secs,
         free_restarts=args.max_peer_restarts,
         restarts_renew=restarts_renew,
+        awaits_replacement=args.await_replacement,
         rank_stride=args.rank_order,
         devices=args.devices,
         # Warm starts are untested on nodes with a device, so there the user has to request them.
@@ -539,6 +550,26 @@ def find_warnings(options: LaunchOptions) -> list[str]:
             f'script adds the block. Write "{BLOCK_NAME}": {{"enabled": true}} into it'
         )
     return warnings
+
+
+def check_memory_size(memory_dir: Path) -> None:
+    """Refuse the /dev/shm that containers have by default, in which no version would fit (P9).
+
+    Raises:
+        ConfigError: the file system is no larger than that.
+    """
+    directory = memory_dir
+    while not directory.exists():
+        directory = directory.parent
+    stats = os.statvfs(directory)
+    total_bytes = stats.f_blocks * stats.f_frsize
+    if 0 < total_bytes <= _CONTAINER_SHM_BYTES:  # 0: not a file system for files, such as /proc
+        raise ConfigError(
+            f"--memory-dir {memory_dir} has {total_bytes / 2**20:.0f} MiB in all, as /dev/shm has "
+            "in a container unless it asks for more: no version would fit. In Kubernetes mount a "
+            "volume at /dev/shm, `emptyDir: {medium: Memory, sizeLimit: SIZE}` (k8s/ has an "
+            "example); with docker and podman write --shm-size=SIZE. `reft plan` prints the size"
+        )
 
 
 def _find_file_system(path: Path) -> str:

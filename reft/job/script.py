@@ -416,8 +416,8 @@ def _show(error: BaseException) -> None:
 
 def _note(error: BaseException) -> ExitCause:
     note = ExitNote.from_error(error)
-    # A script that prints lost communication and exits by itself has still lost a peer. Any other
-    # exit of the script needs no note, because the exit code tells enough.
+    # If the script catches a communication error and exits by itself, the cause is still a lost
+    # peer, so a note is written. For any other exit the exit code suffices.
     if not (isinstance(error, SystemExit) and note.cause is ExitCause.OWN):
         _write_note(note)
     return note.cause

@@ -1,12 +1,17 @@
-"""Arena: one version's bytes of one rank, in a file in host memory that outlives its processes.
+"""Arena: one rank's bytes of one version, in a file in host memory that outlives its processes.
 
-The file is mapped by the trainer that writes it and by whoever reads it (daemon, `reft inspect`,
-the next incarnation). Its header (:mod:`reft.memory.header`) says whose version it is and how far
-it got; every change of state is one record, readable as the older state if it is torn at any byte.
+The file is mapped by the trainer that writes it and by its readers (the daemon, `reft inspect`,
+the next incarnation). Its header (:mod:`reft.memory.header`) records which rank's version it holds
+and in which state. Each change of state is one record. If a record is torn at any byte, readers see
+the state before it.
 
-Promises kept here: WRITING is on record before any data byte is overwritten, and the record of
-the version that is overwritten is wiped (P3); no reader that pinned an arena sees it change; every
-block carries the checksum of its bytes (P5); all memory is allocated and touched at creation (P9).
+Invariants:
+
+- The header says WRITING before any data byte is overwritten, and the record of the overwritten
+  version is wiped (P3).
+- An arena does not change while a reader has pinned it.
+- Every block carries the checksum of its bytes (P5).
+- All memory is allocated and touched at creation (P9).
 """
 
 from __future__ import annotations
@@ -73,30 +78,39 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _READ_ATTEMPTS = 5
-"""A reader may meet both header copies in change only if the writer is faster than it, twice."""
+"""A read fails only if the writer replaced both header copies while the reader looked at them."""
 
 Table = NDArray[np.void]
 
 
 def reserved_bytes(data_bytes: int, max_entries: int) -> int:
+    """Size of the arena file in bytes, with header and block table."""
     return Geometry.of(data_bytes, max_entries).file_bytes
 
 
 class Arena:
     """An open arena file. Make one with :meth:`create` or :meth:`open`.
 
-    Its locks are `flock` on a file description of its own: a crash releases them, and processes
-    forked from the holder (data loader workers) do not keep them. A writable arena also holds the
-    directory shared, which is how others know that the job is alive.
+    Locks are `flock` on a file description of its own: a crash releases them, and processes forked
+    from the holder (data loader workers) do not keep them. A writable arena also holds a shared
+    lock on its directory, by which other processes see that the job is alive.
 
-    One process writes an arena at a time, from one thread; any number may read. A version goes
-    through ``begin`` → data → ``seal`` → ``commit``; ``clear`` forgets it."""
+    One thread of one process writes an arena at a time; any number of processes may read it. The
+    order for a version is ``begin``, data, ``seal``, ``commit``; ``clear`` discards it.
+    """
 
     def __init__(
         self, path: Path, fd: int, geometry: Geometry, secret: bytes | None, writable: bool
     ) -> None:
-        """Map an open file; takes over neither ``fd`` nor its closing. Use
-        :meth:`create`/:meth:`open`."""
+        """Map an open file. Use :meth:`create` or :meth:`open` instead.
+
+        Args:
+            path: the file.
+            fd: open descriptor of the file; the caller closes it.
+            geometry: sizes of the regions.
+            secret: the job's secret; None reads without authentication.
+            writable: map for writing.
+        """
         self._held: int | None = None
         self._fd = self._directory_fd = -1
         _opened.add(self)
@@ -115,8 +129,8 @@ class Arena:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._map: mmap.mmap | None = mmap.mmap(fd, geometry.file_bytes, access=access)
         if not writable:
-            # It is read once. Else the system marks every page as used again when it is unmapped,
-            # which takes as long as to map it.
+            # The data is read once. Without this, unmapping marks every page as recently used,
+            # which takes as long as mapping it.
             self._map.madvise(mmap.MADV_SEQUENTIAL)
         self._view = memoryview(self._map)
         self._data = self._view[geometry.data_offset : geometry.file_bytes]
@@ -128,18 +142,19 @@ class Arena:
         """Open ``path`` for writing, with all its memory allocated and touched.
 
         An existing arena of exactly this size keeps its content. Any other file of this name is
-        replaced by an EMPTY arena, whatever it holds: to discard it is the caller's decision.
+        replaced by an EMPTY arena, even if it holds a version; the caller decides that.
 
         Args:
             path: file in a directory of this job.
             data_bytes: size of the data region.
-            max_entries: blocks that the table must be able to hold.
+            max_entries: capacity of the block table.
             secret: the job's secret.
-            touch: False leaves memory to whoever fills it with :meth:`write`, and :meth:`allocate`.
+            touch: allocate and touch all memory now; False if the caller fills the arena with
+                :meth:`write` and then calls :meth:`allocate`.
 
         Raises:
-            OutOfMemoryError: if it does not fit; no file is left behind.
-            ArenaError: if another process is writing the existing file.
+            OutOfMemoryError: the arena does not fit; the new file is removed.
+            ArenaError: another process is writing the existing file.
         """
         geometry = Geometry.of(data_bytes, max_entries)
         arena = cls._existing(path, geometry, secret)
@@ -148,8 +163,8 @@ class Arena:
             arena = cls._new(path, geometry, secret, allocated=touch)
         try:
             if touch and arena._map is not None:
-                # One that was to be filled may have stayed without memory: touched, a hole is a
-                # SIGBUS.
+                # An existing file may have holes if it was created with touch=False and never
+                # filled. Touching a hole raises SIGBUS when memory is short.
                 arena.allocate()
                 touch_pages(arena._map, path)
         except BaseException:
@@ -173,8 +188,7 @@ class Arena:
 
     @classmethod
     def _new(cls, path: Path, geometry: Geometry, secret: bytes, *, allocated: bool) -> Arena:
-        # The header's memory in any case: where there is none left, reading a mapped hole is a
-        # SIGBUS.
+        # The header is always allocated: reading a mapped hole raises SIGBUS when memory is short.
         fd = new_file(path, geometry.file_bytes, None if allocated else geometry.data_offset)
         try:
             os.pwrite(fd, encode_geometry(geometry, secret), 0)
@@ -191,10 +205,18 @@ class Arena:
     def open(
         cls, path: Path, secret: bytes | None, writable: bool = False, job_id: str | None = None
     ) -> Arena:
-        """Map an existing arena. ``path``: the file. ``secret``: the job's secret; None reads
-        without checking who wrote it (never for restoring). ``writable``: map for writing; needs
-        the secret. ``job_id``: refuse the versions of any other job. Raises FileNotFoundError:
-        there is no such file."""
+        """Map an existing arena.
+
+        Args:
+            path: the file.
+            secret: the job's secret; None reads without authentication (never for restoring).
+            writable: map for writing; needs the secret.
+            job_id: refuse versions of any other job; None accepts every job.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ArenaError: the file is no arena, is damaged, or belongs to another job.
+        """
         if writable and secret is None:
             raise ArenaError(
                 f"{path}: opened for writing without the job's secret; give the secret"
@@ -225,9 +247,19 @@ class Arena:
     # ---- content ----
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Store bytes in the data region of an arena whose memory is not allocated yet. Through the
-        mapping its pages would be zeroed first, and entered there one by one: that takes twice as
-        long. Raises OutOfMemoryError: there is no memory left."""
+        """Store bytes in the data region of an arena whose memory is not allocated yet.
+
+        It writes through the file. The mapping takes twice as long, because the kernel first zeroes
+        every page and maps them one by one.
+
+        Args:
+            offset: first byte, from the start of the data region.
+            data: the bytes.
+
+        Raises:
+            ArenaError: the range is outside the data region.
+            OutOfMemoryError: there is no memory left.
+        """
         if not 0 <= offset <= self.data_bytes - len(data):
             raise ArenaError(
                 f"{self.path}: {len(data)} bytes at {offset} are outside the data region of "
@@ -236,7 +268,11 @@ class Arena:
         write_all(self._fd, self.path, data, self._geometry.data_offset + offset)
 
     def allocate(self) -> None:
-        """Allocate what nobody has written (P9). Raises OutOfMemoryError."""
+        """Allocate the parts of the file that were not written (P9).
+
+        Raises:
+            OutOfMemoryError: there is no memory left.
+        """
         allocate(self._fd, self.path, self.file_bytes)
 
     @property
@@ -257,19 +293,18 @@ class Arena:
 
     @property
     def data(self) -> memoryview:
-        """The data region, writable if the arena was opened so. Views keep the mapping alive."""
+        """The data region, writable if the arena is. Views keep the mapping alive."""
         return self._data
 
     def header(self) -> ArenaHeader | None:
-        """What the arena holds, read anew from memory; None if it is EMPTY or unreadable."""
+        """The current header with its block table; None if the arena is EMPTY or unreadable."""
         try:
             return self._newest().header()
         except ArenaError:
             return None
 
     def head(self) -> ArenaHeader | None:
-        """The header without its block table, which takes a while where it has thousands of
-        blocks."""
+        """The header without its block table; fast even for thousands of blocks."""
         try:
             return self._newest().head
         except ArenaError:
@@ -277,13 +312,16 @@ class Arena:
 
     @property
     def state(self) -> ArenaState:
-        """State on record; EMPTY also where the header is unreadable."""
+        """Recorded state; EMPTY also if the header is unreadable."""
         head = self.head()
         return ArenaState.EMPTY if head is None else head.state
 
     def lost(self) -> str | None:
-        """What became of this file, if it is not any more what the next start of the job would find
-        and trust ("was removed"), for a message that names the path; None if all is well."""
+        """Why the next start of the job could not use this file.
+
+        Returns:
+            The rest of a sentence that begins with the path ("was removed"); None if all is well.
+        """
         try:
             mine, there = os.fstat(self._fd), os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -301,8 +339,11 @@ class Arena:
         return None
 
     def read_block(self, entry: Entry) -> memoryview:
-        """Bytes of a block, unchecked: a view into the mapping. Raises ArenaError outside the data
-        region."""
+        """A block's bytes as a view into the mapping; the checksum is not verified.
+
+        Raises:
+            ArenaError: the block lies outside the data region.
+        """
         self._check_bounds(entry)
         return self._data[entry.arena_offset : entry.arena_offset + entry.nbytes]
 
@@ -315,8 +356,15 @@ class Arena:
     def begin(self, header: ArenaHeader) -> None:
         """Record that a version is being written, *before* any byte of data is overwritten.
 
-        Takes the exclusive lock if the caller does not hold it, until :meth:`seal` or
-        :meth:`clear`. ``header.state`` and ``header.entries`` are ignored."""
+        Takes the exclusive lock, if the caller does not hold it, until :meth:`seal` or
+        :meth:`clear`.
+
+        Args:
+            header: the version's header; ``state`` and ``entries`` are ignored.
+
+        Raises:
+            ArenaError: a reader has pinned the arena, or it is not writable.
+        """
         if self._held != fcntl.LOCK_EX:
             if not self.try_lock_exclusive():
                 raise ArenaError(
@@ -327,9 +375,15 @@ class Arena:
         self._record(self._newest(), writing, b"", wipe=True)
 
     def seal(self, entries: Sequence[Entry] | Table, sealed_unix_secs: float | None = None) -> None:
-        """Record that the data region holds the whole version and its checksums. ``entries``: every
-        stored block; also packed, as an array of :data:`reft.memory.header.TABLE`.
-        ``sealed_unix_secs``: time to record; now by default."""
+        """Record that the data region holds the complete version, and the checksums of its blocks.
+
+        Args:
+            entries: all stored blocks, or an array of dtype :data:`reft.memory.header.TABLE`.
+            sealed_unix_secs: time to record; None for now.
+
+        Raises:
+            ArenaError: the arena is not WRITING, or the blocks do not fit.
+        """
         newest, header = self._in_state(ArenaState.WRITING, "sealed")
         if len(entries) > self.max_entries:
             raise ArenaError(
@@ -342,27 +396,30 @@ class Arena:
         self._release_own_lock()
 
     def commit(self) -> None:
-        """Record that every rank sealed this version (learned by the second vote). Raises
-        ArenaError if it is not SEALED."""
+        """Record that every rank sealed this version, which is the result of the second vote.
+
+        Raises:
+            ArenaError: the arena is not SEALED.
+        """
         newest, header = self._in_state(ArenaState.SEALED, "committed")
         self._record(newest, replace(header, state=ArenaState.COMMITTED), newest.table)
 
     def clear(self) -> None:
+        """Discard the version: record EMPTY and wipe the older record."""
         self._record(self._newest(), None, b"", wipe=True)
         self._release_own_lock()
 
     # ---- locks ----
 
     def try_lock_exclusive(self) -> bool:
-        """Keep readers and other writers out; False if there are some. A shared lock is given
-        up."""
+        """Lock out readers and other writers; False if there is one. Releases a shared lock."""
         if self._held == fcntl.LOCK_EX:
             return True
         self._unlock_after_write = False
         return self._take(fcntl.LOCK_EX)
 
     def lock_shared(self) -> bool:
-        """Pin the content: no writer may begin until :meth:`unlock`. False if one is writing."""
+        """Pin the content until :meth:`unlock`; False if a writer holds the arena."""
         self._unlock_after_write = False
         return self._take(fcntl.LOCK_SH)
 
@@ -386,18 +443,19 @@ class Arena:
         return True
 
     def close(self) -> None:
-        """Release locks and this object's part in the mapping.
+        """Release the locks and this object's reference to the mapping.
 
-        The mapping itself ends when the last view of :attr:`data` dies. It must not be forced:
-        ``torch.frombuffer`` keeps the view alive but does not lock it, and would read unmapped
-        memory."""
+        The memory is unmapped when the last view of :attr:`data` is freed. It must not be unmapped
+        earlier: ``torch.frombuffer`` keeps the view alive but does not lock it, and would read
+        unmapped memory.
+        """
         self._close_files()
         self._data = self._view = memoryview(b"")
         self._map = None
 
     def _close_files(self) -> None:
-        # Forgotten before they are closed: a process that is forked meanwhile would close them too,
-        # when the numbers may be those of other files.
+        # The numbers are dropped before the files are closed. A child that is forked in between
+        # would otherwise close them again, when they may be the numbers of other files.
         fds = self._fd, self._directory_fd
         self._fd = self._directory_fd = -1
         self._held = None
@@ -437,7 +495,7 @@ class Arena:
                 self._check_bounds(entry)
             return pack_entries(entries)
         begin, nbytes = entries["arena_offset"], entries["nbytes"]
-        # Not their sum, which may be more than 64 bits hold.
+        # Compared without adding, because the sum of both may overflow 64 bits.
         outside = (begin > self.data_bytes) | (
             nbytes > self.data_bytes - np.minimum(begin, self.data_bytes)
         )
@@ -449,9 +507,11 @@ class Arena:
     def _record(
         self, newest: Record, header: ArenaHeader | None, table: bytes, wipe: bool = False
     ) -> None:
-        """Store a new state over the older copy; the newer one stays as it is until this is whole.
-        With ``wipe`` it goes then: damage to the new one must not bring back a block table whose
-        data is being overwritten."""
+        """Write a new state over the older header copy, and keep the newer one until it is written.
+
+        With ``wipe``, the previous copy is then invalidated: damage to the new one must not bring
+        back a block table whose data is being overwritten.
+        """
         if not self.writable or self._secret is None:
             raise ArenaError(
                 f"{self.path}: open for reading; open it with writable=True to change it"
@@ -464,8 +524,7 @@ class Arena:
                 f"{self._geometry.copy_bytes} reserved; shorten job_id or node, or reserve more "
                 "entries"
             )
-        # P3: a crash within this write leaves the newer copy whole: the arena is readable as
-        # before.
+        # P3: a crash during this write leaves the newer copy valid, so the arena reads as before.
         self._store(self._geometry.copy_offset(1 - newest.index), record)
         if wipe:
             self._store(self._geometry.copy_offset(newest.index), bytes(len(MAGIC)))
@@ -473,10 +532,12 @@ class Arena:
     def _store(self, offset: int, data: bytes) -> None:
         """Store header bytes; the only place where they are changed.
 
-        Readers in other processes need no barrier. They check the code of authenticity over the
-        whole record, so that bytes which are visible only in part are a torn record, not a wrong
-        one. And the data that a record describes was checksummed: on a weakly ordered processor a
-        reader that sees the record before the data finds the wrong checksum, as with any damage.
+        Data comes before its header, without a memory barrier between them. Readers in other
+        processes do not need one:
+
+        - A record has a MAC. If only some of its bytes are visible, it reads as torn.
+        - Data has checksums. On a weakly ordered processor a reader may see the record before the
+          data; it then finds a wrong checksum, and treats the data as damaged.
         """
         self._view[offset : offset + len(data)] = data
 
@@ -531,14 +592,14 @@ def _read_geometry(fd: int, path: Path, secret: bytes | None) -> Geometry:
     return geometry
 
 
-# -- the arena files of a job's directory: how they are named, what they hold ----------------------
+# -- names and contents of the arena files in a job's directory ------------------------------------
 
 ARENA_SUFFIX = ".arena"
 _DECODED = "decoded-"
 
 
 def arena_name(local_rank: int, slot: int) -> str:
-    """File name of an arena. It says nothing about its content: identity is in the header."""
+    """File name of an arena. Only its header, not its name, identifies the content."""
     return f"rank{local_rank}-slot{slot}{ARENA_SUFFIX}"
 
 
@@ -556,8 +617,17 @@ def scan(
     job_id: str | None = None,
     is_wanted: Callable[[Path], bool] = lambda path: True,
 ) -> list[tuple[Path, Arena | str]]:
-    """Open every arena of a job directory for reading: per arena file, in name order, the open
-    arena or the reason why it cannot be read. The caller closes the arenas."""
+    """Open every arena of a job's directory for reading. The caller closes the arenas.
+
+    Args:
+        job_dir: the job's directory on this node.
+        secret: the job's secret; None reads without authentication.
+        job_id: refuse versions of any other job; None accepts every job.
+        is_wanted: selects the files to open.
+
+    Returns:
+        For each file, in the order of names, the open arena or the reason why it cannot be read.
+    """
     found: list[tuple[Path, Arena | str]] = []
     for path in filter(is_wanted, sorted(job_dir.glob(f"*{ARENA_SUFFIX}"))):
         try:
@@ -572,7 +642,7 @@ def scan(
 def headers(
     job_dir: Path, secret: bytes | None, job_id: str | None = None
 ) -> list[tuple[Path, ArenaHeader]]:
-    """Of the arenas of a job directory that can be read and are not EMPTY, with their files."""
+    """Files and headers of a job's arenas, without those that are EMPTY or unreadable."""
     found = []
     for path, arena in scan(job_dir, secret, job_id):
         if isinstance(arena, Arena):
@@ -586,7 +656,7 @@ def headers(
 def slots_with(
     job_dir: Path, secret: bytes, local_rank: int, label: VersionId
 ) -> dict[int, ArenaHeader]:
-    """The slots of a local rank that hold ``label`` whole, by the files found on this node."""
+    """The slots of a local rank that hold the complete version ``label`` on this node."""
     prefix = _prefix(local_rank)
     return {
         int(path.stem.removeprefix(prefix)): header
@@ -597,11 +667,13 @@ def slots_with(
 
 @dataclass(frozen=True)
 class SlotFiles:
-    job_dir: Path  # the job's memory directory on this node
-    local_rank: int  # position among the node's ranks; names the files
-    count: int  # slots, each for one arena
-    secret: bytes  # the job's secret; keys the headers' MAC
-    # ranks on this node; rank 0 frees what ranks that are no more left behind
+    """The arena files of one rank: one for each slot."""
+
+    job_dir: Path  # The job's memory directory on this node
+    local_rank: int  # Rank within the node, from which the file names are made
+    count: int  # Number of slots; each holds one arena
+    secret: bytes  # The job's secret, the key of the headers' MAC
+    # Ranks on this node. Local rank 0 removes the files of ranks that no longer exist.
     local_world_size: int = 1
 
     def path(self, slot: int) -> Path:
@@ -611,7 +683,7 @@ class SlotFiles:
         return Arena.create(self.path(slot), data_bytes, max_entries, self.secret)
 
     def coordinate_in(self, path: Path) -> Coordinate | None:
-        """Whose bytes a file holds; None if there is none, or no version in it."""
+        """The coordinate whose bytes a file holds; None without a file or a complete version."""
         try:
             with Arena.open(path, self.secret) as arena:
                 header = arena.head()
@@ -620,19 +692,27 @@ class SlotFiles:
         return header.coordinate if header is not None and header.state.whole else None
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a file to a slot that the rank does not use: there a recovery finds it, and it
-        goes after the next commit, like those of an earlier start with more slots."""
+        """Rename a file to a slot that the rank does not use; returns the new path.
+
+        Recovery finds it there. It is removed after the next commit, like files of an earlier start
+        that had more slots.
+        """
         aside = next(p for n in count(self.count) if not (p := self.path(n)).exists())
         path.rename(aside)
         return aside
 
     @property
     def held_bytes(self) -> int:
+        """Total size in bytes of the slots' existing files."""
         paths = [self.path(slot) for slot in range(self.count)]
         return sum(path.stat().st_size for path in paths if path.exists())
 
     def remove_leftovers(self, unused: Collection[int]) -> None:
-        """Remove the arenas that an earlier incarnation with more slots or more ranks left here."""
+        """Remove arenas of an earlier incarnation that had more slots or more ranks.
+
+        Args:
+            unused: slots of this rank that are no longer used; their files are removed, too.
+        """
         mine = {arena_name(self.local_rank, slot) for slot in {*range(self.count)} - {*unused}}
         ranks = range(self.local_world_size) if self.local_rank == 0 else ()
         others = tuple(_prefix(rank) for rank in ranks if rank != self.local_rank)

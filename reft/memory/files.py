@@ -1,5 +1,4 @@
-"""Files of a job's memory: allocation, replacement, locks, and how much may still be taken. Linux
-only."""
+"""Files in a job's memory: allocation, replacement, locks, and free memory. Linux only."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ import psutil
 from reft.errors import ArenaError, JobInUseError, OutOfMemoryError
 from reft.memory.header import PAGE_BYTES
 
-# Allocate and touch in steps, so that signals and other threads get their turn
+# Memory is allocated and touched in steps, so that signals are handled in between
 _STEP_BYTES = 256 * 2**20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
@@ -43,8 +42,11 @@ def _memory_wanted(path: Path, nbytes: int) -> Iterator[None]:
 
 
 def allocate(fd: int, path: Path, nbytes: int) -> None:
-    """Allocate what is not yet of the first ``nbytes`` of the file, so that no later write there
-    can fail for want of memory (P9)."""
+    """Fill the holes in the first ``nbytes`` of a file, so that later writes cannot fail (P9).
+
+    Raises:
+        OutOfMemoryError: there is not enough memory.
+    """
     with _memory_wanted(path, nbytes):
         stop = 0
         while stop < nbytes and (start := os.lseek(fd, stop, os.SEEK_HOLE)) < nbytes:
@@ -62,7 +64,11 @@ def _next_data(fd: int, start: int, nbytes: int) -> int:
 
 
 def write_all(fd: int, path: Path, data: memoryview, offset: int) -> None:
-    """Write to a file in memory. Raises OutOfMemoryError where there is none left."""
+    """Write all of ``data`` to a file in memory.
+
+    Raises:
+        OutOfMemoryError: there is not enough memory.
+    """
     with _memory_wanted(path, os.fstat(fd).st_size):
         while data:
             written = os.pwrite(fd, data, offset)
@@ -70,9 +76,16 @@ def write_all(fd: int, path: Path, data: memoryview, offset: int) -> None:
 
 
 def new_file(path: Path, nbytes: int, allocated_bytes: int | None = None) -> int:
-    """Create ``path`` of this size, with the memory of its first ``allocated_bytes``, by default of
-    all; returns a descriptor. Raises OutOfMemoryError where it does not fit; no file is left
-    behind."""
+    """Create a file in memory and return its descriptor.
+
+    Args:
+        path: must not exist.
+        nbytes: size of the file.
+        allocated_bytes: size of the first part that is allocated; None for the whole file.
+
+    Raises:
+        OutOfMemoryError: it does not fit; the file is removed.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     if nbytes > free_bytes(path.parent):
         raise out_of_memory(path, nbytes)
@@ -91,8 +104,10 @@ def new_file(path: Path, nbytes: int, allocated_bytes: int | None = None) -> int
 
 
 def touch_pages(mapping: mmap.mmap, path: Path) -> None:
-    """Fault every page into a writable mapping, so that the first snapshot runs at full speed.
-    Other threads go on meanwhile: ``mmap.madvise`` would keep the interpreter."""
+    """Fault in every page of a writable mapping, so that the first snapshot runs at full speed.
+
+    ``madvise`` is called through ctypes, which releases the GIL; ``mmap.madvise`` does not.
+    """
     total, madvise = len(mapping), ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     base = np.frombuffer(mapping, np.uint8).ctypes.data
@@ -105,7 +120,7 @@ def touch_pages(mapping: mmap.mmap, path: Path) -> None:
 
 
 def touch_by_hand(mapping: mmap.mmap, start: int, length: int) -> None:
-    """What MADV_POPULATE_WRITE does, for kernels without it; changes no byte."""
+    """Fault in pages as MADV_POPULATE_WRITE does, for kernels without it; changes no byte."""
     pages = np.frombuffer(mapping, np.uint8, length, start)[::PAGE_BYTES]
     np.bitwise_or(pages, 0, out=pages)
 
@@ -119,7 +134,11 @@ def out_of_memory(path: Path, wanted: int) -> OutOfMemoryError:
 
 
 def remove_idle_file(path: Path) -> None:
-    """Remove a file that is about to be replaced. Readers keep the old one until they close it."""
+    """Remove a file that is about to be replaced. Readers keep the old one until they close it.
+
+    Raises:
+        ArenaError: another process is writing the file.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -138,8 +157,11 @@ def remove_idle_file(path: Path) -> None:
 
 
 def reopen(path: Path, fd: int, writable: bool) -> int:
-    """A second file description of the same file, for locks: the mapping keeps a duplicate of
-    ``fd``, which forked processes would inherit together with its lock."""
+    """Open a second file description of the same file, for its locks.
+
+    The mapping keeps a duplicate of ``fd``. Forked processes inherit that duplicate, and a lock on
+    it would live until they end.
+    """
     mode = os.O_RDWR if writable else os.O_RDONLY
     try:
         lock_fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -152,6 +174,11 @@ def reopen(path: Path, fd: int, writable: bool) -> int:
 
 
 def hold_directory(directory: Path) -> int:
+    """Open a job's directory with a shared lock, which marks the job as alive.
+
+    Raises:
+        ArenaError: ``reft clean`` is removing the directory.
+    """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     if not try_flock(fd, fcntl.LOCK_SH):
         os.close(fd)
@@ -159,28 +186,30 @@ def hold_directory(directory: Path) -> int:
     return fd
 
 
-# -- how much may still be taken: the least that file system, machine and control groups allow -----
+# -- free memory: the minimum over file system, machine and control groups -------------------------
 
 
 _PROCESS = Path("/proc/self")
 _CGROUPS = Path("/sys/fs/cgroup")
-# the first version of control groups writes a number that is greater where there is none
+# Version 1 of control groups reports a larger number if there is no limit
 _NO_LIMIT = 2**60
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A memory that may run full."""
+    """A limit on memory."""
 
-    name: str  # for people
-    used_bytes: int  # used_bytes, limit_bytes: in use, and in all
-    limit_bytes: int
+    name: str  # For messages
+    used_bytes: int  # Memory in use
+    limit_bytes: int  # Total memory
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that may still be allocated in ``directory``: the file system's limit, the machine's,
-    and those of the control groups that this process is in, such as a container's or a batch
-    job's."""
+    """Bytes that can still be allocated in ``directory``.
+
+    This is the minimum over the file system, the machine and this process's control groups, such as
+    a container's or a batch job's.
+    """
     stats = os.statvfs(directory)
     free = (
         stats.f_bavail * stats.f_frsize,
@@ -191,8 +220,13 @@ def free_bytes(directory: Path) -> int:
 
 
 def bounds(directory: Path, process: Path = _PROCESS, root: Path = _CGROUPS) -> list[Bound]:
-    """Everything that limits the memory of a process: the machine, its control groups, and the file
-    system of ``directory``. Arguments as of :func:`cgroup_bounds`."""
+    """All limits on a process's memory: the machine, its control groups and a file system.
+
+    Args:
+        directory: a directory in the file system.
+        process: see :func:`cgroup_bounds`.
+        root: see :func:`cgroup_bounds`.
+    """
     memory = psutil.virtual_memory()
     found = [Bound("the host", memory.total - memory.available, memory.total)]
     found += (b for b in cgroup_bounds(process, root) if 0 < b.limit_bytes < _NO_LIMIT)
@@ -205,21 +239,30 @@ def bounds(directory: Path, process: Path = _PROCESS, root: Path = _CGROUPS) -> 
 
 
 def default_margin_bytes(directory: Path) -> int:
-    """Memory to leave free where nobody said how much: 1/64 of the file system, at most 1 GiB."""
+    """Memory to leave free by default: 1/64 of the file system, at most 1 GiB."""
     stats = os.statvfs(directory)
     return min(stats.f_blocks * stats.f_frsize // 64, 2**30)
 
 
 def cgroup_free_bytes(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[int]:
-    """What every limited control group above a process still allows; negative if it has more than
-    that. Arguments as of :func:`cgroup_bounds`."""
+    """Free bytes of each limited control group of a process; negative if one is above its limit.
+
+    Args:
+        process: see :func:`cgroup_bounds`.
+        root: see :func:`cgroup_bounds`.
+    """
     return (bound.limit_bytes - bound.used_bytes for bound in cgroup_bounds(process, root))
 
 
 def cgroup_bounds(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[Bound]:
-    """Every limited control group above a process, of either version.
+    """Every limited control group of a process and its parents, in version 1 or 2.
 
-    tmpfs counts as memory in use, page cache that the kernel can drop does not."""
+    Files in tmpfs count as memory in use; page cache that the kernel can drop does not.
+
+    Args:
+        process: directory of the process in ``/proc``.
+        root: where the control groups are mounted.
+    """
     with suppress(OSError):
         for line in (process / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -232,9 +275,9 @@ def cgroup_bounds(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[B
 
 def _free_in(mount: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[Bound]:
     group = mount / path.lstrip("/")
-    # In a container the path may be the host's: what is not mounted is passed over.
+    # In a container, the path may be the host's. Groups that are not mounted here are skipped.
     for directory in (group, *group.parents):
-        with suppress(OSError, ValueError):  # "max" is no number: no limit
+        with suppress(OSError, ValueError):  # "max" means no limit and is not a number
             limit, used = (int((directory / name).read_text()) for name in names)
             stat = dict(
                 line.split() for line in (directory / "memory.stat").read_text().splitlines()
@@ -246,7 +289,7 @@ def _free_in(mount: Path, path: str, names: tuple[str, str], prefix: str) -> Ite
             return
 
 
-# -- a live job's lock on its memory: nobody else reads or writes it while the job lives (P7) ------
+# -- a live job's lock on its memory: no other job reads or writes it meanwhile (P7) ---------------
 
 
 LOCK_FILE = "job.lock"
@@ -255,11 +298,17 @@ _SHOWN_CHARACTERS = 200
 
 
 class JobLock:
-    """Held until it is closed, or the process ends. ``directory``: the job's memory on this node;
-    it must exist. ``job_id``: the job, for the message. ``wait_secs``: how long to wait for a
-    holder that may be about to end: one that was killed keeps the lock until the kernel has taken
-    its memory down. Raises JobInUseError: another job, or another start of the same one, holds
-    it."""
+    """The lock on a job's memory, held until it is closed or the process ends.
+
+    Args:
+        directory: the job's memory on this node; it must exist.
+        job_id: the job, for the message.
+        wait_secs: time to wait for a holder that is ending. A killed process keeps its lock until
+            the kernel has freed its memory.
+
+    Raises:
+        JobInUseError: another job, or another start of the same job, holds the lock.
+    """
 
     def __init__(self, directory: Path, job_id: str, *, wait_secs: float = 0.0) -> None:
         self._fd = _acquire(directory, job_id, fcntl.LOCK_EX, wait_secs)
@@ -268,20 +317,23 @@ class JobLock:
 
     @classmethod
     def join(cls, directory: Path, job_id: str) -> JobLock:
-        """Hold it beside other processes of the same start, one of which has :meth:`share`-d it.
-        Raises JobInUseError where somebody else was faster."""
+        """Hold the lock together with the process of the same start that called :meth:`share`.
+
+        Raises:
+            JobInUseError: another start holds the lock exclusively.
+        """
         lock = cls.__new__(cls)
         lock._fd = _acquire(directory, job_id, fcntl.LOCK_SH, 0.0)
         _held.add(lock)
         return lock
 
     def share(self) -> None:
-        """Let the other processes of this start :meth:`join`."""
+        """Allow the other processes of this start to :meth:`join`."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def lies_in(self, directory: Path) -> bool:
-        """Whether others find what is held here: not if the directory was removed, and perhaps made
-        again."""
+        """Whether the locked file is still the one in ``directory``, which may have been removed
+        and created again."""
         return _lies_in(self._fd, directory)
 
     def close(self) -> None:
@@ -296,7 +348,7 @@ class JobLock:
             "since": time.time(),
             "command": " ".join(sys.orig_argv)[:_SHOWN_CHARACTERS],
         }
-        with suppress(OSError):  # a full file system: the lock holds without it
+        with suppress(OSError):  # The file system may be full; the lock does not need this text
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(who).encode(), 0)
 
@@ -305,8 +357,8 @@ _held: weakref.WeakSet[JobLock] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """A forked child, a worker process of a DataLoader, would hold the lock beyond its parent's
-    end."""
+    """Close inherited locks in a forked child, such as a DataLoader worker, which may outlive the
+    job's process."""
     for lock in list(_held):
         lock.close()
 
@@ -315,8 +367,11 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def holder(directory: Path) -> dict[str, Any] | None:
-    """``pid``, ``host``, ``since`` and ``command`` of who holds a job's memory, as far as known;
-    None if nobody does."""
+    """The process that holds a job's memory; None if it is free.
+
+    Returns:
+        ``pid``, ``host``, ``since`` (Unix seconds) and ``command``; empty if they are unknown.
+    """
     try:
         fd = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -337,15 +392,15 @@ def _acquire(directory: Path, job_id: str, kind: int, wait_secs: float) -> int:
         except FileNotFoundError:
             if time.monotonic() >= deadline:
                 raise
-            # The holder that was waited for ended well, and took the directory with it.
+            # The previous holder ended normally and removed the directory.
             with suppress(FileExistsError):
                 directory.mkdir(mode=0o700)
             time.sleep(_POLL_SECS)
             continue
         try:
             if try_flock(fd, kind):
-                # P7: the last holder may have removed the file after we opened it; that lock holds
-                # nothing.
+                # P7: the previous holder may have removed the file after it was opened here. A lock
+                # on a removed file protects nothing, so open it again.
                 if _lies_in(fd, directory):
                     return fd
             elif time.monotonic() >= deadline:
@@ -372,7 +427,7 @@ def _refusal(directory: Path, job_id: str, fd: int) -> str:
 
 
 def try_flock(fd: int, kind: int) -> bool:
-    """Take a lock that nobody is waited for; whether it was free."""
+    """Take a lock without waiting; False if another process holds it."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -381,7 +436,7 @@ def try_flock(fd: int, kind: int) -> bool:
 
 
 def _lies_in(fd: int, directory: Path) -> bool:
-    """Whether the open file is still the one that others find: a job that ends well removes its
+    """Whether the open file is still the one in the directory; a job that ends normally removes its
     directory."""
     try:
         return os.path.samestat(os.fstat(fd), (directory / LOCK_FILE).lstat())
@@ -398,10 +453,10 @@ def _who(fd: int) -> dict[str, Any]:
 
 
 def margin_bytes(configured: int | None, directory: Path) -> int:
-    """Memory of a node that versions leave free.
+    """Memory in bytes that versions leave free on a node.
 
     Args:
         configured: ``memory_margin_bytes`` of the ``reft`` block; None if it is not set.
-        directory: on the file system that holds the job's memory.
+        directory: a directory in the file system that holds the job's memory.
     """
     return default_margin_bytes(directory) if configured is None else configured

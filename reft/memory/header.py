@@ -5,10 +5,10 @@
     4096 + c       header copy B
     data offset    data, a multiple of 64 KiB from the start of the file
 
-Every record carries magic, format version, a sequence number, its length, an unkeyed hash and a
-keyed MAC. A change of state is written over the *older* copy, so that a write torn at any byte
-leaves the newer one as it was; the reader takes the valid copy with the highest sequence number.
-The hash tells a torn record from one that was written with another job's secret.
+Every record carries a magic number, the format version, a sequence number, its length, an unkeyed
+hash and a keyed MAC. A change of state is written over the *older* copy, so a write that is torn at
+any byte leaves the newer one intact. Readers take the valid copy with the highest sequence number.
+The hash distinguishes a torn record from one that was written with another job's secret.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ TABLE = np.dtype(
         ),
     ]
 )
-"""The packed blocks of an arena. There are no gaps: NumPy would not copy what is in them."""
-# Room for everything in a header but its block table: names are at most 255 characters
+"""dtype of the packed block table. It has no padding, because NumPy does not copy padding bytes."""
+# Room in a header copy for all fields except the block table; names have at most 255 characters
 _HEAD_BYTES = 4096
 
 _SECTIONS = tuple(Section)
@@ -61,7 +61,7 @@ _SECTION_CODES = {section: code for code, section in enumerate(_SECTIONS)}
 
 
 class ArenaState(StrEnum):
-    """Life of a version in an arena. Data may be read back from SEALED and COMMITTED ones only."""
+    """State of a version in an arena. Only SEALED and COMMITTED data may be read."""
 
     EMPTY = "empty"
     WRITING = "writing"
@@ -75,32 +75,34 @@ class ArenaState(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    key: BlockKey  # identity within sharding group and version
-    start_bytes: int  # offset in the section's image
-    nbytes: int  # true length
-    image_bytes: int  # total bytes of that section image, for the exact-cover check at recovery
-    arena_offset: int  # offset from the start of the arena's data region
+    """A block in an arena: its identity, position and checksum."""
+
+    key: BlockKey  # Identity within sharding group and version
+    start_bytes: int  # Offset in the section's image
+    nbytes: int  # Length without padding
+    image_bytes: int  # Size of the section's image; recovery checks that the blocks cover it
+    arena_offset: int  # Offset from the start of the arena's data region
     checksum: int  # xxh3_64 of the bytes
-    owner: bool  # True for the member's own block, False for a redundant copy or a parity
+    owner: bool  # True for the member's own block, False for a redundant copy or a parity block
 
 
 @dataclass(frozen=True)
 class ArenaHeader:
-    """Whose version an arena holds, and which blocks (``entries`` only once it is sealed)."""
+    """Identity, state and blocks of the version in an arena."""
 
-    job_id: str  # job that wrote it
-    node: str  # node (failure domain) it was written on
-    degrees: Degrees  # parallel degrees of the job
+    job_id: str  # Job that wrote the version
+    node: str  # Node (failure domain) on which it was written
+    degrees: Degrees  # Parallel degrees of the job
     coordinate: Coordinate  # (pp, dp, tp) of the rank that wrote it; never its rank number (P7)
-    label: VersionId  # incarnation and step of the version
-    state: ArenaState  # where the version stands
-    entries: tuple[Entry, ...] = ()  # block table
-    sealed_unix_secs: float = 0.0  # time of sealing; 0 before
-    layout: str = ""  # hex hash of degrees and section sizes; versions of other layouts are refused
-    # the erasure code of the replicated section, as `reft.protect.codes.BlockCode.describe` writes
-    # it; empty without one
+    label: VersionId  # Incarnation and step of the version
+    state: ArenaState  # State of the version
+    entries: tuple[Entry, ...] = ()  # Block table; empty until the version is sealed
+    sealed_unix_secs: float = 0.0  # Time of sealing; 0 before
+    layout: str = ""  # Hex hash of degrees and section sizes; versions of other layouts are refused
+    # Erasure code of the replicated section, in the form of
+    # `reft.protect.codes.BlockCode.describe`; empty without one
     coding: str = ""
-    scheme: str = ""  # how the version is protected, ``arc:2+aec``; empty where nobody said
+    scheme: str = ""  # Protection of the version, such as ``arc:2+aec``; empty if unknown
 
 
 class RecordKind(IntEnum):
@@ -110,9 +112,11 @@ class RecordKind(IntEnum):
 
 @dataclass(frozen=True)
 class Geometry:
-    data_bytes: int
-    max_entries: int
-    copy_bytes: int
+    """Sizes of an arena's regions."""
+
+    data_bytes: int  # Size of the data region
+    max_entries: int  # Capacity of the block table
+    copy_bytes: int  # Size of one header copy
 
     @classmethod
     def of(cls, data_bytes: int, max_entries: int) -> Geometry:
@@ -138,14 +142,20 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Record:
-    index: int  # which copy, 0 or 1
-    sequence: int  # the record's number
-    head: ArenaHeader | None  # the header without its entries; None for an EMPTY arena
-    table: bytes  # the packed entries
+    """A valid header copy."""
+
+    index: int  # Index of the copy, 0 or 1
+    sequence: int  # Sequence number
+    head: ArenaHeader | None  # Header without its entries; None for an EMPTY arena
+    table: bytes  # Packed entries
 
     def header(self) -> ArenaHeader | None:
-        """The header with its entries, which takes a while for thousands of them. Raises ArenaError
-        if the table is none (its digests were right, so a program is wrong)."""
+        """The header with its entries; slow for thousands of them.
+
+        Raises:
+            ArenaError: the block table cannot be decoded. Its digests match, so the cause is a bug
+                in the writer.
+        """
         if self.head is None:
             return None
         try:
@@ -155,7 +165,7 @@ class Record:
 
 
 class TornRecordError(ArenaError):
-    """A header copy is not whole: never written, wiped or torn."""
+    """A header copy is incomplete: never written, wiped or torn."""
 
 
 def checksum(data: Buffer) -> int:
@@ -170,8 +180,20 @@ def encode_record(kind: RecordKind, sequence: int, payload: bytes, secret: bytes
 
 
 def decode_record(raw: memoryview, kind: RecordKind, secret: bytes | None) -> tuple[int, bytes]:
-    """Sequence number and payload of the record at the start of ``raw``, which has to be of this
-    kind. Without the job's secret it is checked for tearing only, not for authenticity."""
+    """Decode the record at the start of ``raw``.
+
+    Args:
+        raw: bytes that begin with the record.
+        kind: expected kind.
+        secret: the job's secret; None checks only the hash, not the MAC.
+
+    Returns:
+        Sequence number and payload.
+
+    Raises:
+        TornRecordError: the record is incomplete.
+        ArenaError: it has another kind, a later format or another job's MAC.
+    """
     if len(raw) < PREFIX_BYTES or bytes(raw[: len(MAGIC)]) != MAGIC:
         raise TornRecordError("no record: the magic number is missing")
     version, found_kind, sequence, nbytes = _CORE.unpack_from(raw, len(MAGIC))
@@ -205,7 +227,11 @@ def encode_geometry(geometry: Geometry, secret: bytes) -> bytes:
 
 
 def decode_geometry(raw: memoryview, secret: bytes | None) -> Geometry:
-    """Read the superblock. Raises ArenaError if it is foreign, damaged or impossible."""
+    """Decode the superblock.
+
+    Raises:
+        ArenaError: it is damaged, from another job, or its sizes are impossible.
+    """
     _, payload = decode_record(raw, RecordKind.SUPERBLOCK, secret)
     try:
         data_bytes, max_entries, copy_bytes = (int(v) for v in msgpack.unpackb(payload))
@@ -232,7 +258,12 @@ def pack_entries(entries: Sequence[Entry]) -> bytes:
 
 
 def unpack_entries(table: bytes) -> tuple[Entry, ...]:
-    """Inverse of :func:`pack_entries`; raises ``IndexError`` or ``ValueError`` for nonsense."""
+    """Inverse of :func:`pack_entries`.
+
+    Raises:
+        IndexError: a section code is invalid.
+        ValueError: the size is not a multiple of a row.
+    """
     return tuple(
         Entry(
             BlockKey(_SECTIONS[code], member, index),
@@ -250,8 +281,12 @@ def unpack_entries(table: bytes) -> tuple[Entry, ...]:
 
 
 def encode_header(header: ArenaHeader | None, table: bytes) -> bytes:
-    """Payload of a header copy; None for an EMPTY arena. ``table`` stands for
-    ``header.entries``."""
+    """Payload of a header copy.
+
+    Args:
+        header: None for an EMPTY arena; its ``entries`` are ignored.
+        table: the packed entries.
+    """
     payload: bytes = msgpack.packb([_head(header), table])
     return payload
 
@@ -273,14 +308,21 @@ def _head(header: ArenaHeader | None) -> dict[str, Any] | None:
 
 
 def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
-    """Header, without its entries, and packed block table of a header copy's payload. Raises
-    ArenaError for anything else (its digests were right, so a program is wrong)."""
+    """Decode a header copy's payload.
+
+    Returns:
+        The header without its entries (None for an EMPTY arena), and the packed block table.
+
+    Raises:
+        ArenaError: it cannot be decoded. Its digests match, so the cause is a bug in the writer.
+    """
     try:
         head, table = msgpack.unpackb(payload)
         if head is None:
             return None, b""
         header = ArenaHeader(
-            **{name: head[name] for name in _PLAIN if name in head},  # older ones lack the last two
+            # Headers of earlier releases lack the last two
+            **{name: head[name] for name in _PLAIN if name in head},
             degrees=Degrees(*head["degrees"]),
             coordinate=Coordinate(*head["coordinate"]),
             label=VersionId(*head["label"]),
@@ -292,12 +334,19 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
 
 
 def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
-    """The valid header copy with the highest sequence number. Raises TornRecordError: if no copy is
-    whole. Raises ArenaError: if a whole copy is foreign or of a later format, and no other one is
-    valid."""
+    """The valid header copy with the highest sequence number.
+
+    Args:
+        copies: bytes of both header copies.
+        secret: the job's secret; None reads without authentication.
+
+    Raises:
+        TornRecordError: both copies are incomplete.
+        ArenaError: no copy is valid, and one is of another job or a later format.
+    """
     found: list[tuple[int, int, bytes]] = []
-    # Not the errors themselves: their tracebacks lead back here, and the cycle would keep the
-    # views, and with them the mapping, alive.
+    # Only types and texts are kept. An error's traceback refers to this frame, and that cycle would
+    # keep the views, and so the mapping, alive.
     refusals: list[tuple[type[ArenaError], str]] = []
     for index, raw in enumerate(copies):
         try:

@@ -1,6 +1,6 @@
-// Copies within host memory that leave the target out of the caches: what is only written need not be read
-// first, which saves a third of the memory traffic of a copy. A copy that also takes the checksum of the bytes,
-// XXH3-64 as the xxhash package computes it, takes hardly longer: both work on what was loaded once.
+// Copies within host memory with non-temporal stores, which bypass the caches. A normal store reads the target's line
+// into the cache first; avoiding that saves a third of a copy's memory traffic. A copy can also compute the checksum of
+// its bytes (XXH3-64, equal to the xxhash package's) at little extra cost, because every byte is loaded only once.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,13 +14,13 @@
 namespace {
 
 constexpr size_t kPageBytes = 4096;
-constexpr size_t kPages = 4;  // side by side: each has rows of its own in memory, which stay open longer
+constexpr size_t kPages = 4;  // copied in parallel: each page has its own DRAM rows, which stay open longer
 constexpr size_t kGroupBytes = kPages * kPageBytes;
 constexpr size_t kLineBytes = 64;  // also XXH3's stripe
 constexpr size_t kAheadBytes = 256, kFarAheadBytes = 1024;
 
-// XXH3 adds up the stripes of a block of 1 KiB and then scrambles: the sums of several blocks can be taken side
-// by side. See the XXH3 specification in https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+// XXH3 sums the stripes of a block of 1 KiB and then scrambles the sums, so several blocks can be summed in parallel.
+// See the XXH3 specification in https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 constexpr size_t kStripes = 16;
 constexpr size_t kBlockBytes = kStripes * kLineBytes;
 constexpr size_t kGroupBlocks = kGroupBytes / kBlockBytes;
@@ -63,7 +63,7 @@ inline void add_stripe(Sums& sums, const uint8_t* data, const uint8_t* secret) {
   for (size_t i = 0; i < kParts; ++i) add_part(sums.part[i], load(data + 16 * i), secret + 16 * i);
 }
 
-// Takes in a block of which ``block`` are the sums.
+// Merges the sums of a complete block into the accumulators.
 inline void scramble(Sums& sums, const Sums& block) {
   const __m128i prime = _mm_set1_epi32(static_cast<int>(kPrime32));
   for (size_t i = 0; i < kParts; ++i) {
@@ -83,8 +83,8 @@ inline void hash_block(Sums& sums, const uint8_t* data) {
 
 inline uint64_t lowest_bits(uint64_t exponents) { return exponents & ~(exponents << 1); }
 
-// Of floating-point numbers, whose bits of the exponent are 1 in ``exponents``, those are not finite in which all of
-// these bits are 1: then adding the lowest one carries into the sign. 0: there are none.
+// Not 0 if the bytes contain a NaN or an infinity. ``exponents`` masks the exponent bits of the floating-point numbers.
+// A number is not finite if all its exponent bits are 1: then adding the lowest of them carries into the sign bit.
 #if defined(__GNUC__) && !defined(__clang__)
 __attribute__((target_clones("avx2", "default")))
 #endif
@@ -103,7 +103,7 @@ uint64_t not_finite(const uint8_t* source, size_t nbytes, uint64_t exponents) {
 
 #define REFT_AVX2 __attribute__((target("avx2")))
 
-// Intrinsics, because the compiler is not asked for AVX2 elsewhere: the library must load on every x86-64.
+// AVX2 is enabled for these functions only, so that the library loads on every x86-64.
 REFT_AVX2 inline __m256i load_wide(const uint8_t* at) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
 }
@@ -122,7 +122,7 @@ REFT_AVX2 inline __m256i scramble_wide(__m256i x, const uint8_t* secret) {
   return _mm256_add_epi64(_mm256_mul_epu32(x, prime), _mm256_slli_epi64(high, 32));
 }
 
-// not_finite while the bytes are in registers.
+// The same check as not_finite, on bytes that are in registers already.
 struct Look {
   __m256i wanted, lowest, found;
   uint64_t mask;
@@ -144,9 +144,9 @@ struct Look {
 
 constexpr size_t kWide = kLineBytes / sizeof(__m256i);
 
-// One way to copy: a few pages side by side, each with its own rows in memory. On some processors this is the fastest
-// way. On others it is several times slower where source and target lie alike in their pages: they then compete for
-// the same few sets of the cache. Copies kGroupBytes to a target aligned to a line.
+// First copy loop: kPages pages in parallel, each with its own DRAM rows. On some processors this is the fastest loop.
+// On others it is several times slower if source and target have the same offset within a page, because they then
+// compete for the same few cache sets. Copies kGroupBytes to a target that is aligned to a cache line.
 template <bool kHashes>
 REFT_AVX2 uint64_t copy_pages_avx2(uint8_t* target, const uint8_t* source, Sums& sums, uint64_t exponents) {
   Look look(exponents);
@@ -178,8 +178,8 @@ REFT_AVX2 uint64_t copy_pages_avx2(uint8_t* target, const uint8_t* source, Sums&
   return look.result();
 }
 
-// The other way: hash a piece, which brings it into the cache, then copy it from there in order. Every alignment of
-// source and target costs the same.
+// Second copy loop: hash a piece, which loads it into the cache, then copy it from there in order. Its speed does not
+// depend on the alignment of source and target.
 REFT_AVX2 uint64_t hash_blocks_avx2(Sums& sums, const uint8_t* source, size_t nbytes, uint64_t exponents) {
   Look look(exponents);
   __m256i running[kWide];
@@ -210,9 +210,9 @@ REFT_AVX2 void stream_avx2(uint8_t* target, const uint8_t* source, size_t nbytes
 }
 
 bool uses_avx2 = __builtin_cpu_supports("avx2");
-size_t piece_bytes = kPageBytes;  // what is hashed before it is copied; 0: pages side by side. See reft_choose_loop
+size_t piece_bytes = kPageBytes;  // hashed before it is copied; 0 selects the parallel pages. See reft_choose_loop
 
-// Both take whole blocks.
+// hash_blocks and copy_blocks take whole blocks of kBlockBytes.
 inline uint64_t hash_blocks(Sums& sums, const uint8_t* source, size_t nbytes, uint64_t exponents) {
   if (uses_avx2) return hash_blocks_avx2(sums, source, nbytes, exponents);
   for (size_t at = 0; at < nbytes; at += kBlockBytes) hash_block(sums, source + at);
@@ -221,17 +221,17 @@ inline uint64_t hash_blocks(Sums& sums, const uint8_t* source, size_t nbytes, ui
 
 inline void copy_blocks(uint8_t* target, const uint8_t* source, size_t nbytes) {
   if (!target) return;
-  // With stores spread over two lines each step took twice as long.
+  // Non-temporal stores that straddle two cache lines were measured to take twice as long.
   if (uses_avx2 && reinterpret_cast<uintptr_t>(target) % kLineBytes == 0) stream_avx2(target, source, nbytes);
   else std::memcpy(target, source, nbytes);
 }
 
-// What was hashed so far. A block is taken in when more bytes follow it: the last one ends in another way.
+// State of a hash. A block is merged only when more bytes follow it, because XXH3 treats the last block differently.
 struct Hash {
   uint64_t sums[8];
-  uint64_t total;                           // bytes
-  uint64_t not_finite;                      // not 0: among them was a NaN or an infinity
-  uint8_t held[kLineBytes + kBlockBytes];  // the line before what was not taken in, and this
+  uint64_t total;                           // bytes hashed
+  uint64_t not_finite;                      // not 0 if they contained a NaN or an infinity
+  uint8_t held[kLineBytes + kBlockBytes];  // bytes that are not merged yet, after the line that precedes them
 
   uint8_t* open() { return held + kLineBytes; }
   size_t open_bytes() const { return total ? (total - 1) % kBlockBytes + 1 : 0; }
@@ -247,11 +247,11 @@ inline void copy(uint8_t* target, const uint8_t* source, size_t nbytes) {
   if (target) std::memcpy(target, source, nbytes);
 }
 
-// ``target`` may be null: then the bytes are hashed only.
+// If ``target`` is null, the bytes are only hashed.
 void copy_and_hash(Hash& hash, uint8_t* target, const uint8_t* source, size_t nbytes, uint64_t exponents) {
   const size_t open_bytes = hash.open_bytes();
   const size_t head = nbytes < kBlockBytes - open_bytes ? nbytes : kBlockBytes - open_bytes;
-  const auto look = [&](size_t count) {  // at what is in the cache
+  const auto look = [&](size_t count) {  // these bytes are in the cache
     if (exponents) hash.not_finite |= not_finite(source, count, exponents);
   };
   const auto advance = [&](size_t count) {
@@ -297,8 +297,7 @@ inline uint64_t folded_product(uint64_t a, uint64_t b) {
 
 }  // namespace
 
-// Whether vectors of 32 bytes are used from here on, where the processor has them; returns whether they are. For tests
-// and benchmarks: it is on.
+// Switches AVX2 on (the default) or off, for tests and benchmarks. Returns whether it is used.
 extern "C" int reft_use_avx2(int wanted) {
   uses_avx2 = wanted && __builtin_cpu_supports("avx2");
   return uses_avx2;
@@ -310,12 +309,12 @@ extern "C" void reft_hash_reset(Hash* hash) {
 }
 
 struct Range {
-  uint8_t* target;  // null: it is hashed only
+  uint8_t* target;  // null if the bytes are only hashed
   const uint8_t* source;
   size_t nbytes;
   uint64_t exponents;  // see not_finite
 
-  // Whether the other one goes on where this one ends: of a tensor that was cut into chunks.
+  // Whether ``next`` starts where this range ends, as with a tensor that was split into chunks.
   bool continues_in(const Range& next) const {
     return source + nbytes == next.source && (target ? target + nbytes == next.target : !next.target) &&
            exponents == next.exponents;
@@ -328,13 +327,13 @@ extern "C" void reft_copy_and_hash(Hash* hash, const Range* ranges, size_t count
     for (; i + 1 < count && range.continues_in(ranges[i + 1]); ++i) range.nbytes += ranges[i + 1].nbytes;
     copy_and_hash(*hash, range.target, range.source, range.nbytes, range.exponents);
   }
-  // Non-temporal stores are weakly ordered: without this fence the header that says SEALED could become visible to
-  // another process before the data does.
+  // Non-temporal stores are weakly ordered. Without this fence, the header that says SEALED could become visible to
+  // another process before the data.
   _mm_sfence();
 }
 
-// The chunks from ``first`` to ``stop``, or fewer: none begins once ``until`` is not 0, but the first does. Chunk i ends
-// before row ``ends[i]``. Returns how many.
+// Copies and hashes the chunks [first, stop); chunk i ends before row ``ends[i]``. Once ``*until`` is not 0, no further
+// chunk begins, but at least one is copied. Returns the number of chunks copied.
 extern "C" size_t reft_copy_chunks(Hash* hash, const Range* ranges, const uint64_t* ends, size_t first, size_t stop,
                                    const int* until) {
   size_t row = first ? ends[first - 1] : 0, chunk = first;
@@ -342,13 +341,14 @@ extern "C" size_t reft_copy_chunks(Hash* hash, const Range* ranges, const uint64
     const size_t end = until ? ends[chunk] : ends[stop - 1];
     reft_copy_and_hash(hash, ranges + row, end - row);
     row = end, ++chunk;
-    // A relaxed load suffices: the flag guards no memory. Training waits for a lock that the caller releases after this
-    // returns, and that orders the copies; if the flag is seen late, one more chunk is copied before that.
+    // The flag is shared with Python. A relaxed load suffices, because the flag guards no memory: training waits for a
+    // lock that the caller releases after this returns, and that lock orders the copies. If the flag is seen late, one
+    // more chunk is copied.
   } while (until && chunk < stop && !__atomic_load_n(until, __ATOMIC_RELAXED));
   return until ? chunk - first : stop - first;
 }
 
-// Of more than 240 bytes: for shorter inputs, which are in ``held`` as a whole, XXH3 does something else.
+// The digest of more than 240 bytes. XXH3 has other formulas for shorter inputs, which are in ``held`` completely.
 extern "C" uint64_t reft_hash_digest(Hash* hash) {
   Sums sums = load_sums(*hash);
   const size_t open_bytes = hash->open_bytes();
@@ -365,7 +365,7 @@ extern "C" uint64_t reft_hash_digest(Hash* hash) {
 }
 #endif
 
-// The ranges do not overlap.
+// Source and target must not overlap.
 extern "C" void reft_copy_past_caches(uint8_t* target, const uint8_t* source, size_t nbytes) {
 #if defined(__x86_64__)
   const size_t head = -reinterpret_cast<uintptr_t>(target) % kLineBytes;
@@ -378,6 +378,7 @@ extern "C" void reft_copy_past_caches(uint8_t* target, const uint8_t* source, si
     const size_t whole = nbytes / kBlockBytes * kBlockBytes;
     stream_avx2(target, source, whole);
     target += whole, source += whole, nbytes -= whole;
+    // As above: the streamed data must be visible before the header that describes it.
     _mm_sfence();
   }
 #endif
@@ -385,12 +386,12 @@ extern "C" void reft_copy_past_caches(uint8_t* target, const uint8_t* source, si
 }
 
 #if defined(__x86_64__)
-// Uses one way to copy from here on: pieces of ``nbytes``, whole blocks of 1 KiB; 0: pages side by side. Any of them
-// may be chosen while other threads copy: the bytes and the checksum are the same.
+// Selects the copy loop: pieces of ``nbytes``, a multiple of 1 KiB, or parallel pages for 0. It may be called while
+// other threads copy, because every loop writes the same bytes and computes the same checksum.
 extern "C" void reft_use_pieces(size_t nbytes) { piece_bytes = nbytes; }
 
-// Measures the ways and uses the fastest one from here on. Returns its piece_bytes. Processor seconds of this thread,
-// the least of some rounds: other processes take the rest. It costs some 20 ms.
+// Measures the copy loops, selects the fastest and returns its piece_bytes; takes about 20 ms. It compares this
+// thread's CPU time, the minimum over a few rounds, so that other processes do not disturb the result.
 extern "C" size_t reft_choose_loop() {
   constexpr size_t kWays[] = {kPageBytes, kGroupBytes, 0}, kOffsets[] = {0, kLineBytes, kPageBytes / 2};
   constexpr size_t kMeasuredBytes = 2 << 20, kRounds = 3;
@@ -404,7 +405,7 @@ extern "C" size_t reft_choose_loop() {
   size_t best = piece_bytes;
   for (size_t way : kWays) {
     double secs = 0;
-    for (size_t offset : kOffsets) {  // of the target to the source within a page
+    for (size_t offset : kOffsets) {  // offset of the target within a page; the source's is 0
       double least = 1e9;
       for (size_t round = 0; round < kRounds; ++round) {
         Hash hash;

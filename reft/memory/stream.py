@@ -1,5 +1,7 @@
-"""Copies within host memory past the caches, with or without their checksum, ``stream.cpp``, where
-the installation has built it."""
+"""Copies within host memory that bypass the caches, optionally with a checksum of the bytes.
+
+Uses ``stream.cpp`` if the installation compiled it, otherwise ``memmove`` and the xxhash package.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ from reft.device import compiled
 logger = logging.getLogger(__name__)
 
 Range = tuple[int, int, int] | tuple[int, int, int, int]
-"""``(target address, source address, bytes)``, and of floating-point numbers :data:`EXPONENTS`.
-Target 0: the bytes are only hashed. Whoever holds the addresses keeps the memory."""
-Ranges = NDArray[np.uint64]  # Rows of them
+"""``(target address, source address, bytes)``; for floating-point numbers, their
+:data:`EXPONENTS` as a fourth value. With target 0, the bytes are only hashed. The caller keeps the
+memory alive."""
+Ranges = NDArray[np.uint64]  # (ranges, 4)
 
 EXPONENTS = {
     "float64": 0x7FF0 << 48,
@@ -30,21 +33,21 @@ EXPONENTS = {
     "bfloat16": 0x7F80 * 0x0001_0001_0001_0001,
     "float16": 0x7C00 * 0x0001_0001_0001_0001,
 }
-"""Exponents' bits in eight bytes of numbers, by dtype. All of one are 1 in a NaN and in an
-infinity."""
+"""Mask of the exponent bits in eight bytes of numbers, by dtype. In a NaN and in an infinity, all
+exponent bits are 1."""
 
-_SHORT_BYTES = 240  # Inputs up to here have other formulas in XXH3; the package computes them
+_SHORT_BYTES = 240  # XXH3 has other formulas for shorter inputs; the xxhash package computes those
 _LINE_BYTES = 64
-_CACHED_BYTES = 256 * 2**10  # what is still in the cache when it is hashed after it was copied
+_CACHED_BYTES = 256 * 2**10  # Piece that is still in the cache when it is hashed after the copy
 
 
 @lru_cache(maxsize=1)
 def choose_loop() -> int:
-    """Measure the ways to copy on this processor, once in a process, and have all copies use the
-    fastest.
+    """Measure the copy loops on this processor and select the fastest for all copies.
 
     Returns:
-        Bytes of a piece that is hashed, then copied from the cache; 0: four pages side by side.
+        Bytes of a piece that is hashed and then copied from the cache; 0 if the fastest loop
+        copies four pages in parallel.
     """
     choose = compiled("reft.memory._stream", "reft_choose_loop")
     choose.restype = ctypes.c_size_t
@@ -55,9 +58,11 @@ def choose_loop() -> int:
 
 @lru_cache(maxsize=1)
 def copier() -> Callable[[int, int, int], object]:
-    """What copies ``(target address, source address, bytes)``, ranges that do not overlap, on the
-    calling thread; lets go of the interpreter meanwhile. Where the loop was not built, ``memmove``
-    does the same, at two thirds of the speed."""
+    """The function ``copy(target address, source address, bytes)`` for ranges that do not overlap.
+
+    It runs on the calling thread and releases the GIL. If the loop was not compiled, this is
+    ``memmove``, at two thirds of the speed.
+    """
     try:
         function = compiled("reft.memory._stream", "reft_copy_past_caches")
     except OSError as error:
@@ -71,21 +76,21 @@ def copier() -> Callable[[int, int, int], object]:
 
 
 def find_ranges(rows: Iterable[Range]) -> Ranges:
-    """Ranges as :meth:`HashingCopier.copy` takes them."""
+    """Pack ranges into an array for :meth:`HashingCopier.copy`, uint64 of shape (ranges, 4)."""
     return np.array([(*row, 0)[:4] for row in rows], np.uint64).reshape(-1, 4)
 
 
 @dataclass(frozen=True, eq=False)
 class CutRanges:
-    """Ranges in order, cut into chunks."""
+    """Ranges in copy order, grouped into chunks."""
 
-    ranges: Ranges  # of all chunks
-    ends: NDArray[np.uint64]  # where each chunk ends among them, uint64
-    begins_bytes: Sequence[int]  # bytes before each chunk, and of all
+    ranges: Ranges  # Ranges of all chunks
+    ends: NDArray[np.uint64]  # For each chunk, the index after its last range
+    begins_bytes: Sequence[int]  # Bytes before each chunk; the last element is the total
 
     @classmethod
     def of(cls, chunks: Iterable[Iterable[Range]]) -> CutRanges:
-        """From the ranges of each chunk, of which none is without any."""
+        """Group the given chunks' ranges; every chunk has at least one."""
         rows = [[*chunk] for chunk in chunks]
         sizes = (sum(row[2] for row in chunk) for chunk in rows)
         return cls(
@@ -100,7 +105,7 @@ class CutRanges:
 
 
 class _State(ctypes.Structure):
-    """``Hash`` of ``stream.cpp``."""
+    """Mirrors ``struct Hash`` in ``stream.cpp``."""
 
     _fields_ = (
         ("sums", ctypes.c_uint64 * 8),
@@ -111,15 +116,15 @@ class _State(ctypes.Structure):
 
 
 class HashingCopier:
-    """Copies ranges that do not overlap and takes xxh3_64 of their bytes in order, in one pass over
-    them, as they are read: the checksum is that of what was written, whatever the sources become.
-    Ranges of numbers begin at a multiple of 8 of what is hashed.
+    """Copies ranges that do not overlap and computes xxh3_64 of their bytes, in one pass.
 
-    For one thread at a time, which is without the interpreter meanwhile. Made by
-    :func:`hashing_copier`.
+    Every byte is read once, so the checksum is that of the written bytes even if the source changes
+    during the copy. A range of floating-point numbers must begin at a multiple of 8 hashed bytes.
+
+    One thread may use it at a time; calls release the GIL. Made by :func:`hashing_copier`.
     """
 
-    not_finite = False  # whether what was taken last held a NaN or an infinity
+    not_finite = False  # The bytes of the last checksum contained a NaN or an infinity
 
     def __init__(self, reset: Any, copy: Any, copy_chunks: Any, digest: Any) -> None:
         self._state = _State()
@@ -128,22 +133,31 @@ class HashingCopier:
         reset(self._at)
 
     def copy(self, ranges: Ranges) -> None:
-        """Copy and hash them behind what was hashed so far."""
+        """Copy ranges and append their bytes to the hash."""
         self._copy(self._at, ranges.__array_interface__["data"][0], len(ranges))
 
     def copy_chunks(
         self, cut: CutRanges, first: int, stop: int, until: ctypes.c_int | None = None
     ) -> int:
-        """Copy and hash chunks behind what was hashed so far. ``cut``: what they are chunks of.
-        ``first, stop``: which, at least one. ``until``: once another thread has made it anything
-        but 0, no other chunk begins. Returns how many were copied, at least one."""
+        """Copy the chunks ``[first, stop)`` and append their bytes to the hash.
+
+        Args:
+            cut: all chunks.
+            first: index of the first chunk.
+            stop: index after the last chunk; at least one chunk is copied.
+            until: flag shared with the C++ loop. Once another thread has set it to a value other
+                than 0, no further chunk begins.
+
+        Returns:
+            The number of chunks that were copied, at least one.
+        """
         ranges, ends = (a.__array_interface__["data"][0] for a in (cut.ranges, cut.ends))
         flag = 0 if until is None else ctypes.addressof(until)
         copied: int = self._copy_chunks(self._at, ranges, ends, first, stop, flag)
         return copied
 
     def take(self) -> int:
-        """The checksum of what was hashed; begins anew."""
+        """Return the checksum of all bytes since the last call, and reset it."""
         total, self.not_finite = self._state.total, bool(self._state.not_finite)
         if total > _SHORT_BYTES:
             value: int = self._digest(self._at)
@@ -156,8 +170,8 @@ class HashingCopier:
 
 
 class PlainHashingCopier(HashingCopier):
-    """The same without the compiled loop: one pass copies, the other hashes what is in the cache by
-    then."""
+    """:class:`HashingCopier` without the compiled loop: copies a piece, then hashes it from the
+    cache."""
 
     def __init__(self) -> None:
         self._hash, self._not_finite = xxhash.xxh3_64(), False
@@ -198,7 +212,7 @@ def _not_finite(data: bytes, exponents: int) -> bool:
 
 @lru_cache(maxsize=1)
 def compiled_hash() -> tuple[Any, Any, Any, Any] | None:
-    """The functions of :class:`HashingCopier`; None where they were not built."""
+    """The compiled functions of :class:`HashingCopier`; None if they were not built."""
     try:
         names = ("reft_hash_reset", "reft_copy_and_hash", "reft_copy_chunks", "reft_hash_digest")
         reset, copy, copy_chunks, digest = (compiled("reft.memory._stream", name) for name in names)
@@ -216,6 +230,6 @@ def compiled_hash() -> tuple[Any, Any, Any, Any] | None:
 
 
 def hashing_copier() -> HashingCopier:
-    """One that has hashed nothing yet."""
+    """A new copier: the compiled one if it was built, otherwise the plain one."""
     functions = compiled_hash()
     return PlainHashingCopier() if functions is None else HashingCopier(*functions)

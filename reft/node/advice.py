@@ -1,7 +1,7 @@
 """Advice about a job's nodes, from their speeds, failures and memory: ``reft advise``.
 
-Rules and thresholds are DLRover's where its paper gives them. :func:`situation` gathers
-the facts about a job. :func:`advise`, and :func:`scale_plan` for DLRover's operator, are pure.
+Rules and thresholds are DLRover's where its paper gives them. :func:`situation` gathers the facts
+about a job. :func:`advise`, and :func:`scale_plan` for DLRover's operator, are pure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORTH = 0.2
 _ROUNDING = 1e-9
 _OFTEN = 3  # Losses of a node after which it is replaced
 # Share of a memory in use at which more memory is advised, and the factor of the advised size.
-# DLRover acts before memory runs out, but its paper gives no threshold.
+# DLRover acts before memory runs out, but the paper gives no threshold.
 _MEMORY_RISK, _MEMORY_ROOM = 0.9, 1.25
 _MIN_STEPS = 50  # Steps of a round whose speed is measured (DLRover's window)
 _API_VERSION, _ROLE = "elastic.iml.github.io/v1alpha1", "worker"
@@ -108,7 +108,7 @@ def situation(
     """
     rounds = max((read_history(path) for path in paths), key=len, default=[])
     nodes = () if board is None else board.nodes
-    present = [node for node in nodes if node.seen is not HealthSignal.OFFLINE]
+    present = [node for node in nodes if node.observed_signal is not HealthSignal.OFFLINE]
     training = [report for report in present if not report.spare]
     speeds = _speeds(rounds)
     if now := [report.steps_per_sec for report in training if report.steps_per_sec]:

@@ -57,7 +57,7 @@ class JobStatus:
 
     Args:
         connect: opens a connection to the rendezvous store for this object alone.
-        mine: the first report of this node.
+        own_report: the first report of this node.
         path: the job's memory on this node.
         job_id: name of the job's memory.
         has_daemon: whether the node has a daemon.
@@ -69,7 +69,7 @@ class JobStatus:
     def __init__(
         self,
         connect: Callable[[], RendezvousStore],
-        mine: NodeReport,
+        own_report: NodeReport,
         path: Path,
         *,
         job_id: str,
@@ -83,7 +83,7 @@ class JobStatus:
         self._is_spare: Callable[[], bool] = lambda: False
         self._nodes: Callable[[], Sequence[str]] = lambda: ()
         self._activities: Callable[[], Sequence[TrainerActivity]] = lambda: ()
-        self._mine, self._node = mine, mine.node
+        self._own_report, self._node = own_report, own_report.node
         self._path = path
         # Report numbers have to exceed those of an earlier launcher of the same node.
         self._number = time.time_ns()
@@ -126,17 +126,17 @@ class JobStatus:
             failed: why its trainers failed; empty if they did not.
         """
         update: dict[str, Any] = {"doing": doing, "why": failed}
-        if doing != self._mine.doing:
+        if doing != self._own_report.doing:
             update["doing_since_unix_secs"] = time.time()
         if round is not None:
             update |= {"round": round, "times": {HealthSignal.HEALTHY: time.time()}}
-        self._mine = self._mine.model_copy(update=update)
+        self._own_report = self._own_report.model_copy(update=update)
         self._wake.set()
 
     def warn(self, *warnings: str) -> None:
         """Replace the launcher's warnings."""
-        if warnings != self._mine.warnings:
-            self._mine = self._mine.model_copy(update={"warnings": warnings})
+        if warnings != self._own_report.warnings:
+            self._own_report = self._own_report.model_copy(update={"warnings": warnings})
             self._wake.set()
 
     @property
@@ -222,11 +222,11 @@ class JobStatus:
         update: dict[str, Any] = {
             "number": self._number,
             "spare": self._is_spare(),
-            "warnings": (*self._mine.warnings, *map(str, quiet)),
-            "why": self._mine.why or suspected,
+            "warnings": (*self._own_report.warnings, *map(str, quiet)),
+            "why": self._own_report.why or suspected,
             "counts": self._goodput.poll(self.board.slow),
         }
-        report = self._observer.poll(self._mine.model_copy(update=update))
+        report = self._observer.poll(self._own_report.model_copy(update=update))
         if report.round != self._warned_round:
             self._warned_round = report.round
             self._warned_memories.clear()
@@ -256,7 +256,11 @@ class JobStatus:
             self._aggregate(store, names, report, elapsed)
 
     def _aggregate(
-        self, store: RendezvousStore, names: Sequence[str], mine: NodeReport, elapsed_secs: float
+        self,
+        store: RendezvousStore,
+        names: Sequence[str],
+        own_report: NodeReport,
+        elapsed_secs: float,
     ) -> None:
         """Merge the reports of all nodes into a new board."""
         now = time.time()
@@ -264,7 +268,7 @@ class JobStatus:
         nodes, with_steps = [], []
         for name in sorted({*before, *names}):
             known = before.get(name)
-            report = (mine if name == self._node else _read_report(store, name)) or known
+            report = (own_report if name == self._node else _read_report(store, name)) or known
             if report is None:
                 continue
             node = mark_silence(
@@ -274,7 +278,7 @@ class JobStatus:
                 offline_after_secs=_OFFLINE_PERIODS * self._period_secs(),
                 now=now,
             )
-            if node.seen is not HealthSignal.OFFLINE and node.ranks:
+            if node.observed_signal is not HealthSignal.OFFLINE and node.ranks:
                 with_steps.append(node)
             nodes.append(node.model_copy(update={"ranks": ()}))
         shown, forgotten = forget_replaced(nodes, now)
@@ -311,11 +315,11 @@ class JobStatus:
         """Write the board into this node's memory, with this node's own newest report."""
         if not self._path.is_dir() or self._closed:
             return
-        mine = report.model_copy(update={"ranks": ()})
+        own_report = report.model_copy(update={"ranks": ()})
         others = [node for node in self.board.nodes if node.node != self._node]
         board = self.board.model_copy(
             update={
-                "nodes": (*others, mine),
+                "nodes": (*others, own_report),
                 "written_unix_secs": time.time(),
                 "store_lost_unix_secs": self._store_lost_since,
             }
@@ -344,7 +348,9 @@ def forget_replaced(nodes: Sequence[NodeReport], now: float) -> tuple[list[NodeR
         The nodes that stay, and the names of the others.
     """
     holders = {node.node for node in find_holders(nodes)[1].values()}
-    replaced = [n for n in nodes if n.seen is HealthSignal.OFFLINE and n.node not in holders]
+    replaced = [
+        n for n in nodes if n.observed_signal is HealthSignal.OFFLINE and n.node not in holders
+    ]
     newest = sorted(replaced, key=lambda n: n.offline_unix_secs or 0.0)[-_MAX_REPLACED:]
     shown = {n.node for n in newest if now - (n.offline_unix_secs or 0.0) < _SHOWN_SECS}
     forgotten = {n.node for n in replaced} - shown

@@ -75,12 +75,12 @@ class NodeObserver:
         self._begun_label: _Label = (0, 0)
         self._complete_label: _Label = (0, 0)
 
-    def poll(self, mine: NodeReport) -> NodeReport:
+    def poll(self, own_report: NodeReport) -> NodeReport:
         """Complete the node's report.
 
         Args:
-            mine: the launcher's part of the report: its state, the round of its trainers and their
-                start time, and why they failed.
+            own_report: the launcher's part of the report: its state, the round of its trainers and
+                their start time, and why they failed.
         """
         pages = read_pages(self._path)
         headers: list[ArenaHeader] = []
@@ -99,10 +99,10 @@ class NodeObserver:
             self._memory = MemoryWatch(self._path)
         if self._memory is not None:
             self._memory.poll(pages, steps_per_sec)
-        why = mine.why
+        why = own_report.why
         if not why and stale and step is not None and step - stale[0] >= _STALE_STEPS:
             why = _describe_stale(*stale)
-        started = mine.times.get(HealthSignal.HEALTHY, 0.0)
+        started = own_report.times.get(HealthSignal.HEALTHY, 0.0)
         known = self._times.get(HealthSignal.HEALTHY)
         self._times[HealthSignal.HEALTHY] = started or known or time.time()
         self._signal = self._choose_signal(started, bool(pages), why)
@@ -117,14 +117,14 @@ class NodeObserver:
             "tolerance": None if record is None else record.tolerance,
             "restarts": len(restarts),
             "recovery": _bounded(restarts[-1]) if restarts else None,
-            "warnings": tuple(self._warnings(mine, stale, persist, record)),
+            "warnings": tuple(self._warnings(own_report, stale, persist, record)),
             "memory": self._memory.uses[:_MAX_MEMORIES] if self._memory else (),
             "runs_out": self._memory.runs_out[:_MAX_RUNNING_OUT] if self._memory else (),
             "ranks": tuple(
                 replace(rank, steps=rank.steps[-_MAX_STEPS:]) for rank in read_times(self._path)
             ),
         }
-        return NodeReport(**{**dict(mine), **observed})
+        return NodeReport(**{**dict(own_report), **observed})
 
     def _note_versions(self, headers: list[ArenaHeader]) -> None:
         """Record when the newest version began, and when the newest version of all ranks was
@@ -162,12 +162,12 @@ class NodeObserver:
 
     def _warnings(
         self,
-        mine: NodeReport,
+        own_report: NodeReport,
         stale: tuple[int, str] | None,
         persist: Mapping[str, Any],
         record: ProtectionRecord | None,
     ) -> Iterator[str]:
-        yield from mine.warnings
+        yield from own_report.warnings
         if stale is not None:
             yield _describe_stale(*stale)
         if (since := persist.get("stale_since_step")) is not None:

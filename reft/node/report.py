@@ -1,7 +1,7 @@
 """The report that each node sends to all others, and the board that holds all reports.
 
-The signals are those of the REFT paper. A node reports one of the first four itself;
-the others conclude OFFLINE from its silence.
+The signals are those of the REFT paper. A node reports one of the first four itself; the others
+conclude OFFLINE from its silence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_BYTES = 64 * 2**20  # Largest unpacked board; enough for 65,536 nodes
 
 
 class HealthSignal(StrEnum):
-    # Trainers run or wait for other nodes; nothing committed since the last restart
+    # Trainers run or wait for other nodes; nothing was committed since the last restart
     HEALTHY = "HEALTHY"
     SNAP = "SNAP"  # A version is being copied
     COMPLETED = "COMPLETED"  # All shards of the newest version on this node are complete
@@ -121,7 +121,7 @@ class NodeReport(_Message):
     offline_unix_secs: float | None = None  # Start of the silence; None while the node reports
 
     @property
-    def seen(self) -> HealthSignal:
+    def observed_signal(self) -> HealthSignal:
         """The node's signal as the other nodes see it."""
         return self.signal if self.offline_unix_secs is None else HealthSignal.OFFLINE
 

@@ -114,7 +114,9 @@ def _find_state(
     rounds = [row for path in paths for row in read_history(path)[-1:]]
     last = max(rounds, key=lambda row: row.unix_secs, default=None)
     present = [
-        n for n in board.nodes if n.seen is not HealthSignal.OFFLINE and not n.quiet and not n.spare
+        n
+        for n in board.nodes
+        if n.observed_signal is not HealthSignal.OFFLINE and not n.quiet and not n.spare
     ]
     waiting = [n for n in present if n.doing == WAITING]
     missing = [] if last is None else sorted(set(last.nodes) - {n.node for n in waiting})

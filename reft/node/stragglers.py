@@ -256,11 +256,11 @@ class SpeedWatch:
         following = self._ranks.get((pp + 1, dp, tp))
         if following is None or step not in following.steps:
             return 0.0
-        mine, theirs = rank.steps[step], following.steps[step]
+        own, theirs = rank.steps[step], following.steps[step]
         # A stage with two neighbours has half of its transfers with each.
-        has_both = mine.next > 0 and mine.previous > 0
-        transfers = mine.transfers / 2 if has_both else mine.transfers
-        return _quickest(mine.next, theirs.previous) * transfers
+        has_both = own.next > 0 and own.previous > 0
+        transfers = own.transfers / 2 if has_both else own.transfers
+        return _quickest(own.next, theirs.previous) * transfers
 
     # -- results -------------------------------------------------------------------------------
 
@@ -378,15 +378,15 @@ class SpeedWatch:
     def _transfer_secs(self, rank: _Rank, step: int) -> float:
         """Seconds of a rank's transfers with the neighbouring stages, without waiting."""
         pp, dp, tp = rank.report.at
-        mine = rank.steps[step]
+        own = rank.steps[step]
         sides = []
-        if mine.next > 0:
+        if own.next > 0:
             following = self._steps_at((pp + 1, dp, tp), step)
-            sides.append(_quickest(mine.next, following.previous if following else 0.0))
-        if mine.previous > 0:
+            sides.append(_quickest(own.next, following.previous if following else 0.0))
+        if own.previous > 0:
             before = self._steps_at((pp - 1, dp, tp), step)
-            sides.append(_quickest(mine.previous, before.next if before else 0.0))
-        return sum(sides) * mine.transfers / max(1, len(sides))
+            sides.append(_quickest(own.previous, before.next if before else 0.0))
+        return sum(sides) * own.transfers / max(1, len(sides))
 
     def _steps_at(self, at: At, step: int) -> StepTimes | None:
         rank = self._ranks.get(at)

@@ -31,7 +31,7 @@ def summary(board: ReportBoard, now: float) -> dict[str, Any]:
         now: Unix seconds from which ages are counted.
     """
     nodes = sorted(board.nodes, key=lambda n: n.node)
-    present = [n for n in nodes if n.seen is not HealthSignal.OFFLINE]
+    present = [n for n in nodes if n.observed_signal is not HealthSignal.OFFLINE]
     step = max((n.step for n in present if n.step is not None and n.step >= 0), default=None)
     speeds = [n.steps_per_sec for n in present if n.steps_per_sec is not None]
     recoveries = [n.recovery for n in nodes if n.recovery is not None]
@@ -110,14 +110,14 @@ def _since_start(nodes: Sequence[NodeReport]) -> dict[str, Any] | None:
 
 
 def _describe_node(node: NodeReport, holds_shards: bool) -> dict[str, Any]:
-    offline = node.seen is HealthSignal.OFFLINE
+    offline = node.observed_signal is HealthSignal.OFFLINE
     times = {str(signal): at for signal, at in sorted(node.times.items())}
     if node.offline_unix_secs is not None:
         times[HealthSignal.OFFLINE] = node.offline_unix_secs
     return {
         **node.model_dump(mode="json", include=_NODE_FIELDS),
-        "signal": str(node.seen),
-        "since_unix_secs": times.get(node.seen),
+        "signal": str(node.observed_signal),
+        "since_unix_secs": times.get(node.observed_signal),
         "times": times,
         "holds_shards": holds_shards,
         "doing": "" if offline else node.doing,
@@ -142,7 +142,7 @@ def _warnings(
         if node.quiet:
             secs = f"{node.silent_secs:.0f} s"
             yield f"{node.node} has not reported for {secs}; it counts as lost until it does"
-        if node.seen is not HealthSignal.OFFLINE:
+        if node.observed_signal is not HealthSignal.OFFLINE:
             for warning in node.warnings:
                 names_by_warning.setdefault(warning, []).append(node.node)
         elif node.node in holders:

@@ -65,7 +65,9 @@ def tolerance_now(nodes: Sequence[NodeReport], *, without_quiet: bool = False) -
             lost = frozenset(
                 dp
                 for dp, n in enumerate(members)
-                if n is None or n.seen is HealthSignal.OFFLINE or (without_quiet and n.quiet)
+                if n is None
+                or n.observed_signal is HealthSignal.OFFLINE
+                or (without_quiet and n.quiet)
             )
             groups.add((domains, lost))
     try:

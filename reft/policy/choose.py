@@ -73,6 +73,12 @@ class ChoiceInputs:
         """Whether ranks have partitions that no peer holds."""
         return any(s.owned_bytes for s in self.sections)
 
+    @property
+    def recomputable(self) -> bool:
+        """Whether peers hold the weights whose optimizers they would recompute. At ZeRO-3 ranks
+        have partitions of everything."""
+        return self.owns and any(s.replicated_bytes for s in self.sections)
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -275,12 +281,13 @@ def _evaluate(
             else None
         )
         cheaper = situation.exact and secs is not None and secs[1] < secs[0]
-        # In both cases partitions are kept by as many peers as the scheme survives losses.
-        for way in (
-            (PartitionSurvival.PEER, PartitionSurvival.AOR)
-            if situation.owns and protected
-            else (None,)
-        ):
+        ways: list[PartitionSurvival | None] = [None]
+        if situation.owns and protected:
+            # In both cases partitions are kept by as many peers as the scheme survives losses.
+            ways = [PartitionSurvival.PEER]
+            if situation.recomputable:
+                ways.append(PartitionSurvival.AOR)
+        for way in ways:
             of_ranks, busiest = (
                 rank_loads(situation, scheme, way or PartitionSurvival.PEER),
                 dict[int, TrafficEstimate](),
@@ -360,7 +367,8 @@ def _reason(
                 f"sending costs a step {secs[0]:.2g} s, recomputing {secs[1]:.2g} s where it is "
                 "exact"
             )
-        parts.append(f"ZeRO partitions are {'sent to' if sent else 'recomputed by'} peers: {why}")
+        how = f"ZeRO partitions are {'sent to' if sent else 'recomputed by'} peers"
+        parts.append(f"{how}: {why}" if situation.recomputable else how)
         parts += [] if sent or situation.exact else [SENT_AFTER_ALL]
     others = [a for a in usable if a is not chosen and a.tolerance >= chosen.tolerance]
     if chosen.why_not(wanted) is None and others:

@@ -115,9 +115,9 @@ class Profiler:
                 raise SystemExit(0)
 
     def _finish(self) -> None:
-        mine = self._mine()
+        own_traces = self._own_traces()
         after = measure_offsets(self._control, clock_id())
-        gathered = self._control.gather_bytes(encode(mine))
+        gathered = self._control.gather_bytes(encode(own_traces))
         try:
             if self._control.rank == 0:
                 ranks = [
@@ -140,7 +140,7 @@ class Profiler:
             self._control.any_of(False)
         note_taken(self._config.dir, self._control.rank)
 
-    def _mine(self) -> RankTraces:
+    def _own_traces(self) -> RankTraces:
         at, clock = self._at, self.clock
         complete = at.dp * self._degrees.tp + at.tp < self._config.pipelines
         traces = assign_chunks(

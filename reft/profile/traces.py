@@ -119,6 +119,6 @@ def assign_chunks(traces: Sequence[StepTrace]) -> tuple[StepTrace, ...]:
         if number >= 0:
             chunks[number].append(chunk)
     return tuple(
-        replace(trace, chunks=tuple(sorted(mine, key=lambda c: c.begin_secs)))
-        for trace, mine in zip(traces[:-1], chunks[:-1], strict=True)
+        replace(trace, chunks=tuple(sorted(own, key=lambda c: c.begin_secs)))
+        for trace, own in zip(traces[:-1], chunks[:-1], strict=True)
     )

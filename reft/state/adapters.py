@@ -1,4 +1,4 @@
-"""One adapter per optimizer class that DeepSpeed gives under ZeRO stages 0 to 2.
+"""One adapter per optimizer class that DeepSpeed gives.
 
 ========================== =================================================== ==================
 class                      when (DeepSpeed 0.17 to 0.19)                       optimizer state is
@@ -10,12 +10,14 @@ torch / DeepSpeed / client fp32, ZeRO-0                                        r
                            pipeline; (to 0.17.5) ZeRO-0 accumulating in fp32
 ``DeepSpeedZeroOptimizer`` ZeRO-2; ZeRO-1: fp32, fp16, bf16 accumulating       owned
                            in bf16, or with an offloaded optimizer
+``.. _Stage3``             ZeRO-3                                              owned
 ========================== =================================================== ==================
 
 From 0.17.6 to 0.18.4 two constants of DeepSpeed had one value, so that bf16 got the fp16 wrappers
 wherever the table says ``BF16_Optimizer``.
 
-All share one shape: the model's own parameters (frozen ones too) are replicated; below them sits a
+All share one shape: the model's own parameters (frozen ones too) are replicated, and owned at
+ZeRO-3; below them sits a
 ``torch.optim.Optimizer`` whose parameters are the model's own, fp32 masters, or this rank's
 partition of them. ``master`` tensors are what that optimizer updates. Tensors of its ``state``
 belong to a section image; numbers, zero-dimensional CPU tensors (torch keeps ``step`` so) and
@@ -42,6 +44,7 @@ from reft.optim import ExactAdam
 from reft.state.adam import AdamKind, replay_powers
 from reft.state.catalogue import Manifest, SectionImage, TensorSpec
 from reft.state.codec import class_path
+from reft.state.idle import IdleParameters
 from reft.state.supported import check_engine, check_optimizer, refuse, refuse_class
 
 ParamLayout = list[list[str]] | None
@@ -61,10 +64,14 @@ class OptimizerState:
         self.optimizer = optimizer
         self._prefix = prefix
 
+    def groups(self) -> list[list[torch.Tensor]]:
+        """The optimizer's parameters, by its groups."""
+        return [group["params"] for group in self.optimizer.param_groups]
+
     def params(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """``(group, position, parameter)`` of every parameter."""
-        for g, group in enumerate(self.optimizer.param_groups):
-            for i, param in enumerate(group["params"]):
+        for g, group in enumerate(self.groups()):
+            for i, param in enumerate(group):
                 yield g, i, param
 
     # -- image tensors ---------------------------------------------------------------------------
@@ -113,9 +120,9 @@ class OptimizerState:
         return [
             [
                 None if p not in state else [[k, _kind(v, p)] for k, v in self._entries(p)]
-                for p in group["params"]
+                for p in group
             ]
-            for group in self.optimizer.param_groups
+            for group in self.groups()
         ]
 
     def values(self) -> list[list[dict[str, Any]]]:
@@ -128,9 +135,9 @@ class OptimizerState:
                     for k, v in self._entries(p)
                     if _kind(v, p) == _HOST
                 }
-                for i, p in enumerate(group["params"])
+                for i, p in enumerate(group)
             ]
-            for g, group in enumerate(self.optimizer.param_groups)
+            for g, group in enumerate(self.groups())
         ]
 
     def extra(self) -> dict[str, Any]:
@@ -153,7 +160,7 @@ class OptimizerState:
     def materialise(self, layout: list[list[ParamLayout]], specs: Mapping[str, TensorSpec]) -> None:
         """Give every parameter exactly the state entries of ``layout``, as the optimizer would
         have: same keys, order, dtypes and devices. Tensors that fit stay; the bytes come later."""
-        found = [len(group["params"]) for group in self.optimizer.param_groups]
+        found = [len(group) for group in self.groups()]
         wanted = [len(group) for group in layout]
         if found != wanted:
             raise LayoutError(
@@ -301,8 +308,8 @@ def replay(state: OptimizerState, class_path: str) -> None:
     if class_path not in (AdamKind.DEEPSPEED_FUSED, AdamKind.DEEPSPEED_CPU):
         return
     groups = []
-    for group in state.optimizer.param_groups:
-        entries = [state.optimizer.state.get(p) for p in group["params"] if p.device.type == "cpu"]
+    for group, params in zip(state.optimizer.param_groups, state.groups(), strict=True):
+        entries = [state.optimizer.state.get(p) for p in params if p.device.type == "cpu"]
         # FusedAdam counts in the last parameter of the group only.
         steps = [int(e["step"]) for e in entries if e and "step" in e]
         groups.append((group, len(steps), max(steps, default=0)))
@@ -345,20 +352,20 @@ class StateAdapter:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.wrapper = engine.optimizer
-        self.state = OptimizerState(self._innermost())
+        self.state = self._optimizer_state()
         self.check()
         self._sizes = self._group_sizes()
         self._module_params = [p for _, p in engine.module.named_parameters()]
 
-    def _innermost(self) -> Any:
-        return self.wrapper.optimizer
+    def _optimizer_state(self) -> OptimizerState:
+        return OptimizerState(self.wrapper.optimizer)
 
     def check(self) -> None:
         """Refuse what this class may hold but the adapter does not know."""
         check_optimizer(self.state.optimizer)
 
     def _group_sizes(self) -> list[int]:
-        return [len(group["params"]) for group in self.state.optimizer.param_groups]
+        return [len(group) for group in self.state.groups()]
 
     def why_groups_are_lost(self) -> str | None:
         """What the script has changed about the parameter groups since the start that cannot be
@@ -383,6 +390,10 @@ class StateAdapter:
     @property
     def steps_exactly(self) -> bool:
         return isinstance(self.state.optimizer, ExactAdam)
+
+    @property
+    def written_by_steps(self) -> frozenset[str]:
+        return frozenset()
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -452,15 +463,15 @@ class StateAdapter:
         lists for its group, each tensor shaped as the parameter. The bytes come later."""
         self._check_same(host_state)
         layout, values = [], []
-        for number, group in enumerate(self.state.optimizer.param_groups):
+        for number, group in enumerate(self.state.groups()):
             entries, counters = host_state["layout"][number], host_state["state"][number]
             if any(e != entries[0] for e in entries) or any(c != counters[0] for c in counters):
                 raise LayoutError(
                     f"the parameters of the optimizer's group {number} do not all have the same "
                     "state and counters; expected an optimizer that steps all of them in every step"
                 )
-            layout.append([entries[0]] * len(group["params"]))
-            values.append([counters[0]] * len(group["params"]))
+            layout.append([entries[0]] * len(group))
+            values.append([counters[0]] * len(group))
         specs = {
             name: TensorSpec.of(name, p)
             for g, i, p in self.state.params()
@@ -536,8 +547,8 @@ class PlainAdapter(StateAdapter):
     owned = False
     attributes = ()
 
-    def _innermost(self) -> Any:
-        return self.wrapper
+    def _optimizer_state(self) -> OptimizerState:
+        return OptimizerState(self.wrapper)
 
     def host_state(self) -> dict[str, Any]:
         return {**super().host_state(), ADDED_GROUPS: self._added_names()}
@@ -702,18 +713,7 @@ class ZeroAdapter(_PartitionedAdapter):
     attributes = (*StateAdapter.attributes, "dynamic_loss_scale", "micro_step_id")
 
     def check(self) -> None:
-        path = class_path(self.wrapper)
-        if vars(self.wrapper).get("zenflow"):
-            raise refuse(f"{path} with ZenFlow", "remove zero_optimization.zenflow")
-        if vars(self.wrapper).get("torch_autocast_gradscaler") is not None:
-            raise refuse(f"{path} with torch.amp.GradScaler", "use bf16 autocast, or fp16.enabled")
-        scaler = class_path(self.wrapper.loss_scaler)
-        if scaler not in [
-            f"deepspeed.runtime.fp16.loss_scaler.{n}LossScaler" for n in ("", "Dynamic")
-        ]:
-            raise refuse(
-                f"{path} with the loss scaler {scaler}", "use DeepSpeed's own loss scalers"
-            )
+        _check_zero_wrapper(self.wrapper)
         super().check()
 
     def coming_host_bytes(self) -> int:
@@ -722,11 +722,134 @@ class ZeroAdapter(_PartitionedAdapter):
         return missing + missing // _MOMENTS
 
 
+def _check_zero_wrapper(wrapper: Any) -> None:
+    """Refuse what the wrappers of all ZeRO stages may hold but the adapters do not know."""
+    path = class_path(wrapper)
+    if vars(wrapper).get("zenflow"):
+        raise refuse(f"{path} with ZenFlow", "remove zero_optimization.zenflow")
+    if vars(wrapper).get("torch_autocast_gradscaler") is not None:
+        raise refuse(f"{path} with torch.amp.GradScaler", "use bf16 autocast, or fp16.enabled")
+    scaler = class_path(wrapper.loss_scaler)
+    if scaler not in [f"deepspeed.runtime.fp16.loss_scaler.{n}LossScaler" for n in ("", "Dynamic")]:
+        raise refuse(f"{path} with the loss scaler {scaler}", "use DeepSpeed's own loss scalers")
+
+
+ONE_DEGREE = (
+    "ZeRO-3 partitions every parameter by the data-parallel degree, so that its state can be "
+    "resumed at the degree that wrote it alone. Start the job with that degree, or with "
+    "zero_optimization.stage 1 or 2 from its first step on"
+)
+
+
+class SubGroupState(OptimizerState):
+    """The innermost optimizer at ZeRO stage 3. Between two steps its groups are empty: DeepSpeed
+    cuts each group into sub-groups and steps these one by one, each as the group's only
+    parameter. A sub-group counts as one parameter here, as in DeepSpeed's checkpoints."""
+
+    def __init__(self, wrapper: Any) -> None:
+        super().__init__(wrapper.optimizer)
+        self._wrapper = wrapper
+
+    def groups(self) -> list[list[torch.Tensor]]:
+        groups: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for number, partition in enumerate(self._wrapper.fp32_partitioned_groups_flat):
+            groups[self._wrapper.sub_group_to_group_id[number]].append(partition)
+        return groups
+
+
+class Zero3Adapter(StateAdapter):
+    """``DeepSpeedZeroOptimizer_Stage3``: every parameter, frozen ones too, is partitioned over the
+    data-parallel peers, so that nothing is replicated but buffers.
+
+    A rank's part of a parameter is the parameter's ``ds_tensor``. The parameter itself is empty,
+    except while DeepSpeed or the script has gathered it; persistent parameters stay gathered
+    between steps. What is gathered is a copy, so versions do not hold it, and a restore releases
+    it."""
+
+    owned = True
+    attributes = ZeroAdapter.attributes
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._idle = IdleParameters.of(engine)
+
+    def _optimizer_state(self) -> OptimizerState:
+        return SubGroupState(self.wrapper)
+
+    def check(self) -> None:
+        path = class_path(self.wrapper)
+        if self.wrapper.swap_optimizer or self.wrapper.params_in_nvme_and_cpu:
+            raise refuse(f"{path} with state on NVMe", 'write "device": "cpu"')
+        if vars(self.wrapper).get("backup_optimizer") is not None:
+            raise refuse(
+                f"{path} with a part of the optimizer on the host",
+                "write zero_optimization.offload_optimizer.ratio: 1.0",
+            )
+        if self.wrapper.zero_quantized_nontrainable_weights:
+            raise refuse(
+                f"{path} with quantized frozen weights",
+                "remove zero_optimization.zero_quantized_nontrainable_weights",
+            )
+        _check_zero_wrapper(self.wrapper)
+        super().check()
+
+    @property
+    def written_by_steps(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self._idle.gradients())
+
+    def _partitions(self) -> list[tuple[str, torch.Tensor]]:
+        """This rank's part of every parameter. Walks the model each time, because the script may
+        register modules late."""
+        return [
+            (f"model.{name}", getattr(p, "ds_tensor", p))
+            for name, p in self.engine.module.named_parameters()
+        ]
+
+    def images(self) -> tuple[SectionImage, SectionImage]:
+        self._idle.end_step()
+        optimizer = [*self.state.masters(), *self.state.tensors()]
+        owned = [*self._partitions(), *optimizer, *self._idle.gradients()]
+        return SectionImage([]), SectionImage(owned)
+
+    def signature(self) -> Hashable:
+        self._idle.end_step()
+        tensors = [*self._partitions(), *self._idle.gradients()]
+        return tuple((t.data_ptr(), t.numel()) for _, t in tensors), self.state.pointers()
+
+    def prepare(
+        self, manifest: Manifest, host_state: dict[str, Any]
+    ) -> tuple[SectionImage, SectionImage]:
+        self._idle.prepare(host_state["idle"])
+        return super().prepare(manifest, host_state)
+
+    def host_state(self) -> dict[str, Any]:
+        self._idle.end_step()
+        return {**super().host_state(), "idle": sorted(self._idle.known)}
+
+    def restore_caches(self, host_state: dict[str, Any]) -> None:
+        super().restore_caches(host_state)
+        self._idle.known = set(host_state["idle"])
+
+    def grouped(self) -> list[list[torch.Tensor]]:
+        raise LayoutError(ONE_DEGREE)
+
+    def partitioned(self) -> tuple[int, ...]:
+        raise LayoutError(ONE_DEGREE)
+
+    def _link(self) -> None:
+        # What was gathered before the restore are copies of other values. The next forward pass
+        # gathers from the partitions, as it does after a step that overflowed.
+        self.wrapper.parameter_offload.partition_all_parameters()
+        for p in self.engine.module.parameters():
+            p.ds_secondary_tensor = None
+
+
 _ADAPTERS: dict[str, type[StateAdapter]] = {
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": FP16Adapter,
     "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": FP16UnfusedAdapter,
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": BF16Adapter,
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": ZeroAdapter,
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": Zero3Adapter,
 }
 
 

@@ -29,10 +29,9 @@ _ADVICE = {
     "deepspeed.runtime.fp16.onebit.": "it keeps an error feedback per worker; use Adam or AdamW",
     "deepspeed.runtime.zero.muon.": "use Adam or AdamW",
     "deepspeed.runtime.zenflow.": "remove zero_optimization.zenflow",
-    "deepspeed.runtime.zero.stage3.": "use zero_optimization.stage 0, 1 or 2",
-    "deepspeed.runtime.superoffload.": "use zero_optimization.stage 0, 1 or 2 without offload",
-    "deepspeed.runtime.zero.parameter_offload.": "use zero_optimization.stage 0, 1 or 2, and an "
-    "optimizer",
+    "deepspeed.runtime.superoffload.": "remove zero_optimization.offload_optimizer",
+    "deepspeed.runtime.zero.mics.": "remove zero_optimization.mics_shard_size",
+    "deepspeed.runtime.zero.parameter_offload.": "give deepspeed.initialize an optimizer",
     "deepspeed.runtime.utils.DummyOptim": "give deepspeed.initialize an optimizer",
 }
 
@@ -55,8 +54,8 @@ _APEX_ELSEWHERE = {
 
 def refuse(found: str, change: str) -> UnsupportedStateError:
     return UnsupportedStateError(
-        f"found {found}, whose state reft does not know; expected a dense model under ZeRO stages "
-        f"0 to 2 without offloaded weights, with an optimizer of DeepSpeed's or torch's: {change}"
+        f"found {found}, whose state reft does not know; expected a dense model, with an "
+        f"optimizer of DeepSpeed's or torch's, on devices or in host memory: {change}"
     )
 
 

@@ -21,7 +21,7 @@ import shutil
 import stat
 import zlib
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from reft.durable import whole_file
 from reft.errors import PersistError, UnsupportedStateError
 from reft.grid import Coordinate
 from reft.state import codec
+from reft.state.adapters import adapter_for
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
 from reft.storage.template import HostState, ReadSection, Rebuilder, Resolve, TemplateBuilder
@@ -169,6 +170,8 @@ def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
         swapped.enter_context(_attribute(engine, "_copy_recovery_script", scripts.append))
         swapped.enter_context(_attribute(engine, "_curr_ckpt_path", None))
         swapped.enter_context(_own_form(engine))
+        swapped.enter_context(_attribute(engine, "module_state_dict", _released(engine)))
+        swapped.enter_context(_attribute(engine, "_get_param_fragment_func", _fragment))
         swapped.enter_context(_attribute(pipe, "clone_tensors_for_torch_save", _detach_all))
         # it would tell of a checkpoint
         swapped.enter_context(_attribute(deepspeed_logger, "disabled", True))
@@ -219,6 +222,27 @@ def _own_form(engine: Any) -> AbstractContextManager[None]:
         return own(prefix=prefix, keep_vars=keep_vars)
 
     return _attribute(engine.module, "state_dict", state_dict)
+
+
+def _released(engine: Any) -> Callable[..., Any]:
+    """The engine's ``module_state_dict`` with empty parameters at ZeRO-3, as in DeepSpeed's files.
+    Persistent ones, and those that the script looks at, are gathered between steps."""
+    original = engine.module_state_dict
+
+    def module_state_dict(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        for name, p in engine.module.named_parameters(remove_duplicate=False):
+            if hasattr(p, "ds_tensor") and name in found:
+                found[name] = torch.empty(0, dtype=p.dtype)
+        return found
+
+    return module_state_dict
+
+
+def _fragment(parameter: torch.Tensor) -> torch.Tensor:
+    """Replaces the function that copies this rank's part of a frozen parameter to the host: a
+    template needs the original."""
+    return getattr(parameter, "ds_tensor", parameter).detach()
 
 
 def _detach_all(item: Any, device: Any = None) -> Any:
@@ -340,16 +364,12 @@ class _PerStepValues:
 
 def _positions(engine: Any) -> dict[int, tuple[int, int]]:
     """Group and position of each parameter, by its number in ``Optimizer.state_dict``."""
-    optimizer = engine.optimizer
-    while hasattr(optimizer, "optimizer") and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
     numbers: dict[int, tuple[int, int]] = {}
     seen: set[int] = set()
-    for g, group in enumerate(optimizer.param_groups):
-        for i, param in enumerate(group["params"]):
-            if id(param) not in seen:
-                numbers[len(seen)] = (g, i)
-                seen.add(id(param))
+    for g, i, param in adapter_for(engine).state.params():
+        if id(param) not in seen:
+            numbers[len(seen)] = (g, i)
+            seen.add(id(param))
     return numbers
 
 

@@ -284,7 +284,11 @@ NAMED: tuple[Callable[[Place], object], ...] = (
 )
 SETUPS: dict[str, Callable[[Place], object]] = {
     **{setup.__name__: setup for setup in NAMED},
-    "zero_3": lambda at: make(at.block(), zero_optimization={"stage": 3}),
+    "zero_3_autocast": lambda at: make(
+        at.block(),
+        zero_optimization={"stage": 3},
+        torch_autocast={"enabled": True, "dtype": "bfloat16"},
+    ),
     "scheduler_without_state": lambda at: make(at.block(), lr_scheduler=Forgetful),
     "no_optimizer": lambda at: make(at.block(), optimizer=None),
     "attached_but_not_enabled": lambda at: reft.attach(make(None), config={"enabled": False}),
@@ -367,7 +371,7 @@ def main(root: Path) -> dict[str, Any]:
 START, STEP_1 = 0, 1
 
 REFUSED = {
-    "zero_3": ("zero_optimization.stage 0, 1 or 2",),
+    "zero_3_autocast": ('write "stage3_param_persistence_threshold": 0',),
     "experts": ("mixture-of-experts layers", "disable reft for this model"),
     "optimizer_with_secrets": ("Secretive with a state_dict of its own",),
     "scheduler_without_state": ("Forgetful has no state_dict", "add them"),

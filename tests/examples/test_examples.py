@@ -107,6 +107,7 @@ def lose_a_node(example: Example, directory: Path, step: int) -> Outcome:
 
 PLAIN = Example("plain.py", "plain.json", ("--epochs", "1"))
 ZERO2 = Example("plain.py", "plain.json", ("--epochs", "1"), zero_stage=2)
+ZERO3 = Example("plain.py", "plain.json", ("--epochs", "1"), zero_stage=3)
 OFFLOADED = Example("plain.py", "plain.json", ("--epochs", "1"), zero_stage=2, offload=True)
 COMPILED = Example("plain.py", "plain.json", ("--epochs", "1", "--compile"))
 PIPELINE = Example(
@@ -122,6 +123,7 @@ PIPELINE = Example(
     [
         pytest.param(PLAIN, id="plain"),
         pytest.param(ZERO2, id="zero2", marks=pytest.mark.integration),
+        pytest.param(ZERO3, id="zero3", marks=pytest.mark.integration),
         pytest.param(OFFLOADED, id="zero2-offload", marks=pytest.mark.integration),
         pytest.param(PIPELINE, id="pipeline", marks=pytest.mark.nightly),
         pytest.param(COMPILED, id="compiled", marks=pytest.mark.nightly),

@@ -159,7 +159,12 @@ WRONG_WORDS = (
     f"fp16.json {SMALL} --rank-order pipe-data",
 )
 WRONG_CONFIGURATIONS: tuple[dict[str, Any], ...] = (
+    {"zero_optimization": {"stage": 4}},
     {"zero_optimization": {"stage": 3}},
+    {"zero_optimization": {"stage": 3, "mics_shard_size": 8}},
+    {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+    {"zero_optimization": {"stage": 3}, "torch_autocast": {"enabled": True}},
+    {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
     {"zero_optimization": {"stage": "auto"}},
     {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
     {"fp16": {"enabled": "auto"}},

@@ -384,7 +384,7 @@ def test_a_trainer_that_may_hang_makes_its_node_unhealthy(
 
 def known(root: Path, node: str) -> dict[str, str]:
     board = read_board(root / node / "job")
-    return {} if board is None else {n.node: str(n.seen) for n in board.nodes}
+    return {} if board is None else {n.node: str(n.observed_signal) for n in board.nodes}
 
 
 def test_a_launcher_that_ends_says_so_at_once_and_one_that_is_killed_is_missed_also_where_it_kept_the_board(

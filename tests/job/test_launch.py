@@ -610,6 +610,25 @@ def test_a_launcher_told_to_stop_takes_the_others_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+def test_a_launcher_told_to_stop_is_replaced_where_the_others_await_it(tmp_path: Path) -> None:
+    options = ("--await-replacement",)
+    with cluster(tmp_path, "light.py", "wait", "graceful", nodes=2, options=options) as job:
+        job.wait_for("ready", 2)
+        (peers,) = job.trainers(1)
+        job.signal_node(0, signal.SIGTERM)
+        job.wait_for("flushed")
+        peers.terminate()
+        assert job.current[0].process.wait(240) == 143
+        job.start_node(0)
+        job.wait_for("ready", 4)
+        assert job.current[1].running
+        for index in job.current:
+            job.signal_node(index, signal.SIGTERM)
+        assert job.wait(240) == {0: 143, 1: 143}
+        job.wait_until(job.none_left, 240, "the end of all processes")
+
+
+@pytest.mark.integration
 def test_trainers_that_do_not_stop_are_killed(tmp_path: Path) -> None:
     """A second Ctrl-C does not wait for the grace to pass."""
     with single(tmp_path, "wait", "stubborn", options=("--grace-secs", "100")) as job:

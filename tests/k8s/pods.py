@@ -30,7 +30,7 @@ from tests.k8s.manifests import ROOT, environment, pod_spec
 _NAMESPACES = ("--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 _DEFAULT_SHM = "64m"  # What a container has without a volume at /dev/shm
 _KILLED = 128 + signal.SIGKILL
-_POLL_SECS = 0.1
+_POLL_SECS = 0.3
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 _RELAY = """
@@ -62,6 +62,7 @@ class Pod:
     host_name: str
     address: str
     log_path: Path
+    shared: bool  # Its process 1 is not the container's, but waits for it and for orphans
     process: subprocess.Popen[bytes]  # Ends with the pod's first process, with its exit code
     killed: bool = False  # By SIGKILL, for which unshare has no exit code of its own
 
@@ -80,6 +81,11 @@ class Pod:
         """Process 1 of the pod."""
         (first,) = psutil.Process(self.process.pid).children()
         return first
+
+    @property
+    def main(self) -> psutil.Process:
+        """The container's first process."""
+        return self.init.children()[0] if self.shared else self.init
 
 
 class Cluster:
@@ -138,15 +144,16 @@ class Cluster:
             re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], word)
             for word in [*container["command"], *container.get("args", [])]
         ]
+        shared = spec.get("shareProcessNamespace", False)
+        # With a shared process namespace, process 1 is one that only waits for others.
+        run = f"{shlex.join(words)} & wait $!" if shared else f"exec {shlex.join(words)}"
         log_path = self.directory / f"{name}.log"
         with log_path.open("ab") as log:
             process = subprocess.Popen(
                 [
                     *self._network.enter(name),
                     *("unshare", *_NAMESPACES, "sh", "-euc"),
-                    "\n".join(
-                        [*self._mounts(name, host_name, address, spec), f"exec {shlex.join(words)}"]
-                    ),
+                    "\n".join([*self._mounts(name, host_name, address, spec), run]),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -155,7 +162,7 @@ class Cluster:
                 cwd=ROOT,
                 start_new_session=True,
             )
-        pod = Pod(name, host_name, address, log_path, process)
+        pod = Pod(name, host_name, address, log_path, shared, process)
         self.pods.append(pod)
         return pod
 
@@ -211,13 +218,20 @@ class Cluster:
         pod.process.wait()
 
     def delete(self, pod: Pod, grace_secs: float) -> int:
-        """``kubectl delete pod``: SIGTERM to process 1, and SIGKILL after the grace period. Returns the exit code."""
-        pod.init.terminate()
+        """``kubectl delete pod``: SIGTERM to the container, and SIGKILL after the grace period. Returns the exit code."""
+        pod.main.terminate()
         with suppress(subprocess.TimeoutExpired):
             pod.process.wait(grace_secs)
         self.force_delete(pod)
         assert pod.exit_code is not None
         return pod.exit_code
+
+    def execute(self, pod: Pod, *command: str) -> str:
+        """``kubectl exec POD -- COMMAND``; what it prints."""
+        enter = ["nsenter", "-t", str(pod.init.pid), "-a", f"--wd={ROOT}"]
+        return subprocess.run(
+            [*enter, *command], env=pod.main.environ(), capture_output=True, text=True, check=True
+        ).stdout
 
     # -- the Service -------------------------------------------------------------------------------
 

@@ -115,6 +115,12 @@ def test_pods_ask_for_hosts_of_their_own(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_orphans_of_trainers_that_were_killed_are_reaped(overlay: str) -> None:
+    """By the process 1 of a shared namespace, since `reft launch` waits for its own children only."""
+    assert pod_spec(trainers(overlay))["shareProcessNamespace"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_reft_launch_takes_the_command_line(overlay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = container(trainers(overlay))
     for name, value in environment(trained).items():
@@ -124,8 +130,8 @@ def test_reft_launch_takes_the_command_line(overlay: str, monkeypatch: pytest.Mo
         monkeypatch.setenv("PET_NODE_RANK", "2")
         monkeypatch.setenv("PET_MASTER_ADDR", "reft-train-worker-0")
         monkeypatch.setenv("PET_MASTER_PORT", "23456")
-    assert trained["command"] == ["reft", "launch"]
-    parsed = parse_options(trained["args"])
+    assert trained["command"][:2] == ["reft", "launch"]
+    parsed = parse_options([*trained["command"][2:], *trained["args"]])
     given = options(trained)
     assert (parsed.config.min_nodes, parsed.config.max_nodes) == (int(given["nnodes"]),) * 2
     assert parsed.config.rdzv_backend == "c10d"
@@ -135,6 +141,7 @@ def test_reft_launch_takes_the_command_line(overlay: str, monkeypatch: pytest.Mo
         parsed.job_id == environment(trained).get("REFT_JOB_ID")
         or parsed.job_id == "from-reft_job_id"
     )
+    assert parsed.awaits_replacement
     assert not parsed.node_declared, "P4: pods on one host are one failure domain"
 
 

@@ -131,14 +131,14 @@ def test_a_node_whose_report_stands_still_is_offline_and_comes_back() -> None:
     update = partial(mark_silence, elapsed_secs=1.0, offline_after_secs=6.0)
     for now in range(100, 107):
         seen = update(seen, report, now=float(now))
-    assert seen.seen is HealthSignal.COMPLETED
+    assert seen.observed_signal is HealthSignal.COMPLETED
     for now in range(107, 110):
         seen = update(seen, report, now=float(now))
-        assert (seen.seen, seen.offline_unix_secs) == (HealthSignal.OFFLINE, 100.0)
+        assert (seen.observed_signal, seen.offline_unix_secs) == (HealthSignal.OFFLINE, 100.0)
     seen = update(seen, report.model_copy(update={"number": 2}), now=111.0)
-    assert (seen.seen, seen.silent_secs) == (HealthSignal.COMPLETED, 0.0)
+    assert (seen.observed_signal, seen.silent_secs) == (HealthSignal.COMPLETED, 0.0)
     seen = update(seen, report.model_copy(update={"number": 3, "left": True}), now=112.0)
-    assert (seen.seen, seen.offline_unix_secs) == (HealthSignal.OFFLINE, 112.0)
+    assert (seen.observed_signal, seen.offline_unix_secs) == (HealthSignal.OFFLINE, 112.0)
 
 
 def test_p4_a_node_that_is_quiet_is_not_counted_on_before_it_is_offline() -> None:
@@ -147,7 +147,7 @@ def test_p4_a_node_that_is_quiet_is_not_counted_on_before_it_is_offline() -> Non
     for _ in range(4):
         quiet = mark_silence(quiet, nodes[1], elapsed_secs=1.0, offline_after_secs=6.0, now=100.0)
     assert quiet is not None
-    assert (quiet.seen, quiet.quiet) == (HealthSignal.HEALTHY, True)
+    assert (quiet.observed_signal, quiet.quiet) == (HealthSignal.HEALTHY, True)
     told = summary(ReportBoard(job_id="j", nodes=(nodes[0], quiet, nodes[2])), 100.0)
     assert told["tolerance_left"] == 0
     assert "n1 has not reported for 3 s; it counts as lost until it does" in told["warnings"]

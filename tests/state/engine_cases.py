@@ -46,6 +46,10 @@ IN_PIECES = {
 }
 
 
+def zero3(**more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, **more}}
+
+
 def bf16(gradients: str | None = None, **more: Any) -> dict[str, Any]:
     types = {} if gradients is None else {"data_types": {"grad_accum_dtype": gradients}}
     return {"bf16": {"enabled": True}, **types, **more}
@@ -127,6 +131,89 @@ CASES: dict[str, Case] = {
         "disk": True,
     },
     "disk_bf16_z2": {"config": bf16("fp32", optimizer=TORCH_ADAM, **ZERO2), "disk": True},
+    # All parameters are persistent, being smaller than the default threshold. The first step after the snapshot gives one
+    # no gradient: DeepSpeed steps it with that of the step before.
+    "fp32_z3": {
+        "config": {
+            "optimizer": TORCH_ADAM,
+            "scheduler": WARMUP,
+            "gradient_clipping": 0.5,
+            **zero3(),
+        },
+        "early": (0, 2),
+    },
+    "fp16_z3": {"config": {"optimizer": TORCH_ADAM, "fp16": FP16, **zero3()}},
+    "bf16_z3_sub_groups": {
+        "config": bf16(
+            **zero3(stage3_param_persistence_threshold=0, sub_group_size=40), gradient_clipping=1.0
+        ),
+        "client": adamw,
+        "scheduler": lambda_lr,
+    },
+    "bf16_z3_some_persistent": {  # the biases and ``late``
+        "config": bf16(
+            "bf16", optimizer=TORCH_ADAM, **zero3(stage3_param_persistence_threshold=13)
+        ),
+    },
+    "bf16_z3_built_in_pieces": {
+        "config": bf16(
+            "fp32",
+            optimizer=TORCH_ADAM,
+            **zero3(overlap_comm=True, reduce_scatter=False, stage3_max_live_parameters=0),
+        ),
+        "zero_init": True,
+    },
+    "bf16_z3_before_first_step": {
+        "config": bf16(**zero3()),
+        "client": adamw,
+        "snap": 0,
+        "fresh_steps": 2,
+    },
+    # Without frozen parameters: they keep secondary partitions when a step drops those of the others, and DeepSpeed
+    # may gather both kinds together.
+    "bf16_z3_secondary_partitions": {
+        "config": bf16(optimizer=TORCH_ADAM, **zero3(zero_hpz_partition_size=2)),
+        "trains_all": True,
+        "fresh_steps": 2,
+    },
+    "fp32_z3_autocast": {
+        "config": {
+            "optimizer": TORCH_ADAM,
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+            **zero3(stage3_param_persistence_threshold=0),
+        }
+    },
+    "disk_bf16_z3": {
+        "config": bf16(optimizer=TORCH_ADAM, scheduler=WARMUP, **zero3()),
+        "disk": True,
+    },
+    "offload_bf16_z3": {
+        "config": bf16(
+            optimizer=TORCH_ADAM, gradient_clipping=1.0, **offloaded(3), **TORCH_ON_HOST
+        ),
+        "early": (0, 2),
+    },
+    "offload_bf16_z3_weights": {
+        "config": bf16(
+            **offloaded(
+                3,
+                pinned=True,
+                offload_param={"device": "cpu", "pin_memory": True},
+                sub_group_size=40,
+                stage3_param_persistence_threshold=13,
+            ),
+            **TORCH_ON_HOST,
+        ),
+        "client": adamw,
+    },
+    "disk_offload_bf16_z3": {
+        "config": bf16(
+            optimizer=TORCH_ADAM,
+            **offloaded(3, offload_param={"device": "cpu"}),
+            **TORCH_ON_HOST,
+        ),
+        "disk": True,
+    },
     "fp32_z0_before_first_step": {
         "client": momentum,
         "scheduler": cosine,
@@ -216,9 +303,13 @@ _WRAPPERS = {
     "pipe_bf16_z1_bf16_accumulation fp32_z2 fp16_z2 bf16_z2_in_pieces disk_bf16_z2 "
     "offload_fp32_z1 offload_bf16_z1_fp32_accumulation offload_bf16_z2_overflow offload_fp16_z2 disk_offload_bf16_z2 "
     "pipe_offload_bf16_z1",
+    "Zero3Adapter DeepSpeedZeroOptimizer_Stage3": "fp32_z3 fp16_z3 bf16_z3_sub_groups bf16_z3_some_persistent "
+    "bf16_z3_built_in_pieces bf16_z3_before_first_step bf16_z3_secondary_partitions disk_bf16_z3 fp32_z3_autocast "
+    "offload_bf16_z3 offload_bf16_z3_weights disk_offload_bf16_z3",
     "BF16Adapter BF16_Optimizer": "bf16_z1_fp32_accumulation bf16_z1_before_first_step disk_bf16_z1 apex_bf16_z1 "
     "pipe_bf16_z0 pipe_bf16_z1_fp32_accumulation",
 }
+PARTITIONED = ("BF16Adapter", "ZeroAdapter", "Zero3Adapter")
 ADAPTERS = {
     name: tuple(found.split()) for found, names in _WRAPPERS.items() for name in names.split()
 }

@@ -46,23 +46,24 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, empty: bool) -> None:
         super().__init__()
         self.embed = Embed()
         self.first, self.second = Block(), Block()
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.frozen.requires_grad_(False)
         self.late = nn.Parameter(torch.randn(5) * 0.1)
-        if VERSION >= (0, 19):  # earlier ZeRO cannot hold a parameter without elements
+        if empty and VERSION >= (0, 19):  # earlier ZeRO cannot hold a parameter without elements
             self.empty = nn.Parameter(torch.empty(0))
         self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.output.weight = self.embed.weight
         self.step = 0
+        self.early: tuple[int, ...] = ()  # further steps from which ``late`` gets gradients
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.second(self.first(self.embed(tokens)))
         hidden = hidden + 0.1 * self.frozen(hidden)
-        if self.step >= LATE:
+        if self.step >= LATE or self.step in self.early:
             hidden = hidden * (1 + self.late.sum())
         return loss_fn(self.output(hidden), labels)
 

@@ -47,7 +47,6 @@ def changed(target: Any, name: str, value: Any) -> Iterator[None]:
 def refusals() -> dict[str, str]:
     said = {}
     base = {"optimizer": TORCH_ADAM}
-    said["zero3"] = refusal(build({"config": {**base, "zero_optimization": {"stage": 3}}}))
     said["secretive"] = refusal(build({"client": lambda m: Secretive(groups(m), lr=0.1)}))
     said["scheduler"] = refusal(build({"config": base, "scheduler": Forgetful}))
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ def seed(value: int, case: Case) -> None:
         tracker.add("model", value + 1)
 
 
+def is_zero3(case: Case) -> bool:
+    stage = case.get("config", {}).get("zero_optimization", {}).get("stage")
+    return bool(stage == 3)
+
+
 def build(case: Case) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
@@ -60,7 +66,12 @@ def build(case: Case) -> Any:
             layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform"
         )
     else:
-        model = Net()
+        init = deepspeed.zero.Init if case.get("zero_init") else nullcontext
+        with init():
+            model = Net(empty=not is_zero3(case))  # which ZeRO-3 cannot gather
+        model.early = case.get("early", ())
+        if case.get("trains_all"):
+            model.requires_grad_(True)
     client = case.get("client")
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -122,7 +133,7 @@ def restore(engine: Any, snap: dict[str, Any]) -> Any:
     host = codec.decode(snap["host"])
     assert host["client"] == CLIENT
     assert host["data"] == [1, 2]
-    addresses = [p.data_ptr() for p in engine.module.parameters()]
+    addresses = addresses_of(engine)
     images = adapter.prepare(Manifest.decode(snap["manifest"]), host["adapter"])
     for image, data in zip(images, snap["images"], strict=True):
         source = data.clone()
@@ -130,10 +141,12 @@ def restore(engine: Any, snap: dict[str, Any]) -> Any:
             image.write_from(start, source[start : start + 1001])
         source.fill_(0xEE)  # what was restored must not alias it
     restore_host_state(engine, adapter, host)
-    assert addresses == [p.data_ptr() for p in engine.module.parameters()], (
-        "parameters were rebound"
-    )
+    assert addresses == addresses_of(engine), "parameters were rebound"
     return adapter
+
+
+def addresses_of(engine: Any) -> list[int]:
+    return [getattr(p, "ds_tensor", p).data_ptr() for p in engine.module.parameters()]
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -208,7 +221,9 @@ def watch(engine: Any, adapter: Any) -> list[str]:
 
     def step(*args: Any, **kwargs: Any) -> Any:
         nonlocal hooks
-        images[:], hooks = adapter.images(), 0
+        # Copies stand for what a step writes before: they are made where it begins.
+        images[:] = [i.with_copies(adapter.written_by_steps)[0] for i in adapter.images()]
+        hooks = 0
         before[:] = [read(image) for image in images]
         result = original(*args, **kwargs)
         said.append(
@@ -240,6 +255,7 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
     before = adapter.signature()
     snap = snapshot(engine, adapter)
     unchanged = before == adapter.signature()
+    manifest = Manifest.decode(snap["manifest"])
     files = files_of(engine, case, snap, template, directory)
     watched = watch(engine, adapter)
     expected = train(engine, case, END)
@@ -278,5 +294,6 @@ def run(case: Case, directory: Path) -> dict[str, Any]:
         "losses": resumed,
         "expected": expected,
         "end": differences(final, snapshot(fresh, restored)),
-        "names": [spec.name for spec in Manifest.decode(snap["manifest"]).replicated],
+        "names": [spec.name for spec in manifest.replicated],
+        "owned_names": [spec.name for spec in manifest.owned],
     }

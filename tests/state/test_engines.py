@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import ADAPTERS
+from engine_cases import ADAPTERS, PARTITIONED
 
 from reft.checks.preflight import ZERO0_PIPELINE
 from reft.engine.build_locks import abandoned_locks
@@ -96,7 +96,7 @@ def test_p8_what_is_written_from_a_version_is_what_deepspeed_writes(runs: Result
         assert (
             files[0]["rebuilt"] == files[0]["saved"] == sorted(n for f in files for n in f["own"])
         ), name
-        partitioned = ADAPTERS[name][0] in ("BF16Adapter", "ZeroAdapter")
+        partitioned = ADAPTERS[name][0] in PARTITIONED
         assert [f["scripts"] for f in files] == [partitioned, *[False] * (WORLD - 1)], name
 
 
@@ -111,13 +111,19 @@ def test_p2_nothing_is_written_before_the_hooks_of_the_innermost_optimizer(runs:
 
 
 def test_sections_hold_what_they_promise(runs: Results) -> None:
-    """Under ZeRO-0 all is replicated, under ZeRO-1 masters and moments are owned; tied, frozen and
-    zero-size parameters appear once."""
+    """Under ZeRO-0 all is replicated, under ZeRO-1 masters and moments are owned, under ZeRO-3 all
+    is; tied, frozen and zero-size parameters appear once."""
     for name, found in runs.items():
-        owned = found[0]["bytes"][1]
-        partitioned = ADAPTERS[name][0] in ("BF16Adapter", "ZeroAdapter")
+        replicated, owned = found[0]["bytes"]
+        partitioned = ADAPTERS[name][0] in PARTITIONED
         assert (owned > 0) == partitioned, name
         if name.startswith("pipe"):
+            continue
+        if ADAPTERS[name][0] == "Zero3Adapter":
+            assert replicated == 0, name
+            model = [n for n in found[0]["owned_names"] if n.startswith("model.")]
+            assert {"model.frozen.weight", "model.late", "model.embed.weight"} <= set(model), name
+            assert "model.output.weight" not in model, name
             continue
         model = [n for n in found[0]["names"] if n.startswith("model.")]
         assert model.count("model.embed.weight") == 1
@@ -147,7 +153,6 @@ def test_replicated_sections_are_equal_on_all_data_parallel_peers(runs: Results)
 
 
 REFUSALS = {
-    "zero3": ["stage3.DeepSpeedZeroOptimizer_Stage3", "stage 0, 1 or 2"],
     "secretive": ["Secretive", "state_dict of its own"],
     "scheduler": ["Forgetful", "no state_dict"],
     "derived": ["Derived", "derived"],

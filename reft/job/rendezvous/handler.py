@@ -310,7 +310,7 @@ class StoreRendezvous:
             FencedError: another node has replaced this one.
         """
         self._stop_heartbeats()
-        # Whether it was a spare is kept: the store may have been replaced by an empty one.
+        # `_was_spare` keeps its value, because an empty store may have replaced the old one.
         self._trains, self._store_error = False, None
         self._complete_again_at, self._has_warned = 0.0, False
         if self.state.agreement is None:

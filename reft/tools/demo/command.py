@@ -458,19 +458,18 @@ class DemoJob:
 
     def _say_restored(self) -> None:
         """Print a summary once all ranks have restored the same version."""
-        told, self._restored = self._restored, []
+        events, self._restored = self._restored, []
         found = Counter[str]()
-        for event in told:
+        for event in events:
             for source, nbytes in event["bytes_from"].items():
                 found[_SOURCES.get(source, source)] += nbytes
         parts = ", ".join(
             f"{nbytes / 1e6:.2f} MB from {source}" for source, nbytes in found.items() if nbytes
         )
-        secs = max(event["secs"] for event in told)
-        said = (
-            f"state of step {told[0]['version']} restored from {told[0]['source']} in {secs:.2f} s"
-        )
-        self._say(f"{said}: {parts}", "bold magenta")
+        secs = max(event["secs"] for event in events)
+        version, source = events[0]["version"], events[0]["source"]
+        text = f"state of step {version} restored from {source} in {secs:.2f} s: {parts}"
+        self._say(text, "bold magenta")
 
     # -- the verdict -------------------------------------------------------------------------------
 
@@ -511,9 +510,9 @@ class DemoJob:
         """
         after_failure = [event for event in self._recovered if event["failures"] or event["lost"]]
         for number in sorted({event["round"] for event in after_failure}):
-            told = [event for event in after_failure if event["round"] == number]
+            events = [event for event in after_failure if event["round"] == number]
             last = max(
-                told, key=lambda event: (event["failed_unix_secs"] is not None, event["time"])
+                events, key=lambda event: (event["failed_unix_secs"] is not None, event["time"])
             )
             seen_at, step = last["failed_unix_secs"], last["resumed_step"] or 0
             made = [

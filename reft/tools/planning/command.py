@@ -247,7 +247,7 @@ def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
 
 
 def _savings(plan: Plan) -> str:
-    """What failures cost without reft and with it, with the formulas."""
+    """Describe what failures cost without reft and with it, including the formulas."""
     habits, recovery, lost = (plan["savings"][part] for part in ("habits", "recovery", "lost"))
     parts = (
         ("to notice a silent host", recovery["notice_secs"]),

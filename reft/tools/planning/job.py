@@ -106,7 +106,7 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    training: Training  # Model, machine and degrees; ``zero_1``: the optimizer is partitioned
+    training: Training  # Model, machine and degrees; ``zero_1``: state is partitioned
     block: ReftConfig
     half: bool  # 16-bit weights with fp32 master weights
     layout: JobLayout  # Degrees and order of the ranks
@@ -143,9 +143,11 @@ class PlannedJob:
 
     @property
     def offloaded_node_bytes(self) -> int:
-        """Host memory of a node that training takes for an offloaded optimizer: masters, moments
-        and gradients of its ranks' partitions, and the weights and accumulated gradients that
-        DeepSpeed passes through host memory in the model's precision."""
+        """Bytes of a node's host memory that an offloaded optimizer takes.
+
+        It holds masters, moments and gradients of the ranks' partitions, and the weights and
+        accumulated gradients that DeepSpeed copies through host memory in the model's precision.
+        """
         if not self.training.offloaded:
             return 0
         model = MODEL_BYTES if self.half else 4
@@ -159,6 +161,9 @@ class PlannedJob:
         model = MODEL_BYTES if self.half else 4
         optimizer = OPTIMIZER_BYTES if self.half or self.training.zero_1 else _MOMENT_BYTES
         host = self.block.host_state_bytes
+        if self.training.zero_3:
+            partition = (model + optimizer) * round(here / self.training.data)
+            return RankSections(0, partition, host)
         if self.training.zero_1:
             partition = optimizer * round(here / self.training.data)
             return RankSections(round(model * here), partition, host)
@@ -196,6 +201,16 @@ def plan_job(
         raise ConfigError(str(finding))
     notes: list[str] = []
     half, owned = _count_bytes(config, layouting.pp, notes)
+    zero_3 = find_part(config, "zero_optimization").get("stage") == 3
+    if zero_3 and layouting.pp > 1:
+        raise ConfigError(
+            f"--pp is {layouting.pp}, and DeepSpeed has no pipelines at ZeRO-3; write --pp 1"
+        )
+    if zero_3:
+        notes.append(
+            "ZeRO-3: all state is partitioned, so that a copy is the whole partition of a peer; "
+            "the time in which weights are gathered is not counted, so snapshots cost less"
+        )
     if parameters is not None and not 0 < parameters < 1e15:
         raise ConfigError(f"--parameters is {parameters:g}; write a number such as 1.3e9")
     if model is not None:
@@ -219,6 +234,7 @@ def plan_job(
     training = Training(
         *(shape, cluster, layouting.tp, layouting.pp, dp, micro_batches, samples),
         zero_1=owned,
+        zero_3=zero_3,
         offloaded=is_offloaded(config),
     )
     nodes = [rank // cluster.devices_per_node for rank in range(degrees.world_size)]
@@ -256,7 +272,7 @@ def _count_bytes(config: Mapping[str, Any], pp: int, notes: list[str]) -> tuple[
             "kin "
             f"({', '.join(_ADAM[:3])}, ...)"
         )
-    partitions = find_part(config, "zero_optimization").get("stage", 0) in (1, 2)
+    partitions = find_part(config, "zero_optimization").get("stage", 0) in (1, 2, 3)
     if bf16 and pp > 1 and not partitions:
         partitions = True
         notes.append(

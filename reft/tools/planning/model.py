@@ -323,7 +323,10 @@ class Training:
     # Every rank updates its own optimizer partition only. Scattering gradients and gathering
     # weights together move as many bytes as reducing gradients does.
     zero_1: bool = False
-    # masters and moments are in host memory, where the optimizer steps them
+    # Every rank holds its partition of weights and gradients only, and gathers the weights of a
+    # layer when it needs them; with ``zero_1``
+    zero_3: bool = False
+    # Masters and moments are in host memory, where the optimizer steps them
     offloaded: bool = False
 
     def __post_init__(self) -> None:
@@ -365,12 +368,13 @@ class Training:
     def fits_device(self) -> bool:
         """Whether model, optimizer and half-precision gradients fit.
 
-        With ZeRO-1 the optimizer is a partition; offloaded, it takes nothing. Activations are not
-        counted.
+        With ZeRO only this rank's partitions count; an offloaded optimizer takes nothing.
+        Activations and what ZeRO-3 has gathered are not counted.
         """
         largest = max(self.stage_parameters(p) for p in range(self.stages))
+        weights = (MODEL_BYTES + HALF_BYTES) / (self.data if self.zero_3 else 1)
         optimizer = 0 if self.offloaded else OPTIMIZER_BYTES / self._optimizer_shares
-        return largest * (MODEL_BYTES + optimizer + HALF_BYTES) <= self.machine.memory_bytes
+        return largest * (weights + optimizer) <= self.machine.memory_bytes
 
     @property
     def forward_secs(self) -> tuple[float, ...]:

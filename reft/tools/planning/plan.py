@@ -61,7 +61,7 @@ def make_plan(
         job: the job.
         profile: a profile with measured windows; None: windows are estimated.
         habits: how the job saves and restarts without reft.
-        start_secs: from the start of trainers to an engine that can be restored.
+        start_secs: seconds from the start of trainers to an engine that can be restored.
 
     Raises:
         ConfigError: the groups are too small for the protection, or the profile is of another job.
@@ -136,6 +136,7 @@ def make_plan(
             "samples": training.samples,
             "half_precision": job.half,
             "partitioned_optimizer": training.zero_1,
+            "partitioned_weights": training.zero_3,
             "interval_steps": every,
             "arenas": block.arena_count,
         },
@@ -229,7 +230,7 @@ def _problems(job: PlannedJob, choice: Choice, planned: Alternative) -> list[tup
 
 
 def _explain_offload(offloaded_bytes: int, left_bytes: int, choice: Choice) -> str:
-    """What an offloaded optimizer leaves of a node's memory, and for which protection."""
+    """Describe how much host memory an offloaded optimizer leaves, and for which protection."""
     fitting = [a for a in choice.alternatives if a.available and a.fits_memory]
     strongest = max(fitting, key=lambda a: a.tolerance, default=None)
     suffices = "too little for every protection of the table"
@@ -488,7 +489,7 @@ def plan_storage(
 
 
 def _failures_per_day(job: PlannedJob) -> float:
-    """Failures of one node: of the block if it says so, else of the cluster."""
+    """Failure rate of one node, from the block if it has one, else from the cluster."""
     config = job.block.persist
     if "node_mtbf_days" in config.model_fields_set:
         return 1 / config.node_mtbf_days
@@ -505,14 +506,16 @@ def _plan_savings(
     overhead: float,
     start_secs: float,
 ) -> dict[str, Any]:
-    """What failures cost with reft and without it.
+    """Estimate what failures cost with reft and without it.
 
     Args:
-        storage: as :func:`plan_storage` returns it.
-        step_secs: of a step without versions.
+        job: the job.
+        storage: the result of :func:`plan_storage`.
+        habits: how the job saves and restarts without reft.
+        step_secs: time of a step without versions.
         version_steps: steps between two versions.
         overhead: share of the training time that versions cost.
-        habits, start_secs: as of :func:`make_plan`.
+        start_secs: seconds from the start of trainers to an engine that can be restored.
     """
     nodes = len(set(job.topology.nodes))
     fullest = max(s.replicated_bytes + s.owned_bytes + s.host_bytes for s in job.sections)

@@ -1,6 +1,6 @@
-"""What failures cost a job, without reft and with it, and how likely its memory carries it.
+"""Estimates what failures cost a job without reft and with it, and how likely its memory survives.
 
-All of it is estimated. Failures of nodes are taken as independent, at a constant rate.
+Failures of nodes are assumed to be independent, with a constant rate.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from reft.profile.figure import new_figure
 from reft.protect.placement import Weibull, losses_within, node_survival, protected_survival
 
 START_SECS = 60.0
-"""From the start of the trainers to an engine that can be restored. Assumed."""
+"""Assumed seconds from the start of the trainers to an engine that can be restored."""
 _SMALL_JOB_NODES = 32
 _SILENT_SECS = (5.0, 15.0)
-"""After which a silent host counts as lost, in small and in large jobs."""
+"""Seconds after which a silent host counts as lost, in small and in large jobs."""
 _DAYS = (1.0, 7.0, 30.0, 90.0)
 _POINTS = 200
 
@@ -31,8 +31,8 @@ class CheckpointHabits:
 
     Attributes:
         interval_secs: training time between two checkpoints.
-        restart_secs: from a failure to the first repeated step.
-        stall_secs: for which training waits at each checkpoint.
+        restart_secs: time from a failure to the first repeated step.
+        stall_secs: time for which training waits at each checkpoint.
     """
 
     interval_secs: float = 1800.0
@@ -45,10 +45,10 @@ class RecoveryParts:
     """Seconds of one recovery from the peers' memory, by part.
 
     Attributes:
-        notice_secs: until a silent host counts as lost. Processes that die are noticed at once.
-        start_secs: until new trainers have built their engines.
-        read_secs: to bring the state of the fullest rank from peers.
-        repeat_secs: of the steps since the newest commit.
+        notice_secs: time until a silent host counts as lost; dead processes are noticed at once.
+        start_secs: time until new trainers have built their engines.
+        read_secs: time to read the state of the fullest rank from peers.
+        repeat_secs: time of the steps since the newest commit.
     """
 
     notice_secs: float
@@ -63,14 +63,14 @@ class RecoveryParts:
 
 @dataclass(frozen=True)
 class LostTime:
-    """Shares of the training time that failures, and the protection against them, cost.
+    """Shares of the training time that are lost to failures and to the protection against them.
 
     Attributes:
-        without: with checkpoints alone.
-        versions: copying versions.
-        storage: writing to storage.
-        recoveries: failures that memory survives.
-        beyond: failures of more nodes than memory survives.
+        without: total loss with checkpoints alone.
+        versions: loss by copying versions.
+        storage: loss by writing to storage.
+        recoveries: loss by failures that memory survives.
+        beyond: loss by failures of more nodes than memory survives.
     """
 
     without: float
@@ -87,15 +87,15 @@ class LostTime:
 def estimate_recovery(
     nodes: int, *, read_secs: float, step_secs: float, version_steps: int, start_secs: float
 ) -> RecoveryParts:
-    """The parts of a recovery after a node was lost.
+    """Estimate the parts of a recovery after the loss of a node.
 
     Args:
-        nodes: of the job.
-        read_secs: for the bytes of the fullest rank, over the network.
-        step_secs: of one optimizer step.
-        version_steps: steps between two versions. On average as many are repeated: half of them
-            were made since the last version, and a commit follows its step by up to a step.
-        start_secs: as of :class:`RecoveryParts`.
+        nodes: number of nodes of the job.
+        read_secs: time to read the state of the fullest rank over the network.
+        step_secs: time of one optimizer step.
+        version_steps: steps between two versions. On average as many steps are repeated: half of
+            them followed the last version, and a commit comes up to a step after its step.
+        start_secs: time until new trainers have built their engines.
     """
     notice_secs = _SILENT_SECS[nodes > _SMALL_JOB_NODES]
     return RecoveryParts(notice_secs, start_secs, read_secs, version_steps * step_secs)
@@ -117,13 +117,13 @@ def estimate_lost_time(
     + failures × recovery + memory losses × (stored / 2 + restart)``.
 
     Args:
-        failures_per_sec: node losses of the whole job.
-        habits: without reft.
-        recovery: from memory.
+        failures_per_sec: node losses per second in the whole job.
+        habits: how the job saves and restarts without reft.
+        recovery: parts of a recovery from memory.
         versions: share of the training time that versions cost.
         storage: share that writing to storage costs.
-        memory_losses_per_sec: losses of more nodes than memory survives.
-        stored_secs: training time between two checkpoints of reft's on storage; None: it writes
+        memory_losses_per_sec: rate of losses of more nodes than memory survives.
+        stored_secs: training time between two checkpoints of reft on storage; None: reft writes
             none, and the job keeps its own, as in ``habits``.
     """
     own_stall = habits.stall_secs / habits.interval_secs
@@ -140,7 +140,7 @@ def estimate_lost_time(
 
 @dataclass(frozen=True)
 class SurvivalCurve:
-    """How likely a job's state outlives ``days`` if no lost node is replaced (REFT paper, Fig. 8).
+    """Probability over time that a job's state survives without replacements (REFT paper, Fig. 8).
 
     Attributes:
         days: points in time.
@@ -163,17 +163,17 @@ def survival_curve(
     causes: Sequence[Weibull],
     days: Sequence[float] = _DAYS,
 ) -> SurvivalCurve:
-    """The curve of a job.
+    """Compute the survival curve of a job.
 
     Args:
-        topology: which node every rank is on.
+        topology: nodes of the ranks.
         tolerance: node losses that every sharding group survives.
-        causes: of failures of a node.
+        causes: causes of node failures.
         days: points in time.
     """
     size = max(len(set(topology.group_nodes(pp, tp))) for pp, tp in topology.groups())
     real_nodes = len(set(topology.failure_domains))
-    # Groups that do not fill their nodes count as one more.
+    # The last group counts in full even if it does not fill its nodes.
     nodes = whole_interval(real_nodes, size)
     survived = losses_within(size, min(tolerance, size))
     alive = [node_survival(day * DAY_SECS, causes) for day in days]
@@ -187,12 +187,14 @@ def survival_curve(
 def draw_survival(
     topology: Topology, tolerance: int, causes: Sequence[Weibull], name: str, path: Path
 ) -> None:
-    """Draw the curve.
+    """Draw the survival curve.
 
     Args:
-        topology, tolerance, causes: as of :func:`survival_curve`.
-        name: of the protection, for the legend.
-        path: file to write; its suffix chooses the format (png, svg, pdf).
+        topology: nodes of the ranks.
+        tolerance: node losses that every sharding group survives.
+        causes: causes of node failures.
+        name: name of the protection in the legend.
+        path: file to write; its suffix selects the format (png, svg, pdf).
 
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.
@@ -213,7 +215,7 @@ def draw_survival(
 
 
 def to_json(habits: CheckpointHabits, recovery: RecoveryParts, lost: LostTime) -> dict[str, Any]:
-    """Both estimates for ``reft plan --json``."""
+    """Combine the estimates for ``reft plan --json``."""
     return {
         "habits": asdict(habits),
         "recovery": {**asdict(recovery), "total_secs": recovery.total_secs},
