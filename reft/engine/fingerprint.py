@@ -238,7 +238,7 @@ def _describe_batch(was: Fingerprint, names: Sequence[str]) -> str:
     if len(keys) < len(_BATCH):
         return ""
     return (
-        f". To go on with fewer or more replicas, write {' and '.join(keys)} into DeepSpeed's "
+        f". To continue with fewer or more replicas, write {' and '.join(keys)} into DeepSpeed's "
         'JSON, and no "gradient_accumulation_steps", which DeepSpeed then derives: the global '
         "batch stays what it was"
     )

@@ -137,7 +137,7 @@ class Identity:
         if self.restarted:
             # No person is there to decide: the job continues, and logs it.
             for line in differences(was.only(AT_LAUNCH), now.only(AT_LAUNCH)):
-                logger.warning("%s, after a restart: %s. The job goes on with %s", of, line, of)
+                logger.warning("%s, after a restart: %s. The job continues with %s", of, line, of)
             was, now = was.without(AT_LAUNCH), now.without(AT_LAUNCH)
         require_same(was, now, of=of, accepted=self.config.accept_changes)
 

@@ -235,7 +235,7 @@ class Restorer:
             if self._context.is_rank_zero:
                 logger.warning(
                     "%s is not loaded: the job was resumed at step %d, and base weights would "
-                    "overwrite what it has learnt",
+                    "overwrite its trained state",
                     *(call, self._context.engine.global_steps),
                 )
             return resumed.path, resumed.client_state

@@ -432,7 +432,8 @@ class MemoryRestorer:
         request.done.wait(self._context.config.commit_timeout_secs)
         if not request.committed:
             logger.warning(
-                "the restored state of step %d could not be protected again: %s. Training goes on",
+                "the restored state of step %d could not be protected again: %s. Training "
+                "continues",
                 request.label.step,
                 self._context.stats.last_error,
             )

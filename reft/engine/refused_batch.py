@@ -36,7 +36,7 @@ def find_refusal(error: AssertionError, config: Any) -> ConfigError | None:
     to_do = (
         f"Start as many nodes as make one of these degrees: {', '.join(map(str, degrees))}"
         if degrees
-        else f'No degree does: make "train_batch_size" a multiple of {micro * steps}'
+        else f'No degree is possible: make "train_batch_size" a multiple of {micro * steps}'
     )
     also = ', or leave "gradient_accumulation_steps" out' if fixed else ""
     return (SizeError if degrees else ConfigError)(

@@ -245,8 +245,9 @@ class StopController:
                 f"{halt.why}; the job goes back to step {self._context.stats.committed_step}"
             )
         raise CorruptJobError(
-            f"{halt.why}, and this start has committed nothing: another one would end alike. Look "
-            f"for the cause (data, learning rate, a device), then start from an earlier checkpoint"
+            f"{halt.why}, and nothing was committed since this start: a restart would fail the "
+            f"same way. Look for the cause (data, learning rate, a device), then start from an "
+            f"earlier checkpoint"
         )
 
     def _stop_alone(self, step: int) -> NoReturn:

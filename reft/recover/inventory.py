@@ -203,7 +203,7 @@ def open_job(job_dirs: Sequence[Path]) -> dict[str, JobDir]:
     if len({(job.job_id, job.secret) for job in jobs}) != 1:
         found = ", ".join(f"{job.path} ({job.job_id})" for job in jobs) or "none"
         raise ArenaError(
-            f"found the directories {found}; expected one job, and its secret in all of them: say "
+            f"found the directories {found}; expected one job, and its secret in all of them: give "
             "--job"
         )
     names = [job.node for job in jobs]

@@ -342,8 +342,9 @@ class Decoder:
         refused = frozenset(f.source for f in self._rebuild.fetches if f.key in keys)
         if refused:
             logger.warning(
-                "%d blocks of step %d decoded from verified blocks are not what their owner "
-                "copied: the parity is of other data. It is not used; please report this",
+                "%d blocks of step %d decoded from verified blocks differ from their owner's "
+                "checksums: the parity was computed from other data. It is not used; please "
+                "report this",
                 *(len(wrong), self._plan.label.step),
             )
         if done and self._arena is not None:
@@ -578,8 +579,8 @@ class ArenaRebuilder:
             return
         if missing := [key for key in self._rooms if key not in self._arrived]:
             logger.warning(
-                "%s cannot be completed here; the version is taken again: %d of its blocks are "
-                "stored in another shape, %s among them",
+                "%s cannot be completed here; the version is taken again: %d of its blocks "
+                "have another place or size here, such as %s",
                 *(self._plan.label, len(missing), missing[0]),
             )
             return

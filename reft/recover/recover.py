@@ -575,7 +575,7 @@ class Recovery:
             self._plan_groups(wanted)
             return False
 
-        self._me.agree(planned, f"planning for what is wanted of {found.decision.label}")
+        self._me.agree(planned, f"planning for the requested ranges of {found.decision.label}")
 
     # -- inventory and plan ------------------------------------------------------------------------
 

@@ -320,7 +320,7 @@ def execute(
             raise
         control.leave()
         raise BrokenOffError(
-            f"the transfer of {plans[0].label} broke off on rank {control.rank}: "
+            f"the transfer of {plans[0].label} failed on rank {control.rank}: "
             f"{type(error).__name__}: {error}"
         ) from error
 

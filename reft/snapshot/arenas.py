@@ -211,7 +211,7 @@ class ArenaWriter:
             self.hash(placed)
             if self.checksums[placed] != self._expected[placed]:
                 raise ArenaError(
-                    f"block {placed.key} arrived with another checksum than its owner took"
+                    f"the checksum of block {placed.key} on arrival differs from its owner's"
                 )
         return sum(map(self.length, blocks))
 

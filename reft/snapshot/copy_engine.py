@@ -475,7 +475,7 @@ def _copy_range(target: int, source: int, nbytes: int, closed: Callable[[], bool
     for at in range(0, nbytes, STRIDE_BYTES):
         if closed():
             raise CopyOrderError(
-                "copy: the engine was closed while it was copying; the version is not whole"
+                "copy: the engine was closed while it was copying; the version is incomplete"
             )
         copy(target + at, source + at, min(STRIDE_BYTES, nbytes - at))
 

@@ -860,9 +860,7 @@ class SnapshotWorker:
         except Exception as error:
             # Peers may be waiting for blocks that this rank has not sent. A TransferError closes
             # the connections, which ends their wait.
-            raise TransferError(
-                f"the exchange broke off: {type(error).__name__}: {error}"
-            ) from error
+            raise TransferError(f"the exchange failed: {type(error).__name__}: {error}") from error
         failure = failure or differs or self._await_check()
         # P2: a rank may find out only after sending its bytes that they are not the state of the
         # step. If a peer sealed them, they would be restored when that rank's node is lost.
@@ -938,7 +936,7 @@ class SnapshotWorker:
         first = self.callbacks.stats.skip(label.step, cause.kind, str(cause))
         if first and not self._state.closing:
             logger.warning(
-                "the version of step %d is given up (%s). Training goes on; snapshots are stale "
+                "the version of step %d is given up (%s). Training continues; snapshots are stale "
                 "since step %s",
                 *(label.step, cause, self.callbacks.stats.stale_since_step),
             )
@@ -1023,10 +1021,11 @@ class SnapshotWorker:
             except TransferError as error:
                 logger.warning("the snapshot workers could not synchronise again: %s", error)
             except Exception as error:
-                self._peer_errors.record("coming together again failed", error)
+                self._peer_errors.record("connecting to the other workers again failed", error)
         self.control.leave()
         logger.error(
-            "the snapshot worker stopped (%s); training goes on without snapshots", self._broke_off
+            "the snapshot worker stopped (%s); training continues without snapshots",
+            self._broke_off,
         )
         return versions.RejoinFailed(self._broke_off)
 
