@@ -51,6 +51,7 @@ HOST_PART_OF_A_JOB = (
     "tests/device/test_worker.py::"
     "test_p2_the_optimizer_on_the_host_waits_until_its_masters_are_copied",
 )
+OFFLOADED = ("tests/device/test_offload.py",)
 LOCAL = ("tests/recover/test_local.py",)
 BOUNDARY = ("tests/engine/test_boundary.py",)
 
@@ -228,6 +229,12 @@ MUTATIONS = {
         "if approached or self._state.holds_training:",
         "if not self.copier.engine.asynchronous:",
         HOST_PART_OF_A_JOB,
+    ),
+    "p2-training-is-not-held-within-the-step": Mutation(
+        "engine/fence.py",
+        "        self._writes_seen = True\n        self.hold()",
+        "        self._writes_seen = True",
+        OFFLOADED,
     ),
     "device-no-wait-at-begin": Mutation(
         DEVICE, "ticket.follow(self._begun, self._side)", "pass", VERSION_ON_DEVICE

@@ -233,6 +233,7 @@ class MegatronAdapter:
     """
 
     steps_exactly = False
+    written_by_steps = frozenset[str]()
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
         check(chunks, optimizer)

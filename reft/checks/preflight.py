@@ -118,7 +118,7 @@ def is_offloaded(config: Mapping[str, Any]) -> bool:
 def _offload_findings(zero: Mapping[str, Any]) -> Iterator[Finding]:
     """Settings with which DeepSpeed keeps state outside of the device.
 
-    reft supports only masters and moments in host memory, under ZeRO stages 1 and 2.
+    reft supports masters, moments and, at stage 3, weights in host memory.
     """
     refused = partial(Finding, Severity.REFUSED)
     offload, stage = find_part(zero, "offload_optimizer"), zero.get("stage", 0)
@@ -129,23 +129,29 @@ def _offload_findings(zero: Mapping[str, Any]) -> Iterator[Finding]:
             "state in host memory only",
             'write "cpu"',
         )
-    elif device == "cpu" and stage not in (1, 2):
+    elif device == "cpu" and stage not in (1, 2, 3):
         yield refused(
             f'"zero_optimization.offload_optimizer" is on at stage {stage!r}: reft supports it at '
-            "stages 1 and 2",
+            "stages 1 to 3",
             "remove it, or write stage 2",
         )
     elif device == "cpu" and ratio != 1:
         yield refused(
-            f'"zero_optimization.offload_optimizer.ratio" is {ratio!r}: DeepSpeed offloads parts '
-            "of the optimizer at stage 3 only",
+            f'"zero_optimization.offload_optimizer.ratio" is {ratio!r}: reft does not know an '
+            "optimizer of which DeepSpeed offloads a part",
             "write 1.0",
         )
-    device = find_part(zero, "offload_param").get("device", "none")
-    if device != "none":
+    if offload.get("super_offload"):
         yield refused(
-            f'"zero_optimization.offload_param.device" is {device!r}: reft does not support '
-            "offloaded weights",
+            '"zero_optimization.offload_optimizer.super_offload" is on, and reft does not know its '
+            "state",
+            "remove it",
+        )
+    device = find_part(zero, "offload_param").get("device", "none")
+    if device not in ("none", "cpu") or (device == "cpu" and stage != 3):
+        yield refused(
+            f'"zero_optimization.offload_param.device" is {device!r} at stage {stage!r}: reft '
+            "knows offloaded weights in host memory, at stage 3",
             "remove it",
         )
 

@@ -563,7 +563,7 @@ def check_memory_size(memory_dir: Path) -> None:
         directory = directory.parent
     stats = os.statvfs(directory)
     total_bytes = stats.f_blocks * stats.f_frsize
-    if total_bytes <= _CONTAINER_SHM_BYTES:
+    if 0 < total_bytes <= _CONTAINER_SHM_BYTES:  # 0: not a file system for files, such as /proc
         raise ConfigError(
             f"--memory-dir {memory_dir} has {total_bytes / 2**20:.0f} MiB in all, as /dev/shm has "
             "in a container unless it asks for more: no version would fit. In Kubernetes mount a "

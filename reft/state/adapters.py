@@ -391,6 +391,10 @@ class StateAdapter:
     def steps_exactly(self) -> bool:
         return isinstance(self.state.optimizer, ExactAdam)
 
+    @property
+    def written_by_steps(self) -> frozenset[str]:
+        return frozenset()
+
     # -- capture ---------------------------------------------------------------------------------
 
     def images(self) -> tuple[SectionImage, SectionImage]:
@@ -774,9 +778,13 @@ class Zero3Adapter(StateAdapter):
 
     def check(self) -> None:
         path = class_path(self.wrapper)
-        for name in ("offload_optimizer", "offload_param"):
-            if getattr(self.wrapper, name):
-                raise refuse(f"{path} with CPU offload", f"remove zero_optimization.{name}")
+        if self.wrapper.swap_optimizer or self.wrapper.params_in_nvme_and_cpu:
+            raise refuse(f"{path} with state on NVMe", 'write "device": "cpu"')
+        if vars(self.wrapper).get("backup_optimizer") is not None:
+            raise refuse(
+                f"{path} with a part of the optimizer on the host",
+                "write zero_optimization.offload_optimizer.ratio: 1.0",
+            )
         if self.wrapper.zero_quantized_nontrainable_weights:
             raise refuse(
                 f"{path} with quantized frozen weights",
@@ -784,6 +792,10 @@ class Zero3Adapter(StateAdapter):
             )
         _check_zero_wrapper(self.wrapper)
         super().check()
+
+    @property
+    def written_by_steps(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self._idle.gradients())
 
     def _partitions(self) -> list[tuple[str, torch.Tensor]]:
         """This rank's part of every parameter. Walks the model each time, because the script may

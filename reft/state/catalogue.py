@@ -306,6 +306,11 @@ class Adapter(Protocol):
     def steps_exactly(self) -> bool:
         """Whether a host repeats a device's step of the optimizer to the bit."""
 
+    @property
+    def written_by_steps(self) -> frozenset[str]:
+        """Names of the tensors in the images that a step writes before its optimizer does. They
+        are copied where the step begins."""
+
     def images(self) -> tuple[SectionImage, SectionImage]:
         """``(replicated, owned)`` views of the live tensors; build again when :meth:`signature`
         changes."""

@@ -3,7 +3,11 @@
 DeepSpeed keeps the averaged gradients of a rank's partitions in one buffer, writes into it those
 that a step has computed, and steps every parameter with what is there. So a parameter that a step
 does not use is stepped with its gradient of an earlier step, and the first gradient of a step is
-added to that if the first micro-batch did not use the parameter. Such gradients are state."""
+added to that if the first micro-batch did not use the parameter. Such gradients are state.
+
+With an offloaded optimizer those of the last micro-batch are copied on, to the gradients of the
+masters, where they are unscaled and clipped: a parameter that the last micro-batch does not use is
+stepped with what is there."""
 
 from __future__ import annotations
 
@@ -37,15 +41,20 @@ class IdleParameters:
         names = {id(p): name for name, p in engine.module.named_parameters()}
         self._trained = [(names[id(p)], p) for group in self._wrapper.fp16_groups for p in group]
         self.known: set[str] = set()
-        self._reduced: set[int] = set()
+        self._reduced: set[int] = set()  # in the first micro-batch of the step
+        self._copied: set[int] = set()  # and in the last one, of an offloaded optimizer
         self._step = int(engine.global_steps)
         self._restored = False
         original = self._wrapper.partition_grads
 
         def partition_grads(params: Collection[Any], *args: Any, **kwargs: Any) -> Any:
             self.end_step()
+            identities = {id(p) for p in params}
             if self._wrapper.micro_step_id == 0:
-                self._reduced |= {id(p) for p in params}
+                self._reduced |= identities
+            is_last = self._wrapper.is_gradient_accumulation_boundary
+            if is_last() if callable(is_last) else is_last:  # an attribute up to 0.18
+                self._copied |= identities
             return original(params, *args, **kwargs)
 
         self._wrapper.partition_grads = partition_grads
@@ -64,17 +73,25 @@ class IdleParameters:
         image."""
         found, at = [], 0
         for name, p in self._trained:
+            numel = p.partition_numel()
             if name in self.known:
-                gradient = self._wrapper.grad_partitions_flat_buffer[at : at + p.partition_numel()]
+                gradient = self._wrapper.grad_partitions_flat_buffer[at : at + numel]
                 found.append((f"gradient.{name}", gradient))
-            at += p.partition_numel()
+            at += numel
+            if name in self.known and self._wrapper.offload_optimizer:
+                group, start, _ = self._wrapper.grad_position[self._wrapper.get_param_id(p)]
+                master = self._wrapper.fp32_partitioned_groups_flat[group]
+                found.append((f"master_gradient.{name}", master.grad[start : start + numel]))
         return found
 
     def prepare(self, names: Collection[str]) -> None:
         """A version that holds the gradients of these is about to be restored."""
         self.known = set(names)
         self._wrapper.grad_partitions_flat_buffer.zero_()
-        self._reduced = set()
+        if self._wrapper.offload_optimizer:
+            for master in self._wrapper.fp32_partitioned_groups_flat:
+                master.grad.zero_()
+        self._reduced, self._copied = set(), set()
         self._restored = True
 
     def end_step(self) -> None:
@@ -85,13 +102,24 @@ class IdleParameters:
         self._step = step
         if not self._reduced:  # a checkpoint was loaded
             return
-        idle = {name for name, p in self._trained if id(p) not in self._reduced} - self.known
-        self._reduced = set()
+        used = self._reduced
+        if self._wrapper.offload_optimizer:
+            used &= self._copied
+        idle = {name for name, p in self._trained if id(p) not in used} - self.known
+        self._reduced, self._copied = set(), set()
         if idle and self._restored:
             logger.warning(
                 "step %d, the first after a restore, gave %s no gradient (%d in all), as no step "
                 "before did: ZeRO-3 steps them with their last gradient, which the version lacks, "
                 "so that losses differ from those of an undisturbed run",
+                step,
+                min(idle),
+                len(idle),
+            )
+        elif idle:
+            logger.info(
+                "step %d gave %s no gradient (%d parameters in all): versions hold their last ones "
+                "from here on",
                 step,
                 min(idle),
                 len(idle),

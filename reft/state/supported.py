@@ -54,8 +54,8 @@ _APEX_ELSEWHERE = {
 
 def refuse(found: str, change: str) -> UnsupportedStateError:
     return UnsupportedStateError(
-        f"found {found}, whose state reft does not know; expected a dense model under ZeRO, "
-        f"without offloaded weights, with an optimizer of DeepSpeed's or torch's: {change}"
+        f"found {found}, whose state reft does not know; expected a dense model, with an "
+        f"optimizer of DeepSpeed's or torch's, on devices or in host memory: {change}"
     )
 
 

@@ -36,7 +36,7 @@ def look(directory: Path, script: str) -> list[str]:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"zero_optimization": {"stage": 3}}, "write 2"),
+        ({"zero_optimization": {"stage": 4}}, "write 2"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
             "offload_optimizer.device\" is 'nvme'",
@@ -93,6 +93,7 @@ def test_what_the_job_will_be_refused_for(
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}},
         {"zero_optimization": {"stage": 1, "offload_optimizer": HOST}},
         {"zero_optimization": {"stage": 2, "offload_optimizer": HOST | {"ratio": 1.0}}},
+        {"zero_optimization": {"stage": 3}},
         {"bf16": {"enabled": True}},
         {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "amp": {"enabled": False}},
         {"compression_training": {"layer_reduction": {"enabled": False}}},
@@ -304,10 +305,10 @@ def test_the_command_says_it_and_its_code_says_whether_the_job_is_taken(tmp_path
     for config, words, code, said in (
         ({"reft": ON}, (), 0, "WARNING: nothing is written"),
         (
-            {"reft": ON, "zero_optimization": {"stage": 3}},
+            {"reft": ON, "zero_optimization": {"stage": 4}},
             (),
             1,
-            'REFUSED: "zero_optimization.stage" is 3',
+            'REFUSED: "zero_optimization.stage" is 4',
         ),
         ({"reft": ON}, ("--script", script), 0, f"WARNING: {script}: the script calls neither"),
         ({"train_batch_size": 8}, (), 2, 'write "reft"'),

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,9 @@ def run_ranks(
         for rank in range(world)
     ]
     try:
-        logs = [r.communicate(timeout=timeout_secs)[0] for r in ranks]
+        # Of all at once: a rank whose pipe is full waits, and the others wait for it.
+        with ThreadPoolExecutor(world) as readers:
+            logs = list(readers.map(lambda r: r.communicate(timeout=timeout_secs)[0], ranks))
     finally:
         for r in ranks:
             r.kill()

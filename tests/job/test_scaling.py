@@ -414,7 +414,7 @@ def test_a_node_that_is_asked_to_leave_waits_until_the_others_survive_without_it
     assert node.state.scaling is None
     assert waits is not None
     assert (waits.refused, waits.done) == ("", False)
-    assert "to 2 nodes waits" in waits.waits
+    assert "the request for 2 nodes waits" in waits.waits
     assert node.warnings == (waits.waits,), "reft status says it on every node"
     if comes:
         node.tolerance = 1

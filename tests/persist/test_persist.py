@@ -4,6 +4,7 @@ what an older start still holds replaces nothing."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.commands import command
 from tests.contact.runs import STEPS, Run, losses_without_reft
@@ -98,27 +100,44 @@ def test_p3_what_has_ended_well_is_exported(tmp_path: Path) -> None:
     assert list(places[1].glob("*/mp_rank_*"))
 
 
-OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-
-
-def test_p3_with_an_offloaded_optimizer_a_job_continues_from_deepspeeds_files(
-    tmp_path_factory: pytest.TempPathFactory,
+@pytest.mark.parametrize(
+    "zero",
+    [
+        pytest.param({"stage": 2, "offload_optimizer": {"device": "cpu"}}, id="offloaded"),
+        pytest.param({"stage": 3}, id="zero3"),
+    ],
+)
+def test_p3_a_job_continues_from_deepspeeds_files(
+    tmp_path_factory: pytest.TempPathFactory, zero: dict[str, Any]
 ) -> None:
-    undisturbed = losses_without_reft(tmp_path_factory.mktemp("undisturbed"), **OFFLOADED)
-    lost = Run(tmp_path_factory.mktemp("lost"), SCRIPT, **OFFLOADED)
+    config = {"zero_optimization": zero}
+    undisturbed = losses_without_reft(tmp_path_factory.mktemp("undisturbed"), **config)
+    lost = Run(tmp_path_factory.mktemp("lost"), SCRIPT, **config)
     fault = {"point": "during_step", "step": LOST_AT, "action": "kill_node"}
     assert start(lost, faults=[fault])[0] == -9
     for enabled in (True, False):
-        run = Run(tmp_path_factory.mktemp("resumed"), "if_exists.py", **OFFLOADED)
+        run = Run(tmp_path_factory.mktemp("resumed"), "if_exists.py", **config)
         stored = lost.persisted / "contact"
         exported = command("persist", "--from", stored, "--out", run.saved)
         assert exported.code == 0, exported
+        convert_to_fp32(run.saved / "contact")
         code, log = run.start({"enabled": enabled, "accept_changes": ["script"]})
         assert code == 0, log
         # DeepSpeed by itself restores no random state, which dropout takes.
         steps = [line.split()[0] for line in run.losses()]
         assert steps == [line.split()[0] for line in undisturbed[6:]]
         assert (run.losses() == undisturbed[6:]) == enabled
+
+
+def convert_to_fp32(checkpoints: Path) -> None:
+    """By the script that DeepSpeed puts next to its checkpoints."""
+    script, out = checkpoints / "zero_to_fp32.py", checkpoints / "fp32"
+    subprocess.run([sys.executable, str(script), str(checkpoints), str(out)], check=True)
+    [weights] = out.iterdir()
+    shapes = {name: tuple(w.shape) for name, w in torch.load(weights).items()}
+    assert shapes
+    assert all(math.prod(shape) for shape in shapes.values()), shapes
+    shutil.rmtree(out)
 
 
 def flip(checkpoint: Path) -> None:

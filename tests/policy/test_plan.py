@@ -302,8 +302,21 @@ def test_an_offloaded_optimizer_takes_host_memory_and_none_of_the_device() -> No
     assert limit == pytest.approx(left, abs=0.01)
 
 
+def test_zero_3_sends_a_peer_the_whole_partition_and_has_no_pipeline() -> None:
+    path = str(ROOT / "configs" / "bf16-zero3.json")
+    plan = run(path, "--model", "llama2-6.7b", "--nodes", "4", *QUICK).json
+    [arc] = [a["bytes"] for a in plan["alternatives"] if a["name"] == "arc"]
+    partition = 14 * 6_738_415_616 / 32  # weights in bf16, masters and moments
+    assert arc["shard_bytes"] == arc["redundant_bytes"] == 0
+    assert arc["owned_bytes"] == pytest.approx(partition, rel=0.01)
+    assert arc["sent_bytes"] == pytest.approx(partition, rel=0.01)
+    assert not [a["name"] for a in plan["alternatives"] if "aor" in a["name"]]
+    assert any("a copy is the whole partition of a peer" in note for note in plan["notes"])
+    assert "no pipelines at ZeRO-3" in run(path, *LARGE, *QUICK).err
+
+
 def test_recomputing_is_refused_as_at_the_start(tmp_path: Path) -> None:
-    for name in ("bf16-zero2", "bf16-zero2-offload"):
+    for name in ("bf16-zero2", "bf16-zero2-offload", "bf16-zero3"):
         path = with_block(
             tmp_path / "ds.json", ROOT / "configs" / f"{name}.json", protection="auto+aor"
         )

@@ -169,7 +169,8 @@ CASES: dict[str, Case] = {
         "snap": 0,
         "fresh_steps": 2,
     },
-    # DeepSpeed itself hangs with secondary partitions where some parameters are frozen.
+    # Without frozen parameters: they keep secondary partitions when a step drops those of the others, and DeepSpeed
+    # may gather both kinds together.
     "bf16_z3_secondary_partitions": {
         "config": bf16(optimizer=TORCH_ADAM, **zero3(zero_hpz_partition_size=2)),
         "trains_all": True,
@@ -184,6 +185,33 @@ CASES: dict[str, Case] = {
     },
     "disk_bf16_z3": {
         "config": bf16(optimizer=TORCH_ADAM, scheduler=WARMUP, **zero3()),
+        "disk": True,
+    },
+    "offload_bf16_z3": {
+        "config": bf16(
+            optimizer=TORCH_ADAM, gradient_clipping=1.0, **offloaded(3), **TORCH_ON_HOST
+        ),
+        "early": (0, 2),
+    },
+    "offload_bf16_z3_weights": {
+        "config": bf16(
+            **offloaded(
+                3,
+                pinned=True,
+                offload_param={"device": "cpu", "pin_memory": True},
+                sub_group_size=40,
+                stage3_param_persistence_threshold=13,
+            ),
+            **TORCH_ON_HOST,
+        ),
+        "client": adamw,
+    },
+    "disk_offload_bf16_z3": {
+        "config": bf16(
+            optimizer=TORCH_ADAM,
+            **offloaded(3, offload_param={"device": "cpu"}),
+            **TORCH_ON_HOST,
+        ),
         "disk": True,
     },
     "fp32_z0_before_first_step": {
@@ -276,7 +304,8 @@ _WRAPPERS = {
     "offload_fp32_z1 offload_bf16_z1_fp32_accumulation offload_bf16_z2_overflow offload_fp16_z2 disk_offload_bf16_z2 "
     "pipe_offload_bf16_z1",
     "Zero3Adapter DeepSpeedZeroOptimizer_Stage3": "fp32_z3 fp16_z3 bf16_z3_sub_groups bf16_z3_some_persistent "
-    "bf16_z3_built_in_pieces bf16_z3_before_first_step bf16_z3_secondary_partitions disk_bf16_z3 fp32_z3_autocast",
+    "bf16_z3_built_in_pieces bf16_z3_before_first_step bf16_z3_secondary_partitions disk_bf16_z3 fp32_z3_autocast "
+    "offload_bf16_z3 offload_bf16_z3_weights disk_offload_bf16_z3",
     "BF16Adapter BF16_Optimizer": "bf16_z1_fp32_accumulation bf16_z1_before_first_step disk_bf16_z1 apex_bf16_z1 "
     "pipe_bf16_z0 pipe_bf16_z1_fp32_accumulation",
 }

@@ -221,7 +221,9 @@ def watch(engine: Any, adapter: Any) -> list[str]:
 
     def step(*args: Any, **kwargs: Any) -> Any:
         nonlocal hooks
-        images[:], hooks = adapter.images(), 0
+        # Copies stand for what a step writes before: they are made where it begins.
+        images[:] = [i.with_copies(adapter.written_by_steps)[0] for i in adapter.images()]
+        hooks = 0
         before[:] = [read(image) for image in images]
         result = original(*args, **kwargs)
         said.append(
