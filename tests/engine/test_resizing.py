@@ -38,8 +38,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 if BF16_OPTIMIZER_IS_NEVER_MADE:
     del CASES["zero1-bf16"]
-ROUND_ROBIN = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
-"""What is refused at another degree."""
+ONE_DEGREE: dict[str, dict[str, Any]] = {
+    "round_robin_gradients": {"stage": 1, "round_robin_gradients": True},
+    "ZeRO-3": {"stage": 3},
+}
+"""What is refused at another degree, by the words that say so."""
 LIFE = json.loads((Path(sys.argv[1]) / "life.json").read_text()) if RANK_GIVEN else {}
 DISK = LIFE.get("disk", False)
 WIDTH = 16
@@ -150,23 +153,25 @@ def undivided(root: Path) -> str:
 
 def refused(root: Path, life: dict[str, Any]) -> dict[str, Any]:
     """What must not be taken up: the memory of ``zero1`` under another global batch and with another model, and
-    that of a job which deals its parameters out by the degree."""
-    case, settings = "round-robin", config(ROUND_ROBIN)
+    those of jobs which deal their parameters out by the degree."""
+    by_degree = {case: config({"zero_optimization": zero}) for case, zero in ONE_DEGREE.items()}
     if not life["tag"] or life["until"] > 2 * STEPS:
-        engine = make({**settings, "reft": block(root, case)})
-        path, _ = engine.load_checkpoint(str(root / "none"))
-        train(engine, STEPS)
-        find_session(engine).flush(60)
-        find_session(engine).close()
-        dist.barrier()
-        return {"path": path}
+        paths = []
+        for case, settings in by_degree.items():
+            engine = make({**settings, "reft": block(root, case)})
+            paths.append(engine.load_checkpoint(str(root / "none"))[0])
+            train(engine, STEPS)
+            find_session(engine).flush(60)
+            find_session(engine).close()
+            dist.barrier()
+        return {"paths": paths}
     more = config(CASES["zero1"], gradient_accumulation_steps=2)
     del more["train_batch_size"]
     return {
         "batch": refusal(root, "zero1", more),
         "division": undivided(root),
         "optimizer": refusal(root, "zero1", config(CASES["zero1"], gradient_clipping=0.5)),
-        case: refusal(root, case, settings),
+        **{case: refusal(root, case, settings) for case, settings in by_degree.items()},
     }
 
 
@@ -262,6 +267,7 @@ def test_p1_p3_p7_a_job_of_fewer_replicas_goes_on_where_it_was_and_refuses_what_
     found = lives_of(tmp_path, LIVES[:2], ("zero1",))
     is_as_a_job_of_its_layout(found, "zero1")
     other_settings_are_refused(found)
+    by_degree_are_refused(found)
 
 
 @pytest.mark.nightly
@@ -365,10 +371,16 @@ def test_degrees_that_share_a_batch(config: dict[str, Any] | None, said: str | N
 
 @pytest.mark.nightly
 def test_p7_partitions_in_an_order_of_their_degree_are_refused_by_name(lives: Lives) -> None:
-    for rank in lives[1]:
-        assert "round_robin_gradients" in rank["refused"]["round-robin"]
+    by_degree_are_refused(lives)
     # What was refused is there for a job of the degree that wrote it.
-    assert [rank["refused"]["path"] for rank in lives[2]] == ["memory:round-robin/3"] * 3
+    paths = [f"memory:{case}/3" for case in ONE_DEGREE]
+    assert [rank["refused"]["paths"] for rank in lives[2]] == [paths] * 3
+
+
+def by_degree_are_refused(lives: Lives) -> None:
+    for rank in lives[1]:
+        for case in ONE_DEGREE:
+            assert case in rank["refused"][case]
 
 
 if __name__ == "__main__":

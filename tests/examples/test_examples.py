@@ -53,16 +53,13 @@ class Example:
     arguments: Sequence[str] = ()  # further arguments
     procs_per_node: int = 1  # ranks on each of the two nodes
     options: Sequence[str] = ()  # further options of ``reft launch``
-    zero_stage: int | None = None  # in the place of the configuration's
-    offload: bool = False  # whether the optimizer is in host memory
+    zero: dict[str, Any] | None = None  # in the place of the configuration's
 
     def run(self, directory: Path, block: dict[str, Any], *, loses_node: bool = False) -> Outcome:
         directory.mkdir(parents=True)
         config = json.loads((EXAMPLES / self.config).read_text())
-        if self.zero_stage is not None:
-            config["zero_optimization"] = {"stage": self.zero_stage}
-        if self.offload:
-            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        if self.zero is not None:
+            config["zero_optimization"] = self.zero
         path = directory / self.config
         path.write_text(json.dumps({**config, "reft": block}))
         places = ("--deepspeed_config", str(path), "--save-dir", str(directory / "checkpoints"))
@@ -106,9 +103,10 @@ def lose_a_node(example: Example, directory: Path, step: int) -> Outcome:
 
 
 PLAIN = Example("plain.py", "plain.json", ("--epochs", "1"))
-ZERO2 = Example("plain.py", "plain.json", ("--epochs", "1"), zero_stage=2)
-ZERO3 = Example("plain.py", "plain.json", ("--epochs", "1"), zero_stage=3)
-OFFLOADED = Example("plain.py", "plain.json", ("--epochs", "1"), zero_stage=2, offload=True)
+ZERO2 = Example("plain.py", "plain.json", ("--epochs", "1"), zero={"stage": 2})
+ZERO3 = Example("plain.py", "plain.json", ("--epochs", "1"), zero={"stage": 3})
+ON_HOST = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+OFFLOADED = Example("plain.py", "plain.json", ("--epochs", "1"), zero=ON_HOST)
 COMPILED = Example("plain.py", "plain.json", ("--epochs", "1", "--compile"))
 PIPELINE = Example(
     *("pipeline.py", "pipeline.json", ("--steps", "12")),

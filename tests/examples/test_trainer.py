@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import reft
 import reft.hf
 
-from .test_examples import Example, lose_a_node
+from .test_examples import ON_HOST, Example, lose_a_node
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
 pytest.importorskip("accelerate", reason="needs the extra hf: pip install 'reft-ckpt[hf]'")
 
 TRAINER = Example("trainer.py", "trainer.json", ("--epochs", "2"))
-OFFLOADED = Example("trainer.py", "trainer.json", ("--epochs", "1"), zero_stage=2, offload=True)
+ZERO = {
+    "offloaded": ON_HOST,
+    "zero3": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+}
 PASS = 16  # steps of a pass over the example's 256 samples: two ranks, batches of 4, two batches a step
 
 
@@ -44,11 +48,13 @@ def test_a_trainer_goes_on_where_the_version_was_taken(
 
 @pytest.mark.process
 @pytest.mark.integration
-def test_a_trainer_whose_optimizer_is_offloaded_goes_on_where_the_version_was_taken(
-    tmp_path: Path,
+@pytest.mark.parametrize("zero", ZERO.values(), ids=ZERO)
+def test_a_trainer_of_a_zero_stage_goes_on_where_the_version_was_taken(
+    tmp_path: Path, zero: dict[str, Any]
 ) -> None:
-    OFFLOADED.run(tmp_path / "undisturbed", {"enabled": False})
-    lose_a_node(OFFLOADED, tmp_path / "disturbed", PASS // 2)
+    example = Example("trainer.py", "trainer.json", ("--epochs", "1"), zero=zero)
+    example.run(tmp_path / "undisturbed", {"enabled": False})
+    lose_a_node(example, tmp_path / "disturbed", PASS // 2)
     assert weights(tmp_path / "disturbed") == weights(tmp_path / "undisturbed")
 
 
