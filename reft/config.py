@@ -1,5 +1,4 @@
-"""The ``reft`` block of the DeepSpeed JSON: its keys, how it is read, and what is said where it is
-wrong.
+"""The ``reft`` block of the DeepSpeed JSON: its keys, parsing and error messages.
 
 Unknown keys and impossible combinations are refused with a message that says what to write.
 An absent block, or ``"enabled": false``, leaves the job untouched (promise P10).
@@ -25,7 +24,7 @@ from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME, JOB_ID, make_run_name
 from reft.protect.codes import short_form
 
-if TYPE_CHECKING:  # it needs numpy, which a program without the block must not find imported (P10)
+if TYPE_CHECKING:  # It imports numpy, which must not be imported in a job without the block (P10)
     from reft.protect.codes import Scheme
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class PersistConfig(ConfigBlock):
 
     @property
     def fixed_steps(self) -> int:
-        """The interval that is written in the block; 0 where there is none."""
+        """The interval in the block; 0 if it is "auto"."""
         return 0 if self.interval_steps == AUTO else int(self.interval_steps)
 
     @property
@@ -96,7 +95,7 @@ class PersistConfig(ConfigBlock):
         return self
 
 
-# Behind a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)
+# Suffix of a protection: ring peers recompute ZeRO partitions (asynchronous optimizer recomputing)
 AOR = "+aor"
 
 
@@ -384,14 +383,16 @@ class ReftConfig(ConfigBlock):
 
     @property
     def version_steps(self) -> int:
-        """Shortest interval between two versions: the one of the block, or a step where the job
-        finds it."""
+        """Shortest interval between two versions: the one in the block, or 1 if it is "auto"."""
         return 1 if self.interval_steps == AUTO else int(self.interval_steps)
 
     @property
     def scheme(self) -> Scheme:
-        """The redundancy that is really kept; under ``auto`` known only when it was chosen. Raises
-        ConfigError: it was not chosen yet."""
+        """The redundancy in force.
+
+        Raises:
+            ConfigError: the protection is ``auto`` and was not chosen yet.
+        """
         from reft.protect.codes import Scheme
 
         text = self._replicated_protection
@@ -419,7 +420,7 @@ class ReftConfig(ConfigBlock):
                     "to"
                 )
         most = self.persist.max_lost_steps
-        # what is observed needs steps without a snapshot
+        # Measuring the cost needs steps without a snapshot
         every = 2 if self.adapts else self.version_steps
         if most is not None and most < 2 * every:
             raise ValueError(
@@ -450,13 +451,15 @@ class ReftConfig(ConfigBlock):
         return 3 if self.persist.dir is not None else 2
 
     def as_block(self) -> dict[str, Any]:
-        """What was set, as JSON types: a block that gives this configuration again. With the
-        defaults in it some would be refused, as a key that is written has to be of use."""
+        """The explicitly set keys as JSON types; parsing them gives this configuration again.
+
+        Defaults are left out, because some keys are refused if they are written but have no effect.
+        """
         return self.model_dump(mode="json", exclude_unset=True)
 
     @property
     def job_memory_dir(self) -> Path:
-        """Directory of this job's memory on this node; the job has its name by now."""
+        """Directory of this job's memory on this node; requires that ``job_id`` is set."""
         assert self.job_id is not None
         return self.memory_dir / self.job_id
 
@@ -470,7 +473,16 @@ NESTED: dict[str, type[ConfigBlock]] = {
 
 
 def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
-    """The object in a file."""
+    """Read a JSON object from a file.
+
+    Args:
+        path: the file.
+        what: description of the file, for messages.
+        expected: expected content, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -484,9 +496,17 @@ def read_object(path: Path, what: str, expected: str) -> dict[str, Any]:
 
 
 def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
-    """Read the ``reft`` block out of a DeepSpeed configuration and apply the environment.
-    ``ds_config``: the DeepSpeed JSON as a mapping; the block may be absent. Returns the checked
-    configuration; ``enabled`` is False where the block is absent."""
+    """Read the ``reft`` block from a DeepSpeed configuration, and apply the environment.
+
+    Args:
+        ds_config: the DeepSpeed JSON as a mapping, with or without the block.
+
+    Returns:
+        The checked configuration; ``enabled`` is False without a block.
+
+    Raises:
+        ConfigError: the block is invalid.
+    """
     block = (ds_config or {}).get(BLOCK_NAME, {})
     if not isinstance(block, Mapping):
         raise ConfigError(
@@ -497,8 +517,13 @@ def load_config(ds_config: Mapping[str, Any] | None) -> ReftConfig:
 
 
 def read_block(path: Path) -> dict[str, Any]:
-    """The ``reft`` block of a JSON file, unchecked. The file is a DeepSpeed JSON, or holds nothing
-    else."""
+    """Read the ``reft`` block of a JSON file without checking it.
+
+    The file is a DeepSpeed JSON, or contains only the block.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no block.
+    """
     block = read_object(path, f"the {BLOCK_NAME} block's file", f'{{"{BLOCK_NAME}": {{...}}}}').get(
         BLOCK_NAME
     )
@@ -511,9 +536,18 @@ def read_block(path: Path) -> dict[str, Any]:
 
 
 def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None) -> ReftConfig:
-    """Check one ``reft`` block; REFT_MEMORY_DIR and REFT_JOB_ID in ``environ`` override it: the
-    launcher and its daemon look where they say. So do the keys in REFT_PROFILE, which ``reft
-    profile`` sets."""
+    """Check a ``reft`` block.
+
+    REFT_MEMORY_DIR and REFT_JOB_ID override it, because the launcher and its daemon use the places
+    that they name. The keys in REFT_PROFILE, which ``reft profile`` sets, override it, too.
+
+    Args:
+        block: the block; changed in place.
+        environ: environment variables.
+
+    Raises:
+        ConfigError: the block is invalid.
+    """
     environ = environ or {}
     for name, key in ((ENV_MEMORY_DIR, "memory_dir"), (ENV_JOB_ID, "job_id")):
         if value := environ.get(name):
@@ -523,7 +557,7 @@ def parse_block(block: dict[str, Any], environ: Mapping[str, str] | None = None)
     if not block.get("job_id") and (run := make_run_name(environ)):
         block["job_id"] = run
     if asked := environ.get(ENV_PROFILE):
-        # `reft profile` measures any job, with or without a block.
+        # `reft profile` measures jobs with and without a block.
         block |= {"enabled": True, **json.loads(asked)}
     try:
         return ReftConfig.model_validate(block)
@@ -537,7 +571,7 @@ def _explain_errors(error: ValidationError) -> str:
     for item in error.errors():
         loc, message = item["loc"], item["msg"].removeprefix("Value error, ")
         last = str(loc[-1]) if loc else ""
-        # of a key that takes "auto" too: said with that
+        # A key that also accepts "auto" has two errors, which are merged into the literal's
         if last == "int" or last.startswith("constrained-"):
             other_kind = message.partition(",")[0]
             continue
@@ -550,7 +584,7 @@ def _explain_errors(error: ValidationError) -> str:
             hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
             lines.append(f"  {path}: unknown key; {hint}")
         else:
-            of_part = not loc or loc[-1] in NESTED  # what was found is in the message
+            of_part = not loc or loc[-1] in NESTED  # The message contains the value already
             found = (
                 "" if item["type"] == "value_error" and of_part else f" (found {item['input']!r})"
             )
@@ -564,7 +598,7 @@ def _keys_at(path: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = next(
         (models[str(name)] for name in path if name in models), ReftConfig
     )
-    return [name for name in model.model_fields if name != "faults"]  # those are for tests
+    return [name for name in model.model_fields if name != "faults"]  # Only for tests
 
 
 @dataclass(frozen=True)
@@ -587,7 +621,7 @@ def explain(model: type[BaseModel] = ReftConfig, prefix: str = "") -> Iterator[K
         key = prefix + name
         if name in NESTED:
             yield from explain(NESTED[name], key + ".")
-        elif name != "faults":  # those are for tests
+        elif name != "faults":  # Only for tests
             default = field.get_default(call_default_factory=True)
             default = str(default) if isinstance(default, Path) else default
             meaning = " ".join((field.description or "").split())

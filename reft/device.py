@@ -1,9 +1,9 @@
-"""What a device is to reft: one class for each vendor, and nobody else who knows vendors.
+"""Access to devices: one class for each vendor. No other module depends on vendors.
 
-torch's modules for its device types (``torch.cuda``, ``torch.xpu``) offer the same: streams,
-events, free memory and random state are asked of :attr:`Vendor.module`. What only a driver does is
-a method here. Another vendor is one more class in :data:`VENDORS`, which passes
-``tests/device/test_vendors.py``.
+Torch's modules for its device types (``torch.cuda``, ``torch.xpu``) have a common interface for
+streams, events, free memory and random state; callers use :attr:`Vendor.module`. Functions that
+only a driver has are methods here. To support another vendor, add a class to :data:`VENDORS` that
+passes ``tests/device/test_vendors.py``.
 """
 
 from __future__ import annotations
@@ -21,61 +21,65 @@ import torch
 
 
 class Vendor(ABC):
-    """Devices of one of torch's types. Methods raise RuntimeError, OSError or AttributeError where
-    the driver refuses, or is not there."""
+    """Devices of one torch device type.
 
-    type: str  # torch's word
-    name: str  # for messages and results
-    module: Any  # torch's module for the type; much of it has no types
-    has_cupy = False  # whether CuPy compiles kernels for it
+    Methods raise RuntimeError, OSError or AttributeError if the driver fails or is missing.
+    """
+
+    type: str  # Torch's name of the type
+    name: str  # Name for messages and results
+    module: Any  # Torch's module for the type, which is largely untyped
+    has_cupy = False  # Whether CuPy supports it
 
     @abstractmethod
     def enter(self, device: torch.device) -> None:
-        """Have the calling thread use the device, such that its calls do not end a graph's capture
-        by another thread. A new thread starts on device 0; switching back to it would make a
-        context there, some hundred MB of its memory for every rank of the node."""
+        """Make the calling thread use the device, without ending a graph capture by other threads.
+
+        A new thread starts on device 0. Switching back to that would create a context there, which
+        takes a few hundred MB for every rank of the node.
+        """
 
     @abstractmethod
     def create_stream(self, device: torch.device) -> Any:
-        """A stream that nobody else has, of the default stream's priority.
+        """Create an exclusive stream with the default stream's priority.
 
-        torch hands those of its pool out in turns, to communicators too: these would wait for
-        copies. It is never destroyed: torch's allocator keeps blocks that were allocated on it, and
-        asks it again when it gives them back."""
+        A stream of torch's pool would be shared, also with communicators, which would then wait for
+        copies. The stream is never destroyed, because torch's allocator uses the stream of a block
+        again when it releases the block.
+        """
 
     @abstractmethod
     def host_register(self, device: torch.device, address: int, nbytes: int) -> None:
-        """Have a device write straight to host memory: page-lock it for all of the process's
-        devices."""
+        """Page-lock host memory for all devices of the process, so that they can write directly to
+        it."""
 
     @abstractmethod
     def host_unregister(self, device: torch.device, address: int) -> None:
-        """Undo that for memory registered from ``address`` on."""
+        """Undo :meth:`host_register` for the memory at ``address``."""
 
     @abstractmethod
     def numa_node(self, device: torch.device) -> int:
-        """Of the host, that the device is linked to; -1 where the host does not say."""
+        """NUMA node of the host to which the device is connected; -1 if unknown."""
 
     def settings_to_change(self, environment: Mapping[str, str], tensor_parallel: int) -> list[str]:
-        """What of the driver's environment has copies hinder training, and what to write
-        instead."""
+        """Environment settings of the driver with which copies slow down training, with advice."""
         return []
 
 
 class Cuda(Vendor):
-    """NVIDIA's devices, and AMD's, which torch calls the same; so are the arguments of their
-    drivers."""
+    """Devices of NVIDIA and AMD. Torch uses one name for both, and their drivers have the same
+    arguments."""
 
     type = "cuda"
     name = "rocm" if torch.version.hip else "cuda"
     module: Any = torch.cuda
     has_cupy = True
 
-    # CU_STREAM_NON_BLOCKING and hipStreamNonBlocking, as torch's: others wait for the default
-    # stream.
+    # CU_STREAM_NON_BLOCKING and hipStreamNonBlocking, as for torch's streams. Without it, the
+    # stream would wait for the default stream.
     _NON_BLOCKING = 1
     _PORTABLE = 1  # cudaHostRegisterPortable and hipHostRegisterPortable
-    # AMD's default: for training, its communication, and copies on two streams
+    # AMD's default, enough for training, its communication, and copies on two streams
     _HARDWARE_QUEUES = 4
     _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, hipStreamCaptureModeThreadLocal
 
@@ -86,8 +90,8 @@ class Cuda(Vendor):
         self.module.set_device(device)
         if not hasattr(self._entered, "once"):
             self._entered.once = True
-            # By default a thread's cudaMalloc or cudaEventQuery ends any other's capture of
-            # torch.cuda.graph.
+            # By default, cudaMalloc or cudaEventQuery in one thread invalidates a capture of
+            # torch.cuda.graph in another.
             with suppress(OSError, AttributeError):
                 library = self.library()
                 nvidia = hasattr(library, "cuThreadExchangeStreamCaptureMode")
@@ -105,7 +109,7 @@ class Cuda(Vendor):
         return self.module.ExternalStream(made.value or 0, device=device)
 
     def library(self) -> Any:
-        """NVIDIA's driver or AMD's runtime, as torch has loaded it."""
+        """NVIDIA's driver or AMD's runtime, the library that torch has loaded."""
         name = "/libamdhip64.so" if torch.version.hip else "/libcuda.so"
         for line in Path("/proc/self/maps").read_text().splitlines():
             if name in line:
@@ -130,8 +134,7 @@ class Cuda(Vendor):
 
     def settings_to_change(self, environment: Mapping[str, str], tensor_parallel: int) -> list[str]:
         if self.name == "cuda":
-            # Megatron needs it so, and checks it, where tensor parallelism overlaps with
-            # communication.
+            # With tensor parallelism, Megatron requires this value, to overlap communication.
             if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and tensor_parallel == 1:
                 return [
                     "CUDA_DEVICE_MAX_CONNECTIONS=1 has copies and kernels wait for each "
@@ -148,8 +151,11 @@ class Cuda(Vendor):
         return found
 
     def _call(self, device: torch.device, call: Callable[[Any], Any]) -> None:
-        """In a thread of its own: a call that fails leaves its error behind in the thread that made
-        it, and torch would report it there at the next kernel it launches."""
+        """Call the runtime in a separate thread.
+
+        A failed call leaves its error in the calling thread's state, where torch would report it at
+        the next kernel launch.
+        """
         refused: list[str] = []
 
         def run() -> None:
@@ -166,7 +172,7 @@ class Cuda(Vendor):
         try:
             thread.start()
         except RuntimeError:
-            run()  # the interpreter is shutting down
+            run()  # No thread can be started while the interpreter shuts down
         else:
             thread.join()
         if refused:
@@ -177,23 +183,26 @@ VENDORS: dict[str, Vendor] = {Cuda.type: Cuda()}  # by torch's device type
 
 
 def find_vendor(device: torch.device) -> Vendor | None:
-    """None for a CPU, whose work is done when a call returns, and for devices that reft does not
-    know."""
+    """The vendor of a device; None for CPUs and for unknown devices."""
     return VENDORS.get(device.type)
 
 
 def find_local_vendor() -> Vendor | None:
-    """Of the devices that this process could use; nothing is begun on them."""
+    """The vendor of the available devices; does not initialise them."""
     return next((vendor for vendor in VENDORS.values() if vendor.module.is_available()), None)
 
 
 def find_used_vendor() -> Vendor | None:
-    """Of the device that torch has begun to use."""
+    """The vendor of the devices that torch has initialised."""
     return next((vendor for vendor in VENDORS.values() if vendor.module.is_initialized()), None)
 
 
 def compiled(module: str, name: str) -> Any:
-    """The C function ``name`` of an extension, its argument types still to be set."""
+    """The C function ``name`` of an extension; the caller sets its argument types.
+
+    Raises:
+        OSError: the extension was not compiled, or is of another version.
+    """
     found = find_spec(module)
     if found is None or found.origin is None:
         raise OSError("it was not built when reft was installed; that takes a C++ compiler")

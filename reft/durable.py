@@ -1,5 +1,4 @@
-"""Files that are whole or not there: written under another name and put in place. Standard library
-only."""
+"""Atomic creation of files: written under a temporary name, then renamed. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,17 +14,18 @@ from typing import BinaryIO
 def whole_file(
     path: Path, *, mode: int = 0o666, sync: bool = True, replace: bool = True, buffering: int = -1
 ) -> Iterator[BinaryIO]:
-    """A file to write to, which stands under ``path`` when the block ends well and leaves nothing
-    when it does not. Several processes may write the same one, also on several hosts.
+    """Open a file for writing that appears under ``path`` only if the block succeeds.
+
+    If the block fails, no file is left. Several processes may write the same path, also on several
+    hosts.
 
     Args:
-        path: where it shall be.
-        mode: its permissions, less the umask.
-        sync: have the bytes on storage before it has its name. The directory is the caller's to
-            sync.
-        replace: take the place of a file that is there; otherwise that one stays, whoever was
-            first.
-        buffering: as of :func:`open`.
+        path: final path.
+        mode: permissions, reduced by the umask.
+        sync: flush the bytes to storage before the file gets its name. The caller must sync the
+            directory.
+        replace: replace an existing file; otherwise the first file stays.
+        buffering: as in :func:`open`.
     """
     host, pid, thread = os.uname().nodename, os.getpid(), threading.get_ident()
     draft = path.with_name(f".{path.name}.{host}.{pid}.{thread}.new")
@@ -38,6 +38,7 @@ def whole_file(
             yield file
             file.flush()
             if sync:
+                # Before the rename: after a crash, the name must not refer to missing bytes.
                 os.fsync(fd)
         if replace:
             draft.replace(path)
@@ -52,15 +53,14 @@ def whole_file(
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a small file so that it has either no content under its name, the old one or all of the
-    new."""
+    """Write a small file durably. After a crash, the path has no file, the old or the new one."""
     with whole_file(path) as file:
         file.write(data)
     sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
-    """Make names in a directory durable."""
+    """Flush a directory's entries to storage, so that renames in it survive a crash."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

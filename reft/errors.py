@@ -20,7 +20,7 @@ class LayoutError(ReftError, RuntimeError):
 
 
 class SizeError(ConfigError, LayoutError):
-    """The job cannot train on as many nodes as this start has; other numbers may do."""
+    """The job cannot train on this number of nodes; other numbers may be possible."""
 
 
 class FingerprintError(LayoutError):
@@ -33,16 +33,15 @@ class UnsupportedStateError(ReftError, TypeError):
 
 
 class UnrecoverableError(ReftError, RuntimeError):
-    """The job made progress, but neither memory nor disk holds a whole version of it."""
+    """The job made progress, but neither memory nor disk holds a complete version of it."""
 
 
 class CorruptionError(ReftError, RuntimeError):
-    """The state that is trained is not one to go on with; the job restarts from its newest
-    version."""
+    """The training state is corrupt; the job restarts from its newest version."""
 
 
 class CorruptJobError(CorruptionError, UnrecoverableError):
-    """The same, and a restart would lead there again."""
+    """The training state is corrupt, and a restart would reproduce it."""
 
 
 class NotResumedError(UnrecoverableError):
@@ -51,7 +50,7 @@ class NotResumedError(UnrecoverableError):
 
 
 class StaleReplicaError(ReftError, RuntimeError):
-    """A replica of an optimizer partition no longer follows its owner and must be copied anew."""
+    """A replica of an optimizer partition no longer follows its owner and must be copied again."""
 
 
 class ArenaError(ReftError, RuntimeError):
@@ -63,7 +62,7 @@ class OutOfMemoryError(ArenaError, MemoryError):
 
 
 class StagingMemoryError(ReftError, MemoryError):
-    """There is no room for a staging copy next to what training needs."""
+    """The device has no room for a staging copy in addition to training's memory."""
 
 
 class CopyError(ReftError, ValueError):
@@ -71,7 +70,7 @@ class CopyError(ReftError, ValueError):
 
 
 class CopyOrderError(ReftError, RuntimeError):
-    """The calls of a copy engine came in another order than begin, copy, fence, synchronize."""
+    """A copy engine was not called in the order begin, copy, fence, synchronize."""
 
 
 class TransferError(ReftError, ConnectionError):
@@ -79,8 +78,7 @@ class TransferError(ReftError, ConnectionError):
 
 
 class PeerLostError(TransferError):
-    """A rank died, left or is silent: no message can be exchanged over these connections any
-    more."""
+    """A rank died, left or is silent; these connections can no longer be used."""
 
 
 class AuthenticationError(ReftError, PermissionError):
@@ -92,7 +90,7 @@ class PersistError(ReftError, OSError):
 
 
 class OvertakenError(PersistError):
-    """Memory went on to newer versions before this one was read from it."""
+    """Memory moved to newer versions before this one was read from it."""
 
 
 class FencedError(PersistError):
@@ -100,8 +98,8 @@ class FencedError(PersistError):
     replaced.
 
     Args:
-        message: for people.
-        newest: number of that start; 0: not known.
+        message: the message.
+        newest: incarnation of that start; 0 if unknown.
     """
 
     def __init__(self, message: str, newest: int = 0) -> None:

@@ -1,7 +1,7 @@
-"""Injected faults: objects that are passed in or set by config, never patches.
+"""Injected faults, which are passed in as objects or set in the block, never patched in.
 
-A :class:`FaultPlan` is asked at every fault point; where a configured fault matches, the rank dies
-by SIGKILL (nothing is flushed, as in a real loss) or raises.
+A :class:`FaultPlan` is called at every fault point. If a configured fault matches, the rank is
+killed by SIGKILL (nothing is flushed, as in a real loss) or raises an error.
 """
 
 from __future__ import annotations
@@ -29,9 +29,15 @@ class InjectedFaultError(ReftError):
 
 
 class FaultPlan:
-    """The faults of one rank in one incarnation. ``faults``: configured faults. ``coordinate``:
-    where this rank sits. ``incarnation``: the running incarnation of the job. ``kill_node``: kills
-    everything on this node, memory included; needed for ``kill_node`` only."""
+    """The faults of one rank in one incarnation.
+
+    Args:
+        faults: configured faults.
+        coordinate: this rank's coordinate; None matches every fault.
+        incarnation: the running incarnation of the job.
+        kill_node: kills all processes on this node and removes its memory; needed only for the
+            action ``kill_node``.
+    """
 
     def __init__(
         self,
@@ -53,7 +59,7 @@ class FaultPlan:
         )
 
     def reach(self, point: FaultPoint, step: int) -> None:
-        """Called where ``point`` is passed for ``step``; fails there if a fault says so."""
+        """Fail if a fault is configured for this point and step."""
         for fault in self._faults:
             if fault.point is point and fault.step == step:
                 self._fire(fault)
@@ -67,18 +73,18 @@ class FaultPlan:
 
 
 def kill_this_node(job_dir: Path) -> None:
-    """Die as a lost host does: SIGKILL of the launcher, the daemon and every sibling, the job's
-    memory gone.
+    """Simulate the loss of this host: kill the launcher, the daemon and all siblings, and remove
+    the job's memory.
 
-    Only for processes started by ``reft launch`` (REFT_NODE_ID is set); elsewhere the parent is
-    somebody else's and is left alone.
+    Other processes are killed only under ``reft launch`` (REFT_NODE_ID is set), because otherwise
+    the parent does not belong to the job.
     """
     me = psutil.Process()
     launcher = me.parent()
     if os.environ.get(ENV_NODE_ID) and launcher is not None:
         with suppress(psutil.NoSuchProcess):
-            # Stopped it starts nothing anew. Its end comes last: the kernel ends this process with
-            # it.
+            # The launcher is suspended first, so that it restarts nothing. It is killed last,
+            # because the kernel then kills this process, too.
             launcher.suspend()
             for process in launcher.children(recursive=True):
                 if process.pid != me.pid:

@@ -1,4 +1,4 @@
-"""A finding: something that a job is told before or at its start, and what to change."""
+"""A finding of a check before or at the start of a job, with the change that it requires."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """How a finding affects the start of a job.
+    """Effect of a finding on the start of a job.
 
-    REFUSED: the job does not start. WARNING: it starts, unless the block says ``"strict": true``.
-    NOTE: it starts.
+    - REFUSED: the job does not start.
+    - WARNING: it starts, unless the block says ``"strict": true``.
+    - NOTE: it starts.
     """
 
     REFUSED = "REFUSED"
@@ -20,13 +21,13 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the list.
+    """One finding.
 
     Attributes:
-        severity: how it affects the start.
-        found: what was found, and what that means.
-        change: what to write.
-        line: of the training script; 0 if it is about something else.
+        severity: effect on the start.
+        found: what was found, and its consequence.
+        change: what to change; "" if nothing.
+        line: line of the training script; 0 if the finding is not about the script.
     """
 
     severity: Severity

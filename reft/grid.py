@@ -1,9 +1,7 @@
-"""Where the ranks of a hybrid-parallel job sit, and what versions and blocks are called:
-coordinates, nodes, sharding groups, labels, sections. The words that saving, storing and loading
-share.
+"""Coordinates, nodes and sharding groups of ranks; identities of versions, sections and blocks.
 
-Ranks are reassigned by TorchElastic after every failure, so nothing that outlives a process is
-keyed by rank. The key is the coordinate (pp, dp, tp) and the job incarnation (promise P7).
+TorchElastic reassigns ranks after every failure, so nothing that outlives a process is keyed by
+rank. The key is the coordinate (pp, dp, tp) and the job's incarnation (promise P7).
 """
 
 from __future__ import annotations
@@ -56,14 +54,14 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Topology:
-    """The placement of one incarnation: which coordinate and which node every global rank has.
+    """The placement of one incarnation: coordinate and node of every global rank.
 
     Attributes:
         degrees: parallel degrees.
-        coordinates: coordinate of each global rank, each coordinate exactly once.
-        nodes: node id of each global rank: ranks with the same one share their memory directory.
-        hosts: what fails as one (the failure domain) for each global rank: a host, or what its user
-            declared to be one. Empty: every node is a host.
+        coordinates: coordinate of each global rank; every coordinate occurs exactly once.
+        nodes: node id of each global rank; ranks of one node share a memory directory.
+        hosts: failure domain of each global rank: a host, or what the user declared as one. Empty
+            if every node is a failure domain.
     """
 
     degrees: Degrees
@@ -90,8 +88,8 @@ class Topology:
         return {(c.pp, c.dp, c.tp): c for c in self.coordinates}
 
     def coordinate_at(self, pp: int, dp: int, tp: int) -> Coordinate:
-        """The coordinate, the topology's own where it has it, which saves making thousands of equal
-        ones."""
+        """The topology's own coordinate object if there is one, which avoids thousands of equal
+        objects."""
         return self._coordinate_by_place.get((pp, dp, tp)) or Coordinate(pp, dp, tp)
 
     @property
@@ -109,13 +107,12 @@ class Topology:
         return tuple(self.rank_of(Coordinate(pp, dp, tp)) for dp in range(self.degrees.dp))
 
     def group_nodes(self, pp: int, tp: int) -> tuple[str, ...]:
-        """Host of every member of the sharding group (pp, tp), ordered by dp: placement and
-        tolerance count what fails as one (P4)."""
+        """Failure domain of every member of the sharding group (pp, tp), ordered by dp (P4)."""
         return tuple(self.failure_domains[r] for r in self.group(pp, tp))
 
     @property
     def failure_domains(self) -> tuple[str, ...]:
-        """What fails as one, for each global rank."""
+        """Failure domain of each global rank."""
         return self.hosts or self.nodes
 
     def groups(self) -> tuple[tuple[int, int], ...]:
@@ -133,8 +130,11 @@ class Topology:
         return self._ranks_by_node.get(node, ())
 
     def readers(self, node: str, pp: int, tp: int) -> tuple[int, ...]:
-        """Ranks that read what a node holds of the sharding group (pp, tp): the group's members
-        there; where none of them runs, one of the node's ranks. Empty where no rank runs at all."""
+        """Ranks that read a node's bytes of the sharding group (pp, tp).
+
+        These are the group's members on that node or, if there are none, one of the node's ranks.
+        Empty if the node has no rank.
+        """
         here = self.local_ranks(node)
         members = tuple(
             r for r in here if (self.coordinates[r].pp, self.coordinates[r].tp) == (pp, tp)
@@ -143,11 +143,11 @@ class Topology:
 
 
 def ring_order(nodes: Sequence[str]) -> tuple[int, ...]:
-    """Order the members of a sharding group in a ring whose neighbours sit on distinct nodes.
+    """Order the members of a sharding group in a ring whose neighbours are on distinct nodes.
 
-    Members are dealt out node by node (first of every node, second of every node, ...), so that
-    with at most half of the members on one node the successor of a member is on another node.
-    With one member per node this is the plain order 0..D-1. Pure; every rank computes the same.
+    The ring takes the first member of every node, then the second of every node, and so on. If at
+    most half of the members are on one node, the successor of each member is on another node. With
+    one member per node, this is the order 0..D-1. Pure; every rank computes the same.
 
     Args:
         nodes: node id of member d, for d = 0..D-1.
@@ -158,35 +158,34 @@ def ring_order(nodes: Sequence[str]) -> tuple[int, ...]:
     queues = sorted(by_node.values(), key=lambda q: (-len(q), q[0]))
     if queues and len(queues[0]) == 1:
         return tuple(range(len(nodes)))
-    # Columns of the table "one row per node" laid end to end: two members of one node are as far
-    # apart as the number of nodes that still have members.
+    # In a table with one row for each node, read column by column, the distance between two members
+    # of a node is the number of nodes that still have members.
     ordered = [m for q in queues for m in q]
     stride = len(queues[0])
     return tuple(m for start in range(stride) for m in ordered[start::stride])
 
 
 def topology(pp: int, dp: int | None = None, tp: int = 1) -> Any:
-    """The order of ranks that survives the loss of a node:
+    """An order of ranks that survives the loss of a node:
     ``PipelineModule(topology=reft.topology(2, 2))``.
 
-    DeepSpeed's own order (pipe, data, model) numbers the data-parallel peers of a stage one after
-    the other, and launchers number the ranks of a node one after the other: peers share a node,
-    which takes every copy of their stage along. Here a whole replica (pp x tp ranks) comes before
-    the next one, so that peers are as far apart as they can be: on different nodes where a replica
-    fills at least a node.
+    DeepSpeed's own order (pipe, data, model) gives consecutive ranks to the data-parallel peers of
+    a stage, and launchers place consecutive ranks on one node. Peers then share a node, and its
+    loss takes all copies of their stage. In this order, all ranks of a replica (pp x tp) precede
+    the next replica, so peers are on different nodes if a replica fills at least one node.
 
     Args:
         pp: pipeline stages.
-        dp: data-parallel replicas; left out: as many as the ranks of this start make.
-        tp: tensor-parallel degree; its groups stay side by side.
+        dp: data-parallel replicas; None computes them from the world size.
+        tp: tensor-parallel degree; its groups have consecutive ranks.
 
     Returns:
         A ``deepspeed`` ``ProcessTopology`` with the axes data, pipe, model. For an engine without a
-        pipeline, ``PipelineParallelGrid(topology=...)`` makes an ``mpu`` of it.
+        pipeline, ``PipelineParallelGrid(topology=...)`` turns it into an ``mpu``.
 
     Raises:
         LayoutError: a degree is below 1.
-        SizeError: the ranks of this start make no whole number of replicas.
+        SizeError: the world size is not a multiple of the ranks of a replica.
     """
     if dp is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -210,18 +209,21 @@ place."""
 
 
 def aligned(nbytes: int, unit: int = ALIGNMENT_BYTES) -> int:
-    """``nbytes``, rounded up to whole units."""
+    """``nbytes``, rounded up to a multiple of ``unit``."""
     return -(-nbytes // unit) * unit
 
 
 class Section(StrEnum):
-    """What a block is part of.
+    """The section that a block belongs to.
 
-    The stage image has three sections: ``REPLICATED`` is equal on every data-parallel peer,
-    ``OWNED`` is the ZeRO partition of one, ``HOST`` what one rank's host knows. Under an erasure
-    code a member also stores ``PARITY`` of the replicated section, and its ring peers keep the
-    ``CHECKSUMS`` of its replicated blocks, so that what is decoded can be verified. ``GRADIENTS``
-    of a ring peer's partition lie beside a version while it is being made, and are no part of it.
+    - ``REPLICATED``: state that is equal on all data-parallel peers.
+    - ``OWNED``: the ZeRO partition of one rank.
+    - ``HOST``: the host state of one rank.
+    - ``PARITY``: parities of the replicated section, under an erasure code.
+    - ``CHECKSUMS``: checksums of a member's replicated blocks, kept by its ring peers under an
+      erasure code, to verify decoded blocks.
+    - ``GRADIENTS``: gradients of a ring peer's partition, stored while a version is being made;
+      they are not part of the version.
     """
 
     REPLICATED = "replicated"
@@ -233,37 +235,44 @@ class Section(StrEnum):
 
 
 STATE_SECTIONS = (Section.REPLICATED, Section.OWNED, Section.HOST)
-"""The sections that are restored; the others serve to restore them."""
+"""The sections that are restored; the other sections help to restore them."""
 
 
 @dataclass(frozen=True, order=True)
 class BlockKey:
     """Identity of a block within its sharding group and version."""
 
-    section: Section  # section of the stage image
+    section: Section  # Section of the stage image
     # dp index of the shard (replicated), of the owner (owned, host, checksums) or of the member
     # that computed it (parity)
     member: int
-    index: int  # position within that shard, 0-based
+    index: int  # Position within that shard, 0-based
 
 
 @dataclass(frozen=True, order=True)
 class VersionId:
     """A version of the job's state.
 
-    Ordered by incarnation first: a later incarnation starts from the best version there was, so
-    what it commits replaces everything older, also where a node that was cut off ran further."""
+    Versions are ordered by incarnation first. A later incarnation starts from the best available
+    version, so its versions replace all older ones, even those with a higher step that a
+    disconnected node has taken.
+    """
 
-    incarnation: int  # 1 for the first start of the job, one more after every restart
-    step: int  # optimizer steps that the state has seen (DeepSpeed's ``global_steps``)
+    incarnation: int  # 1 for the first start of the job; incremented by every restart
+    step: int  # Optimizer steps that the state contains (DeepSpeed's ``global_steps``)
 
     def __str__(self) -> str:
         return f"step {self.step} (incarnation {self.incarnation})"
 
 
 def given_up(labels: Iterable[VersionId]) -> dict[VersionId, VersionId]:
-    """Versions of a future that the job went back behind, each with the version that says so: one
-    of a later incarnation whose step is not higher."""
+    """Versions that the job abandoned by going back to an earlier step.
+
+    A version is abandoned if a later incarnation has a version whose step is not higher.
+
+    Returns:
+        For each abandoned version, that version of the later incarnation.
+    """
     line: list[VersionId] = []
     passed: dict[VersionId, VersionId] = {}
     for label in sorted(set(labels), reverse=True):
@@ -277,18 +286,18 @@ def given_up(labels: Iterable[VersionId]) -> dict[VersionId, VersionId]:
 
 @dataclass(frozen=True)
 class Resize:
-    """Other replicas: what a rank takes up that is not a part of an image."""
+    """A change of the number of replicas, and the source of each new replica's host state."""
 
-    old: int
-    new: int
+    old: int  # Replicas before
+    new: int  # Replicas after
 
     def host_from(self, dp: int) -> int:
-        """The old member whose host state the new member ``dp`` takes up: its own where there was
-        one, else another one's, for what is equal on all."""
+        """The old replica whose host state the new replica ``dp`` takes: its own if it existed,
+        otherwise another one's, for the parts that are equal on all replicas."""
         return dp % self.old
 
     def is_new(self, dp: int) -> bool:
-        """Whether there was no such member before: what is a rank's own is not in the version."""
+        """Whether replica ``dp`` did not exist before, so its own state is not in the version."""
         return dp >= self.old
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Hugging Face's ``Trainer`` with DeepSpeed goes on where the version was taken.
+"""Resumes Hugging Face's ``Trainer`` with DeepSpeed where the version was taken.
 
     trainer = reft.hf.resumable(Trainer(...))
     trainer.train()
@@ -31,8 +31,8 @@ _KEPT = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""What the Trainer's state holds beside its place. Its log grows with every step, and is not
-kept."""
+"""Kept fields of the Trainer's state, in addition to its step. Its log is not kept, because it
+grows with every step."""
 _CALLBACKS, _CONTROL = "callbacks", "control"
 """Keys of the states of callbacks, and of the Trainer's control."""
 _PREPARE, _PASS, _RNG = "_prepare_for_training", "_run_epoch", "_load_rng_state"
@@ -47,22 +47,22 @@ _NEEDED = {
 
 
 def resumable(trainer: Any) -> Any:
-    """Have a ``transformers.Trainer`` go on, after a failure, where the newest version was taken.
+    """Make a ``transformers.Trainer`` resume, after a failure, from the newest version.
 
-    Weights, optimizer, scheduler, random states, the step, the place in the data, the Trainer's
-    control and the state of callbacks come back: what a callback exports
-    (``EarlyStoppingCallback``), its ``state_dict``, or attributes of plain values and generators.
-    The Trainer's log begins anew. Without a ``reft`` block in the DeepSpeed configuration the
-    Trainer trains as before.
+    Weights, optimizer, scheduler, random states, the step, the position in the data, the Trainer's
+    control and the state of callbacks are restored. The state of a callback is what it exports
+    (``EarlyStoppingCallback``), its ``state_dict``, or its attributes with plain values and
+    generators. The Trainer's log begins again. Without a ``reft`` block in the DeepSpeed
+    configuration, the Trainer trains as before.
 
     Args:
-        trainer: with ``TrainingArguments(deepspeed=...)``; ``train()`` was not called yet.
+        trainer: a Trainer with ``TrainingArguments(deepspeed=...)``, before ``train()`` is called.
 
     Returns:
         The same Trainer.
 
     Raises:
-        ConfigError: it is no Trainer of a transformers release whose loop is known (5.0 or later).
+        ConfigError: it is no Trainer of a supported transformers release (5.0 or later).
     """
     for name, arguments in _NEEDED.items():
         method = getattr(trainer, name, None)
@@ -83,14 +83,14 @@ def resumable(trainer: Any) -> Any:
 
 
 class Callbacks(HostState):
-    """Callbacks of the script that export nothing: by their ``state_dict``, or by their attributes.
-    Matched by class, in their order."""
+    """State of the script's callbacks that do not export it: their ``state_dict``, or their
+    attributes. Saved states are matched by class, in order."""
 
     name = "trainer.callbacks"
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.capture()  # by which their attributes are known as they are before training
+        self.capture()  # Records the attributes' values before training
 
     def _followed(self) -> list[Any]:
         from transformers.trainer_callback import ExportableState
@@ -117,8 +117,8 @@ class Callbacks(HostState):
 
 
 class Scheduler(HostState):
-    """A learning-rate scheduler of the Trainer's that is not torch's, which are followed wherever
-    they are made."""
+    """State of the Trainer's learning-rate scheduler, if it is not torch's; those are followed
+    elsewhere."""
 
     name = "trainer.lr_scheduler"
 
@@ -133,28 +133,28 @@ class Scheduler(HostState):
 
 
 def followers(trainer: Any, engine: Any) -> Iterator[HostState]:
-    """What holds state in a Trainer whose engine is made."""
+    """Objects with state in a Trainer that has an engine."""
     from torch.optim.lr_scheduler import LRScheduler
 
     yield Callbacks(trainer)
     scheduler = trainer.lr_scheduler
-    # Accelerate wraps the engine's own.
+    # Accelerate may have wrapped the engine's scheduler.
     is_engines = engine.lr_scheduler in (scheduler, getattr(scheduler, "scheduler", None))
     if is_stateful(scheduler) and not is_engines and not isinstance(scheduler, LRScheduler):
         yield Scheduler(scheduler)
 
 
 class Resumption:
-    """Loads the state of one Trainer and leaves out the passes that were trained before."""
+    """Loads the state of one Trainer and skips the passes that were trained before."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._rng: dict[str, Any] | None = None
-        """The version's random states, until the Trainer asks for them."""
+        """The version's random states, until the Trainer has loaded them."""
         self._step: int | None = None
-        """The restored one, until the pass that it lies in has begun."""
+        """The restored step, until the pass that contains it has begun."""
         self._has_stopped = False
-        """Whether a callback had ended the training when the version was taken."""
+        """Whether a callback had stopped the training when the version was taken."""
 
     def capture(self) -> dict[str, Any]:
         state = self._trainer.state
@@ -167,7 +167,7 @@ class Resumption:
         }
 
     def _stateful(self) -> list[Any]:
-        """Callbacks that the Trainer's own checkpoints keep too."""
+        """Callbacks whose state is also in the Trainer's own checkpoints."""
         from transformers.trainer_callback import ExportableState
 
         return [
@@ -175,7 +175,7 @@ class Resumption:
         ]
 
     def restore_callbacks(self, saved: list[list[Any]]) -> None:
-        """Those of equal names, in their order: the script makes them anew at every start."""
+        """Restore callbacks by name, in order; the script creates them again at every start."""
         states = list(saved)
         for callback in self._stateful():
             found = next((state for state in states if state[0] == type(callback).__name__), None)
@@ -185,7 +185,7 @@ class Resumption:
                     setattr(callback, name, value)
 
     def prepare(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """The engine is made."""
+        """Wraps the method that creates the engine, and loads its state."""
         from reft.engine.attach import attach, find_session
         from reft.state.blob import capture_rng
 
@@ -216,7 +216,7 @@ class Resumption:
         return result
 
     def run_pass(self, original: Any, *args: Any, **kwargs: Any) -> None:
-        """One pass over the data."""
+        """Wraps one pass over the data; skips passes before the restored step."""
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         if self._step is not None:
             trainer = self._trainer
@@ -237,7 +237,8 @@ class Resumption:
         original(**bound)
 
     def load_rng(self, original: Any, *args: Any, **kwargs: Any) -> None:
-        """The Trainer is where the version was: within a pass, or before one begins."""
+        """Wraps the loading of random states: restores the version's when the Trainer has reached
+        its position."""
         from reft.state.blob import restore_rng
 
         if self._rng is None:

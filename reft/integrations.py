@@ -1,4 +1,4 @@
-"""Packages that bring what reft's core does not know: training programs, and ways to carry a job.
+"""Finds packages that extend reft: support for training programs, rendezvous and transports.
 
 An integration is a module named by an entry point of the group ``reft.integrations``, such as this
 one in the ``pyproject.toml`` of the package::
@@ -11,8 +11,8 @@ Importing the module must be cheap: it is imported before the training script. I
 - ``ON_IMPORT``: name of a module of the program -> ``"module:function"``, called with the module
   right after it was imported, where ``REFT_CONFIG`` names a block;
 - ``PROGRAMS``: name of a module of the program -> ``"module:function"``, called with an engine of a
-  program that has imported it; returns a :class:`~reft.engine.attach.Program`, or None for an
-  engine of nobody's;
+  program that has imported it; returns a :class:`~reft.engine.attach.Program`, or None if the
+  engine does not belong to the program;
 - ``FOLLOWERS``: any name -> ``"module:function"``, called with the session's
   :class:`~reft.engine.context.JobContext` and a function that returns the objects which the script
   has given; returns the :class:`~reft.engine.host_state.HostState` objects that follow the state of

@@ -1,10 +1,9 @@
-"""Every log line of reft begins in the same way: ``reft [job/pp0.dp1.tp0 step 12]``.
+"""Log set-up: every line of reft has a prefix such as ``reft [job/pp0.dp1.tp0 step 12]``.
 
-Modules log through ``logging.getLogger(__name__)``. One handler, on the logger ``reft``, puts the
-prefix before the message and leaves the rest to the handlers of the program or, where it has none,
-to Python's last resort (warnings to stderr). The launcher and the node daemon have no coordinate
-and write what they
-are: ``reft [job/launcher node0]``.
+Modules log through ``logging.getLogger(__name__)``. One handler on the logger ``reft`` adds the
+prefix to the message. The output is left to the program's handlers or, if there are none, to
+Python's last resort (warnings to stderr). The launcher and the node daemon have no coordinate and
+use their role: ``reft [job/launcher node0]``.
 """
 
 from __future__ import annotations
@@ -36,24 +35,27 @@ class _Place:
         return f"reft [{inside}]" if inside else "reft:"
 
 
-_PLACE = _Place()  # where this process is: it is one rank, one launcher or one daemon
+_PLACE = _Place()  # Identity of this process, which is a rank, a launcher or a daemon
 
 
 def set_place(job: str, who: str, step: int | None = None) -> None:
-    """Say whose lines these are. ``job``: the job's id. ``who``: the coordinate of a rank, or what
-    else this process is. ``step``: as for :func:`set_step`."""
+    """Set the prefix of this process's lines.
+
+    Args:
+        job: the job's id.
+        who: coordinate of the rank, or role of the process.
+        step: see :func:`set_step`.
+    """
     _PLACE.job, _PLACE.who, _PLACE.step = job, who, step
 
 
 def set_step(step: int) -> None:
-    """Say which step was finished last; a line about another step's version names that step
-    itself."""
+    """Set the last finished step. A line about another step's version names that step itself."""
     _PLACE.step = step
 
 
 class PrefixHandler(logging.Handler):
-    """Writes the prefix into every record of reft's loggers that passes on its way to the other
-    handlers."""
+    """Adds the prefix to every record of reft's loggers before other handlers receive it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = _PLACE.prefix()
@@ -68,8 +70,7 @@ class PrefixHandler(logging.Handler):
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stderr is when a line comes: the one of its making may be closed by
-    then."""
+    """Writes to the current sys.stderr, because the earlier one may have been closed."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -80,8 +81,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def install() -> None:
-    """Have the lines of this process begin with the prefix, and go to stderr where REFT_LOGLEVEL
-    asks for a level. Doing it twice does no harm."""
+    """Add the prefix to this process's lines; log to stderr if REFT_LOGLEVEL is set. Idempotent."""
     if os.environ.get(ENV_LOG_LEVEL):
         to_stderr()
         return
@@ -91,8 +91,10 @@ def install() -> None:
 
 
 def to_stderr() -> None:
-    """Log to stderr, for a process that is reft's own: what REFT_LOGLEVEL says, else INFO. Replaces
-    what an earlier call set up."""
+    """Log to stderr, at the level of REFT_LOGLEVEL or INFO. For reft's own processes.
+
+    Replaces the handlers of an earlier call.
+    """
     logger = logging.getLogger(NAME)
     logger.handlers = [PrefixHandler(), StderrHandler()]
     logger.propagate = False
@@ -101,17 +103,22 @@ def to_stderr() -> None:
     logger.setLevel(known.get(wanted.upper(), logging.INFO))
     if wanted.upper() not in known:
         logger.warning("%s is %r; write DEBUG, INFO, WARNING or ERROR", ENV_LOG_LEVEL, wanted)
-        os.environ[ENV_LOG_LEVEL] = "INFO"  # processes that inherit it need not say so again
+        os.environ[ENV_LOG_LEVEL] = "INFO"  # Child processes do not repeat the warning
 
 
 logger = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Appends events of one rank; a line is written with one ``write`` and survives a SIGKILL.
-    Events that cannot be written are lost, which is said once, and nothing else happens (P6).
-    ``rank``: of the process; -1 for a launcher. ``writer``: who writes, the first word of the
-    file's name: ``reft``, or ``rank`` for a training script."""
+    """Appends events of one rank to a file.
+
+    Each line is written with one ``write``, so it survives a SIGKILL. If events cannot be written,
+    this is logged once and they are dropped (P6).
+
+    Args:
+        rank: rank of the process; -1 for a launcher.
+        writer: first word of the file's name: ``reft``, or ``rank`` for a training script.
+    """
 
     def __init__(self, rank: int, writer: str = "reft") -> None:
         self._fd: int | None = None
@@ -129,7 +136,7 @@ class EventLog:
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody wants events."""
+        """Whether events are recorded."""
         return self._fd is not None
 
     def write(self, event: str, **fields: Any) -> None:

@@ -1,9 +1,8 @@
-"""Names of jobs: the job's own where nobody gave one, and found again when the same start is
-repeated (P7).
+"""Names of jobs. If the user gives none, it is derived from the start, so that a repeated start
+gets the same name (P7).
 
-The name is that of the job's memory. It starts with the program's, so that people recognise it, and
-holds a digest of what makes two starts the same: user, directory, program, arguments. Standard
-library only.
+The name identifies the job's memory. It begins with the program's name, so that users recognise it,
+and contains a digest of the user, directory, program and arguments. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from pathlib import Path
 
 
 def committed_key(job_id: str) -> str:
-    """Where the rendezvous store holds the newest committed version of a job."""
+    """Key of a job's newest committed version in the rendezvous store."""
     return f"reft/{job_id}/committed"
 
 
-BLOCK_NAME = "reft"  # key of the block in DeepSpeed's JSON
+BLOCK_NAME = "reft"  # Key of the block in DeepSpeed's JSON
 
 _MOST_CHARACTERS = 128
 JOB_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-"""What names a job's memory: a directory's name, which cannot lead out of the one above it."""
+"""Pattern of job ids: a valid directory name that cannot refer to a place outside its parent."""
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 _STEM_CHARACTERS = 40
 _PROGRAM_DIGITS, _ARGUMENTS_DIGITS = 8, 6
@@ -39,7 +38,7 @@ def is_name(text: str) -> bool:
 
 
 def safe_name(text: str) -> str:
-    """``text`` itself where it is a name, else a readable one that no other text gives."""
+    """``text`` if it is a valid name, otherwise a readable name that is unique to it."""
     if is_name(text):
         return text
     digits = _digest(text)[:_PROGRAM_DIGITS]
@@ -48,9 +47,13 @@ def safe_name(text: str) -> str:
 
 
 def own_name(program: str, arguments: Sequence[str], *, module: bool = False) -> str:
-    """A name for the job that this user starts in this directory with this program and these
-    arguments. ``program``: path of the script or program, or the name of a module. ``arguments``:
-    of the program. ``module``: ``program`` is a module's name."""
+    """Derive a job's name from the user, the current directory, the program and its arguments.
+
+    Args:
+        program: path of the script or program, or the name of a module.
+        arguments: arguments of the program.
+        module: ``program`` is a module's name.
+    """
     where = program if module else os.path.realpath(program)
     stem = program.rpartition(".")[2] if module else Path(program).stem
     stem = _UNFIT.sub("-", stem).strip("-.")[:_STEM_CHARACTERS] or "job"
@@ -59,8 +62,7 @@ def own_name(program: str, arguments: Sequence[str], *, module: bool = False) ->
 
 
 def find_process_name() -> str:
-    """:func:`own_name` of the running Python process, by the command line that it was started
-    with."""
+    """:func:`own_name` for the running Python process, from its command line."""
     program, module = own_program()
     command = sys.orig_argv[1:]
     behind = 0
@@ -72,8 +74,7 @@ def find_process_name() -> str:
 
 
 def own_program() -> tuple[str, bool]:
-    """The running process's script, or the name of the module it was started as, and whether it is
-    that."""
+    """The running process's script or module, and whether it is a module."""
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None and spec.name:
@@ -82,11 +83,11 @@ def own_program() -> tuple[str, bool]:
 
 
 def make_run_name(environ: Mapping[str, str]) -> str | None:
-    """The name that the launcher's run id in a trainer's environment gives a job; None where it is
-    nobody's in particular.
+    """Derive a job's name from the launcher's run id in a trainer's environment.
 
-    ``torchrun`` says "none" where no id was given, and makes a new random one at every start with
-    ``--standalone``, under which memory would never be found again.
+    Returns:
+        None if the run id does not identify the job: ``torchrun`` uses "none" if no id was given,
+        and with ``--standalone`` a new random id for every start.
     """
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     single_node = environ.get("GROUP_WORLD_SIZE", "1") == "1"
@@ -101,7 +102,7 @@ def _digest(*parts: str) -> str:
 
 
 def kernel_id() -> str:
-    """The running kernel's own id, else the host's name."""
+    """The boot id of the running kernel, or else the host's name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

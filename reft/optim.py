@@ -45,14 +45,14 @@ import numpy as np
 import torch
 
 HOST_ELEMENTS = 2**14
-"""Of a slice on the host: it stays in the second-level cache, and torch computes it in the calling
-thread, whose mode for denormals then is the only one that counts."""
+"""Elements of a slice on the host. A slice fits into the second-level cache, and torch processes it
+in the calling thread, so only that thread's mode for denormals matters."""
 DEVICE_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
 class _Scalars:
-    """The scalars of one step: each is an fp32 number, so that no kernel rounds it again."""
+    """The scalars of one step; each is representable in fp32, so no kernel rounds it again."""
 
     beta1: float
     rest1: float
@@ -73,7 +73,7 @@ class _Scalars:
             *(float(group["eps"]), lr / (1 - power(beta1, step))),
             *(1 - lr * decay if decoupled else 1.0, 0.0 if decoupled else decay),
         )
-        # The fp32 number nearest to each, ties to even.
+        # Rounded to the nearest fp32 number, ties to even
         return cls(*map(float, np.array(exact, np.float32)))
 
 
@@ -150,7 +150,7 @@ class ExactAdam(torch.optim.Optimizer):
                 )
         state = self.state[param]
         if not state:
-            # Torch's own keys and types, so that everything that reads Adam's state reads this one.
+            # Torch's keys and types, so that every reader of Adam's state can read this one.
             state["step"] = torch.tensor(0.0)
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -163,7 +163,7 @@ class ExactAdam(torch.optim.Optimizer):
 def _update(
     p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: _Scalars
 ) -> None:
-    """One step in place, as the module says it. One operation a line, none with an alpha."""
+    """Make one step in place, as in the module's docstring. Each line is a single operation."""
     if s.keep != 1.0:
         p.mul_(s.keep)
     if s.decay != 0.0:
@@ -184,7 +184,7 @@ def _update(
 
 
 def square_root(v: torch.Tensor, out: torch.Tensor) -> None:
-    """Correctly rounded, on the host too."""
+    """A square root that is correctly rounded, also on the host."""
     if v.device.type == "cpu":
         np.sqrt(v.numpy(), out=out.numpy())
     else:
@@ -192,8 +192,10 @@ def square_root(v: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def slices(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """The same ranges of all tensors, on a host small enough for its cache. Tensors that are not
-    contiguous are one range."""
+    """Split tensors into equal ranges, which fit into the cache on a host.
+
+    Tensors that are not contiguous are not split.
+    """
     if not all(t.is_contiguous() for t in tensors):
         yield list(tensors)
         return
@@ -203,8 +205,10 @@ def slices(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
 
 
 def power(base: float, exponent: int) -> float:
-    """``base ** exponent`` by squaring: only multiplications, which give the same bits everywhere.
-    Its error is far below a rounding to fp32 in what uses it."""
+    """``base ** exponent`` by squaring, which gives the same bits everywhere.
+
+    Its error is far below a rounding to fp32.
+    """
     result = 1.0
     while exponent:
         if exponent & 1:

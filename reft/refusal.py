@@ -1,8 +1,7 @@
-"""How a process ends that reft refuses to go on with: one message that says what to change, and
-exit code 2.
+"""Ends a refused process with one message that says what to change, and exit code 2.
 
-Under any launcher. Nothing is imported but the standard library: trainers load this before the
-user's script sets its environment.
+It works under any launcher. It imports only the standard library, because trainers load it before
+the user's script sets its environment.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, NoReturn
 from reft import __version__
 from reft.env import ENV_ERROR_FILE
 
-EX_REFUSED = 2  # Exit code of a trainer that reft refused: wrong use, as of every command
+EX_REFUSED = 2  # Exit code of a refused trainer, as for wrong usage of a command
 
 _REFUSALS = frozenset(
     {"ConfigError", "UnsupportedStateError", "FingerprintError", "UnrecoverableError"}
@@ -30,22 +29,26 @@ _IN_USE = "JobInUseError"
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether reft raised ``error`` because of what the script or its block says, or of what is
-    left of the
-    job: a restart changes nothing. A memory that another job holds may be free later."""
+    """Whether ``error`` is a refusal by reft, which a restart cannot fix.
+
+    The cause is the script, its block or the state that is left of the job. Memory held by another
+    job is not included, because it may be free later.
+    """
     names = {c.__name__ for c in type(error).__mro__ if c.__module__ == "reft.errors"}
     return bool(names & _REFUSALS) and _IN_USE not in names
 
 
 def write_refusal(error: BaseException) -> None:
-    """Print a refusal, which says itself what to change."""
+    """Print a refusal to stderr."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(f"reft: {error}", file=sys.stderr, flush=True)
 
 
 def write_error_file(error: BaseException) -> None:
-    """TorchElastic's error file, for its tools, unless torch's own ``@record`` has written it.
-    torchrun shows the traceback in it, or the message where there is none."""
+    """Write TorchElastic's error file, unless torch's ``@record`` has written it.
+
+    torchrun prints the traceback in it, or the message if there is no traceback.
+    """
     path = os.environ.get(ENV_ERROR_FILE)
     if not path or os.path.exists(path):
         return
@@ -58,7 +61,7 @@ def write_error_file(error: BaseException) -> None:
 
 
 class _Hook:
-    """In the place of ``sys.excepthook``; every other exception goes to the one before."""
+    """Replaces ``sys.excepthook``; passes exceptions other than refusals to the previous hook."""
 
     def __init__(self, before: Callable[..., object]) -> None:
         self._before = before
@@ -71,13 +74,13 @@ class _Hook:
             return
         write_refusal(error)
         write_error_file(error)
-        # Python ends with this code, by way of the exit handlers.
+        # Python runs the exit handlers and then exits with this code.
         raise SystemExit(EX_REFUSED)
 
 
 def end_in_words() -> None:
-    """Have a refusal that leaves the script end this process with its message and exit code 2, not
-    with a traceback. Doing it twice does no harm."""
+    """Install the hook: an uncaught refusal ends this process with its message and exit code 2,
+    without a traceback. Idempotent."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
@@ -88,14 +91,18 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """For a sub-command that parses its arguments itself, with ``-h`` and ``--version``. ``words``:
-    what stands behind the options in the line of usage. ``others``: as for
-    :class:`argparse.ArgumentParser`; ``prog`` is the command, such as ``reft demo``."""
+    """Parser for a sub-command that parses its own arguments, with ``-h`` and ``--version``.
+
+    Args:
+        words: text after the options in the usage line.
+        others: see :class:`argparse.ArgumentParser`; ``prog`` is the command, such as ``reft
+            demo``.
+    """
 
     def __init__(self, *, words: str = "", **others: Any) -> None:
         usage = " ".join(["%(prog)s [OPTIONS]", *([words] if words else [])])
         super().__init__(usage=usage, formatter_class=_Formatter, **others)
-        # The titles that typer gives to those of the other commands.
+        # The same titles as typer's for the other commands
         self._positionals.title, self._optionals.title = "Arguments", "Options"
         self.add_argument(
             "--version", action="version", version=f"reft {__version__}", help="print the version"

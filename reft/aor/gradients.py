@@ -1,16 +1,17 @@
-"""What an optimizer step was made of, for peers that repeat it on their hosts (AOR, REFT paper).
+"""Captures the inputs of an optimizer step, for peers that repeat it on their hosts (AOR, REFT
+paper).
 
-Under ZeRO-1 every data-parallel rank holds, for a moment, the averaged gradients of *all*
-partitions. This module copies the slices of given partitions beside the training, on the device, so
-that they can go to the host during the next step, and notes the hyper-parameters at the instant of
-the optimizer's step:
+Under ZeRO-1, every data-parallel rank temporarily holds the averaged gradients of *all* partitions.
+This module copies the slices of given partitions within the device, so that they can be copied to
+the host during the next step. It also records the hyper-parameters at the time of the optimizer's
+step:
 
 =========================== ============================= =======================================
-wrapper                     gradients are taken           and are
+wrapper                     gradients are copied          state of the copied gradients
 =========================== ============================= =======================================
-``BF16_Optimizer``          right before the step         final: averaged, clipped
-``DeepSpeedZeroOptimizer``  when all buckets are reduced  averaged, still scaled: the factor of
-                                                          unscaling and clipping is taken too
+``BF16_Optimizer``          right before the step         final: averaged and clipped
+``DeepSpeedZeroOptimizer``  when all buckets are reduced  averaged but scaled; the factor of
+                                                          unscaling and clipping is copied, too
 =========================== ============================= =======================================
 """
 
@@ -37,13 +38,14 @@ class GradientCapture:
     """Copies of the newest step's gradients. All methods are called by the training thread.
 
     Args:
-        members: data-parallel ranks whose partitions are wanted.
-        fence: waits until nobody copies what was captured before; called before it is overwritten.
+        adapter: adapter of this rank's optimizer.
+        members: data-parallel ranks whose partitions' gradients are captured.
+        fence: waits until the previous capture was copied to the host; called before the captured
+            gradients are overwritten.
 
     Raises:
-        UnsupportedStateError: the gradients of other partitions are not kept by this configuration,
-        or the
-            optimizer cannot be repeated; says what to change.
+        UnsupportedStateError: this configuration does not keep the gradients of other partitions,
+            or the optimizer cannot be repeated; the message says what to change.
     """
 
     def __init__(
@@ -52,37 +54,38 @@ class GradientCapture:
         self._fence = fence
         self._adapter = adapter
         self._wrapper = adapter.wrapper
-        self.record: OwnerStep | None = None  # of the step that is being made
+        self.record: OwnerStep | None = None  # Record of the current step
         self.recipe = check_recomputable(adapter)
         bf16 = isinstance(adapter, BF16Adapter)
         groups = "bf16_partitioned_groups" if bf16 else "parallel_partitioned_bit16_groups"
         self._weights: list[list[torch.Tensor]] = [
             list(group) for group in getattr(self._wrapper, groups)
         ]
-        """Per group and member: the model's own weights of that partition, flat."""
-        # where it is captured, by member and name
+        """By group and member: the model's weights in that partition, flat."""
+        # Memory for captured tensors, by member and name
         self.staged: dict[int, dict[str, torch.Tensor]] = {}
-        # By member; other objects once other members are followed
+        # Images of that memory by member; new objects when the members change
         self.images: dict[int, SectionImage] = {}
         self._closed = False
         self._undo: list[Callable[[], None]] = []
         self.follow(members)
         known = next(iter(self.images.values()), None)
         self.partition_bytes = (known or SectionImage(list(self._make_staging(0).items()))).nbytes
-        """Of what is captured for one member, whether or not any is followed now."""
+        """Size of the capture of one member; valid even if none is followed."""
         self._install()
 
     def close(self) -> None:
-        """Capture nothing any more: remove the hooks, put back the methods that were replaced, let
-        go of the memory. Nobody copies what was captured by then."""
+        """Stop capturing: remove the hooks, restore the replaced methods and release the memory.
+
+        The caller ensures that no copy of captured gradients is in progress.
+        """
         self._closed = True
         while self._undo:
             self._undo.pop()()
         self.staged, self.images, self.record = {}, {}, None
 
     def follow(self, members: Sequence[int]) -> bool:
-        """Capture for these members from the next step on. Returns whether they are others than
-        before."""
+        """Capture for these members from the next step; returns whether they have changed."""
         if self._closed:
             members = ()
         if tuple(members) == tuple(self.staged):
@@ -93,19 +96,25 @@ class GradientCapture:
         return True
 
     def take(self, number: int) -> tuple[OwnerStep, int | None] | None:
-        """What is known of the step that was just made, the engine's ``number``-th; afterwards
-        nothing is. Returns its record, and the t of Adam if the host knows it; None if the
-        optimizer stepped in a way that was not seen."""
+        """Return and clear the record of the step that has just ended.
+
+        Args:
+            number: the engine's number of the step.
+
+        Returns:
+            Its record, and the t of Adam (None if only the device knows it); None instead of both
+            if the step was not observed.
+        """
         record, self.record = self.record, None
         optimizer = self._adapter.state.optimizer
         if record is None:
-            # Up to 0.18 BF16_Optimizer knows no overflow, and no attribute of that name.
+            # Up to 0.18, BF16_Optimizer has no overflow and no such attribute.
             if not getattr(self._wrapper, "overflow", False):
                 return None
             record = read_step(optimizer, number, skipped=True)
         return replace(record, number=number), _applied(optimizer)
 
-    # -- what every wrapper needs ------------------------------------------------------------------
+    # -- common to all wrappers --------------------------------------------------------------------
 
     def _make_staging(self, member: int) -> dict[str, torch.Tensor]:
         bf16, made = isinstance(self._adapter, BF16Adapter), dict[str, torch.Tensor]()
@@ -142,7 +151,7 @@ class GradientCapture:
     # -- DeepSpeedZeroOptimizer --------------------------------------------------------------------
 
     def _when_reduced(self) -> None:
-        """All gradients are averaged, those of other partitions are about to be dropped."""
+        """Copy the gradients: all are averaged, and those of other partitions will be dropped."""
         wrapper = self._wrapper
         boundary = wrapper.is_gradient_accumulation_boundary
         if self._closed or not (boundary() if callable(boundary) else boundary):
@@ -163,17 +172,20 @@ class GradientCapture:
                         target[begin - member * size : end - member * size].copy_(flat)
 
     def _when_unscaled(self, _gradients: Any, total_norm: Any) -> None:
-        """What the wrapper multiplies the gradients by, found by letting it do so to a one."""
+        """Capture the factor of unscaling and clipping, by applying the wrapper's method to 1."""
         if self._closed or self.record is not None:
-            return  # further groups of the same step
+            return  # A further group of the same step
         factors = [tensors["multiplier"].fill_(1.0) for tensors in self.staged.values()]
         type(self._wrapper).unscale_and_clip_grads(self._wrapper, factors, total_norm)
         self.record = read_step(self._adapter.state.optimizer, 0)
 
 
 def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
-    """How a host repeats the optimizer's step; raises UnsupportedStateError as
-    :class:`GradientCapture`."""
+    """The recipe by which a host repeats the optimizer's step.
+
+    Raises:
+        UnsupportedStateError: see :class:`GradientCapture`.
+    """
     if isinstance(adapter, BF16Adapter):
         _check_bf16(adapter.engine, adapter.wrapper)
     else:
@@ -182,13 +194,16 @@ def check_recomputable(adapter: StateAdapter) -> AdamRecipe:
 
 
 def _check_bf16(engine: Any, wrapper: Any) -> None:
-    """In some releases of 0.18 ``_backward_epilogue`` averages the gradients before those of the
-    last micro-batch are among them: every rank steps its partition with its own. A pipeline engine
-    averages elsewhere, and 0.19.8 has it the other way round."""
+    """Refuse releases of DeepSpeed that do not average the last micro-batch's gradients.
+
+    In some releases of 0.18, ``_backward_epilogue`` averages the gradients before those of the last
+    micro-batch are added, so every rank uses its own. A pipeline engine averages elsewhere, and
+    0.19.8 has the right order.
+    """
     epilogue = getattr(type(engine), "_backward_epilogue", None)
     if epilogue is None or not engine.enable_backward_allreduce or wrapper.immediate_grad_update:
         return
-    names = inspect.unwrap(epilogue).__code__.co_names  # in the order of their first use
+    names = inspect.unwrap(epilogue).__code__.co_names  # In the order of their first use
     known = [name for name in names if name in ("allreduce_gradients", "backward_epilogue")]
     if known == ["allreduce_gradients", "backward_epilogue"]:
         raise UnsupportedStateError(
@@ -230,8 +245,8 @@ def _check_zero(stage: int, wrapper: Any) -> None:
             f'with "data_types": {{"grad_accum_dtype": "fp32"}}, or leave "+aor" out of '
             "reft.protection"
         )
-    # Up to 0.18.9 buckets are sorted by names of types that no tensor of a CPU has: nothing is
-    # averaged.
+    # Up to 0.18.9, buckets are sorted by names of tensor types that do not exist on a CPU, so that
+    # nothing is averaged.
     sort = getattr(sys.modules[type(wrapper).__module__], "split_half_float_double", None)
     if sort is not None and not sort([wrapper.parallel_partitioned_bit16_groups[0][0][:1]]):
         raise UnsupportedStateError(
@@ -245,8 +260,7 @@ def _check_zero(stage: int, wrapper: Any) -> None:
 
 
 def _offsets(wrapper: Any, group: int) -> list[int]:
-    """Where each parameter begins in the flat group: since 0.19 there may be padding between
-    them."""
+    """Offset of each parameter in the flat group; since 0.19, with padding between them."""
     known = vars(wrapper).get("round_robin_bit16_offsets")
     if known is not None:
         return list(known[group])
@@ -255,8 +269,11 @@ def _offsets(wrapper: Any, group: int) -> list[int]:
 
 
 def _before(wrapper: Any, name: str, call: Callable[..., None]) -> Callable[[], None]:
-    """Have ``call`` see the arguments of every call of ``wrapper.name``, on this instance only.
-    Returns what puts the method back as it was, unless somebody has replaced it once more since."""
+    """Call ``call`` with the same arguments before every call of a method of this instance.
+
+    Returns:
+        A function that restores the method, unless it was replaced again since.
+    """
     original, own = getattr(wrapper, name), vars(wrapper).get(name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -276,7 +293,7 @@ def _before(wrapper: Any, name: str, call: Callable[..., None]) -> Callable[[], 
 
 
 def _applied(optimizer: Any) -> int | None:
-    """The t of Adam after the newest step, where reading it does not wait for a device."""
+    """The t of Adam after the newest step; None if reading it would wait for a device."""
     group = optimizer.param_groups[0]
     entries = [optimizer.state.get(p, {}) for p in group["params"]]
     step = next((e["step"] for e in entries if "step" in e), group.get("step"))

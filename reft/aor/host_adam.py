@@ -1,11 +1,11 @@
 """Recomputing a ring peer's Adam on the host: the numerical core of AOR (REFT paper).
 
-Under ZeRO-1 a partition's master weights and moments live on one rank only. Instead of copying 12
-bytes a parameter every step, its ring peer receives the averaged, unscaled, clipped gradient of the
-partition and makes the same step here. The arithmetic is not written anew: the replica is an
-optimizer of the owner's own class over host memory, stepped with the owner's hyper-parameters of
-that step. Where owner and replica run the same kernel, as on CPUs, they agree to the last bit;
-:class:`reft.optim.ExactAdam` agrees wherever the owner runs.
+Under ZeRO-1, a partition's master weights and moments exist on one rank only. Instead of copying 12
+bytes for each parameter in every step, its ring peer receives the averaged, unscaled and clipped
+gradient of the partition, and makes the same step here. The arithmetic is not implemented again:
+the replica is an optimizer of the owner's class in host memory, called with the owner's
+hyper-parameters of that step. If owner and replica run the same kernel, as on CPUs, they agree bit
+for bit; :class:`reft.optim.ExactAdam` agrees on every device.
 
 Every applied step must arrive exactly once and in order. Anything else makes the replica *stale*:
 from then on it refuses to step and to be read, until it is copied anew from the owner (P5).
@@ -26,19 +26,18 @@ from reft.state.adam import AdamKind, replay_powers
 
 @dataclass(frozen=True)
 class AdamRecipe:
-    """What of the owner's optimizer never changes. Plain data: it is sent to the node daemon."""
+    """The constant properties of the owner's optimizer."""
 
     kind: AdamKind
-    decoupled: bool  # weight decay on the weights (AdamW) instead of on the gradient
-    # foreach, fused: torch's choice of implementation; None is torch's default for the device
-    foreach: bool | None = None
-    fused: bool | None = None
+    decoupled: bool  # Weight decay on the weights (AdamW) instead of on the gradient
+    foreach: bool | None = None  # Torch's implementation; None for the device's default
+    fused: bool | None = None  # Torch's implementation; None for the device's default
     maximize: bool = False
-    on_device: bool = False  # the owner's partition is not in host memory
+    on_device: bool = False  # The owner's partition is not in host memory
 
     @property
     def exact(self) -> bool:
-        """Whether a host repeats the owner's step to the bit."""
+        """Whether a host repeats the owner's step bit for bit."""
         return self.kind is AdamKind.EXACT or not self.on_device
 
 
@@ -57,20 +56,24 @@ class GroupStep:
 class OwnerStep:
     """One step of the owner."""
 
-    number: int  # counts every step of the engine, skipped ones too, without a gap
-    groups: tuple[GroupStep, ...]  # hyper-parameters by group, as they were when the owner stepped
-    skipped: bool = False  # an overflow: neither weights nor moments nor their step count moved
-    # what the owner multiplied the fp32 gradient by (1 / (loss scale · clip divisor)); 1 if the
-    # gradients that are sent are final
+    number: int  # Consecutive number of the engine's step, including skipped ones
+    groups: tuple[GroupStep, ...]  # Hyper-parameters of this step, by group
+    skipped: bool = False  # An overflow; weights, moments and their step count did not change
+    # Factor that the owner applied to the fp32 gradient (1 / (loss scale · clip divisor)); 1 if the
+    # captured gradients are final
     multiplier: float = 1.0
 
 
 def read_recipe(optimizer: Any) -> AdamRecipe:
-    """Read the recipe from the owner's innermost optimizer. Raises UnsupportedStateError for
-    classes and variants without a replica; says what to change."""
+    """Read the recipe from the owner's innermost optimizer.
+
+    Raises:
+        UnsupportedStateError: its class or variant cannot be recomputed; the message says what to
+            change.
+    """
     names = {f"{c.__module__}.{c.__qualname__}" for c in type(optimizer).__mro__}
     found = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    # AdamW derives from Adam: the more special one first.
+    # The more special class comes first, because AdamW derives from Adam.
     kinds = (
         *(AdamKind.EXACT, AdamKind.DEEPSPEED_CPU, AdamKind.DEEPSPEED_FUSED),
         *(AdamKind.TORCH_ADAMW, AdamKind.TORCH_ADAM),
@@ -94,7 +97,8 @@ def read_recipe(optimizer: Any) -> AdamRecipe:
     if kind.compiled:
         return AdamRecipe(kind, bool(optimizer.adam_w_mode), on_device=on_device)
     decoupled = bool(first.get("decoupled_weight_decay", kind is AdamKind.TORCH_ADAMW))
-    # On a device torch steps by default with foreach kernels; on the host that is the plain loop.
+    # On a device, torch uses foreach kernels by default, whose counterpart on the host is the plain
+    # loop.
     return AdamRecipe(
         kind,
         decoupled,
@@ -106,7 +110,7 @@ def read_recipe(optimizer: Any) -> AdamRecipe:
 
 
 def read_step(optimizer: Any, number: int, *, skipped: bool = False) -> OwnerStep:
-    """The record of a step, read from the owner's groups right before (or after)
+    """Read the record of a step from the owner's groups, right before or after
     ``optimizer.step``."""
     groups = tuple(
         GroupStep(
@@ -123,8 +127,10 @@ def read_step(optimizer: Any, number: int, *, skipped: bool = False) -> OwnerSte
 
 @dataclass
 class ReplicaTensors:
-    """One group's partition in host memory: fp32, one-dimensional, of one length; updated in
-    place."""
+    """One group's partition in host memory, updated in place.
+
+    All tensors are fp32, one-dimensional and of equal length.
+    """
 
     master: torch.Tensor
     exp_avg: torch.Tensor
@@ -146,10 +152,15 @@ class ReplicaTensors:
 
 @dataclass
 class AdamReplica:
-    """The ring peer's optimizer, replayed on the host. ``recipe``: of the owner's optimizer.
-    ``groups``: hyper-parameters to begin with, one per tensor group. ``tensors``: the partition,
-    one entry per parameter group. ``number``: last step of the engine that the tensors contain,
-    skipped ones counted. ``applied``: steps that were not skipped: the t of Adam."""
+    """The ring peer's optimizer, replayed on the host.
+
+    Args:
+        recipe: recipe of the owner's optimizer.
+        groups: initial hyper-parameters, one entry for each parameter group.
+        tensors: the partition, one entry for each parameter group.
+        number: last step of the engine that the tensors contain, including skipped ones.
+        applied: number of steps that were not skipped, the t of Adam.
+    """
 
     recipe: AdamRecipe
     groups: Sequence[GroupStep]
@@ -183,15 +194,20 @@ class AdamReplica:
             }
 
     def bind(self, tensors: Sequence[ReplicaTensors]) -> None:
-        """Go on in other memory, which holds what the present one does."""
+        """Continue in other memory with the same content."""
         for param, new in zip(self.params, tensors, strict=True):
             param.data = new.master
         self.tensors = tensors
         self._link()
 
     def restart(self, tensors: Sequence[ReplicaTensors], number: int, applied: int) -> None:
-        """Follow again from a verified copy of the owner's partition, as it had it after step
-        ``number`` of the engine, with ``applied`` the t of Adam; not stale any more."""
+        """Continue from a verified copy of the owner's partition; the replica is no longer stale.
+
+        Args:
+            tensors: the copy.
+            number: last step of the engine that it contains.
+            applied: the t of Adam after that step.
+        """
         kernel_was_at, was_stale = self.applied, bool(self.stale)
         self.stale, self.number, self.applied = "", number, applied
         self.bind(tensors)
@@ -200,10 +216,17 @@ class AdamReplica:
 
     @torch.no_grad()
     def apply(self, record: OwnerStep, gradients: Sequence[torch.Tensor]) -> None:
-        """Make one step of the owner. ``record``: the step. ``gradients``: one per group, of the
-        partition's length, fp32 or the 16-bit type in which they were reduced; ignored where the
-        step was skipped. Only read. Raises StaleReplicaError: if a step or a gradient is missing or
-        the record does not fit. The tensors have not been touched, and the replica stays stale."""
+        """Repeat one step of the owner.
+
+        Args:
+            record: the step.
+            gradients: one tensor for each group with the partition's length, fp32 or the 16-bit
+                dtype of the reduction; not modified, and ignored if the step was skipped.
+
+        Raises:
+            StaleReplicaError: a step or a gradient is missing, or the record does not match. The
+                tensors are unchanged, and the replica stays stale.
+        """
         self.check()
         if record.number != self.number + 1:
             self._refuse(
@@ -223,8 +246,7 @@ class AdamReplica:
                 )
             self._set_groups(record.groups)
             for param, gradient in zip(self.params, gradients, strict=True):
-                # In fp32 and by multiplication, as DeepSpeed unscales and clips; in memory of its
-                # own.
+                # Multiplied in fp32, as DeepSpeed unscales and clips, into new memory.
                 final = gradient.detach().reshape(-1).to("cpu", torch.float32)
                 param.grad = final if record.multiplier == 1.0 else final * record.multiplier
             self.optimizer.step()
@@ -234,8 +256,11 @@ class AdamReplica:
         self.number = record.number
 
     def check(self) -> None:
-        """Raise StaleReplicaError, which says since when and why, if the replica must not be
-        used."""
+        """Check that the replica may be used.
+
+        Raises:
+            StaleReplicaError: it is stale; the message contains the step and the reason.
+        """
         if self.stale:
             raise StaleReplicaError(
                 f"the replica of the peer's optimizer is stale since step {self.number}: "
@@ -243,7 +268,7 @@ class AdamReplica:
             )
 
     def mark_stale(self, reason: str) -> None:
-        """Give the replica up until it is made anew; the first reason stays."""
+        """Mark the replica as stale until :meth:`restart`; the first reason is kept."""
         self.stale = self.stale or reason
 
     def _refuse(self, reason: str) -> None:
@@ -275,7 +300,7 @@ def _make_optimizer(recipe: AdamRecipe, params: Sequence[torch.nn.Parameter]) ->
     return made(groups, foreach=recipe.foreach, fused=recipe.fused, maximize=recipe.maximize)
 
 
-# -- the part of DeepSpeed's CPU Adam that no state dict holds -------------------------------------
+# -- the part of DeepSpeed's CPU Adam that is not in any state dict --------------------------------
 #
 # The C++ optimizer behind ``FusedAdam`` (on CPU) and ``DeepSpeedCPUAdam`` keeps the powers ``beta
 # ** step`` and brings them forward by one multiplication per step. A fresh process computes them by

@@ -1,15 +1,14 @@
-"""Asynchronous optimizer recomputing (AOR, REFT paper): a ring peer's partition made anew on the
+"""Asynchronous optimizer recomputing (AOR, REFT paper): recomputes a ring peer's partition on the
 host.
 
-Version i of a kept partition is version i-1 of it, which lies in this rank's newest committed
-arena, and one step of its owner's optimizer with the gradients that were copied for version i. It
-is written straight into the arena of version i. Whether it became what the owner has is known
-before it is
-sealed: the owner's checksums come with every version, and blocks that differ, or could not be
-recomputed, are sent by the owner (:mod:`reft.snapshot.arenas`). A missed gradient or a spoilt
-replica so costs one transfer, and nothing else is ever restored (P5).
+Version i of a kept partition is computed from version i-1, which is in this rank's newest committed
+arena, by one step of its owner's optimizer with the gradients that were copied for version i. It is
+written directly into the arena of version i. Before that is sealed, it is compared with the owner's
+checksums, which come with every version. The owner sends blocks that differ or could not be
+recomputed (:mod:`reft.snapshot.arenas`). A missing gradient or a stale replica therefore costs one
+transfer, and wrong bytes are never restored (P5).
 
-Device and host kernels must agree to the last bit: fused Adam on a GPU does not, :mod:`reft.optim`
+Device and host kernels must agree bit for bit. Fused Adam on a GPU does not; :mod:`reft.optim`
 does.
 """
 
@@ -36,17 +35,16 @@ from reft.state.catalogue import SectionImage, TensorSpec
 logger = logging.getLogger(__name__)
 
 _IN_VAIN = 20
-"""Versions in a row of which nothing that was recomputed could be kept, after which that is
-said."""
+"""Number of consecutive versions with useless recomputation after which a warning is logged."""
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What the training thread knows of the newest step."""
+    """Facts about the newest step, captured by the training thread."""
 
-    record: OwnerStep  # hyper-parameters, and whether the step was skipped
-    applied: int | None = None  # the t of Adam after it; None where only the device knows
-    flush_denormal: bool = False  # whether the training thread's processor takes denormals for zero
+    record: OwnerStep  # Hyper-parameters, and whether the step was skipped
+    applied: int | None = None  # The t of Adam after it; None if only the device knows it
+    flush_denormal: bool = False  # Whether the training thread treats denormals as zero
 
 
 class PeerOptimizers(VersionFeature):
@@ -58,8 +56,8 @@ class PeerOptimizers(VersionFeature):
         self._recipe = recipe
         self.stats = stats or RecomputeStats()
         self.base: ArenaWriter | None = None
-        """The newest committed version: what the next one's partitions are recomputed from."""
-        self.replicas: dict[int, AdamReplica] = {}  # by member
+        """The newest committed version, from which the next one's partitions are recomputed."""
+        self.replicas: dict[int, AdamReplica] = {}  # By member
         self._told: set[str] = set()
         self._refused_steps: Counter[int] = Counter()
         self._in_vain = False
@@ -67,8 +65,10 @@ class PeerOptimizers(VersionFeature):
     def recompute(
         self, writer: ArenaWriter, images: LiveImages, step: OptimizerStep | None
     ) -> None:
-        """Write the kept partitions of a version whose gradients have been copied. What could not
-        be made stays as it is: it is asked for from its owner."""
+        """Recompute the kept partitions of a version whose gradients have been copied.
+
+        A partition that fails is left as it is; its owner sends it.
+        """
         began, cpu = time.perf_counter(), time.thread_time()
         for member in _kept(writer, images):
             try:
@@ -82,8 +82,7 @@ class PeerOptimizers(VersionFeature):
     def count_equal(
         self, writer: ArenaWriter, images: LiveImages, step: OptimizerStep | None
     ) -> None:
-        """The owners' checksums are known: count what became what its owner has, and what did not
-        (P5)."""
+        """Count the partitions that match their owners' checksums, and those that do not (P5)."""
         for member in _kept(writer, images):
             replica = self.replicas.get(member)
             if (
@@ -94,9 +93,9 @@ class PeerOptimizers(VersionFeature):
             ):
                 continue
             try:
-                # The host block and the checksums always come from the owner.
+                # Only owned blocks count: the owner always sends the host block and the checksums.
                 equal = all(b.key.section is not Section.OWNED for b in writer.wanted(member))
-            except Exception as error:  # P6: peers wait for this rank in the exchange
+            except Exception as error:  # P6: peers wait for this rank in the next exchange
                 self._failed(member, writer, error)
                 continue
             if equal:
@@ -115,7 +114,7 @@ class PeerOptimizers(VersionFeature):
         return None
 
     def committed(self, version: CopiedVersion) -> None:
-        """The next version's partitions are recomputed from this one."""
+        """Use this version as the base of the next one's partitions."""
         self.base = version.writer
 
     def forget_arenas(self) -> None:
@@ -123,7 +122,7 @@ class PeerOptimizers(VersionFeature):
         self.replicas.clear()
 
     def _warn_if_in_vain(self, member: int, writer: ArenaWriter) -> None:
-        """Nothing wrong is kept, but everything is paid for twice."""
+        """Warn once if recomputation is useless: state stays right, but all work is done twice."""
         if self._refused_steps[member] < _IN_VAIN or self._in_vain:
             return
         self._in_vain = True
@@ -156,9 +155,10 @@ class PeerOptimizers(VersionFeature):
         replica = self._replica(member, tensors, step, base)
         gradients = _views(writer.gradients(member), images.gradients[member])
         record = step.record
-        if "multiplier" in gradients and not record.skipped:  # by the device; it came with them
+        if "multiplier" in gradients and not record.skipped:  # Copied from the device with them
             record = replace(record, multiplier=float(gradients["multiplier"][0]))
-        # Denormals would otherwise differ between the thread that trains and this one.
+        # The mode is set for each thread. Without this, denormals would be treated differently from
+        # the training thread.
         torch.set_flush_denormal(step.flush_denormal)
         replica.apply(record, [gradients[f"gradient.{g}"] for g in range(len(tensors))])
         _set_steps(partition, images.owned, replica.applied)
@@ -166,7 +166,7 @@ class PeerOptimizers(VersionFeature):
     def _replica(
         self, member: int, tensors: Sequence[ReplicaTensors], step: OptimizerStep, base: ArenaWriter
     ) -> AdamReplica:
-        """The member's optimizer, over the new memory, as it was after the version before."""
+        """The member's optimizer in the new memory, in its state after the previous version."""
         number = base.label.step
         replica = self.replicas.get(member)
         if replica is not None and not replica.stale and replica.number == number:
@@ -184,9 +184,11 @@ class PeerOptimizers(VersionFeature):
         return replica
 
     def _failed(self, member: int, writer: ArenaWriter, error: Exception) -> None:
-        """Whatever it was: peers wait for this rank in the exchange, so that nothing may leave
-        here. What is no error of ours, and so perhaps a mistake, is told with where it came from,
-        once per class."""
+        """Handle every error without raising, because peers wait for this rank in the exchange.
+
+        Errors other than reft's own may be bugs; they are logged with a traceback, once for each
+        class.
+        """
         if isinstance(error, StaleReplicaError):
             cause, detail = "its optimizer cannot follow", str(error)
         elif isinstance(error, ReftError):
@@ -198,7 +200,7 @@ class PeerOptimizers(VersionFeature):
         self._give_up(member, writer, cause, detail)
 
     def _give_up(self, member: int, writer: ArenaWriter, cause: str, detail: str = "") -> None:
-        """Have the owner send the partition."""
+        """Mark the replica as stale, so that the owner sends the partition."""
         replica = self.replicas.get(member)
         if replica is not None:
             replica.mark_stale(cause)
@@ -216,17 +218,20 @@ class PeerOptimizers(VersionFeature):
 
 
 def _kept(writer: ArenaWriter, images: LiveImages) -> dict[int, SectionImage]:
-    """Gradients by member: of those whose partitions the version keeps. A switch of the protection
-    changes the layout first and what is captured from the next step on."""
+    """Gradients of the members whose partitions the version keeps, by member.
+
+    A switch of the protection changes the layout at once, but the captured members only from the
+    next step, so both may differ for one version.
+    """
     kept = writer.layout.plan.placement.kept_by(writer.layout.member)
     return {m: image for m, image in images.gradients.items() if m in kept}
 
 
-# --- bytes of an image as tensors -----------------------------------------------------------------
+# --- tensor views of an image's bytes -------------------------------------------------------------
 
 
 def _views(memory: torch.Tensor, image: SectionImage) -> dict[str, torch.Tensor]:
-    """The tensors of an image by name, over a copy of its bytes."""
+    """The tensors of an image by name, as views of a copy of its bytes."""
     return {
         spec.name: _view(memory, offset, spec)
         for spec, offset in zip(image.specs, image.offsets, strict=True)
@@ -238,8 +243,7 @@ def _view(memory: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 
 
 def _replica_tensors(memory: torch.Tensor, owned: SectionImage) -> list[ReplicaTensors]:
-    """Master and moments of every group. Partitions of a group are equal in size and order on all
-    members."""
+    """Master and moments of every group; their sizes and order are the same on all members."""
     views = _views(memory, owned)
     groups = sum(name.startswith("master.") for name in views)
     if len(views) == groups:
@@ -261,7 +265,7 @@ def _replica_tensors(memory: torch.Tensor, owned: SectionImage) -> list[ReplicaT
 
 
 def _set_steps(memory: torch.Tensor, owned: SectionImage, applied: int) -> None:
-    """Torch's device kernels count their steps in a tensor beside the moments."""
+    """Set the step counts, which torch's device kernels keep in tensors next to the moments."""
     for spec, offset in zip(owned.specs, owned.offsets, strict=True):
         if spec.name.endswith(".step"):
             _view(memory, offset, spec).fill_(applied)

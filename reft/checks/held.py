@@ -1,7 +1,7 @@
-"""State that a training script holds outside the engine, as far as reading the script shows. Pure.
+"""Finds state that a training script holds outside the engine, by reading its source. Pure.
 
-Random generators that it makes, averaged copies of the model, and attributes of modules that
-training increments: the engine has no reference to them, so only the script can name them in
+Examples are random generators, averaged copies of the model, and attributes of modules that
+training increments. The engine has no reference to them, so the script must name them in
 ``reft.attach(engine, state={...})``.
 """
 
@@ -33,7 +33,7 @@ _OF_MODULES = frozenset(
 )
 _UPDATES = (*("update", "update_parameters", "lerp_", "step"), *_OF_MODULES)
 _UPDATING_WORDS = ("ema", "update", "average", "momentum", "copy")
-"""In names of functions that change a copy which they are given."""
+"""Words in names of functions that update a copy passed as an argument."""
 _CALLED_BY_TORCH = frozenset(
     {"forward", "__getitem__", "__iter__", "training_step", "compute_loss"}
 )
@@ -50,7 +50,7 @@ class HeldState:
 
     Args:
         nodes: all nodes of its syntax tree.
-        parents: the parent of each.
+        parents: the parent of each node.
     """
 
     def __init__(self, nodes: list[ast.AST], parents: dict[ast.AST, ast.AST]) -> None:
@@ -66,10 +66,10 @@ class HeldState:
             yield from self._averages()
             yield from self._attributes()
 
-    # -- where the script trains -------------------------------------------------------------------
+    # -- code that trains --------------------------------------------------------------------------
 
     def _training_code(self) -> set[ast.AST]:
-        """Nodes of loops that train, and of the script's functions that are called from there."""
+        """Nodes of training loops, and of the script's functions that these call."""
         trains = {name for name, f in self._functions.items() if _calls(f) & _TRAINS}
         while more := {
             n for n, f in self._functions.items() if n not in trains and _calls(f) & trains
@@ -102,11 +102,11 @@ class HeldState:
             for n in self._training
         )
 
-    # -- what it keeps already ---------------------------------------------------------------------
+    # -- state that is kept already ----------------------------------------------------------------
 
     def _kept_names(self) -> set[str]:
-        """Names and attributes that occur in ``state=`` and ``client_state=``, or in what these are
-        made of."""
+        """Names and attributes in ``state=`` and ``client_state=``, and those they are computed
+        from."""
         todo: list[ast.AST] = [
             keyword.value
             for node in self._nodes
@@ -128,7 +128,7 @@ class HeldState:
         return kept
 
     def _assigned(self) -> Iterator[tuple[ast.expr, ast.expr]]:
-        """Targets and values of assignments, pairs of tuples one by one."""
+        """Targets and values of assignments; tuples are split into their elements."""
         for node in self._nodes:
             if isinstance(node, ast.AnnAssign) and node.value is not None:
                 yield node.target, node.value
@@ -140,8 +140,11 @@ class HeldState:
                         yield target, node.value
 
     def _made(self) -> Iterator[tuple[str, ast.expr, ast.Call]]:
-        """Objects that are made outside training, used in it, and not stored: name, target, and the
-        call."""
+        """Objects that are created outside training, used in it, and not kept.
+
+        Yields:
+            Name, target of the assignment, and the call that creates the object.
+        """
         for target, value in self._assigned():
             call, name = _innermost_call(value), ast.unparse(target)
             if call is None or target in self._training or name in self._kept:
@@ -173,8 +176,7 @@ class HeldState:
                 )
 
     def _is_updated(self, name: str) -> bool:
-        """Whether training writes, or may write, to a copy: by its methods, or by a function that
-        is given it."""
+        """Whether training may update a copy, by its methods or by a function that receives it."""
         for node in self._training:
             if not isinstance(node, ast.Call):
                 continue
@@ -191,7 +193,7 @@ class HeldState:
         return False
 
     def _attributes(self) -> Iterator[HeldFinding]:
-        """Attributes of modules that are computed from their own last value."""
+        """Attributes of modules that are computed from their previous value."""
         modules = {
             ast.unparse(n.func.value)
             for n in self._nodes
@@ -221,7 +223,7 @@ class HeldState:
                 )
 
     def _is_in_class(self, node: ast.AST, base: str) -> bool:
-        """Whether it is inside a class derived from one whose name ends so."""
+        """Whether a node is inside a class that has a base whose name ends with ``base``."""
         while (parent := self._parents.get(node)) is not None:
             if isinstance(parent, ast.ClassDef) and any(
                 ast.unparse(b).endswith(base) for b in parent.bases
@@ -251,8 +253,8 @@ def _names_in(node: ast.AST) -> set[str]:
 
 
 def _innermost_call(value: ast.expr) -> ast.Call | None:
-    """The call that makes an object, below methods that return it:
-    ``Generator().manual_seed(3)``."""
+    """The call that creates an object, without methods that return it:
+    ``Generator()`` in ``Generator().manual_seed(3)``."""
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         if not isinstance(value.func.value, ast.Call):
             break

@@ -1,7 +1,7 @@
-"""What a preflight finds: one list for `reft plan`, `reft config --check` and the start of a job.
-Pure, and without torch.
+"""Preflight checks: one list for `reft plan`, `reft config --check` and the start of a job. Pure,
+and without torch.
 
-What depends on the engine and the placement is found by the job at its start (P12).
+Checks that depend on the engine and the placement are made by the job at its start (P12).
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from reft.naming import BLOCK_NAME
 
 
 def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding]]:
-    """The checked ``reft`` block of a DeepSpeed configuration, and what the configuration alone
-    says about the job.
+    """Check a DeepSpeed configuration.
+
+    Returns:
+        The ``reft`` block, and the findings that follow from the configuration alone.
 
     Raises:
-        ConfigError: there is no block, or one that cannot be used, or parts that are no objects.
+        ConfigError: the block is missing or invalid, or a part of the configuration is no object.
     """
     if BLOCK_NAME not in config:
         raise ConfigError(
@@ -39,7 +41,7 @@ def config_findings(config: Mapping[str, Any]) -> tuple[ReftConfig, list[Finding
 
 
 def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Settings of DeepSpeed that reft refuses, whatever its block says."""
+    """Settings of DeepSpeed that reft refuses with any block."""
     refused = partial(Finding, Severity.REFUSED)
     zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
@@ -83,7 +85,7 @@ def engine_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _zero3_findings(zero: Mapping[str, Any], autocast: Mapping[str, Any]) -> Iterator[Finding]:
-    """Settings of ZeRO-3 that reft has not been run with, or whose state it does not know."""
+    """Settings of ZeRO-3 that reft was not tested with, or whose state it does not know."""
     refused = partial(Finding, Severity.REFUSED)
     if zero.get("mics_shard_size", -1) > 0:
         found = '"zero_optimization.mics_shard_size" is set: reft does not support MiCS'
@@ -99,8 +101,8 @@ def _zero3_findings(zero: Mapping[str, Any], autocast: Mapping[str, Any]) -> Ite
             yield refused(found, "remove it")
     if autocast.get("enabled") and zero.get("stage3_param_persistence_threshold") != 0:
         yield refused(
-            # A step gathers them in fp32. A forward pass gathers them in 16 bits, but only the
-            # first one of a process finds them released.
+            # The optimizer step gathers these parameters in fp32, a forward pass in 16 bits. Only
+            # the first forward pass of a process finds them released.
             '"torch_autocast" gathers persistent parameters of ZeRO-3 in another precision in the '
             "first step after a start: a resumed run would differ",
             'write "stage3_param_persistence_threshold": 0',
@@ -108,14 +110,16 @@ def _zero3_findings(zero: Mapping[str, Any], autocast: Mapping[str, Any]) -> Ite
 
 
 def is_offloaded(config: Mapping[str, Any]) -> bool:
-    """Whether masters and moments are not on the device."""
+    """Whether masters and moments are outside of the device."""
     offload = find_part(find_part(config, "zero_optimization"), "offload_optimizer")
     return bool(offload.get("device", "none") != "none")
 
 
 def _offload_findings(zero: Mapping[str, Any]) -> Iterator[Finding]:
-    """Settings by which DeepSpeed keeps state elsewhere than on the device. Of these reft knows
-    masters, moments and, at stage 3, weights in host memory."""
+    """Settings with which DeepSpeed keeps state outside of the device.
+
+    reft supports masters, moments and, at stage 3, weights in host memory.
+    """
     refused = partial(Finding, Severity.REFUSED)
     offload, stage = find_part(zero, "offload_optimizer"), zero.get("stage", 0)
     device, ratio = offload.get("device", "none"), offload.get("ratio", 1)
@@ -153,7 +157,7 @@ def _offload_findings(zero: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
-    """Findings by the scheme alone. A plan and the start of a job also know the placement (P4)."""
+    """Findings from the scheme alone; a plan and the start of a job use the placement (P4)."""
     if block.chooses or block.allow_unprotected or block.variant is Variant.NONE:
         return
     survived = block.scheme.certain_losses
@@ -167,8 +171,10 @@ def _tolerance_findings(block: ReftConfig) -> Iterator[Finding]:
 
 
 def recompute_findings(config: Mapping[str, Any], block: ReftConfig) -> Iterator[Finding]:
-    """What keeps peers from recomputing ZeRO partitions. Without partitions "+aor" has no
-    effect."""
+    """Settings that prevent peers from recomputing ZeRO partitions.
+
+    Without partitions, "+aor" has no effect.
+    """
     zero = find_part(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if not block.recompute or block.variant is Variant.NONE or stage not in (1, 2, 3):
@@ -207,7 +213,7 @@ def _accumulates_bf16_in_fp32(config: Mapping[str, Any]) -> bool:
 
 
 def block_findings(block: ReftConfig) -> Iterator[Finding]:
-    """What a recovery would lack because of the block (P12)."""
+    """Settings of the block that limit recovery (P12)."""
     warning = partial(Finding, Severity.WARNING)
     if not block.enabled:
         yield warning(f'"{BLOCK_NAME}.enabled" is false: reft has no effect', "write true")
@@ -230,7 +236,7 @@ def block_findings(block: ReftConfig) -> Iterator[Finding]:
 
 
 def storage_findings(block: ReftConfig) -> Iterator[Finding]:
-    """Whether this host can write to ``persist.dir``."""
+    """A warning if this host cannot write to ``persist.dir``."""
     from reft.storage.persist import MAKE_WRITABLE, reason_unwritable
 
     directory = block.persist.dir
@@ -282,11 +288,12 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class ScriptLook:
-    """What a training script lacks in order to resume exactly, as far as reading it shows. What
-    another module does for the script is not seen.
+    """Finds what prevents a training script from resuming exactly, by reading its source.
+
+    Code in other modules is not analysed.
 
     Raises:
-        ConfigError: it is no Python.
+        ConfigError: the source is not valid Python.
     """
 
     def __init__(self, source: str | bytes, name: str) -> None:
@@ -306,7 +313,7 @@ class ScriptLook:
         return sorted([*self._no_load(), *resumed, *self._data()], key=lambda f: f.line)
 
     def begins_anew(self) -> list[Finding]:
-        """State that a version does not restore, by line."""
+        """State that a version does not restore, sorted by line."""
         found = (
             *(*self.loops(), *self.skips(), *self.cycles()),
             *(*self.client_states(), *self.counted_early(), *self.own_state()),
@@ -314,12 +321,13 @@ class ScriptLook:
         return sorted(found, key=lambda f: f.line)
 
     def own_state(self) -> Iterator[Finding]:
-        """Generators, averaged copies and attributes of modules that the script must name."""
+        """Generators, averaged copies and attributes of modules that the script must pass to
+        reft."""
         for held in HeldState(self._nodes, self._parents).findings():
             yield _finding(held.node, held.found, held.change)
 
     def skips(self) -> Iterator[Finding]:
-        """Batches of a resumable loader that the script skips as well."""
+        """Loops in which the script also skips batches of a resumable loader."""
         loaders = self._loaders()
         for loop in self._all(ast.For):
             read = {_text(part) for part in ast.walk(loop.iter)} & loaders
@@ -340,8 +348,11 @@ class ScriptLook:
                 )
 
     def cycles(self) -> Iterator[Finding]:
-        """Loaders that ``itertools.cycle`` reads once. It repeats what it has read since the
-        process began, which after a failure are other batches."""
+        """Loaders that are read through ``itertools.cycle``.
+
+        It repeats the batches that it has read since the process began; after a failure, these are
+        other batches.
+        """
         for call in self._calls("cycle"):
             read = {_text(argument) for argument in call.args} & self._all_loaders()
             if read:
@@ -376,8 +387,10 @@ class ScriptLook:
         )
 
     def conditional_loads(self) -> Iterator[Finding]:
-        """Loads behind a condition, such as a test for a file that does not exist at the first
-        restart. None if another load has no condition."""
+        """Loads under a condition, such as a test for a file that is missing at the first restart.
+
+        Empty if another load has no condition.
+        """
         loads = [(call, self._condition(call)) for call in self._calls(*_LOADS)]
         if any(test is None for _, test in loads):
             return
@@ -396,8 +409,7 @@ class ScriptLook:
             )
 
     def loops(self) -> Iterator[Finding]:
-        """Loops that count steps, or passes over a resumable loader, from 0, also after a
-        resumption."""
+        """Loops that count steps or passes over a resumable loader from 0 even after a restart."""
         loaders = self._loaders()
         for loop in self._all(ast.For):
             if not (over := _counted_from_zero(loop.iter)):
@@ -422,8 +434,11 @@ class ScriptLook:
                 )
 
     def group_writes(self, key: str) -> Iterator[tuple[int, bool]]:
-        """Lines that write this number of a parameter group (``group["lr"] = ...``), and whether
-        the value is derived from the engine's step."""
+        """Lines that write a value of a parameter group (``group["lr"] = ...``).
+
+        Yields:
+            The line, and whether the value is derived from the engine's step.
+        """
         writes = [(node, target) for node in self._all(ast.Assign) for target in node.targets]
         writes += [(node, node.target) for node in self._all(ast.AugAssign)]  # type: ignore[misc]
         for node, target in writes:
@@ -431,8 +446,7 @@ class ScriptLook:
                 yield node.lineno, isinstance(node, ast.Assign) and self._from_step(node.value)
 
     def _from_step(self, value: ast.expr) -> bool:
-        """Whether ``global_steps`` occurs in a value, or in what a name or function in it was made
-        of."""
+        """Whether a value, or an assigned value of a name in it, contains ``global_steps``."""
         seen: set[str] = set()
         todo: list[ast.AST] = [value]
         while todo:
@@ -447,8 +461,10 @@ class ScriptLook:
         return False
 
     def client_states(self) -> Iterator[Finding]:
-        """What is read from a checkpoint's client state: a version in memory has only what was
-        given to reft."""
+        """Values read from a checkpoint's client state.
+
+        A version in memory contains only the client state that was passed to reft.
+        """
         attached = self._calls("attach", "initialize")
         if any(keyword.arg == "client_state" for call in attached for keyword in call.keywords):
             return
@@ -475,8 +491,10 @@ class ScriptLook:
                 )
 
     def counted_early(self) -> Iterator[Finding]:
-        """Client state that a step without a loader changes before its forward pass, where a
-        version is taken: a resumed step would change it again."""
+        """Client state that a step without a loader changes before its forward pass.
+
+        A version is taken there, so a resumed step would change it again.
+        """
         attached = self._calls("attach", "resume")
         states = [k.value for call in attached for k in call.keywords if k.arg == "client_state"]
         kept = {
@@ -492,7 +510,7 @@ class ScriptLook:
             changes = [node for node in ast.walk(loop) if isinstance(node, ast.AugAssign)]
             first = min((call.lineno for call in steps), default=0)
             for change in changes:
-                # What a loop over a loader changes is as it was before the loader was read.
+                # In a loop over a loader, the version is taken before the loader is read.
                 early = change.lineno < first and self._loop_around(change) is loop
                 if early and _text(change.target) in kept:
                     yield _finding(
@@ -546,8 +564,10 @@ class ScriptLook:
                 yield node.targets[0], node.value
 
     def _has_trainer(self) -> bool:
-        """Whether it makes a Hugging Face ``Trainer``, which loads by itself. A class of the script
-        does not count unless it is derived from such a class."""
+        """Whether the script creates a Hugging Face ``Trainer``, which loads by itself.
+
+        A class of the script counts only if it is derived from such a class.
+        """
         classes = self._all(ast.ClassDef)
         own = {
             c.name for c in classes if not any(_text(base).endswith("Trainer") for base in c.bases)
@@ -557,7 +577,7 @@ class ScriptLook:
         )
 
     def _is_megatrons(self) -> bool:
-        """Whether it calls Megatron's ``pretrain``, which loads by itself."""
+        """Whether the script calls Megatron's ``pretrain``, which loads by itself."""
         imports = (
             i for i in self._all(ast.ImportFrom) if f"{i.module}.".startswith("megatron.training.")
         )
@@ -565,8 +585,15 @@ class ScriptLook:
         return any(n.name == "pretrain" and self._calls(n.asname or n.name) for n in names)
 
     def _condition(self, node: ast.AST, within: ast.AST | None = None) -> ast.expr | None:
-        """The innermost test within its function, or ``within`` a loop, that decides whether
-        ``node`` is reached. A test whose branches all load does not decide."""
+        """The innermost condition under which ``node`` is reached.
+
+        Args:
+            node: the node.
+            within: loop at which the search ends; by default it ends at the function.
+
+        Returns:
+            None without a condition. An ``if`` whose branches all load is no condition.
+        """
         while (parent := self._parents.get(node)) is not within and parent is not None:
             if isinstance(parent, _FUNCTIONS):
                 return None
@@ -579,8 +606,11 @@ class ScriptLook:
         return None
 
     def _always_trains(self, loop: ast.For) -> bool:
-        """Whether each iteration of the loop trains. A loop within another one, or without an
-        index, counts micro-batches or repeats; so does one in a function that a loop calls."""
+        """Whether each iteration of a loop makes a training step.
+
+        A loop that is nested, has no index, or is in a function called by a loop is excluded,
+        because it counts micro-batches or repetitions.
+        """
         around: ast.AST | None = loop
         while around is not None and not isinstance(around, _FUNCTIONS):
             around = self._parents.get(around)
@@ -609,7 +639,7 @@ def _text(node: ast.AST) -> str:
 
 
 def _name(node: ast.AST) -> str:
-    """Of the function that is called; empty for anything else than a call."""
+    """Name of the called function; empty if the node is no call."""
     function = getattr(node, "func", None)
     return str(getattr(function, "attr", getattr(function, "id", "")))
 
@@ -631,7 +661,7 @@ def _always_loads(test: ast.If) -> bool:
 
 
 def _counted_from_zero(over: ast.expr) -> ast.Call | None:
-    """``range(steps)`` or ``range(0, steps)``, and not the remaining steps."""
+    """The call of ``range(steps)`` or ``range(0, steps)``, unless it uses the engine's step."""
     if not (isinstance(over, ast.Call) and _name(over) == "range" and over.args) or _reads_step(
         over
     ):
@@ -644,7 +674,7 @@ def _counted_from_zero(over: ast.expr) -> ast.Call | None:
 
 
 def _skips(loop: ast.For) -> bool:
-    """Whether the loop may skip steps that were made before, or end when all were."""
+    """Whether the loop may skip steps that were made already, or ends when all were made."""
     orders = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
     return any(
         isinstance(node, ast.Continue)
@@ -657,8 +687,8 @@ def _reads_step(node: ast.AST) -> bool:
     return any(getattr(part, "attr", None) == "global_steps" for part in ast.walk(node))
 
 
-# -- DeepSpeed's releases: which loads its own checkpoints of which engine, and what reft was run
-# with; the one table, which docs/support.md prints and the cluster pages keep to
+# -- DeepSpeed's releases: the engines whose checkpoints each can load, and the versions that reft
+# was tested with. docs/support.md prints this table, and the cluster pages must agree with it.
 
 ZERO1_FP32 = 'ZeRO-1 with "grad_accum_dtype": "fp32"'
 ZERO0 = "ZeRO-0"
@@ -667,14 +697,14 @@ ZERO0_PIPELINE = "ZeRO-0 in a pipeline"
 
 @dataclass(frozen=True)
 class Releases:
-    """DeepSpeed's releases from ``first`` on, up to the next row's."""
+    """DeepSpeed's releases from ``first`` up to the next row's."""
 
     first: str
-    # engines in bf16 that it saves and cannot load; it loads all others
+    # Engines in bf16 whose checkpoints it saves but cannot load; it can load all others
     unloadable: tuple[str, ...] = ()
-    torch: tuple[str, ...] = ()  # releases that tests were run with
-    clusters: tuple[str, ...] = ()  # torch and its platform on the cluster pages; not run
-    patch: str = ""  # in megatron_patches/, for Megatron-DeepSpeed
+    torch: tuple[str, ...] = ()  # Releases of torch that tests were run with
+    clusters: tuple[str, ...] = ()  # torch and its platform on the cluster pages; not tested
+    patch: str = ""  # File in megatron_patches/ for Megatron-DeepSpeed
 
 
 RELEASES = (
@@ -689,22 +719,24 @@ END = "0.20"
 
 
 def release(deepspeed: str) -> Releases | None:
-    """The row of a release; None if there is none."""
+    """The row for a release of DeepSpeed; None if it is not supported."""
     number = _number(deepspeed)
     known = [row for row in RELEASES if _number(row.first) <= number < _number(END)]
     return known[-1] if known else None
 
 
 def unloadable(config: Mapping[str, Any], deepspeed: str) -> str | None:
-    """The engine that a configuration asks for, if this DeepSpeed cannot load its own checkpoints
-    of it. Whether the script makes a pipeline is not known here."""
+    """The configured engine, if this DeepSpeed cannot load its own checkpoints of it.
+
+    Whether the script uses a pipeline is unknown here.
+    """
     bf16 = find_part(config, "bf16") or find_part(config, "bfloat16")
     row = release(deepspeed)
     if row is None or not bf16.get("enabled"):
         return None
     engines: tuple[str, ...] = (ZERO0, ZERO0_PIPELINE)
     if stage := find_part(config, "zero_optimization").get("stage", 0):
-        # BF16_Optimizer is not made for an offloaded optimizer.
+        # DeepSpeed does not use BF16_Optimizer for an offloaded optimizer.
         in_fp32 = _accumulates_bf16_in_fp32(config) and not is_offloaded(config)
         engines = (ZERO1_FP32,) if stage == 1 and in_fp32 else ()
     return next((engine for engine in engines if engine in row.unloadable), None)

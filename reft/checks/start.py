@@ -1,8 +1,7 @@
-"""What the start of a job finds, before anything is restored or copied (P4, P12).
+"""Checks of a job at its start, before anything is restored or copied (P4, P12).
 
-One list of findings: each refuses the start, is a warning, or a note.
-
-``reft launch --dry-run`` is this list, what every node would reserve, and then the end.
+The result is one list of findings. Each refuses the start, is a warning, or is a note.
+``reft launch --dry-run`` prints that list and the memory that every node would reserve, and exits.
 """
 
 from __future__ import annotations
@@ -39,17 +38,18 @@ _NODES_SHOWN = 8
 
 @dataclass(frozen=True)
 class StartFacts:
-    """What is known of a job when its ranks have met.
+    """Facts about a job after its ranks have connected.
 
     Attributes:
-        job: what the choice of the protection depends on, too.
+        job: inputs for the choice of the protection.
         record: the protection in force.
-        incarnation: of this start of the job.
-        restarted: whether the job restarts by itself, perhaps on fewer nodes: it is not refused.
-        chosen: whether the protection was chosen (``auto``), not named by the block.
+        incarnation: incarnation of this start.
+        restarted: whether this is an automatic restart, perhaps on fewer nodes, which is never
+            refused.
+        chosen: whether the protection was chosen (``auto``) instead of named by the block.
         why_unprotected: why the loss of a node is not survived; empty if it is.
-        recipe: how peers recompute partitions; None if they do not.
-        declared_on_one_host: declared nodes that share a host with another one.
+        recipe: recipe by which peers recompute partitions; None if they do not.
+        declared_on_one_host: declared nodes that share a host with another node.
     """
 
     job: JobFacts
@@ -63,14 +63,14 @@ class StartFacts:
 
 
 def start_findings(start: StartFacts) -> Iterator[Finding]:
-    """What the ranks find at the start, on all of them alike: what refuses it first. Collective."""
+    """Findings at the start, the same on all ranks; refusals come first. Collective."""
     job, record = start.job, start.record
     config, topology = job.config, job.topology
     several = len(set(topology.failure_domains)) > 1
     meant = config.allow_unprotected or config.variant is Variant.NONE or record.ordered
     meant = meant or (record.scheme == "none" and "tolerance" not in config.model_fields_set)
     shortfall = _shortfall(start)
-    # Before the first step nothing is lost by a stop; a job that restarts by itself goes on.
+    # A first start is refused, because nothing is lost yet. An automatic restart is not refused.
     if record.tolerance < config.tolerance and several and not (meant or start.restarted):
         yield Finding(
             Severity.REFUSED,
@@ -94,7 +94,7 @@ def start_findings(start: StartFacts) -> Iterator[Finding]:
 
 
 def _notes(start: StartFacts) -> Iterator[str]:
-    """What is no error even where the block is strict."""
+    """Notes, which are no errors even if the block is strict."""
     job = start.job
     if job.devices:
         yield device_paragraph(job.devices, job.topology.nodes)
@@ -113,8 +113,12 @@ def _notes(start: StartFacts) -> Iterator[str]:
 
 
 def explain_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | None:
-    """What to say at the start where hosts cannot repeat the owner's step to the bit; None where
-    they can. ``seen_exact``: reft.ExactAdam was tried on every device, and was."""
+    """A warning if hosts cannot repeat the owner's step bit for bit; None if they can.
+
+    Args:
+        recipe: recipe of the optimizer.
+        seen_exact: reft.ExactAdam was tested on every device, and was exact.
+    """
     if recipe.exact and (seen_exact or not recipe.on_device):
         return None
     change = (
@@ -132,7 +136,7 @@ def explain_inexact(recipe: AdamRecipe, *, seen_exact: bool = True) -> str | Non
 
 
 def describe_missing(persists: bool) -> str | None:
-    """What a job goes without that `reft launch` did not start (P12); None under ``reft
+    """What is missing in a job that ``reft launch`` did not start (P12); None under ``reft
     launch``."""
     if ENV_LAUNCHER_PID in os.environ:
         return None
@@ -157,17 +161,19 @@ def describe_missing(persists: bool) -> str | None:
 
 
 def check_orders(control: ControlGroup, orders: Orders, why_equal: str | None) -> None:
-    """Compare what all ranks read. Collective, before the first step, when the script has made its
-    loaders.
+    """Compare the order of samples of all ranks. Collective.
+
+    It is called before the first step, after the script has made its loaders.
 
     Args:
         control: messages between the ranks.
-        orders: what this rank reads.
-        why_equal: why all replicas train on equally many micro-batches; None if they need not.
+        orders: the orders in which this rank reads samples.
+        why_equal: why all replicas must train on the same number of micro-batches; None if they
+            need not.
 
     Raises:
-        ConfigError: the ranks read one thing in different orders, or in one that the engine cannot
-            train on. On all ranks alike.
+        ConfigError: ranks read the same data in different orders, or in an order that the engine
+            cannot train on. Raised on all ranks.
     """
     replies = control.gather_bytes(json.dumps(orders, default=str).encode())
     ranks = [json.loads(reply) for reply in replies]
@@ -176,8 +182,7 @@ def check_orders(control: ControlGroup, orders: Orders, why_equal: str | None) -
 
 
 def timeout_is_short(config: ReftConfig, timeout_secs: float | None) -> str | None:
-    """What to say where collectives time out before hang detection would name the rank that they
-    wait for."""
+    """A warning if collectives time out before hang detection could name the hanging rank."""
     limit_secs = config.hang_timeout_secs
     if not config.hang_factor or timeout_secs is None or timeout_secs >= limit_secs:
         return None
@@ -191,7 +196,7 @@ def timeout_is_short(config: ReftConfig, timeout_secs: float | None) -> str | No
 
 
 def group_timeout_secs() -> float | None:
-    """After how long the collectives of training fail; None where that is not known."""
+    """Timeout of training's collectives in seconds; None if unknown."""
     with suppress(AttributeError, RuntimeError, ValueError, TypeError, StopIteration):
         group: Any = torch.distributed.group.WORLD
         device = next(iter(group._device_types))
@@ -200,21 +205,23 @@ def group_timeout_secs() -> float | None:
 
 
 def conditional_loads() -> list[str]:
-    """Loads of the running script that a condition leaves out."""
+    """Loads of the running script that are skipped under a condition."""
     return [
         f"line {f.line}: {f.found}" for look in _inspect_script() for f in look.conditional_loads()
     ]
 
 
 def describe_fresh_state() -> list[str]:
-    """What the running script would begin again with in every life: loops that count from 0, places
-    that it reads from a client state which nobody keeps, and state of its own; by line, each with
-    what to write."""
+    """State that the running script would reset at every restart, by line, with advice.
+
+    This covers loops that count from 0, values read from a client state that is not kept, and state
+    that the script holds itself.
+    """
     return [str(finding) for look in _inspect_script() for finding in look.begins_anew()]
 
 
 def merge_findings(findings: Sequence[str]) -> str | None:
-    """What was found after the first step, as one list; None if there is nothing."""
+    """Join the findings after the first step into one message; None if there are none."""
     if len(findings) > 1:
         lines = "".join(f"\n- {finding}" for finding in findings)
         return (
@@ -224,8 +231,15 @@ def merge_findings(findings: Sequence[str]) -> str | None:
 
 
 def rates_from_step(key: str) -> str | None:
-    """Where the running script writes this number of a parameter group, in words; empty if that is
-    not known, None if it is derived from engine.global_steps at every place."""
+    """Describe where the running script writes a value of a parameter group.
+
+    Args:
+        key: key of the value in the group.
+
+    Returns:
+        The lines as text; empty if unknown, None if every write is derived from
+        engine.global_steps.
+    """
     lines = [line for look in _inspect_script() for line in look.group_writes(key)]
     if lines and all(derived for _, derived in lines):
         return None
@@ -234,7 +248,7 @@ def rates_from_step(key: str) -> str | None:
 
 
 def _inspect_script() -> Iterator[ScriptLook]:
-    """One, if it can be read."""
+    """The running script's analysis; empty if the script cannot be read."""
     with suppress(OSError, ConfigError):
         if path := getattr(sys.modules.get("__main__"), "__file__", None):
             yield ScriptLook(Path(path).read_bytes(), path)
@@ -243,7 +257,7 @@ def _inspect_script() -> Iterator[ScriptLook]:
 def describe_protection(
     config: ReftConfig, topology: Topology, record: ProtectionRecord, incarnation: int
 ) -> str:
-    """The layout, what is survived, and where versions are kept, in a line."""
+    """Describe the layout, the tolerance and the places of versions in one line."""
     storage = config.persist
     nodes = len(set(topology.failure_domains))
     survived = "killed trainers, but no lost node"
@@ -260,7 +274,7 @@ def describe_protection(
 
 
 def describe_untried_device() -> str:
-    """Goes when ``make gpu`` has passed on the platform."""
+    """A note that is removed when ``make gpu`` has passed on the platform."""
     platform = "ROCm" if getattr(torch.version, "hip", None) else "CUDA"
     return (
         f"reft has never run on a {platform} device, only on simulated ones. It verifies restored "
@@ -276,7 +290,7 @@ def _interval(adapts: bool, steps: int) -> str:
 
 
 def _shortfall(start: StartFacts) -> str | None:
-    """What to say where fewer lost nodes are survived than the block wants, or none at all."""
+    """A message if fewer lost nodes are survived than the block requests, or none at all."""
     config, losses = start.job.config, start.record.tolerance
     if losses >= max(config.tolerance, 1):
         return None
@@ -306,8 +320,8 @@ def end_dry_run(start: StartFacts, engine: str) -> NoReturn:
     """Print on rank 0 what the job would keep and copy, and exit. Collective.
 
     Args:
-        start: what the ranks found.
-        engine: name of what trains.
+        start: facts about the job.
+        engine: name of the training engine.
 
     Raises:
         ConfigError: a node has less memory to spare than the job would reserve (P9).

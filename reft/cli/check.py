@@ -369,7 +369,10 @@ def second_pairs(nodes: Sequence[int], first: Mapping[int, float | None]) -> lis
     A node whose reduction failed counts as the slowest.
     """
     order = sorted(nodes, key=lambda n: (first.get(n) is None, first.get(n) or 0.0, n))
-    crossed = [order[i // 2] if i % 2 == 0 else order[-1 - i // 2] for i in range(len(order))]
+    # The fastest, the slowest, the second fastest, the second slowest, ...
+    crossed = []
+    for i in range(len(order)):
+        crossed.append(order[i // 2] if i % 2 == 0 else order[-1 - i // 2])
     places = first_pairs(range(len(order)))
     return [tuple(crossed[place] for place in pair) for pair in places]
 

@@ -23,11 +23,12 @@ def difference(ranks: Sequence[Orders]) -> str | None:
     """
     for name in dict.fromkeys(name for orders in ranks for name in orders):
         readers = {rank: orders[name] for rank, orders in enumerate(ranks) if name in orders}
-        keys = [
-            key
-            for key in dict.fromkeys(key for facts in readers.values() for key in facts)
-            if len({repr(facts.get(key)) for facts in readers.values()}) > 1
-        ]
+        all_keys = dict.fromkeys(key for facts in readers.values() for key in facts)
+        keys = []
+        for key in all_keys:
+            values = {repr(facts.get(key)) for facts in readers.values()}
+            if len(values) > 1:
+                keys.append(key)
         if keys:
             mends = " and ".join("data set" if key == "samples" else key for key in keys)
             return (

@@ -156,7 +156,9 @@ class Loader(TrackedLoader[Progress]):
     def epoch(self) -> int:
         """Number of the current pass, counted from 0; after a restart, of the resumed pass."""
         restored, reader = self._resume_position(), self._pass
-        return restored.epoch if restored is not None else 0 if reader is None else reader.at.epoch
+        if restored is not None:
+            return restored.epoch
+        return 0 if reader is None else reader.at.epoch
 
     def __iter__(self) -> ReadAhead:
         LOADERS.require_named(self)

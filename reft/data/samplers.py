@@ -25,11 +25,11 @@ def holders(loader: Any) -> list[Any]:
     """The loader and its samplers, each once, in a fixed order."""
     found = [loader]
     for holder in found:  # The list grows meanwhile, because samplers hold samplers
-        inner = (getattr(holder, name, None) for name in ("sampler", "batch_sampler"))
-        new = [
-            held for held in inner if held is not None and all(held is not known for known in found)
-        ]
-        found += new if len(found) < MOST_SAMPLERS else ()
+        if len(found) >= MOST_SAMPLERS:
+            break
+        inner = [getattr(holder, name, None) for name in ("sampler", "batch_sampler")]
+        found_ids = {id(held) for held in found}
+        found += [held for held in inner if held is not None and id(held) not in found_ids]
     return found
 
 

@@ -1,14 +1,15 @@
-"""The DeepSpeed hook: makes a session for an engine, and wraps the engine's methods on the
+"""The DeepSpeed hook: creates a session for an engine, and wraps the engine's methods on the
 instance, never on the class.
 
 Works for ``PipelineEngine`` (``train_batch``) and for the plain engine (``forward``/``backward``/
 ``step``). What is wrapped:
 
-- ``_take_model_step``: the fence, or its approach. Both engines call it before weights change; a
-  pipeline engine never calls ``step()``. Once a step has shown that the hooks of the
-  innermost optimizer run first, the fence is there, after the norm of the gradients.
-- ``train_batch``, or ``forward`` of a plain engine: where a step begins, its version is taken.
-  ``step``: where it ends.
+- ``_take_model_step``: announces the fence, or is the fence. Both engines call it before weights
+  change; a pipeline engine never calls ``step()``. Once a step has shown that the innermost
+  optimizer's hooks run before it writes, the fence is in these hooks, after the norm of the
+  gradients was computed.
+- ``train_batch``, or ``forward`` of a plain engine: a step begins, and its version is taken.
+  ``step``: the step ends.
 - ``_exec_schedule``, ``_aggregate_total_loss``: the windows of a pipeline engine.
 - ``load_checkpoint`` and ``save_checkpoint``.
 """
@@ -62,11 +63,14 @@ def save_with_host_state(
     """``engine.save_checkpoint``, with the host state in a file next to DeepSpeed's own.
 
     Args:
-        context: of the job.
-        memory: says whose checkpoint it is.
+        context: the job.
+        memory: describes the job and the incarnation that save the checkpoint.
         state: captures the host state.
         original: DeepSpeed's method.
-        call: its arguments, by name. The client state that was attached is added.
+        call: its arguments, by name. The attached client state is added.
+
+    Returns:
+        The result of DeepSpeed's method.
     """
     attached = dict(state.client_state()) if state.client_state else {}
     client_state = {**attached, **(call.get("client_state") or {})}
@@ -97,25 +101,24 @@ def save_with_host_state(
 
 
 class Program(Protocol):
-    """The program that has made an engine.
+    """The training program that created an engine, such as Megatron's.
 
     Attributes:
-        data_is_bound: why its data differ at another data-parallel degree, and what to write; ""
-            if they do not.
+        data_is_bound: why its data would differ with another data-parallel degree, and what to
+            change; "" if they would not.
     """
 
     data_is_bound: str
 
     def client_state(self) -> dict[str, Any]:
-        """What its own checkpoint of the engine's step would hold next to the engine's files."""
+        """The values that its own checkpoint would store next to the engine's files."""
 
     def join(self, context: JobContext) -> None:
         """Called once on all ranks, before the program loads."""
 
 
 def running_program(engine: Any) -> Program | None:
-    """The program that has made the engine, if it can be resumed; None for any other
-    script."""
+    """The program that created the engine, if an integration knows it; None for other scripts."""
     for module, function in integrations.entries("PROGRAMS"):
         if module in sys.modules:
             program: Program | None = integrations.load(function)(engine)
@@ -128,7 +131,7 @@ _SESSION = "_reft_session"
 
 _BEGIN_STEP = "_reft_begin_step"
 
-_sessions: list[Session] = []  # of this process
+_sessions: list[Session] = []  # Sessions of this process, to be closed at its end
 
 
 def attach(
@@ -141,12 +144,12 @@ def attach(
 
     Args:
         engine: what ``deepspeed.initialize`` returned first, or a list of one.
-        client_state: called for every version; returns a mapping that ``load_checkpoint`` gives
-            back. Values are anything that ``reft.state.codec`` encodes (numbers, strings,
-            containers, tensors, arrays). Megatron-DeepSpeed's is captured without it.
+        client_state: called for every version; returns a mapping that ``load_checkpoint`` returns
+            after a restart. Values are anything that ``reft.state.codec`` encodes (numbers,
+            strings, containers, tensors, arrays). Megatron-DeepSpeed's is captured without it.
         config: the ``reft`` block; by default it is read from the engine's DeepSpeed configuration.
         state: objects of the script by name, such as ``{"ema": ema, "rng": generator}``. Their
-            state is part of every version, and a load puts it back in place, also a load before
+            state is part of every version, and a load restores it in place, even a load before
             this call. They have ``state_dict`` and ``load_state_dict`` (modules, optimizers,
             schedulers), or are generators (``torch.Generator``, NumPy's ``Generator`` and
             ``RandomState``, ``random.Random``).
@@ -155,8 +158,8 @@ def attach(
         The session. A second call only sets ``client_state`` and adds ``state``.
 
     Raises:
-        ConfigError: the block is wrong, or says ``"enabled": false``; an object of ``state`` is of
-            an unknown kind, or the version that was loaded does not hold it.
+        ConfigError: the block is invalid, or contains ``"enabled": false``; an object of ``state``
+            has an unsupported type, or the loaded version does not hold it.
         UnsupportedStateError: the engine holds state that reft does not know.
     """
     if isinstance(engine, list):
@@ -216,22 +219,22 @@ def attach(
 
 
 def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """Go on where the job was: at the newest version in memory or in the persist directory. For
-    scripts that have no directory to load from, or look for a file first. Collective, after
-    ``deepspeed.initialize``:
+    """Restore the newest version from memory or the persist directory. For scripts that have no
+    directory to load from, or look for a file first. Collective, after ``deepspeed.initialize``:
 
         reft.resume(engine)
         for step in range(engine.global_steps, steps): ...
 
     Args:
-        state: objects of the script that are restored, too: see :func:`attach`.
+        engine: the engine, protected or not.
+        state: more objects of the script to restore: see :func:`attach`.
 
     Returns:
-        ``(path, client_state)``, as ``engine.load_checkpoint`` does; ``(None, None)`` where the job
-        begins, and where the engine is not protected.
+        ``(path, client_state)``, as ``engine.load_checkpoint`` does; ``(None, None)`` if the job
+        has just begun, or the engine is not protected.
 
     Raises:
-        UnrecoverableError: the job made progress, but no whole version of it is left.
+        UnrecoverableError: the job made progress, but no complete version of it is left.
     """
     session = find_session(engine)
     if session is None:
@@ -242,18 +245,18 @@ def resume(engine: Any, state: Mapping[str, Any] | None = None) -> tuple[Any, An
 
 
 def begin_step(engine: Any) -> None:
-    """Say that the next step begins here. A version is then the state at this call, except for
-    tensors, which are as they are when the forward pass or ``train_batch`` begins.
+    """Mark the beginning of the next step. A version then holds the host state of this call, and
+    the tensors as of the forward pass or ``train_batch``.
 
-    Only a script needs it that makes its batches itself, without a ``DataLoader``, and changes its
-    own state (a position, a counter) between this point and the forward pass:
+    Only needed by scripts that make their batches themselves, without a ``DataLoader``, and change
+    their own state (a position, a counter) between this call and the forward pass:
 
         while engine.global_steps < steps:
             reft.begin_step(engine)
             batch = stream.read()
             loss = engine(batch)
 
-    It does nothing where the engine is not protected.
+    It does nothing if the engine is not protected.
     """
     begin = getattr(engine, _BEGIN_STEP, None)
     if begin is not None:
@@ -265,7 +268,7 @@ def find_session(engine: Any) -> Session | None:
 
 
 def close_sessions() -> None:
-    """Close what :func:`attach` has made in this process, before the interpreter does."""
+    """Close all sessions of this process, before the interpreter calls them at exit."""
     for session in _sessions:
         session.close()
 
@@ -281,7 +284,7 @@ class EngineWrappers:
     """Wrappers around the methods of one engine. Each calls the original method.
 
     Args:
-        adapter: the engine, as the session sees it.
+        adapter: the engine as seen by the session.
         session: takes the versions.
     """
 
@@ -297,7 +300,7 @@ class EngineWrappers:
             self._context, session, session.state, self._restorer, memory, adapter.data
         )
         self._micro_batch = int(self._engine.train_micro_batch_size_per_gpu())
-        self._tokens = 0  # in a sample; 0 until a batch of token ids was seen
+        self._tokens = 0  # Tokens in a sample; 0 until a batch of token ids was read
         setattr(self._engine, _BEGIN_STEP, self._hooks.begin_by_script)
         self._wrap_steps(session)
         for name, around, phase in (
@@ -384,7 +387,7 @@ class EngineWrappers:
         return original(*args, **kwargs)
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._session.begin_step()  # of a script whose forward pass is engine.module's
+        self._session.begin_step()  # for scripts that call engine.module instead of the engine
         self._session.check_tensors()
         result = original(*args, **kwargs)
         self._session.check_tensors()

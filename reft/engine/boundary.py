@@ -1,7 +1,7 @@
-"""Which host state a step begins with (P2).
+"""Finds the host state with which a step begins (P2).
 
-A version is the state with which the next step begins. For tensors that is the moment at which the
-training forward pass (or ``train_batch``) begins. For host state (generators, position in the data,
+A version is the state with which the next step begins. Tensors are copied as of the beginning of
+the training forward pass (or ``train_batch``). For host state (generators, position in the data,
 schedulers, client state) that is too late: by then the script has read its batch, and a resumed
 script reads that batch again. So the host state is captured before the script reads from a loader,
 as a *candidate*:
@@ -13,9 +13,9 @@ as a *candidate*:
 
 If the script itself marks where a step begins (``reft.begin_step``), the state there is final.
 
-A script that reads from no loader has no candidate. Its host state is the one at the forward pass,
-except for the random generators: what was drawn since the optimizer step, or since the last
-evaluation, most likely made the batch, and is drawn again.
+A script without a loader has no candidate. Its host state is captured at the forward pass, except
+for the random generators: numbers drawn since the optimizer step, or since the last evaluation,
+most likely made the batch, so a resumed script has to draw them again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from reft.state.blob import capture_rng
 logger = logging.getLogger(__name__)
 
 Encoded = Callable[[], bytes | bytearray]
-"""Returns the encoded host state. Called on the worker thread; what training may change has been
+"""Returns the encoded host state. Called on the worker thread; state that training may change was
 encoded before."""
 Capture = Callable[[dict[str, Any] | None], Encoded]
-"""Captures the present host state. The argument replaces its random states; None keeps the present
+"""Captures the current host state. The argument replaces its random states; None keeps the current
 ones."""
 
 
@@ -42,8 +42,8 @@ class _Candidate:
     """Host state before a loader was read.
 
     Attributes:
-        read: the pass; None while it is being begun.
-        encoded: the state; None if it could not be captured.
+        read: the pass over the loader; None while it is starting.
+        encoded: the state; None if capturing failed.
     """
 
     read: object | None
@@ -55,8 +55,8 @@ class StepBoundary:
 
     Args:
         capture: captures the host state of the engine.
-        repeats_draws: whether what the script draws without a loader, before a step begins, makes
-            its batch.
+        repeats_draws: random numbers drawn before a step begins make its batch, if the script has
+            no loader.
         random_states: returns the states of all generators that are part of the host state.
     """
 
@@ -72,19 +72,19 @@ class StepBoundary:
             random_states,
             repeats_draws,
         )
-        # a step was made whose version is due, and the next has not begun
+        # A step with a due version has ended, and the next has not begun
         self._open = False
-        self._is_marked = False  # the script has marked where the next step begins
+        self._is_marked = False  # The script has marked where the next step begins
         self._candidates: list[_Candidate] = []
-        self._evaluated: list[object] = []  # passes of evaluations since the step
+        self._evaluated: list[object] = []  # Passes of evaluations since the step
         self._rng: dict[str, Any] | None = None
 
     def step_ended(self, *, is_due: bool = True) -> None:
-        """The optimizer step was made.
+        """The optimizer step has ended.
 
         Args:
-            is_due: whether a version is taken where the next step begins. If not, nothing is
-                captured in between.
+            is_due: a version is taken when the next step begins. If False, no candidates are
+                captured until then.
         """
         self._open, self._is_marked = is_due, False
         self._candidates.clear()
@@ -98,12 +98,12 @@ class StepBoundary:
             self._is_marked = True
 
     def begins_pass(self) -> None:
-        """A pass is about to begin. It has drawn no random numbers yet."""
+        """A pass over a loader is about to begin. It has drawn no random numbers yet."""
         if self._open and not self._is_marked:
             self._candidates.append(_Candidate(None, self._encoded()))
 
     def began_pass(self, read: object) -> None:
-        """``read`` is the pass that was about to begin."""
+        """The pass has begun; ``read`` identifies it."""
         if self._candidates and self._candidates[-1].read is None:
             self._candidates[-1].read = read
 
@@ -118,7 +118,7 @@ class StepBoundary:
         """A forward pass without training has used a batch.
 
         Args:
-            read: the pass that the batch is from; None if it is from no loader.
+            read: the pass that the batch came from; None if it came from no loader.
         """
         if not self._open or self._is_marked:
             return
@@ -132,7 +132,7 @@ class StepBoundary:
         """The host state with which the step begins. Called once for each version.
 
         Args:
-            read: the pass whose batch is trained on, if that is known.
+            read: the pass whose batch is trained on, if known.
 
         Raises:
             ReftError: the state cannot be captured.
@@ -152,7 +152,7 @@ class StepBoundary:
         try:
             return self._capture(None)
         except Exception as error:
-            # Reading data must not fail because of this (P6). The capture is repeated where the
-            # step begins, and a failure is logged there.
+            # Reading data must not fail because of this (P6). The capture is repeated when the
+            # step begins, and a failure is logged then.
             logger.debug("the host state cannot be taken aside: %s", error)
             return None

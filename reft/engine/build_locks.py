@@ -1,8 +1,8 @@
-"""Locks in torch's folder of compiled operators that no process removes any more.
+"""Finds lock files of killed builds in torch's folder of compiled operators.
 
 A process that compiles an operator creates the file ``lock`` in the operator's folder, keeps it
-open, and removes it at the end (``torch.utils.file_baton``). If the process is killed the file
-stays, and every later process that needs the operator waits for it forever, and logs nothing.
+open, and removes it at the end (``torch.utils.file_baton``). If the process is killed, the file
+stays, and every later process that needs the operator waits for it forever and logs nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from pathlib import Path
 from reft.env import ENV_EXTENSIONS, ENV_LAUNCHER_PID
 
 _LOCKS = ("*/lock", "*/*/lock")
-"""In the folder of an operator. That is in a folder for the Python version and the device, unless
-the environment variable names the root."""
+"""Patterns below the root. An operator's folder is directly in the root if the environment variable
+names it, otherwise in a folder for the Python version and the device."""
 
 _logged: set[tuple[Path, float]] = set()
 
 
 def warn_abandoned_builds() -> None:
-    """Log each lock that no process of this host holds, once, with the command to write. Trainers
-    whose launcher has done so log nothing; under other launchers one trainer of each node logs."""
+    """Log each lock that no process of this host has open, once, with the command to remove it.
+
+    reft's launcher logs for its trainers; with other launchers one trainer of each node logs.
+    """
     if os.environ.get(ENV_LAUNCHER_PID) not in (None, str(os.getpid())):
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -41,8 +43,11 @@ def warn_abandoned_builds() -> None:
 
 
 def abandoned_locks() -> list[tuple[Path, float]]:
-    """Locks that no process has open, among those that this user can read, and when each was made,
-    in seconds since the epoch."""
+    """Find locks that no process has open, as far as this user can read other processes.
+
+    Returns:
+        Path and modification time of each, in seconds since the epoch.
+    """
     root = _root()
     found = {}
     for lock in (path for pattern in _LOCKS for path in root.glob(pattern)):
@@ -57,7 +62,7 @@ def abandoned_locks() -> list[tuple[Path, float]]:
 
 
 def _root() -> Path:
-    """Where torch keeps compiled operators: what ``torch.utils.cpp_extension`` answers, without
+    """torch's folder of compiled operators, as ``torch.utils.cpp_extension`` returns it, without
     importing torch."""
     if own := os.environ.get(ENV_EXTENSIONS):
         return Path(own)
@@ -66,8 +71,8 @@ def _root() -> Path:
 
 
 def _open_files() -> Iterator[tuple[int, int]]:
-    """Device and inode of the files that processes of this host have open. Those of other users
-    cannot be read."""
+    """Device and inode of the files that processes of this host have open; processes of other users
+    are skipped."""
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             status = entry.stat()

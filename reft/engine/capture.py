@@ -1,4 +1,4 @@
-"""What a version holds: images of the engine's tensors, and the host state."""
+"""Captures the content of a version: images of the engine's tensors, and the host state."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class EngineState:
     """Captures the state with which a step begins. Used by the training thread.
 
     Args:
-        context: of the job.
-        protection: says which members' gradients are needed.
-        fence: held before gradients are freed.
+        context: the job.
+        protection: names the members whose gradients are needed.
+        fence: training waits there for copies before gradients are freed.
         client_state: returns the script's own values; None if there are none.
 
     Attributes:
-        adapter: of the engine's optimizer.
-        gradients: captures gradients for peers that repeat the step (AOR); None if they do not.
-        data: the position in the data; None if the program keeps it.
-        followed: state of the script that versions hold besides the engine's.
-        boundary: which host state a step begins with.
+        adapter: adapter of the engine's optimizer.
+        gradients: captures gradients for peers that recompute the step (AOR); None if they do not.
+        data: the position in the data; None if the program tracks it.
+        followed: state of the script that versions hold in addition to the engine's.
+        boundary: finds the host state with which a step begins.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class EngineState:
         """Client state of the version that was restored, until the script trains on."""
         self.data = engine.data
         self.followed = host_states(context)
-        """State of the script that versions hold besides the engine's own."""
+        """State of the script that versions hold in addition to the engine's."""
         self.listener: Callable[[VersionId, LiveImages, Encoded], None] | None = None
         """Called with every captured state; used by `reft rehearse`."""
-        # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its
-        # batch.
+        # Only a plain engine's script makes the batch before the step begins: a pipeline engine
+        # reads within ``train_batch``, and Megatron-core's step begins before its batch is read.
         repeats_draws = engine.data is not None and not engine.data.is_pipeline
         self.boundary = StepBoundary(
             self._encode_host_state, repeats_draws=repeats_draws, random_states=self._random_states
@@ -75,12 +75,12 @@ class EngineState:
         if engine.data is not None:
             engine.data.boundary = self.boundary
         self.worker: SnapshotWorker | None = None
-        """Knows which tensors the script writes while they are copied; None before the session
+        """Lists the tensors that the script writes while they are copied; None before the session
         starts."""
         self._images: LiveImages | None = None
         self._copied_at_boundary: frozenset[str] = frozenset()
-        """Names of tensors that the script writes while they are copied. The images hold copies of
-        them."""
+        """Names of tensors that the script writes while they are copied; the images contain copies
+        of them, made at each boundary."""
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Strict: a version that no checkpoint could be written from is not taken.
         self._blob = HostBlob(strict=context.config.strict)
@@ -93,8 +93,8 @@ class EngineState:
         versions after it are not delayed.
 
         Args:
-            label: of the version.
-            required: whether it is taken even if training has to wait.
+            label: name of the version.
+            required: take it even if training has to wait.
             variant: when its bytes are copied.
 
         Returns:
@@ -134,11 +134,11 @@ class EngineState:
             )
 
     def host_state(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The part of a version that is not tensors of the engine."""
+        """The part of a version that is not in the engine's tensors."""
         return {**self._engine.capture(client_state), "followed": self.followed.capture()}
 
     def _random_states(self) -> dict[str, Any]:
-        """States of the generators of this process, and of those that the script has given."""
+        """States of this process's random generators, and of those registered by the script."""
         return {"rng": capture_rng(), "followed": self.followed.generators()}
 
     def _encode_host_state(self, drawn: dict[str, Any] | None) -> Encoded:
@@ -195,17 +195,17 @@ class EngineState:
         return sections
 
     def _captured(self, step: int) -> dict[str, Any]:
-        """What features need to know of the step that was just made, for peers that repeat it."""
+        """Data of the last step for features: its gradients, for peers that recompute it (AOR)."""
         taken = self.gradients.take(step) if self.gradients is not None else None
         if self.gradients is None or taken is None:
             return {}
-        # The thread that recomputes must treat denormals as this thread's processor does, which may
-        # flush them to zero. Torch's kernels for devices keep them.
+        # This thread may flush denormals to zero; the recomputing thread must do the same, or its
+        # results differ. Torch's kernels for devices keep denormals.
         flush = not self.gradients.recipe.on_device and not float(torch.tensor(1e-40) * 1.0)
         return {PeerOptimizers.name: OptimizerStep(*taken, flush_denormal=flush)}
 
     def replaced(self) -> None:
-        """The engine's state was loaded: the images may be other tensors."""
+        """The engine's state was loaded: its tensors may be different objects now."""
         self._images = None
 
     def close(self) -> None:
@@ -220,14 +220,13 @@ class EngineState:
 def gradient_capture(
     context: JobContext, protection: Protection, fence: OptimizerFence
 ) -> GradientCapture | None:
-    """Captures of every step what peers need in order to repeat it (AOR).
+    """Create the capture of gradients that peers need to recompute a step (AOR).
 
     Returns:
-        None if the block does not ask for it, or nothing is partitioned.
+        None if the block does not request it, or no state is partitioned.
 
     Raises:
-        UnsupportedStateError: the optimizer cannot be repeated, or gradients are not kept. Says
-            what to change.
+        UnsupportedStateError: the optimizer cannot be recomputed, or gradients are not kept.
     """
     config, adapter = context.config, context.engine.adapter
     if not config.recompute:

@@ -1,7 +1,7 @@
-"""What every part of a session knows of its job. It is made before the parts, and handed to each.
+"""The job as seen by every part of a session. It is created before the parts and passed to each.
 
-A part takes the context, and besides it only the parts that it works with. It never takes the
-session, through which each part could reach every other one.
+A part takes the context and the parts that it works with. It never takes the session, through which
+it could reach every other part.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class JobContext:
     """The job as one rank sees it.
 
     Attributes:
-        config: the checked ``reft`` block, with the job's name in it. All ranks have the same.
-        engine: the program that trains.
+        config: the checked ``reft`` block with the job's name; equal on all ranks.
+        engine: the training engine.
         coordinate: this rank's place in the pp x dp x tp grid.
         topology: the coordinate and the node of every rank.
-        control: messages between the ranks, apart from training's collectives. For the training
-            thread; the snapshot worker has a group of its own.
+        control: messages between the ranks, separate from training's collectives. Only for the
+            training thread; the snapshot worker has a group of its own.
         job_dir: the job's memory on this node.
         stats: counters of this rank's versions.
         events: the event log of this rank.
@@ -71,18 +71,19 @@ class JobContext:
 
     @property
     def is_first_on_node(self) -> bool:
-        """Whether this rank reads and writes what its node has once."""
+        """Whether this rank reads and writes the files that exist once per node."""
         return self.topology.local_ranks(self.node)[0] == self.rank
 
     def warn(self, text: str, *, strict: bool = True) -> None:
-        """Report what would make a recovery impossible or different (P12). On all ranks alike.
+        """Warn of something that would make a recovery impossible or different (P12). All ranks
+        call it with the same arguments; rank 0 logs.
 
         Args:
-            text: what was found, and what to change. Logged by rank 0.
-            strict: whether a block with ``"strict": true`` makes it an error.
+            text: what was found, and what to change.
+            strict: raise the warning as an error if the block contains ``"strict": true``.
 
         Raises:
-            ConfigError: it is an error.
+            ConfigError: ``strict`` is set here and in the block.
         """
         if strict and self.config.strict:
             raise ConfigError(f'{text}. It is an error because the reft block says "strict": true')
@@ -90,14 +91,14 @@ class JobContext:
             logger.warning("%s", text)
 
     def report(self, findings: Iterable[Finding], *, strict: bool = True) -> None:
-        """Report findings in their order. On all ranks alike.
+        """Report findings in order. All ranks call it with the same arguments.
 
         Args:
-            findings: what was found.
-            strict: whether warnings are errors in a block with ``"strict": true``.
+            findings: findings of the checks at the start.
+            strict: raise warnings as errors if the block contains ``"strict": true``.
 
         Raises:
-            ConfigError: one of them refuses the start, or is an error.
+            ConfigError: a finding refuses the start, or a warning is an error.
         """
         for finding in findings:
             if finding.severity is Severity.REFUSED:

@@ -1,4 +1,4 @@
-"""A DeepSpeed engine as a session sees it."""
+"""Adapts a DeepSpeed engine to the interface that a session uses."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ _CONFIG = (
     "data_efficiency",
     "compression_training",
 )
-"""Parts of DeepSpeed's configuration that change the numbers."""
+"""Parts of DeepSpeed's configuration that change the numerical results."""
 _ZERO = ("stage", "round_robin_gradients", "offload_optimizer.device", "offload_param.device")
-"""Settings of ``zero_optimization`` that change the numbers; the others change the speed."""
+"""Settings of ``zero_optimization`` that change the numerical results; the others change only the
+speed."""
 
 
 class DeepSpeedEngine:
@@ -109,7 +110,7 @@ class DeepSpeedEngine:
     def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
         state = capture_host_state(self.engine, self.adapter, client_state, self.data.state())
         signature = self.adapter.signature()
-        if self._held[0] != signature:  # tensors have appeared or moved
+        if self._held[0] != signature:  # tensors were added or replaced
             self._held = signature, describe_layouts(self.engine, self.adapter)
         return {**state, HELD: self._held[1]}
 
@@ -117,7 +118,7 @@ class DeepSpeedEngine:
         restore_host_state(self.engine, self.adapter, state)
 
     def restore_beside_checkpoint(self, state: dict[str, Any], *, scheduler: bool) -> None:
-        """DeepSpeed has loaded its checkpoint: restore what its files do not hold."""
+        """Restore the state that DeepSpeed's files do not hold, after it has loaded them."""
         restore_data_free_state(self.engine, state, scheduler=scheduler)
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
@@ -127,13 +128,13 @@ class DeepSpeedEngine:
 
 
 def _hyperparameters(optimizer: Any) -> Iterator[tuple[str, Fact]]:
-    """Settings of an optimizer that the script made itself, group by group."""
+    """Settings of an optimizer that the script created itself, for each parameter group."""
     inner = optimizer
     while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
         inner = inner.optimizer
     yield "optimizer.type", type(inner).__qualname__
     for index, group in enumerate(getattr(inner, "param_groups", ())):
-        # A scheduler has moved "lr" already; "initial_lr" is what the script wrote.
+        # A scheduler may have changed "lr" already; "initial_lr" is the script's value.
         settings = {**group, "lr": group.get("initial_lr", group.get("lr"))}
         for key, value in sorted(settings.items()):
             if key not in ("params", "initial_lr"):

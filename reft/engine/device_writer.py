@@ -1,9 +1,9 @@
 """Writes restored blocks to a device, several at a time.
 
-A block lies in an arena or in a receive buffer; the driver knows neither, and registering a whole
-arena would take longer than copying it. Each thread therefore copies its block into a small
-registered buffer, takes the checksum in the same pass, and the device fetches it from there on a
-stream of its own, while other threads fill theirs.
+A block is in an arena or in a receive buffer. Neither is registered with the driver, and
+registering a whole arena would take longer than copying it. So each thread copies its block into a
+small registered buffer and takes the checksum in the same pass. The device reads it from there on a
+stream of its own, while other threads fill their buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Lane:
-    """What one copy in flight uses."""
+    """Stream, registered buffer and hasher of one copy in flight."""
 
     stream: Any
     buffer: torch.Tensor
@@ -47,14 +47,14 @@ class DeviceWriter:
         self._idle: SimpleQueue[_Lane] = SimpleQueue()
         self._registered: list[torch.Tensor] = []
         self._warned = False
-        self._lock = threading.Lock()  # of what several threads change: the two above
+        self._lock = threading.Lock()  # Guards _registered and _warned: write is thread-safe
 
     def begin(self) -> None:
-        """Wait for what the calling thread has queued: it may have written the targets."""
+        """Wait for the calling thread's stream: queued work may still write to the targets."""
         self._vendor.module.current_stream(self.device).synchronize()
 
     def write(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], data: torch.Tensor) -> int:
-        """Copy parts of a block into place; returns when they are there. Thread-safe.
+        """Copy parts of a block into place and wait until they have arrived. Thread-safe.
 
         Args:
             parts: Targets and sources, 1-D uint8; the sources are views of ``data``.
@@ -84,7 +84,7 @@ class DeviceWriter:
         try:
             lane = self._idle.get_nowait()
         except Empty:
-            # A stream of torch's pool will do: nothing else runs on the device meanwhile.
+            # A stream of torch's pool is good enough: nothing else uses the device meanwhile.
             stream = self._vendor.module.Stream(self.device)
             lane = _Lane(stream, self._new_buffer(nbytes), hashing_copier())
         if lane.buffer.numel() < nbytes:
@@ -110,7 +110,7 @@ class DeviceWriter:
         return buffer
 
     def close(self) -> None:
-        """Unregister all buffers. No :meth:`write` may be under way."""
+        """Unregister all buffers. No :meth:`write` may be in progress."""
         for buffer in self._registered:
             try:
                 self._vendor.host_unregister(self.device, buffer.data_ptr())

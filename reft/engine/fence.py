@@ -1,4 +1,4 @@
-"""Where training waits for copies (P2)."""
+"""The fence: training waits here until copies of its tensors have ended (P2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reft.snapshot.worker import SnapshotWorker
 
 
 class OptimizerListener(Protocol):
-    """Is called where the optimizer step begins and ends."""
+    """Receives the beginning and the end of each optimizer step."""
 
     def begin_optimizer(self) -> None: ...
 
@@ -17,15 +17,14 @@ class OptimizerListener(Protocol):
 
 
 class OptimizerFence:
-    """Holds training before the optimizer writes, until no copy reads the live tensors.
+    """Makes training wait before the optimizer writes, until no copy reads the live tensors.
 
-    It holds before the optimizer step; or before the first write within the step, once a step has
-    shown that the hooks of the innermost optimizer run first. A step with clipping or overflow
-    checks exchanges messages with the other ranks before it writes, and copies continue in that
-    time.
+    It waits before the optimizer step or, once a step has shown that the hooks of the innermost
+    optimizer run first, before the first write within the step. A step with clipping or overflow
+    checks exchanges messages with the other ranks before it writes, and copies continue meanwhile.
 
     Attributes:
-        is_within: whether :meth:`before_write` is known to run before anything is written.
+        is_within: :meth:`before_write` is known to run before the optimizer writes.
         worker: takes the versions; None before the session starts.
     """
 
@@ -38,8 +37,8 @@ class OptimizerFence:
         self._waited_secs = 0.0
 
     def before_optimizer_step(self) -> None:
-        """The optimizer step begins. Holds training, or lets copies end before
-        :meth:`before_write`."""
+        """The optimizer step begins. Waits for copies, or announces that :meth:`before_write` will
+        wait."""
         self._writes_seen = False
         self._listener.begin_optimizer()
         if self.is_within and self.worker is not None:
@@ -48,12 +47,12 @@ class OptimizerFence:
             self.hold()
 
     def before_write(self, *_: object) -> None:
-        """The innermost optimizer is about to write. Holds training."""
+        """The innermost optimizer is about to write. Waits for copies."""
         self._writes_seen = True
         self.hold()
 
     def after_optimizer_step(self) -> None:
-        """The optimizer step has ended. On overflow nothing was written: training is held here, and
+        """The optimizer step has ended. If it wrote nothing (overflow), waits for copies here, and
         before the next step."""
         if not self._writes_seen:
             self.hold()
@@ -61,14 +60,14 @@ class OptimizerFence:
         self._listener.end_optimizer()
 
     def hold(self) -> None:
-        """Hold training until no copy reads the live tensors."""
+        """Wait until no copy reads the live tensors."""
         if self.worker is not None:
-            # P2: from here on the optimizer writes. On a device the fence is a wait of the stream.
+            # P2: the optimizer writes after this. On a device the stream waits, not the host.
             secs = self.worker.fence()
             self._waited_secs += secs
             self._stats.stalls_secs.add_to_newest(secs)
 
     def take_waited_secs(self) -> float:
-        """Returns the seconds that training has waited here since the last call."""
+        """Return the seconds that training has waited since the last call, and reset them."""
         secs, self._waited_secs = self._waited_secs, 0.0
         return secs

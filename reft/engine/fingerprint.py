@@ -1,4 +1,4 @@
-"""Facts of a job that must be equal before stored state is restored (P7). Pure."""
+"""The fingerprint of a job: facts that must be equal before stored state is restored (P7). Pure."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _FORMAT = 1
 
 _BATCH = ("config.train_batch_size", "config.train_micro_batch_size_per_gpu")
 
-ACCEPT_KEY = "accept_changes"  # key of the ``reft`` block that lists facts which may differ
+ACCEPT_KEY = "accept_changes"  # Key of the ``reft`` block that lists facts which may differ
 
 AT_LAUNCH = ("script", "seed", "arguments")
-"""Compared when a person starts the job, not when it restarts by itself: another node may have the
-script under another path, and a seed taken from the clock must not keep a job from its own memory.
-"""
+"""Facts that are compared when a person starts the job, not when it restarts automatically: the
+path of the script may differ between nodes, and a seed taken from the clock must not make the job's
+own memory unusable."""
 
 BY_REPLICAS = ("layout.dp", "config.gradient_accumulation_steps")
 """Facts that follow from the number of replicas if the global batch is kept. Not compared when a
 version of another data-parallel degree is restored."""
 
 BY_LAYOUT = (*BY_REPLICAS, "layout", "model")
-"""Not compared when a version of another layout is restored: the model is then compared name by
-name."""
+"""Facts that are not compared when a version of another layout is restored: the model is then
+compared parameter by parameter."""
 
 
 def _word_set(text: str) -> frozenset[str]:
@@ -48,15 +48,14 @@ _AROUND = _word_set(
     tensorboard test threads timeout timing tmp tqdm val valid validation verbose wandb workers
     """
 )
-"""Words of an option for what goes on around training, whatever its other words are:
-``eval_steps``."""
+"""Options with one of these words never change the numerical results, such as ``eval_steps``."""
 _DECIDES = _word_set(
     """
     accumulation anneal annealing batch corpora corpus data dataset datasets decay drop file files
     lr merge merges model rampup rate scheduler seed split tokenizer vocab vocabulary warmup
     """
 )
-"""Words of an option that changes the numbers, whatever its other words are:
+"""Other options with one of these words change the numerical results, such as
 ``lr-decay-iters``."""
 _HOW_LONG_AND_WHERE = _word_set(
     """
@@ -64,8 +63,8 @@ _HOW_LONG_AND_WHERE = _word_set(
     memory path rank step steps stop until wait
     """
 )
-"""Words for how long a job trains, how often it does something, and where things are:
-``max_steps``."""
+"""Remaining options with one of these words do not change the numerical results: they set
+durations, intervals and paths, such as ``max_steps``."""
 _LENGTHS = frozenset({("skip", "train"), ("train", "samples"), ("train", "tokens")})
 
 
@@ -76,13 +75,13 @@ class Fingerprint:
     facts: Mapping[str, Fact]
 
     def without(self, names: Collection[str]) -> Fingerprint:
-        """The same without some facts and all facts under them."""
+        """A copy without the named facts and all facts under them."""
         return Fingerprint(
             {name: fact for name, fact in self.facts.items() if not _is_under(name, names)}
         )
 
     def only(self, names: Collection[str]) -> Fingerprint:
-        """Some facts, and all facts under them."""
+        """A copy with only the named facts and all facts under them."""
         return Fingerprint(
             {name: fact for name, fact in self.facts.items() if _is_under(name, names)}
         )
@@ -93,7 +92,8 @@ class Fingerprint:
 
     @classmethod
     def decode(cls, data: bytes | str) -> Fingerprint:
-        """Raises: FingerprintError: the text is none, or of another release."""
+        """Decode the output of :meth:`encode`. Raises FingerprintError if it is invalid, or of
+        another format."""
         try:
             content = json.loads(data)
             facts = content["facts"] if content["format"] == _FORMAT else None
@@ -111,17 +111,17 @@ class Fingerprint:
 
 
 def read_argument_facts(arguments: Sequence[str]) -> dict[str, Fact]:
-    """The arguments of a script that may change what it trains, as facts ``arguments.NAME``.
+    """The arguments of a script that may change its numerical results, as facts ``arguments.NAME``.
 
     The words of an option's name decide:
 
-    - an option about what goes on around training (``save``, ``eval``, ``log``) never counts;
+    - an option about saving, evaluation, logs and the like never counts;
     - an option that names the learning rate, its schedule, batches, data or the model always
       counts;
-    - of the others, options for how long, how often and where do not count; all else does.
+    - of the others, options for durations, intervals and paths do not count; all else does.
 
-    So a job that is started again for more steps, or from another directory, is the same job. Of a
-    path only the last part counts, if the option names data or a model; other paths, and JSON
+    So a job that is started again for more steps, or from another directory, is the same job. If an
+    option names data or a model, only the last part of its path counts; other paths, and JSON
     texts, do not count.
     """
     given: dict[str, list[str]] = {"": []}
@@ -165,12 +165,12 @@ def _counts(name: str) -> bool:
 
 
 def _last_part(value: str) -> str:
-    """The last part of a path. A text in brackets stays as it is."""
+    """The last part of a path. JSON objects and lists are returned unchanged."""
     return value if value.startswith(("{", "[")) else value.rstrip("/").rpartition("/")[2]
 
 
 def changed(was: Fingerprint, now: Fingerprint) -> list[str]:
-    """Names of the facts that differ, sorted. A fact that only one side has differs."""
+    """Names of the facts that differ or are missing on one side, sorted."""
     missing = object()
     names = sorted(was.facts.keys() | now.facts.keys())
     return [
@@ -191,9 +191,9 @@ def require_same(
     """Refuse stored state of another job, or of this job with other settings.
 
     Args:
-        was: of the stored state.
-        now: of this job.
-        of: what holds the state, for the message: ``the memory of job train``.
+        was: fingerprint of the stored state.
+        now: fingerprint of this job.
+        of: source of the state for the message, such as ``the memory of job train``.
         accepted: names of facts that may differ, with all facts under them (``accept_changes``).
 
     Raises:
@@ -226,7 +226,8 @@ def _describe_arguments(names: Sequence[str]) -> str:
 
 
 def _describe_batch(was: Fingerprint, names: Sequence[str]) -> str:
-    """The keys that keep the batch of the stored state at any number of replicas."""
+    """Advice on the keys that keep the stored state's batch with any number of replicas; "" if the
+    batch does not differ."""
     if not any(name in names for name in _BATCH):
         return ""
     keys = [
@@ -237,7 +238,7 @@ def _describe_batch(was: Fingerprint, names: Sequence[str]) -> str:
     if len(keys) < len(_BATCH):
         return ""
     return (
-        f". To go on with fewer or more replicas, write {' and '.join(keys)} into DeepSpeed's "
+        f". To continue with fewer or more replicas, write {' and '.join(keys)} into DeepSpeed's "
         'JSON, and no "gradient_accumulation_steps", which DeepSpeed then derives: the global '
         "batch stays what it was"
     )

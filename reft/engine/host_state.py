@@ -1,12 +1,12 @@
-"""State of the script that a version holds, besides the engine's own.
+"""State of the script that a version holds in addition to the engine's.
 
-A *follower* captures one kind of it and puts it back: learning-rate schedulers, flags of the
-engine, objects that were given to ``reft.attach(engine, state={...})``. Features bring followers; a
-session has one registry of them.
+A *follower* captures and restores one kind of it: learning-rate schedulers, flags of the engine,
+objects given to ``reft.attach(engine, state={...})``. Features register followers; a session has
+one registry of them.
 
 A version is the state with which a step begins. So it is restored twice: by the load, so that the
-script can read it, and again where the first step begins. The second time undoes what the script
-has changed in between, as for random states.
+script can read it, and again when the first step begins. The second time undoes changes that the
+script made in between, for example by drawing random numbers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 DRAWN = "drawn"
-"""Key of the states that the given generators had at the end of the last step, in versions whose
-step began without a loader: what was drawn between the two most likely made its batch, and is drawn
-again. Where the step begins the generators get the states of the version itself, so that other
-draws in between are not lost."""
+"""Key of the generator states at the end of the previous step, in versions whose step began without
+a loader. Numbers drawn between the two points most likely made the batch, so a resumed script has
+to draw them again. When the step begins, the generators get the states of the version itself, so
+that other draws in between are not lost."""
 
 
 class HostState(Protocol):
-    """Follows one kind of state.
+    """Captures and restores one kind of state.
 
     Attributes:
         name: its key in a version.
@@ -42,20 +42,20 @@ class HostState(Protocol):
 
     @property
     def is_reapplied(self) -> bool:
-        """Whether it is restored again where the first step begins."""
+        """Whether it is restored again when the first step begins."""
         return True
 
     def capture(self) -> Any:
-        """Return the present state in encodable values. They are encoded before training continues,
-        and may alias live objects."""
+        """Return the current state in encodable values. They may alias live objects, since they are
+        encoded before training continues."""
 
     def restore(self, saved: Any) -> None:
-        """Put back what :meth:`capture` returned, in place. What does not exist yet is restored
-        when it appears."""
+        """Restore in place what :meth:`capture` returned. Objects that do not exist yet are
+        restored when they are created."""
 
     def findings(self) -> Iterable[str]:
-        """What of its kind is not restored, each with the line to write. Called once, after the
-        first step."""
+        """Describe state of this kind that is not restored, each with the line to write. Called
+        once, after the first step."""
         return ()
 
     def end_step(self) -> str | None:
@@ -63,7 +63,7 @@ class HostState(Protocol):
         return None
 
     def close(self) -> None:
-        """Remove all hooks from classes and objects of others."""
+        """Remove all hooks from foreign classes and objects."""
         return
 
 
@@ -89,8 +89,8 @@ class GivenState(HostState):
 
     @property
     def is_reapplied(self) -> bool:
-        # A loader has begun its pass by then, and a large model would be copied twice: only
-        # generators.
+        # Only generators: a loader has begun its pass by then, and copying a large model a second
+        # time would be slow.
         return objects.is_generator(self.given)
 
     def capture(self) -> Any:
@@ -116,8 +116,8 @@ class HostStates:
     """The followers of one session, by name.
 
     Args:
-        followers: the first ones.
-        accepted: names of given objects that may be missing in a version, or among the given ones
+        followers: initial followers.
+        accepted: names of given objects that may be missing in a version or in the script
             (``accept_changes`` of the ``reft`` block).
     """
 
@@ -125,10 +125,10 @@ class HostStates:
         self._followers = {follower.name: follower for follower in followers}
         self._accepted = frozenset(accepted)
         self._saved: dict[str, Any] | None = None
-        """What was restored last, until training continues. It is captured unchanged: nothing was
-        trained since."""
+        """State that was restored last; None once training continues. Until then captures return it
+        unchanged."""
         self._is_due = False
-        """Whether it must still be restored a second time."""
+        """The second restore, at the first step, is still to be done."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._followers
@@ -141,8 +141,7 @@ class HostStates:
         """Follow the objects of the script's ``state={...}``.
 
         Raises:
-            ConfigError: an object is of an unknown kind, or the version that was loaded does not
-                hold it.
+            ConfigError: an object has an unsupported type, or the loaded version does not hold it.
         """
         for name, given in state.items():
             self.add(GivenState(name, given))
@@ -159,7 +158,7 @@ class HostStates:
         return captured | saved
 
     def generators(self) -> dict[str, Any]:
-        """States of the random generators that the script has given, by name."""
+        """States of the random generators given by the script, by name."""
         given = (f for f in self._followers.values() if isinstance(f, GivenState))
         return {f.name: f.capture() for f in given if objects.is_generator(f.given)}
 
@@ -198,8 +197,8 @@ class HostStates:
             )
 
     def reapply(self) -> None:
-        """The first step after a load is about to begin, before anything is drawn for it. Later
-        calls do nothing."""
+        """Restore again at the first step after a load, before it draws random numbers. Later calls
+        do nothing."""
         if self._is_due and self._saved is not None:
             self._is_due = False
             for name, follower in self._followers.items():
@@ -210,8 +209,8 @@ class HostStates:
         """A step begins.
 
         Args:
-            is_first: whether it is the first step of this process. A job that goes back to a
-                checkpoint while it trains may change what was restored.
+            is_first: it is the first step of this process. Only then is state restored again: a
+                running job that loads a checkpoint may change the restored state on purpose.
 
         Raises:
             ConfigError: the version holds an object that the script has not given.
@@ -237,7 +236,7 @@ class HostStates:
         return name in self._accepted or "state" in self._accepted
 
     def findings(self) -> list[str]:
-        """What is not restored, of all kinds; each with the line to write."""
+        """Describe state of all kinds that is not restored, each with the line to write."""
         return [text for follower in self._followers.values() for text in follower.findings()]
 
     def end_step(self) -> list[str]:
@@ -254,7 +253,7 @@ class HostStates:
 
 
 def host_states(context: JobContext) -> HostStates:
-    """The registry of a session, with the followers that features bring."""
+    """Create the registry of a session with the followers of all features."""
     states = HostStates(accepted=context.config.accept_changes)
     for _, function in integrations.entries("FOLLOWERS"):
         for follower in integrations.load(function)(context, states.given):

@@ -1,4 +1,4 @@
-"""Which job this is (P7): its name, and the fingerprint of what it trains.
+"""The identity of a job (P7): its name and its fingerprint.
 
 Collective: every rank gets the same result or raises the same error.
 """
@@ -30,8 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
-    """The block with the job's name in it: the configured one, which is the same on all ranks, else
-    rank 0's derived one."""
+    """Add the job's name to the block: the configured one or, without one, a name that rank 0
+    derives. Collective.
+
+    Raises:
+        ConfigError: the configured names of the ranks differ, or no name could be derived.
+    """
     given = [g.decode() for g in control.gather_bytes((config.job_id or "").encode())]
     own = find_process_name() if control.rank == 0 and not given[0] else ""
     derived = control.gather_bytes(own.encode())[0].decode()
@@ -49,8 +53,8 @@ def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
 
 
 def log_sibling_jobs(memory_dir: Path, name: str) -> None:
-    """If there is no memory of job ``name``, log how to resume what the same program left under
-    other arguments."""
+    """If there is no memory of job ``name`` but of the same program with other arguments, log how
+    to resume that."""
     program, others = name.rpartition("-")[0], [path.name for path in find_jobs(memory_dir)]
     if name not in others and (others := [n for n in others if n.rpartition("-")[0] == program]):
         logger.warning(
@@ -70,12 +74,12 @@ class Identity:
     """The fingerprint of the running job, by which stored state is accepted or refused.
 
     Attributes:
-        fingerprint: of the job.
+        fingerprint: fingerprint of the job.
         config: its block.
         control: messages between its ranks.
-        restarted: whether this start follows a failure: no person is there to change a setting.
+        restarted: this start follows a failure, so no person is there to change a setting.
         why_one_size: why the job cannot continue at another degree; "" if it can.
-        is_one_size: whether that keeps the job from other numbers of nodes.
+        is_one_size: for that reason the job cannot use another number of nodes.
     """
 
     fingerprint: Fingerprint
@@ -89,7 +93,7 @@ class Identity:
     def gather(
         cls, config: ReftConfig, engine: TrainingEngine, control: ControlGroup, topology: Topology
     ) -> Identity:
-        """The fingerprint of rank 0's settings and of the shapes of all ranks. Collective."""
+        """Gather the fingerprint: rank 0's settings and the shapes of all ranks. Collective."""
         degrees, at = topology.degrees, topology.coordinates[control.rank]
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
         message = encode([str(at), engine.shapes(), restarts])
@@ -114,7 +118,7 @@ class Identity:
             control,
             restarted=any(restarts for _, _, restarts in replies),
             why_one_size=why,
-            # Data that are bound to a degree do not keep a job from another degree.
+            # A job whose data is bound to a degree may still run at another one.
             is_one_size=resizing is None or why not in ("", resizing.data_is_bound),
         )
 
@@ -122,30 +126,31 @@ class Identity:
         """Refuse stored state of another job, or of this one with other settings.
 
         Args:
-            was: of the stored state, the same on all ranks.
-            of: what holds the state, for the message.
+            was: fingerprint of the stored state, the same on all ranks.
+            of: source of the state, for the message.
             but: facts that may differ.
 
         Raises:
-            FingerprintError: names what differs. Raised on all ranks.
+            FingerprintError: names the facts that differ. Raised on all ranks.
         """
         was, now = was.without(but), self.fingerprint.without(but)
         if self.restarted:
             # No person is there to decide: the job continues, and logs it.
             for line in differences(was.only(AT_LAUNCH), now.only(AT_LAUNCH)):
-                logger.warning("%s, after a restart: %s. The job goes on with %s", of, line, of)
+                logger.warning("%s, after a restart: %s. The job continues with %s", of, line, of)
             was, now = was.without(AT_LAUNCH), now.without(AT_LAUNCH)
         require_same(was, now, of=of, accepted=self.config.accept_changes)
 
     def check_memory(
         self, job_dir: Path, label: VersionId, *, reads: bool, but: Collection[str] = ()
     ) -> None:
-        """Refuse a version in memory that this job, as it is now, did not write. Collective.
+        """Refuse a version in memory that was written by another job, or by this one with other
+        settings. Collective.
 
         Args:
             job_dir: the memory of this node.
-            label: of the version.
-            reads: whether this rank reads the record of its node.
+            label: name of the version.
+            reads: this rank reads the record of its node.
             but: facts that may differ. At another degree, or in another layout, it is the same job
                 if the global batch is the same.
 
@@ -176,14 +181,13 @@ class Identity:
     def check_checkpoint(
         self, was: str | None, of: str, *, own: bool, but: Collection[str] = ()
     ) -> None:
-        """Refuse a checkpoint on storage that this job, as it is now, did not write.
+        """Refuse a checkpoint on storage that this job wrote with other settings.
 
         Args:
             was: its encoded fingerprint; None if it has none.
             of: the checkpoint, for messages.
-            own: whether this job wrote it. The checkpoint of another job is loaded only if the
-                script names its directory, which is its user's decision: the differences are
-                logged.
+            own: this job wrote it. Another job's checkpoint is loaded only if the script names its
+                directory. That is the user's decision, so the differences are only logged.
             but: facts that may differ.
 
         Raises:
@@ -199,8 +203,8 @@ class Identity:
                 logger.warning("%s is another job's: %s", of, line)
 
     def record(self, job_dir: Path, incarnation: int) -> None:
-        """Record the fingerprint of the versions from ``incarnation`` on. One rank of each node
-        does."""
+        """Record the fingerprint for versions from ``incarnation`` on. Called by one rank of each
+        node."""
         try:
             record_fingerprint(job_dir, incarnation, self.fingerprint.encode().decode())
             any_batch = not _ANOTHER_BATCH.isdisjoint(self.config.accept_changes)

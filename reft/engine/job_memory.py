@@ -1,5 +1,5 @@
-"""What a job has on a node (P7): its directory, locked while the job runs, and the number of this
-start. Collective: every rank gets the same result or raises the same error."""
+"""The memory of a job on a node (P7): its directory, which is locked while the job runs, and the
+incarnation. Collective: every rank gets the same result or raises the same error."""
 
 from __future__ import annotations
 
@@ -41,24 +41,26 @@ from reft.storage.persisted import job_directory, newest_incarnation
 
 logger = logging.getLogger(__name__)
 
-# memory that engines of this process hold, by real path
+# Memory that engines of this process hold, by real path
 held: WeakValueDictionary[str, JobMemory] = WeakValueDictionary()
 
-# Trainers that were just killed hold the lock until the kernel has released their memory
+# Most seconds to wait for the lock: killed trainers hold it until the kernel has freed their memory
 _LOCK_SECS = 10.0
 
 
 def hold_memory(config: ReftConfig, job_id: str, control: ControlGroup) -> JobLock | None:
-    """Lock the job's memory on this node against every other start, before anything in it is
-    touched.
+    """Lock the job's memory on this node against every other start, before any file in it is read
+    or written. Collective.
+
+    The first rank of the node takes the lock and shares it; the others join.
 
     Returns:
-        This rank's part of the lock, to be closed with the session; None if the launcher holds it
-        for its trainers.
+        This rank's part of the lock, to be closed with the session; None if the launcher holds the
+        lock for its trainers.
 
     Raises:
         ConfigError: another engine of this process has the memory.
-        JobInUseError: another job, or another start of this one, has it on some node.
+        JobInUseError: another job, or another start of this one, holds it on some node.
     """
     path = config.memory_dir / job_id
     place = f"{kernel_id()}:{os.path.realpath(path)}".encode()
@@ -108,7 +110,13 @@ def _held_by_launcher(path: Path) -> bool:
 def all_or_none(
     attempt: Callable[[], None], control: ControlGroup, refused: Callable[[str], Exception]
 ) -> None:
-    """Run ``attempt`` on all ranks; if it fails on one, raise on all of them."""
+    """Run ``attempt`` on all ranks. If it fails on one, raise on all of them. Collective.
+
+    Args:
+        attempt: may raise ReftError or OSError.
+        control: messages between the ranks.
+        refused: makes the error for ranks on which it did not fail.
+    """
     own: Exception | None = None
     try:
         attempt()
@@ -122,10 +130,10 @@ def all_or_none(
 
 
 def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGroup) -> JobDir:
-    """Open the job's memory on this node, under the secret that all nodes share. Collective.
+    """Open the job's memory on this node with the secret that all nodes share. Collective.
 
-    The secret is the launcher's (REFT_SECRET); under plain ``torchrun`` that of a surviving node's
-    memory, or rank 0's for a new job.
+    The secret comes from the launcher (REFT_SECRET). With plain ``torchrun`` it comes from a
+    surviving node's memory, or from rank 0 for a new job.
     """
     secret = None
     if not os.environ.get(ENV_SECRET):
@@ -138,7 +146,7 @@ def open_job_dir(config: ReftConfig, job_id: str, node: str, control: ControlGro
 
 
 def _require_own_files(path: Path, control: ControlGroup) -> None:
-    """Refuse ranks that would write each other's arenas, by a ConfigError on all ranks."""
+    """Check that no two ranks would write the same arenas. Raises ConfigError on all ranks."""
     at = path.stat()
     places = control.gather_bytes(f"{kernel_id()} {at.st_dev} {at.st_ino} {local_rank()}".encode())
     for rank, place in enumerate(places):
@@ -151,10 +159,11 @@ def _require_own_files(path: Path, control: ControlGroup) -> None:
 
 
 def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGroup) -> int:
-    """The number of this start: one more than any node or the storage has seen (P7). Collective.
+    """Agree on the incarnation: one more than any node or the storage has recorded (P7).
+    Collective.
 
     It is the number on which the launchers agreed when they started the trainers, unless storage
-    knows a later one. From here on older starts cannot change anything on storage.
+    has a later one. Older starts cannot write to storage from here on.
 
     Raises:
         FencedError: another start of the job has claimed the storage with the same number. Raised
@@ -165,7 +174,7 @@ def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGr
     if disk is not None:
         try:
             seen = max(seen, newest_incarnation(job_directory(disk, job_id), job_id))
-        except (ReftError, OSError) as error:  # the job can run without
+        except (ReftError, OSError) as error:  # the job can run without storage
             logger.warning("the incarnations on disk cannot be read: %s", error)
     incarnation = 1 + max(values[0] for values in control.gather_ints([seen]))
 
@@ -190,18 +199,17 @@ def agree_on_incarnation(config: ReftConfig, job_dir: JobDir, control: ControlGr
 
 
 class JobMemory:
-    """What the job has on this node. Made collectively.
+    """The job's memory on this node. The constructor is collective.
 
     Attributes:
-        identity: the fingerprint of the job.
-        job_dir: the directory of its memory.
-        record: what the rendezvous store knows of the job; for rank 0.
-        incarnation: which start of the job this is; incremented where the job goes back to an older
-            version.
+        identity: identity of the job, with its fingerprint.
+        job_dir: directory of its memory.
+        record: record of the job in the rendezvous store; used by rank 0.
+        incarnation: number of this start; incremented when the job goes back to an older version.
 
     Raises:
-        ConfigError: another engine of this process has the job's memory.
-        JobInUseError: another job, or another start of this one, has it on some node.
+        ConfigError: another engine of this process holds the job's memory.
+        JobInUseError: another job, or another start of this one, holds it on some node.
     """
 
     def __init__(
@@ -226,8 +234,7 @@ class JobMemory:
         held[os.path.realpath(self.job_dir.path)] = self
 
     def count_on(self, incarnation: int) -> None:
-        """The versions to come belong to this incarnation, unless a later one is current. On all
-        ranks."""
+        """Continue with this incarnation, unless the current one is later. Called on all ranks."""
         self.incarnation = max(self.incarnation, incarnation)
         self._note()
 
@@ -246,14 +253,14 @@ class JobMemory:
             self.identity.record(self.job_dir.path, self.incarnation)
 
     def remake(self) -> None:
-        """This node's memory of the job was removed: create it again, under the same secret."""
+        """Create this node's memory again with the same secret, after it was removed."""
         made = self.job_dir
         JobDir.open_or_create(made.path.parent, made.job_id, node=made.node, secret=made.secret)
         self.record_identity()
         self._note()
 
     def describe_save(self, step: int) -> dict[str, Any]:
-        """What a host file next to DeepSpeed's checkpoint says of the job that saved it."""
+        """Description of the saving job for a host file next to DeepSpeed's checkpoint."""
         return {
             "job_id": self.job_dir.job_id,
             "incarnation": self.incarnation,

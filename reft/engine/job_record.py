@@ -1,4 +1,4 @@
-"""What the rendezvous store knows of a job. It outlives every worker node."""
+"""The record of a job in the rendezvous store, which outlives every worker node."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_SECS = 10.0
 
-_SILENT_SECS = 30.0  # no request is sent to a store that did not answer before this has passed
+_SILENT_SECS = 30.0  # Pause before the next request to a store that did not answer
 
 
 class JobRecord:
-    """Facts of the job in the rendezvous store.
+    """Records the newest commit of the job in the rendezvous store.
 
-    Best effort: without a store (plain ``torchrun``) only the arenas know. Used by global rank 0
-    only. All methods but :meth:`committed` and :meth:`close` wait for the store.
+    Best effort: without a store (plain ``torchrun``) only the arenas record commits. Used by global
+    rank 0 only. All methods except :meth:`committed` and :meth:`close` wait for the store.
     """
 
     def __init__(self, store: KeyValueStore | None, job_id: str) -> None:
@@ -47,13 +47,13 @@ class JobRecord:
 
     @classmethod
     def at(cls, endpoint: str | None, job_id: str, answer_secs: float = _ANSWER_SECS) -> JobRecord:
-        """The record in the store at ``host:port``.
+        """Open the record in a store.
 
         Args:
-            endpoint: None for no store.
+            endpoint: ``host:port``; None for no store.
             job_id: name of the job.
-            answer_secs: how long each request may take. If the store does not answer now, there is
-                no record.
+            answer_secs: time limit of each request. If the store does not answer now, it is not
+                used.
         """
         store = None
         try:
@@ -101,15 +101,15 @@ class JobRecord:
             if self._store is None or not self._store.check([key]):
                 return None
             return _label(self._store.get(key))
-        except Exception as error:  # any error is reported: peers wait for the answer
+        except Exception as error:  # the caller reports any error to its peers, which wait for it
             raise TransferError(
                 "the rendezvous store does not say what the job had committed: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
     def committed(self, label: VersionId, peer_errors: PeerErrors) -> None:
-        """A version was committed by all ranks. A thread records it: no vote waits for the store.
-        Of commits that arrive while the store is busy, the newest is recorded."""
+        """Record a commit on another thread, so that no vote waits for the store. Of commits that
+        arrive while the store is busy, only the newest is recorded."""
         self._newest.append(label)
         self._wake.release()
         if self._thread is None:
@@ -120,7 +120,7 @@ class JobRecord:
             self._thread.start()
 
     def close(self, timeout_secs: float = 2.0) -> None:
-        """Wait for the last commit to be recorded, at most this long."""
+        """Wait until the last commit is recorded, at most ``timeout_secs``."""
         self._closing = True
         self._wake.release()
         if self._thread is not None:
@@ -149,11 +149,11 @@ def _label(note: bytes) -> VersionId:
 
 
 def noted_commit(record: JobRecord, control: ControlGroup, job_id: str) -> str:
-    """The newest commit that the rendezvous store knows of. Collective: called if neither memory
-    nor storage holds a version.
+    """Read the newest commit from the rendezvous store. Collective; called if neither memory nor
+    storage holds a version.
 
     Returns:
-        The commit in words; empty if there was none.
+        The commit as text; empty if there was none.
 
     Raises:
         TransferError: the store does not answer. Raised on all ranks.

@@ -1,8 +1,8 @@
-"""``load_checkpoint`` as reft gives it back: the newest state there is, of this job's memory and of
-the checkpoints on storage.
+"""Implements ``load_checkpoint``: restores the newest state from the job's memory or from
+checkpoints on storage.
 
-The recovered version is complete and protected again on every node before the first step, and what
-recovery reads is not overwritten until then (P3).
+The recovered version is complete and protected again on every node before the first step. Until
+then its sources are not overwritten (P3).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a job was resumed from in this process.
+    """The state from which the job was resumed in this process.
 
     Attributes:
-        path: as the script has received it.
-        client_state: likewise.
-        source: the checkpoint, or the version in memory; None if reft knows nothing of it.
+        path: path that was returned to the script.
+        client_state: client state that was returned to the script.
+        source: the checkpoint, or the version in memory; None if only DeepSpeed found it.
     """
 
     path: Any
@@ -42,33 +42,33 @@ class ResumePoint:
 
     @property
     def is_the_jobs_own(self) -> bool:
-        """Whether this job wrote it: a directory of the script may hold another training to start
-        from."""
+        """Whether this job wrote it; the script's directory may hold another job's checkpoint."""
         if isinstance(self.source, DiskCheckpoint):
             return self.source.label is not None
         return self.source is not None
 
 
 class Restorer:
-    """Answers ``engine.load_checkpoint``.
+    """Handles ``engine.load_checkpoint``.
 
-    What a call restores, by what was loaded before it and by what it asks for:
+    What a call restores depends on what was loaded before and on what it requests:
 
     ================  =========================  ===========================  ====================
     before the call   the newest state           a checkpoint by its tag      base weights
     ================  =========================  ===========================  ====================
-    nothing           the newest of memory and   that one; versions are       DeepSpeed's load
-                      storage; if there is       taken from the first step
-                      none, DeepSpeed's load     on
-    a state; the job  what is newer than it, or  that one: the job goes back  none over the job's
-    does not train                                                            own state
-    the job trains    the newest on storage:     that one: the job goes back  DeepSpeed's load
-                      the job goes back
+    nothing           the newest of memory and   that checkpoint; versions    DeepSpeed's load
+                      storage; if there is       are taken from the first
+                      none, DeepSpeed's load     step on
+    a state; the job  a newer checkpoint; if     that checkpoint: the job     DeepSpeed's load,
+    does not train    there is none, no change   goes back                    but never over the
+                                                                              job's own state
+    the job trains    the newest on storage:     that checkpoint: the job     DeepSpeed's load
+                      the job goes back          goes back
     ================  =========================  ===========================  ====================
 
     Args:
-        context: of the job.
-        session: whose state is restored.
+        context: the job.
+        session: the session to restore.
         memory: restores it from the job's memory.
         checkpoints: restores it from storage.
     """
@@ -82,11 +82,11 @@ class Restorer:
     ) -> None:
         self._context, self._session = context, session
         self._memory, self._checkpoints = memory, checkpoints
-        self._trains = False  # whether this process has begun to train
+        self._trains = False  # This process has begun to train
         self._resumed: ResumePoint | None = None
-        self._bases: list[LoadCall] = []  # loads of base weights before the first step
+        self._bases: list[LoadCall] = []  # Loads of base weights before the first step
         self._tagged: LoadCall | None = None
-        """A load by tag before the first step, after which the session is not started yet."""
+        """A load by tag before the first step; the session is not started until that step."""
 
     @property
     def has_resumed(self) -> bool:
@@ -94,7 +94,7 @@ class Restorer:
         return self._resumed is not None
 
     def begin_step(self) -> None:
-        """A training step begins: whatever was loaded until now is what the job starts from."""
+        """A training step begins: the state loaded until now is what the job starts from."""
         if not self._trains and not self._session.started:
             self._start_at_first_step()
         self._trains = True
@@ -103,14 +103,14 @@ class Restorer:
             self._memory.protect()
 
     def load(self, call: LoadCall) -> tuple[Any, Any]:
-        """Load what the call asks for. Collective.
+        """Load the requested state. Collective.
 
         Returns:
-            DeepSpeed's ``(path, client_state)``; ``(None, None)`` if there is nothing at all.
+            DeepSpeed's ``(path, client_state)``; ``(None, None)`` if there is no state to load.
 
         Raises:
             UnrecoverableError: the job made progress, but no complete version of it is left.
-            PersistError: the checkpoint that was asked for by its tag is damaged.
+            PersistError: the checkpoint requested by its tag is damaged.
         """
         if call.base_only:
             return self._load_base(call)
@@ -118,14 +118,14 @@ class Restorer:
             return self._load_newest(call) if call.tag is None else self._load_before_start(call)
         if call.tag is None and self._resumed is not None and not self._trains:
             return self._load_newer(call, self._resumed)
-        if call.load_dir is None:  # reft.resume, which a job that has started does not need
+        if call.load_dir is None:  # reft.resume has no effect once the job has started
             return None, None
         return self._go_back(call)
 
     # -- before the job trains ---------------------------------------------------------------------
 
     def _load_newest(self, call: LoadCall) -> tuple[Any, Any]:
-        """The newest state of memory and storage, and the start of the session."""
+        """Load the newest state of memory and storage, and start the session."""
         recovery, plan = self._memory.survey()
         self._tagged = None
         found = self._checkpoints.disk.find(call.directory)
@@ -144,7 +144,7 @@ class Restorer:
             except LayoutError as error:
                 if not plan.other_layout:
                     raise
-                # Nothing has been written. The next plan is of the own layout, and older.
+                # No tensor has been written. Try an older version of this job's own layout.
                 recovery, plan = self._survey_own_layout(plan, error)
                 continue
             if isinstance(outcome, RecoveryOutcome):
@@ -168,8 +168,8 @@ class Restorer:
     def _survey_own_layout(
         self, plan: RecoveryPlan, error: LayoutError
     ) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
-        """What memory holds of this job's layout, after a version of another one could not be
-        converted."""
+        """Survey memory for versions of this job's layout, after one of another layout could not
+        be converted."""
         why = f"{plan.label} of {plan.written}: {error}"
         if self._context.is_rank_zero:
             logger.warning("the memory of job %s is not used: %s", self._context.job_id, why)
@@ -179,7 +179,7 @@ class Restorer:
         return recovery, own
 
     def _load_before_start(self, call: LoadCall) -> tuple[Any, Any]:
-        """A checkpoint by its tag. Versions are taken from the first step on: until then the script
+        """Load a checkpoint by its tag. The session starts at the first step: until then the script
         may still load the newest state."""
         _, plan = self._memory.survey()
         _, result = self._checkpoints.load_named(call, start=False)
@@ -196,8 +196,8 @@ class Restorer:
         return result
 
     def _load_newer(self, call: LoadCall, resumed: ResumePoint) -> tuple[Any, Any]:
-        """A second load of a complete state: only what is newer than memory, or another checkpoint
-        than the one from storage, replaces the first."""
+        """Load a complete state a second time. Only a checkpoint that is newer than the loaded
+        version, or differs from the loaded checkpoint, replaces the first."""
         source = resumed.source
         for checkpoint in self._checkpoints.disk.find(call.directory).checkpoints:
             if checkpoint == source:
@@ -213,7 +213,7 @@ class Restorer:
     # -- while the job trains ----------------------------------------------------------------------
 
     def _go_back(self, call: LoadCall) -> tuple[Any, Any]:
-        """A load in a running job, for example back to before a loss spike."""
+        """Load in a running job, for example to go back to before a loss spike."""
         if call.tag is None:
             found = self._checkpoints.disk.find(call.directory)
             if (resumed := self._load_first_sound(call, found.checkpoints)) is not None:
@@ -226,21 +226,21 @@ class Restorer:
     # -- base weights ------------------------------------------------------------------------------
 
     def _load_base(self, call: LoadCall) -> tuple[Any, Any]:
-        """Weights without an optimizer: what a job starts from, never what it resumes (P3).
+        """Load weights without an optimizer: a job starts from them, but never resumes them (P3).
 
-        They are not loaded over what this job itself had trained: its script did so at its first
-        start.
+        If this job has resumed its own state, they are ignored: its script loads them again only
+        because it did so at the first start.
         """
         resumed = self._resumed
         if resumed is not None and not self._trains and resumed.is_the_jobs_own:
             if self._context.is_rank_zero:
                 logger.warning(
                     "%s is not loaded: the job was resumed at step %d, and base weights would "
-                    "overwrite what it has learnt",
+                    "overwrite its trained state",
                     *(call, self._context.engine.global_steps),
                 )
             return resumed.path, resumed.client_state
-        self._session.hold()  # P2: nothing is copied while weights are written
+        self._session.hold()  # P2: no version may be copied while weights are written
         self._check_base(call)
         if not self._trains:
             self._bases.append(call)
@@ -268,7 +268,8 @@ class Restorer:
     def _load_first_sound(
         self, call: LoadCall, checkpoints: Iterable[DiskCheckpoint]
     ) -> tuple[Any, Any] | None:
-        """Load the first of these that is not damaged; damaged ones are reported."""
+        """Load the first checkpoint that is not damaged, and report damaged ones. Returns None if
+        there is none."""
         for checkpoint in checkpoints:
             try:
                 return self._note_resumed(*self._checkpoints.load(checkpoint, call), checkpoint)
@@ -284,7 +285,7 @@ class Restorer:
         return path, client_state
 
     def _start_at_first_step(self) -> None:
-        """The script trains, and has not resumed anything. It is reported in time what that means
+        """The script trains without having resumed: warn of the consequences before the first step
         (P12)."""
         left_out = () if self._bases else conditional_loads()
         did = describe_restore(self._bases, self._tagged, left_out)

@@ -1,4 +1,4 @@
-"""A call of ``engine.load_checkpoint``, and what messages say of such calls."""
+"""A call of ``engine.load_checkpoint``, and its description in messages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from reft.wrapping import bind
 
 _BASE_ONLY = (("load_module_only", True), ("load_optimizer_states", False))
-"""Options by which DeepSpeed loads less than a training state: the start of a job, never its
-resumption."""
+"""Options with which DeepSpeed loads less than a training state. A job may start from that, but not
+resume."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class LoadCall:
 
     @property
     def base_only(self) -> str | None:
-        """The option by which this loads weights without the optimizer, as written; None if it
-        loads a complete state."""
+        """The option that leaves out the optimizer, as written in the call; None if a complete
+        state is loaded."""
         for name, value in _BASE_ONLY:
             if name in self.options and bool(self.options[name]) is value:
                 return f"{name}={value}"
         return None
 
     def by_deepspeed(self) -> tuple[Any, Any]:
-        """DeepSpeed's own result of the call: a path and a client state, or None twice."""
+        """Let DeepSpeed load. Returns its path and client state, or ``(None, None)``."""
         return self.original(self.load_dir, tag=self.tag, **self.options)
 
     def __str__(self) -> str:
@@ -67,12 +67,12 @@ class LoadCall:
 def describe_restore(
     bases: Sequence[LoadCall], tagged: LoadCall | None, left_out: Sequence[str] = ()
 ) -> str:
-    """What a script did before its first step that resumes nothing, for errors and warnings.
+    """Describe what a script that has not resumed did before its first step, for messages.
 
     Args:
         bases: its loads of base weights.
         tagged: its load of a checkpoint by name.
-        left_out: its loads that a condition has left out, in words.
+        left_out: descriptions of its loads that a condition skipped.
     """
     if tagged is not None:
         return f"the script names the checkpoint that it resumes: {tagged}"
@@ -84,7 +84,7 @@ def describe_restore(
 
 
 def describe_resume_lines(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
-    """The line by which it resumes the newest state."""
+    """Advice on the line that makes the script resume the newest state."""
     if "transformers.trainer" in sys.modules:
         return "Write trainer = reft.hf.resumable(trainer) before trainer.train()"
     calls = [tagged] if tagged is not None else bases

@@ -37,11 +37,11 @@ class CheckpointEngine(TrainingEngine, Protocol):
     def resizing(self) -> LayoutChange: ...
 
     def restore_beside_checkpoint(self, state: dict[str, Any], *, scheduler: bool) -> None:
-        """The program has loaded its checkpoint: restore what that does not hold."""
+        """Restore the state that the program's checkpoint does not hold, after it was loaded."""
 
 
 class LoadedSession(RestorableSession, Protocol):
-    """What loads of checkpoints need of a session."""
+    """The part of a session that loads of checkpoints use."""
 
     def hold(self) -> None: ...
 
@@ -49,19 +49,19 @@ class LoadedSession(RestorableSession, Protocol):
 
 
 class CheckpointLoader:
-    """Loads checkpoints. Collective: all methods, on all ranks.
+    """Loads checkpoints. All methods are collective.
 
     Args:
-        context: of the job.
-        engine: the context's, which loads checkpoints of its own.
-        session: whose state is restored.
+        context: the job.
+        engine: the context's engine, which loads checkpoints of its own.
+        session: the session to restore.
         memory: restores arenas.
-        job_memory: says whose memory that is.
+        job_memory: identity and incarnation of the job.
 
     Attributes:
         disk: finds and checks checkpoints.
-        unprotected: whether a checkpoint without reft's state was loaded and its program has yet to
-            read its counters and random states from it: no version can be taken before.
+        unprotected: a checkpoint without reft's state was loaded. Its program still has to read
+            counters and random states from it, so no version can be taken yet.
     """
 
     def __init__(
@@ -82,23 +82,23 @@ class CheckpointLoader:
     def load(
         self, checkpoint: DiskCheckpoint, call: LoadCall, *, start: bool = True
     ) -> tuple[Any, Any]:
-        """Load a checkpoint. A session that was started goes back to it.
+        """Load a checkpoint. If the session is started, the job goes back to it.
 
         Args:
-            checkpoint: what is loaded.
-            call: of the script, for DeepSpeed.
-            start: whether a session that was not started begins to take versions.
+            checkpoint: the checkpoint.
+            call: the script's call, for DeepSpeed.
+            start: start the session if it is not started.
 
         Returns:
-            The path and the client state, as the script receives them.
+            The path and the client state for the script.
 
         Raises:
-            DamagedError: it is damaged. Raised by all ranks, before anything is written if the job
-                has a state with which it can continue.
+            DamagedError: the checkpoint is damaged. Raised by all ranks; in a running job before
+                any tensor is written.
         """
         state = None
-        # Arenas are verified block by block as they are read (P5). That is too late for a job that
-        # has a state to lose.
+        # Arenas are verified block by block while they are loaded (P5). A running job has a state
+        # to lose, so they are checked before.
         if checkpoint.arenas is None or self._session.started:
             state = self.disk.check(checkpoint)
         if self._session.started:
@@ -112,14 +112,14 @@ class CheckpointLoader:
     def load_named(
         self, call: LoadCall, *, start: bool = True
     ) -> tuple[DiskCheckpoint | None, tuple[Any, Any]]:
-        """Load the checkpoint that the call names, or that ``latest`` does.
+        """Load the checkpoint named by the call, or by the file ``latest``.
 
         Returns:
-            The checkpoint, and what the script receives. If there is none the checkpoint is None,
-            and DeepSpeed decides what that means.
+            The checkpoint, and path and client state for the script. If no checkpoint is found, it
+            is None, and DeepSpeed handles the call.
 
         Raises:
-            PersistError: it is damaged.
+            PersistError: the checkpoint is damaged.
         """
         found = self.disk.find_named(call.directory, call.tag)
         if found is None:
@@ -132,10 +132,10 @@ class CheckpointLoader:
             raise damaged(found, [str(error)]) from error
 
     def count_beyond(self, *checkpoints: DiskCheckpoint) -> None:
-        """Make the versions to come newer than these (P3).
+        """Continue with an incarnation above those of the checkpoints (P3).
 
-        A directory of the script may have incarnations that memory, which was lost, does not know.
-        All ranks have found the same checkpoints.
+        The script's directory may have newer incarnations than this node's memory, if that was
+        lost. All ranks have found the same checkpoints.
         """
         seen = (c.label.incarnation for c in checkpoints if c.label is not None)
         self._job_memory.count_on(1 + max(seen, default=0))
@@ -155,8 +155,8 @@ class CheckpointLoader:
     # -- arenas ------------------------------------------------------------------------------------
 
     def _load_arenas(self, checkpoint: DiskCheckpoint, *, start: bool) -> tuple[Any, Any]:
-        """A version on storage is recovered as one in memory, its blocks verified as they are read
-        (P5)."""
+        """Recover a version on storage like one in memory; its blocks are verified while they are
+        read (P5)."""
         began = time.perf_counter()
         recovery, plan = self._memory.survey(
             stored_participant(self._context, checkpoint.path, str(checkpoint.job_id))
@@ -183,13 +183,13 @@ class CheckpointLoader:
         *,
         start: bool,
     ) -> tuple[Any, Any]:
-        """Load DeepSpeed's files, which were checked (P5).
+        """Load DeepSpeed's files, which were checked before (P5).
 
         Args:
-            call: of the script.
-            checkpoint: which; None if reft has found none where the call says.
-            state: this rank's host state next to them; None if not every rank has one.
-            start: whether a session that was not started begins to take versions.
+            call: the script's call.
+            checkpoint: the checkpoint; None if reft has found none.
+            state: this rank's host state from the file next to them; None if a rank has none.
+            start: start the session if it is not started.
         """
         session, context = self._session, self._context
         began = time.perf_counter()
@@ -202,7 +202,7 @@ class CheckpointLoader:
             where = context.control, context.topology, change, checkpoint.path, was
             if self._every_replica_has_all(was):
                 state = read_replica_host_state(*where)
-            else:  # DeepSpeed cannot load it
+            else:  # DeepSpeed cannot load this layout
                 converted = restore_checkpoint(*where, restore=self._engine.restore)
         if converted is not None and checkpoint is not None:
             path, client_state = str(checkpoint.path), read_client_state(converted)
@@ -229,12 +229,12 @@ class CheckpointLoader:
         return path, client_state
 
     def _other_layout(self, checkpoint: DiskCheckpoint) -> Degrees | None:
-        """The layout that the checkpoint was written in, if it is not this job's."""
+        """The checkpoint's layout if it differs from this job's; otherwise None."""
         return other_layout(self._context.control, self._context.topology, checkpoint.path)
 
     def _every_replica_has_all(self, was: Degrees) -> bool:
-        """Whether this job differs from ``was`` in the number of replicas alone, and no part of
-        the state is partitioned over them."""
+        """Whether this job differs from ``was`` only in the number of replicas, and no state is
+        partitioned among them."""
         return (
             only_replicas_differ(was, self._context.topology.degrees)
             and not self._engine.adapter.images()[1].specs

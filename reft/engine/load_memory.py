@@ -1,7 +1,7 @@
-"""Restores a session from the job's memory.
+"""Restores a session from the job's memory, for every kind of engine.
 
-The recovered version is complete and protected again on every node before the first step, and what
-recovery reads is not overwritten until then (P3). The same for every engine.
+The recovered version is complete and protected again on every node before the first step. Until
+then its sources are not overwritten (P3).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class RestorableSession(Protocol):
-    """What a load needs of a session."""
+    """The part of a session that loads use."""
 
     @property
     def started(self) -> bool: ...
@@ -67,14 +67,14 @@ class RestorableSession(Protocol):
 
 
 class Target:
-    """The engine, while a version in arenas is written into it.
+    """Writes a version from arenas into the engine.
 
     Args:
-        context: of the job.
-        version: where the version is from, for messages.
+        context: the job.
+        version: source of the version, for messages.
 
     Attributes:
-        state: the host state, as this rank has it now; once it is prepared.
+        state: the host state for this rank; set by :meth:`prepare`.
     """
 
     def __init__(self, context: JobContext, version: str) -> None:
@@ -88,15 +88,22 @@ class Target:
         self.state: dict[str, Any]
 
     def prepare(self, hosts: Mapping[Coordinate, bytes], was: Degrees) -> Sequence[ImageRange]:
-        """The host states have arrived: give the engine's state the shape that it had, or has in
-        this layout."""
+        """Prepare the engine's tensors after the host states have arrived.
+
+        Args:
+            hosts: encoded host states, by coordinate in the layout ``was``.
+            was: the layout in which the version was written.
+
+        Returns:
+            Ranges of images to fetch for another layout; empty for the same layout.
+        """
         ranges = self._prepare(hosts, was)
         if self._device_writer is not None:
             self._device_writer.begin()
         return ranges
 
     def close(self) -> None:
-        """Release what :meth:`write` has used."""
+        """Release the device writer."""
         if self._device_writer is not None:
             self._device_writer.close()
 
@@ -119,10 +126,17 @@ class Target:
         return source.pieces
 
     def write(self, fetch: Fetch, data: torch.Tensor) -> int:
-        """Copy a block into the live tensors and return its checksum, in one pass over it. Called
-        by several threads at once."""
+        """Copy a block into the live tensors and compute its checksum in one pass. Thread-safe.
+
+        Args:
+            fetch: names the block.
+            data: its bytes, 1-D uint8 in host memory.
+
+        Returns:
+            The checksum of ``data``.
+        """
         parts = list(self._parts(fetch, data))
-        # An offloaded optimizer has its part of the state in host memory, next to a device.
+        # The state of an offloaded optimizer is in host memory even if a device trains.
         on_device = any(target.device.type != "cpu" for target, _ in parts)
         if self._device_writer is not None and on_device:
             return self._device_writer.write(parts, data)
@@ -131,7 +145,7 @@ class Target:
         return write_and_hash(parts, data, self._own.hasher)
 
 
-# live bytes and their new content, 1-D uint8 of equal length
+# Live bytes and their new content, 1-D uint8 of equal length
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -153,7 +167,7 @@ def write_and_hash(parts: Iterable[Pair], data: torch.Tensor, hasher: HashingCop
         hasher: copies and hashes.
 
     Returns:
-        The checksum of all of ``data``, with the bytes between the parts.
+        The checksum of all of ``data``, including the bytes between the parts.
     """
     ranges: list[Range] = []
     base, at = data.data_ptr(), 0
@@ -168,17 +182,18 @@ def write_and_hash(parts: Iterable[Pair], data: torch.Tensor, hasher: HashingCop
 
 
 def participant(context: JobContext, faults: FaultPlan) -> Participant:
-    """This rank in the recovery of a version in the memory of all nodes."""
+    """Describe this rank as a participant in a recovery from the memory of all nodes."""
     job = context.job_dir
     store = ArenaStore(job.path, context.node, job.secret)
     return Participant(context.topology, context.control, job.job_id, store, faults)
 
 
 def stored_participant(context: JobContext, version: Path, job_id: str) -> Participant:
-    """This rank in the recovery of a version on storage, which another job may have written.
+    """Describe this rank as a participant in a recovery from storage; another job may have written
+    the version.
 
-    All nodes see the arenas, and each node reads a part of them: those of its own ranks, and of
-    another layout's an equal share.
+    All nodes can read all arenas, so the reads are divided: a node reads the arenas of its own
+    ranks, and an equal share of the arenas of another layout.
     """
     topology, node = context.topology, context.node
     nodes = sorted(set(topology.nodes))
@@ -192,8 +207,12 @@ def stored_participant(context: JobContext, version: Path, job_id: str) -> Parti
 
 
 def completing(context: JobContext, record: ProtectionRecord) -> StoreConfig | None:
-    """How the recovered version is stored on a node that holds nothing of it, in a slot without a
-    file; None if its arena cannot be laid out before the session starts."""
+    """Configure how the recovered version is stored on a node that has no arena of it.
+
+    Returns:
+        The configuration, with a slot that has no file; None if the arena cannot be laid out before
+        the session starts.
+    """
     config, at = context.config, context.coordinate
     if config.memory_limit_bytes is not None or config.recompute:
         return None
@@ -223,17 +242,17 @@ def completing(context: JobContext, record: ProtectionRecord) -> StoreConfig | N
 def is_still_protected(
     context: JobContext, scheme: str, headers: Iterable[ArenaHeader], outcome: RecoveryOutcome
 ) -> bool:
-    """Whether the recovered version is stored as this incarnation would store it.
+    """Whether the recovered version is stored as this incarnation would store it. Collective.
 
-    Every rank has the complete arena of its own coordinate, of a job of these degrees, in its own
-    slots, protected by the scheme in force, and nothing had to be repaired. The version then stays
-    as it is until a newer one is committed; taking it again would gain nothing. Collective.
+    That is so if every rank has the complete arena of its own coordinate in its own slots, with the
+    same degrees and the active scheme, and no block had to be repaired. Then the version need not
+    be taken again: it stays until a newer one is committed.
 
     Args:
-        context: of the job.
-        scheme: in force.
-        headers: of the arenas in this rank's slots that hold the version.
-        outcome: of the recovery.
+        context: the job.
+        scheme: the active scheme.
+        headers: headers of the arenas in this rank's slots that hold the version.
+        outcome: outcome of the recovery.
     """
     expected = context.coordinate, context.topology.degrees, scheme
     here = not outcome.repaired and any(
@@ -243,7 +262,7 @@ def is_still_protected(
 
 
 def may_differ(was: Degrees, now: Degrees) -> tuple[str, ...]:
-    """Facts of the fingerprint that may differ if a version of another layout is restored."""
+    """Facts of the fingerprint that may differ when a version of layout ``was`` is restored."""
     if was == now:
         return ()
     return BY_REPLICAS if only_replicas_differ(was, now) else BY_LAYOUT
@@ -266,7 +285,7 @@ class MemoryRestorer:
     """Restores one session from the job's memory.
 
     Attributes:
-        client_state: of what was restored last.
+        client_state: client state of the version that was restored last.
     """
 
     def __init__(  # noqa: PLR0917 -- the parts of a session
@@ -282,7 +301,7 @@ class MemoryRestorer:
         self._job_memory, self._state = memory, state
         self._protection, self._faults = protection, faults
         self._rng: dict[str, Any] | None = None
-        # whether the script draws from them before it trains
+        # The script draws random numbers to make its batch before it trains
         self._is_read_by_script = False
         self.client_state = ClientStateView()
 
@@ -290,11 +309,11 @@ class MemoryRestorer:
     def survey(
         self, me: Participant | None = None, *, any_layout: bool = True
     ) -> tuple[Recovery, RecoveryPlan | NotRecoverable]:
-        """Find what could be restored. Collective.
+        """Find the newest version that can be restored. Collective.
 
         Args:
-            me: this rank, as it sees a version on storage; None for the memory of all nodes.
-            any_layout: whether versions of other layouts count, if the engine can load them.
+            me: this rank in a recovery from storage; None for the memory of all nodes.
+            any_layout: accept versions of other layouts, if the engine can load them.
 
         Returns:
             The recovery, and its plan.
@@ -310,7 +329,7 @@ class MemoryRestorer:
         return recovery, plan
 
     def check_identity(self, plan: RecoveryPlan) -> None:
-        """Refuse what another job left, or this one with other settings. Collective."""
+        """Refuse a version of another job, or of this one with other settings. Collective."""
         context = self._context
         self._job_memory.identity.check_memory(
             *(context.job_dir.path, plan.label),
@@ -322,11 +341,11 @@ class MemoryRestorer:
     def take_up(
         self, recovery: Recovery, version: str
     ) -> tuple[RecoveryOutcome | NotRecoverable, dict[str, Any]]:
-        """Restore into the engine what was surveyed. Collective.
+        """Restore the surveyed version into the engine. Collective.
 
         Args:
-            recovery: of :meth:`survey`.
-            version: where it is from, for messages.
+            recovery: result of :meth:`survey`.
+            version: source of the version, for messages.
 
         Returns:
             The outcome, and the host state.
@@ -348,7 +367,7 @@ class MemoryRestorer:
         return outcome, target.state
 
     def restore(self, recovery: Recovery) -> RecoveryOutcome | NotRecoverable:
-        """Restore what was surveyed, start the session, and protect it. Collective."""
+        """Restore the surveyed version, start the session, and protect it. Collective."""
         context, began = self._context, time.perf_counter()
         outcome, state = self.take_up(recovery, f"the memory of job {context.job_id}")
         if isinstance(outcome, NotRecoverable):
@@ -366,7 +385,7 @@ class MemoryRestorer:
             repaired=[str(r) for r in outcome.repaired],
             secs=time.perf_counter() - began,
         )
-        # P3: the slots of the version just recovered are kept until it is protected again.
+        # P3: the slots of the recovered version stay until a newer one is committed.
         job_dir = context.job_dir
         held = slots_with(job_dir.path, job_dir.secret, local_rank(), label)
         self._session.start(dict.fromkeys(held, label))
@@ -377,7 +396,7 @@ class MemoryRestorer:
         return outcome
 
     def after_restore(self, state: dict[str, Any]) -> None:
-        """Restore the parts of a host state that are not the engine's, from any source."""
+        """Restore the parts of a host state that do not belong to the engine."""
         part = self._state
         if part.data is not None:
             part.data.restore(state.get("data") or {}, state.get("rng"))
@@ -391,11 +410,12 @@ class MemoryRestorer:
         self._session.restored()
 
     def keep_rng(self) -> None:
-        """The program has loaded its random states: what it draws until it trains is undone."""
+        """Save the random states that the program has loaded; :meth:`restore_rng` returns to
+        them."""
         self._rng = capture_rng()
 
     def restore_rng(self, *, marked: bool = False) -> None:
-        """Training begins: undo what the script has drawn since it loaded.
+        """Training begins: undo the random draws that the script has made since the load.
 
         Args:
             marked: the script has marked the beginning of a step, and makes its batch after that.
@@ -406,13 +426,14 @@ class MemoryRestorer:
 
     def protect(self) -> None:
         """Take the restored state as the first version of this incarnation, and wait for its
-        commit. From then on the old version is not needed any more, and new nodes are protected."""
+        commit. After that the old version is no longer needed."""
         request = self._session.submit(required=True)
-        # Training must not begin before: the commit is what protects the state on new nodes (P3).
+        # Training must not begin before the commit, which protects the state on new nodes (P3).
         request.done.wait(self._context.config.commit_timeout_secs)
         if not request.committed:
             logger.warning(
-                "the restored state of step %d could not be protected again: %s. Training goes on",
+                "the restored state of step %d could not be protected again: %s. Training "
+                "continues",
                 request.label.step,
                 self._context.stats.last_error,
             )
@@ -420,16 +441,16 @@ class MemoryRestorer:
     # -- refusals ---------------------------------------------------------------------------------
 
     def refuse_silent_restart(self, plan: RecoveryPlan | NotRecoverable, beside: str = "") -> None:
-        """There is nothing to resume from. A new job starts; for a job that had made progress it is
-        an error. Collective.
+        """Check that a job without a recoverable version is new. If it had made progress, raise.
+        Collective.
 
         Args:
-            plan: why nothing can be recovered.
-            beside: what is wrong with the checkpoints on storage, in lines.
+            plan: why no version can be recovered.
+            beside: lines that describe damaged checkpoints on storage.
 
         Raises:
-            UnrecoverableError: the job had made progress, or storage holds checkpoints that are
-                damaged.
+            UnrecoverableError: the job had made progress, or storage holds only damaged
+                checkpoints.
         """
         context = self._context
         assert isinstance(plan, NotRecoverable)
@@ -461,13 +482,13 @@ class MemoryRestorer:
     def refuse_to_overwrite(
         self, plan: RecoveryPlan, did: str, to_write: str, *, persistable: bool
     ) -> NoReturn:
-        """The script trains, and has not resumed what memory holds.
+        """Raise NotResumedError: the script trains, and has not resumed the version in memory.
 
         Args:
-            plan: what could be restored.
-            did: what the script did, in words.
-            to_write: lines that resume.
-            persistable: whether a checkpoint can be written from memory.
+            plan: plan of the version that could be restored.
+            did: description of what the script did.
+            to_write: advice on the lines that resume.
+            persistable: a checkpoint can be written from memory.
         """
         job = self._context.job_id
         persist = f"'reft persist --job {job} --out DIR' writes a checkpoint to DIR/{job}; "
@@ -487,11 +508,11 @@ class MemoryRestorer:
     # -- reports ----------------------------------------------------------------------------------
 
     def report(self, source: str, began: float) -> None:
-        """Log from where the job was resumed.
+        """Log the source from which the job was resumed.
 
         Args:
-            source: in words.
-            began: start of the load, by ``time.perf_counter``.
+            source: description of the source.
+            began: start of the load, seconds of ``time.perf_counter()``.
         """
         secs, step = time.perf_counter() - began, self._context.engine.global_steps
         self.note(history.RESUMED, source=source, step=step, secs=secs, times=marks.times())
@@ -500,7 +521,7 @@ class MemoryRestorer:
             logger.warning("resumed at step %d from %s in %.2f s%s", step, source, secs, after)
 
     def made_first_step(self) -> None:
-        """The first step of this process was made: a recovery, if there was one, has ended."""
+        """The first step of this process has ended, and with it the recovery, if there was one."""
         self.note(history.STEPPED)
         job_dir, events = self._context.job_dir.path, self._context.events
         if local_rank() == 0 and events.enabled and (rounds := history.read_history(job_dir)):

@@ -20,16 +20,19 @@ def mark(name: str) -> None:
 
 
 def times() -> dict[str, float]:
-    """Unix seconds of this host, by name: the script begins, process groups are being made and
-    exist, the engine likewise, the survey of memory begins, and all ranks have agreed on what to
-    restore. Missing: it has not happened."""
+    """Times of the marks, in Unix seconds of this host; marks that were not reached are missing.
+
+    The names: the script begins (BEGAN), process groups are being created (GROUPS) and exist
+    (GROUPED), the engine is being created (ENGINE) and exists (BUILT), the survey of memory begins
+    (SURVEY), and all ranks have agreed on what to restore (AGREED).
+    """
     return dict(_times)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Run without garbage collections. A full one visits all that torch and DeepSpeed have
-    imported, which takes tenths of a second, and finds nothing here."""
+    """Run without garbage collection. A full collection visits every object of torch and DeepSpeed,
+    which takes tenths of a second and frees nothing here."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,5 +1,4 @@
-"""Floating-point operations of a token and tokens of a sample, for the utilization that
-`reft status` shows."""
+"""Estimates operations per token and tokens per sample, for the utilization in `reft status`."""
 
 from __future__ import annotations
 
@@ -11,17 +10,20 @@ import torch
 
 from reft.grid import Coordinate
 
-TRAINED_FLOPS, FROZEN_FLOPS = 6, 4  # of one parameter, for one token
+TRAINED_FLOPS, FROZEN_FLOPS = 6, 4  # Operations of one parameter for one token
 EXPERTS = -1
-"""Stands for an unknown number: a token passes through some of the experts, and the engine does not
-tell how many."""
+"""Marks an unknown number: a token passes through only some experts, and the engine does not expose
+how many."""
 
 
 def own_flops_per_token(engine: Any, at: Coordinate) -> int:
-    """Operations of the parameters that this rank reports, so that each is counted once.
+    """Operations per token of the parameters that this rank reports.
 
-    That is the first replica; of a tied parameter the first of its stages; of one that all
-    tensor-parallel ranks have, the first of them. :data:`EXPERTS` if there are experts.
+    Each parameter is reported by one rank: by the first replica, a tied parameter by the first of
+    its stages, and a parameter that all tensor-parallel ranks hold by the first of them.
+
+    Returns:
+        The operations; :data:`EXPERTS` if the model has experts.
     """
     module = engine.module
     parameters = dict.fromkeys(module.parameters())
@@ -34,7 +36,7 @@ def own_flops_per_token(engine: Any, at: Coordinate) -> int:
         getattr(p, "ds_numel", p.numel()) * (TRAINED_FLOPS if p.requires_grad else FROZEN_FLOPS)
         for p in parameters
         if p not in others
-        # Each tensor-parallel rank has a part of its own of a parameter that is marked so.
+        # A parameter with one of these marks is split: each tensor-parallel rank has a part.
         and (at.tp == 0 or getattr(p, "tensor_model_parallel", getattr(p, "model_parallel", False)))
     )
 
@@ -49,16 +51,16 @@ def _tied_elsewhere(module: Any) -> Iterator[Any]:
 
 
 def flops_per_token(gathered: Iterable[int]) -> int:
-    """Operations of the complete model, from what all ranks report."""
+    """Operations per token of the complete model, from the reports of all ranks."""
     found = list(gathered)
     return EXPERTS if EXPERTS in found else sum(found)
 
 
 def tokens_per_sample(micro_batch: int, inputs: Any) -> int:
-    """Tokens of a sample, by the first micro-batch of token ids in the inputs of a forward pass.
+    """Tokens of a sample, from the first micro-batch of token ids in the inputs of a forward pass.
 
     Args:
-        micro_batch: samples in it.
+        micro_batch: samples in a micro-batch.
         inputs: tensors in lists, tuples and mappings.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Where the ranks of a job are, and which of them fail as one (P4)."""
+"""Finds the node of every rank, and the ranks that fail together (P4)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from reft.state.codec import decode, encode
 
 @dataclass(frozen=True)
 class NodeIdentity:
-    """Where one rank runs.
+    """The node of one rank.
 
     Attributes:
-        node: what the launcher calls the node, else the host's name.
-        declared: whether the node was named on purpose (``--node-id``), which says that it fails
+        node: name given by the launcher, otherwise the host's name.
+        declared: the user has named the node (``--node-id``), which declares that it fails
             independently of others.
-        host_name: of the host.
-        kernel: equal for all processes under one kernel, in containers too.
+        host_name: name of the host.
+        kernel: identity of the running kernel, equal for all processes and containers on a host.
     """
 
     node: str
@@ -47,8 +47,11 @@ class NodeIdentity:
 
 
 def read_hosts(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
-    """The failure domain of each rank (P4): its declared node, else its host, by the name that the
-    host's first rank gives it. Pure."""
+    """The failure domain of each rank (P4): its declared node, otherwise its host. Pure.
+
+    All ranks of a host use the host name of its first rank, since containers may have names of
+    their own.
+    """
     names: dict[str, str] = {}
     for place in places:
         taken = place.host_name in names.values()
@@ -59,8 +62,8 @@ def read_hosts(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
 
 
 def declared_on_one_host(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
-    """Declared nodes that share a host with another one: that they fail independently is a claim,
-    on which the tolerance depends. Pure."""
+    """Declared nodes that share a host with another node. Pure. They are declared to fail
+    independently, which cannot be checked, but the tolerance depends on it."""
     nodes = {place.node: place.kernel for place in places if place.declared}
     kernels = list(nodes.values())
     return tuple(sorted(node for node, kernel in nodes.items() if kernels.count(kernel) > 1))
@@ -73,7 +76,7 @@ def local_rank() -> int:
 def gather_topology(
     control: ControlGroup, coordinate: Coordinate, degrees: Degrees
 ) -> tuple[Topology, tuple[NodeIdentity, ...]]:
-    """Exchange where each rank is. Collective.
+    """Gather coordinate and node of each rank. Collective.
 
     Returns:
         The topology, and the node of every global rank.

@@ -1,8 +1,8 @@
 """Hooks reft into ``deepspeed.initialize`` when DeepSpeed is imported, and into the programs of
 integrations.
 
-``import reft`` arranges it, under any launcher. Nothing heavy is imported before the script imports
-it; in a job without the block nothing happens, and only this module is imported (P10).
+``import reft`` installs the hooks, with any launcher. torch and DeepSpeed are not imported before
+the script does so; in a job without the block only this module is imported, without effect (P10).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PostImportFinder(MetaPathFinder):
-    """Calls back right after a module was imported, once."""
+    """Calls ``callback`` once, right after the module ``name`` was imported."""
 
     def __init__(self, name: str, callback: Callable[[], None]) -> None:
         self.name = name
@@ -40,8 +40,9 @@ class PostImportFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        # Not importlib.util.find_spec(): that calls this finder again. A search is no import:
-        # transformers looks for DeepSpeed long before it imports it.
+        # Not importlib.util.find_spec(), which would call this finder again. Wait for the module to
+        # be executed, since a search is not an import: transformers searches for DeepSpeed long
+        # before it imports it.
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
@@ -55,14 +56,15 @@ class PostImportFinder(MetaPathFinder):
                 sys.meta_path.remove(self)
                 self._callback()
 
-        # On the instance: the spec keeps its real loader, which finds resources and sources.
+        # Patch the loader's instance: the spec keeps its real loader, which finds resources and
+        # sources.
         spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
 
 
 def hook_imports() -> None:
-    """Have :func:`install` run as soon as DeepSpeed is imported, or now if it is. If
-    ``REFT_CONFIG`` names a block, integrations are installed into their programs, too."""
+    """Run :func:`install` as soon as DeepSpeed is imported, or now if it is already. If
+    ``REFT_CONFIG`` names a block, install integrations into their programs too."""
     if hasattr(sys.modules.get("deepspeed"), "initialize"):
         _install()
     else:
@@ -73,7 +75,7 @@ def hook_imports() -> None:
 
 
 def _call_behind(name: str, callback: Callable[[], None]) -> None:
-    """Call back once after a module was imported, however often this is asked for."""
+    """Call ``callback`` once after a module was imported; repeated calls have no effect."""
     finders = [finder for finder in sys.meta_path if isinstance(finder, PostImportFinder)]
     if all(finder.name != name for finder in finders):
         sys.meta_path.insert(0, PostImportFinder(name, callback))
@@ -83,20 +85,20 @@ def _install() -> None:
     try:
         install()
     except Exception:
-        # P10: a script without a `reft` block must run, whatever DeepSpeed this is.
+        # P10: a script without a `reft` block must run with any release of DeepSpeed.
         logging.getLogger(__name__).exception(
             "reft could not be installed into deepspeed; training runs UNPROTECTED"
         )
 
 
 def _install_into(name: str, function: str) -> None:
-    """The job has a block: an integration that fails is an error, which says what to change."""
+    """Install an integration. The job has a block, so a failure is raised as an error."""
     import_module("reft.integrations").load(function)(sys.modules[name])
 
 
 def avoid_build_at_start() -> None:
-    """Tell DeepSpeed that the shared-memory operator cannot be built. No effect on an
-    accelerator."""
+    """Mark DeepSpeed's shared-memory operator as not buildable, so that it is not compiled at the
+    start. No effect on an accelerator."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -108,7 +110,7 @@ def avoid_build_at_start() -> None:
 
 
 _INSTALLED = "_reft_installed"
-_MOST_BYTES = 4 * 2**20  # Files larger than this are no configuration
+_MOST_BYTES = 4 * 2**20  # Larger files are not read as configurations
 
 
 def install() -> None:
@@ -127,12 +129,15 @@ def install() -> None:
 
 
 def initialize(*args: Any, client_state: ClientState | None = None, **kwargs: Any) -> Any:
-    """``deepspeed.initialize``, with reft attached if the configuration has a ``reft`` block.
+    """Call ``deepspeed.initialize``, and attach reft if the configuration has a ``reft`` block.
 
     Args:
+        *args: arguments of ``deepspeed.initialize``.
         client_state: see :func:`reft.attach`.
+        **kwargs: keyword arguments of ``deepspeed.initialize``.
 
-    The other arguments, and the four results, are DeepSpeed's.
+    Returns:
+        The four results of ``deepspeed.initialize``.
     """
     import deepspeed
 
@@ -174,7 +179,7 @@ def _initialize(
 
 
 def _has_block(config: Any) -> bool:
-    """Whether the configuration has a block, or ``reft profile`` runs, which needs none."""
+    """Whether the configuration has a block, or ``reft profile`` runs, which needs no block."""
     from reft.naming import BLOCK_NAME
 
     return bool(os.environ.get(ENV_PROFILE)) or (
@@ -191,7 +196,7 @@ def _prepare() -> None:
     from reft.refusal import end_in_words
 
     def init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Note when process groups are made, which ``reft history`` tells apart."""
+        """Mark the time in which process groups are created, which ``reft history`` shows."""
         mark(GROUPS)
         try:
             return original(*args, **kwargs)
@@ -211,7 +216,7 @@ def _prepare() -> None:
 def _config_among(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """DeepSpeed's configuration among the arguments of ``deepspeed.initialize``; None if there is
+    """Find DeepSpeed's configuration in the arguments of ``deepspeed.initialize``; None if there is
     none."""
     import inspect
     import json
@@ -230,8 +235,8 @@ def _config_among(
 
 
 def _is_likely_wanted() -> bool:
-    """Whether the job has a block, as far as its script and the files on its command line tell
-    before DeepSpeed reads the configuration."""
+    """Whether the script or a file on its command line mentions the block; the configuration itself
+    is not read yet."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     words = [
         main or "",

@@ -1,4 +1,4 @@
-"""The protection in force: which losses the job survives, and how a change of it is reported."""
+"""The active protection: the node losses that the job survives, and reports of changes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class Protection:
-    """The protection that is in force, the same on all ranks. Made collectively.
+    """The active protection, the same on all ranks. The constructor is collective.
 
     Args:
-        context: of the job.
-        incarnation: of this start of the job.
-        chosen: whether the scheme was chosen (``auto``), not named by the block.
+        context: the job.
+        incarnation: number of this start.
+        chosen: reft has chosen the scheme (``auto``); the block does not name it.
 
     Raises:
         ConfigError: the groups are too small for the scheme.
@@ -37,8 +37,8 @@ class Protection:
         config = context.config
         self._context = context
         self.is_chosen = chosen
-        # The last switch that a node's memory has recorded, unless the block was edited since; else
-        # the block's scheme.
+        # Use the last switch recorded in a node's memory. If there is none, or the block was edited
+        # since, use the block's scheme.
         scheme, local = str(config.scheme), read_record(context.job_dir.path)
         message = b"" if local is None else json.dumps(local.to_json()).encode()
         replies = context.control.gather_bytes(message)
@@ -52,19 +52,18 @@ class Protection:
         )
 
     def kept_members(self) -> tuple[int, ...]:
-        """Members of the sharding group whose own bytes this rank keeps besides its own."""
+        """Other members of the sharding group whose bytes this rank stores."""
         at, scheme = self._context.coordinate, Scheme.parse(self.record.in_force)
         nodes = self._context.topology.group_nodes(at.pp, at.tp)
         return place_group(nodes, scheme.copies, scheme.parities).kept_by(at.dp)[1:]
 
     @property
     def lost(self) -> bool:
-        """Whether memory has become too short to survive the loss of a node, which the job survived
-        before."""
+        """Whether the job no longer survives the loss of a node, because memory has run short."""
         return self.record.degraded is not None and self.record.tolerance == 0
 
     def why_unprotected(self) -> str:
-        """Why the loss of a node is not survived, and what to change."""
+        """Explain why the job does not survive the loss of a node, and what to change."""
         if self.record.in_force == "none":
             return 'the protection is "none"'
         topology, d = self._context.topology, self._context.topology.degrees
@@ -95,8 +94,8 @@ class Protection:
         )
 
     def changed(self, record: ProtectionRecord) -> None:
-        """A request was carried out or refused, or memory ran short or is available again. Called
-        by the worker."""
+        """Record and log a new protection: a request was carried out or refused, or memory ran
+        short or is available again. Called by the worker thread."""
         before, self.record = self.record, record
         self.note()
         self._context.events.write("protection", **record.to_json())
@@ -138,7 +137,7 @@ class Protection:
         )
 
     def note(self) -> None:
-        """Record on this node what is in force, for ``reft status`` and for the next start."""
+        """Record the active protection on this node, for ``reft status`` and for the next start."""
         if local_rank() != 0:
             return
         try:

@@ -1,4 +1,4 @@
-"""The training program as a session sees it: the seam to DeepSpeed and Megatron-core."""
+"""The interface between a session and the training program, DeepSpeed or Megatron-core."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from reft.state.catalogue import Adapter, SectionImage
 
 
 class TrainingEngine(Protocol):
-    """One rank's part of a training: DeepSpeed's or Megatron-core's.
+    """The training engine of one rank: DeepSpeed's or Megatron-core's.
 
-    Its hooks call the session: ``begin_step`` where a step begins, ``before_optimizer_step`` and
+    Its hooks call the session: ``begin_step`` when a step begins, ``before_optimizer_step`` and
     ``after_optimizer_step`` around every optimizer step, ``after_step`` after a step. They restore
     through :class:`~reft.engine.load_memory.MemoryRestorer`.
 
     Attributes:
-        name: for messages.
-        device: that this rank trains on.
-        micro_batches: of one step.
+        name: name for messages.
+        device: device on which this rank trains.
+        micro_batches: micro-batches of one step.
     """
 
     name: str
@@ -39,43 +39,43 @@ class TrainingEngine(Protocol):
 
     @property
     def data(self) -> DataPosition | None:
-        """The position in the data; None if the program keeps it."""
+        """The position in the data; None if the program tracks it."""
 
     @property
     def resizing(self) -> LayoutChange | None:
-        """How versions of other layouts are restored; None if they cannot be."""
+        """Restores versions of other layouts; None if the engine cannot load them."""
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps made so far, with those that were skipped on overflow."""
+        """Optimizer steps made so far, including those skipped on overflow."""
 
     def place(self) -> tuple[Coordinate, Degrees]:
         """The coordinate of this rank, and the degrees of the job.
 
         Raises:
-            LayoutError: the ranks are split in a way that reft does not know.
+            LayoutError: the ranks are divided in a way that reft does not support.
         """
 
     def settings(self) -> dict[str, Fact]:
-        """Facts that change the numbers, for the fingerprint. Those of rank 0 count."""
+        """Facts that change the numerical results, for the fingerprint. Rank 0's are used."""
 
     def shapes(self) -> str:
-        """This rank's part of the model in words, with a digest of names and shapes."""
+        """Describe this rank's part of the model, with a digest of names and shapes."""
 
     def capture(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The host state where a step begins; :mod:`reft.state.blob` lists its keys."""
+        """Capture the host state when a step begins; :mod:`reft.state.blob` lists its keys."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The images have been written: restore the host state."""
+        """Restore the host state, after the images have been written."""
 
     def template(self, images: tuple[SectionImage, SectionImage], state: dict[str, Any]) -> bytes:
-        """By which a checkpoint can be written from memory (:mod:`reft.storage.deepspeed_format`).
+        """Make the template for checkpoints from memory (:mod:`reft.storage.deepspeed_format`).
 
         Returns:
-            Nothing if the program has no checkpoints that reft can write.
+            The template; empty if reft cannot write checkpoints of this program.
 
         Raises:
-            ReftError: it cannot be described.
+            ReftError: the checkpoint cannot be described.
         """
 
 
@@ -86,7 +86,7 @@ def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
     """Read the coordinate of this rank and the degrees from a DeepSpeed engine.
 
     Raises:
-        LayoutError: it splits ranks in a way that reft does not know (experts, sequences).
+        LayoutError: the engine also divides ranks by experts or sequences.
     """
     import torch.distributed as dist
 
@@ -116,7 +116,7 @@ def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
 
 
 def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
-    """All numbers, texts and booleans in ``value``, by dotted name. Other objects are left out."""
+    """Numbers, strings and booleans in ``value``, by dotted name. Other objects are left out."""
     if isinstance(value, Mapping):
         for key in value:
             yield from flat_facts(f"{name}.{key}", value[key])
@@ -130,7 +130,7 @@ def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
 
 
 def read_shapes(kind: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A rank's part of a model in words, with a digest of all names and shapes."""
+    """Describe a rank's part of a model, with a digest of all names and shapes."""
     digest = hashlib.blake2b(digest_size=6)
     tensors = numbers = 0
     for name, parameter in parameters:

@@ -1,4 +1,4 @@
-"""DeepSpeed's refusals of a batch size, in terms of what to change."""
+"""Explains DeepSpeed's refusals of a batch size, and what to change."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from typing import Any
 from reft.errors import ConfigError, SizeError
 
 _OF_THE_BATCH = ("Check batch related parameters", "Gradient accumulation steps: 0")
-"""How DeepSpeed's assertions about batch sizes begin."""
+"""Beginnings of DeepSpeed's assertion messages about batch sizes."""
 
 
 def find_refusal(error: AssertionError, config: Any) -> ConfigError | None:
-    """What DeepSpeed's refusal of a configuration means; None if it is about something else."""
+    """Make the error for a batch size that DeepSpeed refuses.
+
+    Args:
+        error: DeepSpeed's assertion.
+        config: DeepSpeed's configuration.
+
+    Returns:
+        SizeError if another number of nodes helps, ConfigError if none does; None if ``error`` is
+        not about the batch size.
+    """
     if not isinstance(config, dict) or not str(error).startswith(_OF_THE_BATCH):
         return None
     batch, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
@@ -19,7 +28,7 @@ def find_refusal(error: AssertionError, config: Any) -> ConfigError | None:
     if not all(isinstance(size, int) and size > 0 for size in (batch, micro, steps)):
         return None
     whole, rest = divmod(batch, micro * steps)
-    # If the accumulation is given too, the degree follows from it.
+    # If the accumulation steps are given too, only one degree is possible.
     fixed = "gradient_accumulation_steps" in config
     degrees = (
         [] if rest else [whole] if fixed else [d for d in range(1, whole + 1) if whole % d == 0]
@@ -27,7 +36,7 @@ def find_refusal(error: AssertionError, config: Any) -> ConfigError | None:
     to_do = (
         f"Start as many nodes as make one of these degrees: {', '.join(map(str, degrees))}"
         if degrees
-        else f'No degree does: make "train_batch_size" a multiple of {micro * steps}'
+        else f'No degree is possible: make "train_batch_size" a multiple of {micro * steps}'
     )
     also = ', or leave "gradient_accumulation_steps" out' if fixed else ""
     return (SizeError if degrees else ConfigError)(

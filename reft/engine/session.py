@@ -1,5 +1,5 @@
-"""Versions of one training engine: how the parts of a session are put together, and what happens
-where a step begins and ends."""
+"""The session of one training engine: creates the parts and calls them when a step begins and
+ends."""
 
 from __future__ import annotations
 
@@ -57,42 +57,42 @@ logger = logging.getLogger(__name__)
 
 
 def _fails() -> bool:
-    """Whether the script ends by an exception. Its state may be half changed then."""
+    """Whether the script ends with an exception, so that its state may be inconsistent."""
     raised = sys.exc_info()[1] or getattr(sys, "last_value", None)
     return raised is not None and not isinstance(raised, SystemExit)
 
 
 class Session:
-    """Snapshots of one training engine. Made by :func:`reft.attach` and its like, collectively on
-    all ranks.
+    """Snapshots of one training engine. Created collectively by :func:`reft.attach` and similar
+    functions.
 
-    A session wires its parts and calls them in the order of a step. Parts have no access to it:
+    A session creates its parts and calls them in the order of a step. Parts have no access to it:
     each takes the :class:`~reft.engine.context.JobContext` and the parts that it works with.
 
     Args:
-        engine: the program that trains.
+        engine: the training engine.
         config: the checked ``reft`` block.
         client_state: returns the script's own values for a version; None if there are none.
 
     Raises:
-        UnsupportedStateError: the engine holds state that reft does not know.
+        UnsupportedStateError: the engine holds state that reft does not support.
         LayoutError: the ranks do not form a pp x dp x tp grid.
         ConfigError: another engine of this process has the job's memory, or the start is refused.
 
     Attributes:
         context: the job as this rank sees it.
-        memory: what the job has on this node.
-        progress: what this rank is doing, for its node's daemon.
-        copying: how this rank's bytes are copied.
-        protection: the scheme in force.
-        fence: where training waits for copies (P2).
+        memory: the job's memory on this node.
+        progress: progress page of this rank, read by the node's daemon.
+        copying: copy engine and pacing of this rank.
+        protection: the active protection scheme.
+        fence: makes training wait for copies (P2).
         state: captures the state with which a step begins.
-        tracer: traces steps, for tests, pictures and the profiler.
+        tracer: traces steps, for tests, figures and the profiler.
         stopping: stops the job on request.
         worker: takes versions; None before :meth:`start`.
-        rates: how often versions are taken, and go to storage; from :meth:`start` on.
-        closed: whether :meth:`close` has been called.
-        first_request: the first version that was requested in this process; None before.
+        rates: decides which versions are taken and persisted; set by :meth:`start`.
+        closed: :meth:`close` has been called.
+        first_request: first version that was requested in this process; None before.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class Session:
         config = name_job(config, control)
         log.set_place(str(config.job_id), str(coordinate), engine.global_steps)
         topology, places = gather_topology(control, coordinate, degrees)
-        # If this engine is refused, the script may continue with another one, which then needs
-        # what this one has taken.
+        # If this engine is refused, the script may continue with another one, which then needs the
+        # locks and connections of this one.
         with ExitStack() as undo:
             undo.callback(control.leave)
             if engine.data is not None:
@@ -155,8 +155,8 @@ class Session:
     # -- the parts ---------------------------------------------------------------------------------
 
     def _choose_protection(self, context: JobContext) -> JobFacts:
-        """Try the devices, and choose the protection if the block leaves that to reft. Sets
-        :attr:`context`. Collective."""
+        """Test the devices, and choose the protection if the block leaves that to reft
+        (``auto``). Sets :attr:`context`. Collective."""
         config = context.config
         job = JobFacts(
             config=config,
@@ -198,21 +198,21 @@ class Session:
             lambda: self.tolerance,
         )
         self._device_memory = DeviceMemory(self.progress, engine.device)
-        # on a device, calls return before their work is done
+        # Not on a device: calls return before their work is done there
         if not self.copying.engine.asynchronous:
             self.progress.set_place((at.pp, at.dp, at.tp))
         self._last_step = engine.global_steps
-        self._stepped = False  # a step was made, and the next has not begun
-        self._is_due = False  # that step's version is to be taken
+        self._stepped = False  # A step has ended, and the next has not begun
+        self._is_due = False  # A version of that step is to be taken
         self.progress.set_step(self._last_step)
         self._boundary_secs = time.perf_counter()
         self.closed = False
         self.first_request: SnapshotRequest | None = None
 
     def _check_start(self, job: JobFacts, declared_together: Sequence[str]) -> None:
-        """Report what the ranks have found, before any state is restored or copied. Collective.
+        """Report the findings of all ranks before any state is restored or copied. Collective.
 
-        An error, on all ranks alike, ends the start and leaves the job's memory as it was.
+        An error is raised on all ranks, ends the start, and leaves the job's memory unchanged.
 
         Raises:
             ConfigError: the start is refused.
@@ -239,13 +239,13 @@ class Session:
             recipe=None if gradients is None else gradients.recipe,
             declared_on_one_host=declared_together,
         )
-        # A job that restarts by itself, perhaps on fewer nodes, goes on.
+        # An automatic restart, perhaps on fewer nodes, must not fail because of warnings.
         context.report(start_findings(start), strict=not restarted)
         if is_dry_run():
             end_dry_run(start, context.engine.name)
 
     def memory_restorer(self) -> MemoryRestorer:
-        """Restores this session from the job's memory."""
+        """Create the object that restores this session from the job's memory."""
         return MemoryRestorer(
             self.context, self, self.memory, self.state, self.protection, self.faults
         )
@@ -259,7 +259,7 @@ class Session:
 
     @property
     def started(self) -> bool:
-        """Whether versions are taken: the state to resume from was loaded, or there was none."""
+        """Whether versions are taken. That begins after a state was loaded, or none was found."""
         return self.worker is not None
 
     @property
@@ -269,8 +269,8 @@ class Session:
 
     @property
     def stepped(self) -> bool:
-        """Whether a step was made and the next one has not begun: the script evaluates, saves or
-        reads."""
+        """Whether a step has ended and the next one has not begun; the script may be evaluating,
+        saving or reading data."""
         return self._stepped
 
     @property
@@ -286,14 +286,14 @@ class Session:
     # -- what the script may change ----------------------------------------------------------------
 
     def use(self, variant: Variant | str) -> None:
-        """Change when bytes are copied, from the next version on. Call it between steps, on all
+        """Change when bytes are copied, from the next version on. Call it between steps on all
         ranks."""
         self.copying.variant = Variant(variant)
 
     def protect(self, scheme: str) -> None:
-        """Switch the protection of the versions to come, at one version boundary on all ranks.
+        """Request another protection. All ranks switch between the same two versions.
 
-        One rank that calls it is enough; ``reft protect`` does the same from outside.
+        A call on one rank is sufficient; ``reft protect`` does the same from outside.
 
         Raises:
             ConfigError: there is no such scheme.
@@ -336,7 +336,8 @@ class Session:
         )
         if self.rates.storage is not None:
             self.daemon.on_storage_state = self.rates.storage.answered
-        context.control.end_pairs()  # connections of the load, with the whole sharding group
+        # The load has connected to all ranks of the sharding group; versions need ring peers only.
+        context.control.end_pairs()
         control = context.control.for_worker(job_dir.secret)
         limit, ranks = config.memory_limit_bytes, context.ranks_here
         arenas = ArenaSet(
@@ -370,18 +371,18 @@ class Session:
             features=self._features(control),
             gate=self.copying.pacer.gate,
         )
-        # Before the first step: training's hooks read these without a lock.
+        # Set before the first step, since training's hooks read them without a lock.
         self.fence.worker = self.state.worker = worker
         self.rates.votes = worker.votes
         self.daemon.configure(config)
         self._start_profile()
-        # Without versions there are no votes to stop by.
+        # Without versions there are no votes that could carry a request to stop.
         if self.copying.takes_versions and (found := self.stopping.install(self, worker)):
             context.warn(found)
 
     def _features(self, control: WorkerControl) -> list[VersionFeature]:
-        """The features of this job that take part in its versions, in order: partitions are
-        recomputed before their checksums are compared."""
+        """Create the features that take part in this job's versions. Their order matters:
+        partitions are recomputed before their checksums are compared."""
         context, config = self.context, self.context.config
         verify = config.verify
         features: list[VersionFeature] = [self.rates.agreed, self.copying.pacer]
@@ -402,7 +403,7 @@ class Session:
         return features
 
     def _start_profile(self) -> None:
-        """Begin a profile, if the block asks for one. Collective."""
+        """Start the profiler, if the block requests a profile. Collective."""
         context = self.context
         config = context.config.profile
         if not config.steps:
@@ -428,8 +429,8 @@ class Session:
         self.protection.note()
 
     def flush(self, timeout_secs: float) -> bool:
-        """Take a version of the last step now, instead of where the next one begins, and wait for
-        all versions. Collective.
+        """Take a version of the last step now instead of when the next one begins, and wait for all
+        versions. Collective.
 
         Returns:
             Whether all versions are committed or given up.
@@ -443,11 +444,11 @@ class Session:
             self.submit(required=True)
 
     def close(self, timeout_secs: float | None = None) -> None:
-        """Take a version of the last step if the script ends well, finish what is under way, and
-        release everything. The memory stays.
+        """Take a version of the last step unless the script failed, finish versions in progress,
+        and release all resources. The memory stays.
 
         Args:
-            timeout_secs: how long that may take; the grace by default.
+            timeout_secs: time limit; None: the grace period of the configuration.
         """
         if self.closed:
             return
@@ -469,10 +470,10 @@ class Session:
     # -- called by the worker thread ---------------------------------------------------------------
 
     def _committed(self, label: VersionId) -> None:
-        """All ranks have the version. A failing listener must not stop the others.
+        """Report a commit. A failing listener must not stop the others.
 
-        The answers of the daemon and of the rendezvous store are awaited by other threads, never
-        here: the next vote would wait for them, too.
+        Other threads wait for replies of the daemon and the rendezvous store. If the worker thread
+        waited here, so would the next vote.
         """
         stats = self.stats.to_json()
         due, rate_stats = False, dict[str, Any]()
@@ -489,7 +490,7 @@ class Session:
                 due=due,
             ),
         )
-        # With the counters: a rank that is killed leaves no "closed" event.
+        # Include counters, since a killed rank writes no "closed" event.
         counters = {
             key: stats[key] for key in ("taken", "bytes_per_rank", "traffic", "stall_secs_median")
         }
@@ -513,12 +514,12 @@ class Session:
         self.fence.after_optimizer_step()
 
     def begin_step(self) -> None:
-        """The next step begins: take a version of the state that it begins with, if one is due
+        """The next step begins: take a version of the state with which it begins, if one is due
         (P2).
 
-        Called where a training forward pass or ``train_batch`` begins; later calls for the same
-        step do nothing. A state that cannot be captured is no error here: its version is voted
-        down (P6).
+        Called when a training forward pass or ``train_batch`` begins; further calls for the same
+        step do nothing. If capturing the state fails, no error is raised: this rank votes no on
+        the version (P6).
 
         Raises:
             SystemExit: the job stops here on request.
@@ -542,30 +543,31 @@ class Session:
             )
 
     def hold(self) -> None:
-        """Wait until no copy reads the live tensors (P2): they are about to be replaced."""
+        """Wait until no copy reads the live tensors, which are about to be replaced (P2)."""
         if self.worker is not None:
             self.worker.fence()
 
     def go_back(self) -> None:
-        """The job goes back to an older version: what is in memory is the abandoned future, and the
-        versions to come belong to a new incarnation. Collective."""
+        """Prepare to load an older version: versions in memory become obsolete, and the next ones
+        belong to a new incarnation. Collective."""
         assert self.worker is not None
         self.worker.drain(self.context.config.commit_timeout_secs)
         # P2: a version that has not ended in time must not be copied from the loaded state.
         self.worker.fence()
-        # P3: after the fence, so that no version of the abandoned future gets the new number.
+        # P3: after the fence, so that no obsolete version gets the new incarnation.
         self.memory.count_on(self.memory.incarnation + 1)
 
     def require_first_version(self) -> None:
-        """A strict job continues only if the first version of its state could be taken: no later
-        one would be. The ranks have agreed on that.
+        """Wait for the first version in a strict job. If it fails, later ones would fail as well.
+        All ranks get the same result, since they vote on it.
 
         Raises:
-            ConfigError: it could not be taken.
+            ConfigError: the first version could not be taken.
         """
         context, request = self.context, self.first_request
         if not context.config.strict or request is None:
             return
+        # Wait for the worker, since the outcome of the vote decides whether training continues.
         request.done.wait(context.config.commit_timeout_secs)
         if not request.committed:
             why = self.stats.last_error or "it did not finish within commit_timeout_secs"
@@ -582,8 +584,8 @@ class Session:
             self.worker.check_between_passes()
 
     def after_step(self) -> None:
-        """A call that may have made an optimizer step has returned. Later changes by the script,
-        until the next step begins, belong to the version of this step."""
+        """A call that may have made an optimizer step has returned. Changes that the script makes
+        until the next step begins belong to this step's version."""
         step = self.context.engine.global_steps
         if step != self._last_step and not self.closed:
             self._last_step, self._stepped = step, True
@@ -608,14 +610,13 @@ class Session:
         self.worker.submit(request)
         self.first_request = self.first_request or request
         if request.variant is Variant.BLOCKING:
-            # if it has not ended by then, the fence waits and logs it
+            # If it has not ended by then, the fence continues to wait and logs that.
             request.copied.wait(self.context.config.commit_timeout_secs)
         self.stats.stalls_secs.append(time.perf_counter() - began)
         return request
 
     def restored(self) -> None:
-        """The engine's state was replaced: the images may be other tensors, and the step another
-        one."""
+        """The engine's state was replaced: its tensors and its step may be different now."""
         self.state.replaced()
         if self.worker is not None and self._last_step != self.context.engine.global_steps:
             self.rates.went_to(self.context.engine.global_steps)
@@ -626,9 +627,9 @@ class Session:
 
 
 def record(session: Session) -> None:
-    """Have every step recorded if `reft rehearse` asks for it, by a feature that the core does not
-    import. Called after the engine's methods were wrapped: the recorder's wrappers enclose the
-    others."""
+    """Record every step if `reft rehearse` requests it, by a feature that the core does not import.
+    Called after the engine's methods were wrapped, so that the recorder's wrappers are outermost.
+    """
     if os.environ.get(ENV_REHEARSE):
         import_module("reft.rehearse.record").attach(
             session.context, session, session.memory, session.state, session.fence, session.stopping

@@ -1,6 +1,5 @@
-"""What the hooks of a DeepSpeed engine do where a step begins and ends, besides taking versions.
-
-They follow the position in the data and the state of the script, and report on both (P12).
+"""Tracks the position in the data and the state of the script when a step of a DeepSpeed engine
+begins and ends, and reports state that would not be restored (P12).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class SteppedSession(Protocol):
-    """What :class:`StepHooks` needs of a session."""
+    """The part of a session that :class:`StepHooks` uses."""
 
     @property
     def stepped(self) -> bool: ...
@@ -34,12 +33,12 @@ class StepHooks:
     """Called by the wrappers around one engine's methods, on the training thread.
 
     Args:
-        context: of the job.
+        context: the job.
         session: takes the versions.
-        state: what versions hold.
-        restorer: answers the script's loads.
-        memory: has the random states of the version that was restored.
-        data: the position in the data that feeds the engine.
+        state: captures the content of versions.
+        restorer: handles the script's loads.
+        memory: holds the random states of the restored version.
+        data: the position in the data of the engine.
     """
 
     def __init__(  # noqa: PLR0917 -- the parts of a session
@@ -53,15 +52,15 @@ class StepHooks:
     ) -> None:
         self._context, self._session, self._state = context, session, state
         self._restorer, self._memory, self._data = restorer, memory, data
-        self._trains = False  # whether this process has begun to train
-        self._first_step = context.engine.global_steps  # from which it trains
+        self._trains = False  # This process has begun to train
+        self._first_step = context.engine.global_steps  # Step from which this process trains
         self._made_first_step = False
 
     # -- before a step -----------------------------------------------------------------------------
 
     def before_batch(self, data_iter: Any) -> None:
-        """``train_batch`` begins, which takes its batches itself. The random states of the version
-        hold from here on: whatever the script has drawn since it loaded is undone."""
+        """``train_batch`` begins, which reads its batches itself. In the first step, random draws
+        that the script has made since the load are undone."""
         self.before_step(data_iter)
         self._data.begin_batch(data_iter)
         self._memory.restore_rng()
@@ -77,7 +76,7 @@ class StepHooks:
             self._memory.restore_rng(marked=True)
 
     def before_forward(self, *, training: bool) -> None:
-        """A plain engine computes on a batch that the script has read."""
+        """The forward pass of a plain engine begins, on a batch that the script has read."""
         if training:
             self.before_step()
         moved = self._data.forward(training=training)
@@ -85,15 +84,15 @@ class StepHooks:
             self._context.warn(moved)
 
     def before_step(self, data_iter: Any = None) -> None:
-        """A step begins. The first one of this process fixes what the job starts from.
+        """A step begins. With the first step of this process, the job's starting state is final.
 
         Args:
-            data_iter: what ``train_batch`` is given; None for a plain engine.
+            data_iter: argument of ``train_batch``; None for a plain engine.
 
         Raises:
             ConfigError: the ranks read different data.
-            NotResumedError: the job has state in memory that the script has not resumed.
-            UnrecoverableError: the job made progress, and nothing of it is left.
+            NotResumedError: the job has a version in memory that the script has not resumed.
+            UnrecoverableError: the job made progress, and no complete version of it is left.
         """
         if not self._trains:
             orders = self._data.orders(data_iter)
@@ -110,7 +109,8 @@ class StepHooks:
     # -- after a step ------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """A step has returned. After the first one it is known how the script reads its data."""
+        """A step has returned. After the first one, report findings on how the script reads its
+        data."""
         for text in self._state.followed.end_step():
             self._context.warn(text)
         if self._session.stepped and (found := self._data.found_on_the_way()) is not None:
@@ -126,8 +126,8 @@ class StepHooks:
             return
         if not self._restorer.has_resumed:
             self._session.require_first_version()
-        # With its client state the script restores the position in data that reft does not follow,
-        # and nothing else.
+        # If reft does not track the position in the data, a script with a client state restores
+        # the position by that itself.
         has_client_state = self._state.client_state is not None
         if advice is not None and has_client_state and not self._data.comes_back():
             if self._context.is_rank_zero:

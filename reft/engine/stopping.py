@@ -1,4 +1,4 @@
-"""Stopping a job on request: after which step all ranks stop, and what is kept of it."""
+"""Stops a job on request: agrees on the last step of all ranks, and saves a version of it."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from reft.snapshot.worker import SnapshotRequest, SnapshotWorker
 logger = logging.getLogger(__name__)
 
 _REPEAT_SECS = 2.0
-"""A signal that follows the first one by less is a repeat of it."""
+"""Within this time after the first signal, further signals are ignored as repeats."""
 _STOP_NEXT_SECS = 1.0
-"""After a step at least this long the job stops after the next one; after shorter ones it does one
-more."""
+"""If a step takes longer than this, the job stops after the next one; otherwise after the second
+next."""
 _LONG_STEP_SECS = 0.5
-"""From this length of a step on, every boundary waits for the vote before it. Well below
-_STOP_NEXT_SECS: the ranks do not measure exactly the same, and all of them must have the votes of
-the step before they decide whether to stop."""
-_VOTE_SECS = 5.0
-_VOTE_SHARE = 0.1  # longest wait for a vote, as a share of the step
-_CLOSE_SECS = 1.0
+"""After a step longer than this, the next step waits for the vote on the step before. It is well
+below _STOP_NEXT_SECS, since ranks measure slightly different times: all of them must have the
+results of the same votes before they decide whether to stop."""
+_VOTE_SECS = 5.0  # Longest wait for a vote
+_VOTE_SHARE = 0.1  # Longest wait for a vote, as a fraction of the step
+_CLOSE_SECS = 1.0  # Time that is reserved for closing the session
 _ALONE_SHARE = 0.5
-"""Share of the grace after which a rank stops without the vote that names a common last step."""
+"""Fraction of the grace period after which a rank stops without a common last step."""
 _BOUNDARY_SECS = 1.0
-"""A step that begins within this time after that share is the rank's last one: its state is newer
-than the last commit."""
+"""Further time in which a step may begin, and becomes the rank's last one: its state is newer than
+the last commit. After that the process exits between two steps."""
 
 
 class Persisting(Protocol):
-    """Writes a version to storage at once; the node's daemon does."""
+    """Writes a version to storage at once. Implemented by the client of the node's daemon."""
 
     def persist_now(self, label: VersionId, timeout_secs: float) -> str | None: ...
 
 
 class StoppableSession(Protocol):
-    """What a :class:`StopController` needs of a session."""
+    """The part of a session that a :class:`StopController` uses."""
 
     @property
     def closed(self) -> bool: ...
@@ -60,20 +60,25 @@ class StoppableSession(Protocol):
 
 
 class StopController:
-    """Notes the request to stop, and decides after which step one rank stops. The next votes carry
-    the request to all ranks, so that all stop after the same step.
+    """Receives the request to stop, and stops this rank after the step on which the ranks agree.
+    The next votes carry the request to all ranks.
 
-    Batch systems signal every process of a job and the launcher passes its own on, so repeats
-    within two seconds mean the same; a later one acts at once, as if reft were not there.
+    Batch systems signal every process of a job, and the launcher forwards its own signal. So
+    signals within two seconds count as one; a later one has its effect at once, as without reft.
 
-    The job ends where the next step would begin: what the script does after its last step, such as
-    saving, is done. Where no step begins within half of the grace, as in a long evaluation, the
-    newest committed version is persisted instead and the process exits.
+    The job ends when the next step would begin, so code that the script runs after its last step,
+    such as saving, is still executed. If no step begins within half of the grace period, as in a
+    long evaluation, the newest committed version is persisted and the process exits.
+
+    Args:
+        context: the job.
+        incarnation: returns the current incarnation.
+        daemon: writes versions to storage.
 
     Attributes:
-        requested: whether this process has received the request.
-        together: whether the job is being stopped after the same step on all ranks.
-        replayed_step: step after which a replay ends; 0 if this is none.
+        requested: this process has received the request.
+        together: the job is being stopped after the same step on all ranks.
+        replayed_step: step after which a replay ends; 0 if this is not a replay.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class StopController:
         self._signal = signal.SIGTERM
         self._since_secs = 0.0
         self._previous: dict[signal.Signals, Any] = {}
-        self._at_boundary = False  # whether the job is being stopped where a step begins
+        self._at_boundary = False  # The job is being stopped at the beginning of a step
 
     # -- the request -------------------------------------------------------------------------------
 
@@ -107,7 +112,7 @@ class StopController:
             )
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is signal.SIG_IGN:
-                continue  # as nohup and background jobs of a shell have it
+                continue  # ignored on purpose: nohup, and background jobs of a shell
             self._previous[number] = signal.signal(number, self._handle)
         return None
 
@@ -119,9 +124,11 @@ class StopController:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
+            # The time is set before the flag: ``waited_secs`` reads the flag first, on other
+            # threads too, and must never combine it with the initial time.
             self._since_secs, self.requested = time.monotonic(), True
             self._signal = signal.Signals(number)
-            # A thread: the main one may be in a call that does not return for minutes.
+            # On a thread, since the main thread may be in a call that takes minutes.
             watch = threading.Timer(
                 _ALONE_SHARE * self._grace_secs + _BOUNDARY_SECS, self._stop_between_steps
             )
@@ -139,17 +146,17 @@ class StopController:
     # -- the end -----------------------------------------------------------------------------------
 
     def stop_if_due(self, step: int, step_secs: float) -> None:
-        """Stop the job after ``step``, if the ranks have agreed on it or this rank can wait no
+        """Stop the job after ``step``, if the ranks have agreed on it or this rank cannot wait any
         longer.
 
         Args:
             step: the step that has just ended.
-            step_secs: how long it took.
+            step_secs: its duration.
 
         Raises:
             SystemExit: the job ends here.
-            CorruptionError: it ends here, and restarts from the newest version.
-            CorruptJobError: it ends here, and does not restart.
+            CorruptionError: the job ends here, and restarts from the newest version.
+            CorruptJobError: the job ends here, and does not restart.
         """
         assert self._worker is not None
         votes = self._worker.votes
@@ -157,7 +164,8 @@ class StopController:
             self._at_boundary = True
             self._stop_replay(step)
         if self.requested or votes.halt is not None:
-            # The vote that carries this is over when training gets there: all ranks know by then.
+            # By the end of that step the vote that carries this has ended: all ranks have its
+            # result.
             votes.stop_proposal = step + (1 if step_secs > _STOP_NEXT_SECS else 2)
         if step_secs > _LONG_STEP_SECS:
             self._worker.await_vote(step - 1, min(_VOTE_SECS, _VOTE_SHARE * step_secs))
@@ -168,7 +176,7 @@ class StopController:
                 self._stop_together(step)
             else:
                 self._stop_for_corruption(step)
-        # P6: this rank has the request, and no vote will name in time a step after which all stop.
+        # P6: this rank has the request, and the ranks will not agree on a last step in time.
         elif (
             votes.stop_step is None
             and self.requested
@@ -181,12 +189,12 @@ class StopController:
             self._stop_alone(step)
 
     def _stop_between_steps(self) -> None:
-        """No step has begun in time since the request: persist the newest committed version and
-        exit. What was trained since is trained again after the restart. Runs on a thread of its
+        """Persist the newest committed version and exit, since no step has begun in time after the
+        request. Steps after that version are repeated after the restart. Runs on a thread of its
         own."""
         session, context = self._session, self._context
-        # No lock: a step that begins right now takes its version by itself, and both ends of the
-        # job leave a committed version.
+        # No lock: if a step begins right now, it takes its own last version. Either way a committed
+        # version is left.
         if session is None or session.closed or self._at_boundary or not session.stepped:
             return
         step = context.stats.committed_step
@@ -208,7 +216,8 @@ class StopController:
         os._exit(128 + int(self._signal))  # the main thread does not return to Python code
 
     def _stop_together(self, step: int) -> NoReturn:
-        """All ranks have the request: take one last version, committed and on disk, and exit."""
+        """All ranks have the request: take a last version, wait until it is committed and
+        persisted, and exit."""
         committed, persisted = self._take_last_version(step, self._grace_secs)
         logger.warning(
             "stopping on request: step %d is %s%s",
@@ -217,14 +226,14 @@ class StopController:
         self._end()
 
     def _stop_replay(self, step: int) -> NoReturn:
-        """The last step of a replay is made: its version is taken, to be compared. Exits."""
+        """Take the version of a replay's last step, which is compared later, and exit."""
         self._take_last_version(step, self._context.config.commit_timeout_secs)
         assert self._session is not None
         self._session.close()
         raise SystemExit(0)
 
     def _stop_for_corruption(self, step: int) -> NoReturn:
-        """Nothing of what was trained since the newest version is kept."""
+        """The ranks have found the state corrupt: close without a new version, and raise."""
         assert self._session is not None
         assert self._worker is not None
         halt = self._worker.votes.halt
@@ -236,15 +245,16 @@ class StopController:
                 f"{halt.why}; the job goes back to step {self._context.stats.committed_step}"
             )
         raise CorruptJobError(
-            f"{halt.why}, and this start has committed nothing: another one would end alike. Look "
-            f"for the cause (data, learning rate, a device), then start from an earlier checkpoint"
+            f"{halt.why}, and nothing was committed since this start: a restart would fail the "
+            f"same way. Look for the cause (data, learning rate, a device), then start from an "
+            f"earlier checkpoint"
         )
 
     def _stop_alone(self, step: int) -> NoReturn:
-        """Take a version of the step that has just ended in what is left of the grace, and exit.
+        """Take a version of the step that has just ended in the rest of the grace period, and exit.
 
-        Where steps are longer than half of the grace, no vote can name a common last step; but all
-        ranks that have the request stop here, after the same one.
+        If steps are longer than half of the grace period, no vote can name a common last step. But
+        all ranks that have the request stop here, after the same step.
         """
         left = self._grace_secs - self.waited_secs - _CLOSE_SECS
         committed, persisted = self._take_last_version(step, max(0.0, left))
@@ -262,7 +272,7 @@ class StopController:
         """Take a version of the last step within the given time.
 
         Returns:
-            Whether it was committed, and where it was persisted, in words.
+            Whether it was committed, and a description of where it was persisted.
         """
         assert self._session is not None
         assert self._worker is not None

@@ -65,7 +65,10 @@ class Schedulers(HostState):
     def live(self) -> list[Any]:
         """The followed schedulers over the engine's optimizer, in the order of construction."""
         own = {id(optimizer) for optimizer in _wrapped(self._engine.optimizer)}
-        found = [s for s in CONSTRUCTED.live() if own & {id(o) for o in _wrapped(s.optimizer)}]
+        found = []
+        for scheduler in CONSTRUCTED.live():
+            if any(id(optimizer) in own for optimizer in _wrapped(scheduler.optimizer)):
+                found.append(scheduler)
         left_out = {id(part) for s in (*found, self.own()) for part in _parts(s)}
         left_out |= {id(s) for s in (self.own(), *self._given())}
         return [s for s in found if id(s) not in left_out]

@@ -126,9 +126,11 @@ def situation(
 
 def _memory(path: Path, reports: Sequence[NodeReport]) -> Iterator[Memory]:
     """The fullest memory of every node that reports it, or of this node if none does."""
-    known = [
-        (r.node, r.memory, str(r.runs_out[0]) if r.runs_out else "") for r in reports if r.memory
-    ]
+    known = []
+    for report in reports:
+        if report.memory:
+            runs_out = str(report.runs_out[0]) if report.runs_out else ""
+            known.append((report.node, report.memory, runs_out))
     if not known:
         uses = [MemoryUse(b.name, b.used_bytes, b.used_bytes, b.limit_bytes) for b in bounds(path)]
         known = [(JobDir.open(path).node, tuple(uses), "")]

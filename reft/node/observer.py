@@ -231,9 +231,8 @@ def _bounded(row: RoundReport) -> RoundReport:
 
     Otherwise every node would repeat those names.
     """
-    failures, lost = (
-        [shorten(text) for text in texts[:MAX_WARNINGS]] for texts in (row.failures, row.lost)
-    )
+    failures = [shorten(text) for text in row.failures[:MAX_WARNINGS]]
+    lost = [shorten(text) for text in row.lost[:MAX_WARNINGS]]
     source = shorten(row.resumed_from)
     return replace(
         row, nodes=[], joined=[], left=[], failures=failures, lost=lost, resumed_from=source

@@ -86,7 +86,8 @@ def read_records(ring: Array[StepRecord]) -> Iterator[StepTimes]:
     for record in ring:
         if record.step > 0 and record.step == record.end:
             nanos = [getattr(record, name) for name in StepTimes._fields[1:-1]]
-            secs = [round(n / _NANOS_PER_SEC, 6) if n < _NONE_NANOS else 0.0 for n in nanos]
+            nanos = [0 if n >= _NONE_NANOS else n for n in nanos]
+            secs = [round(n / _NANOS_PER_SEC, 6) for n in nanos]
             yield StepTimes._make((record.step, *secs, record.transfers))
 
 

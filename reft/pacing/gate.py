@@ -1,18 +1,21 @@
-"""The gate between training and the copying thread: a chunk is copied only while the gate lets it.
+"""The gates between training and the copying thread, which admit every single chunk.
 
-The training thread opens it right before an instruction in which the device waits and closes it
-right after; the copying thread asks before every chunk. Two gates, one for each kind of copy
-engine:
+The training thread opens a gate right before an instruction in which the device waits, and closes
+it right after. The copying thread calls ``admit`` before every chunk. There is one gate for each
+kind of copy engine:
 
-- :class:`HostGate`: copies are done when the call returns. Closing waits for the chunk in flight,
-  so no chunk of tier 1 runs beside a training instruction other than the one it was let in for.
-- :class:`StreamGate`: copies are queued on a device, which is behind the host. The gate hands out
-  the bytes planned for each window, to be started after the mark that was taken where the window
-  opens.
+- :class:`HostGate`: a copy is complete when the call returns. ``close`` waits for the chunk in
+  flight, so no chunk of tier 1 overlaps a training instruction other than the one it was admitted
+  for.
+- :class:`StreamGate`: copies are queued on a device, which lags behind the host. The gate issues
+  the bytes planned for each window, which may start after a mark taken where the window opens.
 
-Besides windows (tier 1) a gate lets chunks through at a low share of the computing time (tier 2),
-within communication instructions that were opened for it (tier 3), when training has shown no sign
-of life for long (nothing is disturbed then), and all of them as soon as the fence waits (tier 0).
+In addition to windows (tier 1), a gate admits chunks
+
+- at a low share of the computing time (tier 2);
+- during communication instructions that were opened for it (tier 3);
+- when training has not called the gate for long, because nothing is disturbed then;
+- without limit as soon as the fence waits (tier 0).
 """
 
 from __future__ import annotations
@@ -31,56 +34,60 @@ from reft.snapshot.gate import EXPEDITED, UNLIMITED, Gate, Permit
 
 logger = logging.getLogger(__name__)
 
-_TURN_SECS = 0.00002  # how often is looked whether training, which was to go first, has gone
+_TURN_SECS = 0.00002  # Poll interval while training has priority
 _BURST_SECS = 0.002
-"""Copies beside computation follow each other for so long: one alone, woken for it, takes twice its
-time."""
+"""Duration of a burst of copies during computation. A single chunk for which the thread is woken
+takes twice its time."""
 _QUEUED_SECS = 0.01
-"""Copies beside computation are handed to a device for so long at a time, where they keep to a
-pace."""
-# most that training waits where a window closes; a chunk takes a few milliseconds
+"""Duration of the copies that are queued on a device at a time, if they are paced."""
+# Longest wait of training at the end of a window; a chunk takes a few milliseconds
 _CHUNK_SECS = 5.0
 
 
 class HostGate(Gate):
-    """For engines whose copies are done when the call returns (CPU). See :class:`Gate`.
+    """For engines whose copies are complete when the call returns (CPU). See :class:`Gate`.
 
-    In a window the training thread's core is idle, and no other may be: so the copying thread goes
-    there. Left to itself it is often woken on a core where another rank computes, and stays.
+    In a window, the training thread's core is idle, and possibly no other core is. The copying
+    thread is therefore placed on that core. The scheduler alone often wakes it on a core where
+    another rank computes, and leaves it there.
 
-    A version begins in a window that bytes are planned for, since what prepares it takes longer
-    than many a wait, such as that for the step's loss, which the other ranks wait for too. What has
-    begun goes on in any.
+    A version begins only in a window with planned bytes, because its preparation takes longer than
+    many waits, such as the wait for the step's loss, and other ranks would be delayed. A version
+    that has begun may continue in any window.
     """
 
     def __init__(self) -> None:
         self.patience_secs = 1.0
-        self.chunk_secs = _CHUNK_SECS  # most that training waits for the chunk in flight
+        self.chunk_secs = _CHUNK_SECS  # Longest wait of training for the chunk in flight
         self._core = _CoreOfTraining()
+        # Held by the copying thread while it copies a chunk.
         self._in_flight = threading.Lock()
-        self._stuck = False  # whether training has waited in vain for the chunk in flight
+        self._stuck = False  # Training has waited chunk_secs for the chunk in flight, in vain
         self._closing = ctypes.c_int(0)
-        """Not 0: training waits for the chunk in flight, no other one may take its turn."""
+        """Flag shared with the C++ copy loop. Not 0 while training waits for the chunk in flight:
+        no further chunk may begin. It is only a hint that shortens the wait; the lock orders the
+        copies."""
         self._beside = Permit(2, until=self._closing)
         self._communication = Permit(3, until=self._closing)
         self._changed = threading.Event()
-        # what chunks may run with now; None while the gate is closed
+        # Permit for chunks that are admitted now; None while the gate is closed
         self.opened: Permit | None = None
         self._expedited = False
         self._share = 0.0
         self._begun = False
         self._next_beside = 0.0
         self._burst_secs = 0.0
-        self.alive_at = time.perf_counter()  # when training was last heard of
-        self._permits: dict[int, Permit] = {}  # by window, to be made once
+        self.alive_at = time.perf_counter()  # Time of training's last call
+        self._permits: dict[int, Permit] = {}  # One reused permit for each window
 
-    # -- training thread: every line here is paid by training --------------------------------------
+    # -- training thread: the time of these calls is overhead of training --------------------------
 
     def open(self, window: int | None, nbytes: int, mark: Any) -> None:
         if window is None:
             self.opened = self._communication
             if self.wanted:
-                self._changed.set()  # the core is at work: it moves the data
+                # The copying thread is not placed on training's core, which moves the data
+                self._changed.set()
             return
         if not (nbytes or self._begun):
             return
@@ -95,9 +102,9 @@ class HostGate(Gate):
     def close(self) -> float:
         if self.opened is None:
             return 0.0
-        # Before the lock is taken below. ``admit`` reads ``opened`` only while it holds the lock,
-        # so once this thread has held it, no chunk is in flight and none can be admitted by this
-        # window: no chunk overlaps the training instruction that follows.
+        # ``opened`` is cleared before the lock is taken below. ``admit`` reads it only while it
+        # holds the lock. So after this thread has held the lock, no chunk is in flight, and this
+        # window cannot admit another: no chunk overlaps the training instruction that follows.
         self.opened = None
         self.alive_at = time.perf_counter()
         if not self.wanted:
@@ -110,10 +117,10 @@ class HostGate(Gate):
         if self._in_flight.acquire(timeout=self.chunk_secs):
             self._in_flight.release()
         else:
-            # Nothing is wrong with what it copies: the fence waits for that (P2).
+            # The version stays correct, because the fence waits for this chunk (P2).
             self._stuck = self._in_flight.locked()
             logger.warning(
-                "a chunk of a version has not ended after %.0f s; training goes on meanwhile and "
+                "a chunk of a version has not ended after %.0f s; training continues meanwhile and "
                 "waits for it before the optimizer step. Is the host short of memory, or the "
                 "process stopped?",
                 self.chunk_secs,
@@ -147,6 +154,8 @@ class HostGate(Gate):
     def admit(self) -> Permit:
         self._core.register()
         while True:
+            # Training waits for the lock. Without this, the copying thread could take the lock
+            # again before training is scheduled, since Python's locks are not fair.
             while self._closing.value:
                 time.sleep(_TURN_SECS)
             self._in_flight.acquire()
@@ -155,7 +164,7 @@ class HostGate(Gate):
             permit = self.opened
             if permit is not None:
                 if permit is self._communication:
-                    self._core.release()  # training's core is at work then
+                    self._core.release()  # Training's core is busy in this case
                 return permit
             wait_secs = self._until_beside()
             if wait_secs <= 0:
@@ -163,7 +172,7 @@ class HostGate(Gate):
                 return self._beside
             self._in_flight.release()
             if self._share > 0:
-                self._core.leave()  # before it is woken beside computation
+                self._core.leave()  # It will be woken during computation
             self._changed.wait(wait_secs)
 
     def _until_beside(self) -> float:
@@ -187,15 +196,15 @@ class HostGate(Gate):
                 )
                 self._burst_secs = 0.0
         elif permit.tier == 1:
-            # Training may have got what it waited for, and wait for this core now.
+            # Training may be runnable again, and may wait for this core.
             _yield_core()
 
 
 class _CoreOfTraining:
-    """Puts the copying thread on the core of the training thread, and back where it may run
-    otherwise.
+    """Places the copying thread on the core of the training thread, and removes it again.
 
-    Does nothing where the system cannot, or where somebody has kept the two threads apart.
+    It does nothing if the system does not support this, or if the affinities of the two threads
+    were set to different cores.
     """
 
     def __init__(self) -> None:
@@ -203,20 +212,20 @@ class _CoreOfTraining:
         self.active = False
         self._allowed: set[int] = set()
         self._placing = threading.Lock()
-        # where the copying thread was put; None: where it may run otherwise
+        # Core on which the copying thread was placed; None if it may run on any allowed core
         self._core: int | None = None
 
     def register(self) -> None:
-        """W: this is the copying thread, and it has something to copy."""
+        """W: register the calling thread as the copying thread, before it copies."""
         if not self.active and _current_core is not None:
             found = os.sched_getaffinity(0)
-            if self._core is None or found != {self._core}:  # else it is our own doing
+            if self._core is None or found != {self._core}:  # Otherwise :meth:`follow` has set it
                 self._allowed = found
             self._thread = threading.get_native_id()
             self.active = True
 
     def follow(self) -> None:
-        """T: let the copying thread run on the core where this one does."""
+        """T: place the copying thread on the calling thread's core."""
         if self.active and _current_core is not None:
             core = _current_core()
             with self._placing:
@@ -225,12 +234,12 @@ class _CoreOfTraining:
                     self._place({core})
 
     def release(self) -> None:
-        """W: run anywhere, whatever training does, until :meth:`register`."""
+        """W: allow any core, and ignore :meth:`follow` until the next :meth:`register`."""
         self.active = False
         self.leave()
 
     def leave(self) -> None:
-        """W: run anywhere until the next :meth:`follow`."""
+        """W: allow any core until the next :meth:`follow`."""
         with self._placing:
             if self._core is not None:
                 self._core = None
@@ -240,11 +249,12 @@ class _CoreOfTraining:
         try:
             os.sched_setaffinity(self._thread, cores)
         except OSError:
-            self._allowed = set()  # cores were taken from the process: leave it to the system
+            # The process has lost cores; from now on, placement is left to the scheduler
+            self._allowed = set()
 
 
 def _of_libc(library: Callable[[None], ctypes.CDLL], name: str) -> Callable[[], int] | None:
-    """A function of the C library without arguments; None where there is none."""
+    """A function of the C library without arguments; None if it does not exist."""
     try:
         function: Callable[[], int] = getattr(library(None), name)
     except (OSError, AttributeError):
@@ -252,7 +262,7 @@ def _of_libc(library: Callable[[None], ctypes.CDLL], name: str) -> Callable[[], 
     return function
 
 
-# Unlike os.sched_yield this lets go of the GIL; the other does not, and takes less than a
+# Unlike os.sched_yield, a function of CDLL releases the GIL. One of PyDLL keeps it, for less than a
 # microsecond.
 _yield_core = _of_libc(ctypes.CDLL, "sched_yield") or (lambda: 0)
 _current_core = _of_libc(ctypes.PyDLL, "sched_getcpu") if hasattr(os, "sched_setaffinity") else None
@@ -261,15 +271,17 @@ _current_core = _of_libc(ctypes.PyDLL, "sched_getcpu") if hasattr(os, "sched_set
 class StreamGate(Gate):
     """For engines that queue copies on a device. See :class:`Gate`.
 
-    What is planned beside computation begins in windows, as part of their bytes, and runs on behind
-    them. Where there are none it begins at once, no more of it than planned: what is queued cannot
-    be staged.
+    Bytes planned for computation (tier 2) are added to the bytes of the windows, and are copied
+    after these. Without windows, they begin at once, but not more than planned, because queued
+    bytes can no longer be staged.
     """
 
     def __init__(self) -> None:
         self.patience_secs = 1.0
+        # Guards the fields below, and wakes the copying thread.
         self._changed = threading.Condition()
-        self._windows: deque[Permit | None] = deque()  # None: a version was handed over here
+        # Opened windows in order; None marks the place where a version was handed over
+        self._windows: deque[Permit | None] = deque()
         self._expedited = False
         self.alive_at = time.perf_counter()
         self._beside_bytes, self._beside_rate = 0, math.inf
@@ -319,7 +331,8 @@ class StreamGate(Gate):
     def admit(self) -> Permit:
         with self._changed:
             while True:
-                # Also when expedited: the host is ahead, and the windows may lie before the device.
+                # Windows come first even when expedited: the device lags behind the host, so these
+                # windows may still be ahead of it.
                 while self._windows:
                     if (permit := self._windows.popleft()) is not None:
                         return permit
@@ -336,7 +349,7 @@ class StreamGate(Gate):
                 self._changed.wait(left)
 
     def _beside(self, now: float) -> Permit:
-        """The next of what may be copied outside of windows."""
+        """The permit for the next bytes that are copied outside of windows."""
         nbytes = min(
             self._beside_left, int(max(1.0, min(UNLIMITED, self._beside_rate * _QUEUED_SECS)))
         )

@@ -1,7 +1,6 @@
-"""Gemini's traffic between nodes, for comparison: everything that a rank keeps, to one other rank.
+"""Reproduces Gemini's traffic between nodes, for comparison: a rank sends its data to another rank.
 
-The copy lands in memory that recovery knows nothing of; what recovery uses is the same in every
-variant.
+Recovery does not use the received copy; it works the same in every variant.
 """
 
 from __future__ import annotations
@@ -24,14 +23,16 @@ class MirrorToPeer(VersionFeature):
     """Sends versions of the variant ``inter_node`` to the next rank.
 
     Args:
-        block_bytes: most bytes that are handed to the network at once.
+        control: messages between the worker threads.
+        topology: placement of the ranks.
+        block_bytes: largest number of bytes in one network transfer.
     """
 
     def __init__(self, control: WorkerControl, topology: Topology, block_bytes: int) -> None:
         self._control = control
         self._topology = topology
         self._block_bytes = block_bytes
-        self._kept_bytes: Sequence[int] = ()  # by rank
+        self._kept_bytes: Sequence[int] = ()  # Bytes of each rank's data, by rank
         self._received: torch.Tensor | None = None
 
     def laid_out(self, layout: GroupLayout) -> None:

@@ -36,7 +36,7 @@ from reft.snapshot.gate import UNLIMITED, ChunkRecord, Gate
 logger = logging.getLogger(__name__)
 
 
-# Beginnings of the names of instructions that move data between ranks
+# Prefixes of the names of instructions that move data between ranks
 COMMUNICATING = ("Send", "Reduce")
 
 
@@ -50,19 +50,22 @@ _RUNS_QUEUE = "CommitP2P"
 
 
 def trains(names: Sequence[str]) -> bool:
-    """Whether a schedule makes an optimizer step; a step without any instructions does."""
+    """Whether a schedule contains an optimizer step; True for a step without instructions."""
     return not names or "OptimizerStep" in names
 
 
 def queues_transfers(names: Sequence[str]) -> bool:
-    """Whether transfers are queued, and carried out by an instruction of their own."""
+    """Whether transfers are queued, and carried out by a separate instruction."""
     return any(name.startswith(_RUNS_QUEUE) for name in names)
 
 
 def waits(names: Sequence[str], queues: bool) -> tuple[bool, bool]:
-    """Whether a device may wait in the last of ``names``, all instructions up to that one, and
-    whether that is for something it receives. ``queues``: this schedule is known to queue its
-    transfers."""
+    """Whether the device may wait in an instruction, and whether it waits to receive.
+
+    Args:
+        names: names of all instructions up to and including that one.
+        queues: the schedule is known to queue its transfers.
+    """
     name = names[-1]
     if name.startswith(_RUNS_QUEUE):
         queued = _queued(names, len(names) - 1)
@@ -73,7 +76,7 @@ def waits(names: Sequence[str], queues: bool) -> tuple[bool, bool]:
 
 
 def window_kind(names: Sequence[str], position: int) -> WindowKind:
-    """Why a stage waits at a position, from what it does before and after."""
+    """Why a stage waits at a position, derived from its instructions before and after."""
     if position >= len(names):
         return WindowKind.DRAIN
     before, after = names[:position], names[position:]
@@ -90,8 +93,8 @@ def window_kind(names: Sequence[str], position: int) -> WindowKind:
 
 
 def _queued(names: Sequence[str], position: int) -> tuple[str, ...]:
-    """What the instruction at ``position`` carries out: the transfers since the last one of its
-    kind."""
+    """The transfers that the instruction at ``position`` carries out: those since the last such
+    instruction."""
     found: list[str] = []
     if names[position].startswith(_RUNS_QUEUE):
         for at in range(position - 1, -1, -1):
@@ -103,14 +106,13 @@ def _queued(names: Sequence[str], position: int) -> tuple[str, ...]:
 
 
 SETTLED_STEPS = 2
-"""Steps that are seen before the first plan: what is made at first use takes long and never
-again."""
+"""Steps observed before the first plan; they are slower because of initialisation."""
 
 
 _MEMORY = 0.3
 
 
-_CLOCK_SECS = 0.0001  # by which two of a device's times, told by the host's clock, may be apart
+_CLOCK_SECS = 0.0001  # Tolerance between two of a device's times, converted to the host's clock
 
 
 _SHARE_OF_A_STEP = 2.0
@@ -119,17 +121,19 @@ _SHARE_OF_A_STEP = 2.0
 class Wait(NamedTuple):
     """One call in which the device may have waited, in one step."""
 
-    position: int  # of the instruction in the step's stream; ``len(stream)`` is what follows it
+    position: int  # Index of the instruction; ``len(stream)`` is the time after the last
     begin_secs: Any
     end_secs: Any
-    overrun_secs: float  # how long training then waited for a chunk
-    window: int | None  # with which number copies were let in; None: they were not
+    overrun_secs: float  # Time for which training then waited for a chunk
+    window: int | None  # Number of the window for which copies were admitted; None if they were not
 
 
 @dataclass(frozen=True, slots=True)
 class StepObservation:
-    """What the training thread saw in one step. Until :meth:`timed` stamps of the device's clock
-    stand for seconds."""
+    """Measurements of one step on the training thread.
+
+    Before :meth:`timed`, the times are stamps of the device's clock instead of seconds.
+    """
 
     key: Hashable
     names: Sequence[str]
@@ -138,10 +142,11 @@ class StepObservation:
     forwards: Sequence[tuple[Any, Any]] = ()
     backwards: Sequence[tuple[Any, Any]] = ()
     optimizer: tuple[Any, Any] | None = None
-    """Begin and end of the optimizer step; None: it is not told from the rest."""
+    """Begin and end of the optimizer step; None if they are unknown."""
 
     def timed(self, clock: CopyEngine) -> StepObservation:
-        """The same in seconds; waits for the device to finish the step."""
+        """Convert stamps to seconds. It waits until the device has finished the step, because only
+        then the stamps can be read."""
         whole = [self.whole] if self.optimizer is None else [self.whole, self.optimizer]
         waits = [(wait.begin_secs, wait.end_secs) for wait in self.waits]
         parts = (whole, waits, self.forwards, self.backwards)
@@ -163,21 +168,19 @@ def _median_secs(pairs: Sequence[tuple[float, float]]) -> float:
 
 @dataclass
 class WindowMeter:
-    """Windows of one schedule, measured step by step. A wait at ``len(names)`` is the drain.
-    Pure."""
+    """Smoothed windows of one schedule. A wait at ``len(names)`` is the drain. Pure."""
 
     names: Sequence[str]
     steps: int = 0
     step_secs: float = 0.0
     forward_secs: float = 0.0
     backward_secs: float = 0.0
-    # begin and length, exponentially smoothed over the steps: by position, and of the optimizer
-    # step
+    # Begin and length, exponentially smoothed over the steps, by position and of the optimizer step
     _waits: dict[int, tuple[float, float]] = field(default_factory=dict)
     _optimizer: tuple[float, float] | None = None
 
     def see(self, step: StepObservation) -> None:
-        """Take one step in."""
+        """Add the measurements of one step."""
         self.steps += 1
         begin, secs = step.whole[0], step.whole[1] - step.whole[0]
         weight = 1.0 if self.steps <= SETTLED_STEPS else _MEMORY
@@ -198,7 +201,8 @@ class WindowMeter:
             self._waits[wait.position] = _smoothed(self._waits.get(wait.position), start, length)
 
     def windows(self) -> tuple[Window, ...]:
-        """In order of time and not overlapping; the drain is moved behind the last instruction."""
+        """The windows in order of time, without overlaps; the drain follows the last
+        instruction."""
         found: list[Window] = []
         for position, wait in sorted(self._waits.items()):
             start = max(wait[0], found[-1].stop_secs if found else 0.0)
@@ -207,14 +211,13 @@ class WindowMeter:
         return tuple(found)
 
     def optimizers(self) -> tuple[Interval, ...]:
-        """The optimizer step, beside which nothing is planned; none if it is not told from the
-        rest."""
+        """The optimizer step, during which nothing is planned; empty if it is unknown."""
         seen = self._optimizer
         return () if seen is None else (Interval(seen[0], sum(seen)),)
 
 
 def _smoothed(known: tuple[float, float] | None, *seen: float) -> tuple[float, float]:
-    """``known`` with one more step taken in."""
+    """``known``, smoothed with the values of one more step."""
     old = known or seen
     start, length = (
         before + _MEMORY * (now - before) for before, now in zip(old, seen, strict=True)
@@ -223,7 +226,7 @@ def _smoothed(known: tuple[float, float] | None, *seen: float) -> tuple[float, f
 
 
 def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator[Interval]:
-    """The stretches of a step that no (begin, end) covers."""
+    """The parts of a step that no (begin, end) interval covers."""
     at = 0.0
     for begin, end in sorted([*taken, (step_secs, step_secs)]):
         if begin > at:
@@ -233,31 +236,38 @@ def _between(taken: Iterable[tuple[float, float]], step_secs: float) -> Iterator
 
 @dataclass
 class BandwidthModel(Bandwidth):
-    """What running steps teach, also of how much of each window can be used.
+    """Measured bandwidths, and the usable fraction of each window.
 
-    Exponential smoothing with bounds, of a tier's first bandwidths their mean. A window that was
-    overrun (its copies still ran when training wanted to go on) shrinks; one that had room left
-    grows back."""
+    Values are smoothed exponentially within bounds; the first few values of a tier are averaged. A
+    window shrinks if it was overrun, that is, if its copies still ran when training continued. It
+    grows again if it had time left.
+    """
 
     window: float = 2e9
     compute: float = 1e9
     communication: float = 1e9
     smoothing: float = 0.25
     _factors: dict[int, float] = field(default_factory=dict)
-    _measured: Counter[int] = field(default_factory=Counter)  # how often, by tier
+    _measured: Counter[int] = field(default_factory=Counter)  # Number of measurements, by tier
 
     LOWEST = 0.125
     HIGHEST = 1.25
 
     def factor(self, position: int) -> float:
-        """From LOWEST to HIGHEST."""
+        """Usable fraction of the window at a position, from LOWEST to HIGHEST."""
         return self._factors.get(position, 1.0)
 
     def observe_window(
         self, position: int, *, open_secs: float, overrun_secs: float, full: bool
     ) -> None:
-        """One window of ``open_secs`` went by; training then waited ``overrun_secs`` for the
-        copies. ``full``: all that was planned for it was copied with time to spare."""
+        """Learn from one window.
+
+        Args:
+            position: index of the instruction.
+            open_secs: length of the window.
+            overrun_secs: time for which training then waited for the copies.
+            full: all planned bytes were copied before the window closed.
+        """
         old = self.factor(position)
         if overrun_secs > 0.1 * max(open_secs, SHORTEST_WINDOW_SECS):
             wanted = old * open_secs / (open_secs + overrun_secs)
@@ -268,13 +278,14 @@ class BandwidthModel(Bandwidth):
         self.observe_used(position, wanted)
 
     def observe_used(self, position: int, part: float) -> None:
-        """Copies could use so much of one window's time."""
+        """Learn the fraction ``part`` of one window's time that copies could use."""
         old = self.factor(position)
         new = old + self.smoothing * (part - old)
         self._factors[position] = min(self.HIGHEST, max(self.LOWEST, new))
 
     def observe_copy(self, tier: int, nbytes: int, secs: float) -> None:
-        """Chunks that were copied in a tier, together."""
+        """Learn a tier's bandwidth from chunks with ``nbytes`` bytes in total, copied in
+        ``secs``."""
         if nbytes <= 0 or secs <= 0 or tier not in _BANDWIDTHS:
             return
         self._measured[tier] += 1
@@ -287,17 +298,21 @@ _BANDWIDTHS = {1: "window", 2: "compute", 3: "communication"}  # by tier
 
 
 class Pacer(VersionFeature):
-    """Measures the windows of a running job, plans with HAS, opens and closes the gate: one per
-    engine. The training thread tells it what begins and ends (:mod:`reft.engine.attach`); the
-    copying thread asks its gate before every chunk and has the plan renewed after every version.
+    """Measures the windows of a running job, plans with HAS, and opens and closes the gate.
+
+    There is one for each engine. The training thread reports the begin and end of instructions
+    (:mod:`reft.engine.attach`). The copying thread passes the gate before every chunk, and renews
+    the plan after every version.
 
     Args:
         has: settings.
-        engine: tells when the device was where.
-        stage_id, stages, micro_batches: of the pipeline.
+        engine: the copy engine, which supplies the device's clock.
+        stage_id: pipeline stage of this rank.
+        stages: number of pipeline stages.
+        micro_batches: micro-batches of a step.
         ranks_here: ranks that compute on this node.
-        staging: device memory for what does not fit; None: nothing is staged.
-        gate: between training and the copying thread; None: the engine's.
+        staging: device memory for bytes that fit no tier; None disables staging.
+        gate: gate between training and the copying thread; None selects the engine's.
     """
 
     def __init__(
@@ -320,21 +335,21 @@ class Pacer(VersionFeature):
         self._pipeline = stages, micro_batches, stage_id
         share = has.compute_share
         if share is None:
-            # All of the computing time where copies take nothing from training, by direct memory
-            # access from a device or on a core that no rank of the node uses. Else none: there, a
-            # chunk beside computation was measured to cost training more than waiting for it does.
+            # All of the computing time is used if copies do not slow down training, because they
+            # use direct memory access or a core that no rank of the node uses. Otherwise none is
+            # used: a chunk during computation was measured to cost more than waiting for it.
             spare = len(os.sched_getaffinity(0)) > ranks_here * torch.get_num_threads()
             share = 1.0 if engine.asynchronous or spare else 0.0
         self._limits = HasLimits(
             share, has.separate_links, Overflow(has.overflow), has.max_overhead
         )
-        # Until something was measured: beside computation, as slowly as ever allowed.
+        # Until windows are measured, copies during computation run at the lowest pace.
         nowhere_else = stages == 1 and share > 0
         pace = math.inf if share >= 1.0 else share * BandwidthModel.compute
         self.gate.share(share, UNLIMITED if nowhere_else else 0, pace)
         self._plan_key: Hashable = None
         self._budgets: Mapping[int, tuple[int | None, int]] = {}
-        """By position: the window, None beside communication, and the bytes planned."""
+        """By position: window number (None during communication) and planned bytes."""
         self._meters: dict[Hashable, WindowMeter] = {}
         self._began: Any = None
         self._ended: Any = None
@@ -345,21 +360,25 @@ class Pacer(VersionFeature):
         self._opened: tuple[int, Any, tuple[int | None, int] | None] | None = None
         self._ordinal = 0
         self._planned_step = False
-        self._queued: Sequence[ChunkRecord] = ()  # the chunks of the newest version
+        self._queued: Sequence[ChunkRecord] = ()  # Chunks of the newest version
         self._falls_back = False
         self._told_of_formulas = False
 
     # -- training thread ---------------------------------------------------------------------------
 
     def begin_step(self, key: Hashable) -> None:
-        """The engine begins to execute a schedule; ``key`` tells schedules apart."""
+        """Record that the engine begins to execute the schedule with this key."""
         self._planned_step = self.plan is not None and key == self._plan_key
         self._ordinal = 0
         self._began = self.stamp()
 
     def open(self, position: int, receives: bool) -> None:
-        """The instruction at ``position`` of the step's stream may make the device wait. Before
-        anything was measured, each receive is a window."""
+        """Record that an instruction begins in which the device may wait; may open the gate.
+
+        Args:
+            position: index of the instruction in the step's stream.
+            receives: it is a receive. Before anything was measured, each receive is a window.
+        """
         budget: tuple[int | None, int] | None = None
         mark: Any = None
         if self._planned_step:
@@ -375,18 +394,18 @@ class Pacer(VersionFeature):
         self._opened = (position, self.stamp() if mark is None else mark, budget)
 
     def close(self) -> None:
-        """The instruction has returned."""
+        """Record that the instruction has returned, and close the gate."""
         if self._opened is None:
             return
         position, began, opened = self._opened
         self._opened = None
         overrun = self.gate.close() if opened is not None else 0.0
-        # What runs beside communication says nothing about windows.
+        # Copies during communication carry no information about windows.
         window = None if opened is None else opened[0]
         self._waits.append(Wait(position, began, self.stamp(), overrun, window))
 
     def begin_optimizer(self) -> None:
-        """The optimizer step begins, in which copies end."""
+        """Record that the optimizer step begins, the deadline of copies."""
         self._optimizer_began = self.stamp()
 
     def end_optimizer(self) -> None:
@@ -401,13 +420,17 @@ class Pacer(VersionFeature):
         forwards: Sequence[tuple[Any, Any]] = (),
         backwards: Sequence[tuple[Any, Any]] = (),
     ) -> None:
-        """The step is over: hand over what was seen. ``key``: as in :meth:`begin_step`; without
-        that call the step began where the last one ended. ``names``: class names of its
-        instructions. ``forwards, backwards``: :attr:`stamp` before and after each."""
+        """Record that the step has ended, and pass its measurements to the copying thread.
+
+        Args:
+            key: as in :meth:`begin_step`; without that call, the step began when the last ended.
+            names: class names of its instructions.
+            forwards: pairs of :attr:`stamp`, before and after each forward pass.
+            backwards: the same for backward passes.
+        """
         ended = self.stamp()
         began = self._began if self._began is not None else self._ended
-        # Versions follow optimizer steps: an evaluation has other windows, and no version's
-        # deadline.
+        # Only steps with an optimizer step count: an evaluation has other windows and no deadline.
         if began is not None and trains(names):
             seen = (self._waits, forwards, backwards, self._optimizer)
             self._observed.append(StepObservation(key, names, (began, ended), *seen))
@@ -418,15 +441,14 @@ class Pacer(VersionFeature):
 
     @property
     def advised_interval_steps(self) -> int:
-        """Steps between versions at which each fits into the windows."""
+        """Steps between versions such that each fits into the windows, as planned."""
         plan = self.plan
         if plan is None or plan.overflow is Overflow.STALL:
             return 1
         return plan.advised_interval_steps
 
     def committed(self, version: CopiedVersion) -> None:
-        """Have the next versions planned by what this one took; without a new plan the old one
-        stays."""
+        """Plan the next versions from the measurements of this one, if it was paced."""
         if not version.is_paced:
             return
         self.version_done(version.writer.layout.mine.device_bytes, version.records)
@@ -434,13 +456,19 @@ class Pacer(VersionFeature):
             self._staging.reserve(self.plan.staged_bytes)
 
     def version_done(self, sections: Mapping[str, int], chunks: Sequence[ChunkRecord]) -> None:
-        """A version of so many bytes by section was copied by these chunks: learn from it, plan the
-        next ones."""
+        """Learn from a copied version, and plan the next ones.
+
+        Args:
+            sections: bytes of the version by section.
+            chunks: its chunks.
+        """
         self._learn(chunks)
-        # A version may be committed before its step is over: that one is judged with the next.
+        # A version may be committed before its step has ended. That step is evaluated with the next
+        # version, so its chunks are kept until then.
         queued, self._queued = [*self._queued, *chunks], chunks
         last: StepObservation | None = None
-        # not those that come meanwhile: the device is always behind
+        # Steps that are added during this loop are left out: ``timed`` would wait for the device,
+        # which always lags behind the host.
         for _ in range(len(self._observed)):
             last = self._observed.popleft().timed(self._engine)
             meter = self._meters.get(last.key)
@@ -461,7 +489,7 @@ class Pacer(VersionFeature):
         beside: dict[int, tuple[int | None, int]] = {
             position: (None, nbytes) for position, nbytes in plan.beside_communication().items()
         }
-        # With a window starts its own, and, for engines that queue, its part of tier 2.
+        # A window admits its own bytes and, for engines that queue, its part of tier 2.
         part = -(-plan.tier_bytes[2] // max(1, len(plan.windows)))
         self._budgets = beside | {
             p.position: (i, p.nbytes + part)
@@ -472,9 +500,8 @@ class Pacer(VersionFeature):
         self._share(plan)
 
     def _share(self, plan: HasSchedule) -> None:
-        """Let the gate know what runs beside computation."""
-        # Where copies cost training nothing, spreading them would only bring them closer to the
-        # fence.
+        """Pass the plan for tier 2 to the gate."""
+        # If copies do not slow down training, they are not spread, which would only delay them.
         free = self._limits.compute_share >= 1.0
         nbytes = 0 if plan.windows else plan.tier_bytes[2]
         secs = sum(interval.length_secs for interval in plan.computing)
@@ -483,9 +510,9 @@ class Pacer(VersionFeature):
 
     def _learn(self, chunks: Sequence[ChunkRecord]) -> None:
         in_windows = any(c.tier == 1 for c in chunks)
-        # Where copies are queued, how much of them was in a window is known when their step is.
+        # For queued copies, the part within a window is known only after their step was timed.
         for tier in (2, 3) if in_windows and self._engine.asynchronous else (1, 2, 3):
-            # Without windows, what training waits for is copied as it would be in one.
+            # Without windows, copies that training waited for (tier 0) give the rate of windows.
             mine = [
                 c
                 for c in chunks
@@ -495,7 +522,7 @@ class Pacer(VersionFeature):
             self.model.observe_copy(tier, sum(c.nbytes for c in mine), secs)
 
     def _judge(self, step: StepObservation, chunks: Sequence[ChunkRecord]) -> None:
-        """Which windows were overrun, which had room."""
+        """Learn which windows were overrun, and which had time left."""
         if self.plan is None or step.key != self._plan_key or not chunks:
             return
         ended = chunks[-1].end_secs
@@ -509,9 +536,11 @@ class Pacer(VersionFeature):
                 )
 
     def _judge_queued(self, step: StepObservation, chunks: Sequence[ChunkRecord]) -> None:
-        """The same where copies are queued on a device, and run on after the window that they began
-        in. Their own times tell how much of them was within it, and how fast they are on either
-        side of its end."""
+        """The same for copies that are queued on a device, and may continue after their window.
+
+        The chunks' times show which part was copied within the window, and the rates within and
+        after it.
+        """
         behind_bytes = behind_secs = 0.0
         last_secs = step.whole[1] - _CLOCK_SECS
         for wait in (w for w in step.waits if w.window is not None):
@@ -554,7 +583,7 @@ class Pacer(VersionFeature):
         )
 
     def _communicating(self, meter: WindowMeter, windows: Collection[int]) -> list[Interval]:
-        """Where only the network works; a send that the stage waits in is a window already."""
+        """Intervals in which only the network is busy, except sends that are windows already."""
         if not self._limits.separate_links:
             return []
         return [
@@ -566,7 +595,7 @@ class Pacer(VersionFeature):
         ]
 
     def _limits_now(self) -> HasLimits:
-        """What the plan may do with the memory that there is now."""
+        """The limits of the next plan, with the device memory that is available now."""
         if self._limits.overflow is not Overflow.STAGING:
             return self._limits
         room = 0 if self._staging is None else self._staging.room()
@@ -595,8 +624,8 @@ class Pacer(VersionFeature):
         pipeline = AnalyticEstimator(stages, micro_batches, meter.forward_secs, meter.backward_secs)
         paper = estimator == "paper"
         formula = paper_windows(pipeline, stage_id) if paper else pipeline.windows(stage_id)
-        # The formulas end a step with the reductions; the engine waits for the other stages after
-        # them.
+        # In the formulas, the drain begins before the reductions. The engine waits for the other
+        # stages after them.
         ends = len(meter.names)
         return tuple(
             Window(
@@ -609,8 +638,7 @@ class Pacer(VersionFeature):
         )
 
     def _is_of_formulas(self, meter: WindowMeter) -> bool:
-        """Whether the schedule is theirs: in another one nothing waits at the positions that they
-        give."""
+        """Whether the formulas apply: their positions are those of 1F1B."""
         if tuple(meter.names) == one_f_one_b_names(*self._pipeline):
             return True
         if not self._told_of_formulas:

@@ -1,26 +1,26 @@
-"""When, within a training step, the device of a pipeline stage waits, and which bytes are copied
-when: hierarchical asynchronous snapshotting (HAS, REFT). Pure.
+"""Plans the copies of a training step: hierarchical asynchronous snapshotting (HAS, REFT). Pure.
 
-Copies that run inside a window cost nothing. Three ways to find windows:
+A window is a time within a step in which the device of a pipeline stage waits. Copies inside a
+window cost training nothing. There are three ways to find windows:
 
-- ``paper``: the length that Algorithm 1 prints, laid over the places where the stage really waits;
+- ``paper``: the total length of Algorithm 1, distributed over the places where the stage waits;
 - ``analytic``: the true idle time of 1F1B with equal stages and free transfers, in DeepSpeed's
   order;
-- ``profiled``: what was measured (``reft profile``, or the hook while the job runs).
+- ``profiled``: measured (``reft profile``, or the hook while the job runs).
 
-``benchmarks/simulator`` is the judge: for equal stages and free transfers ``analytic`` equals what
-the discrete-event simulator finds, window by window.
+For equal stages and free transfers, ``analytic`` equals the result of the discrete-event simulator
+in ``benchmarks/simulator``, window by window.
 
-The plan: windows, bytes and bandwidths in, a frozen plan out (Algorithm 1, with the repairs that
-``docs/how-it-works.md`` lists). The tiers, in this order:
+From windows, bytes and bandwidths, :func:`plan_schedule` makes a frozen plan (Algorithm 1, with the
+corrections listed in ``docs/how-it-works.md``). It fills these tiers in order:
 
 1. in bubbles, while the device waits;
-2. beside computation, at a bounded share of its time;
-3. beside communication, only where training and snapshots use separate links.
+2. during computation, at a bounded share of its time;
+3. during communication, only if training and snapshots use separate links.
 
-The deadline is the next optimizer step. What fits no tier cannot be spread over several iterations,
-as a version is the state after exactly one step: the optimizer step waits for it, or snapshots are
-taken less often, or the rest is staged on the device (:class:`Overflow`).
+The deadline is the next optimizer step. Bytes that fit no tier cannot be spread over several
+iterations, because a version is the state after exactly one step. Either the optimizer step waits
+for them, or snapshots are taken less often, or they are staged on the device (:class:`Overflow`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ from reft.snapshot.gate import ChunkRecord
 
 
 class WindowKind(StrEnum):
-    """Why the stage waits.
+    """Reason for which the stage waits.
 
-    FILL: before its first forward. MID: between its warm-up forwards and its first backward.
-    COOL_DOWN: between its last backwards. DRAIN: after its last backward, until every stage is
-    there. OTHER: anything else (stragglers, slow links, other schedules).
+    - FILL: before its first forward.
+    - MID: between its warm-up forwards and its first backward.
+    - COOL_DOWN: between its last backwards.
+    - DRAIN: after its last backward, until all stages have finished.
+    - OTHER: any other reason (stragglers, slow links, other schedules).
     """
 
     FILL = "fill"
@@ -54,11 +56,11 @@ class WindowKind(StrEnum):
 class Window:
     """An idle interval of one stage within one step."""
 
-    kind: WindowKind  # why the stage waits
-    start_secs: float  # begin, counted from the begin of the stage's first instruction of the step
-    stop_secs: float  # end, on the same clock
-    # index, in the stage's flattened instruction stream of one step, of the instruction in whose
-    # call the device waits (a receive, a reduction); the window opens right before it. The drain
+    kind: WindowKind  # Reason of the wait
+    start_secs: float  # Begin, relative to the begin of the stage's first instruction of the step
+    stop_secs: float  # End, on the same clock
+    # Index of the instruction during which the device waits (a receive, a reduction), in the
+    # stage's flattened instruction stream of one step. The window opens right before it. The drain
     # opens before the first reduction after the last backward.
     position: int
 
@@ -76,7 +78,7 @@ class Window:
         return self.stop_secs - self.start_secs
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The window as JSON values."""
         return {**asdict(self), "kind": self.kind.value}
 
 
@@ -98,10 +100,10 @@ class AnalyticEstimator:
     Positions are those of ``deepspeed.runtime.pipe.schedule.TrainSchedule``, where F_j is in step
     2j + p and B_j in step 2j + 2P - 1 - p."""
 
-    stages: int  # P. micro_batches: m.
-    micro_batches: int
-    forward_secs: float  # t_f, one micro-batch on one stage. backward_secs: t_b, likewise.
-    backward_secs: float
+    stages: int  # P
+    micro_batches: int  # m
+    forward_secs: float  # t_f, forward of one micro-batch on one stage
+    backward_secs: float  # t_b, backward of one micro-batch on one stage
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.micro_batches < 1:
@@ -151,15 +153,15 @@ class AnalyticEstimator:
 def paper_windows(pipeline: AnalyticEstimator, stage_id: int) -> tuple[Window, ...]:
     """The bubble of REFT's Algorithm 1: ``T_bubble = (2.8 P - p - 2) * T_fw,bw``.
 
-    As printed the formula holds P and \\|P\\|, which are both the number of stages, and gives a
-    length only, no places. With T_fw,bw = t_f + t_b it is 1.85 to 3.6 times the true idle time (P =
-    2 to 16), so that copies run on into computation; with t_f alone, and t_b = 1.8 t_f, it would be
-    the true idle time without the leading fill, plus 0.8 t_f.
+    The printed formula contains P and \\|P\\|, which are both the number of stages. It gives a
+    total length but no positions. With T_fw,bw = t_f + t_b it is 1.85 to 3.6 times the true idle
+    time (P = 2 to 16), so copies continue into computation. With t_f alone, and t_b = 1.8 t_f, it
+    would be the true idle time without the leading fill, plus 0.8 t_f.
 
-    The length is laid over the places where the stage really waits (those of
-    :class:`AnalyticEstimator`, without the fill) in their order and in proportion to their true
-    lengths; a stretched window pushes the next one back. The last may end after the step does.
-    A pipeline of one stage waits nowhere and has no windows, whatever the formula says.
+    The length is distributed over the positions where the stage really waits (those of
+    :class:`AnalyticEstimator`, without the fill), in proportion to their true lengths. A stretched
+    window delays the next one, and the last may end after the step. A pipeline of one stage has no
+    windows, although the formula is positive.
     """
     places = [w for w in pipeline.windows(stage_id) if w.kind is not WindowKind.FILL]
     total_secs = (2.8 * pipeline.stages - stage_id - 2) * (
@@ -201,53 +203,52 @@ def instructions(stages: int, m: int, s: int) -> Iterator[tuple[str, int | None]
     yield from ((name, None) for name in ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep"))
 
 
-# -- what one rank did in one step, by ``time.perf_counter()`` of its process ----------------------
+# -- trace of one rank's step, in seconds of its process's ``time.perf_counter()`` -----------------
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionRecord:
-    """One instruction of the schedule that the engine executed."""
+    """One instruction that the engine executed."""
 
-    # index in the stage's flattened instruction stream of one step, woven instructions not counted
+    # Index in the stage's flattened instruction stream of one step, without woven instructions
     position: int
-    name: str  # class name, for example ``"RecvActivation"``
-    micro_batch: int | None  # the micro batch it works on; None where the schedule does not say
-    begin_secs: float  # begin_secs, end_secs: when its call began and returned
-    end_secs: float
+    name: str  # Class name, for example ``"RecvActivation"``
+    micro_batch: int | None  # Its micro-batch; None if the schedule does not specify one
+    begin_secs: float  # Begin of its call
+    end_secs: float  # Return of its call
 
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
     """One training step of one rank."""
 
-    step: int  # global step after it (``engine.global_steps``)
+    step: int  # Global step after it (``engine.global_steps``)
     rank: int
     stage_id: int
-    # begin_secs, end_secs: when the engine began to execute the schedule, and when the step
-    # boundary had been handled
-    begin_secs: float
-    end_secs: float
-    instructions: tuple[InstructionRecord, ...]  # in order of execution
-    # in order of copying; those of the version that was copied *during* this step
+    begin_secs: float  # Begin of the schedule's execution
+    end_secs: float  # End of reft's work at the step boundary
+    instructions: tuple[InstructionRecord, ...]  # In order of execution
+    # Chunks of the version that was copied *during* this step, in order of copying
     chunks: tuple[ChunkRecord, ...]
-    fence_secs: float  # seconds the training thread waited before the optimizer step
+    fence_secs: float  # Time for which training waited before the optimizer step
 
 
-# -- which bytes are copied when -------------------------------------------------------------------
+# -- the plan --------------------------------------------------------------------------------------
 
 
 SHORTEST_WINDOW_SECS = 0.0002
-"""Shorter waits are not used: to wake the copying thread costs about a tenth of this."""
+"""Shorter waits are not used. Waking the copying thread takes about a tenth of this time."""
 _LONGEST_INTERVAL = 2**62
 
 
 class Overflow(StrEnum):
-    """What happens with bytes that fit no tier.
+    """Handling of bytes that fit no tier.
 
-    STALL: the optimizer step waits until they are copied. INTERVAL: snapshots are taken less often,
-    so that the wait costs no more than the allowed overhead. STAGING: a copy on the device at the
-    deadline, drained in the following iterations (CheckFreq's GPU mode). For state that lies in
-    host memory a staging copy takes as long as the copy itself and gains nothing.
+    - STALL: the optimizer step waits until they are copied.
+    - INTERVAL: snapshots are taken less often, so that the wait stays within the allowed overhead.
+    - STAGING: they are copied within the device at the deadline, and drained in the following
+      iterations (CheckFreq's GPU mode). This gains nothing if the state is in host memory, because
+      the staging copy takes as long as the final copy.
     """
 
     STALL = "stall"
@@ -257,12 +258,11 @@ class Overflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A stretch of one step in which the device computes, or the network is busy; ``position``: of
-    the communication instruction, where a gate is to act on it."""
+    """A part of one step in which the device computes, or only the network is busy."""
 
     start_secs: float
     stop_secs: float
-    position: int | None = None
+    position: int | None = None  # Index of the communication instruction, for the gate
 
     @property
     def length_secs(self) -> float:
@@ -271,33 +271,33 @@ class Interval:
 
 @dataclass
 class Bandwidth:
-    """What a copy attains, bytes per second."""
+    """Rates of copies in bytes per second."""
 
-    window: float  # while the device waits
-    compute: float  # while it computes, counted over the time that copies run, not over all of it
-    communication: float = 0.0  # while activations or gradients move over another link
+    window: float  # While the device waits
+    compute: float  # During computation, counted only over the time in which copies run
+    communication: float = 0.0  # While activations or gradients move over another link
 
     def __post_init__(self) -> None:
         if not (self.window > 0 and self.compute > 0 and self.communication >= 0):
             raise ConfigError(f"bandwidths must be positive bytes per second; got {self}")
 
     def factor(self, position: int) -> float:
-        """Part of the nominal bytes of the window there that can really be used."""
+        """Usable fraction of the nominal bytes of the window at a position."""
         return 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class HasLimits:
-    """What HAS may do."""
+    """Limits of a plan."""
 
-    # most of the computing time that copies may run beside (tier 2), 0 to 1
+    # Largest fraction of the computing time in which copies may run (tier 2), 0 to 1
     compute_share: float = 0.0
-    # training and snapshots do not share a link, so that tier 3 is allowed
+    # Training and snapshots use different links, which allows tier 3
     separate_links: bool = False
-    overflow: Overflow = Overflow.STALL  # what to do with the rest
-    # allowed overhead, as a part of the training time; sets the advised interval
+    overflow: Overflow = Overflow.STALL  # Handling of bytes that fit no tier
+    # Allowed overhead as a fraction of the training time; determines the advised interval
     max_overhead: float = 0.03
-    staging_bytes: int = 0  # memory that a staging copy may take on the device
+    staging_bytes: int = 0  # Device memory that staging may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,20 +321,18 @@ class PlannedBytes:
 class HasSchedule:
     """The plan of one rank for one iteration."""
 
-    sections: Mapping[str, int]  # bytes of this rank by section of the stage image
-    # tier 1, one entry per usable window, in order of time (index = window number)
+    sections: Mapping[str, int]  # Bytes of this rank by section of the stage image
+    # Tier 1: one entry for each usable window, in order of time (index = window number)
     windows: tuple[PlannedBytes, ...]
-    computing: tuple[PlannedBytes, ...]  # computing, communicating: tiers 2 and 3
-    communicating: tuple[PlannedBytes, ...]
-    step_secs: float  # length of an iteration without snapshots
-    # left_over_bytes, left_over_secs: what fits no tier before the optimizer step, and how long
-    # that would wait
-    left_over_bytes: int
-    left_over_secs: float
-    advised_interval_steps: int  # the smallest interval that keeps within the allowed overhead
+    computing: tuple[PlannedBytes, ...]  # Tier 2
+    communicating: tuple[PlannedBytes, ...]  # Tier 3
+    step_secs: float  # Duration of an iteration without snapshots
+    left_over_bytes: int  # Bytes that fit no tier before the optimizer step
+    left_over_secs: float  # Time for which the optimizer step would wait for them
+    advised_interval_steps: int  # Smallest interval within the allowed overhead
     overflow: Overflow = Overflow.STALL
-    staged_bytes: int = 0  # what is copied on the device at the deadline
-    estimator: str = ""  # where the windows come from
+    staged_bytes: int = 0  # Bytes copied within the device at the deadline
+    estimator: str = ""  # Source of the windows
 
     @property
     def total_bytes(self) -> int:
@@ -342,7 +340,7 @@ class HasSchedule:
 
     @property
     def tier_bytes(self) -> dict[int, int]:
-        """Bytes per tier; 0 stands for the rest."""
+        """Bytes by tier; tier 0 holds the left-over bytes."""
         return {
             1: sum(p.nbytes for p in self.windows),
             2: sum(p.nbytes for p in self.computing),
@@ -355,12 +353,12 @@ class HasSchedule:
         return self.left_over_bytes == 0
 
     def compute_share(self, bytes_per_sec: float) -> float:
-        """Part of the computing time in which tier 2 copies run, at a given bandwidth."""
+        """Fraction of the computing time in which tier 2 copies run, at the given bandwidth."""
         secs = sum(p.length_secs for p in self.computing)
         return min(1.0, self.tier_bytes[2] / bytes_per_sec / secs) if secs else 0.0
 
     def beside_communication(self) -> dict[int, int]:
-        """Bytes by position of the communication instruction; none where tiers 1 and 2 suffice."""
+        """Bytes by position of the communication instruction; empty if tiers 1 and 2 suffice."""
         return {
             p.position: p.nbytes for p in self.communicating if p.position is not None and p.nbytes
         }
@@ -380,15 +378,20 @@ def plan_schedule(
     """Distribute one rank's bytes over the tiers of one iteration.
 
     Args:
-        sections: bytes to copy by section, replicated and owned ones alike: what this rank really
-            copies (shard and redundancy), not the whole stage.
-        windows: of this stage, in order of time.
-        bandwidth: bytes per second in each situation.
-        step_secs: an iteration without snapshots; the optimizer step at its end is the deadline.
-        computing: where the device computes; without any, tier 2 is not used.
-        communicating: where only the network works; used if ``limits.separate_links``.
-        limits: what is allowed.
-        estimator: name to print.
+        sections: bytes that this rank copies (its shard and redundancy, not the complete stage), by
+            section.
+        windows: windows of this stage, in order of time.
+        bandwidth: rates in each situation.
+        step_secs: duration of an iteration without snapshots; the optimizer step at its end is the
+            deadline.
+        computing: intervals in which the device computes; without any, tier 2 is not used.
+        communicating: intervals in which only the network is busy; used if
+            ``limits.separate_links``.
+        limits: limits of the plan.
+        estimator: source of the windows, for reports.
+
+    Raises:
+        ConfigError: a size is negative, or staging has no memory.
     """
     total = sum(sections.values())
     if total < 0 or any(n < 0 for n in sections.values()):
@@ -438,7 +441,7 @@ def advised_interval(stall_secs: float, step_secs: float, max_overhead: float) -
 
 
 def _draining_steps(staged: int, *tiers: tuple[PlannedBytes, ...]) -> int:
-    """Iterations until a staging copy has left the device; the next one needs its place."""
+    """Iterations until staged bytes have left the device and the next version can be staged."""
     capacity = sum(p.capacity_bytes for tier in tiers for p in tier)
     return 1 + math.ceil(staged / capacity) if staged and capacity else 1
 
@@ -451,8 +454,16 @@ def _room(tier: int, at: Window | Interval, bytes_per_sec: float, kind: str) -> 
 def _fill(
     rooms: Sequence[PlannedBytes], nbytes: int, *, evenly: bool = False
 ) -> tuple[tuple[PlannedBytes, ...], int]:
-    """Put ``nbytes`` into rooms, the earliest first or all to the same degree; also what is
-    left."""
+    """Distribute bytes over rooms.
+
+    Args:
+        rooms: capacities, in order of time.
+        nbytes: bytes to distribute.
+        evenly: fill all rooms to the same degree; otherwise the earliest first.
+
+    Returns:
+        The filled rooms, and the bytes that are left.
+    """
     total, rest = sum(room.capacity_bytes for room in rooms), nbytes
     filled: list[PlannedBytes] = []
     for room in rooms:

@@ -1,4 +1,4 @@
-"""How one rank's bytes are copied, and when."""
+"""Sets up the copies of one rank: the copy engine, staging and pacing."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from reft.snapshot.device_engine import copy_engine_for
 
 
 class CopySetup:
-    """How one rank's bytes are copied.
+    """The copy engine of one rank, with staging and pacing.
 
     Args:
         config: the block.
-        device: where the training state is.
+        device: device of the training state.
         stage_id: pipeline stage of this rank.
-        stages: pipeline stages of the job.
-        micro_batches: of a step.
+        stages: number of pipeline stages of the job.
+        micro_batches: micro-batches of a step.
         ranks_here: ranks on this node.
 
     Attributes:
-        variant: when they are copied.
-        engine: copies them, by a thread or on a stream of the device.
-        pacer: when training leaves room for copies.
+        variant: selects when bytes are copied.
+        engine: copies bytes, by a thread or on a stream of the device.
+        pacer: finds the times at which training leaves room for copies.
     """
 
     def __init__(
@@ -72,5 +72,5 @@ class CopySetup:
             self.pacer.end_optimizer()
 
     def copier(self) -> Copier:
-        """A new one, for one snapshot worker."""
+        """Create a copier for one snapshot worker."""
         return Copier(self.engine, self._chunk_bytes, self._staging, self._hashers)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 256
 
 
-_HEADROOM = 1.125  # More than was planned: windows are not equally long in every step
+_HEADROOM = 1.125  # Factor on the planned size, because windows differ from step to step
 
 
 _KEPT_PLANS = 16
@@ -29,11 +29,13 @@ _MOST_PLANS_WITHOUT = 64
 
 
 class StagingArea:
-    """Device memory for what of a version does not fit before the optimizer step (CheckFreq's GPU
-    mode): the fence waits for a copy within the device instead of one to host memory,
-    and the windows of the following steps drain it. The memory is taken when a plan asks for it and
-    device memory allows, keeps a margin for training, and is given back to the device when it is
-    outgrown, or when plans have long not asked. Used by the copying thread only."""
+    """Device memory for the part of a version that cannot reach the host before the optimizer step.
+
+    This is CheckFreq's GPU mode: the fence waits for a copy within the device instead of one to
+    host memory, and the windows of the following steps drain it. The memory is allocated when a
+    plan needs it, and leaves a margin for training. It is released when a plan needs more, or when
+    no plan has needed it for a while. Used by the copying thread only.
+    """
 
     def __init__(self, engine: CopyEngine) -> None:
         self._engine = engine
@@ -44,23 +46,30 @@ class StagingArea:
 
     @property
     def capacity_bytes(self) -> int:
-        """What can be staged now."""
+        """Bytes that can be staged now."""
         return 0 if self._memory is None else self._memory.numel()
 
     def room(self) -> int:
-        """Bytes that the next plan may stage; asked once for each.
+        """Bytes that the next plan may stage; called once for each plan.
 
-        After the device has refused, some plans get no more than there is.
+        After an allocation has failed, the next plans may use only the present memory.
         """
         if self._plans_without:
             self._plans_without -= 1
             return self.capacity_bytes
-        # Not their sum: torch before 2.5 keeps what is given up, where free_bytes does not see it.
+        # Not the sum of both: torch before 2.5 caches released memory, which free_bytes does not
+        # include.
         return max(self.capacity_bytes, self._engine.free_bytes)
 
     def reserve(self, nbytes: int) -> bool:
-        """Have room for what a plan stages; nothing must be staged meanwhile. Returns whether there
-        is. If not, it was logged, and what does not fit waits at the fence."""
+        """Allocate memory for a plan. Nothing may be staged at that time.
+
+        Args:
+            nbytes: bytes that the plan stages.
+
+        Returns:
+            False if the allocation failed, which is logged; the fence then waits for these bytes.
+        """
         if not nbytes:
             self._unused_plans += 1
             if self._unused_plans >= _KEPT_PLANS and self._memory is not None:
@@ -69,7 +78,8 @@ class StagingArea:
         self._unused_plans = 0
         if nbytes <= self.capacity_bytes:
             return True
-        self._give_back()  # first: both together may be more than there is
+        # Released first, because the device may not have room for the old and the new memory.
+        self._give_back()
         wanted = max(nbytes, min(int(_HEADROOM * nbytes), self._engine.free_bytes))
         try:
             self._memory = self._engine.staging_buffer(wanted + _ALIGNMENT_BYTES)
@@ -88,14 +98,15 @@ class StagingArea:
         self._engine.release_staging()
 
     def first_fitting(self, chunks: Sequence[Chunk]) -> int:
-        """Number of the first chunk from which on all fit; ``len(chunks)`` if none does."""
+        """Index of the first chunk such that it and all later ones fit; ``len(chunks)`` if none
+        does."""
         left, number = self.capacity_bytes, len(chunks)
         while number and (left := left - aligned(chunks[number - 1].nbytes, _ALIGNMENT_BYTES)) >= 0:
             number -= 1
         return number
 
     def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
-        """Copy the chunks from ``first`` on into the staging area, by the fence."""
+        """Copy the chunks from index ``first`` into the staging area; the fence waits for that."""
         assert self._memory is not None
         parts: list[Part] = []
         at = 0

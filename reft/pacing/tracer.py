@@ -29,13 +29,13 @@ class Tracer:
     training thread.
 
     Attributes:
-        traces: of the newest steps, if a bounded deque is set; None: steps are not traced.
+        traces: traces of the newest steps, if a bounded deque is set; None if steps are not traced.
         profiler: receives traces; None if no profile is made.
         mark: returns a mark of the device's clock; None if only the host's clock is read.
         woven: whether the instructions of a pipeline are recorded.
-        records: instructions of the present step.
-        marks: of the device's clock, before and after each of them.
-        began: when the last schedule began, by ``time.perf_counter``.
+        records: instructions of the current step.
+        marks: marks of the device's clock, before and after each of them.
+        began: begin of the last schedule, seconds of ``time.perf_counter``.
     """
 
     def __init__(self, rank: int, stage_id: int) -> None:
@@ -56,14 +56,15 @@ class Tracer:
         """Add the trace of a step that has ended.
 
         Args:
-            step: the engine's number of it.
-            chunks: copies since the step before. The queue is emptied.
-            fence_secs: how long training waited for copies.
+            step: the engine's number of the step.
+            chunks: copies since the previous step; the queue is emptied.
+            fence_secs: time for which training waited for copies.
         """
         records, self.records = self.records, []
         marks, self.marks = self.marks, []
         copied = []
-        while chunks:  # the copying thread appends
+        # No lock: the copying thread appends meanwhile, and both operations of a deque are atomic.
+        while chunks:
             copied.append(chunks.popleft())
         trace = StepTrace(
             step=step,

@@ -1,15 +1,16 @@
-"""Weaving: snapshot instructions in the schedule that a pipeline engine is about to execute.
+"""Weaves snapshot instructions into the schedule that a pipeline engine executes.
 
-The engine's ``_exec_schedule`` is wrapped on the instance. It receives the same schedule, which
-yields the same training instructions in the same order, with snapshot instructions around those in
-which the device may wait. They are DeepSpeed's own kind of instruction, and are looked up in a copy
-of ``_INSTRUCTION_MAP`` that belongs to this engine. Any schedule class works: 1F1B, inference, data
-parallel, zero-bubble, a user's own. Only the names of instructions are known beforehand.
+The engine's ``_exec_schedule`` is wrapped on the instance. It receives a schedule with the same
+training instructions in the same order, and with snapshot instructions around those in which the
+device may wait. These are subclasses of DeepSpeed's ``PipeInstruction``, and are looked up in this
+engine's copy of ``_INSTRUCTION_MAP``. Any schedule class works: 1F1B, inference, data parallel,
+zero-bubble, a user's own. Only the names of instructions must be known.
 
 Bubble time is spent *inside* receives, so a window opens before a receive and closes after it. If a
 schedule queues its transfers (DualPipeV), the window is around the instruction that carries them
-out. The wait for the other stages at the end of a step, inside ``_aggregate_total_loss``, is no
-window: a version begins where the next step does, since the script may change the state until then.
+out. The wait for the other stages at the end of a step, inside ``_aggregate_total_loss``, is not a
+window: a version begins only with the next step, because the script may change the state until
+then.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from reft.wrapping import wrap
 
 
 class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """The device is about to wait: snapshot copies may run.
+    """The device is about to wait, so snapshot copies may run.
 
     Args:
         window_id: position of the waiting instruction in the step.
@@ -40,7 +41,11 @@ class OpenSnapshotWindow(PipeInstruction):  # type: ignore[misc]
 
 
 class CloseSnapshotWindow(PipeInstruction):  # type: ignore[misc]
-    """The device continues: snapshot copies stop. ``window_id``: of the window."""
+    """The device continues, so snapshot copies stop.
+
+    Args:
+        window_id: position of the waiting instruction in the step.
+    """
 
 
 def _steps(names: list[str]) -> bool:
@@ -52,10 +57,10 @@ class WovenSchedule:
     """A schedule with snapshot instructions. All other attributes are the schedule's own.
 
     Args:
-        schedule: of training instructions.
-        seen: receives their names, in order.
-        queues: whether its transfers are known to be queued, as in DualPipeV; else the first one
-            shows it.
+        schedule: the schedule of training instructions.
+        seen: receives the names of the instructions, in order.
+        queues: whether its transfers are known to be queued, as in DualPipeV. If False, this is
+            detected at the first instruction that carries out queued transfers.
     """
 
     def __init__(self, schedule: Any, *, seen: list[str], queues: bool = False) -> None:
@@ -94,7 +99,7 @@ class InstructionReport(Protocol):
 
 
 class WovenSession(Protocol):
-    """What a :class:`Weaver` needs of a session."""
+    """The part of a session that a :class:`Weaver` uses."""
 
     @property
     def started(self) -> bool: ...
@@ -103,8 +108,10 @@ class WovenSession(Protocol):
 
 
 class Weaver:
-    """Weaves the schedules of a pipeline engine. Made once, by ``attach``. Before every schedule it
-    is decided whether to weave, and whether to time every instruction."""
+    """Weaves the schedules of a pipeline engine. Created once, by ``attach``.
+
+    Before every schedule it decides whether to weave, and whether to time every instruction.
+    """
 
     def __init__(
         self,
@@ -119,11 +126,11 @@ class Weaver:
         tracer.woven = True
         self._computing: dict[str, list[tuple[Any, Any]]] = {"ForwardPass": [], "BackwardPass": []}
         self._streams: dict[Hashable, list[str]] = {}
-        """Names of the instructions of every schedule, as they were executed."""
+        """Names of the executed instructions, by schedule."""
         self._counts: Counter[str] = Counter()
         self._position = 0
         self._drains: Hashable = None
-        """The schedule that ended with the optimizer step, until its loss has been aggregated."""
+        """Key of a schedule that ended with the optimizer step, until its loss is aggregated."""
         self._source: Mapping[type, Callable[..., Any]] = {}
         self._maps: dict[bool, Mapping[type, Callable[..., Any]]] = {}
         for name, around in (
@@ -155,7 +162,7 @@ class Weaver:
         try:
             result = original(woven)
         finally:
-            self._pacer.close()  # no window stays open after an error, either
+            self._pacer.close()  # Also after an error, no window may stay open
         self._streams[key] = names
         if _steps(names):
             self._drains = key
@@ -166,7 +173,7 @@ class Weaver:
     def _aggregate(
         self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """The loss of a step is aggregated: the first stages wait for the last, or all for all."""
+        """Wraps the aggregation of a step's loss, where stages wait for each other."""
         self._progress.instruction(self._progress.number_of("AggregateTotalLoss"))
         if (key := self._drains) is None:
             return original(*args, **kwargs)
@@ -192,8 +199,12 @@ class Weaver:
     # -- timing ------------------------------------------------------------------------------------
 
     def _instruction_map(self, engine: Any, traced: bool) -> Mapping[type, Callable[..., Any]]:
-        """The instruction map of this engine: its class's present one, with clocks around every
-        instruction if traced, else around computation; and the snapshot instructions."""
+        """The engine's instruction map: its class's present map, and the snapshot instructions.
+
+        Args:
+            engine: the engine.
+            traced: time every instruction; otherwise only forward and backward passes.
+        """
         source = type(engine)._INSTRUCTION_MAP
         if source != self._source:
             self._source = dict(source)
@@ -213,7 +224,7 @@ class Weaver:
         return self._maps[traced]
 
     def _reported(self, name: str, execute: Callable[..., Any], traced: bool) -> Callable[..., Any]:
-        """``execute``, reported on the progress page and, if asked for, between two clocks."""
+        """Wrap ``execute``, to report it on the progress page and, if requested, to time it."""
         stamps, stamp = self._computing.get(name), self._pacer.stamp
         number, note = self._progress.number_of(name), self._progress.instruction
 
@@ -259,7 +270,7 @@ class Weaver:
 
 
 def _window_key(schedule: Any) -> Hashable:
-    """Distinguishes schedules whose instructions differ."""
+    """A key that differs for schedules with different instructions."""
     facts = (
         getattr(schedule, n, None) for n in ("micro_batches", "stages", "stage_id", "forward_only")
     )

@@ -1,2 +1,1 @@
-"""Decisions: how state is protected, and what a job will cost and survive before it is started.
-Pure."""
+"""Decisions on protection: its scheme, and how often versions are taken."""

@@ -1,4 +1,4 @@
-"""How often versions are taken and go to storage, as the ranks agree in every vote."""
+"""The intervals at which versions are taken and written to storage, agreed on in every vote."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class AgreedRates(VersionFeature):
-    """Votes on both intervals; the largest of all ranks counts.
+    """Votes on both intervals; the longest interval of all ranks wins.
 
     Args:
-        wanted_interval: steps between two versions that this rank would have.
-        wanted_persist_interval: the same of versions that go to storage; 0: as the block says.
-        peer_errors: where this rank cannot say, the last agreed interval stays, and the peers are
-            told (P6).
+        wanted_interval: returns the steps between two versions that this rank proposes.
+        wanted_persist_interval: the same for versions on storage; 0 if the block sets them.
+        peer_errors: receives errors of both functions. The agreed interval then stays, and the
+            peers are notified (P6).
     """
 
     name = "rates"
@@ -35,12 +35,13 @@ class AgreedRates(VersionFeature):
         self._wanted_interval = wanted_interval
         self._wanted_persist_interval = wanted_persist_interval
         self._peer_errors = peer_errors or PeerErrors()
-        # (first step of the newer interval, the newer one, the one before). Replaced as a whole by
-        # the worker thread: the training thread reads it without a lock.
+        # (first step of the newer interval, newer interval, previous interval). The training thread
+        # reads it without a lock: the tuple is immutable, and the worker thread only ever rebinds
+        # the attribute to a new tuple, which is atomic.
         self._interval = (0, 1, 1)
         self.persist_steps = 0
-        """Steps between versions on storage, as the last vote agreed: the vote that commits a
-        version says whether it goes there."""
+        """Steps between versions on storage, from the last vote. The vote that commits a version
+        thereby decides whether the version goes to storage."""
 
     def interval_steps(self, step: int) -> int:
         """Steps between versions around ``step``."""
@@ -48,7 +49,7 @@ class AgreedRates(VersionFeature):
         return newer if step >= since else older
 
     def handed_over(self, label: VersionId, *, goes_back: bool) -> None:
-        if goes_back:  # no step is left that keeps to the older interval
+        if goes_back:  # The next steps precede ``since``, so the older interval must not apply
             self._interval = (0, self._interval[1], self._interval[1])
 
     def neutral_ballot(self) -> tuple[int, ...]:
@@ -71,12 +72,13 @@ class AgreedRates(VersionFeature):
     def voted(self, result: VoteResult, numbers: tuple[int, ...]) -> Halt | None:
         interval_steps, self.persist_steps = numbers
         if interval_steps != self._interval[1]:
-            # From the step after the next on: no rank has passed it when it receives the result.
+            # It holds from the step after the next, which no rank has passed when it receives the
+            # result.
             since = result.label.step + 2
             logger.info("a version every %d steps, from step %d on", interval_steps, since)
             self._interval = (since, interval_steps, self._interval[1])
         return None
 
     def rejoined(self) -> None:
-        """Every step's version until the ranks have voted."""
+        """Take a version in every step until the ranks have voted again."""
         self._interval = (0, 1, 1)

@@ -1,4 +1,4 @@
-"""What is tried and chosen at the start: the devices of all ranks, and the protection."""
+"""Tests the devices of all ranks at the start, and chooses the protection."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ from reft.state.catalogue import Adapter
 logger = logging.getLogger(__name__)
 
 _SENT_BYTES = 8 * 2**20
-# free device memory at the start, in multiples of the gradients that recomputing keeps there
+# Required free device memory at the start, in multiples of the gradients that recomputing keeps
 _SPARE = 4
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What the choice of the protection depends on, and a dry run.
+    """Inputs for the choice of the protection, and for a dry run.
 
     Attributes:
         config: the ``reft`` block.
-        topology: of all ranks.
-        control: messages between them.
-        adapter: of this rank's optimizer.
+        topology: placement of all ranks.
+        control: messages between the ranks.
+        adapter: adapter of this rank's optimizer.
         copies: copies this rank's state to the host.
         job_dir: the job's memory on this node.
-        devices: what every rank's device can do, by rank; empty where ranks train on CPUs.
+        devices: results of each rank's device test, by rank; empty if ranks train on CPUs.
     """
 
     config: ReftConfig
@@ -74,20 +74,20 @@ class JobFacts:
 
 
 def choice_inputs(job: JobFacts) -> ChoiceInputs:
-    """Gather what only each rank knows: the bytes of its state, and the memory of its node.
+    """Gather the size of each rank's state and the free memory of its node. Collective.
 
-    The choice is a pure function of the result, so that all ranks choose the same. Collective.
+    The choice is a pure function of the result, so all ranks choose the same.
     """
     config, topology, adapter = job.config, job.topology, job.adapter
     job_dir, limit = job.job_dir, config.memory_limit_bytes
-    # What may be reserved on this node: free memory without the margin, and the job's present
-    # arenas, which are replaced; less what training will take of it; at most the limit.
+    # Memory that may be reserved on this node: free memory minus the margin, plus the job's present
+    # arenas, which are replaced. Memory that training will still take is subtracted below.
     room = max(0, free_bytes(job_dir) - margin_bytes(config.memory_margin_bytes, job_dir))
     room += sum(path.stat().st_size for path in job_dir.glob("*.arena"))
     coming = adapter.coming_host_bytes() if isinstance(adapter, StateAdapter) else 0
     own = [*adapter.expected_bytes(), config.host_state_bytes, room, coming]
     gathered = job.control.gather_ints(own)
-    # Whether a host recomputes the owner's partition to the bit, as on CPUs.
+    # Whether a host recomputes a partition bit for bit, as is the case if ranks train on CPUs
     exact = adapter.steps_exactly and all(found.adam_is_exact for found in job.devices)
     exact = exact or not job.copies.asynchronous
     memory: dict[str, int] = {}
@@ -102,13 +102,13 @@ def choice_inputs(job: JobFacts) -> ChoiceInputs:
 
 
 def choose_protection(job: JobFacts, events: EventLog) -> ReftConfig:
-    """The block with the chosen protection in the place of ``auto``. Collective.
+    """Replace ``auto`` in the block by the chosen protection. Collective.
 
-    Windows have not been measured yet. The choice does not need them: it takes what moves least.
+    Windows are not measured yet, and the choice does not need them: it minimises the moved bytes.
     """
     config, situation = job.config, choice_inputs(job)
     situation = replace(situation, rates=_measured_rates(job, situation))
-    # Fewer versions are kept before the tolerance is reduced, as when memory runs short later.
+    # The number of kept versions is reduced before the tolerance, as when memory runs short later.
     choices = [
         choose(replace(situation, arenas=arenas), config.tolerance, recompute=config.recompute)
         for arenas in range(config.arena_count, LEAST_ARENAS - 1, -1)
@@ -127,7 +127,7 @@ def choose_protection(job: JobFacts, events: EventLog) -> ReftConfig:
     )
     if job.control.rank == 0:
         _describe(choice)
-    # If the block asks for it, also if nothing is partitioned, as in a block that names the scheme.
+    # A request in the block holds even if nothing is partitioned, as if it named the scheme.
     recompute = chosen.owned_by is PartitionSurvival.AOR or (
         config.recompute and scheme.certain_losses
     )
@@ -135,8 +135,11 @@ def choose_protection(job: JobFacts, events: EventLog) -> ReftConfig:
 
 
 def _measured_rates(job: JobFacts, situation: ChoiceInputs) -> LinkRates | None:
-    """Rates of links and processors; None if recomputing was not seen to be exact, or is not
-    possible. Collective."""
+    """Measure rates of links and processors. Collective.
+
+    Returns:
+        None if recomputing is impossible, or was not shown to be exact.
+    """
     config, control, adapter, topology = job.config, job.control, job.adapter, job.topology
     found = job.devices
     if (
@@ -145,8 +148,8 @@ def _measured_rates(job: JobFacts, situation: ChoiceInputs) -> LinkRates | None:
         or config.interval_steps != 1
     ):
         return None
-    # The gradients of as many partitions as losses are survived lie on the device, next to what
-    # training needs.
+    # Recomputing keeps the gradients of one partition for each survived loss on the device, in
+    # addition to training's memory.
     parameters = (
         max(1, config.tolerance) * situation.sections[control.rank].owned_bytes // OPTIMIZER_BYTES
     )
@@ -165,7 +168,7 @@ def _measured_rates(job: JobFacts, situation: ChoiceInputs) -> LinkRates | None:
     if control.any_of(not possible or not peers)[0]:
         return None
     sent = torch.empty(_SENT_BYTES, dtype=torch.uint8)
-    for _ in range(2):  # the first round opens connections
+    for _ in range(2):  # The first round opens connections; only the second counts
         began = time.perf_counter()
         control.exchange({p: [sent] for p in peers}, {p: [torch.empty_like(sent)] for p in peers})
         rate = int(_SENT_BYTES * len(peers) / (time.perf_counter() - began))
@@ -191,25 +194,24 @@ def _describe(choice: Choice) -> None:
             logger.info("not %s: %s", other.name, choice.why_not_chosen(other))
 
 
-# -- what every rank tries on its own device at attach; rank 0 says it in one paragraph ------------
+# -- test of each rank's device at the start; rank 0 logs one paragraph ----------------------------
 
 _COPIED_BYTES = 32 * 2**20
 _ELEMENTS, _STEPS = 2**18, 3
-_OWN_THREADS = 2  # threads of a rank that trains on a device: forward and backward
+_OWN_THREADS = 2  # Threads of a rank that trains on a device: forward and backward
 
 
 @dataclass
 class DeviceFindings:
-    """What one rank has found about its device.
+    """Results of one rank's device test.
 
     Attributes:
-        name: of the device.
-        free_cores: cores that the rank does not train on.
-        copy_bytes_per_sec: into registered memory.
-        adam_is_exact: whether steps of reft.ExactAdam give the same bits on the device and on the
-            host.
-        adam_parameters_per_sec: of such steps on one core of the host.
-        to_change: advice.
+        name: name of the device.
+        free_cores: cores of the rank that training does not use.
+        copy_bytes_per_sec: rate of copies from the device into registered memory.
+        adam_is_exact: whether reft.ExactAdam computes the same bits on the device and on the host.
+        adam_parameters_per_sec: parameters that reft.ExactAdam updates on one core of the host.
+        to_change: advice to the user.
     """
 
     name: str
@@ -221,25 +223,25 @@ class DeviceFindings:
 
 
 def check_device(job: JobFacts) -> list[DeviceFindings]:
-    """Try the device of every rank. Collective.
+    """Test the device of every rank. Collective.
 
     Returns:
-        What was found, by rank; empty where ranks train on CPUs.
+        Results by rank; empty if ranks train on CPUs.
     """
     engine = job.copies
     if not isinstance(engine, DeviceCopyEngine):
         return []
     vendor = find_vendor(engine.device)
-    assert vendor is not None  # the engine copies from its device
+    assert vendor is not None  # The engine copies from its device
     node = job.topology.nodes[job.control.rank]
     ranks_here = len(job.topology.local_ranks(node))
-    # The rank is bound to cores of its own, or shares the node's.
+    # The rank is either bound to its own cores, or shares the node's cores equally.
     cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks_here)
     local = DeviceFindings(vendor.name, max(0, cores - max(_OWN_THREADS, torch.get_num_threads())))
     local.to_change = vendor.settings_to_change(os.environ, job.topology.degrees.tp)
     parities = job.config.chooses or job.config.scheme.parities > 0
-    # In a thread of its own: what the vendor's library sets for a thread is not set for the
-    # training thread.
+    # A separate thread is used, because the vendor's library changes settings of its thread, and
+    # the training thread's must not change.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(try_device, local, vendor, engine, job.job_dir, parities).result()
     replies = job.control.gather_bytes(json.dumps(asdict(local)).encode())
@@ -247,11 +249,11 @@ def check_device(job: JobFacts) -> list[DeviceFindings]:
 
 
 def device_paragraph(ranks: Sequence[DeviceFindings], nodes: Sequence[str]) -> str:
-    """What was found on all ranks, and what to change, in a paragraph.
+    """Describe the results of all ranks, with advice, in one paragraph.
 
     Args:
-        ranks: findings by rank.
-        nodes: the node of each rank.
+        ranks: results by rank.
+        nodes: node of each rank.
     """
     rates = [one.copy_bytes_per_sec for one in ranks]
     slowest = min(rates)
@@ -260,7 +262,7 @@ def device_paragraph(ranks: Sequence[DeviceFindings], nodes: Sequence[str]) -> s
         for text in one.to_change:
             by_advice.setdefault(text, []).append(rank)
     change = [f"{text} (rank {at[0]}, {len(at)} in all)" for text, at in by_advice.items()]
-    # without ranks that could not measure
+    # Ranks that could not measure report 0 and are left out
     usual = median([rate for rate in rates if rate] or [0.0])
     change += [
         f"rank {rank} on node {nodes[rank]} copies at {rate / 1e9:.3g} GB/s, less than half of the "
@@ -283,14 +285,14 @@ NUMA_MAPS = Path("/proc/self/numa_maps")
 def try_device(
     found: DeviceFindings, vendor: Vendor, engine: DeviceCopyEngine, directory: Path, parities: bool
 ) -> None:
-    """Measure what only the device can show.
+    """Measure copies, parities and optimizer steps on a device. Errors become advice (P6).
 
     Args:
-        found: filled in.
-        vendor: of the device.
-        engine: copies from it.
-        directory: where arenas will be.
-        parities: whether parities are computed.
+        found: receives the results.
+        vendor: vendor of the device.
+        engine: copies from the device.
+        directory: directory of the job's arenas.
+        parities: whether the job computes parities on the device.
     """
     try:
         device = engine.device
@@ -312,8 +314,11 @@ def try_device(
 
 
 def _try_copies(engine: DeviceCopyEngine, directory: Path) -> tuple[float, int]:
-    """Bytes per second into memory that is allocated and registered like an arena, and its NUMA
-    node."""
+    """Measure copies into memory that is allocated and registered like an arena.
+
+    Returns:
+        Bytes per second, and the memory's NUMA node; -1 if unknown.
+    """
     source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=engine.device)
     with TemporaryFile(dir=directory) as file:
         os.posix_fallocate(file.fileno(), 0, _COPIED_BYTES)
@@ -325,7 +330,7 @@ def _try_copies(engine: DeviceCopyEngine, directory: Path) -> tuple[float, int]:
             target.copy_(source, non_blocking=True)
             stamps.append(engine.stamp())
         shortest = min(b - a for a, b in pairwise(engine.secs_of(stamps)))
-        # Kernels without NUMA, and some containers, have no such file.
+        # The file is missing on kernels without NUMA, and in some containers.
         node = memory_node(NUMA_MAPS.read_text(), target.data_ptr()) if NUMA_MAPS.exists() else -1
         return _COPIED_BYTES / max(shortest, 1e-9), node
     finally:
@@ -333,8 +338,12 @@ def _try_copies(engine: DeviceCopyEngine, directory: Path) -> tuple[float, int]:
 
 
 def memory_node(numa_maps: str, address: int) -> int:
-    """The NUMA node with most pages of the mapping that begins at ``address``, by Linux's list; -1
-    if not known."""
+    """The NUMA node that holds most pages of a mapping; -1 if unknown.
+
+    Args:
+        numa_maps: content of ``/proc/PID/numa_maps``.
+        address: begin of the mapping.
+    """
     line = re.search(rf"^0*{address:x} .*$", numa_maps, re.M)
     pages = [
         (int(n), int(node)) for node, n in re.findall(r" N(\d+)=(\d+)", line[0] if line else "")
@@ -343,8 +352,10 @@ def memory_node(numa_maps: str, address: int) -> int:
 
 
 def _parities_alike(device: torch.device) -> bool:
-    """Whether the device's backend computes the same bytes as the host's: an XOR and powers, of a
-    complete cell and a part."""
+    """Whether the device computes the same parity bytes as the host.
+
+    The test covers an XOR and a weighted row, over a complete cell and a partial one.
+    """
     rows = parity_rows(2, 3)
     sources = [
         torch.arange(CELL_BYTES + GRAIN_BYTES).mul(2 * j + 3).to(torch.uint8) for j in range(3)
@@ -357,10 +368,14 @@ def _parities_alike(device: torch.device) -> bool:
 
 
 def _try_adam(device: torch.device) -> tuple[bool, float]:
-    """Whether ExactAdam's steps give the same bits as on a host, and how many parameters a host's
-    core steps in a second."""
+    """Test ExactAdam on a device.
+
+    Returns:
+        Whether it computes the same bits as on the host, and the parameters that one core of the
+        host updates in a second.
+    """
     draw = torch.Generator().manual_seed(0)
-    scale = torch.logspace(-22, 2, _ELEMENTS)  # its squares are denormal, or nothing
+    scale = torch.logspace(-22, 2, _ELEMENTS)  # The smallest squares are denormal or 0
     start, *gradients = (scale * torch.randn(_ELEMENTS, generator=draw) for _ in range(1 + _STEPS))
     bits, secs = [], 0.0
     for where in (device, torch.device("cpu")):

@@ -1,15 +1,14 @@
-"""Which protection a job should have: every alternative with its cost, and one of them chosen.
-Pure.
+"""Chooses a job's protection: evaluates the cost of every alternative and selects one. Pure.
 
-All ranks know the same placement, sizes, memory and tolerance, and so make the same choice. An
-alternative is a scheme for the replicated section (:class:`reft.protect.codes.Scheme`) and, if
-ranks own ZeRO partitions, what protects those (:class:`reft.policy.loads.PartitionSurvival`).
-Recomputing partitions is chosen if the block asks for it, or if it is exact to the bit and was
-measured to cost a step less.
+All ranks have the same inputs (placement, sizes, memory, tolerance) and therefore make the same
+choice. An alternative is a scheme for the replicated section (:class:`reft.protect.codes.Scheme`)
+and, if ranks own ZeRO partitions, their protection
+(:class:`reft.policy.loads.PartitionSurvival`). Recomputing partitions is chosen if the block
+requests it, or if it is bit-exact and was measured to be faster than sending them.
 
-The choice is the alternative that moves least among those that fit the memory and survive the
-wanted number of lost nodes. If there is none, it is the one that survives most, and
-:attr:`Choice.needed` names what is missing.
+Among the alternatives that fit into memory and survive the requested number of lost nodes, the one
+that moves the fewest bytes is chosen. If there is none, the one that survives most losses is
+chosen, and :attr:`Choice.needed` lists what would have to change.
 """
 
 from __future__ import annotations
@@ -36,28 +35,30 @@ from reft.protect.placement import fatal
 
 GIB = 2**30
 _MOST_TESTS = 30_000
-"""Sets of lost nodes times members: a scheme with more to test by rank is left to be set by
-hand."""
+"""Limit on sets of lost nodes times members. A scheme that needs more tests is not considered
+automatically."""
 TOO_MANY_TESTS = (
     "members of a group share nodes, and too many losses would have to be tested; the one that is "
     '"protection" in the configuration (or --protection of a plan) is still tested'
 )
 _MOST_COMBINED = 16
-"""Losses above which copies and parities are not combined. Parities alone never move more: in place
-of a copy, a D-th of the section, a parity takes a D-th of a stripe of several blocks."""
+"""Number of losses above which copies and parities are not combined. Parities alone never move more
+bytes than a combination."""
 
 
 @dataclass(frozen=True)
 class ChoiceInputs:
-    """All that the choice depends on.
+    """The inputs of the choice.
 
     Attributes:
+        topology: placement of the ranks.
+        sections: sizes of each rank's state.
         arenas: versions kept in memory.
-        memory_bytes: what may be reserved on each node.
-        exact: whether a host recomputes the owner's partition to the bit, so that it need not be
-            sent.
-        rates: of links and processors; None if recomputing is not possible, or not to be chosen
-            unless asked for.
+        block_bytes: largest size of a block.
+        memory_bytes: memory that may be reserved on each node; None if unknown.
+        exact: whether a host recomputes a partition bit for bit, so that it need not be sent.
+        rates: rates of links and processors; None if recomputing is impossible, or is chosen only
+            on request.
     """
 
     topology: Topology
@@ -70,34 +71,32 @@ class ChoiceInputs:
 
     @property
     def owns(self) -> bool:
-        """Whether ranks have partitions that no peer holds."""
+        """Whether ranks own ZeRO partitions."""
         return any(s.owned_bytes for s in self.sections)
 
     @property
     def recomputable(self) -> bool:
-        """Whether peers hold the weights whose optimizers they would recompute. At ZeRO-3 ranks
-        have partitions of everything."""
+        """Whether peers hold the weights that recomputing needs; at ZeRO-3 they do not."""
         return self.owns and any(s.replicated_bytes for s in self.sections)
 
 
 @dataclass(frozen=True)
 class Alternative:
+    """One possible protection, with its cost."""
+
     scheme: Scheme
-    owned_by: (
-        PartitionSurvival | None
-    )  # what protects partitions; None if there are none, or nothing is protected
-    loads: Mapping[int, TrafficEstimate]  # of the busiest rank of each stage
-    # the node with the largest share of its memory: bytes to reserve, and bytes available (None:
-    # not known)
-    node: str
-    memory_bytes: int
-    limit_bytes: int | None
-    fatal: tuple[str, ...]  # a smallest set of nodes whose loss is not survived
-    # False if it recomputes partitions unasked and at a higher cost, or does not although it was
-    # asked for
+    # Protection of ZeRO partitions; None if there are none, or nothing is protected
+    owned_by: PartitionSurvival | None
+    loads: Mapping[int, TrafficEstimate]  # Traffic of the busiest rank of each stage
+    node: str  # Node that lacks most memory, or has least left
+    memory_bytes: int  # Bytes to reserve on that node
+    limit_bytes: int | None  # Bytes available on that node; None if unknown
+    fatal: tuple[str, ...]  # A smallest set of nodes whose loss is not survived
+    # False if it recomputes partitions without a request and at a higher cost, or if it does not
+    # recompute them although that was requested
     available: bool = True
-    # seconds of a step if its partitions are sent, and if they are recomputed exactly; None: not
-    # known
+    # Seconds of a step for sending the partitions, and for recomputing them exactly; None if
+    # unknown
     partition_secs: tuple[float, float] | None = None
 
     @property
@@ -123,7 +122,7 @@ class Alternative:
 
     @property
     def cost(self) -> tuple[int, int, int, int, str]:
-        """What is compared: bytes moved, memory, then decoding avoided."""
+        """Sort key: bytes moved, then memory, then complexity of decoding."""
         load = self.busiest
         return (
             load.moved_bytes,
@@ -134,6 +133,7 @@ class Alternative:
         )
 
     def why_not(self, wanted: int) -> str | None:
+        """Why this alternative does not meet a tolerance of ``wanted``; None if it does."""
         if not self.available:
             return (
                 f'recomputing is chosen only where "{AOR}" asks for it, or where it is exact and '
@@ -156,13 +156,15 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Choice:
-    """The result.
+    """The result of a choice.
 
     Attributes:
-        alternatives: all for which the groups are large enough, the cheapest first.
-        excluded: the others, and why.
-        reason: why this one was chosen.
-        needed: what would have to change to reach the request.
+        wanted: requested tolerance.
+        chosen: the chosen alternative.
+        alternatives: all alternatives for which the groups are large enough, the cheapest first.
+        excluded: names of the other schemes, with the reason.
+        reason: why ``chosen`` was chosen.
+        needed: what would have to change to reach the requested tolerance.
     """
 
     wanted: int
@@ -206,11 +208,12 @@ def choose(
     """Evaluate every alternative and choose one. Deterministic.
 
     Args:
+        situation: the inputs.
         wanted: node losses that every sharding group should survive.
-        recompute: whether partitions are to be recomputed by ring peers (AOR), as ``auto+aor``
-            asks. The other way is evaluated, too.
+        recompute: ring peers must recompute partitions (AOR), as ``auto+aor`` requests. Sending
+            them is still evaluated.
         also: schemes to evaluate in any case.
-        beyond: evaluate schemes that survive this many more losses than needed.
+        beyond: also evaluate schemes that survive this many more losses than requested.
     """
     candidates, excluded = _candidates(situation, wanted, also, beyond)
     alternatives = sorted(
@@ -237,7 +240,7 @@ def _candidates(
     together = max(nodes.count(node) for nodes in groups for node in set(nodes))
     spread = max(len(set(nodes)) for nodes in groups)
     most = max(wanted * together, max((s.copies + s.parities for s in also), default=0)) + beyond
-    # A group that loses this many members at once has nothing left to recover from.
+    # If all members of a group are lost, no scheme can recover it.
     most = min(most, size)
     found, excluded = [Scheme()], []
     family = [
@@ -251,7 +254,7 @@ def _candidates(
             continue
         if why := scheme.why_no_room(size):
             excluded.append((str(scheme), why))
-        # Copies alone and parities alone need no test of
+        # Only combinations of copies and parities need the tests of
         # :func:`reft.protect.placement.fatal_nodes`.
         elif (
             together > 1
@@ -283,7 +286,7 @@ def _evaluate(
         cheaper = situation.exact and secs is not None and secs[1] < secs[0]
         ways: list[PartitionSurvival | None] = [None]
         if situation.owns and protected:
-            # In both cases partitions are kept by as many peers as the scheme survives losses.
+            # In both cases, as many peers keep a partition as the scheme survives losses.
             ways = [PartitionSurvival.PEER]
             if situation.recomputable:
                 ways.append(PartitionSurvival.AOR)
@@ -338,7 +341,7 @@ def node_bytes(topology: Topology, loads: Mapping[int, TrafficEstimate]) -> dict
     return memory
 
 
-# ---- words ----
+# ---- messages ----
 
 SENT_AFTER_ALL = (
     "a host cannot repeat a GPU's optimizer bit for bit, unless it is reft.ExactAdam, so every "
@@ -379,7 +382,7 @@ def _reason(
 def _needed(
     situation: ChoiceInputs, wanted: int, alternatives: Sequence[Alternative]
 ) -> Iterator[str]:
-    """What would have to change; the most specific first."""
+    """Changes that would reach the requested tolerance, the most specific first."""
     topology = situation.topology
     reaching = [a for a in alternatives if a.tolerance >= wanted]
     tight = [a for a in reaching if a.available and not a.fits_memory]

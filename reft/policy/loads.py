@@ -1,4 +1,4 @@
-"""What a protection scheme costs every rank: bytes to the host, bytes sent, host memory. Pure."""
+"""Cost of a protection scheme for each rank: bytes copied and sent, and host memory. Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from reft.protect.codes import Scheme
 from reft.protect.rs import GRAIN_BYTES as CODED_ALIGNMENT_BYTES
 
 MODEL_BYTES = 2
-# bytes of a parameter under mixed precision with Adam: master, momentum and variance
+# Bytes of a parameter under mixed precision with Adam: master, momentum and variance
 OPTIMIZER_BYTES = 12
-# bytes of a gradient in single precision, which recomputed optimizers (AOR) read
+# Bytes of a gradient in single precision, which recomputed optimizers (AOR) read
 GRADIENT_BYTES = 4
 CHECKSUM_BYTES = 8
-LONGEST_SECS = 1.0  # of a host's optimizer step: a longer one may not end before the next version
+# Longest optimizer step on a host; a longer one may not end before the next version
+LONGEST_SECS = 1.0
 _BESIDE_GRADIENTS_BYTES = 4096
-"""Every parameter group begins at a multiple of 64 bytes, and an unscaled gradient brings its
-factor."""
+"""Allowance for the alignment of parameter groups (64 bytes) and for the factors of unscaled
+gradients."""
 
 
 class PartitionSurvival(StrEnum):
-    """How a ZeRO partition, which only its owner holds, survives the owner.
+    """Protection of a ZeRO partition, which only its owner holds.
 
-    PEER: it is sent to ring peers with every version. AOR: the same peers repeat the optimizer's
-    step on the host, from the newest version and the gradients of the step (asynchronous optimizer
-    recomputing).
+    - PEER: the owner sends it to its ring peers with every version.
+    - AOR (asynchronous optimizer recomputing): the same peers repeat the optimizer's step on their
+      hosts, from the newest version and the gradients of the step.
     """
 
     PEER = "peer"
@@ -37,28 +38,37 @@ class PartitionSurvival(StrEnum):
 
 @dataclass(frozen=True)
 class RankSections:
-    """Bytes of one rank's state: equal on all data-parallel peers, its ZeRO partition, and reserved
-    for encoded host state."""
+    """Sizes of the sections of one rank's state."""
 
-    replicated_bytes: int
-    owned_bytes: int = 0
-    host_bytes: int = 0
+    replicated_bytes: int  # State that is equal on all data-parallel peers
+    owned_bytes: int = 0  # The rank's ZeRO partition
+    host_bytes: int = 0  # Memory reserved for the encoded host state
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Rates by which ZeRO partitions are sent or recomputed: measured at attach on the slowest
-    rank, or planned."""
+    """Rates at which ZeRO partitions are sent or recomputed.
 
-    copy_bytes_per_sec: float  # from the device to its host
-    peer_bytes_per_sec: float  # from a host to those of its ring peers
-    adam_parameters_per_sec: float  # stepped by one core of a host
-    free_cores: int  # cores that a rank does not train on
+    They are measured on the slowest rank at the start, or assumed in a plan.
+    """
+
+    copy_bytes_per_sec: float  # From the device to its host
+    peer_bytes_per_sec: float  # From a host to the hosts of its ring peers
+    adam_parameters_per_sec: float  # Parameters that one core of a host updates
+    free_cores: int  # Cores of a rank that training does not use
 
     def partition_secs(self, parameters: float) -> tuple[float, float]:
-        """Seconds of a step if this many parameters of a rank are sent, and if as many of its
-        peers' are recomputed: copies of gradients, and the optimizer unless a free core steps it in
-        time."""
+        """Time of one step for sending, and for recomputing, the same number of parameters.
+
+        Recomputing copies the gradients. The optimizer step itself counts only if no free core
+        completes it in time.
+
+        Args:
+            parameters: number of parameters of one rank.
+
+        Returns:
+            Seconds for sending and for recomputing.
+        """
         sent_secs = parameters * OPTIMIZER_BYTES / self.peer_bytes_per_sec
         copied_secs = parameters * GRADIENT_BYTES / self.copy_bytes_per_sec
         host_secs = parameters / self.adam_parameters_per_sec
@@ -68,23 +78,18 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class TrafficEstimate:
-    """Bytes of one version on one rank.
+    """Bytes that one rank copies, sends and stores for one version."""
 
-    Copied from the device: its part of the replicated section, copies and parities of that, its
-    partition, and gradients of the partitions that it keeps for others (AOR). Sent: owned and host
-    state for ring peers. Memory: of the host, for all versions that are kept.
-    """
-
-    shard_bytes: int
-    redundant_bytes: int
-    owned_bytes: int
-    gradient_bytes: int
-    sent_bytes: int
-    memory_bytes: int
+    shard_bytes: int  # Copied from the device: its part of the replicated section
+    redundant_bytes: int  # Copied from the device: copies and parities for peers
+    owned_bytes: int  # Copied from the device: its ZeRO partition
+    gradient_bytes: int  # Copied from the device: gradients of its peers' partitions (AOR)
+    sent_bytes: int  # Sent to ring peers: owned and host state
+    memory_bytes: int  # Host memory for all kept versions
 
     @property
     def to_host_bytes(self) -> int:
-        """From the device to the host, in every step with a snapshot."""
+        """Bytes copied from the device to the host for one version."""
         return self.shard_bytes + self.redundant_bytes + self.owned_bytes + self.gradient_bytes
 
     @property
@@ -102,15 +107,19 @@ def group_loads(
     block_bytes: int,
     exact: bool = True,
 ) -> tuple[TrafficEstimate, ...]:
-    """Loads of the members of one sharding group, by dp index.
+    """Traffic of the members of one sharding group, by dp index.
 
-    The replicated section counts as if every shard and every sub-block were as long as the longest,
-    so that no rank takes more than this.
+    It is an upper bound: every shard and every sub-block counts with the size of the longest.
 
     Args:
+        sections: sizes of the members' state, by dp index.
         ring: members in ring order.
-        exact: whether a host recomputes the owner's partition to the bit. If not, as on GPUs, the
-            owner sends every partition after all.
+        scheme: protection of the replicated section.
+        owned_by: protection of ZeRO partitions.
+        arenas: versions kept in memory.
+        block_bytes: largest size of a block.
+        exact: whether a host recomputes a partition bit for bit. If not, as on GPUs, the owner also
+            sends every partition.
     """
     size = len(ring)
     most = max(s.replicated_bytes for s in sections)
@@ -121,8 +130,7 @@ def group_loads(
     for d, own in enumerate(sections):
         at = ring.index(d)
         next_ones = [ring[(at + i) % size] for i in range(1, peers + 1)]
-        # Under AOR a version also holds the peers' partitions, and space for their gradients. A
-        # recomputed partition reads its gradients in every step, in single
+        # Under AOR, a version also holds the peers' partitions, and their gradients in single
         # precision.
         parameters = [
             -(-sections[m].owned_bytes // OPTIMIZER_BYTES) for m in next_ones if recomputed
@@ -145,7 +153,7 @@ def group_loads(
 
 
 def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
-    """Bytes in an arena, or sent to a peer, of what only one member has."""
+    """Bytes of the state that only one member has, in an arena or sent to a peer."""
     partition = sections.owned_bytes if owned else 0
     return sum(map(aligned, (partition, sections.host_bytes, checksum_bytes)))
 
@@ -153,8 +161,11 @@ def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
 def _replicated(
     nbytes: int, scheme: Scheme, size: int, block_bytes: int
 ) -> tuple[int, int, int, int]:
-    """A member's part of the replicated section: bytes of its shard, redundant bytes, bytes of
-    checksums, and blocks."""
+    """A member's part of the replicated section.
+
+    Returns:
+        Bytes of its shard, redundant bytes, bytes of checksums, and number of blocks.
+    """
     splits = size - scheme.gap if scheme.parities else 1
     alignment = CODED_ALIGNMENT_BYTES if scheme.parities else ALIGNMENT_BYTES
     sub_block = -(-nbytes // (size * splits * alignment)) * alignment

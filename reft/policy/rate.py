@@ -1,15 +1,15 @@
-"""How often a version is worth its cost, in memory and on storage: one controller for both. Pure,
-but for the clock that it is given.
+"""Chooses the interval between versions, in memory and on storage, with one controller for both.
+Pure, except for the clock that it is given.
 
-What a version costs is seen by comparing steps with one on its way to those around them
-(:class:`OverheadEstimator`). :func:`best_interval` follows from that cost, the allowed overhead
-(CheckFreq's Algorithm 1), how often memory fails, the bound on lost steps, and how long a version
-takes to be there. :class:`IntervalController` follows all of these while the job runs;
-:class:`DueSteps` says which steps are due by the interval that the ranks agreed on.
+:class:`OverheadEstimator` measures what a version costs: it compares steps during which a version
+is in progress with the steps before and after. :func:`best_interval` computes the interval from
+that cost, the allowed overhead (CheckFreq's Algorithm 1), the failure rate of memory, the bound on
+lost steps, and the time until a version is complete. :class:`IntervalController` updates it while
+the job runs. :class:`DueSteps` decides which steps are due at the interval that the ranks agreed
+on.
 
-Symbols as in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tc
-copy to the host, Ts write to storage, To overhead of a checkpoint, p allowed overhead, k steps
-between two checkpoints.
+Symbols as in CheckFreq (FAST'21): Ti iteration, Tw weight update, Tc copy to the host, Ts write to
+storage, To overhead of a checkpoint, p allowed overhead, k steps between two checkpoints.
 """
 
 from __future__ import annotations
@@ -31,22 +31,30 @@ from reft.protect.placement import Weibull, losses_within, persist_interval_secs
 
 DAY_SECS = 86400.0
 REPAIR_SECS = 600.0
-"""From the loss of a node to the version that is protected again: twice the five minutes that are
-published for a hot recovery with a replacement (Paddle)."""
-_PRECISION = 1e-12  # rounding error of a quotient: 0.3 / 0.1 is three steps, not four
+"""Time from the loss of a node to the first protected version after it: twice the five minutes that
+Paddle published for a hot recovery with a replacement."""
+_PRECISION = 1e-12  # Tolerated rounding error of a quotient: 0.3 / 0.1 is three steps, not four
 _SHORT = 1e-9
 _MOST_EXPONENT = 700.0
 _MOST_STEPS = 10**9
 
 
-# -- how often memory fails ------------------------------------------------------------------------
+# -- failure rate of memory ------------------------------------------------------------------------
 
 
 def learned_losses_per_sec(
     rounds: Iterable[RoundReport], now_unix_secs: float, mtbf_days: float
 ) -> float:
-    """How often a node of this job is lost. The configured rate counts as one observed loss, so
-    that a job without losses keeps to it, and one with many to its own."""
+    """Losses of one node per second, learned from the job's history.
+
+    The configured rate counts as one observed loss. A job without losses therefore uses the
+    configured rate, and a job with many losses its own.
+
+    Args:
+        rounds: starts of the job, in order of time.
+        now_unix_secs: end of the last round.
+        mtbf_days: configured mean time between losses of a node.
+    """
     starts = list(rounds)
     ends = [r.unix_secs for r in starts[1:]] + [now_unix_secs]
     seen = sum(len(r.lost) for r in starts)
@@ -59,17 +67,20 @@ def learned_losses_per_sec(
 def memory_losses_per_sec(
     node_losses_per_sec: float, nodes: int, survived: Sequence[int], repair_secs: float
 ) -> float:
-    """How often a job loses more nodes than its memory survives: before a lost node is replaced and
-    protected again, so many others of its group are lost that the placement does not survive it.
+    """Rate at which a job loses more nodes than its memory survives.
+
+    That happens if too many other nodes of a group are lost before a lost node is replaced and
+    protected again.
 
     Args:
-        nodes: of the job; a multiple of the group's size.
-        survived: for every number of lost nodes, how many sets a group survives; see
+        node_losses_per_sec: losses of one node per second.
+        nodes: nodes of the job; a multiple of the group's size.
+        survived: for every number of lost nodes, the number of such sets that a group survives; see
             :func:`reft.protect.placement.losses_within`.
-        repair_secs: from a loss to the version that is protected again.
+        repair_secs: time from a loss to the first protected version after it.
 
     Raises:
-        ConfigError: ``nodes`` is no such multiple.
+        ConfigError: ``nodes`` is not a multiple of the group's size.
     """
     size = len(survived) - 1
     if size < 1 or nodes % size:
@@ -92,19 +103,21 @@ def memory_risk(
     survival: float | None,
     causes: Sequence[Weibull],
 ) -> tuple[float, float]:
-    """How memory alone carries a job.
+    """Risk of a job that is protected by memory alone.
 
     Args:
-        tolerance: losses that memory survives.
-        losses_per_sec: how often a node is lost, for one of the ``causes``.
+        topology: placement of the ranks.
+        tolerance: node losses that memory survives.
+        losses_per_sec: losses of one node per second.
+        survival: required probability of survival; None if not required.
+        causes: distributions of the time between losses of a node.
 
     Returns:
-        Mean seconds between two losses of more than memory survives; infinite if there can be none.
-        And for how long memory alone carries the job with the probability ``survival``, without any
-        repair.
+        Mean seconds between losses that memory does not survive (infinite if there are none), and
+        the seconds that memory survives with probability ``survival``, without any repair.
     """
     size = max(len(set(topology.group_nodes(pp, tp))) for pp, tp in topology.groups())
-    # Groups that do not fill their nodes count as one more.
+    # An incomplete group counts as a complete one.
     nodes = whole_interval(len(set(topology.failure_domains)), size)
     survived = losses_within(size, min(tolerance, size))
     rate = memory_losses_per_sec(losses_per_sec, nodes, survived, REPAIR_SECS)
@@ -116,7 +129,7 @@ def memory_risk(
 
 
 class RateReason(StrEnum):
-    """What decided the interval."""
+    """Reason for the interval."""
 
     START = "as the algorithm chose it"
     PROFILE = "the first steps are being measured"
@@ -136,19 +149,27 @@ class RateReason(StrEnum):
 def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
     """The interval, in seconds of training, with the largest :func:`effective_part`.
 
-    For a constant rate r of losses, a checkpoint that costs c seconds and an interval of t seconds
-    of training, the part of all time that is training that lasts is
+    With a constant rate r of losses, a checkpoint that costs c seconds and an interval of t seconds
+    of training, the fraction of time spent on training that is not lost is
 
         t exp(-r L) / ((exp(r (t + c)) - 1) (1/r + R))
 
-    with L seconds until a checkpoint is on storage and R seconds to come back. The best t depends
-    on neither L nor R: 1 - r t = exp(-r (t + c)). Young (CACM 1974) and Daly (FGCS 2006)
-    approximate it."""
+    with L seconds until a checkpoint is on storage and R seconds to recover. The best t depends on
+    neither L nor R: 1 - r t = exp(-r (t + c)). Young (CACM 1974) and Daly (FGCS 2006) approximate
+    it.
+
+    Args:
+        cost_secs: c, greater than 0.
+        mtbf_secs: 1 / r, greater than 0.
+
+    Raises:
+        ConfigError: an argument is not greater than 0.
+    """
     if not cost_secs > 0 or not mtbf_secs > 0:
         raise ConfigError(
             f"found a cost of {cost_secs} s and an MTBF of {mtbf_secs} s; expected more than 0"
         )
-    # where 1 - t/M has no digits left: Young's, whose error is less
+    # Here 1 - t/M has no significant digits left; Young's formula has a smaller error.
     if cost_secs < _SHORT * mtbf_secs:
         return sqrt(2 * cost_secs * mtbf_secs)
     cost, low, high = cost_secs / mtbf_secs, 0.0, 1.0
@@ -160,7 +181,7 @@ def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
 
 
 def effective_part(interval_secs: float, cost_secs: float, mtbf_secs: float) -> float:
-    """Training that lasts, as a part of all time, if recovery takes no time (L = R = 0)."""
+    """Fraction of time spent on training that is not lost, for instant recovery (L = R = 0)."""
     cycle = (interval_secs + cost_secs) / mtbf_secs
     return 0.0 if cycle > _MOST_EXPONENT else interval_secs / (expm1(cycle) * mtbf_secs)
 
@@ -175,26 +196,34 @@ def best_interval(
     survival_secs: float = inf,
     most_steps: int | None = None,
 ) -> tuple[int, RateReason]:
-    """Steps between two checkpoints, and what decided: the best for the failures, but no longer
-    than survival and the bound on lost steps allow, no shorter than the overhead, and never shorter
-    than a checkpoint takes to be there. Where two exclude each other the bound wins over the
-    overhead, and what writing takes over both.
+    """Steps between two checkpoints, and the reason.
 
-    With the overhead alone it is Algorithm 1, completed: k = max((Tc + Ts - To) / Ti, To / (p Ti)),
-    at least
-    1. Then To <= p k Ti, and k Ti + To >= Tc + Ts: a failure rolls back 2 k steps at most, since
-    the newest checkpoint may not be there yet. The algorithm's copy within the device is left out.
+    It starts with the optimum for the failure rate, and then applies these limits; a later one
+    overrides an earlier one:
+
+    1. not longer than survival permits;
+    2. not shorter than the allowed overhead permits;
+    3. not longer than the bound on lost steps permits;
+    4. not shorter than the time until a checkpoint is complete.
+
+    With the overhead alone this is Algorithm 1, completed:
+    k = max((Tc + Ts - To) / Ti, To / (p Ti)), at least 1. Then To <= p k Ti and
+    k Ti + To >= Tc + Ts. A failure rolls back at most 2 k steps, because the newest checkpoint may
+    be incomplete. The algorithm's copy within the device is omitted.
 
     Args:
-        step_secs: Ti, of a step without a checkpoint on its way.
-        cost_secs: To, by what a checkpoint makes training longer.
-        arrival_secs: Tc + Ts, until it is there.
-        max_overhead: p; None: whatever it costs.
-        mtbf_secs: mean time between failures; 0: as often as the costs allow; infinite: never for
-            their sake.
-        survival_secs: for how long memory alone carries the job with the wanted probability
+        step_secs: Ti, duration of a step without a checkpoint in progress.
+        cost_secs: To, time that a checkpoint adds to training.
+        arrival_secs: Tc + Ts, time until a checkpoint is complete.
+        max_overhead: p, a fraction; None for no limit.
+        mtbf_secs: mean time between failures; 0 takes checkpoints as often as the other limits
+            permit, infinity does not take any because of failures.
+        survival_secs: time that memory alone survives with the required probability
             (:func:`reft.protect.placement.persist_interval_secs`).
-        most_steps: half of the steps that may be lost; None: no bound.
+        most_steps: half of the steps that may be lost; None for no bound.
+
+    Raises:
+        ConfigError: ``max_overhead`` is not in (0, 1].
     """
     if max_overhead is not None and not 0 < max_overhead <= 1:
         raise ConfigError(
@@ -204,7 +233,7 @@ def best_interval(
     steps, why = (inf, RateReason.FAILURES) if mtbf_secs else (1.0, RateReason.START)
     if 0 < mtbf_secs < inf:
         exact = best_interval_secs(cost_secs, mtbf_secs) / step_secs if cost_secs > 0 else 1.0
-        # The better of the whole steps on either side of the optimum.
+        # The better of the two integers next to the optimum.
         around = sorted({max(1, int(exact)), max(1, ceil(exact))})
         steps = max(around, key=lambda k: effective_part(k * step_secs, cost_secs, mtbf_secs))
     bound = inf if most_steps is None else most_steps
@@ -227,8 +256,8 @@ def best_interval(
 
 
 def whole_interval(steps: int, version_steps: int) -> int:
-    """At least ``steps``, and a multiple of the steps between two versions: only a version that is
-    taken can be due."""
+    """``steps``, rounded up to a multiple of the steps between versions, so that a version exists
+    at every due step."""
     return -(-steps // version_steps) * version_steps
 
 
@@ -236,18 +265,21 @@ def _ceil(value: float) -> int:
     return max(1, ceil(value - _PRECISION * max(1.0, abs(value))))
 
 
-# -- an interval that follows what is observed -----------------------------------------------------
+# -- an interval that adapts to the observed overhead ----------------------------------------------
 
 
-_CALM_WINDOWS = 3  # in a row below p / 2, after which the interval becomes shorter again
+_CALM_WINDOWS = 3  # Consecutive windows below p / 2 after which the interval is shortened
 
 
 @dataclass(frozen=True)
 class Rate:
-    """The present interval, and what decided it.
+    """The current interval, and its reason.
 
     Attributes:
-        calm: windows in a row with less than half of the allowed overhead.
+        interval_steps: steps between two versions.
+        why: reason for the interval.
+        overhead: observed overhead as a fraction of training time; None before the first window.
+        calm: consecutive windows with less than half of the allowed overhead.
     """
 
     interval_steps: int
@@ -266,19 +298,21 @@ def adapt(
     least_steps: int = 1,
     most_steps: int | None = None,
 ) -> Rate:
-    """The rate after one more window.
+    """The rate after one more window of observation.
 
-    Above p, k is computed anew from what the checkpoints have cost; below p / 2 for several windows
-    likewise, but at most halved. In between it stays. It is always within the limits, and at least
-    as long as a checkpoint takes to be on storage, where the bound on lost steps allows that.
+    If the overhead is above p, k is computed again from the observed cost. If it was below p / 2
+    for several windows, too, but k is at most halved. Otherwise k stays. The result is always
+    within the limits, and at least as long as a checkpoint takes to reach storage, if the bound on
+    lost steps permits that.
 
     Args:
-        cost_secs: To, as a checkpoint of the window cost it; at least 0.
-        plain_secs: Ti, of a step without a checkpoint.
+        rate: the rate before.
+        cost_secs: To, observed cost of a checkpoint in this window; at least 0.
+        plain_secs: Ti, duration of a step without a checkpoint.
         max_overhead: p.
         write_secs: the longest Tc + Ts of the window.
-        least_steps: shortest interval, as failures ask for it: more often is of no use.
-        most_steps: longest interval, half of the steps that may be lost; None: no bound.
+        least_steps: shortest useful interval for the failure rate.
+        most_steps: longest interval, half of the steps that may be lost; None for no bound.
     """
     now = rate.interval_steps
     overhead = cost_secs / (now * plain_secs)
@@ -302,43 +336,41 @@ def adapt(
     return Rate(now, why, overhead, calm)
 
 
-# -- what a checkpoint costs: steps beside it against steps around it, as machines are noisy -------
+# -- cost of a checkpoint: steps during it, compared with the steps around it ----------------------
 
 _AROUND = 4
-"""Plain steps on either side of a checkpoint that it is held against: near ones, as machines
-drift."""
+"""Plain steps before and after a checkpoint with which it is compared. Only near ones are used,
+because the speed of machines drifts."""
 _MOST_PAIRS = 64
 _LEFT_OUT = 8
-"""One in so many differences at either end is left out of the mean: an evaluation, a hiccup of the
-host."""
+"""Trimmed mean: one in 8 differences is dropped at either end, such as a delay of the host."""
 _PAUSE, _MOST_PAUSES = 20, 4
-"""Times the median: so long is no step, but an evaluation or whatever the script does between two.
-More of them in a row are steps: training has become as slow."""
+"""A step longer than 20 times the median is not counted: it contains an evaluation or other work of
+the script. More than 4 such steps in a row are counted, because training has become that slow."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """By how much a checkpoint lengthens training, from a number of pairs of steps, and the
-    standard error of that. Below 0 if noise is larger."""
+    """Measured cost of a checkpoint."""
 
-    secs: float
-    error_secs: float
-    plain_secs: float
-    pairs: int
+    secs: float  # Time that a checkpoint adds to training; below 0 if noise is larger
+    error_secs: float  # Standard error of ``secs``
+    plain_secs: float  # Duration of a step without a checkpoint
+    pairs: int  # Number of compared checkpoints
 
 
 class OverheadEstimator:
-    """Steps with and without a checkpoint, in the order in which they were made.
+    """Estimates the cost of a checkpoint from the durations of consecutive steps.
 
-    A checkpoint whose steps touch those of another one, without plain steps between, is not
-    counted; nor is one of more than ``most_beside`` steps, which cannot be distinguished from
+    Checkpoints without plain steps between them are not counted. A checkpoint that takes more than
+    ``most_beside`` steps is not counted either, because its cost cannot be distinguished from
     drift.
     """
 
     def __init__(self, most_beside: int = 64) -> None:
         self._most_beside = most_beside
         self._plain: deque[float] = deque(maxlen=_MOST_PAIRS)
-        self._pauses = 0  # So many in a row
+        self._pauses = 0  # Consecutive pauses
         self._before: list[float] = []
         self._beside: list[float] = []
         self._after: list[float] = []
@@ -346,6 +378,13 @@ class OverheadEstimator:
         self._differences: deque[float] = deque(maxlen=_MOST_PAIRS)
 
     def step(self, secs: float, *, begins: bool, beside: bool) -> None:
+        """Add one step.
+
+        Args:
+            secs: its duration.
+            begins: a checkpoint began during it.
+            beside: a checkpoint was in progress during it.
+        """
         if self._plain and secs > _PAUSE * median(self._plain):
             self._pauses += 1
             if self._pauses > _MOST_PAUSES:
@@ -378,7 +417,7 @@ class OverheadEstimator:
         self._before, self._beside, self._after, self._checkpoints = self._after, [], [], 0
 
     def leave_out(self) -> None:
-        """A checkpoint under way is not counted, nor are the steps before it."""
+        """Discard the checkpoint in progress and the steps before it."""
         self._before, self._beside, self._after, self._checkpoints = [], [], [], 0
 
     @property
@@ -386,7 +425,7 @@ class OverheadEstimator:
         return len(self._differences)
 
     def plain_secs(self) -> float | None:
-        """Median of the last plain steps; None before there was one."""
+        """Median duration of the last plain steps; None before the first."""
         return median(self._plain) if self._plain else None
 
     def cost(self) -> Cost | None:
@@ -400,46 +439,47 @@ class OverheadEstimator:
         return Cost(fmean(kept), error, plain, len(ordered))
 
     def forget(self) -> None:
-        """The differences were used: later ones are of another window."""
+        """Discard the differences; a new window begins."""
         self._differences.clear()
 
 
 # -- the controller of one tier --------------------------------------------------------------------
 
-_SETTLING_STEPS = 3  # what is initialised at first use is slow once
-_PROFILE_PAIRS, _PROFILE_STEPS = 8, 50  # CheckFreq's; the length of an epoch is not known here
+_SETTLING_STEPS = 3  # First steps are slower, because of initialisation
+_PROFILE_PAIRS, _PROFILE_STEPS = 8, 50  # As in CheckFreq; the length of an epoch is unknown here
 _FIRST_GAP, _WIDEST_GAP = 4, 8
 _PROBE_EVERY, _PROBE_STEPS = 512, 48
 _SURE = 4
-"""A window is judged when the standard error is below this part of what is allowed, or after 64
+"""A window is evaluated when the standard error is below a quarter of the allowed cost, or after 64
 pairs."""
 _SLOWER = 1.1
 _RECENT = 32
 _FIRST_STORED_STEPS = 50
-"""Until the first version goes to storage: CheckFreq profiles for so many iterations, without
+"""Steps before the first version goes to storage; CheckFreq profiles for as many iterations without
 checkpoints."""
 _MOST_WRITING_STEPS = 1024
 
 
 class IntervalController:
-    """One rank's measure of the versions that go to a tier, here memory, and the interval that it
-    wants.
+    """Measures one rank's versions in one tier, here memory, and proposes an interval.
 
-    Where the interval leaves no steps without a version, versions are taken less often for a few
-    steps now and then, to have some.
+    If every step has a version, versions are sometimes taken less often for a few steps, in order
+    to measure steps without one.
 
     Args:
         max_overhead: p.
-        most_steps: longest interval, half of the steps that may be lost; None: no bound.
-        fits: shortest interval, at least as long as the given one, that the other tier goes with.
-        risk: what :func:`memory_risk` says now; None: versions are taken as often as they are worth
-            it.
-        known: interval of an earlier start; None has the first steps profiled.
-        on_change: called with the interval whenever a window was judged, by the thread that votes.
+        most_steps: longest interval, half of the steps that may be lost; None for no bound.
+        fits: returns the shortest interval, at least as long as its argument, that is compatible
+            with the other tier.
+        risk: returns the current :func:`memory_risk`; None ignores failures, and takes versions as
+            often as the overhead permits.
+        known: interval found by an earlier start; None profiles the first steps.
+        on_change: called by the voting thread with the interval after each evaluated window.
+        clock: returns seconds of a monotonic clock.
     """
 
     _least_pairs, _most_beside = 4, _MOST_PAIRS
-    # whether versions are sometimes taken less often, to have steps without one
+    # Versions are sometimes taken less often, to measure steps without one
     _looks = True
 
     def __init__(
@@ -457,8 +497,9 @@ class IntervalController:
         self._fits, self._risk = fits, risk
         self._on_change, self._clock = on_change, clock
         self._known_risk = None if risk is None else (inf, inf)
-        # The training thread adds steps, the voting thread judges them. Reentrant: the storage tier
-        # calls begun() with the lock held.
+        # The training thread adds steps, and the voting thread evaluates them. The lock is
+        # re-entrant because StorageIntervalController calls begun() and arrived() while it holds
+        # the lock.
         self._lock = threading.RLock()
         self._pairs = OverheadEstimator(self._most_beside)
         self._steps = 0
@@ -472,14 +513,15 @@ class IntervalController:
         self._lost_most = 0
         self._arrived_step: int | None = None
         self._is_new = False
-        # Ti, To and Tc + Ts; None while they are measured
+        # Ti, To and Tc + Ts; None until they are measured
         self.costs: dict[str, float] | None = None
         self.rate = None if known is None else Rate(self._bounded(known), RateReason.REMEMBERED)
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- observations ------------------------------------------------------------------------------
 
     def step(self, step: int, secs: float) -> None:
-        """A step has ended, ``secs`` after the one before. Called by the training thread."""
+        """Record that a step has ended, ``secs`` after the previous one. For the training
+        thread."""
         with self._lock:
             self._steps += 1
             if self._steps > _SETTLING_STEPS:
@@ -492,10 +534,11 @@ class IntervalController:
                 self._probe_from = self._steps
 
     def begun(self, step: int, is_over: Callable[[], bool]) -> None:
-        """The version of ``step`` begins.
+        """Record that a version begins.
 
         Args:
-            is_over: returns whether it has ended.
+            step: step of the version.
+            is_over: returns whether the version has ended.
         """
         with self._lock:
             self._begun = self._beside = True
@@ -505,23 +548,24 @@ class IntervalController:
             self._begun_secs[step] = self._clock()
 
     def arrived(self, step: int) -> None:
+        """Record that the version of ``step`` is complete in this tier."""
         with self._lock:
             self._arrived_step = step
             begun = self._begun_secs.pop(step, None)
             if begun is not None and self._steps > _SETTLING_STEPS:
                 self._arrival_secs.append(self._clock() - begun)
 
-    # -- what follows from it ----------------------------------------------------------------------
+    # -- the interval ------------------------------------------------------------------------------
 
     def wanted_interval(self, windows: int = 1) -> int:
-        """Steps between two versions, as this rank wants them now. Called by the voting thread.
+        """Steps between two versions that this rank proposes now. For the voting thread.
 
         Args:
-            windows: steps between versions that fit into the idle time, as planned.
+            windows: shortest interval at which versions fit into the idle time, as planned.
         """
         if self._risk is not None and self._pairs.count:
-            # P6: without the lock, for which the training thread waits, since this may read the
-            # job's history.
+            # P6: called without the lock, because it may read the job's history from a file, and
+            # the training thread must not wait for that.
             self._known_risk = self._risk()
         with self._lock:
             seen = self._pairs.cost()
@@ -530,14 +574,14 @@ class IntervalController:
             elif seen is not None and (
                 self._pairs.count >= _PROFILE_PAIRS or self._steps >= _PROFILE_STEPS
             ):
-                # Algorithm 1, once there are enough pairs.
+                # Enough pairs for Algorithm 1
                 self.rate = Rate(self._bounded(1))
                 self._judge(seen)
             wanted = self._gap()
             if self.rate is not None:
                 if self._probe_from is not None and self._steps - self._probe_from > _PROBE_STEPS:
                     self._probe_from, self._usual = None, None
-                # While it measures, versions are taken less often, to have steps without one.
+                # During a measurement, versions are taken less often.
                 wanted = max(self.rate.interval_steps, 1 if self._probe_from is None else wanted)
             wanted = self._bounded(max(windows, wanted))
             is_new, self._is_new = self._is_new, False
@@ -546,7 +590,7 @@ class IntervalController:
         return wanted
 
     def _observe(self, seen: Cost | None) -> None:
-        """Judge the window if it has enough pairs; measure again if steps have become slower."""
+        """Evaluate the window if it has enough pairs; measure again if steps became slower."""
         assert self.rate is not None
         if seen is not None and seen.pairs >= self._least_pairs:
             sure = self._max_overhead * self.rate.interval_steps * seen.plain_secs / _SURE
@@ -565,7 +609,7 @@ class IntervalController:
             self._pairs.forget()
 
     def _judge(self, seen: Cost) -> None:
-        """Evaluate one window. A difference that may be noise does not make the interval longer."""
+        """Evaluate one window. A difference within the noise does not lengthen the interval."""
         assert self.rate is not None
         plain, arrival = seen.plain_secs, self._usual_arrival_secs()
         allowed = self._max_overhead * self.rate.interval_steps * plain
@@ -598,16 +642,16 @@ class IntervalController:
         self._is_new = True
 
     def _gap(self) -> int:
-        """Steps between two versions that leave steps without one."""
+        """Steps between two versions such that some steps have none in progress."""
         plain, gap = self._pairs.plain_secs(), _FIRST_GAP
-        if plain is None and self._recent:  # every one of them had a version
+        if plain is None and self._recent:  # All of these steps had a version in progress
             plain = median(self._recent)
         if plain and self._arrival_secs:
             gap = min(_WIDEST_GAP, 2 + ceil(self._usual_arrival_secs() / plain))
         return self._bounded(gap)
 
     def _usual_arrival_secs(self) -> float:
-        """Tc + Ts: what nearly all of the last versions took."""
+        """Tc + Ts: 95th percentile of the last versions."""
         ordered = sorted(self._arrival_secs)
         return ordered[max(0, len(ordered) - 1 - len(ordered) // 20)] if ordered else 0.0
 
@@ -636,14 +680,18 @@ class IntervalController:
 
 
 class StorageIntervalController(IntervalController):
-    """The same for storage: a version sets off when it is committed, and has arrived when the
-    node's daemon says that it is on storage. Without ``known`` the first 50 steps go without.
+    """:class:`IntervalController` for storage.
+
+    A version begins when it is committed in memory, and has arrived when the node's daemon reports
+    it on storage. Without ``known``, no version is written in the first 50 steps.
 
     Args:
-        most_lost_steps: bound on the steps that are made again; None: none.
-        interval_steps: versions exist only every so many steps.
-        start_step: the newest on storage, the same on every rank; where nothing is, the one that
-            the job begins with.
+        max_overhead: p.
+        most_lost_steps: bound on the steps that a failure may lose; None for no bound.
+        interval_steps: steps between two versions in memory.
+        start_step: newest step on storage, the same on every rank; without one, the step at which
+            the job starts.
+        further: arguments of :class:`IntervalController`.
     """
 
     _least_pairs, _most_beside = 1, _MOST_WRITING_STEPS
@@ -673,14 +721,12 @@ class StorageIntervalController(IntervalController):
             self.rate = Rate(self._bounded(_FIRST_STORED_STEPS))
 
     def committed(self, label: VersionId, agreed_steps: int, version_steps: int = 1) -> bool:
-        """A version is committed.
+        """Decide whether a committed version goes to storage.
 
         Args:
-            agreed_steps: the interval that the vote on it has agreed on, the same on every rank.
-            version_steps: steps until the next version, at most.
-
-        Returns:
-            Whether it goes to storage.
+            label: the version.
+            agreed_steps: interval that the vote on it agreed on, the same on every rank.
+            version_steps: largest number of steps until the next version.
         """
         with self._lock:
             self._newest_step = label.step
@@ -691,11 +737,12 @@ class StorageIntervalController(IntervalController):
             return due
 
     def went_to(self, step: int) -> None:
-        """The running job continues from ``step``, which is on storage. No version is under way."""
+        """Continue from ``step``, which is on storage, while no version is being written."""
         with self._lock:
             self._due = DueSteps(step)
 
     def answered(self, answer: Mapping[str, Any] | None) -> None:
+        """Evaluate the daemon's reply: its newest, failed or overtaken version."""
         answer = answer or {}
         last, overtaken = answer.get("persisted"), answer.get("overtaken")
         with self._lock:
@@ -703,7 +750,7 @@ class StorageIntervalController(IntervalController):
                 self._overtaken = label
                 self._back_off()
             if answer.get("failing"):
-                self._on_its_way = None  # what storage costs is not known while it fails
+                self._on_its_way = None  # The cost cannot be measured while storage fails
                 self._pairs.leave_out()
             elif (
                 last is not None
@@ -715,8 +762,10 @@ class StorageIntervalController(IntervalController):
                 self._leave_room()
 
     def _leave_room(self) -> None:
-        """If one write ends when the next one begins, there are no steps without a write, by which
-        its cost could be measured."""
+        """Lengthen the interval so that some steps have no write in progress.
+
+        Without such steps, the cost of a write cannot be measured.
+        """
         plain = self._pairs.plain_secs()
         if self.rate is not None and plain:
             least = self._bounded(ceil(self._usual_arrival_secs() / plain) + _FIRST_GAP)
@@ -724,8 +773,7 @@ class StorageIntervalController(IntervalController):
                 self.rate = Rate(least, RateReason.WRITING, self.rate.overhead)
 
     def _back_off(self) -> None:
-        """Memory went on to newer versions before storage began with this one: storage was still
-        busy."""
+        """Lengthen the interval, because storage was busy until memory moved past a due version."""
         assert self.rate is not None
         waited = 0 if self._on_its_way is None else self._newest_step - self._on_its_way.step
         steps = self._bounded(max(2 * self.rate.interval_steps, waited))
@@ -733,16 +781,20 @@ class StorageIntervalController(IntervalController):
         self._pairs.leave_out()
 
 
-# -- which steps are due ---------------------------------------------------------------------------
+# -- due steps -------------------------------------------------------------------------------------
 
 
 class DueSteps:
-    """No more steps lie between two that are due than the interval was when the first of them was.
+    """Decides which steps are due.
 
-    Multiples of the interval are always due: ranks that have heard of a change at different steps
-    agree again at the next one. After a change this costs one version more at most. ``start_step``
-    counts as
-    due: the step that the job begins or goes on with, the same on every rank."""
+    The distance between two due steps is at most the interval at the first of them. Multiples of
+    the interval are always due, so that ranks which learn of a change at different steps agree
+    again at the next multiple. A change of the interval therefore costs at most one extra version.
+
+    Args:
+        start_step: step from which the job starts or continues, the same on every rank; it counts
+            as due.
+    """
 
     def __init__(self, start_step: int) -> None:
         self._last = start_step
@@ -751,15 +803,15 @@ class DueSteps:
     def is_due(
         self, step: int, interval_steps: int, *, ahead_steps: int = 1, given_up: int = -1
     ) -> bool:
-        """Whether ``step`` is due. Ask about every step that may be, in order.
+        """Whether ``step`` is due. Must be called for every candidate step, in increasing order.
 
         Args:
-            step: above the ones asked about before.
-            interval_steps: that holds now. A shorter one counts at once, a longer one from the next
-                due step on.
-            ahead_steps: until the next step that may be due, at most.
-            given_up: the newest step that came to nothing, though it may have been due. If it is
-                the last due one, there is none since the one before: ``step`` takes its place.
+            step: the step.
+            interval_steps: current interval. A shorter one takes effect at once, a longer one after
+                the next due step.
+            ahead_steps: largest number of steps until the next candidate.
+            given_up: newest step whose version was given up; -1 if none. If that step was the last
+                due one, ``step`` replaces it.
         """
         latest = self._last + interval_steps
         self._latest = latest if self._latest is None else min(self._latest, latest)

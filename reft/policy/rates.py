@@ -1,9 +1,9 @@
-"""How often versions are taken, and how often they go to storage, if the block leaves that to the
-job (``"interval_steps": "auto"``): the controller of :mod:`reft.policy.rate`, once for each tier.
+"""Adapts the intervals of versions in memory and on storage, if the block says ``"interval_steps":
+"auto"``: one controller of :mod:`reft.policy.rate` for each tier.
 
-Versions are also taken while the controller measures, unlike in CheckFreq's profile: their cost is
-what is measured. CheckFreq's other mode, a copy within the device, is ``has.overflow: staging`` and
-is never chosen here: it needs device memory that training may want later.
+Unlike in CheckFreq's profile, versions are taken while the controller measures, because their cost
+is measured. CheckFreq's other mode, a copy within the device, is ``has.overflow: staging`` and is
+never chosen here, because it needs device memory that training may need later.
 
 All ranks follow one decision: each proposes an interval in the vote on a version, and the longest
 one wins (:class:`~reft.policy.agreed.AgreedRates`). No wait is added (P6).
@@ -54,14 +54,19 @@ Tier = Literal["memory", "storage"]
 def learned_risk(
     job_dir: Path, topology: Topology, tolerance: int, node_mtbf_days: float, survival: float | None
 ) -> tuple[float, float]:
-    """The risk by the job's history so far: see :func:`~reft.policy.rate.memory_risk`."""
+    """The :func:`~reft.policy.rate.memory_risk` with the loss rate of the job's history."""
     losses_per_sec = learned_losses_per_sec(read_history(job_dir), time.time(), node_mtbf_days)
     return memory_risk(topology, tolerance, losses_per_sec, survival, [Weibull(1 / losses_per_sec)])
 
 
 def dividing(persist_steps: int) -> Callable[[int], int]:
-    """Rounds intervals so that they divide a fixed interval on storage, or are multiples of it: a
-    version that is due there then exists."""
+    """A function that rounds intervals up to divisors or multiples of a fixed storage interval.
+
+    A version then exists at every step that is due on storage.
+
+    Args:
+        persist_steps: interval on storage; 0 if it is not fixed, and nothing is rounded.
+    """
 
     def fits(steps: int) -> int:
         if not persist_steps:
@@ -79,17 +84,17 @@ class _Measured(BaseModel):
 
 
 class RateCache:
-    """The intervals that an earlier start has found, so that the next one need not measure.
+    """Intervals that an earlier start measured, so that later starts need not measure again.
 
-    One small file per rank in the memory directory, next to the jobs, for all jobs with the same
-    model in the same layout.
+    Each rank has one small file in the memory directory, next to the jobs' directories. It holds
+    for all jobs with the same model and layout.
 
     Args:
-        directory: of the memory.
-        facts: what the intervals depend on, in JSON values.
+        directory: the memory directory.
+        facts: inputs on which the intervals depend, as JSON values.
 
     Attributes:
-        known: intervals in steps; None if they must be found.
+        known: intervals in steps; None if they must be measured.
     """
 
     def __init__(self, directory: Path, facts: Mapping[str, Any]) -> None:
@@ -119,7 +124,7 @@ class RateCache:
 
 
 class MeasuredEngine(Protocol):
-    """A training engine, as the costs of its versions depend on it."""
+    """The properties of a training engine on which the cost of versions depends."""
 
     name: str
     device: torch.device
@@ -132,25 +137,25 @@ class MeasuredEngine(Protocol):
 
 
 class IntervalRates:
-    """How often one rank takes versions, and how often they go to storage. Made collectively.
+    """The intervals of one rank's versions in memory and on storage. Created collectively.
 
     Args:
         config: the ``reft`` block.
-        engine: what trains.
+        engine: the training engine.
         control: messages between the ranks.
-        topology: of all ranks.
+        topology: placement of all ranks.
         job_dir: the job's memory on this node.
-        scheme: the protection in force, by name.
+        scheme: name of the protection in force.
         tolerance: returns the node losses that every sharding group survives.
-        advised_steps: returns the smallest interval that keeps within the allowed overhead.
-        peer_errors: records where this rank cannot compute its interval.
+        advised_steps: returns the smallest interval within the allowed overhead, as planned.
+        peer_errors: receives errors in computing this rank's interval.
         from_memory: whether this node's memory holds the version from which the job continues.
 
     Attributes:
-        agreed: what the ranks have agreed on, in their votes.
-        memory: the controller of the tier; None where the block has a number.
-        storage: likewise.
-        votes: of the snapshot worker; None until it runs.
+        agreed: the intervals that the ranks agreed on in their votes.
+        memory: controller for memory; None if the block sets a number.
+        storage: controller for storage; None if the block sets a number.
+        votes: votes of the snapshot worker; None until it runs.
     """
 
     def __init__(
@@ -200,7 +205,8 @@ class IntervalRates:
             )
 
     def step(self, step: int, secs: float) -> None:
-        """A step has ended, ``secs`` after the one before. On the training thread."""
+        """Record that a step has ended, ``secs`` after the previous one. For the training
+        thread."""
         for rate in (self.memory, self.storage):
             if rate is not None:
                 rate.step(step, secs)
@@ -209,7 +215,7 @@ class IntervalRates:
         if self.memory is not None:
             self.memory.begun(request.label.step, request.done.is_set)
 
-    # -- asked in every vote -----------------------------------------------------------------------
+    # -- for every vote ----------------------------------------------------------------------------
 
     def wanted_interval(self) -> int:
         advised = self._advised_steps()
@@ -221,10 +227,10 @@ class IntervalRates:
     # -- after every commit ------------------------------------------------------------------------
 
     def committed(self, label: VersionId) -> tuple[bool, dict[str, Any]]:
-        """All ranks have a version.
+        """Handle a version that all ranks have committed.
 
         Returns:
-            Whether it goes to storage, and statistics to be reported.
+            Whether it goes to storage, and statistics to report.
         """
         stats: dict[str, Any] = {}
         every = self.version_steps(label.step)
@@ -242,7 +248,8 @@ class IntervalRates:
         return due, stats
 
     def takes_version(self, step: int) -> bool:
-        """Whether a version is taken after ``step``. Called once a step, on the training thread."""
+        """Whether a version is taken after ``step``. Called once per step by the training
+        thread."""
         given_up = -1 if self.votes is None else self.votes.given_up_step(step)
         return self._versions.is_due(step, self.version_steps(step), given_up=given_up)
 
@@ -252,13 +259,16 @@ class IntervalRates:
             self.storage.went_to(step)
 
     def version_steps(self, step: int) -> int:
-        """Steps between versions around ``step``, as the ranks have agreed."""
+        """Steps between versions around ``step``, as the ranks agreed."""
         return max(self._config.version_steps, self.agreed.interval_steps(step))
 
 
 def newest_step(config: ReftConfig, until_step: int) -> int:
-    """The newest step up to ``until_step`` that the job has on storage and has not abandoned; 0 if
-    there is none, or it is not known."""
+    """The newest step on storage up to ``until_step`` that the job has not abandoned.
+
+    Returns:
+        0 if there is none, or storage cannot be listed.
+    """
     assert config.persist.dir is not None
     assert config.job_id is not None
     try:
@@ -275,9 +285,9 @@ def newest_step(config: ReftConfig, until_step: int) -> int:
 
 
 def _stored_step(config: ReftConfig, control: ControlGroup, step: int, *, from_memory: bool) -> int:
-    """The newest step on storage on the way to ``step``, as rank 0 sees it. Collective.
+    """The newest step on storage up to ``step``, as rank 0 sees it. Collective.
 
-    That is ``step`` itself if it was loaded from storage or nothing was trained yet, and 0 if
+    That is ``step`` itself if the job loaded it from storage or has not trained yet, and 0 if
     storage holds nothing.
     """
     stored = newest_step(config, step) if control.rank == 0 else 0
@@ -292,7 +302,7 @@ def _cost_facts(
     topology: Topology,
     scheme: str,
 ) -> dict[str, Any]:
-    """What the costs of versions depend on, on this machine."""
+    """The facts on which the cost of versions depends, on this machine."""
     vendor = find_vendor(engine.device)
     node = topology.nodes[control.rank]
     return {

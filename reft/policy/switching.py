@@ -1,21 +1,21 @@
-"""Changing the protection while the job runs, at one version boundary on all ranks: by order, or
-for want of memory.
+"""Changes the protection of a running job, at the same version on all ranks.
 
-An order (:mod:`reft.node.client`) on any node travels in the votes of the versions, and so does how
-far each rank would go down the ladder (:mod:`reft.protect.placement`) for the memory its node has
-left; every rank hears the newest order and the lowest level from the same vote. Once that version
-is through the protocol the worker threads, and only they,
+A change has one of two causes: a request (:mod:`reft.memory.protection_record`) on any node, or a
+lack of memory. Each rank's ballot contains its newest request and the level of the ladder
+(:mod:`reft.protect.placement`) that its node's free memory permits. The result of the vote is the
+newest request and the lowest level, the same on all ranks. After that version's protocol, the
+worker threads
 
-1. agree on the order's text and check that the scheme suits the group and that its arenas fit on
-  every node;
-2. reserve arenas of the new size in every slot but that of the newest committed version, which
-  stays as it
-   is and recoverable until a version under the new scheme is committed (P3);
-3. say on every node what is in force now, for ``reft status`` and for the next start.
+1. agree on the text of the request, and check that the scheme suits the group and that its arenas
+   fit on every node;
+2. reserve arenas of the new size in all slots except that of the newest committed version, which
+   stays recoverable until a version under the new scheme is committed (P3);
+3. record the new protection on every node, for ``reft status`` and for the next start.
 
-An order that does not fit is refused on all ranks before anything is given up (P9). Training waits
-for none of this: a version that would begin meanwhile is skipped and counted. A kill at any point
-leaves arenas that each say what they hold, and records of which the newest counts.
+A request that does not fit is refused on all ranks before any memory is released (P9). Training
+does not wait: a version that would begin during a change is skipped and counted. If a process is
+killed at any point, every arena's header still identifies its content, and the newest record
+counts.
 """
 
 from __future__ import annotations
@@ -55,16 +55,17 @@ _NEVER = 2**62
 
 CALM_SECS = 10.0
 _MOST_CALMS = 64
-# a level up must leave so many margins free, so that it is not given up at once
+# Multiple of the margin that must be free after a move up, so that it is not reversed at once
 _ROOM_AFTER_RISE = 1.5
 
 
 class MemoryGuard:
-    """Which level one rank wants, from how much memory its node has left.
+    """Proposes one rank's level of the ladder from the free memory of its node.
 
-    Down at once when less than the margin is free, a level at a time. Up when the next level would
-    leave half as much again as the margin, and has for ``calm_secs``; that while doubles whenever
-    what came back had to be given up again."""
+    It moves one level down at once when less than the margin is free. It moves up when the next
+    level would have left 1.5 times the margin free for ``calm_secs``. That time doubles whenever a
+    move up had to be reversed.
+    """
 
     def __init__(self, margin_bytes: int, calm_secs: float = CALM_SECS) -> None:
         self.margin_bytes = margin_bytes
@@ -75,9 +76,15 @@ class MemoryGuard:
     def wanted_level(
         self, level: int, levels: int, free_bytes: int, growth: Callable[[], int], now: float
     ) -> int:
-        """The level to be on. ``level``: the one in force; 0 is what is wanted. ``levels``: of the
-        ladder. ``free_bytes``: memory of the node that nobody has taken. ``growth``: bytes that the
-        node would take for the next level up. ``now``: seconds of a monotonic clock."""
+        """The proposed level.
+
+        Args:
+            level: level in force; 0 is the requested protection.
+            levels: number of levels.
+            free_bytes: free memory of the node.
+            growth: returns the bytes that the node needs for the next level up.
+            now: seconds of a monotonic clock.
+        """
         if free_bytes < self.margin_bytes:
             self._calm_since = None
             return min(level + 1, levels - 1)
@@ -89,7 +96,7 @@ class MemoryGuard:
         return level - 1 if now - self._calm_since >= self._calm.pause else level
 
     def moved(self, before: int, after: int, now: float) -> None:
-        """All ranks are on another level."""
+        """Record that all ranks moved from level ``before`` to ``after``."""
         self._calm_since = None
         if after < before:
             self._rose_at = now
@@ -106,17 +113,17 @@ class MemoryGuard:
 class MemoryBudget:
     """Memory of one rank under a layout, in bytes."""
 
-    needed: int  # for all its arenas
-    held: int  # by those it has now
-    free: int  # on its node, not taken by anybody
-    limit: int  # most that this rank's arenas may take; negative: no limit
-    margin: int  # that must stay free on its node if more is taken
+    needed: int  # Size of all its arenas under the layout
+    held: int  # Size of its present arenas
+    free: int  # Free memory of its node
+    limit: int  # Limit on the size of this rank's arenas; negative for no limit
+    margin: int  # Memory of its node that must stay free if its arenas grow
 
     @classmethod
     def of(
         cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0
     ) -> MemoryBudget:
-        """What ``count`` arenas of a layout would take."""
+        """The budget for ``count`` arenas of a layout."""
         limit = _NO_LIMIT if arenas.limit_bytes is None else arenas.limit_bytes
         needed = arenas.needed_bytes(layout, count)
         return cls(needed, arenas.held_bytes(), arenas.free_bytes(), limit, margin_bytes)
@@ -127,18 +134,23 @@ class MemoryBudget:
 
     @property
     def left_bytes(self) -> int:
-        """Of the node's memory; negative where the limit has been lowered below what is needed."""
+        """Free memory of the node; negative if the limit is below what is needed."""
         return self.limit - self.needed if self.over_limit else self.free
 
     @property
     def growth_bytes(self) -> int:
-        """More than now; more than any node has where the limit forbids it."""
+        """Bytes needed in addition to the present arenas; more than any node has if the limit
+        forbids it."""
         return _NEVER if self.over_limit else self.needed - self.held
 
 
 def agree_on_room(control: ControlGroup, topology: Topology, room: MemoryBudget) -> str | None:
-    """What is missing on the first rank or node that lacks memory, in words; None where all have
-    enough. Collective; the same on all ranks. Nodes may differ in what must stay free."""
+    """Check that every rank and node has enough memory. Collective.
+
+    Returns:
+        What is missing on the first rank or node that lacks memory, as text, the same on all ranks;
+        None if all have enough.
+    """
     rooms = [MemoryBudget(*values) for values in control.gather_ints(astuple(room))]
     for rank, found in enumerate(rooms):
         if found.over_limit:
@@ -164,34 +176,36 @@ def _mib(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class ActiveProtection:
-    """The protection of one rank."""
+    """The protection in force on one rank, and the results of votes on it."""
 
-    order: int = 0  # number of the last order that was carried out or refused
-    level: int = 0  # how far down the ladder what is in force is; 0 is what is wanted
-    heard_order: int = 0  # number of the newest order that a vote named
-    heard_level: int = 0  # the level that the last vote named
+    order: int = 0  # Number of the last request that was carried out or refused
+    level: int = 0  # Level in force; 0 is the requested protection
+    heard_order: int = 0  # Newest request in any vote's result
+    heard_level: int = 0  # Level in the last vote's result
 
     def heard(self, order: int, level: int) -> ActiveProtection:
-        """A vote named this order and this level, on all ranks the same."""
+        """Store a vote's result, which is the same on all ranks."""
         return replace(self, heard_order=max(self.heard_order, order), heard_level=level)
 
     def would_change(self, order: int, level: int) -> bool:
-        """Whether a vote with this order and level has a change follow."""
+        """Whether a vote with this result is followed by a change."""
         return order > self.order or level != self.level
 
     @property
     def due(self) -> bool:
-        """Whether something is to be changed now; all ranks say the same after the same vote."""
+        """Whether a change is due now; the same on all ranks after the same vote."""
         return self.would_change(self.heard_order, self.heard_level)
 
     @property
     def ordered(self) -> bool:
-        """Whether what is due is an order: it goes before a level."""
+        """Whether the due change is a request; requests precede changes of the level."""
         return self.heard_order > self.order
 
     def targets(self, levels: int) -> Sequence[int]:
-        """Levels to try, until all ranks move: up one alone, down past those that cannot be
-        reserved."""
+        """Levels to try in order, until all ranks can reserve one.
+
+        A move up has a single target. A move down may skip levels that cannot be reserved.
+        """
         return (
             (self.heard_level,)
             if self.heard_level < self.level
@@ -199,27 +213,28 @@ class ActiveProtection:
         )
 
     def moves(self, failed: Sequence[bool]) -> bool:
-        """Whether the ranks use what they have tried, given of every rank whether it could not
-        reserve its
-        arenas: all of them do, or none."""
+        """Whether the ranks move: all of them, or none.
+
+        Args:
+            failed: for each rank, whether it could not reserve its arenas.
+        """
         return not any(failed)
 
     def followed(self, order: int) -> ActiveProtection:
-        """An order was carried out, or refused."""
+        """Record that a request was carried out or refused."""
         return replace(self, order=order, heard_order=order)
 
     def now_on(self, level: int) -> ActiveProtection:
-        """All ranks are on this level."""
+        """Record that all ranks are on this level."""
         return replace(self, level=level, heard_level=level)
 
     def resync(self, order: int, levels: int) -> ActiveProtection:
-        """The ranks have come together again. How far down the ladder is found out anew with the
-        layout."""
+        """Reset after a rejoin; the level is determined again with the next layout."""
         return self.followed(order).now_on(min(self.level, levels - 1))
 
 
 class RequestPoll:
-    """Looks for a new order, at the cost of one ``stat`` while there is none."""
+    """Reads this node's newest request; costs one ``stat`` if the file is unchanged."""
 
     def __init__(self, job_dir: Path) -> None:
         self._path = job_dir / REQUEST_FILE
@@ -227,7 +242,7 @@ class RequestPoll:
         self._order: ProtectionRequest | None = None
 
     def newest(self) -> ProtectionRequest | None:
-        """The newest order found so far; a file that cannot be read is none."""
+        """The newest request found so far; unreadable files are ignored."""
         try:
             info = self._path.stat()
         except OSError:
@@ -241,25 +256,30 @@ class RequestPoll:
 
 @dataclass(frozen=True)
 class RetentionConfig:
-    """Settings of what is kept."""
+    """Settings for the versions that are kept."""
 
-    versions: int = 2  # per rank, if there is memory
-    margin_bytes: int = 0  # memory of a node that versions must leave free
-    look_secs: float = 1.0  # between two looks at the node's memory
-    calm_secs: float = CALM_SECS  # how long there must have been room before something comes back
+    versions: int = 2  # Versions of each rank, if there is enough memory
+    margin_bytes: int = 0  # Memory of a node that versions must leave free
+    look_secs: float = 1.0  # Interval between two checks of the node's memory
+    calm_secs: float = CALM_SECS  # Time with enough free memory before a move up
 
 
 class SchemeSwitch(SchemePolicy):
-    """The protection in force on one rank, and how it changes. Used by the worker thread.
+    """Changes the protection of one rank. Used by the worker thread.
 
     Args:
-        control, topology: carry the agreement.
+        control: messages between the worker threads of all ranks.
+        topology: placement of the ranks.
         arenas: this rank's memory.
-        record: what this incarnation begins with, the same on all ranks.
-        orders: where this node's orders are found; None: only those of others are followed.
-        keeping: how much is kept.
+        record: protection at the start of this incarnation, the same on all ranks.
+        orders: reads this node's requests; None if only other nodes' requests are followed.
+        keeping: settings for the versions that are kept.
         on_change: called with the new record after every change and refusal.
-        reach: called between reserving memory and saying so, with the step.
+        reach: called with the step between reserving memory and recording the change, for fault
+            injection.
+
+    Attributes:
+        settled: whether a version was committed under the protection in force.
     """
 
     def __init__(
@@ -287,13 +307,13 @@ class SchemeSwitch(SchemePolicy):
         self._watch = MemoryGuard(keeping.margin_bytes, keeping.calm_secs)
         self._wanted_level = 0
         self._looked = 0.0
-        self.settled = False  # whether a version was committed under what is in force
+        self.settled = False
         self._look_failed = False
         self._above: GroupLayout | None = None
 
     @property
     def wanted(self) -> ProtectionLevel:
-        """What is kept if there is memory."""
+        """The requested protection, which is kept if there is enough memory."""
         return self._ladder[0]
 
     @property
@@ -321,14 +341,17 @@ class SchemeSwitch(SchemePolicy):
         self.settled = True
 
     def newest_order(self) -> int:
-        """Number of the newest order that this rank knows of: what it says in a vote."""
+        """Number of the newest request that this rank has read; part of its ballot."""
         order = self._orders.newest() if self._orders is not None else None
         return max(self.record.number, order.number if order is not None else 0)
 
     def wanted_level(self, layout: GroupLayout | None) -> int:
-        """The level that this rank would be on, by the memory its node has left: what it says in a
-        vote. Looked at now and then, and only once a version is committed under what is in force:
-        what the last change gave back is not free before."""
+        """The level that this rank's node has memory for; part of its ballot.
+
+        The memory is checked at most once in ``look_secs``, and only after a version was committed
+        under the protection in force, because memory released by the last change is not free
+        earlier.
+        """
         now = time.monotonic()
         if layout is not None and self.settled and now - self._looked >= self._keeping.look_secs:
             self._looked = now
@@ -342,14 +365,14 @@ class SchemeSwitch(SchemePolicy):
                     now,
                 )
             except OSError as error:
-                # Whether versions can be taken is another question, which the arenas answer.
+                # Not fatal: whether a version can be taken depends only on its arenas.
                 if not self._look_failed:
                     logger.warning("the node's memory use cannot be read: %s", error)
                 self._look_failed = True
         return self._wanted_level
 
     def _growth(self, layout: GroupLayout) -> int:
-        """What this node would take for the next level up, as far as one rank can tell."""
+        """Bytes that this node needs for the next level up, estimated from this rank's share."""
         level = self._ladder[self.in_force.level - 1]
         if self._above is None:
             self._above = self._under(layout, level)
@@ -360,9 +383,11 @@ class SchemeSwitch(SchemePolicy):
     # -- changes, collective -----------------------------------------------------------------------
 
     def rejoined(self) -> None:
-        """The ranks have come together again: some may have carried out what others have not. The
-        newest record counts; how far down the ladder is found out anew with the layout
-        (:meth:`fit`)."""
+        """Agree again after a rejoin. Collective.
+
+        Some ranks may have carried out a change that others have not. The newest record counts.
+        The level is determined again with the next layout (:meth:`fit`).
+        """
         gathered = self._control.gather_bytes(json.dumps(self.record.to_json()).encode())
         records = [ProtectionRecord.from_json(json.loads(data)) for data in gathered]
         newest = max(records, key=lambda r: (r.number, r.step))
@@ -376,8 +401,15 @@ class SchemeSwitch(SchemePolicy):
         self._above = None
 
     def fit(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
-        """A new layout, planned for what is wanted: take the first level that every node has memory
-        for, or the last. Collective; nothing is reserved yet."""
+        """Choose the level for a new layout. Collective; reserves nothing.
+
+        Args:
+            label: the version that has the new layout.
+            layout: planned for the requested protection.
+
+        Returns:
+            The layout for the first level that every node has memory for, or for the last level.
+        """
         cause = None
         for level in self._ladder:
             found = self._under(layout, level)
@@ -390,7 +422,10 @@ class SchemeSwitch(SchemePolicy):
         return found
 
     def _room(self, layout: GroupLayout, count: int) -> MemoryBudget:
-        """For peers that wait for it: where the memory cannot be looked at, there is none."""
+        """The budget for a layout. It never raises, because the peers wait for it.
+
+        If the node's memory cannot be read, none counts as free.
+        """
         try:
             return MemoryBudget.of(self._arenas, layout, count, self._keeping.margin_bytes)
         except OSError as error:
@@ -403,9 +438,15 @@ class SchemeSwitch(SchemePolicy):
         return self.in_force.due
 
     def change(self, label: VersionId, layout: GroupLayout | None) -> GroupLayout | None:
-        """Do what is due, between two versions; returns the layout to go on with. ``label``: the
-        version after which the change takes place. ``layout``: in force; None before the first
-        version."""
+        """Carry out the due change between two versions. Collective.
+
+        Args:
+            label: version after which the change takes place.
+            layout: layout in force; None before the first version.
+
+        Returns:
+            The layout of the next version.
+        """
         if self.in_force.ordered:
             return self._follow_order(label, layout)
         if layout is None:
@@ -440,8 +481,7 @@ class SchemeSwitch(SchemePolicy):
         return new or layout
 
     def _change_level(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
-        """Go down, past levels that cannot be reserved; or up, since there is room again on every
-        node, it seems."""
+        """Move down, skipping levels that cannot be reserved, or up by one level."""
         down = self.in_force.heard_level > self.in_force.level
         degraded = self.record.degraded
         why = self._why_short(layout) if down else degraded.cause if degraded is not None else None
@@ -458,7 +498,11 @@ class SchemeSwitch(SchemePolicy):
     def _move(
         self, level: ProtectionLevel, layout: GroupLayout | None
     ) -> tuple[str | None, GroupLayout | None]:
-        """Reserve what a level needs; all ranks do, or none. Returns why not, or the new layout."""
+        """Reserve the arenas of a level on all ranks, or on none.
+
+        Returns:
+            The cause of a failure and None, or None and the new layout.
+        """
         if layout is None:
             return None, None
         new, arenas = self._under(layout, level), self._arenas
@@ -491,7 +535,7 @@ class SchemeSwitch(SchemePolicy):
         )
 
     def _now_on(self, level: int) -> bool:
-        """This is the level in force, on all ranks; returns whether it is another one."""
+        """Record the level in force on all ranks; returns whether it has changed."""
         before = self.in_force.level
         self._arenas.use(self._ladder[level].arenas)
         self._watch.moved(before, level, time.monotonic())
@@ -501,8 +545,12 @@ class SchemeSwitch(SchemePolicy):
         return level != before
 
     def _publish(self, label: VersionId, cause: str | None) -> None:
-        """Note what is in force since the version after ``label``, and why it is not what is
-        wanted."""
+        """Record the protection in force after ``label``.
+
+        Args:
+            label: the version before the change.
+            cause: why it differs from the requested one; None if it does not.
+        """
         level = self._ladder[self.in_force.level]
         degraded = None
         if self.in_force.level:
@@ -525,7 +573,7 @@ class SchemeSwitch(SchemePolicy):
         return layout if same else layout_under(layout, level.scheme)
 
     def _agree_on_order(self) -> ProtectionRequest:
-        """The newest that any rank knows of."""
+        """The newest request that any rank has read. Collective."""
         order = (self._orders.newest() if self._orders is not None else None) or ProtectionRequest(
             0, ""
         )

@@ -75,6 +75,10 @@ def analyse(
     by_stage = defaultdict(list)
     for rank in complete:
         by_stage[rank.pp].append(rank)
+    stages = []
+    for pp in sorted(by_stage):
+        steps_of_stage = [step for rank in by_stage[pp] for step in cut[rank.rank]]
+        stages.append(_stage(pp, by_stage[pp], steps_of_stage, bandwidth))
     return ProfileResult(
         job_id=job_id,
         degrees=degrees,
@@ -87,10 +91,7 @@ def analyse(
         clock=clock,
         matched_share=matched_share,
         clock_error_secs=max(r.offset.error_secs for r in aligned),
-        stages=tuple(
-            _stage(pp, by_stage[pp], [s for r in by_stage[pp] for s in cut[r.rank]], bandwidth)
-            for pp in sorted(by_stage)
-        ),
+        stages=tuple(stages),
         timelines=tuple(ranks[number] for number in range(len(steps)) for ranks in cut.values()),
     )
 
@@ -189,13 +190,12 @@ def _windows(
     step_secs = float(np.median([step.step_secs for step in steps]))
     min_secs = max(MIN_WINDOW_SECS, MIN_WINDOW_SHARE * step_secs)
     # For each step, by position of the instruction: seconds of its wait, and its start time
-    waits = [
-        {s.position: s.secs for s in step.segments if s.activity is Activity.WAIT} for step in steps
-    ]
-    begins = [
-        {s.position: s.begin_secs - step.segments[0].begin_secs for s in reversed(step.segments)}
-        for step in steps
-    ]
+    waits, begins = [], []
+    for step in steps:
+        waits.append({s.position: s.secs for s in step.segments if s.activity is Activity.WAIT})
+        step_begin = step.segments[0].begin_secs
+        # Reversed, so that the first segment of an instruction counts.
+        begins.append({s.position: s.begin_secs - step_begin for s in reversed(step.segments)})
     for number, record in enumerate(stream):
         lengths = [wait.get(record.position, 0.0) for wait in waits]
         length = Percentiles.of(lengths)

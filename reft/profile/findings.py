@@ -23,7 +23,9 @@ _MUCH_HELD_UP = 0.01  # Share of a step
 def milliseconds(secs: float) -> str:
     """Format a time with three significant digits and without an exponent."""
     value = secs * 1e3
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} ms"
+    if value >= 100:
+        return f"{value:.0f} ms"
+    return f"{value:.1f} ms" if value >= 10 else f"{value:.2f} ms"
 
 
 def percent(share: float) -> str:

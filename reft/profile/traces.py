@@ -50,15 +50,13 @@ class RankTraces:
             return replace(record, begin_secs=begin, end_secs=end, **parts)
 
         by_step = {trace.step: trace for trace in self.traces}
-        traces = tuple(
-            shift(
-                trace,
-                instructions=tuple(map(shift, trace.instructions)),
-                chunks=tuple(map(shift, trace.chunks)),
-            )
-            for trace in (by_step[step] for step in steps)
-        )
-        return replace(self, traces=traces, offset=replace(self.offset, secs=0.0))
+        traces = []
+        for step in steps:
+            trace = by_step[step]
+            instructions = tuple(map(shift, trace.instructions))
+            chunks = tuple(map(shift, trace.chunks))
+            traces.append(shift(trace, instructions=instructions, chunks=chunks))
+        return replace(self, traces=tuple(traces), offset=replace(self.offset, secs=0.0))
 
 
 def only_group_calls(trace: StepTrace) -> StepTrace:

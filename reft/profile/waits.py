@@ -95,17 +95,17 @@ def _split_transfers(ranks: Sequence[RankTraces], stages: int) -> tuple[Ready, f
                 calls[place], transfers[place] = call, transferred
     secs = {place: call.end_secs - call.begin_secs for place, call in calls.items()}
     # Calls of one kind move the same bytes.
-    kinds = {
-        place: (place[0], tuple(sorted(r.name for r in transferred)))
-        for place, transferred in transfers.items()
-    }
+    kinds = {}
+    for place, transferred in transfers.items():
+        names = tuple(sorted(record.name for record in transferred))
+        kinds[place] = place[0], names
     fastest: dict[tuple[int, tuple[str, ...]], float] = {}
     for place, kind in kinds.items():
         fastest[kind] = min(secs[place], fastest.get(kind, secs[place]))
-    fastest_of_rank = {
-        r.rank: min((s for (rank, _), s in fastest.items() if rank == r.rank), default=0.0)
-        for r in ranks
-    }
+    fastest_of_rank = {}
+    for r in ranks:
+        secs_of_rank = (secs for (rank, _), secs in fastest.items() if rank == r.rank)
+        fastest_of_rank[r.rank] = min(secs_of_rank, default=0.0)
     meetings = _find_meetings(ranks, stages, calls, transfers, fastest_of_rank)
     # Kinds of sends that do not wait, because one of them was over before its receiver came.
     buffered = {

@@ -1,1 +1,1 @@
-"""Protection schemes: which bytes are kept redundantly, where, and what that survives."""
+"""Protection schemes: redundant bytes, their placement, and the losses that they survive."""

@@ -1,9 +1,9 @@
-"""The backends that encode and decode: one class, one choice, one rule for short sources.
+"""Backends that encode and decode parities.
 
-A backend computes linear combinations of byte buffers over GF(2^8); with coefficients 0 and 1 that
-is XOR. It works on the bits of whatever it is given, so NaN payloads, infinities and signed zeros
-of every dtype survive. Buffers are one-dimensional, contiguous and of unsigned bytes:
-``numpy.ndarray`` or ``torch.Tensor`` (any device).
+A backend computes linear combinations of byte buffers over GF(2^8); with coefficients 0 and 1, this
+is XOR. It works on raw bits, so NaN payloads, infinities and signed zeros of every dtype are
+preserved. Buffers are one-dimensional and contiguous with dtype uint8: ``numpy.ndarray`` or
+``torch.Tensor`` (any device).
 """
 
 from __future__ import annotations
@@ -40,30 +40,31 @@ from reft.protect.rs import (
 
 logger = logging.getLogger(__name__)
 
-Buffer = Any  # a one-dimensional contiguous buffer of bytes; which class is the backend's business
+Buffer = Any  # A one-dimensional contiguous buffer of bytes; its class depends on the backend
 
 
 class Backend(ABC):
-    """Linear combinations of buffers. All implementations give the same bytes."""
+    """Computes linear combinations of buffers. All implementations give the same bytes."""
 
-    name: str  # For people and results
+    name: str  # For messages and results
 
     def combine(
         self, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]
     ) -> None:
         """``targets[r] = sum over j of rows[r][j] · sources[j]`` over GF(2^8), for every r.
 
-        On a device the work is queued on the current stream and the host does not wait for it.
+        On a device, the work is queued on the current stream; the host does not wait for it.
 
         Args:
-            rows: coefficients 0..255, one row per target and one column per source. With
-                coefficients above 1 the length is a multiple of 128 bytes (:mod:`reft.protect.rs`).
-            sources: buffers, uint8, all of one length.
-            targets: buffers of that length, apart from the sources and from each other;
+            rows: coefficients 0..255, one row for each target and one column for each source. If
+                any is above 1, the length must be a multiple of 128 bytes
+                (:mod:`reft.protect.rs`).
+            sources: buffers of dtype uint8 and the same length.
+            targets: buffers of that length, which overlap neither the sources nor each other;
                 overwritten.
 
         Raises:
-            ValueError: where lengths or counts do not fit.
+            ValueError: lengths or counts do not match.
         """
         nbytes = _check(rows, sources, targets)
         for row, target in zip(rows, targets, strict=True):
@@ -83,7 +84,7 @@ class Backend(ABC):
         targets: Sequence[Buffer],
         nbytes: int,
     ) -> None:
-        """The same with at least one coefficient in every row and at least one byte."""
+        """As :meth:`combine`, with a non-zero coefficient in every row and at least one byte."""
 
     @abstractmethod
     def zeros(self, nbytes: int, like: Buffer) -> Buffer:
@@ -91,10 +92,14 @@ class Backend(ABC):
 
 
 def backend_for(buffer: Buffer) -> Backend:
-    """The fastest backend at hand for a buffer: by its class and device.
+    """The fastest available backend for a buffer's class and device.
 
-    CUDA and ROCm tensors take CuPy where it is installed and its kernel was seen to make torch's
-    bytes on the device, else torch. The first call for a device compiles that kernel."""
+    For CUDA and ROCm tensors this is CuPy, if it is installed and a test on the device gave the
+    same bytes as torch; otherwise torch. The first call for a device compiles the test's kernel.
+
+    Raises:
+        TypeError: the buffer's class is not supported.
+    """
     kind = type(buffer).__module__.partition(".")[0]
     if kind == "numpy":
         return NumpyBackend()
@@ -112,13 +117,15 @@ def backend_for(buffer: Buffer) -> Backend:
 
 
 _tried: dict[Any, Backend] = {}
-"""By device: CuPy's library may be there and not its compiler, or one that does not know the
-device."""
+"""Backend by device. CuPy must be tested on each, because its compiler may be missing or may not
+support the device."""
 
 
 def _tried_cupy(like: Buffer) -> Backend | None:
-    """CuPy's backend if it works on the device of ``like``; else None, and a warning if it is
-    installed."""
+    """CuPy's backend if it works on the device of ``like``; otherwise None.
+
+    If CuPy is installed and does not work, this is logged.
+    """
     plain, rows = TorchBackend(), [(1, 1), (1, 2)]
     try:
         fused = CupyBackend()
@@ -131,7 +138,7 @@ def _tried_cupy(like: Buffer) -> Backend | None:
         if all(bool((a == b).all()) for a, b in zip(*made, strict=True)):
             return fused
         cause = "its kernel makes other bytes than torch"
-    except Exception as error:  # of a broken library its import, too
+    except Exception as error:  # A broken library may raise anything, even at its import
         if isinstance(error, ConfigError) and find_spec("cupy") is None:
             return None
         cause = f"{type(error).__name__}: {error}"
@@ -146,7 +153,7 @@ def _tried_cupy(like: Buffer) -> Backend | None:
 
 
 def _check(rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]) -> int:
-    """The length of the buffers, if the arguments of :meth:`Backend.combine` fit."""
+    """Check the arguments of :meth:`Backend.combine`; returns the length of the buffers."""
     if not targets or len(rows) != len(targets) or any(len(row) != len(sources) for row in rows):
         raise ValueError(
             f"found {len(rows)} rows of {sorted({len(row) for row in rows})} coefficients for "
@@ -171,11 +178,13 @@ def _check(rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buf
 def combine_ragged(
     backend: Backend, rows: Sequence[Row], sources: Sequence[Buffer], targets: Sequence[Buffer]
 ) -> None:
-    """:meth:`Backend.combine` where sources may be shorter than the targets, as if padded with
-    zeros.
+    """:meth:`Backend.combine` for sources that may be shorter than the targets, as if zero-padded.
 
-    Only the cell in which a source ends is copied, and only if coefficients above 1 need whole
-    cells.
+    Only the cell in which a source ends is copied, and only if coefficients above 1 require
+    complete cells.
+
+    Raises:
+        ValueError: a source is longer than the targets.
     """
     nbytes = len(targets[0])
     if any(len(s) > nbytes for s in sources):
@@ -192,11 +201,10 @@ def combine_ragged(
 
 
 class ChunkedBackend(Backend):
-    """What libraries of elementwise operations share: cut into chunks that stay in the cache, then
-    XOR.
+    """Base of backends for libraries of elementwise operations.
 
-    D-1 sources and one target stream through the processor once: the target's chunk is written to
-    the cache by the first XOR and to memory after the last.
+    It cuts buffers into chunks, so that a target's chunk stays in the cache from the first XOR to
+    the last. All sources and the target then pass through the processor only once.
     """
 
     def _combine(
@@ -235,7 +243,7 @@ class ChunkedBackend(Backend):
     def run(
         self, steps: tuple[PacketStep, ...], sources: Sequence[Buffer], targets: Sequence[Buffer]
     ) -> None:
-        """Carry out a program on buffers of one length, some cells at a time."""
+        """Execute a program on buffers of equal length, a few cells at a time."""
         nbytes = len(targets[0])
         width, views = self._words([*sources, *targets], nbytes)
         cells = nbytes // CELL_BYTES
@@ -250,7 +258,7 @@ class ChunkedBackend(Backend):
             self._run(steps, [view[split:].reshape(1, PACKETS, -1) for view in views])
 
     def _run(self, steps: Sequence[PacketStep], buffers: Sequence[Any]) -> None:
-        """On views of shape (cells, 8, words)."""
+        """Execute steps on views of shape (cells, 8, words)."""
 
         def packets(operand: Operand, count: int) -> Any:
             buffer, at = operand
@@ -265,12 +273,15 @@ class ChunkedBackend(Backend):
 
     @abstractmethod
     def _words(self, buffers: Sequence[Buffer], nbytes: int) -> tuple[int, list[Any]]:
-        """Views of the widest word that suits all buffers, cut to whole words; and its width in
-        bytes."""
+        """Choose the widest word that all buffers' alignment permits.
+
+        Returns:
+            Width of the word in bytes, and views of the buffers as words.
+        """
 
     @abstractmethod
     def _chunk_bytes(self, target: Buffer) -> int:
-        """Bytes of a target that stay in the cache while the sources stream past."""
+        """Size of a target's chunk that stays in the cache while the sources are read."""
 
     @abstractmethod
     def _xor(self, left: Any, right: Any, out: Any) -> None: ...
@@ -279,9 +290,9 @@ class ChunkedBackend(Backend):
     def _copy(self, source: Any, out: Any) -> None: ...
 
 
-# Threads of a block. With coefficients above 1, a block takes so many columns of a cell. The
-# kernels say it to the compiler. HIP's compilers otherwise keep room for blocks of 1,024 threads:
-# 128 registers for a thread, so that from three targets on accumulators are spilled to memory.
+# Threads of a block; with coefficients above 1, also the columns of a cell that it processes. The
+# kernels declare it to the compiler. HIP's compilers otherwise assume blocks of 1,024 threads. That
+# leaves 128 registers for each thread, so accumulators of three or more targets are spilled.
 THREADS = 256
 
 NAME = "reft_combine"
@@ -308,8 +319,17 @@ _WORDS = {
 
 
 def find_launch_shape(rows: Sequence[Row], width: int, nbytes: int) -> tuple[int, tuple[int, int]]:
-    """For buffers of ``nbytes`` bytes and words of ``width`` bytes: how many blocks have work (of
-    fewer, each takes several), and the kernel's leading arguments, unsigned and of 64 bits."""
+    """Launch parameters of the kernel.
+
+    Args:
+        rows: coefficients.
+        width: bytes of a word.
+        nbytes: length of the buffers.
+
+    Returns:
+        Number of blocks that have work (with fewer blocks, each processes several), and the
+        kernel's first two arguments, unsigned 64-bit integers.
+    """
     words = nbytes // width
     if not needs_packets(rows):
         return max(1, -(-words // THREADS)), (words, nbytes)
@@ -326,9 +346,13 @@ def _tiles(width: int) -> int:
 def kernel_source(rows: tuple[Row, ...], width: int) -> str:
     """Source of ``reft_combine`` for a coefficient matrix.
 
-    Its arguments are two numbers (see :func:`find_launch_shape`), the sources and the targets as
-    byte pointers. ``rows``: coefficients, one row per target; every row has one that is not 0.
-    ``width``: bytes of a word: 16, 8, 4, 2 or 1; all pointers are multiples of it."""
+    The kernel's arguments are two numbers (see :func:`find_launch_shape`), then the sources and the
+    targets as byte pointers.
+
+    Args:
+        rows: coefficients, one row for each target; no row is all zeros.
+        width: bytes of a word: 16, 8, 4, 2 or 1; all pointers are multiples of it.
+    """
     sources = range(len(rows[0]))
     pointers = [f"const unsigned char* __restrict__ s{j}" for j in sources]
     pointers += [f"unsigned char* __restrict__ t{r}" for r in range(len(rows))]
@@ -342,7 +366,7 @@ def kernel_source(rows: tuple[Row, ...], width: int) -> str:
 
 
 def _plain_body(rows: Sequence[Row]) -> str:
-    """m words and n bytes; the bytes after the last word go one by one."""
+    """Body for plain XOR: m words of n bytes; the bytes after the last word are combined singly."""
 
     def xor(row: Row, pattern: str, joint: str) -> str:
         terms = [pattern.format(j=j) for j, c in enumerate(row) if c]
@@ -370,7 +394,7 @@ def _plain_body(rows: Sequence[Row]) -> str:
 
 
 def _packet_body(rows: Sequence[Row], width: int) -> str:
-    """m whole cells, then, if n is not 0, one whose packets have n words."""
+    """Body for packets: m complete cells and, if n is not 0, a last one with packets of n words."""
     words = PACKET_BYTES // width
     bits = range(PACKETS)
     lines = [
@@ -409,7 +433,7 @@ def _accumulate(target: int, coefficient: int) -> list[str]:
 
 
 _BLOCKS_PER_PROCESSOR = 8
-_MOST_SOURCES = 200  # Kernel arguments take at most 4 KiB
+_MOST_SOURCES = 200  # Largest number of buffers, because kernel arguments are limited to 4 KiB
 
 
 @cache
@@ -439,8 +463,11 @@ def _usable_cupy() -> Any:
 
 
 class CupyBackend(Backend):
-    """See :class:`~reft.protect.backend.Backend`. Buffers are ``torch.Tensor`` of uint8, one device
-    (CUDA or ROCm). Raises ConfigError: if CuPy is not installed or sees no device."""
+    """Backend for ``torch.Tensor`` of dtype uint8 on one CUDA or ROCm device.
+
+    Raises:
+        ConfigError: CuPy is not installed or finds no device.
+    """
 
     name = "cupy"
 
@@ -463,28 +490,27 @@ class CupyBackend(Backend):
                 f"most {_MOST_SOURCES} buffers: use smaller sharding groups"
             )
         with self._on_stream_of(targets[0]):
-            # Addresses, not arrays of CuPy: to exchange a tensor by DLPack is Python under the
-            # interpreter's lock, for every buffer of every chunk.
+            # Addresses are passed instead of CuPy arrays: converting a tensor by DLPack would run
+            # Python code under the GIL for every buffer of every chunk.
             addresses = [buffer.data_ptr() for buffer in (*sources, *targets)]
             width = gcd(16, *addresses)
             items, numbers = find_launch_shape(rows, width, nbytes)
             device = targets[0].device.index
             grid = min(items, _processors(device) * _BLOCKS_PER_PROCESSOR)
-            arguments = tuple(map(np.uintp, (*numbers, *addresses)))  # All are of 64 bits
+            arguments = tuple(map(np.uintp, (*numbers, *addresses)))  # All have 64 bits
             _compiled(rows, width, device)((grid,), (THREADS,), arguments)
 
     @contextmanager
     def _on_stream_of(self, buffer: Buffer) -> Iterator[None]:
-        """CuPy works on the caller's stream: with another one, sharing would make streams wait."""
+        """Make CuPy use the caller's stream, so that no stream has to wait for another."""
         vendor = find_vendor(buffer.device)
-        assert vendor is not None  # of those that CuPy knows
+        assert vendor is not None  # CuPy supports only devices with a vendor
         stream = vendor.module.current_stream(buffer.device)
         with self._cupy.cuda.Device(buffer.device.index), self._wrapped(stream):
             yield
 
     def _wrapped(self, stream: Any) -> Any:
-        """A torch stream as CuPy's: by the stream protocol where both know it (CuPy 14), else by
-        address."""
+        """Wrap a torch stream for CuPy: by the stream protocol (CuPy 14), or else by address."""
         if hasattr(self._cupy.cuda.Stream, "from_external") and hasattr(stream, "__cuda_stream__"):
             return self._cupy.cuda.Stream.from_external(stream)
         return self._cupy.cuda.ExternalStream(stream.cuda_stream)
@@ -492,9 +518,11 @@ class CupyBackend(Backend):
 
 @cache
 def _processors(device: int) -> int:
-    """Multiprocessors (AMD: compute units). Not from ``Device.attributes``, which has the numbers
-    of an old HIP, so that on AMD's devices this one is missing (CuPy's issue 7676, open in
-    2026)."""
+    """Number of multiprocessors (AMD: compute units).
+
+    ``Device.attributes`` lacks it on AMD's devices, because it uses the numbering of an old HIP
+    (CuPy's issue 7676, open in 2026).
+    """
     return int(_usable_cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
 
@@ -505,12 +533,12 @@ def _compiled(rows: tuple[Row, ...], width: int, device: int) -> Any:
 
 Bytes = npt.NDArray[np.uint8]
 
-# the target's chunk stays in the second-level cache; the sources stream past it
+# The target's chunk stays in the second-level cache while the sources are read
 CHUNK_BYTES = 512 * 2**10
 
 
 class NumpyBackend(ChunkedBackend):
-    """See :class:`~reft.protect.backend.Backend`. Buffers are ``numpy.ndarray`` of uint8."""
+    """Backend for ``numpy.ndarray`` of dtype uint8."""
 
     name = "numpy"
 
@@ -518,7 +546,7 @@ class NumpyBackend(ChunkedBackend):
         return np.zeros(nbytes, dtype=np.uint8)
 
     def _words(self, buffers: Sequence[Bytes], nbytes: int) -> tuple[int, list[Any]]:
-        # Wider words gain nothing (measured), and unaligned ones go through NumPy's slow buffers.
+        # Wider words were measured to be no faster, and NumPy copies unaligned ones.
         return 1, list(buffers)
 
     def _chunk_bytes(self, target: Bytes) -> int:
@@ -534,12 +562,12 @@ class NumpyBackend(ChunkedBackend):
 _DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _HOST_CHUNK_BYTES = 512 * 2**10
 _DEVICE_CHUNK_BYTES = 4 * 2**20
-"""Below the second-level cache of every supported device; long enough to hide a launch."""
+"""Smaller than the second-level cache of every supported device, and large enough to hide the
+latency of a launch."""
 
 
 class TorchBackend(ChunkedBackend):
-    """See :class:`~reft.protect.backend.Backend`. Buffers are ``torch.Tensor`` of uint8, one
-    device."""
+    """Backend for ``torch.Tensor`` of dtype uint8 on one device."""
 
     name = "torch"
 
@@ -565,7 +593,7 @@ class TorchBackend(ChunkedBackend):
         out.copy_(source)
 
 
-# --- several unknown blocks of one stripe at once, on the host ------------------------------------
+# --- decoding of several unknown blocks of a stripe, on the host ----------------------------------
 
 
 Run = Callable[[tuple[PacketStep, ...], Sequence[Bytes], Sequence[Bytes]], None]
@@ -573,9 +601,13 @@ Run = Callable[[tuple[PacketStep, ...], Sequence[Bytes], Sequence[Bytes]], None]
 
 @lru_cache(maxsize=1)
 def compiled_run() -> Run | None:
-    """What carries out steps on sources and targets, contiguous and of one length; lets go of the
-    interpreter meanwhile. None where it was not built: NumPy does the same, at some two thirds of
-    the speed."""
+    """The compiled function that executes steps on contiguous buffers of equal length.
+
+    It releases the GIL. NumPy's version is about two thirds as fast.
+
+    Returns:
+        None if it was not compiled.
+    """
     try:
         run_steps = compiled("reft.protect._packets", "reft_run_steps")
     except OSError as error:
@@ -598,7 +630,7 @@ def compiled_run() -> Run | None:
 
 @lru_cache(maxsize=256)
 def _table(steps: tuple[PacketStep, ...]) -> npt.NDArray[np.int64]:
-    """The struct ``PacketStep`` of ``packets.cpp``, one row each."""
+    """The steps as an array of ``struct Step`` of ``packets.cpp``, one row each."""
     return np.array([(*s.target, s.count, *s.left, *(s.right or (-1, 0))) for s in steps], np.int64)
 
 
@@ -608,11 +640,18 @@ def solve_ragged(
     sources: Sequence[Bytes],
     targets: Sequence[Bytes],
 ) -> None:
-    """Compute the targets X with ``matrix · X = rows · sources`` over GF(2^8). ``rows``:
-    coefficients of the sources, one row per equation. ``matrix``: coefficients of the targets,
-    square and regular. ``sources``: at most as long as the targets; shorter ones count as padded
-    with zeros. ``targets``: of one length, a multiple of 128 bytes; overwritten, whatever they
-    hold."""
+    """Compute the targets X with ``matrix · X = rows · sources`` over GF(2^8).
+
+    Args:
+        rows: coefficients of the sources, one row for each equation.
+        matrix: coefficients of the targets, square and regular.
+        sources: buffers, at most as long as the targets; shorter ones count as zero-padded.
+        targets: buffers of equal length, a multiple of 128 bytes; overwritten.
+
+    Raises:
+        ValueError: the lengths do not match.
+        MemoryError: there is no memory for intermediate results.
+    """
     nbytes = len(targets[0])
     lengths = {len(target) for target in targets}
     if lengths != {nbytes} or nbytes % GRAIN_BYTES or any(len(s) > nbytes for s in sources):

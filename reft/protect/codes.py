@@ -1,24 +1,23 @@
-"""Every protection scheme of the replicated section as one kind of data: which combination lies
-where.
+"""Protection schemes of the replicated section, all represented as lists of linear combinations.
 
 A sharding group of D members cuts its image into D shards and every shard into equal *sub-blocks*.
-A member stores *pieces*: linear combinations over GF(2^8) of sub-blocks. A data block and a copy
-are combinations of one; a parity is one of several. What a placement costs, what it survives and
-how lost bytes come back all follow from that list, and nothing is assumed from a scheme's name
-(P4).
+A member stores *pieces*: linear combinations over GF(2^8) of sub-blocks. A data block or a copy
+consists of one sub-block, a parity of several. The cost of a placement, its tolerance and the
+decoding of lost bytes are all derived from that list, never from a scheme's name (P4).
 
-All schemes are one family with a copies and k parities per stripe (:class:`Scheme`), on a ring:
+All schemes belong to one family with a copies and k parities per stripe (:class:`Scheme`), on a
+ring:
 
-- position d holds shard d and, cut from its own replica, the shards d+1 .. d+a;
-- stripe s takes one sub-block of every shard that has no copy at the places of its parities, and
-  its parity r lies at position s+r.
+- position d holds shard d and the shards d+1 .. d+a, which it cuts from its own replica;
+- stripe s takes one sub-block of every shard that has no copy at the positions of its parities, and
+  its parity r is at position s+r.
 
-ARC is (a, 0), AEC is (0, 1), Reed-Solomon is (0, k), co-designed ARC+AEC is (1, 1), as in
-the REFT paper. Every loss of a+k members recovers: a shard is lost only with a+1 neighbours, none
-of which holds a parity of its stripes, so u unknown blocks of a stripe and p lost parities take at
-least u+a+p losses, and any u of a stripe's parities determine u of its blocks
-(:mod:`reft.protect.rs`). Putting ARC beside plain AEC lacks that and survives one loss only:
-``naive``.
+ARC is (a, 0), AEC is (0, 1), Reed-Solomon is (0, k), co-designed ARC+AEC is (1, 1), as in the REFT
+paper. Every loss of a+k members is recoverable. Proof: a shard is lost only together with a+1
+neighbours, none of which holds a parity of its stripes. So u unknown blocks of a stripe and p lost
+parities take at least u+a+p losses, and any u of a stripe's parities determine u of its blocks
+(:mod:`reft.protect.rs`). A plain combination of ARC and AEC lacks this property and survives only
+one loss; it is called ``naive``.
 """
 
 from __future__ import annotations
@@ -38,25 +37,29 @@ from reft.errors import ArenaError, ConfigError, UnrecoverableError
 from reft.grid import BlockKey, Section, aligned
 from reft.protect.rs import GRAIN_BYTES, Matrix, multiply, parity_rows, rank, reduce_rows
 
-FIELD_SIZE = 256  # Elements of GF(2^8): most members of a stripe with more than one parity
+FIELD_SIZE = 256  # Elements of GF(2^8); limits the members of a stripe with several parities
 
 _PART = re.compile(r"(?:(arc)(?::([1-9]\d?))?|(aec)|(rs):([1-9]\d?))")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A member of the family."""
+    """A protection scheme of the family."""
 
-    copies: int = 0  # further copies of every shard (ARC offsets 1..a)
-    parities: int = 0  # parities of every stripe (1: AEC; more: Reed-Solomon)
-    # stripes avoid the copies' places, so that the tolerance is the sum of both. False: both
-    # schemes are laid side by side, as one would without thinking.
+    copies: int = 0  # Additional copies of every shard (ARC offsets 1..a)
+    parities: int = 0  # Parities of every stripe (1: AEC; more: Reed-Solomon)
+    # True if stripes avoid the positions of the copies, so that the tolerance is the sum of both.
+    # False for the naive combination.
     designed: bool = True
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
-        """Read ``none``, ``arc``, ``arc:K``, ``aec``, ``rs:K``, ``arc+aec``, ``arc:A+rs:K``,
-        ``naive:...``."""
+        """Parse ``none``, ``arc``, ``arc:K``, ``aec``, ``rs:K``, ``arc+aec``, ``arc:A+rs:K`` or
+        ``naive:...``.
+
+        Raises:
+            ConfigError: the text is none of these.
+        """
         designed = not text.startswith("naive:")
         parts = text.removeprefix("naive:").split("+")
         copies = parities = 0
@@ -76,16 +79,16 @@ class Scheme:
 
     @property
     def gap(self) -> int:
-        """Places of the ring, from a stripe's own on, whose shards take no part in the stripe."""
+        """Number of ring positions, beginning with the stripe's, whose shards it does not use."""
         return self.parities + (self.copies if self.designed and self.parities else 0)
 
     @property
     def least_members(self) -> int:
-        """Smallest group that has room for the scheme."""
+        """Smallest group in which the scheme is possible."""
         return max(self.gap, self.copies) + 1 if self.parities or self.copies else 1
 
     def why_no_room(self, size: int) -> str | None:
-        """Why a group of ``size`` members cannot be protected so; None if it can."""
+        """Why the scheme is impossible in a group of ``size`` members; None if it is possible."""
         if size < self.least_members:
             return f"needs at least {self.least_members} data-parallel members, found {size}"
         if self.parities > 1 and size - self.gap + self.parities > FIELD_SIZE:
@@ -93,21 +96,23 @@ class Scheme:
         return None
 
     def check_room(self, size: int) -> None:
-        """Refuse what a group of ``size`` members has no room for. Raises ConfigError."""
+        """Check that the scheme is possible in a group of ``size`` members.
+
+        Raises:
+            ConfigError: it is impossible.
+        """
         if why := self.why_no_room(size):
             raise ConfigError(f"protection {self} is not possible here: {why}")
 
     @property
     def certain_losses(self) -> int:
-        """Any loss of so many members is survived, in every group that has room: by the proof
-        above."""
+        """Number of members whose loss is always survived, by the proof above."""
         return self.copies + self.parities if self.designed else max(self.copies, self.parities)
 
     def share(self, size: int) -> Fraction:
-        """What a member stores, as a part of the image: a shard, its copies, its parities.
+        """Fraction of the image that a member stores: its shard, copies and parities.
 
-        (a+1)/D + k/(D(D-k)), and k/(D(D-a-k)) for the second term where the schemes are
-        co-designed.
+        This is (a+1)/D + k/(D(D-k)); in a co-designed scheme, the second term is k/(D(D-a-k)).
         """
         stored = Fraction(self.copies + 1, size)
         return stored + (Fraction(self.parities, size * (size - self.gap)) if self.parities else 0)
@@ -123,10 +128,10 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class CodeTerm:
-    """What one member stores of one stripe or shard: the sum of coefficient · sub-block."""
+    """A stored piece: the sum of coefficient · sub-block."""
 
-    index: int  # position in `Code.pieces`
-    member: int  # who stores it (dp index)
+    index: int  # Position in `Code.pieces`
+    member: int  # dp index of the member that stores it
     # (sub-block, coefficient) pairs; one pair with coefficient 1 is the sub-block itself
     terms: tuple[tuple[int, int], ...]
 
@@ -137,13 +142,13 @@ class CodeTerm:
 
 @dataclass(frozen=True)
 class Code:
-    """A scheme laid over one sharding group."""
+    """A scheme applied to one sharding group."""
 
     scheme: Scheme
-    ring: tuple[int, ...]  # members in ring order
-    # sub-blocks of a shard. Sub-block ``d * splits + j`` is the j-th of member d's shard.
+    ring: tuple[int, ...]  # Members in ring order
+    # Sub-blocks of a shard. Sub-block ``d * splits + j`` is the j-th of member d's shard.
     splits: int
-    pieces: tuple[CodeTerm, ...]  # everything stored, by member; a member's own data first
+    pieces: tuple[CodeTerm, ...]  # All stored pieces, by member; a member's own data first
 
     @property
     def size(self) -> int:
@@ -166,7 +171,7 @@ class Code:
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """For every sub-block the pieces that are just it, the owner's own first."""
+        """For every sub-block, the pieces that are equal to it, the owner's first."""
         found: list[list[int]] = [[] for _ in range(self.sub_blocks)]
         for piece in self.pieces:
             if piece.is_data:
@@ -177,7 +182,7 @@ class Code:
 
     @cached_property
     def links(self) -> tuple[tuple[int, ...], ...]:
-        """For every sub-block the parities that it is part of."""
+        """For every sub-block, the parities that contain it."""
         found: list[list[int]] = [[] for _ in range(self.sub_blocks)]
         for piece in self.pieces:
             if not piece.is_data:
@@ -186,14 +191,20 @@ class Code:
         return tuple(map(tuple, found))
 
     def pieces_of(self, member: int) -> tuple[CodeTerm, ...]:
-        """What a member stores."""
+        """The pieces that a member stores."""
         return self._by_member[member]
 
 
 def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
-    """Lay a scheme over a sharding group, its members 0..D-1 in ring order
-    (:func:`reft.grid.ring_order`). Pure and deterministic. Raises ConfigError where the group has
-    no room for the scheme."""
+    """Apply a scheme to a sharding group. Pure and deterministic.
+
+    Args:
+        scheme: the scheme.
+        ring: members 0..D-1 in ring order (:func:`reft.grid.ring_order`).
+
+    Raises:
+        ConfigError: the group is too small for the scheme.
+    """
     order, size = tuple(ring), len(ring)
     if sorted(order) != list(range(size)) or not order:
         raise ValueError(f"found ring {order}; expected every member 0..D-1 once")
@@ -213,10 +224,9 @@ def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
 def _parities(
     scheme: Scheme, ring: Sequence[int], position: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The parities at a position: number r of the stripe that begins r places before.
+    """The parities at a position: for each r, parity r of the stripe that begins r before it.
 
-    A stripe's column j is the shard ``gap + j`` places after the stripe, and that shard's sub-block
-    j.
+    Column j of a stripe is sub-block j of the shard ``gap + j`` positions after the stripe.
     """
     size, splits = len(ring), len(ring) - scheme.gap
     for r, row in enumerate(parity_rows(scheme.parities, splits) if scheme.parities else ()):
@@ -227,14 +237,21 @@ def _parities(
 
 SCHEMES = ("none", "auto", "arc", "aec", "rs", "arc+aec", "arc+rs")
 KEYS = ("scheme", "copies", "parities", "recompute")
-_MOST = 99  # Copies or parities that the short form has digits for
+_MOST = 99  # Largest number of copies or parities in the short form, which has two digits
 
 
 def short_form(protection: Any) -> Any:
-    """The short form of a protection that is a mapping; anything else as it is. ``protection``:
-    ``scheme`` is one of :data:`SCHEMES`; ``copies`` of every shard (default 1) go with ``arc``,
-    ``parities`` of every stripe with ``rs``; ``recompute``: whether ring peers recompute ZeRO
-    partitions (``+aor``)."""
+    """Convert a protection that is written as a mapping to the short form.
+
+    Args:
+        protection: a mapping with these keys; other values are returned unchanged.
+            ``scheme``: one of :data:`SCHEMES`. ``copies``: copies of every shard, with ``arc``;
+            default 1. ``parities``: parities of every stripe, with ``rs``. ``recompute``: whether
+            ring peers recompute ZeRO partitions (``+aor``).
+
+    Raises:
+        ValueError: a key or value is invalid.
+    """
     if not isinstance(protection, Mapping):
         return protection
     mapping: Mapping[str, Any] = protection
@@ -263,7 +280,7 @@ def short_form(protection: Any) -> Any:
             count = mapping[key]
             if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST:
                 raise ValueError(f'"{key}" is {count!r}; write a whole number from 1 to {_MOST}')
-            # Number and all, so that "copies" beside it is seen to contradict.
+            # The number is always written, also if it is 1
             parts[parts.index(part)] = f"{part}:{count}"
         elif part == "rs":
             raise ValueError(
@@ -284,7 +301,7 @@ def _instead(key: str, scheme: Any) -> str:
     return f'remove it, or write "scheme": "{other}"'
 
 
-# -- how lost sub-blocks come back, and which losses of nodes are survived (P4) --------------------
+# -- decoding of lost sub-blocks, and the losses that are survived (P4) ----------------------------
 
 
 _MOST_NAMED = 8
@@ -294,12 +311,12 @@ _MOST_NAMED = 8
 class LinearSystem:
     """Unknown sub-blocks and the parities that link them."""
 
-    unknown: tuple[int, ...]  # sub-blocks, the columns
-    parities: tuple[int, ...]  # pieces, the rows; plain XOR first, so that decoding prefers it
-    matrix: Matrix  # coefficients, shape (parities, unknown), uint8
+    unknown: tuple[int, ...]  # Sub-blocks, the columns
+    parities: tuple[int, ...]  # Pieces, the rows; plain XOR first, so that decoding prefers it
+    matrix: Matrix  # Coefficients, shape (parities, unknown), uint8
 
     def solve(self) -> dict[int, dict[int, int]]:
-        """For every unknown that is determined, the parities' coefficients in it."""
+        """For every determined unknown, the coefficient of each parity in its solution."""
         rows, columns = self.matrix.shape
         reduced, pivots = reduce_rows(
             np.hstack([self.matrix, np.eye(rows, dtype=np.uint8)]), columns
@@ -316,9 +333,13 @@ class LinearSystem:
 def take_apart(
     code: Code, unknown: Collection[int], usable: Callable[[int], bool]
 ) -> Iterator[LinearSystem]:
-    """The independent systems of equations for ``unknown`` sub-blocks. ``code``: the layout.
-    ``unknown``: sub-blocks of which no usable piece is a copy; every other sub-block has one.
-    ``usable``: whether a piece (index) is at hand."""
+    """Split the equations for unknown sub-blocks into independent systems.
+
+    Args:
+        code: the layout.
+        unknown: sub-blocks without a usable copy; every other sub-block has one.
+        usable: whether a piece (by index) is available.
+    """
     leader = {block: block for block in unknown}
 
     def find(block: int) -> int:
@@ -339,7 +360,7 @@ def take_apart(
     for p in equations:
         rows[find(next(iter(linked[p])))].append(p)
     for root, blocks in columns.items():
-        # Plain XOR first: what can be decoded by it, is.
+        # Plain XOR comes first, because the solver prefers the first rows as pivots.
         ordered = sorted(
             rows[root], key=lambda p: (any(c != 1 for _, c in code.pieces[p].terms), p)
         )
@@ -350,12 +371,21 @@ def take_apart(
 def plan_decode(
     code: Code, *, bad: Collection[int], wanted: Collection[int]
 ) -> dict[int, tuple[tuple[int, int], ...]]:
-    """How to have sub-blocks again. Copies come before parity, XOR before other combinations.
-    ``code``: the layout. ``bad``: pieces (indices) that must not be used: lost with their members,
-    or corrupt. ``wanted``: sub-blocks to bring back. Returns for every wanted sub-block the (piece,
-    coefficient) pairs whose sum it is."""
+    """Plan the decoding of sub-blocks. Copies are preferred to parities, XOR to other combinations.
+
+    Args:
+        code: the layout.
+        bad: indices of pieces that must not be used, because they are lost or corrupt.
+        wanted: sub-blocks to decode.
+
+    Returns:
+        For every wanted sub-block, the (piece, coefficient) pairs whose sum it is.
+
+    Raises:
+        UnrecoverableError: a sub-block cannot be decoded.
+    """
     avoided = set(bad)
-    source: dict[int, int] = {}  # for every sub-block at hand the piece to read it from
+    source: dict[int, int] = {}  # For every available sub-block, the piece to read it from
     for block, holders in enumerate(code.holders):
         first = next((p for p in holders if p not in avoided), None)
         if first is not None:
@@ -388,8 +418,10 @@ def plan_decode(
 
 
 def survives(code: Code, lost: Collection[int]) -> bool:
-    """Whether the whole image can be computed without the ``lost`` members: a test of rank, of each
-    independent system of unknowns."""
+    """Whether the image can be recovered without the ``lost`` members.
+
+    It tests the rank of each independent system of unknown sub-blocks.
+    """
     gone = set(lost)
     if len(gone) >= code.size:
         return False
@@ -409,17 +441,25 @@ def fatal_loss(
     gone: Collection[int] = (),
     most: int | None = None,
 ) -> tuple[str, ...]:
-    """The first of the smallest sets of nodes whose loss cannot be recovered, where the members
-    ``gone`` are lost already; all nodes where none of fewer than ``most`` is fatal. Members of one
-    node are lost together; by default there is a node for each."""
+    """The first of the smallest sets of nodes whose loss cannot be recovered.
+
+    Args:
+        code: the layout.
+        nodes: node of each member; members of one node are lost together. None for one node each.
+        gone: members that are lost already.
+        most: only sets of fewer nodes are tested; None for no limit.
+
+    Returns:
+        All remaining nodes if no tested set is fatal.
+    """
     where = tuple(nodes) if nodes is not None else tuple(f"member{m}" for m in range(code.size))
     if len(where) != code.size:
         raise ValueError(
             f"found {len(where)} nodes for a group of {code.size}; expected one per member"
         )
     distinct = sorted({where[m] for m in range(code.size) if m not in gone}, key=where.index)
-    # A code is equal under rotation of its ring. With a node each, only losses of ring[0] need a
-    # look.
+    # A code is symmetric under rotation of its ring. If each member has its own node, only sets
+    # that contain ring[0] must be tested.
     pinned = where[code.ring[0]] if len(distinct) == code.size else None
     for count in range(len(distinct) if most is None else min(most, len(distinct))):
         for dead in combinations(distinct, count):
@@ -432,23 +472,22 @@ def fatal_loss(
 
 
 def tolerance(code: Code, nodes: Sequence[str] | None = None) -> int:
-    """Largest t such that *every* loss of t nodes recovers; never the loss of all of a group's
-    nodes."""
+    """Largest t such that *every* loss of t nodes is recoverable; less than all of the nodes."""
     return len(fatal_loss(code, nodes)) - 1
 
 
-# -- a code cut into blocks: which stored block is which combination of which others ---------------
+# -- a code cut into blocks, with the combination that each stored block is ------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CodedBlock:
     """A block of a stored piece."""
 
-    key: BlockKey  # identity; parity blocks belong to the member that computes and stores them
-    start_bytes: int  # offset in the replicated image, or in the member's parity image
-    nbytes: int  # length; of a parity the padded one, a multiple of 128
-    # for a parity the replicated blocks that it is made of, with their coefficients. They may be
-    # shorter than the parity: what is missing counts as zeros.
+    key: BlockKey  # Identity; a parity block belongs to the member that computes and stores it
+    start_bytes: int  # Offset in the replicated image, or in the member's parity image
+    nbytes: int  # Length; for a parity with padding, a multiple of 128
+    # For a parity, its replicated blocks with their coefficients. They may be shorter than the
+    # parity, as if padded with zeros.
     terms: tuple[tuple[BlockKey, int], ...] = ()
 
 
@@ -456,9 +495,9 @@ class CodedBlock:
 class BlockCode:
     """The blocks of one sharding group's replicated section under a code."""
 
-    code: Code  # the layout
-    nbytes: int  # true size of the section
-    block_bytes: int  # most bytes of a block, a multiple of 128
+    code: Code  # The layout
+    nbytes: int  # Size of the section without padding
+    block_bytes: int  # Largest size of a block, a multiple of 128
 
     @cached_property
     def sub_block_bytes(self) -> int:
@@ -467,12 +506,12 @@ class BlockCode:
         return aligned(-(-self.nbytes // self.code.sub_blocks), GRAIN_BYTES)
 
     def range_of(self, sub_block: int) -> tuple[int, int]:
-        """The true bytes [start, stop) of a sub-block in the section; empty beyond its end."""
+        """Byte range [start, stop) of a sub-block, without padding; empty beyond the section."""
         start, stop = sub_block * self.sub_block_bytes, (sub_block + 1) * self.sub_block_bytes
         return min(start, self.nbytes), min(stop, self.nbytes)
 
     def piece_bytes(self, piece: CodeTerm) -> int:
-        """Length of a stored piece: true for data, padded to the alignment for a parity."""
+        """Length of a stored piece: without padding for data, aligned for a parity."""
         longest = max(stop - start for start, stop in (self.range_of(b) for b, _ in piece.terms))
         return longest if piece.is_data else aligned(longest, GRAIN_BYTES)
 
@@ -482,7 +521,7 @@ class BlockCode:
         return max(1, -(-self.sub_block_bytes // self.block_bytes))
 
     def data(self, member: int) -> tuple[CodedBlock, ...]:
-        """The blocks of a member's shard, in order of their place."""
+        """The blocks of a member's shard, in order of their offsets."""
         splits = self.code.splits
         return tuple(
             CodedBlock(self.data_key(b, row), start, nbytes)
@@ -491,8 +530,7 @@ class BlockCode:
         )
 
     def stores_copy(self, member: int, key: BlockKey) -> bool:
-        """Whether a member stores a copy of another's replicated block (a parity of one block is
-        one)."""
+        """Whether a member stores a copy of a replicated block (a parity of one block is one)."""
         terms = ((self.place_of(key)[0], 1),)
         return any(piece.terms == terms for piece in self.code.pieces_of(member))
 
@@ -512,11 +550,11 @@ class BlockCode:
         return key.member * self.code.splits + j, row
 
     def nbytes_of(self, piece: CodeTerm, row: int) -> int:
-        """Length of a stored piece's block in a row of blocks; 0 where it has none (all zeros)."""
+        """Length of a piece's block in a row of blocks; 0 if it has none, which means zeros."""
         return max(0, min(self.block_bytes, self.piece_bytes(piece) - row * self.block_bytes))
 
     def key_of(self, piece: CodeTerm, row: int) -> BlockKey | None:
-        """The block of a stored piece in a row of blocks; None where the piece has none."""
+        """The block of a stored piece in a row of blocks; None if the piece has none."""
         if not self.nbytes_of(piece, row):
             return None
         if piece.is_data:
@@ -547,14 +585,21 @@ class BlockCode:
             yield row, at, min(self.block_bytes, stop - at)
 
     def describe(self) -> str:
-        """One line that says all but the size of the section; :func:`parse_block_code` reads it."""
+        """The code as one line without the section's size, for :func:`parse_block_code`."""
         ring = ",".join(map(str, self.code.ring))
         return f"{self.code.scheme};{ring};{self.block_bytes}"
 
 
 def parse_block_code(text: str, nbytes: int) -> BlockCode:
-    """The code that :meth:`BlockCode.describe` described, over a section of ``nbytes``. Raises
-    ArenaError."""
+    """Inverse of :meth:`BlockCode.describe`.
+
+    Args:
+        text: the line.
+        nbytes: size of the section.
+
+    Raises:
+        ArenaError: the line is invalid.
+    """
     try:
         scheme, ring, block_bytes = text.split(";")
         code = make_code(Scheme.parse(scheme), [int(m) for m in ring.split(",")])
@@ -566,8 +611,7 @@ def parse_block_code(text: str, nbytes: int) -> BlockCode:
 
 
 def pack_checksums(checksums: Iterable[int]) -> bytes:
-    """Content of a CHECKSUMS block: one unsigned 64-bit little-endian number per replicated
-    block."""
+    """Content of a CHECKSUMS block: one little-endian uint64 for each replicated block."""
     return np.array([*checksums], "<u8").tobytes()
 
 

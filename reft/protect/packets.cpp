@@ -1,8 +1,8 @@
-// The steps of reft/protect/solve.py on buffers in host memory: XORs and copies of packets, cell by cell.
+// Executes the steps of reft/protect/rs.py on buffers in host memory: XORs and copies of packets, cell by cell.
 //
-// A column of every packet at a time, made in the first-level cache and then written past all caches: memory
-// that is only written need not be read. What is read is fetched a column ahead, since no hardware follows so
-// many streams.
+// One column of every packet is computed at a time in the first-level cache, and then written with non-temporal
+// stores, which save reading the target's lines. Sources are prefetched one column ahead, because the hardware
+// prefetchers cannot follow so many streams.
 
 #include <cstddef>
 #include <cstdint>
@@ -27,7 +27,7 @@ constexpr size_t kLineBytes = 64;
 constexpr size_t kColumnBytes = 512;
 
 struct Step {
-  int64_t target, target_packet, packets, left, left_packet, right, right_packet;  // right < 0: a copy
+  int64_t target, target_packet, packets, left, left_packet, right, right_packet;  // right < 0 for a copy
 };
 
 struct alignas(kLineBytes) Column {
@@ -38,7 +38,7 @@ inline __attribute__((always_inline)) void fetch(const uint8_t* from, size_t nby
   for (size_t i = 0; i < nbytes; i += kLineBytes) __builtin_prefetch(from + i);
 }
 
-// The ranges are the same or do not overlap.
+// The ranges are identical or do not overlap.
 inline __attribute__((always_inline)) void xor_into(uint8_t* target, const uint8_t* left, const uint8_t* right,
                                                     size_t nbytes) {
 #pragma GCC ivdep
@@ -59,8 +59,8 @@ inline __attribute__((always_inline)) void write_out(uint8_t* target, const uint
 
 }  // namespace
 
-// Buffers are `sources` sources and then `targets` targets, of `nbytes` each.
-// Returns 0, or 1: out of memory, and nothing was written.
+// `buffers` holds the addresses of `sources` sources, then of `targets` targets, of `nbytes` each.
+// Returns 0, or 1 if there was no memory; then nothing was written.
 extern "C" REFT_WIDEST int reft_run_steps(const Step* steps, size_t count, uint8_t* const* buffers, size_t sources,
                                           size_t targets, size_t nbytes, size_t cell_bytes) {
   const std::unique_ptr<Column[]> made(new (std::nothrow) Column[targets * kPackets]);
@@ -91,6 +91,7 @@ extern "C" REFT_WIDEST int reft_run_steps(const Step* steps, size_t count, uint8
     }
   }
 #if defined(__SSE2__)
+  // Non-temporal stores are weakly ordered: the data must be visible before the caller publishes it.
   _mm_sfence();
 #endif
   return 0;

@@ -1,11 +1,13 @@
 """Redundant placement on the ring of a sharding group, and the tolerance that follows from it.
 
-ARC (REFT paper, section on asynchronous redundant copying): member d keeps its own shard
-and the shards of its k ring successors, all cut from its own replica, so no bytes cross the
-network. ``peer`` (Gemini): what a member alone owns (its ZeRO partition, its host state) is sent to
-its k ring predecessors. Both therefore have the same holders, and one map serves for both. Under an
-erasure code parities stand in for copies of replicated state; what a member alone owns is still
-copied to as many peers as the code survives losses.
+- ARC (REFT paper, asynchronous redundant copying): member d keeps its own shard and the shards of
+  its k ring successors. It cuts all of them from its own replica, so no bytes cross the network.
+- ``peer`` (Gemini): state that only one member owns (its ZeRO partition, its host state) is sent to
+  its k ring predecessors.
+
+Both have the same holders, so one map serves for both. Under an erasure code, parities replace the
+copies of replicated state. State that only one member owns is still copied, to as many peers as the
+code survives losses.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from reft.protect.codes import Code, Scheme, fatal_loss, make_code
 
 @dataclass(frozen=True)
 class GroupPlacement:
-    """Who keeps whose bytes in one sharding group of ``size`` members."""
+    """Placement of the members' bytes in one sharding group."""
 
-    ring: tuple[int, ...]  # members in ring order; the copies of a member live on its predecessors
-    copies: int  # redundant copies of every shard (k); 0 means none
-    parities: int = 0  # parities of every stripe of the replicated section; 0 means no erasure code
+    ring: tuple[int, ...]  # Members in ring order; a member's copies are on its predecessors
+    copies: int  # Redundant copies of every shard (k)
+    parities: int = 0  # Parities of every stripe of the replicated section; 0 for no erasure code
 
     @property
     def size(self) -> int:
@@ -36,8 +38,11 @@ class GroupPlacement:
         return Scheme(self.copies, self.parities)
 
     def code(self) -> Code:
-        """How the replicated section is protected. Raises ConfigError where the group is too
-        small."""
+        """The code of the replicated section.
+
+        Raises:
+            ConfigError: the group is too small.
+        """
         return make_code(self.scheme, self.ring)
 
     def kept_by(self, member: int) -> tuple[int, ...]:
@@ -57,28 +62,41 @@ class GroupPlacement:
 
 
 def place_group(nodes: Sequence[str], copies: int, parities: int = 0) -> GroupPlacement:
-    """Placement of a sharding group whose member d sits on ``nodes[d]``. Pure and deterministic."""
+    """Place a sharding group.
+
+    Args:
+        nodes: node of each member.
+        copies: redundant copies of every shard.
+        parities: parities of every stripe.
+    """
     return GroupPlacement(ring=ring_order(nodes), copies=copies, parities=parities)
 
 
 def fatal_nodes(
     nodes: Sequence[str], placement: GroupPlacement, gone: Collection[int] = ()
 ) -> tuple[str, ...]:
-    """One of the smallest sets of nodes whose loss takes some member's bytes for good (P4), where
-    the members ``gone`` are lost already; empty: these have taken them.
+    """A smallest set of nodes whose loss destroys bytes of the group (P4).
 
-    Computed from the real nodes, not from the scheme's name. What a member alone owns is lost with
-    all its holders; replicated state under an erasure code by the rank of what is left, except
-    where that is known:
+    It is computed from the real nodes, not from the scheme's name. State that only one member owns
+    is lost with all its holders. For replicated state under an erasure code, the rank of the
+    remaining equations is tested, except in two cases with a known result:
 
-    - With a node for each member nothing smaller is fatal than all holders of a member: those are
-      one more than the members that may be lost in any case
+    - If each member has its own node, no set smaller than all holders of a member is fatal, because
+      there are more holders than losses that are always survived
       (:attr:`reft.protect.codes.Scheme.certain_losses`).
-    - Under parities alone every member has a piece of every stripe, so that any loss of more
-      members than there are parities is fatal, and no other: the fewest nodes that hold so many.
+    - Under parities alone, every member has a piece of every stripe. A loss is therefore fatal
+      exactly if it takes more members than there are parities.
+
+    Args:
+        nodes: node of each member.
+        placement: placement of the group.
+        gone: members that are lost already.
+
+    Returns:
+        The nodes; empty if the loss of ``gone`` was fatal.
 
     Raises:
-        ConfigError: the group has no room for an erasure code.
+        ConfigError: the group is too small for the erasure code.
     """
     holders = (
         {nodes[h] for h in placement.holders_of(m) if h not in gone} for m in range(len(nodes))
@@ -97,7 +115,7 @@ def fatal_nodes(
 
 
 def _fullest(nodes: Sequence[str], members: int) -> tuple[str, ...]:
-    """The fewest nodes that hold more than so many members, or all nodes."""
+    """The fewest nodes that hold more than ``members`` members; all nodes if none do."""
     found: list[str] = []
     for node in sorted(set(nodes), key=lambda n: (-nodes.count(n), nodes.index(n))):
         if sum(nodes.count(n) for n in found) > members:
@@ -109,24 +127,37 @@ def _fullest(nodes: Sequence[str], members: int) -> tuple[str, ...]:
 def tolerance_left(
     nodes: Sequence[str], placement: GroupPlacement, gone: Collection[int] = ()
 ) -> int:
-    """Largest f such that *every* loss of f further nodes leaves the group recoverable, when the
-    members ``gone`` are lost already (P4); -1: it is not.
+    """Largest f such that the group survives *every* loss of f further nodes (P4).
 
-    0 where members share a node with their copies. A group never "survives" the loss of all its
-    nodes.
+    It is 0 if members share a node with their copies. The loss of all nodes of a group is never
+    survived.
+
+    Args:
+        nodes: node of each member.
+        placement: placement of the group.
+        gone: members that are lost already.
+
+    Returns:
+        -1 if the group is not recoverable now.
     """
     return len(fatal_nodes(nodes, placement, gone)) - 1
 
 
 def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:
-    """Node losses that every sharding group of the job survives at once: the minimum over groups.
-    Raises ConfigError where the groups have no room for the scheme."""
+    """Simultaneous node losses that every sharding group of the job survives.
+
+    Raises:
+        ConfigError: the groups are too small for the scheme.
+    """
     return len(fatal(topology, copies, parities)) - 1
 
 
 def fatal(topology: Topology, copies: int, parities: int = 0) -> tuple[str, ...]:
-    """A smallest set of nodes whose loss some sharding group of the job does not survive. Raises
-    ConfigError as above."""
+    """A smallest set of nodes whose loss some sharding group of the job does not survive.
+
+    Raises:
+        ConfigError: the groups are too small for the scheme.
+    """
     return min(
         (
             fatal_nodes(nodes, place_group(nodes, copies, parities))
@@ -137,8 +168,10 @@ def fatal(topology: Topology, copies: int, parities: int = 0) -> tuple[str, ...]
 
 
 def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
-    """The nodes of one sharding group for each way in which members sit together: what a placement
-    survives depends on nothing else, and most groups of a job are alike."""
+    """Nodes of one sharding group for each distinct pattern in which members share nodes.
+
+    Tolerance depends only on that pattern, and most groups of a job have the same.
+    """
     found: dict[tuple[int, ...], tuple[str, ...]] = {}
     for group in topology.groups():
         nodes = topology.group_nodes(*group)
@@ -147,21 +180,22 @@ def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 
 def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
-    """Schemes under which every sharding group survives the loss of one of these nodes, where
-    members of a group share one: of copies, of copies and parities, and of parities alone the one
-    that keeps least."""
+    """The cheapest schemes that survive the loss of any node, if members of a group share nodes.
+
+    Three schemes are tested: copies, copies with parities, and parities alone.
+    """
     together = max(nodes.count(node) for nodes in group_patterns(topology) for node in set(nodes))
     tried = (Scheme(1), Scheme(1, 1), Scheme(0, together))
     fitting = (s for s in tried if s.why_no_room(topology.degrees.dp) is None)
     return tuple(s for s in fitting if tolerance(topology, s.copies, s.parities))
 
 
-LEAST_ARENAS = 2  # the committed version, and the one that is being written (P3)
+LEAST_ARENAS = 2  # One for the committed version, one for the version being written (P3)
 
 
 @dataclass(frozen=True)
 class ProtectionLevel:
-    """One way to keep versions: redundancy, and versions held per rank."""
+    """A level of protection: redundancy, and number of versions kept by each rank."""
 
     scheme: Scheme
     arenas: int
@@ -171,15 +205,24 @@ class ProtectionLevel:
 
 
 def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[ProtectionLevel, ...]:
-    """From what is wanted down to the least."""
+    """Levels of protection, from the requested one down to the cheapest.
+
+    Args:
+        scheme: requested scheme.
+        arenas: requested number of versions.
+        members: size of the sharding groups.
+    """
     levels = [ProtectionLevel(scheme, count) for count in range(arenas, LEAST_ARENAS, -1)]
     least = min(arenas, LEAST_ARENAS)
     return (*levels, *(ProtectionLevel(s, least) for s in (scheme, *_cheaper(scheme, members))))
 
 
 def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
-    """Schemes that keep less of the replicated section and no more copies of owned state, each less
-    than the one before: those that survive most first, of equal ones the smallest step."""
+    """Schemes in decreasing order of memory.
+
+    Each keeps less of the replicated section than the previous one, and no more copies of owned
+    state. Among these, the one that survives most losses comes next, then the most expensive one.
+    """
     losses = scheme.copies + scheme.parities
     while True:
         known = [Scheme(a, t - a) for t in range(losses + 1) for a in range(t + 1)]
@@ -192,7 +235,7 @@ def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
         yield scheme
 
 
-# -- how likely a job survives: formulas -----------------------------------------------------------
+# -- probability that a job survives ---------------------------------------------------------------
 #
 # A node survives t seconds with probability q(t) = exp(-(t/scale)^shape), the product over
 # independent causes (hardware, software). With groups of D nodes that survive any k losses
@@ -213,10 +256,10 @@ class Weibull:
 
     The λ of the published form exp(-λ t^c) is ``scale_secs ** -shape``."""
 
-    # time by which a node has failed with probability 1 - 1/e; for shape 1 the mean time between
+    # Time by which a node has failed with probability 1 - 1/e; for shape 1, the mean time between
     # failures of one node
     scale_secs: float
-    # 1 for a constant rate; below 1 young nodes fail more often, above 1 old ones
+    # 1 for a constant rate; below 1, the rate decreases with time, above 1 it increases
     shape: float = 1.0
 
     def __post_init__(self) -> None:
@@ -229,18 +272,23 @@ class Weibull:
 
 
 def node_survival(secs: float, causes: Sequence[Weibull]) -> float:
-    """q(t): every cause must spare the node."""
+    """q(t), probability that no cause has failed the node after ``secs`` seconds."""
     return prod(cause.survival(secs) for cause in causes)
 
 
 def losses_within(size: int, tolerance: int) -> tuple[int, ...]:
-    """Of every number of lost nodes, how many sets are survived if any ``tolerance`` are and no
-    more."""
+    """Number of survived sets for each number of lost nodes, if exactly up to ``tolerance`` are."""
     return tuple(comb(size, j) if j <= tolerance else 0 for j in range(size + 1))
 
 
 def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
-    """P_reft: all of the ``nodes / D`` groups survive, each node with probability ``q``."""
+    """P_reft, probability that all ``nodes / D`` groups survive, if each node does with ``q``.
+
+    Args:
+        q: probability that a node survives.
+        nodes: number of nodes.
+        survived: see :func:`losses_within`; D is its length minus 1.
+    """
     size = len(survived) - 1
     if size < 1 or nodes % size:
         raise ValueError(f"found {nodes} nodes in groups of {size}; expected a multiple")
@@ -251,9 +299,19 @@ def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
 def persist_interval_secs(
     target: float, causes: Sequence[Weibull], nodes: int, survived: Sequence[int]
 ) -> float:
-    """The advised interval between checkpoints on storage: the t at which P_reft(t) meets
-    ``target``, between 0 and 1. Within it, memory alone carries the job with at least that
-    probability."""
+    """Advised interval between checkpoints on storage: the t at which P_reft(t) = ``target``.
+
+    During it, memory alone survives with at least that probability.
+
+    Args:
+        target: probability between 0 and 1.
+        causes: causes of failure of a node.
+        nodes: number of nodes.
+        survived: see :func:`losses_within`.
+
+    Raises:
+        ConfigError: the target or the causes are invalid.
+    """
     if not 0 < target < 1 or not causes:
         raise ConfigError(
             f"found a target survival of {target} and {len(causes)} causes of failure; expected a "

@@ -1,27 +1,27 @@
-"""Reed-Solomon over GF(2^8): the coefficients, and products of whole buffers as XORs of packets.
+"""Reed-Solomon over GF(2^8): the coefficients, and products of buffers as XORs of packets.
 
-**Coefficients.** Parity r of a stripe is the sum over its data blocks j of c[r][j]·B[j]. Up to
-three parities take c[r][j] = 2^(r·j): the first parity is the plain XOR of AEC, the others cost
-about as much, and every square submatrix is regular for up to 255 blocks. More parities take a
-Cauchy matrix scaled so that its first row and column are 1.
+**Coefficients.** Parity r of a stripe is the sum of c[r][j]·B[j] over its data blocks j. For up to
+three parities, c[r][j] = 2^(r·j): the first parity is the plain XOR of AEC, the others cost about
+as much, and every square submatrix is regular for up to 255 blocks. More parities use a Cauchy
+matrix that is scaled so that its first row and column are 1.
 
-**Packets.** A field element is not a byte of the buffer: that would need a table look-up or a chain
-of shifts for every byte. Its bit i lies in packet i. A buffer is a sequence of *cells* of 512 KiB;
-a cell is 8 packets of 64 KiB, and the elements of the cell are the columns through its 8 packets.
-Multiplication by 2 is then a renaming of packets and three XORs of packets, and a whole encoding
-consists of XORs of long contiguous ranges, which every device does at memory speed. A last, shorter
-cell has packets of an eighth of its length, so the length of a buffer must be a multiple of 128
-bytes (8 packets of 16-byte words). Cells are independent: a range that starts at a cell boundary
-can be decoded by itself.
+**Packets.** A field element is not a byte of the buffer, because that would need a table look-up or
+a chain of shifts for every byte. Instead, bit i of an element is in packet i. A buffer is a
+sequence of *cells* of 512 KiB. A cell has 8 packets of 64 KiB, and its elements are the columns
+through these packets. Multiplication by 2 is then a renaming of packets and three XORs of packets.
+A complete encoding consists of XORs of long contiguous ranges, which every device computes at
+memory speed. In a last, shorter cell, each packet is an eighth of the cell, so the length of a
+buffer must be a multiple of 128 bytes (8 packets of 16-byte words). Cells are independent: a range
+that starts at a cell boundary can be decoded alone.
 
-**Programs.** A finished combination of stored blocks has arbitrary coefficients, which cost some 45
-packet XORs a term. Those of the parities are ones and powers of two. So, where several blocks of a
-stripe are lost, every equation is first cleared of what is known, with the parities' own
-coefficients (what is left is its *syndrome*), and then the small system is solved over the
-syndromes, by Gauss and Jordan's
-method: adding a multiple of one to another, and scaling one. All of it happens in the packets of
-the unknown blocks themselves; there are no other buffers. Packets are never moved: what would move
-them renames them, and they start under the names that are right in the end.
+**Programs.** The solution for a lost block, written as one combination of stored blocks, has
+arbitrary coefficients, which cost about 45 packet XORs for each term. The parities' own
+coefficients are ones and powers of two, which are cheap. If several blocks of a stripe are lost,
+each equation is therefore first reduced by its known blocks with the parities' own coefficients;
+the result is its *syndrome*. Then the small system is solved over the syndromes by Gauss-Jordan
+elimination, which adds a multiple of one to another, or scales one. All of this happens in the
+packets of the unknown blocks, without further buffers. Packets are never moved, but renamed, and
+the initial names are chosen so that the final ones are right.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ def multiply(a: int, b: int) -> int:
 
 
 def inverse(a: int) -> int:
-    """The b with a·b = 1."""
+    """The multiplicative inverse of ``a``.
+
+    Raises:
+        ZeroDivisionError: ``a`` is 0.
+    """
     if not a:
         raise ZeroDivisionError("0 has no inverse in GF(2^8)")
     return EXP[-LOG[a] % ORDER]
@@ -72,17 +76,22 @@ def inverse(a: int) -> int:
 
 _LOGS = np.array([LOG.get(a, 0) for a in range(256)])
 TABLE: Matrix = np.array(EXP, np.uint8)[(_LOGS[:, None] + _LOGS) % ORDER]
-TABLE[0] = TABLE[:, 0] = 0  # Products: ``TABLE[a, b]``; shape (256, 256), uint8
+TABLE[0] = TABLE[:, 0] = 0  # ``TABLE[a, b]`` is the product; shape (256, 256), uint8
 TABLE.flags.writeable = False
 
 
 def reduce_rows(matrix: Matrix, columns: int | None = None) -> tuple[Matrix, tuple[int, ...]]:
     """Reduced row echelon form.
 
-    Rows are used as pivots in the order given where that is possible, so that a caller who prefers
-    some equations puts them first. ``matrix``: shape (rows, all columns), uint8; not modified.
-    ``columns``: only the first so many may hold pivots; the others go along. Default: all. Returns
-    the reduced matrix of the same shape, and its pivot columns in row order."""
+    Rows become pivots in the given order if possible, so preferred equations come first.
+
+    Args:
+        matrix: shape (rows, columns), uint8; not modified.
+        columns: number of leading columns that may hold pivots; None for all.
+
+    Returns:
+        The reduced matrix of the same shape, and its pivot columns in row order.
+    """
     work = matrix.copy()
     pivots: list[int] = []
     for column in range(work.shape[1] if columns is None else columns):
@@ -110,27 +119,37 @@ def rank(matrix: Matrix) -> int:
 
 
 def bit_matrix(coefficient: int) -> tuple[tuple[int, ...], ...]:
-    """Multiplication by ``coefficient`` as XORs of bits. Returns for every bit i of the product,
-    the bits of the factor whose XOR it is."""
+    """Multiplication by ``coefficient`` as XORs of bits.
+
+    Returns:
+        For every bit i of the product, the bits of the factor whose XOR it is.
+    """
     products = [multiply(coefficient, 1 << bit) for bit in range(8)]
     return tuple(tuple(j for j in range(8) if products[j] >> i & 1) for i in range(8))
 
 
 PACKETS = 8
 PACKET_BYTES = 64 * 2**10
-"""Long enough for the host's prefetchers: with packets of a page the codes run at half the
-speed."""
+"""Large enough for the host's prefetchers; packets of one page halve the speed."""
 CELL_BYTES = PACKETS * PACKET_BYTES
-GRAIN_BYTES = PACKETS * 16  # Length of buffers in codes with more than XOR: a multiple of this
+GRAIN_BYTES = PACKETS * 16  # Unit of the length of buffers in codes other than XOR
 
 _POWER_ROWS = 3
 
 
 def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
-    """Coefficients c[r][j] of ``parities`` parities over ``blocks`` data blocks, as rows. Any
-    ``parities`` losses among the blocks and the parities can be decoded (MDS). Raises ConfigError
-    beyond the size of the field."""
-    if parities > 1 and (blocks > 255 or parities + blocks > 256):  # one parity is plain XOR
+    """Coefficients c[r][j] of the parities, as rows.
+
+    Any ``parities`` losses among the blocks and the parities can be decoded (MDS).
+
+    Args:
+        parities: number of parities.
+        blocks: number of data blocks.
+
+    Raises:
+        ConfigError: the stripe exceeds the size of the field.
+    """
+    if parities > 1 and (blocks > 255 or parities + blocks > 256):  # One parity is plain XOR
         raise ConfigError(
             f"a stripe of {blocks} blocks and {parities} parities exceeds GF(2^8): at most 255 "
             "blocks and 256 in all; use smaller sharding groups"
@@ -151,9 +170,17 @@ def needs_packets(rows: Sequence[Row]) -> bool:
 def ragged_ranges(
     sources: Sequence[Any], nbytes: int, step: int, zeros: Callable[[int], Any]
 ) -> Iterator[tuple[slice, list[int], list[Any]]]:
-    """Ranges of targets of ``nbytes``, each with the sources that reach into it (their numbers and
-    bytes), as if all were padded with zeros. Only the range of one step in which a source ends is
-    copied."""
+    """Split targets into ranges, so that in each range every source is either complete or absent.
+
+    Args:
+        sources: buffers that may be shorter than the targets, as if zero-padded.
+        nbytes: length of the targets.
+        step: unit of the ranges. The unit in which a source ends is copied and padded.
+        zeros: returns a new buffer of zeros.
+
+    Yields:
+        The range, the indices of the sources that reach into it, and their bytes.
+    """
     cuts = {0, nbytes}
     for length in {len(s) for s in sources} - {nbytes}:
         cuts |= {length // step * step, min(nbytes, -(-length // step) * step)}
@@ -179,25 +206,24 @@ Operand = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class PacketStep:
-    """Neighbouring packets of one buffer become the XOR of two others, or a copy of one."""
+    """Sets adjacent packets of one buffer to the XOR of two others, or to a copy of one."""
 
-    target: Operand  # first packet written
-    count: int  # neighbouring packets
-    left: Operand  # first packet read; may be ``target``
-    right: Operand | None  # the same, or None: a copy
+    target: Operand  # First packet written
+    count: int  # Number of adjacent packets
+    left: Operand  # First packet read; may be ``target``
+    right: Operand | None  # First packet of the second operand; None for a copy
 
 
 @dataclass(frozen=True, slots=True)
 class _Elimination:
-    """The solution of a system in place: ``unknown[r]`` comes out where equation r was summed
-    up."""
+    """The solution of a system in place: equation r's buffer ends as ``unknown[r]``."""
 
     unknown: tuple[int, ...]
-    operations: tuple[tuple[int, int, int], ...]  # (r, s, c): r += c·s; where r = s: r *= c
+    operations: tuple[tuple[int, int, int], ...]  # (r, s, c) is r += c·s, or r *= c if r = s
 
     @property
     def cost(self) -> int:
-        """Packets that it XORs."""
+        """Number of packet XORs."""
         return sum(
             len(_scaling(c)[1]) if r == s else sum(map(len, bit_matrix(c)))
             for r, s, c in self.operations
@@ -208,10 +234,15 @@ class _Elimination:
 def packet_program(
     rows: tuple[Row, ...], matrix: tuple[Row, ...] | None = None
 ) -> tuple[PacketStep, ...]:
-    """The steps that compute the targets X with ``matrix · X = rows · sources`` over GF(2^8), cell
-    by cell. ``rows``: coefficients of the sources, one row per equation; no row is all zeros.
-    ``matrix``: coefficients of the targets, square and regular; None: each target is the sum of its
-    row."""
+    """The steps for one cell that compute X with ``matrix · X = rows · sources`` over GF(2^8).
+
+    Args:
+        rows: coefficients of the sources, one row for each equation; no row is all zeros.
+        matrix: coefficients of the targets, square and regular; None for the identity.
+
+    Raises:
+        ValueError: a row is all zeros, or the matrix is singular.
+    """
     if not all(map(any, rows)):
         raise ValueError("an equation without any source: every coefficient is 0")
     plan: _Elimination | None = _Elimination(tuple(range(len(rows))), ())
@@ -235,7 +266,7 @@ def packet_program(
 
 
 def _eliminate(matrix: Sequence[Row], unknown: tuple[int, ...]) -> _Elimination | None:
-    """Gauss-Jordan with these pivots; None where one of them is 0."""
+    """Gauss-Jordan elimination with the given pivot columns; None if a pivot is 0."""
     work = [list(row) for row in matrix]
     operations = []
     for at, column in enumerate(unknown):
@@ -253,12 +284,15 @@ def _eliminate(matrix: Sequence[Row], unknown: tuple[int, ...]) -> _Elimination 
     return _Elimination(unknown, tuple(operations))
 
 
-_Move = int | None  # Add a source, or double what was added so far
+_Move = int | None  # Index of a source to add; None doubles the sum so far
 
 
 def _moves(row: Row) -> list[_Move]:
-    """The sum of row[j]·source[j] by Horner's rule: over the exponents of the coefficients or over
-    their bits, whichever takes fewer XORs."""
+    """Moves that compute the sum of row[j]·source[j] by Horner's rule.
+
+    The rule is applied to the exponents of the coefficients, or to their bits; the variant with
+    fewer XORs is taken.
+    """
     by_log = {LOG[c]: [j for j, d in enumerate(row) if d == c] for c in row if c}
     by_bit = {bit: [j for j, c in enumerate(row) if c >> bit & 1] for bit in range(PACKETS)}
     ways: list[list[_Move]] = []
@@ -272,8 +306,8 @@ def _moves(row: Row) -> list[_Move]:
 
 
 def _interleaved(programs: list[list[_Move]]) -> Iterator[tuple[int, _Move]]:
-    """All programs at once, so that a source that one of them reads is still in the cache for the
-    next."""
+    """Interleave programs, so that a source is still in the cache when the next program reads
+    it."""
     longest = max(programs, key=lambda moves: (None in moves, len(moves)))
     order = list(dict.fromkeys(m for m in longest if m is not None))
     order += sorted({m for moves in programs for m in moves if m is not None} - set(order))
@@ -289,22 +323,25 @@ def _interleaved(programs: list[list[_Move]]) -> Iterator[tuple[int, _Move]]:
 
 
 class _Packets:
-    """Writes down steps. A bit of a target is a packet of its own, in which order is settled in the
-    end, or, until something is added to it, a packet of a source."""
+    """Records steps.
+
+    Each bit of a target is a packet of the target; their order is determined at the end. Before
+    anything is added to a bit, it may instead refer to a packet of a source.
+    """
 
     def __init__(self, sources: int, targets: int) -> None:
         self._sources = sources
         self._bits: list[list[Operand | None]] = [[None] * PACKETS for _ in range(targets)]
         self._made = [0] * targets
-        # no step of a group reads what another of it writes
+        # Within a group, no step reads a packet that another step writes
         self._groups: list[list[PacketStep]] = []
 
     def add_source(self, target: int, source: int) -> None:
         self._group([(target, i, (source, i)) for i in range(PACKETS)])
 
     def double(self, target: int) -> None:
-        """x^8 = x^4 + x^3 + x^2 + 1: the bit that leaves at the top comes in below, and is added to
-        three."""
+        """Multiply by x, with x^8 = x^4 + x^3 + x^2 + 1: rotate the bits, and add the top bit to
+        three others."""
         bits = self._bits[target]
         bits.insert(0, bits.pop())
         self._group([(target, i, bits[0]) for i in (2, 3, 4)])
@@ -345,7 +382,7 @@ class _Packets:
         return own
 
     def steps(self) -> tuple[PacketStep, ...]:
-        """What was written down, every packet in its final place, neighbours together."""
+        """The recorded steps with every packet in its final position, adjacent ones merged."""
         for target, bits in enumerate(self._bits):
             copied = []
             for bit, operand in enumerate(bits):
@@ -380,7 +417,7 @@ def _merge(group: list[PacketStep]) -> list[PacketStep]:
 
 
 def _follows(last: PacketStep, step: PacketStep) -> bool:
-    """Whether the packets of ``step`` are the next of ``last``."""
+    """Whether the packets of ``step`` directly follow those of ``last``."""
 
     def after(operand: Operand | None) -> Operand | None:
         return None if operand is None else (operand[0], operand[1] + last.count)
@@ -391,9 +428,13 @@ def _follows(last: PacketStep, step: PacketStep) -> bool:
 
 @lru_cache(maxsize=256)
 def _scaling(coefficient: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Multiplication in place by additions of one bit to another, the cheapest way of some. Returns
-    for every bit the one that first takes its name, and then the additions (i, j): bit i += bit
-    j."""
+    """Multiplication in place by renaming bits and adding bits to each other.
+
+    Several randomised reductions are tried, and the cheapest is taken.
+
+    Returns:
+        For every bit, the old bit that gets its name; then the additions (i, j): bit i += bit j.
+    """
     chance = random.Random(coefficient)
     return min(
         (_reduce(coefficient, chance) for _ in range(_MOST_TRIES)), key=lambda way: len(way[1])
@@ -403,8 +444,10 @@ def _scaling(coefficient: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], 
 def _reduce(
     coefficient: int, chance: random.Random
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Adds rows of the bit matrix to each other until it is a permutation, by Gauss and Jordan's
-    method, with pivots of columns that have few ones."""
+    """Reduce the bit matrix to a permutation by Gauss-Jordan elimination.
+
+    Pivots are chosen in columns with few ones. Returns as :func:`_scaling`.
+    """
     matrix = [sum(1 << j for j in factors) for factors in bit_matrix(coefficient)]
     rows, columns = {*range(PACKETS)}, {*range(PACKETS)}
     additions = []

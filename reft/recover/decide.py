@@ -1,8 +1,9 @@
-"""Which version to restore: every sharding group judges its own, all groups decide together. Pure.
+"""Decides which version is restored: each sharding group checks its own arenas, then all groups
+decide together. Pure.
 
-A version is used only if it is whole: for every (pp, tp) the sources of one label cover the
-replicated image, and for every member its owned and host images, exactly. Sources of different
-labels never mix (the write hole).
+A version is used only if it is complete: for every (pp, tp) the blocks of one label cover the
+replicated image, and for every member its owned and host images, to the byte. Blocks of different
+labels are never mixed (the write hole).
 """
 
 from __future__ import annotations
@@ -52,22 +53,25 @@ from reft.recover.plan import (
 def preferred_label(
     held_by: Mapping[VersionId, Collection[Hashable]], newest_committed: VersionId | None
 ) -> VersionId | None:
-    """Which of the recoverable versions to restore.
+    """Choose among the recoverable versions.
 
-    Of those not older than the newest version known to be committed, the newest one that is held by
-    *every* place which holds an older one. A version v that was committed anywhere is whole at
-    every place that is left. A newer one that some place lacks was therefore never committed,
-    and has fewer copies: restoring it would let ranks overwrite v while a single loss can still
-    break the newer one.
+    Versions older than the newest known commit are ignored. Of the rest, the newest one is chosen
+    that is held by *every* place which holds an older one. The reason: a committed version v is
+    complete at every surviving place. So a newer one that some place lacks was never committed, and
+    has fewer copies. If it were restored, ranks would overwrite v while a single loss could still
+    destroy the newer one.
 
     Example: step 7 was committed, and step 8 was being sealed when the job died. Places A, B and C
-    hold 7 and 8, place D only 7. If 8 had been committed, D would hold it, too: 7 is restored. If D
-    is lost as well, nothing that is left contradicts 8, and 8 is restored.
+    hold 7 and 8, place D only 7. If 8 had been committed, D would hold it too: 7 is restored. If D
+    is lost as well, no surviving place contradicts 8, and 8 is restored.
 
     Args:
-        held_by: per *recoverable* version, the places that hold it SEALED or COMMITTED. A place is
-            where arenas lie, whosever bytes they hold: (node, local rank).
-        newest_committed: newest version that any arena found says is committed.
+        held_by: for each recoverable version, the places that hold it SEALED or COMMITTED. A place
+            is (node, local rank), the owner of the arena's file, whose bytes may be another rank's.
+        newest_committed: newest version that any arena records as committed.
+
+    Returns:
+        The version; None if none is recoverable.
     """
     current = sorted(
         label for label in held_by if newest_committed is None or newest_committed <= label
@@ -85,9 +89,11 @@ _MOST_GAPS = 6
 
 
 class GroupStatus(NamedTuple):
-    missing: int  # how much of it is missing; 0 if the group can recover it
-    gaps: tuple[str, ...]  # the first of what is missing, in words
-    decodes: bool  # whether lost blocks have to be decoded first
+    """Whether a sharding group can recover one version."""
+
+    missing: int  # Number of gaps; 0 if the group can recover it
+    gaps: tuple[str, ...]  # Descriptions of the first gaps
+    decodes: bool  # Lost blocks have to be decoded first
 
     @classmethod
     def of(cls, sources: GroupSources) -> GroupStatus:
@@ -111,9 +117,11 @@ def decode_verdicts(body: bytes) -> Verdicts:
 
 @dataclass(frozen=True)
 class Decision:
+    """The version that all ranks restore."""
+
     label: VersionId
-    rejected: tuple[str, ...]  # for every newer version why it is not used
-    decodes: bool  # whether some group has to decode lost blocks first
+    rejected: tuple[str, ...]  # For every newer version, why it is not used
+    decodes: bool  # A group has to decode lost blocks first
 
 
 def judge(
@@ -122,8 +130,17 @@ def judge(
     written: Mapping[VersionId, Degrees],
     bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
 ) -> dict[VersionId, GroupSources]:
-    """What each version has in one sharding group of the job that wrote it. ``written``: versions
-    that any rank of the job holds whole, and in which layout."""
+    """Collect the usable blocks of each version in one sharding group.
+
+    Args:
+        group: (pp, tp) in the layout that wrote the versions.
+        records: arenas of the group.
+        written: layout of each version that is complete on any rank of the job.
+        bad: blocks that were found corrupt: node, arena and key.
+
+    Returns:
+        Sources by version, newest first.
+    """
     by_label: dict[VersionId, list[ArenaRecord]] = {
         label: [] for label, d in written.items() if group[0] < d.pp and group[1] < d.tp
     }
@@ -141,7 +158,12 @@ def judge(
 def decide(
     findings: InventorySummary, verdicts: Mapping[Group, Verdicts]
 ) -> Decision | NotRecoverable:
-    """Choose the best version that every group can recover."""
+    """Choose the version to restore among those that every group can recover.
+
+    Args:
+        findings: the merged summaries of all nodes.
+        verdicts: status of every version in every sharding group.
+    """
     rejected: dict[VersionId, str] = {}
     whole: list[VersionId] = []
     for label in sorted(findings.by_label, reverse=True):
@@ -184,9 +206,17 @@ def plan_decided(
     *,
     wanted: Wanted = MappingProxyType({}),
 ) -> RecoveryPlan:
-    """The plan of one sharding group for the version that was decided on. ``wanted``: of a version
-    of another layout, what each rank takes of the images, once that is known; the plan is without
-    it before."""
+    """Make the plan of one sharding group for the chosen version.
+
+    Args:
+        decision: the chosen version.
+        findings: the merged summaries of all nodes.
+        group: (pp, tp) in the layout that wrote the version.
+        sources: usable blocks of the version in the group.
+        records: arenas of the group.
+        wanted: for a version of another layout, the ranges that each rank needs; empty while they
+            are not known, and the plan then has only host images.
+    """
     topology, written = findings.topology, findings.written[decision.label]
     needs = find_needs(group, sources, written, topology, wanted)
     layout = next(
@@ -213,12 +243,19 @@ def plan_recovery(
     job_id: str,
     bad: Collection[tuple[str, str, BlockKey]] = frozenset(),
 ) -> RecoveryPlan | NotRecoverable:
-    """The whole job's plan in one place, for tools that read the memory of all nodes. Pure,
+    """Plan for the whole job at once, for tools that read the memory of all nodes. Pure and
     deterministic.
 
-    The ranks of a job decide the same from summaries, and each plans for its own group alone
-    (:mod:`reft.recover.recover`). ``topology``: placement of the *new* incarnation; nodes may be
-    new and empty, and coordinates may have moved to other nodes (P7)."""
+    The ranks of a job reach the same decision from summaries, and each plans only for its own group
+    (:mod:`reft.recover.recover`).
+
+    Args:
+        inventories: arenas of all nodes.
+        topology: placement of the *new* incarnation; nodes may be new and empty, and coordinates
+            may have moved to other nodes (P7).
+        job_id: name of the job.
+        bad: blocks that were found corrupt: node, arena and key.
+    """
     summaries = [summarize(i.node, i.arenas, i.problems) for i in inventories]
     findings = merge_summaries(summaries, topology, job_id=job_id)
     every = chain.from_iterable(i.arenas for i in inventories)
@@ -239,8 +276,8 @@ def plan_recovery(
 
 
 def offline_topology(inventories: Sequence[Inventory], job_id: str) -> Topology:
-    """A placement to plan with where no job runs: every coordinate on the node that holds its
-    newest arena."""
+    """Make a placement for planning without a running job: every coordinate on the node that holds
+    its newest arena. Raises LayoutError if the job has no complete arena."""
     records = [r for i in inventories for r in i.arenas if r.usable and r.header.job_id == job_id]
     if not records:
         raise LayoutError(
@@ -263,9 +300,11 @@ def plan_verified(
     job_id: str,
     bad: frozenset[BlockSource] = frozenset(),
 ) -> tuple[RecoveryPlan | NotRecoverable, frozenset[BlockSource]]:
-    """Plan over arenas that can all be read here, and replan until every source checks out. Returns
-    the plan, every source of which was verified, and ``bad`` with the corrupt blocks met on the
-    way."""
+    """Plan with arenas that can all be read here, and repeat until every source is intact.
+
+    Returns:
+        The plan, whose sources were all verified, and ``bad`` with the corrupt blocks added.
+    """
     while True:
         plan = plan_recovery(inventories, topology, job_id=job_id, bad=bad)
         if isinstance(plan, NotRecoverable):
@@ -276,14 +315,12 @@ def plan_verified(
         bad |= found
 
 
-# -- which stored blocks of one sharding group can serve one version, and whether they cover its
-# images
+# -- usable blocks of one version in one sharding group --------------------------------------------
 #
-# The cover is checked to the byte: sorted by offset, the blocks of an image must tile [0,
-# image_bytes) without a gap or an overlap.
+# Sorted by offset, the blocks of an image must cover [0, image_bytes) without a gap or an overlap.
 
 Variant = tuple[int, int, int]
-"""What must be equal for two entries to be the same bytes: start, length, checksum."""
+"""Start, length and checksum; entries with equal values have the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +344,18 @@ def collect_group(
     size: int,
     bad: frozenset[tuple[str, str, BlockKey]],
 ) -> GroupSources:
-    """Sources of the sharding group (pp, tp) among arenas of one version. ``records``: SEALED or
-    COMMITTED arenas of the group's members, all of one label."""
+    """Collect the usable blocks of one version in the sharding group (pp, tp).
+
+    Args:
+        pp: pipeline stage.
+        tp: tensor slice.
+        records: SEALED or COMMITTED arenas of the group's members, all of one label.
+        size: members of the group.
+        bad: blocks that were found corrupt: node, arena and key.
+
+    Returns:
+        The sources; if the arenas have several layouts, those of the layout with the fewest gaps.
+    """
     layouts = sorted({record.header.layout for record in records}) or [""]
     found = [
         _collect_layout(pp, tp, [r for r in records if r.header.layout == layout], size, bad)
@@ -325,8 +372,9 @@ def _collect_layout(
     bad: frozenset[tuple[str, str, BlockKey]],
 ) -> GroupSources:
     stored = _by_image(records, size)
-    # Host state is never empty, and whoever holds a member's host state holds all its blocks. So a
-    # member without host entries is lost, and an image without entries is one of zero bytes.
+    # Host state is never empty, and an arena with a member's host state has all of that member's
+    # blocks. So a member without host entries is lost, and any other image without entries has zero
+    # bytes.
     lost = [member for member in range(size) if (Section.HOST, member) not in stored]
     gaps = [f"{Coordinate(pp, m, tp)} is not stored on any node that is present" for m in lost]
     images: dict[Image, tuple[SourceBlock, ...]] = {}
@@ -359,8 +407,12 @@ def _decoding(
     replicated: Sequence[SourceBlock],
     bad: frozenset[tuple[str, str, BlockKey]],
 ) -> tuple[tuple[LostBlock, ...], Mapping[BlockKey, SourceBlock], str | None]:
-    """The replicated blocks that are stored nowhere, where the group has a code; what they are
-    decoded from; or why they cannot be."""
+    """Find the lost replicated blocks that can be decoded.
+
+    Returns:
+        The lost blocks, the blocks from which they are decoded by key, and why they cannot be
+        decoded (None if they can). Empty if the group has no code.
+    """
     coding = next((r.header.coding for r in records if r.header.coding), "")
     sizes = [s.entry.image_bytes for keys in stored.get(REPLICATED, {}).values() for s in keys]
     if not coding or not sizes:
@@ -398,7 +450,8 @@ def _by_image(
 def _usable_blocks(
     keys: Mapping[BlockKey, Sequence[_StoredVersion]], bad: frozenset[tuple[str, str, BlockKey]]
 ) -> tuple[tuple[SourceBlock, ...], list[tuple[BlockKey, str]], list[str]]:
-    """Blocks of one image that have a good source, keys that have none, and diverged copies."""
+    """Blocks of one image with an intact source, keys without one and why, and descriptions of
+    copies that differ."""
     blocks: list[SourceBlock] = []
     unusable: list[tuple[BlockKey, str]] = []
     diverged: list[str] = []
@@ -423,7 +476,8 @@ def _usable_blocks(
 
 
 def _prevailing(sources: Sequence[_StoredVersion]) -> Variant:
-    """The bytes to restore everywhere if copies differ: the owner's, else the most frequent."""
+    """The variant that is restored everywhere if copies differ: the owner's, otherwise the most
+    frequent."""
     first = sources[0].variant
     if all(s.variant == first for s in sources):
         return first
@@ -462,7 +516,7 @@ def _source_block(key: BlockKey, sources: Sequence[_StoredVersion]) -> SourceBlo
 def _find_hole(
     blocks: Sequence[SourceBlock], stored: Mapping[BlockKey, Sequence[_StoredVersion]]
 ) -> str | None:
-    """The first place where the blocks do not tile the image exactly, in words."""
+    """Describe the first gap or overlap of the blocks of an image; None if there is none."""
     sizes = {s.entry.image_bytes for sources in stored.values() for s in sources}
     if len(sizes) > 1:
         return f"arenas disagree about its size ({', '.join(map(str, sorted(sizes)))} bytes)"
@@ -484,24 +538,24 @@ def _find_hole(
     return None
 
 
-# -- what every rank takes of a version
+# -- blocks of a version that each rank needs ------------------------------------------------------
 
 
 class ImageRange(NamedTuple):
-    """Bytes of an image of a rank of another layout."""
+    """A range of an image of a rank in another layout."""
 
-    of: Coordinate  # the old rank
+    of: Coordinate  # The old rank
     section: Section
     start_bytes: int
     nbytes: int
 
 
-# what ranks take of the images of another layout
+# Ranges of the images of another layout that each rank needs
 Wanted = Mapping[Coordinate, Sequence[ImageRange]]
 
 
 def takers(group: Group, written: Degrees, topology: Topology) -> tuple[Coordinate, ...]:
-    """Ranks that may want something of a sharding group of the job that wrote the version."""
+    """Ranks that may need blocks of a sharding group of the layout that wrote the version."""
     now = topology.degrees
     if (written.pp, written.tp) != (now.pp, now.tp):
         return now.coordinates()
@@ -511,9 +565,22 @@ def takers(group: Group, written: Degrees, topology: Topology) -> tuple[Coordina
 def find_needs(
     group: Group, sources: GroupSources, written: Degrees, topology: Topology, wanted: Wanted
 ) -> dict[Coordinate, Sequence[SourceBlock]]:
-    """Blocks of one old sharding group that each rank fetches. In the layout that wrote it that is
-    the replicated image, its owned and its host image; else the host images that it reads, and what
-    holds the bytes that it wants of the others, once that is known."""
+    """Find the blocks of one old sharding group that each rank fetches.
+
+    In the same layout these are the replicated image, and the rank's owned and host images. In
+    another layout they are the host images that the rank reads, and the blocks with its ``wanted``
+    ranges.
+
+    Args:
+        group: (pp, tp) in the layout that wrote the version.
+        sources: usable blocks of the group.
+        written: layout that wrote the version.
+        topology: placement of the running job.
+        wanted: ranges that each rank needs of another layout.
+
+    Raises:
+        LayoutError: a range is outside of its image.
+    """
     images = sources.images
     needs: dict[Coordinate, Sequence[SourceBlock]] = {}
     for at in takers(group, written, topology):
@@ -533,13 +600,14 @@ def find_needs(
 
 
 def _holding(sources: GroupSources, pieces: Iterable[ImageRange]) -> tuple[SourceBlock, ...]:
-    """The blocks that hold the pieces, each once, by image and offset."""
+    """The blocks that contain the ranges, each once, by image and offset. Raises LayoutError if a
+    range is outside of its image."""
     found: dict[Image, set[int]] = {}
     for piece in pieces:
         image = REPLICATED if piece.section is Section.REPLICATED else (piece.section, piece.of.dp)
         blocks = sources.images.get(image, ())
         stop = piece.start_bytes + piece.nbytes
-        # They tile the image.
+        # The blocks cover the image without gaps, so the first and last ones can be searched for.
         first = max(0, bisect_right(blocks, piece.start_bytes, key=lambda b: b.start_bytes) - 1)
         last = bisect_left(blocks, stop, key=lambda b: b.start_bytes)
         held = blocks[first:last]
@@ -560,9 +628,12 @@ def _holding(sources: GroupSources, pieces: Iterable[ImageRange]) -> tuple[Sourc
 
 
 def host_state_sources(was: Degrees, now: Degrees, at: Coordinate) -> set[Coordinate]:
-    """The old ranks whose host state the new rank ``at`` reads: its own, or that of another
-    replica. In another layout the first replica's, which say what is held, and those of its own
-    replica, which have its buffers."""
+    """The old ranks whose host state the new rank ``at`` reads.
+
+    If only the number of replicas differs, that is the same coordinate, or one of another replica.
+    In another layout it is the first replica's ranks, which describe the content of all images, and
+    the ranks of its own replica, which hold its buffers.
+    """
     if (was.pp, was.tp) == (now.pp, now.tp):
         return {Coordinate(at.pp, at.dp % was.dp, at.tp)}
     groups = set(product(range(was.pp), range(was.tp)))

@@ -1,16 +1,17 @@
-"""What a node holds in memory after a restart, and how it tells the others.
+"""The inventory of the arenas on a node after a restart, and its exchange with other nodes.
 
-An inventory carries headers and block tables, not data. It crosses hosts, so it is msgpack in a
-message under a MAC keyed with the job's secret, and never pickle (P11). Tables are stored byte
-column by byte column, in which offsets and lengths of neighbouring blocks hardly differ, and
-compressed: about ten bytes per block, most of them checksum.
+An inventory contains headers and block tables, not data. It is sent to other hosts, so it is
+msgpack in a message with a MAC keyed by the job's secret, never pickle (P11). Tables are transposed
+to byte columns, in which neighbouring blocks hardly differ, and compressed to about ten bytes per
+block, most of them checksum.
 
-Every rank sums up a part of its node without block tables (:func:`summarize`); the summaries of all
-together (:func:`merge_summaries`) say who holds which version. Everything that is left aside is
-named, so that a person who expected a recovery sees what is missing and what to change. A sharding
-group's members take part in its recovery, and on every node that holds arenas of the group but runs
-no member of it one rank that reads
-there: after a restart coordinates may run anywhere (P7).
+Every rank summarizes a part of its node without block tables (:func:`summarize`). The merged
+summaries of all ranks (:func:`merge_summaries`) show which node holds which version. Every arena
+that is not used is named in a note, so that a person who expected a recovery sees the cause.
+
+The members of a sharding group take part in its recovery. After a restart coordinates may run on
+any node (P7), so a node with arenas of the group but without a member of it takes part with one
+rank, which reads them.
 """
 
 from __future__ import annotations
@@ -52,9 +53,11 @@ _COMPRESSION_LEVEL = 1
 
 @dataclass(frozen=True)
 class ArenaRecord:
-    node: str  # node on which it was found (``header.node`` is where it was written)
-    path: str  # file name within the node's job directory
-    header: ArenaHeader  # whose version it holds, and its block table
+    """One arena that was found on a node."""
+
+    node: str  # Node on which it was found (``header.node`` is where it was written)
+    path: str  # File name within the node's job directory
+    header: ArenaHeader  # Its header and block table
 
     @property
     def usable(self) -> bool:
@@ -67,6 +70,8 @@ class ArenaRecord:
 
 @dataclass(frozen=True)
 class Inventory:
+    """The arenas of one node, and descriptions of files that could not be read."""
+
     node: str
     arenas: tuple[ArenaRecord, ...]
     problems: tuple[str, ...] = ()
@@ -108,22 +113,22 @@ def _unpack_header(head: bytes, packed: bytes) -> ArenaHeader:
     return replace(header, entries=unpack_entries(rows.tobytes()))
 
 
-ArenaSet = Mapping[tuple[str, str], Arena]  # opened arenas by (node, file name)
+ArenaSet = Mapping[tuple[str, str], Arena]  # Opened arenas by (node, file name)
 
 
 @dataclass(frozen=True)
 class ArenaStore:
-    """Where arenas lie: a node's memory of the job, or a version on storage. A peer's place is
-    known by what that node tells of it (:meth:`Inventory.pack`), and its blocks are sent
-    (:mod:`reft.recover.transfer`)."""
+    """A directory with arenas that this rank reads: a node's memory of the job, or a version on
+    storage. Peers send the inventory (:meth:`Inventory.pack`) and the blocks
+    (:mod:`reft.recover.transfer`) of their own stores."""
 
-    directory: Path  # a missing one holds nothing
-    node: str  # that reads here
+    directory: Path  # A missing directory counts as empty
+    node: str  # Node that reads the directory
     secret: bytes
     is_wanted: Callable[[Path], bool] = lambda path: True
 
     def inventory(self) -> Inventory:
-        """List the arenas. Unreadable ones become ``problems``, never errors."""
+        """List the arenas. Unreadable files are listed in ``problems``; no error is raised."""
         arenas: list[ArenaRecord] = []
         problems: list[str] = []
         for path, found in scan(self.directory, self.secret, is_wanted=self.is_wanted):
@@ -143,11 +148,15 @@ class ArenaStore:
     def opened(
         self, inventory: Inventory, *, wait: bool = True
     ) -> Iterator[dict[tuple[str, str], Arena]]:
-        """The usable arenas, to be read.
+        """Open the usable arenas for reading, and close them at the end of the context.
 
-        One that has vanished since the inventory is left out: its blocks then count as corrupt, and
-        the plan falls down the ladder. In the end they are closed; views that are still alive keep
-        their mapping."""
+        An arena that was removed since the inventory is left out: its blocks then count as corrupt,
+        and the next plan uses other sources. Views that still exist keep their mapping.
+
+        Args:
+            inventory: the arenas.
+            wait: close before the context ends; otherwise on another thread.
+        """
         arenas: dict[tuple[str, str], Arena] = {}
         try:
             for record in inventory.arenas:
@@ -165,7 +174,8 @@ class ArenaStore:
             if wait:
                 _close(arenas)
             else:
-                # To unmap what was read takes up to a fifth of the time that reading it took.
+                # Unmapping takes up to a fifth of the time of reading, and training need not wait
+                # for it.
                 threading.Thread(
                     target=_close, args=(arenas,), name="reft-unmap", daemon=True
                 ).start()
@@ -177,14 +187,23 @@ def _close(arenas: ArenaSet) -> None:
 
 
 def open_job(job_dirs: Sequence[Path]) -> dict[str, JobDir]:
-    """The directories of one job by node id; of equal ids, as of directories brought together from
-    elsewhere, each is told by its path. Raises AuthenticationError: if a directory is somebody
-    else's or its secret is missing."""
+    """Open the directories of one job.
+
+    Args:
+        job_dirs: a directory for each node, perhaps copied from other hosts.
+
+    Returns:
+        The directories by node; if two have the same node id, the path is added to it.
+
+    Raises:
+        AuthenticationError: a directory belongs to another user, or its secret is missing.
+        ArenaError: the directories belong to several jobs, or there is none.
+    """
     jobs = [JobDir.open(path) for path in job_dirs]
     if len({(job.job_id, job.secret) for job in jobs}) != 1:
         found = ", ".join(f"{job.path} ({job.job_id})" for job in jobs) or "none"
         raise ArenaError(
-            f"found the directories {found}; expected one job, and its secret in all of them: say "
+            f"found the directories {found}; expected one job, and its secret in all of them: give "
             "--job"
         )
     names = [job.node for job in jobs]
@@ -196,8 +215,13 @@ def open_job(job_dirs: Sequence[Path]) -> dict[str, JobDir]:
 def find_corrupt(
     label: VersionId, fetches: Iterable[Fetch], arenas: ArenaSet
 ) -> frozenset[BlockSource]:
-    """Sources of ``fetches`` whose bytes do not match their checksum now, or that cannot be read
-    (P5). ``fetches``: blocks to check; one that several coordinates need is read once."""
+    """Find sources that cannot be read, or whose bytes no longer match their checksum (P5).
+
+    Args:
+        label: the version that the arenas must hold.
+        fetches: blocks to check; a block that several coordinates need is read once.
+        arenas: opened arenas.
+    """
     current: dict[tuple[str, str], bool] = {}
     bad: set[BlockSource] = set()
     for source, fetch in {fetch.source: fetch for fetch in fetches}.items():
@@ -215,7 +239,8 @@ def find_corrupt(
 
 
 def stored_bytes(fetch: Fetch, arenas: ArenaSet) -> memoryview:
-    """The source's bytes, unchecked: a view into the mapped arena, cut short by the arena's end."""
+    """View the source's bytes in the mapped arena, without a check. Shorter than ``fetch.nbytes``
+    if the arena ends before."""
     return arenas[fetch.node, fetch.arena].data[
         fetch.arena_offset : fetch.arena_offset + fetch.nbytes
     ]
@@ -224,12 +249,11 @@ def stored_bytes(fetch: Fetch, arenas: ArenaSet) -> memoryview:
 def matches(fetch: Fetch, arenas: ArenaSet) -> bool:
     """Whether the source's bytes match the checksum taken when they were copied."""
     data = stored_bytes(fetch, arenas)
-    # P5: a shorter read counts as damage too; a checksum of a prefix may be right.
+    # P5: compare the length too, since the stored checksum could be that of a shorter block.
     return len(data) == fetch.nbytes and checksum(data) == fetch.checksum
 
 
-# -- what was found in memory, without its block tables: which arenas may serve, which do not, and
-# why
+# -- summaries of the inventories, without block tables --------------------------------------------
 
 
 def arenas_to_report(
@@ -240,9 +264,18 @@ def arenas_to_report(
     job_id: str,
     any_layout: bool = False,
 ) -> list[ArenaRecord]:
-    """The arenas of its node that a rank speaks for, so that each is told of once: those of
-    sharding groups that it reads for, as the first of the node to do so; the first rank of the node
-    also speaks for arenas that cannot serve."""
+    """The arenas of its node that ``rank`` reports. Each arena is reported by exactly one rank.
+
+    That is the first rank of the node that reads for the arena's sharding group, or, for arenas
+    that cannot be used, the first rank of the node.
+
+    Args:
+        records: arenas of the rank's node.
+        topology: placement of the running job.
+        rank: the rank.
+        job_id: name of the job.
+        any_layout: arenas of other layouts can be used.
+    """
     node = topology.nodes[rank]
 
     def speaker(record: ArenaRecord) -> int:
@@ -262,8 +295,8 @@ def block_tables(
     job_id: str,
     any_layout: bool = False,
 ) -> dict[Group, list[ArenaRecord]]:
-    """The whole arenas that may serve each of these sharding groups: of this job and its degrees,
-    whatever else has the same label (P7)."""
+    """The complete arenas that can be used for each of the given sharding groups. Arenas of other
+    jobs and degrees are left out, even if their labels are equal (P7)."""
     tables: dict[Group, list[ArenaRecord]] = {group: [] for group in groups}
     for record in records:
         at = record.header.coordinate
@@ -285,8 +318,10 @@ def sharding_groups(degrees: Degrees) -> tuple[Group, ...]:
 
 
 def participants(findings: InventorySummary, rank: int) -> dict[Group, tuple[int, ...]]:
-    """The sharding groups that a rank takes part in, its own first, and all ranks that take part in
-    each. Where a version has other stages or slices, which is rare, all take part in all."""
+    """The sharding groups in which a rank takes part, its own first, with all participants of each.
+
+    If any version has other stages or slices, all ranks take part in all groups.
+    """
     topology = findings.topology
     if others := {d for d in findings.written.values() if sharding_groups(d) != topology.groups()}:
         groups = set(topology.groups()).union(*map(sharding_groups, others))
@@ -310,20 +345,20 @@ _MOST_NAMED = 6
 
 
 class Head(NamedTuple):
-    """An arena without its block table: whose bytes of which version lie where."""
+    """The header of an arena without its block table."""
 
     label: VersionId
     state: ArenaState
     coordinate: Coordinate
     node: str
     path: str
-    degrees: Degrees  # of the job that wrote it
+    degrees: Degrees  # Degrees of the job that wrote it
     job_id: str
 
     @property
     def place(self) -> tuple[str, str]:
-        """Where arenas lie, whosever bytes they hold: (node, local rank). Slots of one rank are one
-        place."""
+        """Node and local rank of the file; all slots of a local rank are one place. The bytes may
+        belong to another rank."""
         return self.node, self.path.partition("-slot")[0]
 
     def __str__(self) -> str:
@@ -333,12 +368,14 @@ class Head(NamedTuple):
 
 
 class Summary(NamedTuple):
+    """The arenas that one rank reports, without block tables."""
+
     node: str
     heads: tuple[Head, ...]
-    problems: tuple[str, ...]  # why files could not be read
+    problems: tuple[str, ...]  # Why files could not be read
 
     def encode(self) -> bytes:
-        """Bytes to send: about 40 per arena."""
+        """Encode with msgpack, about 40 bytes per arena."""
         jobs = list(
             dict.fromkeys((h.job_id, h.degrees.pp, h.degrees.dp, h.degrees.tp) for h in self.heads)
         )
@@ -356,8 +393,13 @@ class Summary(NamedTuple):
     def decode(
         cls, body: bytes, topology: Topology, known: dict[tuple[int, int], VersionId]
     ) -> Summary:
-        """Inverse of :meth:`encode`. ``known``: labels met so far, shared by all summaries of a
-        job."""
+        """Decode the output of :meth:`encode`.
+
+        Args:
+            body: the encoded summary.
+            topology: gives the coordinate objects.
+            known: labels decoded so far, so that all summaries share them.
+        """
         node, jobs, rows, problems = msgpack.unpackb(body)
         written = [(Degrees(*degrees), job_id) for job_id, *degrees in jobs]
         heads = []
@@ -375,38 +417,46 @@ _STATES = {str(state): state for state in ArenaState}
 
 @dataclass(frozen=True)
 class InventorySummary:
+    """The merged summaries of all nodes."""
+
     job_id: str
     topology: Topology
-    # SEALED and COMMITTED arenas of the right degrees and layout, per label. All of one label were
-    # written in one layout.
+    # SEALED and COMMITTED arenas with usable degrees and layout, by label. All arenas of a label
+    # were written in one layout.
     by_label: Mapping[VersionId, tuple[Head, ...]]
-    unfinished: tuple[Head, ...]  # arenas of the job that were being written when their rank died
-    # what other degrees or layouts were found, in words, with their newest label
+    unfinished: tuple[Head, ...]  # Arenas of the job that were being written when their rank died
+    # Descriptions of unusable degrees and layouts, with their newest label
     misfits: tuple[str, ...]
-    notes: tuple[str, ...]  # everything left aside, in words
-    newest_committed: VersionId | None  # newest label marked committed in any arena of this job
-    present: tuple[str, ...]  # nodes that sent a summary or have ranks
-    bare: tuple[str, ...]  # those of them that hold no arena of this job
+    notes: tuple[str, ...]  # Descriptions of all arenas that are not used
+    newest_committed: VersionId | None  # Newest label marked committed in any arena of this job
+    present: tuple[str, ...]  # Nodes that sent a summary or have ranks
+    bare: tuple[str, ...]  # Present nodes without an arena of this job
 
     @property
     def empty(self) -> bool:
         return not (self.by_label or self.unfinished or self.misfits)
 
     def holders(self, label: VersionId) -> frozenset[tuple[str, str]]:
-        """Places that hold ``label`` whole. What a recovery decoded is further redundancy of its
-        version, not a place that seals versions."""
+        """Places with a complete arena of ``label``. Arenas that a recovery has decoded do not
+        count: they are additional redundancy, and take no part in sealing versions."""
         return frozenset(head.place for head in self.by_label[label] if not is_decoded(head.path))
 
     @cached_property
     def written(self) -> dict[VersionId, Degrees]:
-        """Per label the layout of the job that wrote it."""
+        """Degrees of the job that wrote each label."""
         return {label: heads[0].degrees for label, heads in self.by_label.items()}
 
     def committed(self, label: VersionId) -> bool:
         return any(head.state is ArenaState.COMMITTED for head in self.by_label[label])
 
     def explain(self, label: VersionId, gaps: Sequence[str], count: int) -> str:
-        """Why ``label`` is not whole: what is missing, and whose arenas are gone."""
+        """Explain why ``label`` is incomplete: its gaps, and the ranks without an arena of it.
+
+        Args:
+            label: the version.
+            gaps: descriptions of the first gaps.
+            count: number of all gaps.
+        """
         text = f"not whole, {count} missing: {listing(gaps, count=count)}"
         found = {head.coordinate for head in self.by_label[label]}
         gone = [c for c in self.written[label].coordinates() if c not in found]
@@ -416,7 +466,7 @@ class InventorySummary:
         return f"{text}. {self._nodes()}"
 
     def why_no_candidate(self) -> str:
-        """Why there is no version to look at, and what to do."""
+        """Explain why there is no version to choose from, and what to do."""
         if self.empty:
             return (
                 f"no arena of job {self.job_id!r} was found. {self._nodes()}. Either the job never "
@@ -452,7 +502,7 @@ class InventorySummary:
 
 
 def listing(items: Iterable[str], most: int = _MOST_NAMED, *, count: int | None = None) -> str:
-    """A comma-separated list that stays readable: the first few, then how many more."""
+    """Join items with commas: the first ``most``, and the number of the others."""
     every = list(items)
     count = len(every) if count is None else count
     if count > most:
@@ -472,8 +522,14 @@ def summarize(node: str, records: Iterable[ArenaRecord], problems: Sequence[str]
 def merge_summaries(
     summaries: Sequence[Summary], topology: Topology, *, job_id: str, any_layout: bool = False
 ) -> InventorySummary:
-    """Put the summaries of all nodes together; see :class:`InventorySummary` and
-    :func:`_misfit`."""
+    """Merge the summaries of all nodes.
+
+    Args:
+        summaries: summaries of all ranks.
+        topology: placement of the running job.
+        job_id: name of the job.
+        any_layout: accept versions of other layouts.
+    """
     by_label: dict[VersionId, list[Head]] = {}
     unfinished: list[Head] = []
     misfits: dict[str, VersionId] = {}
@@ -500,8 +556,8 @@ def merge_summaries(
             unfinished.append(head)
             leave_aside(head, f"not finished ({head.label} {head.state})")
     for label, heads in by_label.items():
-        # Where two layouts gave versions one name: those of the running job's, else those of the
-        # largest.
+        # If versions of two layouts have the same label, use the running job's layout, otherwise
+        # the largest.
         found = {head.degrees for head in heads}
         largest = max(found, key=lambda d: (d == topology.degrees, d.world_size, d.pp, d.dp))
         for head in (head for head in heads if head.degrees != largest):
@@ -529,8 +585,13 @@ def merge_summaries(
 
 
 def _misfit(arena: ArenaHeader | Head, topology: Topology, *, any_layout: bool) -> str | None:
-    """Why an arena of this job cannot serve the running one, in words. ``any_layout``: one of
-    another layout may (:mod:`reft.relayout.element_map`)."""
+    """Explain why an arena of this job cannot be used by the running one; None if it can.
+
+    Args:
+        arena: its header.
+        topology: placement of the running job.
+        any_layout: accept other layouts (:mod:`reft.relayout.element_map`).
+    """
     written, at = arena.degrees, arena.coordinate
     if written != topology.degrees and not any_layout:
         return f"{written} instead of {topology.degrees}"

@@ -1,6 +1,6 @@
-"""The recovery plan: which version to restore, and for every block where it comes from. Pure.
+"""The recovery plan: the version to restore, and the source of every block. Pure.
 
-The decision is made in :mod:`reft.recover.decide`.
+:mod:`reft.recover.decide` chooses the version.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from reft.protect.codes import BlockCode, plan_decode
 
 @dataclass(frozen=True)
 class LostBlock:
+    """A replicated block without an intact source, and the terms from which it is decoded."""
+
     key: BlockKey
-    start_bytes: int  # offset in the replicated image
-    nbytes: int  # true length
-    padded_bytes: int  # length at which its stripe was encoded
-    position: int  # which of its owner's blocks it is: the index of its checksum
-    # stored blocks and their coefficients; shorter ones count as padded with zeros
+    start_bytes: int  # Offset in the replicated image
+    nbytes: int  # Length without padding
+    padded_bytes: int  # Length at which its stripe was encoded
+    position: int  # Index among its owner's blocks, and of its checksum
+    # Stored blocks and their coefficients; shorter ones count as padded with zeros
     terms: tuple[tuple[BlockKey, int], ...]
 
     @property
@@ -35,8 +37,12 @@ class LostBlock:
 
 
 def find_stripes(blocks: Iterable[LostBlock]) -> tuple[tuple[LostBlock, ...], ...]:
-    """Blocks that are decoded from the same parities together, in order of their first ones: they
-    share nearly all of their terms."""
+    """Group lost blocks that are decoded from the same parities, since they share nearly all of
+    their terms.
+
+    Returns:
+        The stripes, in the order of their first blocks.
+    """
     stripes: list[list[LostBlock]] = []
     stripe_of: dict[BlockKey, list[LostBlock]] = {}
     for lost in blocks:
@@ -51,9 +57,11 @@ def find_stripes(blocks: Iterable[LostBlock]) -> tuple[tuple[LostBlock, ...], ..
 def find_lost(
     code: BlockCode, have: Collection[BlockKey]
 ) -> tuple[tuple[LostBlock, ...], str | None]:
-    """The replicated blocks of a group that are not among ``have``, with a way to decode each.
-    Returns the lost blocks, and None or why some of them cannot be decoded (there are then no
-    blocks)."""
+    """Find the replicated blocks of a group that are not in ``have``, and how to decode them.
+
+    Returns:
+        The lost blocks by offset, and None; or no blocks, and why a block cannot be decoded.
+    """
     rows: dict[int, list[int]] = {}
     sizes = {}
     for member in range(code.code.size):
@@ -80,7 +88,7 @@ def find_lost(
             stored = tuple(
                 (key, coefficient) for p, coefficient in terms if (key := keys[p]) is not None
             )
-            # The parities are the longest of their stripe.
+            # Parities are as long as the longest block of their stripe.
             padded = max(code.nbytes_of(code.code.pieces[p], row) for p, _ in terms)
             key = code.data_key(sub_block, row)
             start, nbytes, position = sizes[key]
@@ -89,8 +97,7 @@ def find_lost(
 
 
 class SourceKind(StrEnum):
-    """Where in the memory of the nodes the bytes of a block come from, in the order of the
-    ladder."""
+    """Kinds of sources of a block in the memory of the nodes, in order of preference."""
 
     LOCAL = "local"  # Read on the node that needs it
     PEER = "peer"  # Sent by another node from the owner's own bytes
@@ -99,7 +106,7 @@ class SourceKind(StrEnum):
 
 
 class BlockSource(NamedTuple):
-    """One stored block: the unit that is found corrupt and avoided. Equal to the plain tuple."""
+    """One stored block. Corrupt blocks are recorded and avoided in this unit."""
 
     node: str
     arena: str
@@ -108,18 +115,18 @@ class BlockSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One block that one coordinate needs, and where to take it."""
+    """One block that a coordinate needs, and its source."""
 
-    key: BlockKey  # identity within the sharding group
-    pp: int  # pipeline stage of the sharding group
-    tp: int  # tensor slice of the sharding group
-    start_bytes: int  # offset in the section's image
+    key: BlockKey  # Identity within the sharding group
+    pp: int  # Pipeline stage of the sharding group
+    tp: int  # Tensor slice of the sharding group
+    start_bytes: int  # Offset in the section's image
     nbytes: int
     checksum: int  # xxh3_64 of the bytes, taken when they were copied
-    kind: SourceKind  # level of the ladder
-    node: str  # node that holds the source
-    arena: str  # file name of the arena on that node
-    arena_offset: int  # offset in the arena's data region
+    kind: SourceKind  # Kind of the source
+    node: str  # Node that holds the source
+    arena: str  # File name of the arena on that node
+    arena_offset: int  # Offset in the arena's data region
 
     @property
     def source(self) -> BlockSource:
@@ -127,7 +134,8 @@ class Fetch:
 
     @property
     def reported_kind(self) -> SourceKind:
-        """What to report: bytes that a recovery decoded come from parity, wherever they lie."""
+        """The kind to report: PARITY for bytes that a recovery has decoded, even if they are stored
+        on this node."""
         return SourceKind.PARITY if is_decoded(self.arena) else self.kind
 
     def __str__(self) -> str:
@@ -138,12 +146,13 @@ class Fetch:
 
 
 def describe_block(pp: int, tp: int, key: BlockKey) -> str:
-    """A block in words: ``replicated block 3 of pp0.dp1.tp0``."""
+    """Describe a block, such as ``replicated block 3 of pp0.dp1.tp0``."""
     return f"{key.section} block {key.index} of {Coordinate(pp, key.member, tp)}"
 
 
 def count_bytes(fetches: Iterable[Fetch]) -> dict[str, int]:
-    """Bytes by kind of source; every kind is present, so that reports always have the same keys."""
+    """Bytes by kind of source. All kinds are present, so that reports always have the same
+    keys."""
     totals = {str(kind): 0 for kind in SourceKind}
     for fetch in fetches:
         totals[fetch.reported_kind] += fetch.nbytes
@@ -151,21 +160,22 @@ def count_bytes(fetches: Iterable[Fetch]) -> dict[str, int]:
 
 
 def format_bytes_from(bytes_from: Mapping[str, int]) -> str:
-    """``local 12.0 MiB, peer 4.0 MiB``: the kinds that moved anything."""
+    """Format bytes by kind, such as ``local 12.00 MiB, peer 4.00 MiB``; kinds without bytes are
+    left out."""
     parts = [f"{kind} {nbytes / 2**20:.2f} MiB" for kind, nbytes in bytes_from.items() if nbytes]
     return ", ".join(parts) or "nothing"
 
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Lost blocks of one sharding group that one coordinate decodes and stores before anything is
+    """Lost blocks of one sharding group that one coordinate decodes and stores before the state is
     restored."""
 
-    blocks: tuple[LostBlock, ...]  # what is decoded
-    image_bytes: int  # size of the replicated image
-    layout: str  # the group's layout hash
-    # the stored blocks that are read, each once: replicated and parity ones, and the checksums that
-    # the results are compared with
+    blocks: tuple[LostBlock, ...]  # Blocks to decode
+    image_bytes: int  # Size of the replicated image
+    layout: str  # Layout hash of the group
+    # Stored blocks to read, each once: replicated and parity blocks, and the checksums with which
+    # the results are compared
     fetches: tuple[Fetch, ...]
 
     @property
@@ -175,34 +185,37 @@ class Rebuild:
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """Which version is restored and from where, in one sharding group or in the whole job."""
+    """The version to restore and its sources, for one sharding group or the whole job."""
 
     label: VersionId
-    # whether some arena had already marked it committed. A version that all ranks sealed is as
-    # good: every byte of it is there and checked.
+    # An arena is marked COMMITTED. A version that is only SEALED everywhere is as good: every byte
+    # of it exists and was checked.
     committed: bool
-    degrees: Degrees  # parallel degrees of the job
-    written: Degrees  # of the job that wrote the version
-    # for every coordinate that is planned for the blocks it needs: the replicated image of its (pp,
-    # tp) in image order, then its owned, then its host image. Of a version of another layout the
-    # host images that it reads, and the blocks from which its own images are made.
+    degrees: Degrees  # Parallel degrees of the job
+    written: Degrees  # Degrees of the job that wrote the version
+    # Blocks that each coordinate needs: the replicated image of its (pp, tp) in image order, then
+    # its owned, then its host image. For a version of another layout: the host images that it
+    # reads, and the blocks from which its own images are made.
     fetches: Mapping[Coordinate, tuple[Fetch, ...]]
-    newest_committed: VersionId | None = None  # newest label marked committed in any usable arena
-    rejected: tuple[str, ...] = ()  # for every newer version why it is not used
-    # what else was found and left aside (foreign, torn, other layout; diverged copies)
+    newest_committed: VersionId | None = None  # Newest label marked committed in any usable arena
+    rejected: tuple[str, ...] = ()  # For every newer version, why it is not used
+    # Arenas that are not used (foreign, torn, other layout), and copies that differ
     notes: tuple[str, ...] = ()
     job_id: str = ""
-    # what is decoded from parity first, and by whom. ``fetches`` lack those blocks: they are
-    # complete in the plan that is made once the decoded blocks are stored.
+    # Blocks to decode from parity first, by the coordinate that decodes them. ``fetches`` lacks
+    # these blocks; the plan made after they are stored has them.
     rebuilds: Mapping[Coordinate, Rebuild] = field(default_factory=dict)
-    # blocks that members which hold nothing of the version keep for their ring peers, to complete
-    # it
+    # Blocks that members without an arena of the version store for ring peers, to complete it
     kept: Mapping[Coordinate, tuple[Fetch, ...]] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, plans: Sequence[RecoveryPlan], notes: Sequence[str]) -> RecoveryPlan:
-        """The plans of all sharding groups as one. ``plans``: at least one, of the same decision.
-        ``notes``: those that all of them have in common, which come last."""
+        """Join the plans of sharding groups.
+
+        Args:
+            plans: at least one plan; all have the same decision.
+            notes: notes that all of them share; they come last.
+        """
         own = [note for plan in plans for note in plan.notes if note not in notes]
         fetches: dict[Coordinate, tuple[Fetch, ...]] = {}
         for plan in plans:
@@ -217,13 +230,13 @@ class RecoveryPlan:
 
     @property
     def other_layout(self) -> bool:
-        """Whether the version was written in another layout than the job's."""
+        """Whether the layout of the version differs from the job's."""
         return self.written != self.degrees
 
     @cached_property
     def bytes_from(self) -> dict[str, int]:
-        """Bytes by kind of source over all coordinates planned for; what is still to be decoded
-        goes to all members."""
+        """Bytes by kind of source, summed over all coordinates of the plan. Blocks that are still
+        to be decoded count once for each member."""
         totals = count_bytes(fetch for fetches in self.fetches.values() for fetch in fetches)
         totals[SourceKind.PARITY] += self.degrees.dp * sum(r.nbytes for r in self.rebuilds.values())
         return totals
@@ -233,7 +246,7 @@ class RecoveryPlan:
         return sum(f.nbytes for f in self.fetches[coordinate] if f.key.section is section)
 
     def reads(self) -> Iterator[Fetch]:
-        """What is restored, then what is read to decode first."""
+        """All blocks that are read: those to restore, then those to decode from."""
         yield from chain.from_iterable(self.fetches.values())
         yield from chain.from_iterable(rebuild.fetches for rebuild in self.rebuilds.values())
 
@@ -275,15 +288,15 @@ class RecoveryPlan:
 
 @dataclass(frozen=True)
 class NotRecoverable:
-    """No version is whole in the memory of the nodes that are present."""
+    """No version is complete in the memory of the nodes that are present."""
 
-    reasons: tuple[str, ...]  # per candidate label what is missing and why, newest first
-    notes: tuple[str, ...] = ()  # what was found and left aside
-    # nothing of this job was found in any state: a new job, or all of its memory is gone
+    reasons: tuple[str, ...]  # For each label, the missing bytes and why, newest first
+    notes: tuple[str, ...] = ()  # Arenas that are not used
+    # No arena of this job was found in any state: a new job, or all of its memory is lost
     empty: bool = False
-    # versions of this job exist, but only of another layout or other degrees
+    # Versions of this job exist, but only of another layout or other degrees
     layout_mismatch: bool = False
-    newest_committed: VersionId | None = None  # newest label marked committed in any usable arena
+    newest_committed: VersionId | None = None  # Newest label marked committed in any usable arena
 
     def __str__(self) -> str:
         lines = ["no version of the job can be recovered from memory:"]
@@ -292,44 +305,44 @@ class NotRecoverable:
         return "\n".join(lines)
 
     def error(self) -> ReftError:
-        """The error to raise where nothing else (no persisted checkpoint) can help."""
+        """The error to raise if there is no persisted checkpoint either."""
         return LayoutError(str(self)) if self.layout_mismatch else UnrecoverableError(str(self))
 
 
-# -- where each block is taken from
+# -- the source of each block ----------------------------------------------------------------------
 
 
-Group = tuple[int, int]  # a sharding group: (pp, tp)
+Group = tuple[int, int]  # A sharding group: (pp, tp)
 
 Image = tuple[Section, int]
-"""A section's image within the group: the member is -1 for the replicated one, which all share."""
+"""Section and member of an image in the group; the member is -1 for the shared replicated image."""
 
 REPLICATED: Image = (Section.REPLICATED, -1)
 
 
 @dataclass(frozen=True)
 class SourceBlock:
-    """A needed block and where equal bytes of it are stored."""
+    """A block, and the places where equal bytes of it are stored."""
 
     key: BlockKey
     start_bytes: int
     nbytes: int
     checksum: int
-    # per node the arena and the offset in it; the owner's own arena where there is a choice
+    # Arena and offset on each node; the owner's own arena if a node has several
     nodes: Mapping[str, tuple[str, int]]
-    owner_nodes: tuple[str, ...]  # nodes that hold the owner's own block, sorted
+    owner_nodes: tuple[str, ...]  # Nodes that hold the owner's own block, sorted
 
 
 @dataclass(frozen=True)
 class GroupSources:
-    """Usable sources of one sharding group for one version; whole if ``gaps`` is empty."""
+    """Usable sources of one sharding group for one version; complete if ``gaps`` is empty."""
 
-    # sources of every image; the replicated one lacks the ``lost`` blocks
+    # Sources of every image; the replicated image lacks the ``lost`` blocks
     images: Mapping[Image, tuple[SourceBlock, ...]]
-    gaps: tuple[str, ...]  # why an image is not whole, and cannot be made whole, in words
-    divergences: tuple[str, ...]  # copies that differ, in words
-    lost: tuple[LostBlock, ...] = ()  # replicated blocks to be decoded first
-    # sources by key, of what decoding reads: replicated, parity and checksum blocks
+    gaps: tuple[str, ...]  # Descriptions of missing bytes that cannot be decoded
+    divergences: tuple[str, ...]  # Descriptions of copies that differ
+    lost: tuple[LostBlock, ...] = ()  # Replicated blocks to decode first
+    # Blocks that decoding reads, by key: replicated, parity and checksum blocks
     stored: Mapping[BlockKey, SourceBlock] = field(default_factory=dict)
 
 
@@ -340,8 +353,16 @@ def choose_decoders(
     topology: Topology,
     layout: str,
 ) -> dict[Coordinate, Rebuild]:
-    """Give the lost blocks of every stripe, decoded from the same others, to a member whose node
-    holds a parity of it; of those to the one that decodes the fewest bytes so far."""
+    """Assign each stripe of lost blocks to the member that decodes it: of the members whose node
+    holds a parity of the stripe, the one with the fewest bytes so far.
+
+    Args:
+        group: (pp, tp).
+        members: coordinates that may decode.
+        sources: usable blocks of the group.
+        topology: nodes of all coordinates.
+        layout: layout hash of the group.
+    """
     work: dict[Coordinate, list[LostBlock]] = {c: [] for c in members}
     choices = []
     for stripe in find_stripes(sources.lost):
@@ -350,7 +371,7 @@ def choose_decoders(
         }
         near = [c for c in members if topology.node_of(c) in parities] or list(members)
         choices.append((near, stripe))
-    # Those with the fewest choices first, so that the others even out the load.
+    # Stripes with the fewest candidates first, so that the others can even out the load.
     for near, stripe in sorted(choices, key=lambda choice: len(choice[0])):
         chosen = min(near, key=lambda c: (sum(b.nbytes for b in work[c]), c))
         work[chosen] += stripe
@@ -370,10 +391,7 @@ def choose_decoders(
 
 
 def _best_source(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, ...]]:
-    """The highest level that has the block for a coordinate on ``node``, and the nodes to choose
-    from.
-
-    Later kinds go below COPY; only they need more than one node per block."""
+    """The preferred kind of source for a coordinate on ``node``, and the nodes that have it."""
     if node in block.nodes:
         return SourceKind.LOCAL, (node,)
     if block.owner_nodes:
@@ -384,14 +402,15 @@ def _best_source(block: SourceBlock, node: str) -> tuple[SourceKind, tuple[str, 
 def plan_fetches(
     group: Group, needs: Mapping[Coordinate, Sequence[SourceBlock]], topology: Topology
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
-    """Pick one source per needed block; of equal ones the node that serves the fewest bytes so far.
+    """Choose one source for each needed block; among equal sources, the node that sends the fewest
+    bytes so far.
 
-    Blocks with the fewest choices are settled first, so that those with a choice even out the
-    load."""
+    Blocks with the fewest candidates are assigned first, so that the others can even out the load.
+    """
     chosen: dict[Coordinate, list[Fetch | None]] = {}
     open_choices: list[tuple[int, Coordinate, int, SourceBlock, SourceKind, tuple[str, ...]]] = []
     load: Counter[str] = Counter()
-    # What one member fetches, most others fetch from the same place: each fetch is made once.
+    # Most members fetch a block from the same place: share the object.
     made: dict[tuple[int, SourceKind, str], Fetch] = {}
 
     def fetch_of(block: SourceBlock, kind: SourceKind, node: str) -> Fetch:

@@ -1,10 +1,9 @@
-"""What a recovery writes into memory: decoded blocks, and a newcomer's arena.
+"""Writes arenas during a recovery: decoded blocks, and the arena of a new node.
 
-Lost blocks are decoded and stored, so that the rest of a recovery finds every block somewhere.
-
-One member of the group decodes a lost block, from blocks that reach it verified, checks the result
-against its owner's checksum (P5) and seals what it decoded in an arena of its own. That arena is
-further redundancy of its version: a recovery that is killed and starts again uses it.
+Lost blocks are decoded and stored first, so that the rest of the recovery finds a source for every
+block. One member of the group decodes a lost block from verified blocks, compares the result with
+its owner's checksum (P5), and seals the decoded blocks in a separate arena. That arena is
+additional redundancy of the version: a recovery that is killed and starts again uses it.
 """
 
 from __future__ import annotations
@@ -48,15 +47,16 @@ Bytes = NDArray[np.uint8]
 
 
 class Pool:
-    """Buffers for blocks; no more than ``most_bytes`` of them exist.
+    """A pool of buffers for blocks, of at most ``most_bytes`` in all. Thread-safe.
 
-    They are used again: the first touch of fresh memory costs several times as much as the block
-    itself."""
+    Buffers are reused, since the first touch of new memory takes several times as long as copying
+    the block.
+    """
 
     def __init__(self, most_bytes: int) -> None:
-        self._room = most_bytes
+        self._room = most_bytes  # Bytes that may still be allocated
         self._free: dict[int, list[Bytes]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards both
 
     def take(self, nbytes: int) -> Bytes | None:
         with self._lock:
@@ -69,7 +69,7 @@ class Pool:
                 return None
             try:
                 buffer = np.empty(nbytes, np.uint8)
-            except MemoryError:  # slower, but nobody else waits in vain
+            except MemoryError:  # the caller continues without a buffer, more slowly
                 return None
             self._room -= nbytes
             return buffer
@@ -80,9 +80,16 @@ class Pool:
 
 
 class Stripe:
-    """Lost blocks that are decoded from the same others. Several threads may bring terms at once.
-    ``out``: where, one after the other at their padded length, which is the same for all; uint8.
-    ``pool``: for terms that do not stay where they are."""
+    """Lost blocks that are decoded from the same terms. Thread-safe.
+
+    Terms are stored until the last one arrives, and then solved together. If the pool has no
+    space left, each term is instead added to the results at once, which is slower.
+
+    Args:
+        blocks: the lost blocks; all have the same padded length.
+        out: memory for the results, consecutive at their padded length, uint8.
+        pool: buffers for terms whose memory is reused.
+    """
 
     def __init__(self, blocks: Sequence[LostBlock], out: Bytes, pool: Pool) -> None:
         self.blocks = tuple(blocks)
@@ -93,6 +100,8 @@ class Stripe:
         self._kept: dict[BlockKey, Bytes] = {}
         self._rooms: dict[BlockKey, Bytes] = {}
         self._adds_up = False
+        # Held while a term is added, so that the results are not updated by two threads at a time,
+        # and exactly one of them sees the last term.
         self._lock = threading.Lock()
 
     @property
@@ -104,7 +113,7 @@ class Stripe:
         return not self._missing
 
     def room_for(self, key: BlockKey, nbytes: int) -> Bytes | None:
-        """Where to receive a term, so that it can stay there; None where the pool has no room."""
+        """A buffer in which a term can be received and stay; None if the pool has none."""
         with self._lock:
             room = None if self._adds_up or key in self._rooms else self._pool.take(nbytes)
             if room is not None:
@@ -112,9 +121,14 @@ class Stripe:
             return room
 
     def add(self, key: BlockKey, data: Bytes, *, stays: bool) -> None:
-        """Take one term's bytes. The last one decodes. ``data``: its bytes, shorter than the
-        stripe's where the section ends. ``stays``: whether ``data`` may be read until all terms are
-        there. What is in its room does."""
+        """Add one term; the last one triggers decoding.
+
+        Args:
+            key: the term.
+            data: its bytes, uint8; shorter than the padded length at the section's end.
+            stays: ``data`` remains valid until all terms have arrived. That always holds for a
+                buffer of :meth:`room_for`.
+        """
         with self._lock:
             self._missing.remove(key)
             if not (self._adds_up or stays or key in self._rooms) and self._missing:
@@ -130,7 +144,7 @@ class Stripe:
                 self._release_all()
 
     def _copy(self, key: BlockKey, data: Bytes) -> Bytes:
-        """A copy in the pool; if there is no room, all that was kept is added up and let go."""
+        """Copy a term to the pool. If that is full, add up all stored terms and release them."""
         room = self._pool.take(len(data))
         if room is not None:
             self._rooms[key] = room
@@ -159,7 +173,7 @@ class Stripe:
                 _add_multiple(target, coefficient, data[: len(target)])
 
     def results(self) -> tuple[Bytes, ...]:
-        """The blocks' bytes, true lengths; only once complete."""
+        """The decoded blocks without padding; only once :attr:`complete`."""
         assert self.complete
         return tuple(t[: lost.nbytes] for lost, t in zip(self.blocks, self._targets, strict=True))
 
@@ -167,8 +181,12 @@ class Stripe:
 def equations(
     blocks: Sequence[LostBlock],
 ) -> tuple[tuple[BlockKey, ...], tuple[Row, ...], tuple[Row, ...]]:
-    """The system behind the blocks of a stripe, as sparse and plain as the parities have it:
-    ``matrix · blocks = rows · terms``. Returns the keys of the terms, ``rows`` and ``matrix``."""
+    """The linear system of a stripe, ``matrix · blocks = rows · terms``, as sparse as the parities
+    define it.
+
+    Returns:
+        The keys of the terms, ``rows`` and ``matrix``.
+    """
     parities = sorted({key for lost in blocks for key in lost.parities})
     others = sorted({key for lost in blocks for key, _ in lost.terms} - set(parities))
     keys = (*parities, *others)
@@ -181,8 +199,8 @@ def equations(
 
 @lru_cache(maxsize=256)
 def _clear(combinations: tuple[Row, ...], parities: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Every equation gets a parity, of the first columns, of its own: with that go the coefficients
-    that finished combinations have."""
+    """Reduce the equations so that each has one parity of its own (the first columns). This removes
+    the coefficients that combining the equations has added."""
     size = len(combinations)
     both = np.hstack([np.array(combinations, np.uint8), np.eye(size, dtype=np.uint8)])
     reduced, _ = reduce_rows(both, parities)
@@ -195,7 +213,7 @@ def _add_multiple(target: Bytes, coefficient: int, data: Bytes) -> None:
         part = target[: len(data)]
         np.bitwise_xor(part, data, out=part)
         return
-    # A cell at a time, so that the product stays in the cache.
+    # One cell at a time, so that the product stays in the cache.
     product = np.empty(min(CELL_BYTES, len(target)), np.uint8)
     for start in range(0, len(data), CELL_BYTES):
         part = target[start : start + CELL_BYTES]
@@ -208,10 +226,18 @@ _NOTHING = Rebuild((), 0, "", ())
 
 
 class Decoder:
-    """Takes the blocks that one coordinate's rebuild reads, in any order, and decodes from them
-    what was lost where it is to stay: there is no second copy of it (P9). ``kept_bytes``: most
-    memory for blocks from other nodes that wait until all that are read together are there. With
-    less than a few stripes' worth decoding is slower."""
+    """Decodes the lost blocks that a plan assigns to one coordinate.
+
+    Blocks to decode from arrive in any order. Results are written directly to their place in a new
+    arena, so there is no second copy of them (P9).
+
+    Args:
+        plan: plan of the sharding group.
+        at: coordinate of this rank.
+        place: directory of the new arena.
+        kept_bytes: most memory for blocks from other nodes that wait for the rest of their stripe.
+            Decoding is slower with less than a few stripes.
+    """
 
     def __init__(
         self,
@@ -234,7 +260,7 @@ class Decoder:
         self._lock = threading.Lock()
 
     def reserve(self) -> None:
-        """Make the arena; before the first block is taken."""
+        """Create the arena. Called before the first block is added."""
         blocks = self._rebuild.blocks
         if not blocks:
             return
@@ -243,11 +269,12 @@ class Decoder:
         offsets = list(
             accumulate((sum(b.padded_bytes for b in stripe) for stripe in stripes), initial=0)
         )
-        # A file that no earlier attempt has written: its blocks may be among the sources.
+        # Use a new file: blocks in the file of an earlier attempt may be among the sources.
         paths = (self._place.directory / decoded_name(str(self._at), n) for n in count())
         path = next(path for path in paths if not path.exists())
         self._arena = Arena.create(path, offsets[-1], len(blocks), self._place.secret)
-        # Further redundancy of the version, as the job that wrote it was laid out.
+        # The arena belongs to the stored version, so its header has the degrees of the job that
+        # wrote that.
         of, written = self._rebuild.fetches[0], self._plan.written
         at = Coordinate(of.pp, self._at.dp % written.dp, of.tp)
         self._arena.begin(
@@ -270,26 +297,36 @@ class Decoder:
             self._uses.update(dict.fromkeys(stripe.keys, stripe))
 
     def room_for(self, fetch: Fetch) -> Bytes | None:
-        """Where to receive a block, so that it need not be copied; None: anywhere."""
+        """A buffer in which to receive a block, so that it need not be copied; None: any buffer."""
         stripe = self._uses.get(fetch.key)
         return None if stripe is None else stripe.room_for(fetch.key, fetch.nbytes)
 
     def take(self, fetch: Fetch, data: Bytes, *, stays: bool) -> None:
-        """A verified block has arrived. Several threads may bring blocks at once. ``stays``:
-        whether they may be read until :meth:`close`, as those received in their room do anyway; if
-        not, they are copied, or used at once."""
+        """Add a verified block. Thread-safe.
+
+        Args:
+            fetch: the block.
+            data: its bytes, uint8.
+            stays: ``data`` remains valid until :meth:`close`; otherwise it is copied, or used at
+                once.
+        """
         if fetch.key.section is Section.CHECKSUMS:
+            # Several threads deliver blocks at the same time.
             with self._lock:
                 self._checksums[fetch.key.member] = unpack_checksums(data.data)
         else:
             self._uses[fetch.key].add(fetch.key, data, stays=stays)
 
     def store(self) -> frozenset[BlockSource]:
-        """Seal what was decoded. Left out are blocks with terms that never arrived, and those whose
-        owner's checksums did not: nothing can be said about them before another holder was asked.
-        Returns parities that cannot be used: what was decoded from them, with other verified
-        blocks, is not what its owner copied. Planning again without them falls down the ladder
-        (P5)."""
+        """Seal the decoded blocks in the arena.
+
+        Blocks are left out if one of their terms or the owner's checksums did not arrive: the next
+        plan fetches these from another source.
+
+        Returns:
+            Parities that must not be used: blocks decoded from them, with other verified blocks,
+            differ from their owner's checksum. The next plan avoids them (P5).
+        """
         done: list[Entry] = []
         wrong: list[LostBlock] = []
         for lost, offset, data in self._decoded():
@@ -297,7 +334,7 @@ class Decoder:
             if known is None:
                 continue
             digest = checksum(data.data)
-            # Beyond what the owner has told, no checksum is right.
+            # A block without a checksum of its owner counts as wrong.
             if lost.position < len(known) and digest == known[lost.position]:
                 place = lost.start_bytes, lost.nbytes, self._rebuild.image_bytes, offset
                 done.append(Entry(lost.key, *place, digest, owner=False))
@@ -307,8 +344,9 @@ class Decoder:
         refused = frozenset(f.source for f in self._rebuild.fetches if f.key in keys)
         if refused:
             logger.warning(
-                "%d blocks of step %d decoded from verified blocks are not what their owner "
-                "copied: the parity is of other data. It is not used; please report this",
+                "%d blocks of step %d decoded from verified blocks differ from their owner's "
+                "checksums: the parity was computed from other data. It is not used; please "
+                "report this",
                 *(len(wrong), self._plan.label.step),
             )
         if done and self._arena is not None:
@@ -322,7 +360,7 @@ class Decoder:
         return refused
 
     def _decoded(self) -> Iterator[tuple[LostBlock, int, Bytes]]:
-        """Blocks of which all terms arrived, where they lie in the arena, and their bytes."""
+        """Blocks whose terms have all arrived, with their offset in the arena and their bytes."""
         for start, stripe in self._stripes:
             if stripe.complete:
                 for at, (lost, data) in enumerate(
@@ -331,7 +369,7 @@ class Decoder:
                     yield lost, start + at * lost.padded_bytes, data
 
     def close(self) -> None:
-        """Let go of the arena, which stays if anything was sealed in it."""
+        """Close the arena, and remove its file unless blocks were sealed in it."""
         self._stripes.clear()
         self._uses.clear()
         if self._arena is not None:
@@ -343,8 +381,8 @@ class Decoder:
 def rebuild_offline(
     plan: RecoveryPlan, arenas: ArenaSet, place: ArenaStore
 ) -> frozenset[BlockSource]:
-    """Decode everything on this machine, where all arenas can be read. Returns the corrupt sources
-    met: plan again without them."""
+    """Decode all lost blocks on this machine, where all arenas can be read. Returns corrupt
+    sources, which the next plan has to avoid."""
     bad: set[BlockSource] = set()
     for coordinate, rebuild in sorted(plan.rebuilds.items()):
         with closing(Decoder(plan, coordinate, place)) as decoder:
@@ -360,25 +398,26 @@ def rebuild_offline(
     return frozenset(bad)
 
 
-# Completing a recovered version where a member has nothing of it: its node is new, or lost its
-# memory.
+# -- completing a recovered version on a node that has no arena of it ------------------------------
 #
-# What the others hold stays where it lies. The newcomer gets, besides what it restores, the blocks
-# that it has to keep for its ring peers. Each block is verified in the buffer in which it came, and
-# copied from there into the tensors, if they need it, and into the newcomer's arena. Once every
-# block is there the arena is sealed under the version's own label: the version is then as protected
-# as before the loss, and who holds it has written nothing. Until then the arena says WRITING, and a
-# recovery that starts over does not look at it (P3).
+# The node is new, or has lost its memory. Arenas of the other members stay unchanged. In addition
+# to the blocks that it restores, the new member receives the blocks that it has to store for its
+# ring peers. Each block is verified in its receive buffer and copied from there into the tensors,
+# if they need it, and into the new arena. Once every block has arrived, the arena is sealed with
+# the version's own label: the version is then as protected as before the loss. Until then the arena
+# is marked WRITING, and a recovery that starts again ignores it (P3).
 #
-# Only for copies: where a code, recomputation, another scheme or another ring is in force, or
-# anything is in the way, the restored state is taken again as a version of its own.
+# This is done only for schemes with copies. With a code, recomputation, another scheme or another
+# ring, or after an error, the restored state is taken again as a new version.
 
 
 @dataclass(frozen=True)
 class BlockSlot:
-    start_bytes: int  # the block's offset in its section's image
-    nbytes: int  # its length; of a host block the room for it
-    arena_offset: int  # from the start of the arena's data region
+    """The place of a block in an arena."""
+
+    start_bytes: int  # Offset in the section's image
+    nbytes: int  # Length; for a host block the reserved length
+    arena_offset: int  # Offset from the start of the arena's data region
 
     def fits(self, fetch: Fetch) -> bool:
         exact = fetch.key.section is not Section.HOST
@@ -389,7 +428,7 @@ class BlockSlot:
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """What a member's arena holds: the blocks' places in a data region of ``data_bytes``."""
+    """Places of all blocks in the arena of a member, in a data region of ``data_bytes``."""
 
     rooms: Mapping[BlockKey, BlockSlot]
     data_bytes: int
@@ -397,12 +436,12 @@ class ArenaLayout:
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """How this incarnation stores versions."""
+    """Configures how this incarnation stores versions."""
 
-    scheme: str  # the protection in force
-    # the arena file to complete a version in; None if this rank has no slot without a file
+    scheme: str  # The active protection scheme
+    # File of the arena in which a version is completed; None if every slot has a file
     path: Path | None
-    # lays out this rank's arena, from the bytes of the replicated image and of every member's owned
+    # Lays out this rank's arena, from the bytes of the replicated image and of each member's owned
     # image
     blueprint: Callable[[int, tuple[int, ...]], ArenaLayout]
 
@@ -413,9 +452,19 @@ def plan_kept(
     records: Sequence[ArenaRecord],
     topology: Topology,
 ) -> dict[Coordinate, tuple[Fetch, ...]]:
-    """What members that hold nothing of the version have to keep for their ring peers. Pure.
-    Returns per newcomer the blocks that it does not restore itself; empty where the version cannot
-    be completed."""
+    """Plan the blocks that members without an arena of the version have to store for ring peers.
+    Pure.
+
+    Args:
+        group: (pp, tp).
+        sources: usable blocks of the version.
+        records: arenas of the group that hold the version.
+        topology: placement of the running job.
+
+    Returns:
+        For each such member, the blocks that it does not restore itself; empty if the version
+        cannot be completed.
+    """
     pp, tp = group
     at_home: dict[int, ArenaHeader] = {}
     for record in records:
@@ -447,8 +496,15 @@ def plan_kept(
 
 
 class ArenaRebuilder:
-    """One newcomer's arena, filled as blocks arrive. ``stored``: of any arena of the group that
-    holds the version."""
+    """Fills the arena of a member that has none, while blocks arrive.
+
+    Args:
+        plan: plan of the sharding group.
+        at: coordinate of this rank.
+        place: directory of the arena.
+        how: how this incarnation stores versions; None: the version is not completed.
+        stored: header of any arena of the group that holds the version.
+    """
 
     def __init__(
         self,
@@ -467,11 +523,11 @@ class ArenaRebuilder:
         self._rooms: Mapping[BlockKey, BlockSlot] = {}
         self._arena: Arena | None = None
         self._arrived: dict[BlockKey, Fetch] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards _arrived; blocks are written without it, in parallel
 
     def begin(self) -> None:
-        """Make the arena, whose memory is allocated as blocks arrive. Where there is no room the
-        version is not completed here, and the job goes on."""
+        """Create the arena; its memory is allocated while blocks arrive. If that fails, the version
+        is not completed here, and the job continues."""
         plan, how = self._plan, self._how
         if how is None or how.path is None:
             return
@@ -493,7 +549,7 @@ class ArenaRebuilder:
             )
             self._arena = arena
             arena.begin(header)
-        except (ReftError, OSError) as error:  # the state is restored all the same
+        except (ReftError, OSError) as error:  # the state is still restored
             self._give_up(error)
             return
         self._rooms = drawn.rooms
@@ -505,7 +561,7 @@ class ArenaRebuilder:
         self._rooms = {}
 
     def take(self, fetch: Fetch, data: torch.Tensor) -> None:
-        """A verified block is here. Several threads may bring blocks at once."""
+        """Write a verified block (1-D uint8) to the arena if it belongs there. Thread-safe."""
         arena, room = self._arena, self._rooms.get(fetch.key)
         if arena is None or room is None or not room.fits(fetch):
             return
@@ -518,14 +574,15 @@ class ArenaRebuilder:
             self._arrived[fetch.key] = fetch
 
     def seal(self) -> None:
-        """Every block of the version has arrived everywhere: record it, if none is missing here."""
+        """Seal the arena if no block is missing here. Called after all blocks have arrived on every
+        rank."""
         arena = self._arena
         if arena is None or not self._rooms:
             return
         if missing := [key for key in self._rooms if key not in self._arrived]:
             logger.warning(
-                "%s cannot be completed here; the version is taken again: %d of its blocks are "
-                "stored in another shape, %s among them",
+                "%s cannot be completed here; the version is taken again: %d of its blocks "
+                "have another place or size here, such as %s",
                 *(self._plan.label, len(missing), missing[0]),
             )
             return
@@ -559,7 +616,7 @@ class ArenaRebuilder:
         )
 
     def close(self) -> None:
-        """Let go of the arena. The file stays, for the versions to come."""
+        """Close the arena. The file stays, for the next versions."""
         self._rooms = {}
         if self._arena is not None:
             self._arena.unlock()

@@ -1,16 +1,15 @@
-"""Restoring the newest whole version: decide, plan, decode what is lost, transfer and verify, until
-nothing is corrupt.
+"""Restores the newest complete version: decide, plan, decode lost blocks, transfer and verify, and
+repeat until no source is corrupt.
 
-Two things are said to the whole job: who holds which version (summaries without block tables), and
-what each sharding group can recover. From these all ranks decide on the same version. Everything
-else stays in the sharding group: its block tables, its plan, its refused sources, its bytes. Every
-rank goes through the same stages; each ends in an agreement of all, so that all fall down the
-ladder, or fail, together.
+All ranks exchange two things: which node holds which version (summaries without block tables), and
+what each sharding group can recover. From these all ranks choose the same version. Everything else
+stays in the sharding group: block tables, plan, refused sources, and the bytes. All ranks go
+through the same stages. Each stage ends with an agreement of all ranks, so that all plan again, or
+fail, together.
 
-A version of another layout is recovered in the same way. Its sharding groups are those of the job
-that wrote
-it: with other replicas alone, each is taken up by its successor; with other stages or slices all
-ranks take part in all of them.
+A version of another layout is recovered in the same way, in the sharding groups of the job that
+wrote it. If only the number of replicas differs, each old group is handled by the new group of the
+same (pp, tp); if stages or slices differ, all ranks take part in all old groups.
 """
 
 from __future__ import annotations
@@ -84,15 +83,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Participant:
-    """A rank that takes part in a recovery, and how it goes through stages with the others. Made on
-    all ranks with equal arguments, but for the directory."""
+    """A rank that takes part in a recovery. All ranks create it with equal arguments, except for
+    the directory."""
 
     topology: Topology
     control: ControlGroup
     job_id: str
-    place: ArenaStore  # the job's memory on this node, or this node's part of a version on storage
+    place: ArenaStore  # The job's memory on this node, or this node's part of a version on storage
     faults: FaultPlan | None = None
-    # receive buffers; room for blocks that wait to be decoded
+    # Bytes of receive buffers, and of buffers for blocks that wait to be decoded
     window_bytes: int = DEFAULT_WINDOW_BYTES
 
     @property
@@ -100,8 +99,19 @@ class Participant:
         return self.topology.coordinates[self.control.rank]
 
     def gather(self, stage: Callable[[], bytes], doing: str) -> list[bytes]:
-        """Run ``stage`` on every rank; what it returned on each, in rank order, on all. Collective.
-        ``doing``: what for, for the error message."""
+        """Run ``stage`` on every rank and gather the results. Collective.
+
+        Args:
+            stage: returns this rank's message.
+            doing: description of the stage, for the error message.
+
+        Returns:
+            The messages of all ranks, in rank order.
+
+        Raises:
+            TransferError: the stage failed on another rank.
+            Exception: the error of this rank's stage, after the others have received it.
+        """
         mine, failure = b"", None
         try:
             mine = stage()
@@ -113,8 +123,20 @@ class Participant:
         return bodies
 
     def agree(self, stage: Callable[[], bool], doing: str) -> bool:
-        """Run ``stage`` on every rank; whether it said yes on any. Collective, and a few bytes
-        where all is well."""
+        """Run ``stage`` on every rank and combine the results. Collective. Only a few bytes are
+        sent if no rank fails.
+
+        Args:
+            stage: returns this rank's flag.
+            doing: description of the stage, for the error message.
+
+        Returns:
+            True if the stage returned True on any rank.
+
+        Raises:
+            TransferError: the stage failed on another rank.
+            Exception: the error of this rank's stage, after the others have received it.
+        """
         said, failure = False, None
         try:
             said = stage()
@@ -146,13 +168,13 @@ class Participant:
         return bodies
 
 
-# does this rank's part; the sources that it refuses
+# This rank's part of a stage; returns the sources that it refuses
 Stage = Callable[[], frozenset[BlockSource] | None]
 
 
 class CorruptionKind(StrEnum):
-    """What is wrong with a stored block: its bytes, those that arrived, or, of a parity whose bytes
-    are in order, the data it was computed from."""
+    """How a block is corrupt: in the arena, on arrival, or, for an intact parity, because it was
+    computed from other data."""
 
     STORED = "corrupt or unreadable in"
     IN_TRANSIT = "corrupt on the way from"
@@ -161,12 +183,12 @@ class CorruptionKind(StrEnum):
 
 @dataclass(frozen=True)
 class Repair:
-    """One stored block that could not be used, and what took its place."""
+    """One stored block that could not be used, and its replacement."""
 
-    label: VersionId  # version it belonged to
+    label: VersionId  # Version of the block
     fetch: Fetch
     flaw: CorruptionKind
-    replaced_by: str = ""  # where the restored bytes came from, in words
+    replaced_by: str = ""  # Description of the source that was used instead
 
     def __str__(self) -> str:
         fetch = self.fetch
@@ -178,8 +200,8 @@ class Repair:
 
 
 class BadSources:
-    """The sources refused so far; of one sharding group the same on all ranks that take part in
-    it."""
+    """The sources refused so far. For a sharding group they are the same on all its
+    participants."""
 
     def __init__(self, me: Participant) -> None:
         self._me = me
@@ -190,7 +212,8 @@ class BadSources:
         return frozenset(self._findings)
 
     def in_transit(self, node: str, label: VersionId) -> list[Fetch]:
-        """What of a version arrived corrupt from this node: its bytes may be in order there."""
+        """Blocks of a version from ``node`` that arrived corrupt; they may be intact in the
+        arena."""
         found = [
             f
             for f in self._findings.values()
@@ -205,20 +228,24 @@ class BadSources:
         stage: Stage,
         flaw: CorruptionKind,
     ) -> bool:
-        """Run ``stage`` on every rank and enter the sources it refused on any. Collective on all
-        ranks: an error of one reaches all, what one refused those that take part in its sharding
-        group.
+        """Run ``stage`` on every rank and record the sources that any rank refuses. Collective.
+
+        An error of one rank is sent to all ranks, a refused source only to the participants of its
+        sharding group.
 
         Args:
-            parts: the ranks that take part in each of these groups.
+            plans: plans of the groups in which this rank takes part.
+            parts: participants of each of these groups.
+            stage: does this rank's part, and returns the sources that it refuses.
+            flaw: how refused blocks are corrupt.
 
         Returns:
             Whether any rank refused a source.
 
         Raises:
-            TransferError: if a peer is gone, or its stage failed.
-            BrokenOffError: this rank's own stage failed so that the peers cannot be told.
-            Exception: what this rank's own stage raised, after the peers were told.
+            TransferError: a peer is gone, or its stage failed.
+            BrokenOffError: this rank's stage failed and it has left the connections.
+            Exception: the error of this rank's stage, after the others have received it.
         """
         found: frozenset[BlockSource] = frozenset()
 
@@ -250,8 +277,11 @@ class BadSources:
         return True
 
     def repairs(self, plan: RecoveryPlan) -> tuple[Repair, ...]:
-        """Every source refused in the plan's sharding group, and what ``plan``, which was carried
-        out, used instead."""
+        """Sources refused in the sharding group of ``plan``, with the sources used instead.
+
+        Args:
+            plan: the plan that was carried out.
+        """
         groups: set[Group] = set()
         used: dict[tuple[int, int, BlockKey], set[str]] = {}
         for fetches in plan.fetches.values():
@@ -263,7 +293,7 @@ class BadSources:
             fetch = finding.fetch
             if (fetch.pp, fetch.tp) not in groups:
                 continue
-            # What was only read to decode something else has no place of its own in the plan.
+            # A block that was read only to decode others is not in the final plan.
             places = sorted(used.get((fetch.pp, fetch.tp, fetch.key), ()))
             instead = ", ".join(places) or "other blocks of its stripe"
             if finding.label != plan.label:
@@ -279,7 +309,7 @@ def pack_sources(sources: Iterable[BlockSource]) -> bytes:
 
 
 def unpack_sources(body: bytes) -> frozenset[BlockSource]:
-    """Inverse of :func:`pack_sources`; of nothing it is nothing."""
+    """Decode the output of :func:`pack_sources`; empty input gives an empty set."""
     return frozenset(
         BlockSource(node, arena, BlockKey(Section(section), member, index))
         for node, arena, section, member, index in (msgpack.unpackb(body) if body else ())
@@ -287,15 +317,14 @@ def unpack_sources(body: bytes) -> frozenset[BlockSource]:
 
 
 Prepare = Callable[[Mapping[Coordinate, bytes], Degrees], Sequence[ImageRange]]
-"""Takes the verified host images that :func:`~reft.recover.decide.host_state_sources` names, and
-the layout that they are of, and gives the live state the shape they describe. Where that is another
-layout than this job's, what is returned says which bytes of the other images this coordinate
-needs."""
+"""Prepares the live state from the verified host images that
+:func:`~reft.recover.decide.host_state_sources` names, and their layout. If that differs from the
+job's, it returns the ranges of the other images that this coordinate needs."""
 
 
 @dataclass(frozen=True)
 class RecoveryOutcome:
-    """A restored version: ``plan`` and ``repaired`` of the sharding group, ``stats`` of this
+    """A restored version: ``plan`` and ``repaired`` belong to the sharding group, ``stats`` to this
     rank."""
 
     plan: RecoveryPlan
@@ -313,10 +342,14 @@ class RecoveryOutcome:
 
 
 class Recovery:
-    """One recovery, on one rank. ``completing``: how this incarnation stores versions, to complete
-    the version on nodes that hold nothing of it; None: it is not completed. Given on all ranks or
-    on none. ``any_layout``: whether a version that was written in another layout may be
-    restored."""
+    """One recovery on one rank.
+
+    Args:
+        me: this rank.
+        completing: how this incarnation stores versions, to complete the version on nodes without
+            an arena of it; None: it is not completed. Given on all ranks or on none.
+        any_layout: versions of other layouts may be restored.
+    """
 
     def __init__(
         self, me: Participant, *, completing: StoreConfig | None = None, any_layout: bool = False
@@ -332,8 +365,11 @@ class Recovery:
         self._found: _GroupFindings
 
     def survey(self) -> RecoveryPlan | NotRecoverable:
-        """See what there is and decide. Collective; nothing is touched. Returns the plan of this
-        rank's sharding group, for the version that all ranks decided on."""
+        """Take inventory and choose the version. Collective; no memory is changed.
+
+        Returns:
+            The plan of this rank's sharding group for the chosen version, or why there is none.
+        """
         self._poll()
         self._plan()
         return self._found.own if self._found.plans else self._found.refusal
@@ -343,23 +379,29 @@ class Recovery:
         return self._me.at.pp, self._me.at.tp
 
     def restore(self, prepare: Prepare, copy: Copy) -> RecoveryOutcome | NotRecoverable:
-        """Carry out the plan: verify, transfer, until nothing is corrupt. Collective; after a
-        survey.
+        """Carry out the plan: transfer and verify, and plan again until no source is corrupt.
+        Collective; called after :meth:`survey`.
 
-        ``prepare`` gets the verified host images and ``copy`` the blocks of the other sections,
-        which are verified by what it returns (of a version of another layout those with wanted
-        bytes in them). Where a block is corrupt, some of the state has been written by then: the
-        plan is made again, and both are called again. If the result is then
-        :class:`NotRecoverable`, the live state has to be restored from elsewhere.
+        If a block is corrupt, a part of the state may have been written already: after the next
+        plan ``prepare`` and ``copy`` are called again.
+
+        Args:
+            prepare: receives the verified host images.
+            copy: receives the blocks of the other sections, and returns their checksums. For a
+                version of another layout, only blocks with requested ranges.
+
+        Returns:
+            The outcome. If it is :class:`NotRecoverable`, the live state may be incomplete and has
+            to be restored from another source.
 
         Raises:
-            TransferError: if a peer is gone, or could not restore its part (the message says which
-            and why). Exception: on the rank where it happened: whatever ``prepare`` or ``copy``
-            raised.
+            TransferError: a peer is gone, or could not restore its part; the message names the
+                cause.
+            Exception: the error of ``prepare`` or ``copy``, on the rank where it was raised.
         """
         for attempt in count(1):
-            # Ends: a plan never uses a source in the ledger, so every further round enters new
-            # ones, and what a round decodes is stored, so the next finds fewer lost blocks.
+            # The loop ends: a plan never uses a refused source, so every further round refuses new
+            # ones; and decoded blocks are stored, so the next round has fewer lost blocks.
             found = self._found
             if not found.plans:
                 return found.refusal
@@ -378,8 +420,10 @@ class Recovery:
         raise AssertionError("unreachable")
 
     def _rebuild(self) -> None:
-        """Collective: decode what no node holds, so that the next plan finds it. Corrupt sources go
-        to the ledger; what they are part of is decoded in a later round, in another way."""
+        """Decode blocks that no node holds, so that the next plan finds them. Collective.
+
+        Corrupt sources are recorded; a later round decodes the blocks that need them from others.
+        """
         part = {group: plan.to_decode() for group, plan in self._found.plans.items()}
 
         def move() -> frozenset[BlockSource]:
@@ -414,16 +458,21 @@ class Recovery:
                 )
                 for group, plan in mine.items()
             }
-            # In a stage without messages: whoever fails here leaves no peer waiting for one.
+            # Reserve in a stage of its own, without messages: if it fails on one rank, no peer
+            # waits for a block.
             self._share(part, reserve, CorruptionKind.STORED)
             if not self._share(part, move, CorruptionKind.IN_TRANSIT):
                 self._share(part, store, CorruptionKind.OTHER_DATA)
 
     def _carry_out(self, prepare: Prepare, copy: Copy) -> bool:
-        """Collective. False if a source turned out corrupt anywhere; it is then in the ledger.
+        """Restore the state. Collective.
 
-        Every stage ends in an agreement: a rank that fails in one is known to all before the
-        next."""
+        Every stage ends with an agreement of all ranks, so an error of one rank stops all of them
+        before the next stage.
+
+        Returns:
+            False if a source was found corrupt on any rank; it is recorded then.
+        """
         me, own, plans = self._me, self._found.own, self._found.plans
         sizes: Counter[Coordinate] = Counter()
         for fetch in own.fetches[me.at]:
@@ -464,15 +513,15 @@ class Recovery:
             return self._all_right(move_state, move_kept, completion.seal)
 
     def _all_right(self, *stages: Stage) -> bool:
-        """Go through the stages up to the first in which some rank refused a source."""
+        """Run the stages in order, until a rank refuses a source. Returns whether none did."""
         known = {group: plan.with_kept() for group, plan in self._found.plans.items()}
         return not any(self._share(known, stage, CorruptionKind.IN_TRANSIT) for stage in stages)
 
     def _share(
         self, plans: Mapping[Group, RecoveryPlan], stage: Stage, flaw: CorruptionKind
     ) -> bool:
-        """:meth:`BadSources.share`; what arrived corrupt is looked at where it is stored, to tell
-        why."""
+        """Call :meth:`BadSources.share`. Blocks that arrived corrupt are then checked in their
+        arena, to distinguish damaged memory from a damaged transfer."""
         parts, label = self._found.parts, self._found.own.label
         refused = self._ledger.share(plans, parts, stage, flaw)
         if refused and flaw is CorruptionKind.IN_TRANSIT:
@@ -489,12 +538,12 @@ class Recovery:
             window_bytes=self._me.window_bytes,
             **options,
         )
-        # What is read in order to decode does not restore anything yet: only its sending counts.
+        # Blocks that are read for decoding are not restored yet: count only the bytes sent.
         self._moved.append(stats if counted else replace(stats, bytes_from={}))
         return bad
 
     def _stats(self) -> TransferStats:
-        """Everything moved so far: bytes add up, buffers are reused."""
+        """Sum of all transfers so far. Buffers are reused, so their maximum counts."""
         total: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
         for part in self._moved:
             total.update(part.bytes_from)
@@ -506,8 +555,8 @@ class Recovery:
         )
 
     def _ask(self, pieces: Sequence[ImageRange]) -> None:
-        """Collective: who takes part in a sharding group hears what ranks want of its images, and
-        plans for that."""
+        """Send the needed ranges to the participants of each sharding group, and plan for the
+        ranges received. Collective."""
         found = self._found
         mine = msgpack.packb([[p.of.pp, p.of.dp, p.of.tp, str(p.section), *p[2:]] for p in pieces])
         bodies = {peer: b"" for peers in found.parts.values() for peer in peers}
@@ -526,13 +575,13 @@ class Recovery:
             self._plan_groups(wanted)
             return False
 
-        self._me.agree(planned, f"planning for what is wanted of {found.decision.label}")
+        self._me.agree(planned, f"planning for the requested ranges of {found.decision.label}")
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- inventory and plan ------------------------------------------------------------------------
 
     def _poll(self) -> None:
-        """Collective: say what this node holds, hear what the others do, and get the block tables
-        of the sharding groups that this rank takes part in."""
+        """Exchange summaries with all ranks, and block tables with the participants of this rank's
+        sharding groups. Collective."""
         mine: list[ArenaRecord] = []
 
         def summarized() -> bytes:
@@ -560,8 +609,8 @@ class Recovery:
     def _swap_tables(
         self, mine: Sequence[ArenaRecord], parts: Mapping[Group, tuple[int, ...]]
     ) -> dict[Group, list[ArenaRecord]]:
-        """Whole arenas of the groups this rank takes part in, on all nodes; in (node, name)
-        order."""
+        """Gather the complete arenas of this rank's groups from all nodes, sorted by node and
+        name."""
         tables = block_tables(
             mine, parts, self._topology, job_id=self._me.job_id, any_layout=self._any_layout
         )
@@ -586,7 +635,8 @@ class Recovery:
         return tables
 
     def _plan(self) -> None:
-        """Collective: judge the versions of the own group, hear the others, decide, and plan."""
+        """Check the versions of this rank's groups, exchange the results, choose the version, and
+        plan. Collective."""
         found = self._found
         sources = {}
 
@@ -602,7 +652,7 @@ class Recovery:
         told = self._me.gather(judged, "judging the versions in memory")
         speakers = {(pp, tp): self._topology.group(pp, tp)[0] for pp, tp in self._topology.groups()}
         verdicts = {group: decode_verdicts(told[rank]) for group, rank in speakers.items()}
-        # also those of other layouts, which all ranks have judged
+        # Add groups of other layouts, which all ranks have checked.
         for group, of_group in sources.items():
             verdicts.setdefault(group, {label: GroupStatus.of(s) for label, s in of_group.items()})
         decision = decide(found.findings, verdicts)
@@ -639,21 +689,23 @@ class Recovery:
 
 @dataclass
 class _GroupFindings:
-    findings: InventorySummary  # who holds which version, in the whole job
-    # the groups that this rank takes part in, its own first, and the ranks that do
+    """Results of a survey for the sharding groups in which this rank takes part."""
+
+    findings: InventorySummary  # The versions on each node, for the whole job
+    # The groups in which this rank takes part, its own first, with their participants
     parts: Mapping[Group, tuple[int, ...]]
-    tables: Mapping[Group, list[ArenaRecord]]  # their whole arenas on all nodes
-    # the version; there is none before it was decided, and where ``plans`` is empty
+    tables: Mapping[Group, list[ArenaRecord]]  # Complete arenas of the groups on all nodes
+    # The chosen version; not set while ``plans`` is empty
     decision: Decision = field(init=False)
-    # what they have of the version
+    # Usable blocks of the version in each group
     sources: Mapping[Group, GroupSources] = field(default_factory=dict)
-    # their plans; empty if nothing can be recovered
+    # Plan of each group; empty if no version can be recovered
     plans: dict[Group, RecoveryPlan] = field(default_factory=dict)
-    # that of the own group; of a version with other stages or slices, of all groups
+    # Plan of the own group; of all groups if the version has other stages or slices
     own: RecoveryPlan = field(init=False)
-    # why nothing can be; there is none where there are plans
+    # Why no version can be recovered; not set if there are plans
     refusal: NotRecoverable = field(init=False)
-    # arenas on this node that hold the version
+    # Arenas on this node that hold the version
     inventory: Inventory = field(default_factory=lambda: Inventory("", ()))
 
 

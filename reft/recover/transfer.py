@@ -1,11 +1,10 @@
-"""Carrying out a recovery plan: blocks from the arenas of all hosts straight into live tensors.
+"""Carries out a recovery plan: copies blocks from the arenas of all hosts into live tensors.
 
-Host memory to host memory, over connections between the ranks that have something for each other.
-One thread reads and writes these connections, others check and hand over what has arrived, and what
-lies on this node. Every block is checked against the checksum taken when it was copied, before it
-counts as restored (P5). What fails is made known to all ranks, which plan again without it and so
-fall down the ladder together. Memory is bounded by the window: there is never a second copy of the
-state (P9).
+Blocks are sent from host memory to host memory, over direct connections between ranks. One thread
+reads and writes these connections; other threads verify and copy the blocks that have arrived, and
+those on this node. Every block is compared with the checksum taken when it was copied, before it
+counts as restored (P5). The ranks exchange the corrupt sources afterwards, and plan again without
+them. Receive buffers are bounded by the window, so there is never a second copy of the state (P9).
 """
 
 from __future__ import annotations
@@ -48,16 +47,22 @@ logger = logging.getLogger(__name__)
 DEFAULT_WINDOW_BYTES = 64 * 2**20
 
 RoomFor = Callable[[Fetch], torch.Tensor | None]
-"""Gives a block from another node memory of its own to arrive in (1-D uint8, CPU, of its length),
-or None: a buffer that is used again will do."""
+"""Returns separate memory in which a block from another node is received (1-D uint8, CPU, of its
+length), or None to use a buffer that is reused."""
 Arrived = Callable[[int, Fetch, torch.Tensor], None]
-"""Takes a block that is here, first the number to call :meth:`Inbox.used` with."""
+"""Receives a block that has arrived: its number for :meth:`Inbox.used`, the fetch, the bytes."""
 
 
 class Inbox:
-    """One rank's blocks to come. One thread reads them; others use them and say when they have.
-    ``room_for``: where blocks arrive that are to stay there. ``window_bytes``: receive buffers. A
-    block that is larger still passes, alone."""
+    """The blocks that one rank receives. One thread reads them from the connections; others process
+    them and call :meth:`used`.
+
+    Args:
+        moves: blocks to receive, in order.
+        room_for: gives memory to blocks that stay where they are received.
+        window_bytes: receive buffers. A larger block is received alone.
+        arrived: called with each block that has arrived.
+    """
 
     def __init__(
         self, moves: Sequence[BlockMove], room_for: RoomFor, window_bytes: int, arrived: Arrived
@@ -72,8 +77,11 @@ class Inbox:
         self._pool = Pool(window_bytes)
         self._buffers: dict[int, Bytes] = {}
         self.peak_bytes = 0
-        self._refused = False
+        self._refused = False  # A block was refused because it is beyond the window
+        # Guards the window and the buffers: the reading thread opens blocks, the others return
+        # their buffers.
         self._lock = threading.Lock()
+        # Wakes the reading thread, which waits for its connections, when the window has moved.
         self.wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
 
@@ -84,7 +92,8 @@ class Inbox:
         return {src: Stream(self, of_peer) for src, of_peer in numbers.items()}
 
     def open(self, number: int) -> tuple[int, Fetch, torch.Tensor] | None:
-        """A block, and where it arrives; None while it lies beyond the window."""
+        """The number, the fetch and the receive buffer of a block; None while it is beyond the
+        window."""
         fetch = self._moves[number].fetch
         with self._lock:
             begin = self._ends[self._first] - self._moves[self._first].fetch.nbytes
@@ -107,6 +116,7 @@ class Inbox:
         with self._lock:
             buffer = self._buffers.pop(number, None)
             self._unused.discard(number)
+            # Only the first block of the window moves it; others need not wake the reading thread.
             wakes = self._refused and number == self._first
             while self._first < len(self._moves) and self._first not in self._unused:
                 self._first += 1
@@ -115,7 +125,7 @@ class Inbox:
         if buffer is not None:
             self._pool.give_back(buffer)
         if wakes:
-            with suppress(BlockingIOError):  # it has been woken already
+            with suppress(BlockingIOError):  # the socket is full: the thread will wake anyway
                 self._waker.send(b"1")
 
     def close(self) -> None:
@@ -124,6 +134,8 @@ class Inbox:
 
 
 class Stream:
+    """The blocks that one peer sends, in order; a :class:`reft.control.transport.ReceiveSink`."""
+
     def __init__(self, inbox: Inbox, numbers: deque[int]) -> None:
         self._inbox = inbox
         self._numbers = numbers
@@ -156,11 +168,15 @@ class BlockMove:
 
 
 def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, int]:
-    """Which rank reads and sends each stored block that another node needs.
+    """Choose the rank that reads and sends each stored block that another node needs.
 
-    Any rank of a node can read every arena there. Members of the block's sharding group do; of
-    several the one with the fewest bytes so far. Where none of them runs, one other rank of the
-    node does."""
+    Any rank of a node can read every arena there. A member of the block's sharding group is chosen,
+    among several the one with the fewest bytes so far. If no member runs there, another rank of
+    the node is used.
+
+    Raises:
+        TransferError: no rank runs on the node of a source.
+    """
     demand: dict[BlockSource, int] = {}
     group_of: dict[BlockSource, tuple[int, int]] = {}
     for _, fetch in _network_fetches(plan):
@@ -183,7 +199,7 @@ def serving_ranks(plan: RecoveryPlan, topology: Topology) -> dict[BlockSource, i
 
 
 def _network_fetches(plan: RecoveryPlan) -> list[tuple[int, Fetch]]:
-    """(position of the coordinate, fetch) of everything that is not read locally, in plan order."""
+    """Fetches that are not local, with the position of their coordinate, in plan order."""
     return [
         (at, fetch)
         for at, coordinate in enumerate(sorted(plan.fetches))
@@ -193,8 +209,11 @@ def _network_fetches(plan: RecoveryPlan) -> list[tuple[int, Fetch]]:
 
 
 def make_moves(plan: RecoveryPlan, topology: Topology) -> list[BlockMove]:
-    """Every fetch that is not local, once. Dealt out so that at any time every rank talks to a
-    different peer, and that what is decoded together arrives together."""
+    """Order the fetches that are not local.
+
+    The order makes every rank exchange with a different peer at a time, and blocks that are decoded
+    together arrive together.
+    """
     servers = serving_ranks(plan, topology)
     receivers = [topology.rank_of(c) for c in sorted(plan.fetches)]
     stripes = [_stripe_numbers(plan.rebuilds.get(c)) for c in sorted(plan.fetches)]
@@ -210,8 +229,8 @@ def make_moves(plan: RecoveryPlan, topology: Topology) -> list[BlockMove]:
 
 
 def _stripe_numbers(rebuild: Rebuild | None) -> dict[BlockKey, int]:
-    """For every block that is read in order to decode, which stripe of the rebuild it belongs to. A
-    peer has hardly more than one block of a stripe, so that these are turns of its own."""
+    """Number of the stripe of every block that is read for decoding. A peer rarely has more than
+    one block of a stripe, so the number also serves as the peer's turn in :func:`make_moves`."""
     stripes = () if rebuild is None else find_stripes(rebuild.blocks)
     return {
         key: number
@@ -224,28 +243,30 @@ def _stripe_numbers(rebuild: Rebuild | None) -> dict[BlockKey, int]:
 _MAX_THREADS = 8
 
 Sink = Callable[[Fetch, torch.Tensor], None]
-"""Takes a verified block (1-D uint8, CPU) and copies it into place. The tensor is a buffer that is
-used again and must not be kept, unless it is the room given for the block, or of a local one the
-arena itself, which stays until it is closed. May be called again for the same block, and by several
-threads at once for different blocks."""
+"""Receives a verified block (1-D uint8, CPU). The tensor must not be stored, since its buffer is
+reused; exceptions are memory of :data:`RoomFor`, and local blocks, which are views of the arena
+until that is closed. May be called again for the same block, and by several threads at the same
+time for different blocks."""
 
 Copy = Callable[[Fetch, torch.Tensor], int]
-"""Copies a block into place before anybody has looked at it, and returns the checksum of the bytes
-that it
-copied: one pass over them. If the checksum is not the block's, what was copied has to be written
-anew. Else as :data:`Sink`."""
+"""Copies a block that is not verified yet into place, and returns the checksum of the copied bytes,
+in one pass. If that differs from the block's checksum, the target has to be written again.
+Otherwise like :data:`Sink`."""
 
 
 class BrokenOffError(ReftError, RuntimeError):
-    """This rank cannot go on, and has left the control plane: its peers hear of it at once."""
+    """This rank cannot continue and has closed its connections, so that its peers notice at
+    once."""
 
 
 @dataclass(frozen=True)
 class TransferStats:
-    bytes_from: Mapping[str, int]  # bytes handed to the sink by kind of source
-    sent_bytes: int = 0  # bytes sent to other ranks
-    buffer_bytes: int = 0  # memory of the receive buffers
-    secs: float = 0.0  # wall time
+    """Bytes and time of one rank's transfers."""
+
+    bytes_from: Mapping[str, int]  # Bytes passed to the sink, by kind of source
+    sent_bytes: int = 0  # Bytes sent to other ranks
+    buffer_bytes: int = 0  # Memory of the receive buffers
+    secs: float = 0.0  # Wall time
 
     def __str__(self) -> str:
         return (
@@ -266,20 +287,28 @@ def execute(
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     faults: FaultPlan | None = None,
 ) -> tuple[TransferStats, frozenset[BlockSource]]:
-    """Move every block of the plans once. Called on all ranks at the same time. Returns also the
-    sources that did not arrive intact here.
+    """Transfer every block of the plans once. Collective.
 
     Args:
-        plans: of one version: of all sharding groups that this rank fetches from or sends for.
-            Between two ranks that have several in common, in the same order on both.
-        sink: receives the blocks of this rank's coordinate, each verified.
-        copy: gets them before that; by default they are only hashed.
-        room_for: where blocks arrive that are to stay there, beside the window.
-        window_bytes: receive buffers of this rank. A block larger than that still passes, alone.
+        plans: plans of one version, for all sharding groups in which this rank receives or sends.
+            Two ranks with several groups in common pass them in the same order.
+        topology: nodes and coordinates of all ranks.
+        control: connections to the other ranks.
+        arenas: opened arenas of this node.
+        sink: receives the verified blocks of this rank's coordinate.
+        copy: receives them before they are verified; by default they are only hashed.
+        room_for: gives memory, in addition to the window, to blocks that stay where they are
+            received.
+        window_bytes: receive buffers of this rank. A larger block is received alone.
+        faults: faults to inject, in tests.
+
+    Returns:
+        The statistics, and the sources that did not arrive intact here.
 
     Raises:
-        TransferError: if a peer is gone or silent. What the sink has taken is then incomplete.
-        Exception: whatever the sink raised, after this rank has served its peers.
+        TransferError: a peer is gone or silent. The sink has not received all blocks.
+        BrokenOffError: this rank failed in another way before it had served its peers.
+        Exception: the error of ``copy`` or ``sink``, after this rank has served its peers.
     """
     transfer = _Transfer(plans, topology, control, copy, sink, faults or FaultPlan())
     try:
@@ -291,7 +320,7 @@ def execute(
             raise
         control.leave()
         raise BrokenOffError(
-            f"the transfer of {plans[0].label} broke off on rank {control.rank}: "
+            f"the transfer of {plans[0].label} failed on rank {control.rank}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -311,8 +340,11 @@ class _Transfer:
         self._fetches = [fetch for plan in self.plans for fetch in plan.fetches.get(at, ())]
         self._stored: Mapping[tuple[str, str], torch.Tensor] = {}
         self._zeros = torch.empty(0, dtype=torch.uint8)
+        # Threads only add to this set, which is atomic; it is read after they have been joined.
+        # ``failure`` is shared without a lock too: any error will do, and a thread that reads it
+        # late only delivers one more block.
         self._bad: set[BlockSource] = set()
-        self._counting = threading.Lock()
+        self._counting = threading.Lock()  # Guards the two counters: += is not atomic
         self._arrived = 0
         self._bytes_from: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
 
@@ -345,6 +377,8 @@ class _Transfer:
                 work.give_up()
                 raise
             finally:
+                # The threads use the inbox, and write to live tensors: wait before either is
+                # closed or restored again.
                 for thread in threads:
                     thread.join()
         if self.failure is not None:
@@ -358,9 +392,8 @@ class _Transfer:
         return stats, frozenset(self._bad)
 
     def _threads(self, blocks: int) -> int:
-        """Hashing and copying release the interpreter, and one core alone does not reach the
-        bandwidth of the
-        memory: this rank's share of the cores it may run on."""
+        """Number of threads: this rank's share of the node's usable cores. Hashing and copying
+        release the GIL, and one core alone does not reach the memory bandwidth."""
         neighbours = self.topology.nodes.count(self.topology.nodes[self.control.rank])
         return min(_MAX_THREADS, blocks, max(1, len(os.sched_getaffinity(0)) // neighbours))
 
@@ -372,8 +405,8 @@ class _Transfer:
                 inbox.used(number)
 
     def _read(self, fetch: Fetch) -> torch.Tensor:
-        """The stored bytes, in place. A source that has vanished is read as zeros, which are
-        refused where they are handed over: no receiver is left waiting."""
+        """View the stored bytes in their arena. A missing source is sent as zeros, so that the
+        receiver does not wait for it; their checksum is wrong, and the receiver refuses them."""
         stored = self._stored.get((fetch.node, fetch.arena))
         data = (
             None
@@ -404,13 +437,13 @@ class _Transfer:
             with self._counting:
                 self._bytes_from[fetch.reported_kind] += fetch.nbytes
         except Exception as error:
-            # Peers still wait for what this rank has to send: serve them, then raise.
+            # Raise it only after all blocks were sent, since peers wait for them.
             self.failure = error
 
 
 class _Work:
-    """Blocks to hand over: first what has arrived, so that its buffers are soon free, then local
-    ones."""
+    """Queue of blocks to deliver: received blocks first, so that their buffers are soon free, then
+    local ones."""
 
     def __init__(self, local: Sequence[Fetch], incoming: int) -> None:
         self._queue: PriorityQueue[tuple[int, int, _Block | None]] = PriorityQueue()
@@ -429,18 +462,19 @@ class _Work:
             self._put(rank, None)
 
     def arrived(self, number: int, fetch: Fetch, data: torch.Tensor) -> None:
-        """By one thread."""
+        """Queue a received block. Called by the reading thread only, so the counter needs no
+        lock."""
         self._put(1, (number, fetch, data))
         self._to_come -= 1
         if not self._to_come:
             self._end(3)
 
     def give_up(self) -> None:
-        """Nothing more is to come, and nothing of what is there is of use."""
+        """End all threads before the queued blocks: the transfer has failed."""
         self._end(0)
 
     def next(self) -> _Block | None:
-        """The next block, with its number and bytes if it has come over the network; None at the
+        """Wait for the next block, with its number and bytes if it was received; None at the
         end."""
         return self._queue.get()[2]
 
@@ -449,7 +483,7 @@ _Block = tuple[int | None, Fetch, torch.Tensor | None]
 
 
 def _as_tensor(data: memoryview) -> torch.Tensor:
-    """The mapped bytes as a uint8 tensor, without a copy. Nobody writes to it."""
+    """View the mapped bytes as a uint8 tensor, without a copy; it must not be written to."""
     if not len(data):
         return torch.empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():

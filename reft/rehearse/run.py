@@ -188,7 +188,9 @@ class _Runs:
             for name, plan in self._kills(first, undisturbed, steps[0] - 1, len(steps)):
                 run = self._run(name, plan)
                 tries.append(_judge(first, run, self._compare(first, run, unseeded)))
-        code = UNSTEADY if unsteady else EQUAL if all(t["equal"] for t in tries) else DIFFERENT
+        code = EQUAL if all(t["equal"] for t in tries) else DIFFERENT
+        if unsteady:
+            code = UNSTEADY
         made = self._directory / MADE
         # Warnings that contain advice; the other logged lines concern only the run.
         said = (

@@ -1,4 +1,4 @@
-"""A version of another layout in arenas."""
+"""Reads a version of another layout from arenas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ section is replicated)."""
 
 
 class _StoredTensor(NamedTuple):
-    """A tensor of a stored image, whose bytes begin at ``start_bytes`` of it."""
+    """A tensor in a stored image; ``start_bytes`` is its offset."""
 
     section: Section
     start_bytes: int
@@ -36,7 +36,7 @@ class _StoredTensor(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Bytes [start, start + nbytes) of an image go to ``at`` in the bytes of a live tensor."""
+    """Maps bytes [start, start + nbytes) of an image to offset ``at`` in a live tensor."""
 
     start: int
     nbytes: int
@@ -48,10 +48,10 @@ class ArenaSource:
     """A version in arenas.
 
     Args:
-        hosts: encoded host states of the ranks that
-            :func:`~reft.recover.decide.host_state_sources` names.
-        degrees: of the job that wrote the version.
-        name: where the version is from, for messages.
+        hosts: encoded host states of the ranks in
+            :func:`~reft.recover.decide.host_state_sources`.
+        degrees: parallel degrees of the job that wrote the version.
+        name: origin of the version, for messages.
 
     Attributes:
         pieces: the byte ranges of the images that were located.
@@ -71,7 +71,7 @@ class ArenaSource:
         return DecodedBlob(self._hosts[at])
 
     def host_state(self, at: Coordinate) -> dict[str, Any]:
-        """The host state of a rank, a new object in every call."""
+        """The host state of a rank; a new object for every call."""
         return self.blob(at).state
 
     def locate(
@@ -81,14 +81,17 @@ class ArenaSource:
         old: RankLayout | None = None,
         module: Any = None,
     ) -> None:
-        """Find the bytes of moves. Nothing is written.
+        """Find the bytes of moves in the images. Writes nothing.
 
         Args:
-            moves: which elements go where.
+            moves: elements to move, with their targets.
             live: this rank's tensors.
-            old: the layout of the version, if elements are matched by name; None if only the number
-                of replicas differs.
-            module: unused here; DeepSpeed's files need it.
+            old: layout of the version, if elements are matched by name; None if only the number of
+                replicas differs.
+            module: unused here; needed for DeepSpeed's files.
+
+        Raises:
+            LayoutError: a tensor is missing or does not fit.
         """
         stored = {(at.pp, at.tp): self._stored(at) for at in self._hosts}
         ranges: dict[_Image, list[_Range]] = defaultdict(list)
@@ -121,7 +124,7 @@ class ArenaSource:
     def parts(
         self, fetch: Fetch, data: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of live bytes and the bytes of a block that go there, in the order of the block."""
+        """Pairs of live bytes and the bytes of a block to copy there, in the order of the block."""
         ranges = self._ranges.get(
             _image(fetch.pp, fetch.tp, fetch.key.section, fetch.key.member), []
         )
@@ -137,7 +140,7 @@ class ArenaSource:
                 yield part.target[at : at + end - begin], inside
 
     def _stored(self, at: Coordinate) -> dict[str, _StoredTensor]:
-        """Stored tensors by name, the same on all replicas."""
+        """Stored tensors by name; the same on all replicas."""
         manifest = self.blob(at).manifest
         found: dict[str, _StoredTensor] = {}
         for section, specs in (

@@ -1,4 +1,4 @@
-"""A version of another layout in DeepSpeed's files."""
+"""Reads a version of another layout from DeepSpeed's files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from reft.storage.load import read_host_state
 
 
 class CheckpointSource:
-    """A version in DeepSpeed's files. They are opened one after the other, as they are read.
+    """A version in DeepSpeed's files, which are opened one after another.
 
     Args:
-        checkpoint: the directory that they are in.
-        degrees: of the job that wrote them.
+        checkpoint: directory of the files.
+        degrees: parallel degrees of the job that wrote them.
     """
 
     def __init__(self, checkpoint: Path, degrees: Degrees) -> None:
@@ -52,7 +52,7 @@ class CheckpointSource:
         self._located = parts, sorted(moves, key=lambda m: (m.source, m.tensor)), live
 
     def write(self) -> None:
-        """Copy what was located into the live tensors."""
+        """Copy the located elements into the live tensors."""
         parts, moves, live = self._located
         for move in moves:
             stored, target = parts.tensor(move.source, move.tensor), live[move.target]
@@ -72,13 +72,13 @@ def _tied_layers(module: Any) -> dict[str, list[int]]:
 
 
 class CheckpointParts:
-    """Reads tensors by the names that a plan uses. Keeps the files of one rank open at a time.
+    """Reads tensors by their names in a plan. Keeps the files of one rank open at a time.
 
     Args:
-        checkpoint: the directory of the files.
-        degrees: of the job that wrote them.
-        held: what its ranks hold, by (pp, tp).
-        tied: layers whose files may hold the weights of a tied module, by its key.
+        checkpoint: directory of the files.
+        degrees: parallel degrees of the job that wrote them.
+        held: contents of its ranks, by (pp, tp).
+        tied: for the key of each tied module, the layers whose files may hold its weights.
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class CheckpointParts:
         raise self._missing(at, name)
 
     def _tied_layers(self, pp: int, key: str) -> list[int]:
-        """Layers under which a tied module may be stored, the stage's own first: parameters of the
-        module that are not tied differ between stages.
+        """Layers under which a tied module may be stored, the stage's own first.
 
-        Stages have consecutive layers. Where each stage begins follows only from the names of its
+        The order matters, because parameters of the module that are not tied differ between stages.
+        Stages have consecutive layers; the first layer of each follows only from the names of its
         other layers.
         """
         layers = sorted(self._tied.get(key, []))
@@ -195,8 +195,8 @@ class CheckpointParts:
         return self._require_tensor(state.get(index, {}).get(kind), at, name)
 
     def _check_names(self, at: Coordinate, wrapper: Mapping[str, Any], held: RankContents) -> None:
-        """Refuse the file of other ranks: a job may number its ranks in an order that reft does not
-        know."""
+        """Refuse a file of other ranks, which is found if a job numbers its ranks in an unknown
+        order."""
         names = {name for group in wrapper.get("param_slice_mappings") or () for name in group}
         known = {name for group in held.groups for name in group}
         if not wrapper or not names <= known:

@@ -1,15 +1,15 @@
-"""The element map: where every element of a rank's state comes from, if a version is restored in
+"""The element map: the source of each element of a rank's state, when a version is restored in
 another layout (PP x DP x TP). Pure.
 
-Elements are identified by names. A parameter has one name in all layouts (DeepSpeed's
+Elements are identified by names. A parameter has the same name in all layouts (DeepSpeed's
 ``PipelineModule`` numbers layers over all stages), and so have its master and its optimizer state.
-Tensor slices that share a parameter hold equal parts of one dimension; if that dimension holds
-several consecutive matrices (a gate and what is gated; queries, keys and values), equal parts of
-each. ZeRO partitions are equal parts of a group's parameters laid end to end, padded with zeros.
+Tensor slices that share a parameter hold equal parts of one dimension. If that dimension holds
+several consecutive matrices (a gate and its input; queries, keys and values), they hold equal parts
+of each. ZeRO partitions are equal parts of a group's concatenated parameters, padded with zeros.
 
-If only the number of replicas differs, the tensors of the images suffice (:class:`RankImages`),
-whatever the optimizer keeps in them: stages and slices keep theirs. Offsets and counts are in
-elements; tensors have the names that they have in the images.
+If only the number of replicas differs, stages and slices keep their tensors, so the tensors of the
+images suffice (:class:`RankImages`), regardless of their meaning. Offsets and counts are in
+elements. Tensors have the names that they have in the images.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from reft.grid import Coordinate, Degrees, Resize
 from reft.recover.inventory import listing
 from reft.recover.plan import Group
 
-# what the model computes with; the other tensors of a parameter are the optimizer's
+# The model's own weights; the other tensors of a parameter belong to the optimizer
 WEIGHT = "model"
 MASTER = "master"
-WHOLE = -1  # of `Parameter.split`: every tensor slice has all of it
+WHOLE = -1  # Value of `Parameter.split` if every tensor slice has the complete parameter
 
 
 class Parameter(NamedTuple):
-    name: str  # in the model
-    shape: tuple[int, ...]  # shape of this rank's slice
-    # dimension that tensor slices share in equal parts, `WHOLE`, or None if not known
+    """A parameter of the model, on one tensor slice."""
+
+    name: str  # Name in the model
+    shape: tuple[int, ...]  # Shape of this rank's slice
+    # Dimension that tensor slices share in equal parts, `WHOLE`, or None if unknown
     split: int | None
-    # lengths in that dimension of matrices that are each shared; empty: it is one matrix
+    # Lengths along that dimension of consecutive matrices; empty if it is one matrix
     blocks: tuple[int, ...] = ()
 
     @property
@@ -50,16 +52,16 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class RankContents:
-    """What the ranks of one (pp, tp) hold, the same on all their replicas.
+    """State of the ranks of one (pp, tp); the same description for all replicas.
 
     Attributes:
-        parameters: of the model, each once.
-        groups: names of the optimizer's parameters, by group, in its order.
-        kinds: the optimizer's tensors for a parameter, by group: ``master``, and names of its
+        parameters: the model's parameters.
+        groups: names of the optimizer's parameters by group, in the optimizer's order.
+        kinds: the optimizer's tensors for a parameter, by group: ``master`` and the names of its
             state. Each is a tensor ``KIND.GROUP.POSITION``; only position 0 if the group is flat.
-        flat: whether the parameters of a group lie end to end in one tensor.
-        parted: elements of a group's tensors in each replica's partition; empty if they are not
-            partitioned.
+        flat: whether the parameters of a group are concatenated in one tensor.
+        parted: for each group, the elements of a tensor in one replica's partition; empty if the
+            groups are not partitioned.
     """
 
     parameters: tuple[Parameter, ...]
@@ -83,7 +85,7 @@ class RankContents:
     def decode(cls, body: bytes) -> RankContents:
         parameters, groups, kinds, flat, parted = msgpack.unpackb(body)
         return cls(
-            # Versions of an older reft have no blocks.
+            # Versions of an earlier release have no blocks.
             tuple(
                 Parameter(n, tuple(shape), split, *map(tuple, more))
                 for n, shape, split, *more in parameters
@@ -95,7 +97,7 @@ class RankContents:
         )
 
     def extents(self, dp: int) -> Iterator[_Extent]:
-        """All that replica ``dp`` holds."""
+        """All elements of replica ``dp``."""
         sizes = {p.name: p.numel for p in self.parameters}
         for name, numel in sizes.items():
             yield _Extent(WEIGHT, name, 0, numel, f"{WEIGHT}.{name}", 0)
@@ -119,7 +121,7 @@ class RankContents:
                     begin = end
 
     def paddings(self, dp: int) -> Iterator[Padding]:
-        """The padding after the end of the groups, in the partition of replica ``dp``."""
+        """The padding at the end of the groups, in the partition of replica ``dp``."""
         sizes = {p.name: p.numel for p in self.parameters}
         for group, part in enumerate(self.parted):
             filled = min(part, max(0, sum(sizes[name] for name in self.groups[group]) - dp * part))
@@ -130,11 +132,11 @@ class RankContents:
 
 @dataclass(frozen=True)
 class RankImages:
-    """What the ranks of one (pp, tp) hold, by the tensors of their images.
+    """State of the ranks of one (pp, tp), described by the tensors of their images.
 
     Attributes:
-        whole: elements of each tensor that is equal on all replicas.
-        parts: for each partitioned tensor the elements of a partition, and of all partitions
+        whole: number of elements of each tensor that is equal on all replicas.
+        parts: for each partitioned tensor, the elements of one partition, and of all partitions
             without the padding at their end.
     """
 
@@ -157,8 +159,10 @@ class RankImages:
 
 @dataclass(frozen=True)
 class RankLayout:
-    degrees: Degrees  # of the job
-    held: Mapping[Group, RankContents]  # by (pp, tp)
+    """State of all ranks of a job."""
+
+    degrees: Degrees  # Parallel degrees of the job
+    held: Mapping[Group, RankContents]  # By (pp, tp)
 
     def stages(self) -> dict[str, set[int]]:
         found: dict[str, set[int]] = defaultdict(set)
@@ -176,15 +180,15 @@ def tensor_name(kind: str, group: int, position: int) -> str:
 
 
 class ElementMove(NamedTuple):
-    """Elements of one rank of the old layout, and where a rank of the new one puts them.
+    """Elements of a rank of the old layout, and their target on a rank of the new layout.
 
     Attributes:
         source: the old rank.
-        tensor: its tensor.
-        start: first element in it.
+        tensor: tensor of the old rank.
+        start: first element in that tensor.
         numel: number of elements.
         target: tensor of the new rank.
-        at: first element in that.
+        at: first element in the target.
     """
 
     source: Coordinate
@@ -202,7 +206,7 @@ class Padding(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """Elements [start, start + numel) of a rank's part of a parameter lie at ``at`` in a tensor."""
+    """Elements [start, start + numel) of a rank's slice of a parameter, at ``at`` in a tensor."""
 
     kind: str
     name: str
@@ -213,10 +217,18 @@ class _Extent(NamedTuple):
 
 
 def plan_layout(old: RankLayout, new: RankLayout, at: Coordinate) -> tuple[ElementMove, ...]:
-    """Where all that the new rank ``at`` holds comes from, except paddings.
+    """The sources of all elements of the new rank ``at``, except paddings.
 
     Every element is written once. If several old ranks have it (replicas, tied parameters on two
-    stages, what slices hold in full), the nearest by coordinate is the source.
+    stages, unsplit parameters of slices), the nearest by coordinate is the source.
+
+    Args:
+        old: the layout of the version.
+        new: the layout of this job.
+        at: the new rank.
+
+    Raises:
+        LayoutError: the layouts do not match.
     """
     splits = _splits(old, new)
     _check_same(old, new, splits)
@@ -234,7 +246,11 @@ def plan_layout(old: RankLayout, new: RankLayout, at: Coordinate) -> tuple[Eleme
 def plan_replica(
     old: RankImages, new: RankImages, resize: Resize, at: Coordinate
 ) -> tuple[ElementMove, ...]:
-    """The same if only the number of replicas differs: for what one (pp, tp) held and holds."""
+    """:func:`plan_layout` for one (pp, tp), if only the number of replicas differs.
+
+    Raises:
+        LayoutError: the tensors do not match.
+    """
     for name in old.whole.keys() | new.whole.keys():
         was, now = old.whole.get(name), new.whole.get(name)
         if was != now:
@@ -260,15 +276,25 @@ _AS_IT_WAS = "start the job with the model and the optimizer that wrote the vers
 def _slices(
     extent: _Extent, old: tuple[int, ...], new: tuple[int, ...], split: _Split, slice_at: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """``(old slice, first element in it, count, elements of the extent before)`` of what the new
-    slice ``slice_at`` holds in ``extent``. ``old`` and ``new`` are the shapes of the slices."""
+    """Locate the elements of an extent in the old slices.
+
+    Args:
+        extent: elements of the new slice.
+        old: shape of an old slice.
+        new: shape of a new slice.
+        split: how slices share the parameter.
+        slice_at: index of the new slice.
+
+    Yields:
+        Old slice, first element in it, number of elements, and offset within the extent.
+    """
     dimension, whole = split
     if dimension == WHOLE or old == new:
         yield slice_at, extent.start, extent.numel, 0
         return
     whole = whole or (1,)
     total, was, width = sum(whole), old[dimension], new[dimension]
-    # Where each matrix begins in a slice of either side, and the next one begins.
+    # Begin of each matrix within an old slice and within a new slice, and the end of the last
     old_begins = [at * was // total for at in accumulate(whole, initial=0)]
     new_begins = [at * width // total for at in accumulate(whole, initial=0)]
     inner = prod(new[dimension + 1 :])
@@ -279,7 +305,7 @@ def _slices(
         n = bisect_right(new_begins, column) - 1
         part, old_part = new_begins[n + 1] - new_begins[n], old_begins[n + 1] - old_begins[n]
         tp, there = divmod(slice_at * part + column - new_begins[n], old_part)
-        # As far as both this row of the new slice and the old slice continue in the matrix.
+        # Up to the end of the matrix's part in this row of the new slice, or in the old slice
         count = min(
             end - position, min(new_begins[n + 1] - column, old_part - there) * inner - inside
         )
@@ -316,8 +342,7 @@ class _Index:
         return self._found[group]
 
     def moves(self, extent: _Extent, at: Coordinate, tp: int) -> Iterator[ElementMove]:
-        """Those that bring elements of the old slice ``tp``, as ``extent`` says, to the new rank
-        ``at``."""
+        """Moves of the elements of ``extent`` from the old slice ``tp`` to the new rank ``at``."""
         _, _, start, numel, _, target = extent
         stages = self._stages.get(extent.name, [at.pp])
         pp = at.pp if at.pp in stages else stages[0]
@@ -341,17 +366,19 @@ class _Index:
             start, target = start + here, target + here
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 _Split = tuple[int, tuple[int, ...]]
-"""The dimension that slices share, or :data:`WHOLE`, and the lengths with all slices of several
-matrices."""
+"""The dimension that slices share, or :data:`WHOLE`, and the lengths of consecutive matrices over
+all slices."""
 
 
 def _splits(old: RankLayout, new: RankLayout) -> dict[str, _Split]:
-    """How slices share every parameter; :data:`WHOLE` if they do not, or both sides have the same
-    slices."""
+    """Determine how slices share each parameter.
+
+    It is :data:`WHOLE` if they do not, or if both layouts have the same slices.
+    """
     splits_of: dict[str, set[_Split]] = defaultdict(set)
     for layout in (old, new):
         for held in layout.held.values():

@@ -1,5 +1,4 @@
-"""What a rank of a DeepSpeed job holds, described so that another layout or degree can
-restore it."""
+"""Describes the state of a DeepSpeed rank, so that another layout or degree can restore it."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ LiveTensors = Mapping[str, torch.Tensor]
 
 
 class LayoutChange:
-    """What a DeepSpeed engine restores from a version of another layout or data-parallel degree.
+    """Adapts a version of another layout or data-parallel degree to a DeepSpeed engine.
 
     Attributes:
-        engine: DeepSpeed's own.
-        adapter: of its optimizer.
+        engine: DeepSpeed's engine.
+        adapter: adapter of its optimizer.
         why_not: why a step of this job would differ at another degree; "" if it would not.
-        data_is_bound: why its program's data would differ there; "" if they would not.
+        data_is_bound: why the program's data would differ there; "" if they would not.
     """
 
     def __init__(self, engine: Any, adapter: StateAdapter, config: Mapping[str, Any]) -> None:
@@ -48,19 +47,18 @@ class LayoutChange:
         self.data_is_bound = ""
 
     def bind(self, why: str) -> None:
-        """The program's data are bound to its degree."""
+        """Record why the program's data depend on the degree."""
         self.data_is_bound, self.why_not = why, self.why_not or why
 
     def convert(self, state: dict[str, Any], resize: Resize, *, is_new: bool) -> None:
-        """Convert a host state to one of this job: parts that differ between replicas, or follow
-        from their number.
+        """Convert the parts of a host state that depend on the replica or the number of replicas.
 
         Args:
             state: changed in place.
             resize: the old and the new number of replicas.
-            is_new: whether there was no such replica before.
+            is_new: whether the old job had no such replica.
         """
-        # DeepSpeed steps when this is a multiple of the micro-batches of a step.
+        # DeepSpeed makes a step when this is a multiple of the micro-batches of a step.
         state["engine"]["micro_steps"] = state["engine"]["global_steps"] * self._micro_batches
         if is_new:
             state["rng"] = capture_rng()
@@ -94,12 +92,15 @@ def _why_not(config: Mapping[str, Any]) -> str:
     )
 
 
-HELD = "held"  # key of a host state: an encoded `RankContents`, or why there is none
+HELD = "held"  # Key in a host state: an encoded `RankContents`, or the reason why there is none
 
 
 def describe_layouts(engine: Any, adapter: StateAdapter) -> bytes | str:
-    """The part :data:`HELD` of a host state. Never raises: it depends on code of the model, and a
-    version of the same layout does not need it."""
+    """The part :data:`HELD` of a host state.
+
+    Never raises, because it calls code of the model, and a restart in the same layout does not need
+    the result.
+    """
     try:
         return describe(engine, adapter).encode()
     except LayoutError as error:
@@ -109,7 +110,7 @@ def describe_layouts(engine: Any, adapter: StateAdapter) -> bytes | str:
 
 
 def describe(engine: Any, adapter: StateAdapter) -> RankContents:
-    """What this rank holds now.
+    """The current contents of this rank.
 
     Raises:
         LayoutError: the state cannot be divided by parameters.
@@ -147,7 +148,7 @@ def _kinds(
         if g != group:
             continue
         if not master.dim():
-            # Its state could not be distinguished from a counter.
+            # Its optimizer state could not be distinguished from a counter.
             raise LayoutError(
                 f"master.{g}.{i} is a single number without a dimension: give it the shape [1]"
             )
@@ -190,13 +191,15 @@ _FUSED = frozenset(
 )
 """Names of parameters that hold several matrices."""
 _Split = tuple[int | None, tuple[int, ...]]
-"""The dimension that tensor slices share, None where it is not known, and the lengths in it of the
-matrices that a slice has one behind the other; none: there is one."""
+"""The dimension that tensor slices share (None if unknown), and the lengths along it of a slice's
+consecutive matrices (empty if there is only one)."""
 
 
 def find_splits(module: torch.nn.Module) -> dict[str, _Split]:
-    """How tensor slices share each parameter. ``partition_blocks`` of a parameter names its
-    matrices."""
+    """Determine how tensor slices share each parameter.
+
+    The attribute ``partition_blocks`` of a parameter declares its matrices.
+    """
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     several = _several_matrices(module)
 
@@ -211,7 +214,8 @@ def find_splits(module: torch.nn.Module) -> dict[str, _Split]:
                 return _cut(dimension, shapes[name], matrices.get(dimension))
         if _is_gated(name, shapes):
             return _cut(dimension, shapes[name], 2)
-        # Some programs store them head by head, others consecutively: a wrong guess would mix them.
+        # Some programs interleave the matrices by head, others store them consecutively. A wrong
+        # guess would mix them.
         return (dimension, ()) if _FUSED.isdisjoint(name.split(".")) else (None, ())
 
     return {name: split_of(name, p) for name, p in module.named_parameters()}
@@ -220,11 +224,13 @@ def find_splits(module: torch.nn.Module) -> dict[str, _Split]:
 def _cut(
     dimension: int, shape: tuple[int, ...], matrices: int | tuple[int, ...] | None, slices: int = 0
 ) -> _Split:
-    """Lengths of several matrices in one slice.
+    """Compute the lengths of the matrices in one slice.
 
     Args:
-        matrices: a number of equal ones, or their lengths in all ``slices``. With 0 slices, as many
-            as fit.
+        dimension: dimension that the slices share.
+        shape: shape of the slice.
+        matrices: number of equal matrices, or their lengths over all slices.
+        slices: number of slices; 0 derives it from the lengths.
     """
     length = shape[dimension]
     if isinstance(matrices, int):
@@ -237,9 +243,13 @@ def _cut(
 
 
 def _several_matrices(module: Any) -> list[tuple[str, dict[int, Any]]]:
-    """The declarations by which models tell DeepSpeed's universal checkpoints which parameters hold
-    several matrices: a pattern of names, and by dimension how many equal ones, or their lengths
-    with all slices."""
+    """Parameters with several matrices, as a model declares them to DeepSpeed's universal
+    checkpoints.
+
+    Returns:
+        Pairs of a pattern of names and, by dimension, the number of equal matrices or their lengths
+        over all slices.
+    """
     info = _universal_info(module)
     found: list[tuple[str, dict[int, Any]]] = [
         (pattern, {0: 2}) for pattern in info.get("parameter_with_2_sub_params_cat_dim_0") or ()
@@ -254,14 +264,16 @@ def _several_matrices(module: Any) -> list[tuple[str, dict[int, Any]]]:
 
 def _universal_info(module: Any) -> Mapping[str, Any]:
     info = getattr(module, "universal_checkpoint_info", None)
-    # a method in Megatron-DeepSpeed, an attribute in DeepSpeed
+    # It is a method in Megatron-DeepSpeed, and an attribute in DeepSpeed
     info = info() if callable(info) else info
     return info if isinstance(info, Mapping) else {}
 
 
 def same_on_stages(module: Any) -> set[str]:
-    """Names of parameters that are equal on all stages that have them: tied weights, whose
-    gradients DeepSpeed adds, and those of which the model declares that the first stage's counts.
+    """Names of parameters that are equal on all stages that have them.
+
+    These are tied weights, whose gradients DeepSpeed adds, and parameters for which the model
+    declares that the first stage's copy counts.
     """
     tied = set()
     modules = getattr(module, "tied_modules", {})
@@ -279,8 +291,8 @@ def same_on_stages(module: Any) -> set[str]:
 
 
 def check_stages(module: Any, old: RankLayout, new: RankLayout, at: Coordinate) -> None:
-    """Require that a parameter which several old stages had was equal on them, if other stages have
-    it now.
+    """Require that parameters of several old stages were equal there, if other stages have them
+    now.
 
     Raises:
         LayoutError: a parameter of the new rank ``at`` differed between old stages.
@@ -300,9 +312,12 @@ def check_stages(module: Any, old: RankLayout, new: RankLayout, at: Coordinate) 
 
 
 def _is_gated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a parameter is that of a gated MLP: each slice has its part of the gate followed by
-    its part of what is gated, in one parameter whose ``partition_stride`` Megatron leaves at 1. It
-    is twice as long as the input of the next matrix."""
+    """Whether a parameter belongs to a gated MLP.
+
+    Each slice then holds its part of the gate, followed by its part of the gated input, in one
+    parameter whose ``partition_stride`` Megatron leaves at 1. The parameter is recognised because
+    it is twice as long as the input of the next matrix.
+    """
     for first, second in _MLPS:
         head, found, _ = name.rpartition(f"{first}.")
         if found:
@@ -316,7 +331,7 @@ _MLPS = (("dense_h_to_4h", "dense_4h_to_h"), ("linear_fc1", "linear_fc2"))
 
 
 def _split(parameter: torch.Tensor) -> int | None:
-    """The dimension that tensor slices share, by Megatron's attributes."""
+    """The dimension that tensor slices share, from Megatron's attributes; None if unknown."""
     dimension = getattr(parameter, "partition_dim", None)
     if not isinstance(dimension, int) or getattr(parameter, "partition_stride", 1) != 1:
         return None
@@ -324,10 +339,10 @@ def _split(parameter: torch.Tensor) -> int | None:
 
 
 def live_tensors(engine: Any, adapter: StateAdapter) -> dict[str, torch.Tensor]:
-    """This rank's tensors, flat, by the names that a plan uses.
+    """This rank's tensors as flat views, by their names in a plan.
 
     Raises:
-        LayoutError: one is not contiguous.
+        LayoutError: a tensor is not contiguous.
     """
     found = {f"{WEIGHT}.{name}": p for name, p in engine.module.named_parameters()}
     for g, i, p in adapter.state.params():
@@ -345,7 +360,17 @@ def live_tensors(engine: Any, adapter: StateAdapter) -> dict[str, torch.Tensor]:
 
 
 def check_numbers(move: ElementMove, dtype: torch.dtype, numel: int, target: torch.Tensor) -> None:
-    """Refuse a move from a stored tensor of ``numel`` numbers that does not fit its target."""
+    """Check that a move from a stored tensor fits its target.
+
+    Args:
+        move: the move.
+        dtype: dtype of the stored tensor.
+        numel: number of elements of the stored tensor.
+        target: live tensor.
+
+    Raises:
+        LayoutError: dtype or size do not match.
+    """
     if dtype != target.dtype or move.start + move.numel > numel:
         raise LayoutError(
             f"{move.tensor} of {move.source} has {numel} numbers of {dtype}; expected "

@@ -54,8 +54,8 @@ def other_layout(control: ControlGroup, topology: Topology, checkpoint: Path) ->
     was = None if reply is None else Degrees(*reply)
     if was is None or was == topology.degrees:
         return None
-    # If every node keeps the files of its own ranks, rank 0 sees only a part of them. A rank that
-    # finds its own file outside of the layout that rank 0 has seen shows that.
+    # If every node keeps only the files of its own ranks, rank 0 sees a part of them. This is
+    # detected if any rank finds its own file outside of the layout that rank 0 has seen.
     at = topology.coordinates[control.rank]
     outside = at.pp >= was.pp or at.dp >= was.dp or at.tp >= was.tp
     has_own = outside and host_file(checkpoint, at).is_file()
@@ -63,12 +63,12 @@ def other_layout(control: ControlGroup, topology: Topology, checkpoint: Path) ->
 
 
 class Relayout:
-    """Prepares an engine for one version of another layout. Collective: all methods, on all ranks.
+    """Prepares an engine for a version of another layout. All methods are collective.
 
     Args:
         control: messages between the ranks.
-        topology: of this job.
-        change: of the engine.
+        topology: placement of this job.
+        change: adapts the version to the engine.
         source: the version.
     """
 
@@ -124,8 +124,10 @@ class Relayout:
             live[zeros.target][zeros.at : zeros.at + zeros.numel] = 0
 
     def _prepare_replica(self, source: ArenaSource) -> dict[str, Any]:
-        """Only the number of replicas differs: a name in an image is the same tensor in both jobs,
-        or another part of it."""
+        """:meth:`prepare` if only the number of replicas differs.
+
+        A name in an image then is the same tensor in both jobs, or another part of it.
+        """
         was, now, at, adapter = self._was, self._topology.degrees, self._at, self._change.adapter
         resize = Resize(was.dp, now.dp)
         blob = source.blob(replace(at, dp=resize.host_from(at.dp)))
@@ -159,7 +161,8 @@ class Relayout:
         return blob.state
 
     def _read(self) -> tuple[RankLayout, dict[str, Any]]:
-        """What the ranks of the old job held, and the host state with which this rank continues."""
+        """The contents of the old job's ranks, and the host state with which this rank
+        continues."""
         held = {}
         for pp, tp in product(range(self._was.pp), range(self._was.tp)):
             state = self._source.host_state(Coordinate(pp, 0, tp))
@@ -169,7 +172,7 @@ class Relayout:
                     f"{self._source} can only be loaded in the layout {self._was}: {contents}"
                 )
             held[pp, tp] = RankContents.decode(contents)
-        # The host state of the first stage, which reads the data.
+        # The host state comes from the first stage, which reads the data.
         of = Coordinate(
             0, Resize(self._was.dp, 1).host_from(self._at.dp), self._at.tp % self._was.tp
         )
@@ -199,8 +202,10 @@ class Relayout:
         return found
 
     def _check_slices(self, pp: int, names: Iterable[str]) -> None:
-        """Refuse buffers of a stage that differ between its tensor slices. The slices are those of
-        the first replica, whose host states every rank has."""
+        """Refuse buffers of a stage that differ between its tensor slices.
+
+        The slices of the first replica are compared, whose host states every rank has.
+        """
         slices = [Coordinate(pp, 0, tp) for tp in range(self._was.tp)]
         first, *others = (self._source.host_state(at)["buffers"] for at in slices)
         expected = compute_digests({name: first[name] for name in names})
@@ -213,8 +218,10 @@ class Relayout:
         return self._was.tp != self._topology.degrees.tp
 
     def check_live_buffers(self) -> None:
-        """Refuse buffers that differ between this job's tensor slices: what they hold depends on
-        the number of slices. Collective."""
+        """Refuse buffers that differ between this job's tensor slices. Collective.
+
+        Their content would depend on the number of slices.
+        """
         if not self._resliced:
             return
         buffers = self._change.engine.module.named_buffers()
@@ -242,8 +249,8 @@ class Relayout:
             )
 
     def _describe(self, old: RankLayout) -> RankContents:
-        """What this rank will hold. The kinds of optimizer state are the old job's: this job's
-        optimizer has none before its first step."""
+        """Future contents of this rank. The kinds of optimizer state are taken from the old job,
+        because this job's optimizer has no state before its first step."""
         held = describe(self._change.engine, self._change.adapter)
         kinds = next(iter(old.held.values())).kinds
         if len(kinds) != len(held.groups):
@@ -256,13 +263,13 @@ class Relayout:
 
 
 def _find_master(tensor: str) -> str:
-    """``optimizer.0.0.exp_avg`` belongs to ``master.0.0``."""
+    """The master of an optimizer tensor: ``master.0.0`` for ``optimizer.0.0.exp_avg``."""
     _, group, position, *_ = tensor.split(".")
     return f"{MASTER}.{group}.{position}"
 
 
 def compute_digests(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Digests by which buffers of different ranks are compared."""
+    """Digests for comparing buffers of different ranks."""
     return {
         name: hashlib.blake2b(encode(b), digest_size=16).digest() for name, b in buffers.items()
     }
@@ -297,9 +304,12 @@ def restore_checkpoint(
     """Write model, optimizer and counters of DeepSpeed's files into the engine. Collective.
 
     Args:
-        checkpoint: the directory that DeepSpeed's files are in.
-        was: the layout of the job that wrote them.
-        restore: gives the host state to the engine, after its tensors have been written.
+        control: messages between the ranks.
+        topology: placement of this job.
+        change: adapts the version to the engine.
+        checkpoint: directory of DeepSpeed's files.
+        was: layout of the job that wrote them.
+        restore: passes the host state to the engine after its tensors were written.
 
     Returns:
         The host state, as this rank has it now. Data position and client state are left to the
@@ -325,10 +335,10 @@ def read_replica_host_state(
     checkpoint: Path,
     was: Degrees,
 ) -> dict[str, Any]:
-    """Read what this rank restores besides DeepSpeed's files, which every replica has in full.
+    """Read the host state that this rank restores in addition to DeepSpeed's files. Collective.
 
-    A replica restores what its predecessor left. Where there was none, it restores another
-    replica's state with the random states of a fresh start. Collective.
+    A replica restores the state of the old replica with its index. If there was none, it restores
+    another replica's state, with the random states of a new start.
     """
     at, resize = topology.coordinates[control.rank], Resize(was.dp, topology.degrees.dp)
     source = CheckpointSource(checkpoint, was)

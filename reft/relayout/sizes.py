@@ -1,4 +1,4 @@
-"""With how many nodes a job can train, and with which of the nodes that are present. Pure."""
+"""Chooses the number of nodes with which a job trains, and the nodes themselves. Pure."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from reft.errors import ReftError
 from reft.grid import Coordinate, Degrees
 from reft.node.tolerance import losses_left
 
-_MOST_TRIES = 500  # selections of nodes that are tried
+_MOST_TRIES = 500  # Largest number of selections that are tried
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """With how many nodes the job can train, and which of the present nodes do. Pure.
+    """Numbers of nodes with which the job can train, and the placement of its newest version.
 
-    The launcher of the first node records it with the newest version. A round has the largest
-    number of nodes that fits, and the others wait as spares; those that stay can recover the
-    version from their memory.
+    The launcher of the first node records it with the newest version. A round uses the largest
+    possible number of nodes; the other nodes wait as spares. The chosen nodes must be able to
+    recover the version from their memory.
 
     Attributes:
-        fitting: numbers that fit by the newest version; empty before there is one, when any may
-            fit.
+        fitting: possible numbers, from the newest version; empty before the first version, when any
+            number may be possible.
         refused: numbers at which trainers refused to start.
-        scheme: protection of the newest version, ``arc:2+aec``; "" if not known.
+        scheme: protection of the newest version, such as ``arc:2+aec``; "" if unknown.
         members: nodes that hold it, by group rank.
-        domains: number of the failure domain of each of them.
-        groups: of each sharding group the group ranks of its members' nodes; equal ones once.
+        domains: number of the failure domain of each member.
+        groups: for each distinct sharding group, the group ranks of its members' nodes.
     """
 
     fitting: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Sizes:
     groups: tuple[tuple[int, ...], ...] = ()
 
     def of(self, least: int, most: int) -> tuple[int, ...]:
-        """The numbers between two bounds that fit, as far as is known."""
+        """Possible numbers between two bounds, as far as is known."""
         return tuple(
             n
             for n in range(least, most + 1)
@@ -48,16 +48,25 @@ class Sizes:
         )
 
     def largest(self, there: int, least: int, most: int) -> int:
-        """The largest number that fits if this many nodes are present; 0 if none does."""
+        """The largest possible number if ``there`` nodes are present; 0 if none is possible."""
         return max(self.of(least, min(most, there)), default=0)
 
     def refusing(self, nodes: int) -> Sizes:
-        """The same, after trainers refused to start on this number of nodes."""
+        """A copy that records that trainers refused to start on this number of nodes."""
         return replace(self, refused=tuple(sorted({*self.refused, nodes})))
 
     def staying(self, there: Sequence[str], least: int, most: int) -> frozenset[str] | None:
-        """Which of the present nodes train; None if no number of them fits, or if those that would
-        stay could not recover the newest version, but all can."""
+        """Select the nodes that train.
+
+        Args:
+            there: the present nodes.
+            least: smallest number of nodes.
+            most: largest number of nodes.
+
+        Returns:
+            None if no number is possible, or if all present nodes together can recover the newest
+            version but no smaller selection can.
+        """
         number = self.largest(len(there), least, most)
         if not number:
             return None
@@ -72,8 +81,16 @@ class Sizes:
         return frozenset(self.members[rank] for rank in (choices[0] if kept is None else kept))
 
     def leaving(self, number: int, first: Collection[int] = ()) -> tuple[int, ...]:
-        """Group ranks of nodes that may leave together while no other is lost: the last ones of
-        those without which the others can recover the version; () if not known."""
+        """Select nodes that may leave together, if no other node is lost.
+
+        Args:
+            number: number of nodes that leave.
+            first: group ranks that are preferred.
+
+        Returns:
+            Their group ranks, highest first, such that the remaining nodes can recover the version;
+            empty if none are known.
+        """
         everyone = frozenset(range(len(self.members)))
         stay, size = sorted(everyone - set(first)), len(everyone) - number
         if size < 1:
@@ -84,14 +101,13 @@ class Sizes:
         return ()
 
     def tolerance(self) -> int | None:
-        """Node losses that are survived, whichever nodes they are, while none is lost; None if not
-        known."""
+        """Number of arbitrary node losses that the version survives; None if unknown."""
         with suppress(ReftError):
             return min((self._tolerance(group, ()) for group in self.groups), default=None)
         return None
 
     def _choices(self, old: list[int], number: int) -> Iterator[set[int]]:
-        """So many of these group ranks: whole data-parallel paths first, the lowest first."""
+        """Selections of ``number`` of these group ranks: complete replicas first, lowest first."""
         whole = [path for path in self._paths() if path <= set(old)]
         if sum(map(len, whole)) < number:
             kept: set[int] = set().union(*whole)
@@ -103,7 +119,7 @@ class Sizes:
         yield from map(set, combinations(old, number))
 
     def _paths(self) -> list[set[int]]:
-        """Nodes of each replica; replicas that share a node are one."""
+        """Nodes of each replica; replicas that share a node are merged."""
         found: list[set[int]] = []
         for ranks in map(set, zip(*self.groups, strict=True)):
             shared = [path for path in found if path & ranks]
@@ -120,7 +136,7 @@ class Sizes:
                 for group in self.groups
             }
             return all(self._tolerance(group, places) >= 0 for group, places in lost.items())
-        except ReftError:  # a scheme of another release
+        except ReftError:  # The scheme is of another release
             return unless_known
 
     def _tolerance(self, group: tuple[int, ...], lost: Sequence[int]) -> int:
@@ -129,7 +145,8 @@ class Sizes:
 
 
 def _shorten_sizes(paths: list[set[int]], number: int) -> Iterator[Iterable[set[int]]]:
-    """Paths that have so many nodes together: the lowest, then such as lie far apart, then any."""
+    """Selections of replicas with ``number`` nodes in total: the lowest, then distant ones, then
+    all others."""
     each = {len(path) for path in paths}
     if len(each) != 1 or number % (one := each.pop()):
         return
@@ -149,10 +166,14 @@ def find_job_sizes(
     degrees: Degrees,
     scheme: str,
 ) -> Sizes:
-    """What the newest version says about the nodes of this round, by group rank.
+    """Derive :class:`Sizes` for the nodes of this round from the newest version.
 
     Args:
-        holders: node id and failure domain of the holder of each rank's part of it.
+        fitting: possible numbers of nodes.
+        nodes: nodes of this round, by group rank.
+        holders: node id and failure domain of the node that holds each rank's part of the version.
+        degrees: parallel degrees of the version.
+        scheme: protection of the version.
     """
     groups = set()
     for pp in range(degrees.pp):

@@ -1,5 +1,10 @@
-"""This rank's memory: a few arenas, of which one is free to be written, and what is known of the
-version that is being written there, by itself and from its ring peers."""
+"""The arenas of one rank, the version that is being written to one of them, and its exchange with
+ring peers.
+
+:class:`ArenaSet` owns the files and chooses the slot of the next version. :class:`ArenaWriter`
+collects the bytes and checksums of that version. :class:`RingExchange` sends this rank's bytes to
+the members that store them, and receives the bytes that this rank stores for others.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ArenaWriter:
-    """An arena in state WRITING and what is known about its blocks so far."""
+    """An arena in state WRITING, and the lengths and checksums of its blocks so far."""
 
     slot: int
     arena: Arena
@@ -47,22 +52,22 @@ class ArenaWriter:
     _data: torch.Tensor
     traffic: Traffic = field(default_factory=Traffic)
     checksums: dict[PlacedBlock, int] = field(default_factory=dict)
-    # what is read of blocks that come from a device to hash them: where it has numbers
+    # Ranges of blocks that come from a device, with the dtype of each, to be hashed on arrival
     scanned: dict[PlacedBlock, Ranges] = field(default_factory=dict)
-    # blocks with a NaN or an infinity among their numbers
+    # Blocks that contain a NaN or an infinity
     not_finite: set[PlacedBlock] = field(default_factory=set)
-    # blocks that arrive from a device are hashed on other threads meanwhile
+    # Hashing of blocks that arrive from a device, on other threads
     hashing: list[Future[None]] = field(default_factory=list)
     _lengths: dict[PlacedBlock, int] = field(default_factory=dict)
     _expected: dict[PlacedBlock, int] = field(default_factory=dict)
 
     @property
     def local_blocks(self) -> tuple[PlacedBlock, ...]:
-        """Blocks that are copied from this rank's own device: all but what only a peer has."""
+        """Blocks that are copied from this rank's own device; peers send the others."""
         return self.layout.mine.local
 
     def peer_blocks(self, member: int) -> list[PlacedBlock]:
-        """What only ``member`` has: its owned blocks, then its host block, in plan order."""
+        """Blocks that only ``member`` can provide: owned, then host, in plan order."""
         plan = self.layout.plan.members[self.layout.member]
         source = plan.own if member == self.layout.member else plan.redundant
         return [
@@ -73,11 +78,12 @@ class ArenaWriter:
         return self._lengths.get(placed, placed.block.nbytes)
 
     def tensor(self, placed: PlacedBlock) -> torch.Tensor:
-        """The block's bytes in the arena, 1-D uint8, true length."""
+        """The block's bytes in the arena: 1-D uint8, without padding."""
         return self._data[placed.arena_offset : placed.arena_offset + self.length(placed)]
 
     def write_host(self, placed: PlacedBlock, blob: bytes | bytearray) -> None:
-        """Write the host block; waits for what of it is still under way from a device."""
+        """Write the host block. Waits for tensors in it that are still being copied from a
+        device."""
         if isinstance(blob, LateBlob):
             blob.settle()
         self._lengths[placed] = len(blob)
@@ -94,13 +100,13 @@ class ArenaWriter:
         self.take(placed, hasher)
 
     def take(self, placed: PlacedBlock, hasher: HashingCopier) -> None:
-        """Note what was hashed: all of a block."""
+        """Record the checksum of a block that ``hasher`` has read completely."""
         self.checksums[placed] = hasher.take()
         if hasher.not_finite:
             self.not_finite.add(placed)
 
     def hash_rest(self) -> None:
-        """Checksum every local block that has none yet; waits for those that other threads hash."""
+        """Checksum every local block that has none yet. Waits for other threads' blocks first."""
         for future in self.hashing:
             future.result()
         for placed in self.local_blocks:
@@ -108,7 +114,8 @@ class ArenaWriter:
                 self.hash(placed)
         own = self.layout.mine.own
         for placed in (b for b in own if b.key.section is Section.CHECKSUMS):
-            # Of this member's own shard: what a peer that decodes it compares with (P5).
+            # Checksums of this member's own shard. A peer that decodes the shard from parity
+            # compares the result with them (P5).
             data = pack_checksums(
                 self.checksums[b] for b in own if b.key.section is Section.REPLICATED
             )
@@ -119,15 +126,27 @@ class ArenaWriter:
     # -- exchange with ring peers ------------------------------------------------------------------
 
     def own_facts(self) -> torch.Tensor:
-        """Length of the host blob and the checksums of what goes to ring peers, int64; 0 for what
-        could not be hashed, which is no version then."""
+        """Length and checksums, which ring peers receive before the bytes.
+
+        Returns:
+            1-D int64: the length of the host blob in bytes, then one checksum for each block that
+            is sent. The checksum is 0 if hashing failed; such a version is not sealed.
+        """
         blocks = self.peer_blocks(self.layout.member)
         host = next(b for b in blocks if b.key.section is Section.HOST)
         values = [self.length(host), *(self.checksums.get(b, 0) for b in blocks)]
         return torch.from_numpy(np.array(values, np.uint64).view(np.int64))
 
     def expect(self, member: int, facts: torch.Tensor) -> None:
-        """Take note of what ``member`` said it will send."""
+        """Record the length and the checksums that ``member`` announced.
+
+        Args:
+            member: position in the sharding group.
+            facts: its :meth:`own_facts`, 1-D int64.
+
+        Raises:
+            TransferError: the announced length does not fit the reserved block.
+        """
         host_bytes, *sums = facts.tolist()
         for placed, value in zip(self.peer_blocks(member), sums, strict=True):
             if placed.key.section is Section.HOST:
@@ -140,8 +159,10 @@ class ArenaWriter:
             self._expected[placed] = value & (2**64 - 1)
 
     def wanted(self, member: int) -> list[PlacedBlock]:
-        """Blocks that ``member`` has to send, in plan order: all but those of its partition that
-        were recomputed here and are what it has itself."""
+        """Blocks that ``member`` has to send, in plan order.
+
+        Blocks of its partition that were recomputed here with the same checksum are left out.
+        """
 
         def is_there(placed: PlacedBlock) -> bool:
             return self.checksums.get(placed) == self._expected[placed]
@@ -150,20 +171,20 @@ class ArenaWriter:
         return [b for b in blocks if b.key.section is not Section.OWNED or not is_there(b)]
 
     def selection(self, blocks: Sequence[PlacedBlock]) -> list[torch.Tensor]:
-        """Bytes of those blocks."""
+        """The bytes of each block, 1-D uint8; empty blocks are left out."""
         return [t for b in blocks if (t := self.tensor(b)).numel()]
 
     def partition(self, member: int) -> torch.Tensor:
-        """The bytes of a member's partition: own or kept, 1-D uint8."""
+        """The bytes of the ZeRO partition of ``member``, its own or kept for a peer: 1-D uint8."""
         blocks = [b for b in self.layout.mine.blocks if b.key.section is Section.OWNED]
         return self._together([b for b in blocks if b.key.member == member])
 
     def gradients(self, member: int) -> torch.Tensor:
-        """The bytes of the gradients of that member's partition, 1-D uint8."""
+        """The bytes of the gradients of the partition of ``member``, 1-D uint8."""
         return self._together([b for b in self.layout.mine.gradients if b.key.member == member])
 
     def _together(self, blocks: Sequence[PlacedBlock]) -> torch.Tensor:
-        """The memory of blocks that lie one behind the other: they are cut at multiples of the
+        """One view of consecutive blocks. There are no gaps: blocks are cut at multiples of the
         alignment."""
         if not blocks:
             return self._data[:0]
@@ -172,23 +193,30 @@ class ArenaWriter:
         ]
 
     def hash_partition(self, member: int) -> None:
-        """Checksum the blocks of a kept partition that was recomputed."""
+        """Checksum the blocks of a peer's partition that was recomputed here."""
         for placed in self.peer_blocks(member):
             if placed.key.section is Section.OWNED:
                 self.hash(placed)
 
     def check_received(self, blocks: Sequence[PlacedBlock]) -> int:
-        """Compare what arrived with the owners' checksums (P5). Returns the bytes received; raises
-        ArenaError where a block arrived changed: the version must not be committed."""
+        """Compare received blocks with their owners' checksums (P5).
+
+        Returns:
+            Bytes received.
+
+        Raises:
+            ArenaError: a block differs, so the version must not be committed.
+        """
         for placed in blocks:
             self.hash(placed)
             if self.checksums[placed] != self._expected[placed]:
                 raise ArenaError(
-                    f"block {placed.key} arrived with another checksum than its owner took"
+                    f"the checksum of block {placed.key} on arrival differs from its owner's"
                 )
         return sum(map(self.length, blocks))
 
     def seal(self) -> None:
+        """Write the block table with checksums and true lengths, and record the arena SEALED."""
         blocks = self.layout.mine.blocks
         table = self.layout.table.copy()
         table["checksum"] = [self.checksums[b] for b in blocks]
@@ -198,11 +226,11 @@ class ArenaWriter:
         self.arena.seal(table)
 
 
-# -- what a version needs of other ranks before it is sealed ---------------------------------------
+# -- exchange with other ranks before a version is sealed ------------------------------------------
 
 
 class RingExchange:
-    """The exchange of one rank with the members of its sharding group."""
+    """Exchanges the bytes of a version with ring peers in the sharding group."""
 
     def __init__(self, control: WorkerControl, topology: Topology) -> None:
         self._control = control
@@ -215,8 +243,12 @@ class RingExchange:
         return self._topology.group(at.pp, at.tp)
 
     def facts(self, writer: ArenaWriter) -> None:
-        """Tell ring predecessors lengths and checksums; learn the successors'. Collective in the
-        group. Raises TransferError where a peer vanished or announced what was not agreed."""
+        """Send lengths and checksums to ring predecessors and receive those of the successors.
+        Collective in the group.
+
+        Raises:
+            TransferError: a peer is gone, or announced a length that does not fit.
+        """
         holders, kept = self._peers(writer)
         facts = writer.own_facts()
         incoming = {m: torch.empty(1 + len(writer.peer_blocks(m)), dtype=torch.int64) for m in kept}
@@ -230,14 +262,23 @@ class RingExchange:
             writer.expect(member, peer_facts)
 
     def blocks(self, writer: ArenaWriter) -> list[PlacedBlock]:
-        """Send the blocks that the predecessors lack, take those that this rank lacks. Collective.
-        Returns those that have arrived: see :meth:`ArenaWriter.check_received`."""
+        """Send the blocks that the predecessors lack and receive those that this rank lacks.
+        Collective in the group.
+
+        Returns:
+            The received blocks, not yet compared: see :meth:`ArenaWriter.check_received`.
+
+        Raises:
+            TransferError: a peer is gone.
+        """
         holders, kept = self._peers(writer)
         me = writer.layout.member
         mine = writer.peer_blocks(me)
         lacking = {m: writer.wanted(m) for m in kept}
         asked = dict.fromkeys(holders, mine)
         if writer.layout.plan.sizes.recomputed:
+            # Each receiver may have recomputed some blocks: it first sends one byte for each block
+            # of the owner, 1 if it lacks the block.
             masks = {}
             for member, blocks in lacking.items():
                 lacks = {*blocks}
@@ -258,14 +299,17 @@ class RingExchange:
         return [*chain.from_iterable(lacking.values())]
 
     def confirm(self, writer: ArenaWriter, *, is_true: bool) -> tuple[int, ...]:
-        """Tell those that keep this rank's bytes whether they are the state of the version's step.
-        Collective in the group.
+        """Confirm or refuse this rank's bytes to the members that store them. Collective in the
+        group.
+
+        Args:
+            is_true: the bytes are the state of the version's step.
 
         Returns:
-            The members whose bytes this rank keeps and that gave the version up.
+            Members whose bytes this rank stores and that have refused them.
 
         Raises:
-            TransferError: a peer vanished.
+            TransferError: a peer is gone.
         """
         holders, kept = self._peers(writer)
         mine = torch.tensor([is_true], dtype=torch.uint8)
@@ -280,8 +324,12 @@ class RingExchange:
         count_sent(writer, self._topology, self._control.rank, rank, sent)
 
     def _peers(self, writer: ArenaWriter) -> tuple[dict[int, int], dict[int, int]]:
-        """Ranks by member: of those that keep this rank's bytes, and of those whose bytes it
-        keeps."""
+        """Ring peers.
+
+        Returns:
+            Members that store this rank's bytes, and members whose bytes this rank stores; each
+            as a map from member to rank.
+        """
         ranks, placement, me = self._members, writer.layout.plan.placement, writer.layout.member
         return (
             {h: ranks[h] for h in placement.holders_of(me)[1:]},
@@ -292,7 +340,7 @@ class RingExchange:
 def count_sent(
     writer: ArenaWriter, topology: Topology, rank: int, to_rank: int, sent: Counter[ByteKind]
 ) -> None:
-    """Count bytes that were sent for a version, if the receiver is on another node."""
+    """Count the bytes sent for a version if the receiver is on another node."""
     if topology.nodes[to_rank] != topology.nodes[rank]:
         writer.traffic.sent.update(sent)
 
@@ -306,13 +354,15 @@ class ArenaSet:
     """The arenas of one rank.
 
     Args:
-        files: where they lie.
-        job_id, topology, rank: whose they are: written into every header.
+        files: the files of this rank's slots.
+        job_id: written into every header.
+        topology: nodes and coordinates of all ranks.
+        rank: the rank that owns the arenas.
         frozen: slots that hold the version being recovered; not written until a newer one is
             committed globally (P3).
-        limit_bytes: most bytes that this rank's arenas may take; None means what is free.
-        engine: copies into the arenas; told about each of them once.
-        remake: makes the job's directory again, if somebody removed it.
+        limit_bytes: most bytes for all arenas of this rank; None: as much as is free.
+        engine: copies into the arenas; each arena is registered with it once.
+        remake: creates the job directory again if it was removed.
     """
 
     def __init__(
@@ -332,25 +382,34 @@ class ArenaSet:
         self._engine = engine
         self._remake = remake
         self.pin_secs = _PIN_SECS
-        """Most that a version which must be taken waits for readers; others do not wait."""
-        # most bytes that this rank's arenas may take; None means what is free
+        """Most seconds that a required version waits for readers; other versions do not wait."""
         self.limit_bytes = limit_bytes
         self._leftovers_removed = False
         self._arenas: dict[int, Arena] = {}
         self.slots = Slots.make(files.count, self._with_room(frozen))
-        """What is known about the arenas; kept up to date by whoever drives the versions."""
+        """State of each slot; the snapshot worker replaces it after every event."""
         self._wanted = files.count
         self._unused: frozenset[int] = frozenset()
         self._refusals = Backoff(1, _MAX_BACKOFF_VERSIONS)
         self._skip_versions = 0
-        # whether memory is reserved behind the next commit, which takes a while
+        # Memory has to be reserved after the next commit, which may take seconds
         self.needs_reserving = False
 
     def begin(
         self, label: VersionId, layout: GroupLayout, *, wait: bool, taken: Callable[[int], None]
     ) -> ArenaWriter:
-        """Choose a slot and bring it into state WRITING. ``taken`` is told which one before it is
-        touched. Raises ArenaError: every slot is in use."""
+        """Choose a slot and bring it into state WRITING.
+
+        Args:
+            label: the version to be written.
+            layout: its layout.
+            wait: wait up to :attr:`pin_secs` for readers of a slot.
+            taken: called with the slot before its content is overwritten.
+
+        Raises:
+            ArenaError: every slot is in use.
+            OutOfMemoryError: there is no memory for the arena; the next versions do not try.
+        """
         if self._skip_versions and not wait:
             self._skip_versions -= 1
             raise OutOfMemoryError("waiting before memory is asked for again")
@@ -383,9 +442,11 @@ class ArenaSet:
         return self._topology.coordinates[self._rank]
 
     def _with_room(self, frozen: Mapping[int, VersionId]) -> dict[int, VersionId]:
-        """Slots that hold the version being recovered. If these are all there are, as where files
-        of two ranks were exchanged, one is set aside, another rank's first: a version must find a
-        place."""
+        """Frozen slots, of which at least one of this rank's is released for the next version.
+
+        All slots can be frozen if files of two ranks were exchanged. Then one file is renamed and
+        kept until the next commit; another rank's file is preferred.
+        """
         kept = dict(frozen)
         mine = [slot for slot in kept if slot < self._files.count]
         if len(mine) < self._files.count:
@@ -406,11 +467,15 @@ class ArenaSet:
         del kept[slot]
         return kept
 
-    # -- what others may do to the files -----------------------------------------------------------
+    # -- files that were removed or replaced from outside ------------------------------------------
 
     def look_after(self) -> bool:
-        """Notice what has become of the files since the last version; what is lost is made anew
-        (P3). Returns whether something was lost: nobody may keep an arena mapped then."""
+        """Check whether arenas were removed or replaced since the last version, and forget those
+        (P3); the next use of such a slot creates its file again.
+
+        Returns:
+            True if an arena was lost. The caller must release all mappings of arenas.
+        """
         lost = {
             slot: cause
             for slot, arena in self._arenas.items()
@@ -440,7 +505,7 @@ class ArenaSet:
         self._forget(arena)
         arena.unlock()
         self.needs_reserving = True
-        # Another rank's arena in this place may be all that is left of that rank's part.
+        # A file of another rank under this name may be the only copy of that rank's part.
         found = self._files.coordinate_in(arena.path)
         if found not in (None, self._coordinate):
             with suppress(OSError):
@@ -448,10 +513,13 @@ class ArenaSet:
             self._leftovers_removed = False
 
     def reserve(self, layout: GroupLayout) -> str | None:
-        """Allocate and touch every slot that may be written now, so that no snapshot pays for it
-        later (P9), and give back what another layout took there. What does not fit is
-        refused when a version needs it. Returns why a slot could not be reserved, if one could
-        not."""
+        """Allocate and touch every slot that may be written now, so that no version has to (P9).
+        Memory of an older layout in these slots is freed.
+
+        Returns:
+            Why a slot could not be reserved; None if all were. The error is raised again when a
+            version needs the slot.
+        """
         tried: list[int] = []
         pinned = False
         try:
@@ -461,7 +529,7 @@ class ArenaSet:
                     self._arena(slot, layout).unlock()
                 except OutOfMemoryError:
                     raise
-                # a reader has it; a version that needs it then asks again
+                # A reader has locked the slot; a version that needs it will try again.
                 except ArenaError as error:
                     logger.info("memory for snapshots: %s", error)
                     pinned = True
@@ -475,8 +543,12 @@ class ArenaSet:
         return None
 
     def use(self, count: int) -> None:
-        """Hold so many versions from now on, at most those of the start: fewer free the memory of
-        slots that hold nothing that is needed (P3), of which there is always at least one."""
+        """Change the number of slots in use.
+
+        Args:
+            count: slots to use, at most as many as at the start. Memory is freed only in slots
+                that hold no version that is needed (P3).
+        """
         self._wanted = count
         self._unused = self.slots.given_up(count, self._unused)
         for slot in self._unused:
@@ -484,42 +556,41 @@ class ArenaSet:
             if arena is not None:
                 self._forget(arena)
                 arena.unlock()
-            with suppress(OSError):  # it stays, then, and so does what it takes
+            with suppress(OSError):  # the file keeps its memory if it cannot be removed
                 self._files.path(slot).unlink(missing_ok=True)
 
     def reserve_rest(self, layout: GroupLayout) -> None:
-        """After a commit: reserve what could not be before, because it held the version of another
-        layout or incarnation that this one has replaced."""
+        """After a commit, reserve slots that held a version of an older layout or incarnation."""
         if self.needs_reserving:
             self.use(self._wanted)
             self.reserve(layout)
             self.needs_reserving = False
 
-    # -- what it takes -----------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
-        """Versions that this rank holds."""
+        """Number of slots in use."""
         return self._files.count - len(self._unused)
 
     def needed_bytes(self, layout: GroupLayout, count: int) -> int:
-        """Memory of ``count`` arenas under a layout."""
+        """Bytes that ``count`` arenas take with a layout."""
         return count * reserved_bytes(layout.mine.data_bytes, len(layout.mine.blocks))
 
     def held_bytes(self) -> int:
-        """Memory that the files in this rank's slots take now."""
+        """Bytes that the files in this rank's slots take now."""
         return self._files.held_bytes
 
     def free_bytes(self) -> int:
-        """Memory of the node that nobody has taken."""
+        """Free bytes of the node's memory file system."""
         return free_bytes(self._files.job_dir)
 
     def commit(self, writer: ArenaWriter) -> None:
-        """All ranks have sealed the version: it counts, whether or not that can be noted here."""
+        """Record that all ranks have sealed the version. It is committed even if this fails."""
         try:
             writer.arena.commit()
-            # What an earlier incarnation with more slots or more ranks left here. Only after a
-            # commit: until then one of them may hold the version that was recovered (P3).
+            # Remove files of an earlier incarnation with more slots or ranks. Only after a commit:
+            # until then one of them may hold the version that was recovered (P3).
             if not self._leftovers_removed:
                 self._leftovers_removed = True
                 self._files.remove_leftovers(self._unused)
@@ -529,13 +600,14 @@ class ArenaSet:
             writer.arena.unlock()
 
     def abort(self, writer: ArenaWriter) -> None:
-        """Free the slot. What was sealed stays readable until the slot is written again: it is the
-        true state of that step, and a recovery may use it if every member's bytes are there."""
-        wait(writer.hashing)  # a thread that reads the slot would hash another version's bytes
+        """Free the slot. A sealed arena stays readable until the slot is written again: a recovery
+        may use it if every member's bytes exist."""
+        # Otherwise a hashing thread could read the next version's bytes from this slot.
+        wait(writer.hashing)
         writer.arena.unlock()
 
     def close(self) -> None:
-        """Forget the mappings; the files stay."""
+        """Release the mappings; the files stay."""
         for arena in self._arenas.values():
             self._forget(arena)
         self._arenas.clear()
@@ -550,6 +622,9 @@ class ArenaSet:
             pinned = [*self._unused]
             while (slot := self.slots.choose(pinned)) is not None:
                 arena = self._arenas.get(slot)
+                # The exclusive lock is held until the version is committed or aborted: it keeps the
+                # daemon from reading an arena that is being written, and this rank from writing one
+                # that is being read.
                 if arena is None or arena.try_lock_exclusive():
                     return slot
                 pinned.append(slot)
@@ -561,7 +636,14 @@ class ArenaSet:
             time.sleep(_PIN_POLL_SECS)
 
     def _arena(self, slot: int, layout: GroupLayout) -> Arena:
-        """The arena of a free slot, of the layout's size and locked for writing."""
+        """Open or create the arena of a free slot in the layout's size, and lock it.
+
+        The lock excludes readers: the daemon writes a version to storage under a shared lock.
+
+        Raises:
+            ArenaError: a reader has locked the file.
+            OutOfMemoryError: the limit or the node's memory is exceeded.
+        """
         wanted = layout.mine.data_bytes
         entries = len(layout.mine.blocks)
         arena = self._arenas.get(slot)

@@ -1,5 +1,5 @@
-"""Copies the chunks of one version into its arena, when the gate lets them, and hashes them on the
-way; stages what there is no time for; takes the checksums that data-parallel peers compare."""
+"""Copies the chunks of one version into its arena when the gate admits them, and hashes them in the
+same pass. Chunks that cannot be copied by the fence are staged on the device and drained later."""
 
 from __future__ import annotations
 
@@ -52,9 +52,13 @@ logger = logging.getLogger(__name__)
 
 
 class ParityEncoder:
-    """Encodes the parity blocks of one rank. ``image``: the replicated section as it lies in the
-    engine's memory. ``blocks``: every replicated block of the group by key. ``chunk_bytes``: bytes
-    to read for a chunk, of all sources together."""
+    """Encodes the parity blocks of one rank.
+
+    Args:
+        image: live tensors of the replicated section.
+        blocks: every replicated block of the group by key.
+        chunk_bytes: bytes to read for a chunk, of all sources together.
+    """
 
     def __init__(
         self, image: SectionImage, blocks: Mapping[BlockKey, Block], chunk_bytes: int
@@ -63,16 +67,23 @@ class ParityEncoder:
         self._blocks = blocks
         self._chunk_bytes = chunk_bytes
         self._device = image.device
-        self._most_bytes = 0  # of a chunk of one source
+        self._most_bytes = 0  # Largest chunk of one source
         self._scratch: dict[int, torch.Tensor] = {}
 
     def cut(
         self, placed: PlacedBlock, terms: tuple[tuple[BlockKey, int], ...], target: torch.Tensor
     ) -> Iterator[tuple[int, int, Encode]]:
-        """The chunks of one parity block. ``placed``: the block. ``terms``: replicated blocks and
-        coefficients. ``target``: its bytes in the arena, 1-D uint8. Yields ``(start, stop,
-        encode)`` within the block; ``encode`` encodes, on the current stream of a device, and
-        returns what is to be copied to the host."""
+        """Cut one parity block into chunks.
+
+        Args:
+            placed: the block.
+            terms: replicated blocks and their coefficients.
+            target: its bytes in the arena, 1-D uint8.
+
+        Yields:
+            ``(start, stop, encode)``: offsets within the block, and the function that encodes the
+            chunk, on the current stream of a device, and returns the pieces to copy to the host.
+        """
         row = tuple(coefficient for _, coefficient in terms)
         unit = CELL_BYTES if needs_packets([row]) else ALIGNMENT_BYTES
         step = max(1, self._chunk_bytes // max(1, len(terms)) // unit) * unit
@@ -88,9 +99,8 @@ class ParityEncoder:
             yield at, stop, partial(self._encode, row, ranges, target[at:stop])
 
     def _room(self, number: int, nbytes: int) -> torch.Tensor:
-        """Where a source that does not lie together is gathered, and, at -1, what is computed;
-        chunks share
-        it: they run one by one."""
+        """Scratch memory to gather source ``number``, or for the result (-1). All chunks share it,
+        since they are encoded one at a time."""
         scratch = self._scratch.get(number)
         if scratch is None or len(scratch) < nbytes:
             scratch = self._scratch[number] = self._memory(self._most_bytes)
@@ -100,7 +110,7 @@ class ParityEncoder:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _source(self, number: int, begin: int, end: int) -> torch.Tensor:
-        """``image[begin:end]``: in place where it lies together, else gathered."""
+        """The bytes ``image[begin:end]``: a view if they are contiguous, otherwise gathered."""
         out = self._room(number, end - begin)
         pieces = self._image.pieces_into(begin, out)
         if len(pieces) == 1 and pieces[0][0].numel() == end - begin:
@@ -112,8 +122,12 @@ class ParityEncoder:
     def _encode(
         self, row: tuple[int, ...], ranges: Sequence[tuple[int, int]], target: torch.Tensor
     ) -> Sequence[Piece]:
-        """Write the combination of those ranges of the image to ``target``, or queue it; shorter
-        ones count as padded with zeros."""
+        """Combine ranges of the image with the coefficients in ``row``. Shorter ranges count as
+        padded with zeros.
+
+        Returns:
+            On a device, the pieces to copy to ``target``; none on a CPU, which writes it directly.
+        """
         sources: list[Any] = [self._source(n, begin, end) for n, (begin, end) in enumerate(ranges)]
         if self._device.type == "cpu":
             out: Any = target.numpy()
@@ -130,16 +144,16 @@ class ParityEncoder:
 class Chunk:
     """A range of one block."""
 
-    placed: PlacedBlock  # the block
-    kind: ByteKind  # what its bytes are to this rank
-    pieces: CheckedPieces  # sources and targets; several where small tensors lie side by side
-    stored: Range  # the chunk's place in the arena, padding included, as a range to be hashed only
-    last: bool  # whether it ends the block
-    # for a parity what to do instead of copying; returns what is then to be copied
+    placed: PlacedBlock  # The block
+    kind: ByteKind  # Kind by which its bytes are counted
+    pieces: CheckedPieces  # Sources and targets; several if small tensors are adjacent
+    stored: Range  # Its place in the arena with padding, as a range to be hashed without a copy
+    last: bool  # Whether it ends the block
+    # For parities: encodes the chunk, and returns the pieces to copy
     encode: Encode | None = None
-    # for sources in host memory all chunks of the block, as ranges to be copied and hashed
+    # For sources in host memory: all chunks of the block, as ranges to be copied and hashed
     cut: CutRanges | None = None
-    number: int = 0  # the chunk's own among them
+    number: int = 0  # Index of this chunk in ``cut``
 
     @property
     def nbytes(self) -> int:
@@ -151,9 +165,13 @@ class Chunk:
 
 
 def cut_chunks(images: LiveImages, writer: ArenaWriter, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """Cut everything that is copied from this rank's own device; padding in the arena is zeroed
-    here. ``images``: live tensors. ``writer``: any version in the arena. ``chunk_bytes``: most
-    bytes of a chunk, a multiple of 64."""
+    """Cut all blocks that are copied from this rank's own device. Padding in the arena is zeroed.
+
+    Args:
+        images: live tensors.
+        writer: writer of any version in the arena.
+        chunk_bytes: most bytes of a chunk, a multiple of 64.
+    """
     chunks: list[Chunk] = []
     for placed in writer.local_blocks:
         image = _find_image(images, placed)
@@ -174,10 +192,10 @@ def _cut_parity(images: LiveImages, writer: ArenaWriter, chunk_bytes: int) -> It
 
 
 def _find_image(images: LiveImages, placed: PlacedBlock) -> SectionImage | None:
-    """What a block is copied from, as it is; None where it is made in another way."""
+    """The image that a block is copied from; None if its bytes are encoded or received."""
     section = placed.key.section
     if section is Section.GRADIENTS:
-        # Of a peer that this rank keeps since a moment only there are none yet.
+        # There are none yet for a peer whose partition this rank has just begun to store.
         return images.gradients.get(placed.key.member)
     return {Section.REPLICATED: images.replicated, Section.OWNED: images.owned}.get(section)
 
@@ -223,8 +241,8 @@ def _hashed_only(memory: torch.Tensor) -> Range:
 def _in_order(
     image: SectionImage, at: int, pieces: CheckedPieces, part: torch.Tensor
 ) -> Iterator[Range]:
-    """The bytes of a chunk, ``image[at : at + len(part)]``, in order: its pieces, and the padding
-    between them, which is in the arena."""
+    """The bytes ``image[at : at + len(part)]`` of a chunk, in order: its pieces, and between them
+    padding, which is read from the arena."""
     end = 0
     for target, source, nbytes in pieces.addresses:
         begin = target - part.data_ptr()
@@ -241,7 +259,7 @@ _COPIED_AS_IT_IS = frozenset({Section.REPLICATED, Section.OWNED})
 
 
 def shortened(names: Iterable[str]) -> str:
-    """The first few."""
+    """The first three names, and the number of the others."""
     found = [*dict.fromkeys(names)]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
@@ -257,28 +275,32 @@ class StagedChunk:
 
 _KEPT_CHUNKS = 2**16
 _BATCH_BYTES = 32 * 2**20
-"""Most that is handed to a device at once, and timed: a millisecond of the link. More would hide
-that the rate is another one behind a window's end."""
+"""Most bytes that are handed to a device and timed at once: a millisecond of the link. Larger
+batches would average the rates inside and outside of a window."""
 _Batch = Sequence[tuple[int, Chunk]]
 _Queued = list[tuple[_Batch, Permit, CopyTicket]]
 
 
 _MOST_HASHERS = 4
-"""Threads that hash what arrives from a device. One hashes 8 to 15 GB/s, the link brings 25 to
-55."""
+"""Most threads that hash blocks from a device. One hashes 8 to 15 GB/s; the link copies 25 to 55
+GB/s."""
 
 
 def hashing_threads(ranks_here: int = 1) -> int:
-    """How many threads of this rank hash: at most half of its share of the cores that it may
-    use."""
+    """Number of hashing threads of this rank: at most half of its share of the node's usable
+    cores.
+
+    Args:
+        ranks_here: ranks on this node.
+    """
     return max(1, min(_MOST_HASHERS, len(os.sched_getaffinity(0)) // ranks_here // 2))
 
 
 class Hashers:
-    """Threads that hash blocks as they arrive, without the interpreter while they do.
+    """Threads that hash blocks as they arrive; hashing releases the GIL.
 
-    They are daemons, unlike those of an executor: a device that hangs must not keep the process
-    from ending.
+    They are daemon threads, unlike those of an executor: a device that hangs must not keep the
+    process from ending.
     """
 
     def __init__(self, count: int) -> None:
@@ -288,13 +310,13 @@ class Hashers:
             threading.Thread(target=self._run, name="reft-hash", daemon=True).start()
 
     def submit(self, act: Callable[[], None]) -> Future[None]:
-        """Have a thread do it, in the order of the calls."""
+        """Run ``act`` on a thread. Calls start in the order in which they were submitted."""
         future: Future[None] = Future()
         self._queue.put((future, act))
         return future
 
     def close(self) -> None:
-        """The threads end after what was submitted."""
+        """End the threads after all submitted calls."""
         for _ in range(self._count):
             self._queue.put(None)
 
@@ -310,30 +332,34 @@ class Hashers:
 
 
 class Staging(Protocol):
-    """Device memory for chunks that cannot reach the host before the fence."""
+    """Device memory for chunks that cannot be copied to the host by the fence."""
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes that can be staged now."""
 
     def first_fitting(self, chunks: Sequence[Chunk]) -> int:
-        """Number of the first chunk from which on all fit; ``len(chunks)`` if none does."""
+        """Smallest index ``i`` for which ``chunks[i:]`` fits; ``len(chunks)`` if no chunk does."""
 
     def stage(self, chunks: Sequence[Chunk], first: int) -> list[StagedChunk]:
-        """Copy the chunks from ``first`` on into the staging memory, by the fence."""
+        """Copy ``chunks[first:]`` into the staging memory, by the fence."""
 
 
 class Copier:
-    """The copying half of the snapshot worker.
+    """Copies the versions of one snapshot worker.
 
-    ``begin`` and ``fence`` are called by the training thread, ``copy`` and ``drain`` by the
-    worker's. ``engine``: moves the bytes. ``chunk_bytes``: bytes of a chunk; more where the engine
-    copies such small ones below the speed of its link (nothing waits for the end of a chunk there).
-    ``staging``: takes what is left at the fence; None: the fence waits for it. ``hashers``: threads
-    that hash what arrives from a device.
+    ``begin`` and ``fence`` are called by the training thread, ``copy`` and ``drain`` by the worker
+    thread.
+
+    Args:
+        engine: copies the bytes.
+        chunk_bytes: bytes of a chunk, or the engine's minimum if that is more.
+        staging: stages chunks that remain at the fence; None: the fence waits for them.
+        hashers: number of threads that hash blocks from a device; None: :func:`hashing_threads`.
 
     Attributes:
-        features: read more of the live tensors, after the chunks."""
+        features: copy more of the live state, after the chunks.
+    """
 
     def __init__(
         self,
@@ -349,19 +375,19 @@ class Copier:
         self.features: Sequence[VersionFeature] = ()
         self._chunk_bytes = max(chunk_bytes, engine.least_chunk_bytes)
         self._cut: dict[int, tuple[ArenaWriter, LiveImages, tuple[Chunk, ...]]] = {}
-        """The chunks of each slot's arena, with the first version that was copied there."""
+        """Chunks for each slot's arena, with the writer and images for which they were cut."""
         self.records: deque[ChunkRecord] = deque(maxlen=_KEPT_CHUNKS)
-        """Of the newest versions; whoever traces takes them away."""
+        """Chunks of the newest versions; a tracer removes those that it has read."""
         self.staged: Sequence[StagedChunk] = ()
-        """Of the version that was copied last: what is still to be drained."""
+        """Chunks of the last copied version that have to be drained."""
         self.written: Sequence[str] = ()
-        """Of the version that was copied last: tensors of one block that changed while it was
-        copied."""
+        """Tensors of the last copied version that changed while they were copied: names from the
+        one block that was read twice."""
         self._scratch = torch.zeros(0, dtype=torch.uint8)
         self._read_again_count = 0
         self._begun = False
         self.begun: Any = None
-        """Stamp of the newest version's state. Of the training thread."""
+        """Stamp at which the newest version's state was final; used by the training thread."""
         self._hasher = hashing_copier()
         self._fault: Callable[[FaultPoint], None] = lambda point: None
         self._points: dict[int, list[FaultPoint]] = {}
@@ -369,20 +395,21 @@ class Copier:
     # -- training thread ---------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The state is final; another version of the same state goes on under the first one's
+        """Open a version: the state is final. A second version of the same state uses the same
         begin."""
         if not self._begun:
             self.begun = self.engine.begin()
             self._begun = True
 
     def fence(self) -> None:
-        """Whatever was copied is safe from what the training thread does next."""
+        """Close the version: nothing that the training thread does next changes the copied
+        bytes."""
         if self._begun:
             self._begun = False
             self.engine.fence()
 
     def close(self) -> None:
-        """Wait for copies in flight and let go of the arenas."""
+        """Wait for copies in flight and release the arenas."""
         self.engine.close()
         if self._hashers is not None:
             self._hashers.close()
@@ -390,11 +417,11 @@ class Copier:
         self.staged = ()
 
     def forget(self) -> None:
-        """Let go of the arenas: what is replaced must not stay mapped (P9)."""
+        """Release the arenas: memory that is replaced must not stay mapped (P9)."""
         self._cut.clear()
 
     def _chunks(self, images: LiveImages, writer: ArenaWriter) -> tuple[Chunk, ...]:
-        """Cut again when images, layout or arena have changed."""
+        """Chunks of the version; cut again only if images, layout or arena have changed."""
         if (known := self._cut.get(writer.slot)) is not None:
             first, seen, chunks = known
             if first.arena is writer.arena and first.layout is writer.layout and seen is images:
@@ -416,21 +443,22 @@ class Copier:
         on_released: Callable[[], None],
         may_stage: Callable[[], bool] | None = None,
     ) -> list[ChunkRecord]:
-        """Fill the arena from the live tensors; what there is no time for is staged, if there is
-        room.
+        """Copy the live tensors into the arena. Chunks for which training would wait are staged if
+        they fit.
 
         Args:
             images: live tensors.
-            writer: where to.
-            gate: asked before every chunk.
-            reach: called in the middle of the data, and before and in the middle of the parities.
+            writer: writer of the arena.
+            gate: admits each chunk.
+            reach: called at fault points: in the middle of the data, and before and in the middle
+                of the parities.
             on_released: called when the fence need not wait any longer.
-            may_stage: asked when a chunk would be copied while training waits.
+            may_stage: whether the rest may be staged; called when a chunk would be copied while
+                training waits.
 
         Returns:
-            What was copied when. Checksums of blocks that were hashed on the way are in
-            ``writer``. What was staged is in :attr:`staged`; the version is whole after
-            :meth:`drain`.
+            Time and size of each copied chunk. Checksums of hashed blocks are in ``writer``. Staged
+            chunks are in :attr:`staged`; the version is complete after :meth:`drain`.
         """
         chunks = self._chunks(images, writer)
         self.staged, self._hasher = (), hashing_copier()
@@ -461,8 +489,8 @@ class Copier:
         for feature in self.features:
             feature.read(images, writer.label, self.engine, gate)
         again = self._read_again(images, writer, gate)
-        # Training is released before the wait: on a device all copies are queued by now, and the
-        # fence makes the device's next writes wait for them. The host need not.
+        # Release training before waiting for the copies: on a device all copies are queued by now,
+        # and the fence makes the device's next writes wait for them, so the host need not wait.
         on_released()
         self.engine.synchronize()
         self.written = self._differing_tensors(images, writer, again)
@@ -473,9 +501,11 @@ class Copier:
     def _read_again(
         self, images: LiveImages, writer: ArenaWriter, gate: Gate
     ) -> PlacedBlock | None:
-        """Copy one block a second time, after all others: another one with each version, for ever.
-        Writes that torch does not count (through ``.data``, by other libraries) show in the
-        difference (P2). Returns the block; None where there is none to compare."""
+        """Copy one block a second time, after all others; each version takes the next block.
+
+        A difference shows writes that torch does not count, through ``.data`` or by other libraries
+        (P2). Returns the block; None if there is none to compare.
+        """
         own = [
             b for b in writer.local_blocks if b.block.nbytes and b.key.section in _COPIED_AS_IT_IS
         ]
@@ -487,7 +517,8 @@ class Copier:
             if len(self._scratch):
                 self.engine.unregister(self._scratch)
             self._scratch = own_pages(placed.block.nbytes)
-            self.engine.register(self._scratch)  # into other memory a copy would hold up the caller
+            # Registered, since a copy to other memory would block this thread.
+            self.engine.register(self._scratch)
         image = _find_image(images, placed)
         assert image is not None
         pieces = image.pieces_into(placed.block.start_bytes, self._scratch[: placed.block.nbytes])
@@ -497,7 +528,7 @@ class Copier:
     def _differing_tensors(
         self, images: LiveImages, writer: ArenaWriter, placed: PlacedBlock | None
     ) -> Sequence[str]:
-        """Names of the tensors in a block that was read twice, if it has changed in between."""
+        """Names of the tensors that changed between the two reads of a block."""
         if placed is None:
             return ()
         begin, nbytes = placed.block.start_bytes, placed.block.nbytes
@@ -511,8 +542,8 @@ class Copier:
         return [spec.name for spec in image.tensors_at(at[0], at[1] + 1)]
 
     def drain(self, writer: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
-        """Bring what was staged to the arena; training goes on meanwhile, whatever it does. Returns
-        what was copied when."""
+        """Copy the staged chunks to the arena while training continues. Returns time and size of
+        each chunk."""
         staged, self.staged = self.staged, ()
         pieces = {item.number: item.pieces for item in staged}
         queued = self._queue(
@@ -528,16 +559,17 @@ class Copier:
         return records
 
     def wait_for_copies(self) -> None:
-        """Wait for what is under way of a version that is given up: it must not arrive in its arena
-        when that holds another version (P5)."""
-        # closed, or failed: then nothing arrives any more
+        """Wait for the copies of a version that is given up: they must not arrive in the arena when
+        it already holds another version (P5)."""
+        # If the engine is closed or the device has failed, no copy arrives any more.
         with suppress(CopyOrderError, RuntimeError):
             self.engine.synchronize()
 
     def _stages(
         self, chunks: Sequence[Chunk], may_stage: Callable[[], bool] | None
     ) -> Callable[[int, Permit], bool]:
-        """Whether all from a chunk on is staged now, instead of copied by that permit."""
+        """Return a function of chunk and permit: whether that chunk and all later ones are staged
+        now instead of copied."""
         area = self.staging
         if may_stage is None or area is None or not area.capacity_bytes:
             return lambda number, permit: False
@@ -545,7 +577,7 @@ class Copier:
         return lambda number, permit: permit.tier == 0 and number >= first and may_stage()
 
     def _copy(self, chunks: Sequence[Chunk], writer: ArenaWriter, gate: Gate) -> list[ChunkRecord]:
-        """As much at a time as the gate lets through, and no more than the rest of a block."""
+        """Copy all chunks; each permit covers at most the rest of a block."""
         records, number = [], 0
         while number < len(chunks):
             self._reach(number)
@@ -557,8 +589,7 @@ class Copier:
         return records
 
     def _admitted(self, chunks: Sequence[Chunk], first: int, permit: Permit) -> Sequence[Chunk]:
-        """What is copied with one permit at most: chunks of one block, up to the next fault
-        point."""
+        """The chunks that one permit may cover: of one block, up to the next fault point."""
         stop, nbytes = first, 0
         goes_on = permit.until is not None and _at_once(chunks[first]) is not None
         most = UNLIMITED if goes_on else permit.nbytes
@@ -576,8 +607,12 @@ class Copier:
         gate: Gate,
         permit: Permit,
     ) -> tuple[ChunkRecord, int]:
-        """Chunks of one block, hashed on the way. Returns what was copied when, and how many of the
-        chunks: fewer where training did not wait for them."""
+        """Copy and hash chunks of one block with one permit.
+
+        Returns:
+            Time and size of the copy, and the number of chunks copied: fewer than all if training
+            set the stop flag.
+        """
         began = ended = time.perf_counter()
         first, cut = chunks[0], _at_once(chunks[0])
         hashes = first.section is not Section.GRADIENTS
@@ -610,16 +645,25 @@ class Copier:
         hand_over: Callable[[_Batch, Any], CopyTicket],
         stages: Callable[[int, Permit], bool],
     ) -> _Queued:
-        """Hand chunks to the device, a window's worth at a time, until the rest is staged; they are
-        waited for behind the fence."""
+        """Queue chunks on the device in batches of one permit, until the rest is to be staged. The
+        caller waits for them after the fence.
+
+        Args:
+            chunks: chunks with their index.
+            writer: writer of the arena.
+            gate: admits the chunks.
+            hand_over: queues a batch, no earlier than at a stamp.
+            stages: whether a chunk and all later ones are staged instead.
+        """
         queued: _Queued = []
-        batch: list[tuple[int, Chunk]] = []  # of one permit
+        batch: list[tuple[int, Chunk]] = []  # Chunks of one permit that are not queued yet
         permit, left, nbytes = Permit(0), 0, 0
 
         def flush() -> None:
             nonlocal batch, nbytes
             if batch:
-                # behind what waits for the mark already
+                # The previous batch of the permit waits for the mark already, and the stream runs
+                # in order.
                 follows = bool(queued) and queued[-1][1] is permit
                 ticket = hand_over(batch, None if follows else permit.mark)
                 queued.append((batch, permit, ticket))
@@ -643,8 +687,8 @@ class Copier:
         return queued
 
     def _hash_later(self, batch: _Batch, ticket: CopyTicket, writer: ArenaWriter) -> None:
-        """Have the blocks that end in a batch hashed when it has arrived: what was queued before
-        has, too."""
+        """Submit the blocks that end in a batch to be hashed once the batch has arrived. Earlier
+        batches have arrived by then, since the stream runs in order."""
         ended = [c.placed for _, c in batch if c.last and c.section is not Section.GRADIENTS]
         if not ended:
             return
@@ -654,11 +698,11 @@ class Copier:
             for placed in ended:
                 writer.hash(placed)
 
-        assert self._hashers is not None  # the engine queues copies
+        assert self._hashers is not None  # the engine is asynchronous
         writer.hashing.append(self._hashers.submit(hash_blocks))
 
     def _reach(self, number: int) -> None:
-        """Before a chunk, once."""
+        """Trigger the fault points before a chunk, each once."""
         for point in self._points.pop(number, ()):
             self._fault(point)
 
@@ -666,8 +710,15 @@ class Copier:
 def copy_when_admitted(
     engine: CopyEngine, gate: Gate, pieces: Sequence[Piece] = (), encode: Encode | None = None
 ) -> None:
-    """Copy pieces of the open version next to its chunks: queue them on a device, or wait for the
-    gate where the copy is made at once."""
+    """Copy more pieces of the open version. An asynchronous engine queues them; with any other the
+    call waits for the gate.
+
+    Args:
+        engine: copies the pieces.
+        gate: admits the copy if the engine is synchronous.
+        pieces: sources and targets.
+        encode: encodes further pieces; see :data:`reft.snapshot.copy_engine.Encode`.
+    """
     if engine.asynchronous:
         engine.copy(pieces, encode=encode)
         return
@@ -679,21 +730,28 @@ def copy_when_admitted(
 
 
 def _at_once(chunk: Chunk) -> CutRanges | None:
-    """Chunks of its block that are copied and hashed by one call, which may end between any two of
-    them."""
+    """All chunks of the block if one call copies and hashes them; it may stop between any two. None
+    if they are copied one by one."""
     return None if chunk.section is Section.GRADIENTS else chunk.cut
 
 
 def _next(gate: Gate, left: int) -> tuple[Permit, int]:
-    """The next permit and its bytes; beside computation those count by which the last chunk went
-    too far."""
+    """Take the next permit.
+
+    Args:
+        gate: gives the permit.
+        left: bytes left of the permit before; negative if its last chunk exceeded it.
+
+    Returns:
+        The permit and its bytes. During computation (tier 2) the excess is subtracted.
+    """
     permit = gate.admit()
     gate.release(permit, 0.0)
     return permit, permit.nbytes + (left if permit.tier == 2 else 0)
 
 
 def _records_of(queued: _Queued) -> list[ChunkRecord]:
-    """Chunks that were handed over together share the time that they took by their bytes."""
+    """Records of all chunks; the time of a batch is divided among its chunks by their bytes."""
     records = []
     for batch, permit, ticket in queued:
         if ticket.secs is None:
@@ -711,7 +769,8 @@ def _records_of(queued: _Queued) -> list[ChunkRecord]:
 
 
 def _fault_points(chunks: Sequence[Chunk]) -> dict[int, list[FaultPoint]]:
-    """What is reached before which chunk; parities come last."""
+    """Fault points by the index of the chunk before which they are triggered; parities come
+    last."""
     data = sum(chunk.kind is not ByteKind.PARITY for chunk in chunks)
     points = {data // 2: [FaultPoint.DURING_COPY]}
     if parities := len(chunks) - data:

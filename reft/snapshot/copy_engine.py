@@ -1,44 +1,43 @@
-"""Copy engines: how bytes get from live tensors into an arena. One protocol, one engine per device
+"""Copy engines: they copy live tensors into an arena. One protocol, one engine for each device
 type.
 
-One version passes an engine like this, T being the thread that trains, W the one that copies::
+One version passes an engine as follows. T is the training thread, W the copying thread::
 
     T  optimizer step │ begin() ─► forward, backward, stamp(), ... ─► fence() │ optimizer step
     W                 │    copy(pieces) ─► copy(pieces, after=stamp) ─► ...    │ synchronize(),
     checksums
 
-- **begin** (T): the state is final now. Nothing is read earlier than what T had given the device
-  then.
-- **stamp** (T): a point in the device's own time line. The host runs ahead of a device; to copy
-  inside a bubble, T takes a stamp right before the receive that opens it, and W copies ``after``
-  that. On a CPU the two time lines are one and a stamp says nothing.
-- **copy** (W): hand over pieces. An asynchronous engine (CUDA, ROCm) returns when they are queued;
-  the others return when the bytes have arrived. Call it from a thread that may wait.
-- **fence** (T): what T does afterwards cannot change what was handed over. On CUDA the compute
-  stream waits for the copies, the host does not; on a CPU T waits for the pieces in copying. Where
-  an optimizer is offloaded a version has both: T waits for the pieces in host memory, which the
-  optimizer overwrites there, and the stream for those on the device. It is called before *every*
-  optimizer step, also where there was no ``begin``.
-- **synchronize** (W): the bytes are in host memory: checksums may be taken, the arena may be
+- **begin** (T): the state is final now. Copies start after all work that T has queued on the device
+  by then.
+- **stamp** (T): mark a point in the device's queue of work. The host runs ahead of the device; to
+  copy inside a bubble, T takes a stamp right before the receive that opens it, and W copies
+  ``after`` that. On a CPU a stamp is only the time.
+- **copy** (W): hand over pieces. An asynchronous engine (CUDA, ROCm) returns once they are queued;
+  a synchronous one returns when the bytes have arrived. Call it from a thread that may wait.
+- **fence** (T): nothing that T does afterwards changes the copied bytes. On CUDA the compute stream
+  waits for the copies, and the host does not; on a CPU T waits for the copy in progress. A version
+  with an offloaded optimizer needs both: T waits for the pieces in host memory, which the optimizer
+  overwrites there, and the stream waits for those on the device. It is called before *every*
+  optimizer step, even if there was no ``begin``.
+- **synchronize** (W): all bytes are in host memory: checksums may be taken, and the arena may be
   sealed.
 
-What cannot be in host memory by the fence may be staged (CheckFreq's GPU mode)::
+Bytes that cannot reach host memory by the fence may be staged (CheckFreq's GPU mode)::
 
     T  ... ─► fence() │ optimizer step │ begin() ... stamp() ... ─► fence()
     W  stage(pieces)  │           drain(staged) ─► drain(staged, after=stamp) ... synchronize()
 
 - **stage** (W): like *copy*, but into memory of the engine's own device, which takes a fraction of
   the time.
-- **drain** (W): from there to host memory. Nobody writes there but the next *stage*: no fence waits
-  for it.
+- **drain** (W): copy staged bytes to host memory. Only the next *stage* writes to the staging
+  memory, so no fence waits for a drain.
 
-Calls of ``begin``, ``stamp`` and ``fence`` come from one thread, ``copy`` and ``synchronize`` from
-one or several others. A call out of order raises :class:`~reft.errors.CopyOrderError`.
+``begin``, ``stamp`` and ``fence`` are called by one thread, ``copy`` and ``synchronize`` by one or
+several others. A call out of order raises :class:`~reft.errors.CopyOrderError`.
 
-Memory: an engine keeps sources and targets alive until the copy has ended, so that neither the
-caching allocator nor an unmapping can pull them away. It never hands out memory: what was copied
-shares no byte with its source. The CUDA engine makes its device the current one of
-threads that call.
+Memory: an engine holds references to sources and targets until the copy has ended, so that the
+caching allocator cannot reuse the sources and the targets stay mapped. A copy shares no memory with
+its source. The CUDA engine makes its device the current one of the threads that call it.
 """
 
 from __future__ import annotations
@@ -64,27 +63,30 @@ logger = logging.getLogger(__name__)
 
 Piece = tuple[torch.Tensor, torch.Tensor]
 """``(source, target)``: a contiguous live tensor of any dtype, on the engine's device or on the
-CPU, and 1-D uint8 CPU memory of exactly as many bytes. ``SectionImage.pieces_into`` cuts a range of
-an image so."""
+CPU, and 1-D uint8 CPU memory of the same number of bytes. ``SectionImage.pieces_into`` cuts a range
+of an image into pieces."""
 
 Encode = Callable[[], Iterable[Piece]]
-"""Work on the live state whose result is copied: it is done by the fence like a copy is. Each piece
-is handed over before the next one is asked for, which may be made in the same memory."""
+"""Computes on the live state and yields pieces with the result, which are then copied. It has to be
+done by the fence, like a copy. Each piece is handed over before the next one is requested, which
+may therefore reuse its memory."""
 
 Part = tuple[Sequence[Piece], torch.Tensor, Encode | None]
-"""Pieces, their place in a staging buffer (1-D uint8 on the device), and what is encoded after
-them."""
+"""Pieces, their place in a staging buffer (1-D uint8 on the device), and the function that encodes
+after them."""
 
 STUCK_SECS = 30.0
-"""Most that a fence, or the end, waits for a call of ``copy`` that does not return. Its version was
-given up
-before: nobody uses what it still copies, and its slot stays taken until it returns."""
+"""Most seconds that ``fence`` or ``close`` waits for a call of ``copy`` that does not return. Its
+version was already given up, so its bytes are not used; its slot stays in use until it returns."""
 
 
 class CopyTicket:
-    """What became of one :meth:`CopyEngine.copy`. ``secs``: when the copying began and ended, by
-    ``time.perf_counter()``; device time is mapped onto it within some ten microseconds. None until
-    the engine's ``synchronize`` has returned."""
+    """One :meth:`CopyEngine.copy`.
+
+    Attributes:
+        secs: begin and end of the copy, seconds of ``time.perf_counter()``. Device time is mapped
+            onto that within about 10 microseconds. None until ``synchronize`` has returned.
+    """
 
     def __init__(self, secs: tuple[float, float] | None = None) -> None:
         self.secs = secs
@@ -94,17 +96,17 @@ class CopyTicket:
         return True
 
     def wait(self) -> None:
-        """Wait for that. Not on the training thread."""
+        """Wait until all bytes are in host memory. Not on the training thread."""
 
 
 class CopyEngine(ABC):
     """Copies pieces of live tensors into host memory; see the module docstring for the contract."""
 
-    name: str  # for messages and results: ``cpu``, ``cuda`` or ``rocm``
-    # whether `copy` returns before the bytes have arrived (while memory is pinned)
+    name: str  # For messages and results: ``cpu``, ``cuda`` or ``rocm``
+    # `copy` returns before the bytes have arrived (if memory is pinned)
     asynchronous: bool
-    # handing over takes the host as long as the link takes for about so many bytes: with smaller
-    # pieces or calls the link idles between them
+    # Bytes that the link copies in the time in which the host queues one call; with smaller chunks
+    # the link is idle between them
     least_chunk_bytes = 0
 
     def __init__(self) -> None:
@@ -114,33 +116,37 @@ class CopyEngine(ABC):
         return self._order.closed
 
     def register(self, memory: memoryview | torch.Tensor) -> bool:
-        """Tell the engine about an arena's data region, once, when it was made; takes seconds for
-        tens of GB. The engine keeps the memory mapped until :meth:`unregister`. Returns whether
-        copies go straight there: False costs speed only, and was logged."""
+        """Register the data region of a new arena, once. This takes seconds for tens of GB. The
+        engine keeps the memory mapped until :meth:`unregister`.
+
+        Returns:
+            True if the device copies directly to this memory. False costs only speed, and is
+            logged.
+        """
         return True
 
     def unregister(self, memory: memoryview | torch.Tensor) -> None:  # noqa: B027 -- nothing to do
-        """Forget that memory; waits for copies into it. Before it is unmapped, replaced or resized.
-        Memory that is not registered is fine."""
+        """Unregister memory before it is unmapped, replaced or resized. Waits for copies into it.
+        Memory that is not registered is ignored."""
 
     def begin(self) -> Any:
-        """Open a version: the state is final now. Returns the stamp of that point."""
+        """Open a version: the state is final now. Returns the stamp of this point."""
         self._order.begin()
         return self.stamp()
 
     def reached(self, stamp: Any) -> bool:
-        """Whether the device is there. Does not wait."""
+        """Whether the device has reached a stamp. Does not wait."""
         return True
 
     @abstractmethod
     def stamp(self) -> Any:
-        """This point of the training thread's work for the device. On the training thread, at any
-        time."""
+        """Mark the current end of the training thread's work for the device. On the training
+        thread, at any time."""
 
     @abstractmethod
     def secs_of(self, stamps: Sequence[Any]) -> list[float]:
-        """When the device got to each, by ``time.perf_counter()``; waits until it is there. Not on
-        the training thread."""
+        """Times at which the device reached each stamp, seconds of ``time.perf_counter()``. Waits
+        until it has reached them. Not on the training thread."""
 
     @abstractmethod
     def copy(
@@ -149,70 +155,90 @@ class CopyEngine(ABC):
         """Copy pieces of the open version.
 
         Args:
-            pieces: sources and targets; zero-size ones are fine.
-            after: begin no earlier than at that stamp.
+            pieces: sources and targets; zero-size ones are ignored.
+            after: the copy starts no earlier than at this stamp.
             encode: reads the state after the pieces were handed over, on the copying stream of a
-                device; the pieces that it returns are copied too.
+                device; the pieces that it yields are copied too.
 
         Raises:
-            CopyError: a source that is not contiguous, a target that is not 1-D uint8 CPU memory,
-            or
-                sizes that differ. Nothing was copied.
-            CopyOrderError: no version is open (not begun, fenced, closed meanwhile). Nothing was
-            copied, or
-                (closed) the version is not whole.
+            CopyError: a source is not contiguous, a target is not 1-D uint8 CPU memory, or sizes
+                differ. Nothing was copied.
+            CopyOrderError: no version is open (not begun, or fenced), and nothing was copied; or
+                the engine was closed during the copy, and the version is incomplete.
             RuntimeError: the device failed.
         """
 
     def wait(self, ticket: CopyTicket) -> None:
-        """Wait until what belongs to a ticket is in host memory. Not on the training thread. Raises
-        RuntimeError: the device failed."""
+        """Wait until the bytes of a ticket are in host memory. Not on the training thread. Raises
+        RuntimeError if the device failed."""
         ticket.wait()
 
-    # -- staging: of devices. In host memory a copy within the memory gains nothing.
+    # -- staging: only on devices. A copy within host memory would gain no time.
 
     @property
     def free_bytes(self) -> int:
-        """Memory of the device that a staging buffer may take: what is free, but a margin for
-        training."""
+        """Device memory that a staging buffer may take: free bytes less a margin for training."""
         return 0
 
     def staging_buffer(self, nbytes: int) -> torch.Tensor:
-        """A staging buffer, 1-D uint8, on the device. Not on the training thread. Raises
-        StagingMemoryError: there is not so much left beside the margin, or the device refused."""
+        """Allocate a staging buffer on the device, 1-D uint8. Not on the training thread.
+
+        Raises:
+            StagingMemoryError: ``nbytes`` exceeds :attr:`free_bytes`, or the allocation failed.
+        """
         raise StagingMemoryError(f"{self.name} copies stage nothing: both are in host memory")
 
     def release_staging(self) -> None:  # noqa: B027 -- nothing to do
-        """Give the memory of staging buffers that nothing references back to the device."""
+        """Free the memory of staging buffers without references."""
 
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
-        """Copy parts of the open version into a staging buffer, by the fence. Returns what is to be
-        drained of each: pieces from the buffer to the same targets. Sources in host memory go
-        straight to their targets. Raises CopyError, CopyOrderError, RuntimeError: as in
-        :meth:`copy`; also for a place that is too small."""
+        """Copy parts of the open version into a staging buffer, by the fence. Sources in host
+        memory are copied directly to their targets.
+
+        Returns:
+            Pieces to drain for each part: from the buffer to the same targets.
+
+        Raises:
+            CopyError: as in :meth:`copy`, or a part does not fit its place in the buffer.
+            CopyOrderError: as in :meth:`copy`.
+            RuntimeError: the device failed.
+        """
         raise NotImplementedError
 
     def drain(self, staged: Sequence[Piece], after: Any = None) -> CopyTicket:
-        """Copy what :meth:`stage` returned to its targets, no earlier than a stamp; also while no
-        version is open. Raises CopyOrderError: the engine was closed; the version is not whole.
-        Raises RuntimeError: the device failed."""
+        """Copy staged pieces to their targets; no version need be open.
+
+        Args:
+            staged: pieces that :meth:`stage` returned.
+            after: the copy starts no earlier than at this stamp.
+
+        Raises:
+            CopyOrderError: the engine was closed; the version is incomplete.
+            RuntimeError: the device failed.
+        """
         raise NotImplementedError
 
     def fence(self) -> None:
-        """End the version. Harmless where none is open, and for what is being drained. A call of
-        ``copy`` that does not return is waited for :data:`STUCK_SECS`, once: its version was given
-        up."""
+        """End the open version, if there is one; copies that drain continue.
+
+        Waits once, up to :data:`STUCK_SECS`, for a call of ``copy`` that does not return; its
+        version was already given up.
+        """
         self._order.fence()
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything handed over is in host memory. Not on the training thread. Raises
-        CopyOrderError: the engine is closed. Raises RuntimeError: the device failed."""
+        """Wait until every copy handed over is in host memory. Not on the training thread.
+
+        Raises:
+            CopyOrderError: the engine is closed.
+            RuntimeError: the device failed.
+        """
 
     def close(self) -> None:
-        """Wait for copies in flight, unregister all memory. May be called again, from any thread.
-        Where a call does not return in :data:`STUCK_SECS`, the memory stays registered: it is still
-        written to."""
+        """Wait for copies in flight and unregister all memory. May be called repeatedly, from any
+        thread. If a call does not return within :data:`STUCK_SECS`, the memory stays registered,
+        since it may still be written to."""
         self._order.close()
 
 
@@ -220,12 +246,12 @@ class CopyEngine(ABC):
 
 
 class CheckedPieces(tuple[Piece, ...]):
-    """Pieces as :func:`byte_views` leaves them: what is copied with every version is checked
-    once."""
+    """Pieces that :func:`byte_views` has checked, so that pieces copied with every version are
+    checked only once."""
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> CheckedPieces:
-        """Check pieces; raises CopyError as :meth:`CopyEngine.copy` does."""
+        """Check pieces. Raises CopyError as :meth:`CopyEngine.copy` does."""
         return pieces if isinstance(pieces, cls) else cls(byte_views(pieces))
 
     @cached_property
@@ -235,29 +261,39 @@ class CheckedPieces(tuple[Piece, ...]):
 
     @cached_property
     def addresses(self) -> tuple[tuple[int, int, int], ...]:
-        """``(target, source, bytes)`` of each."""
+        """Target address, source address and bytes of each piece."""
         return tuple(
             (target.data_ptr(), source.data_ptr(), target.numel()) for source, target in self
         )
 
 
 def own_pages(nbytes: int) -> torch.Tensor:
-    """Zeroed host memory on pages of its own, 1-D uint8. Drivers register whole pages: a tensor of
-    the heap that begins on the last one would be registered in part, and every copy to it
-    refused."""
+    """Allocate zeroed host memory on pages of its own, 1-D uint8.
+
+    Drivers register whole pages. A heap tensor that begins on the last of them would count as
+    partly registered, and the driver would refuse every copy to it.
+    """
     return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
 
 def host_bytes(view: torch.Tensor) -> memoryview:
-    """The bytes of a live 1-D uint8 tensor in host memory, which the caller keeps. Not through
-    NumPy: torch refuses to resize a storage that was handed out to it, and this one is
-    training's."""
+    """View a live 1-D uint8 tensor in host memory; the caller keeps the tensor alive.
+
+    NumPy is not used: torch refuses to resize a storage that was exported to NumPy, and training
+    may resize this one.
+    """
     return memoryview((ctypes.c_ubyte * view.numel()).from_address(view.data_ptr())).cast("B")
 
 
 def byte_views(pieces: Iterable[Piece]) -> list[Piece]:
-    """Check pieces; sources become 1-D uint8 views of the same memory, zero-size ones are left
-    out."""
+    """Check pieces.
+
+    Returns:
+        The pieces without zero-size ones; sources are 1-D uint8 views of the same memory.
+
+    Raises:
+        CopyError: as in :meth:`CopyEngine.copy`.
+    """
     if isinstance(pieces, CheckedPieces):
         return list(pieces)
     views = []
@@ -279,12 +315,13 @@ def byte_views(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def contiguous(views: Sequence[Piece]) -> list[Piece]:
-    """Views as :func:`byte_views` makes them, those that go on in memory put together."""
+    """Merge pieces that are adjacent in source and target memory; ``views`` as of
+    :func:`byte_views`."""
     runs: list[list[Piece]] = []
     ends: tuple[int, ...] = ()
     for view in views:
         starts = tuple(side.data_ptr() for side in view)
-        # Memory of two storages may touch; a view is of one.
+        # Two storages may be adjacent in memory, but one view cannot cover both.
         if starts == ends and all(
             a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
             for a, b in zip(view, runs[-1][0], strict=True)
@@ -314,7 +351,8 @@ def _byte_view(source: torch.Tensor) -> torch.Tensor:
 
 
 class _CopyScope(AbstractContextManager[int]):
-    """See :meth:`CallOrder.copying`. A generator would cost a chunk as much as all the rest."""
+    """See :meth:`CallOrder.copying`. A class, since a generator would double the cost of a
+    chunk."""
 
     __slots__ = ("_order",)
 
@@ -329,15 +367,17 @@ class _CopyScope(AbstractContextManager[int]):
 
 
 class CallOrder:
-    """Keeps the order of an engine's calls; knows which copies are inside
-    :meth:`CopyEngine.copy`."""
+    """Enforces the order of an engine's calls, and counts the calls of :meth:`CopyEngine.copy` in
+    progress."""
 
     def __init__(self) -> None:
         self._open = self.closed = False
         self._version = 0
         self._active = 0
         self._draining = 0
-        self._stuck = False  # whether a call was waited for in vain, and is still under way
+        self._stuck = False  # A call is in progress that was already waited for in vain
+        # Guards all fields: once ``fence`` has set ``_open`` to False, no copy can begin, and
+        # ``_active`` counts exactly those that it has to wait for.
         self._changed = threading.Condition()
 
     def begin(self) -> None:
@@ -351,7 +391,8 @@ class CallOrder:
             self._version += 1
 
     def copying(self) -> AbstractContextManager[int]:
-        """One copy; ``fence`` and ``close`` wait for its end. Yields the version's number."""
+        """Context of one copy; ``fence`` and ``close`` wait for its end. Gives the number of the
+        version."""
         return _CopyScope(self)
 
     def enter(self) -> int:
@@ -368,12 +409,12 @@ class CallOrder:
         with self._changed:
             self._active -= 1
             self._stuck = self._stuck and self._active > 0
-            if not self._open:  # somebody waits
+            if not self._open:  # only then can ``fence`` or ``close`` be waiting
                 self._changed.notify_all()
 
     @contextmanager
     def draining(self) -> Iterator[None]:
-        """One copy of what was staged; ``close`` waits for its end, ``fence`` does not."""
+        """Context of one copy of staged bytes; ``close`` waits for its end, ``fence`` does not."""
         with self._changed:
             self.check_not_closed("drain")
             self._draining += 1
@@ -385,8 +426,8 @@ class CallOrder:
                 self._changed.notify_all()
 
     def fence(self) -> bool:
-        """No copy begins any more, and none is inside ``copy`` unless it is stuck. Returns whether
-        a version was open."""
+        """Let no further copy begin, and wait for those in progress, except a stuck one. Returns
+        whether a version was open."""
         with self._changed:
             if not self._open:
                 return False
@@ -395,7 +436,8 @@ class CallOrder:
             return True
 
     def _await(self, ended: Callable[[], bool]) -> bool:
-        """Wait for calls to end, once for those that do not. Returns whether they have ended."""
+        """Wait for calls to end; for a stuck one only the first time. Returns whether all have
+        ended."""
         if not self._stuck and not self._changed.wait_for(ended, STUCK_SECS):
             self._stuck = True
             logger.error("a call that copies a version has not returned after %.0f s", STUCK_SECS)
@@ -406,8 +448,8 @@ class CallOrder:
             raise CopyOrderError(f"{what}: the engine is closed; expected it before close()")
 
     def close(self) -> bool:
-        """Like :meth:`fence`, for good. Returns False if it was closed before, or a call is
-        stuck."""
+        """Like :meth:`fence`, permanently; waits for draining copies too. Returns False if it was
+        closed before, or a call is stuck."""
         with self._changed:
             if self.closed:
                 return False
@@ -415,16 +457,16 @@ class CallOrder:
             return self._await(lambda: not (self._active or self._draining))
 
 
-# -- copies between host memory, on the thread that calls ------------------------------------------
+# -- copies within host memory, on the calling thread ----------------------------------------------
 
 
 STRIDE_BYTES = 8 * 2**20
-"""Bytes copied at a time without looking whether the engine was closed: about a millisecond."""
+"""Bytes copied between two checks whether the engine was closed: about a millisecond."""
 
 
 def copy_on_host(source: torch.Tensor, target: torch.Tensor, closed: Callable[[], bool]) -> None:
     """Copy ``source`` to ``target``, both 1-D uint8 on the CPU, with the GIL released. Raises
-    CopyOrderError: the engine was closed before all was copied."""
+    CopyOrderError if the engine was closed before the end."""
     _copy_range(target.data_ptr(), source.data_ptr(), source.numel(), closed)
 
 
@@ -433,7 +475,7 @@ def _copy_range(target: int, source: int, nbytes: int, closed: Callable[[], bool
     for at in range(0, nbytes, STRIDE_BYTES):
         if closed():
             raise CopyOrderError(
-                "copy: the engine was closed while it was copying; the version is not whole"
+                "copy: the engine was closed while it was copying; the version is incomplete"
             )
         copy(target + at, source + at, min(STRIDE_BYTES, nbytes - at))
 
@@ -468,9 +510,21 @@ class CpuCopyEngine(CopyEngine):
         hasher: HashingCopier,
         until: ctypes.c_int | None = None,
     ) -> int:
-        """Like :meth:`copy`, and takes the checksum on the way: one call for a few MiB, since
-        ``close`` and ``fence`` wait for its end. Returns how many of the chunks were copied, at
-        least one. Raises CopyOrderError: as in :meth:`copy`."""
+        """Copy chunks of a block and hash them in the same pass. A call should copy a few MiB at
+        most, since ``close`` and ``fence`` wait for its end.
+
+        Args:
+            cut: all chunks of the block.
+            chunks: first chunk, and the one after the last.
+            hasher: continues the block's checksum.
+            until: stop flag that another thread sets; see :class:`reft.snapshot.gate.Permit`.
+
+        Returns:
+            Number of chunks copied, at least one.
+
+        Raises:
+            CopyOrderError: as in :meth:`copy`.
+        """
         first, stop = chunks
         with self._order.copying():
             return hasher.copy_chunks(cut, first, stop, until)

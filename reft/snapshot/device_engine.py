@@ -1,14 +1,14 @@
 """Copies from a device into host memory, on a stream of their own.
 
-The side stream waits for the compute stream's event, then DMA writes straight into the arena, which
-was registered with the driver once; the fence makes the compute stream wait for the side stream. No
-thread waits for the device but the one in :meth:`DeviceCopyEngine.synchronize`.
+The side stream waits for an event of the compute stream. Then DMA writes directly into the arena,
+which was registered with the driver once. The fence makes the compute stream wait for the side
+stream. Only threads in ``synchronize``, ``wait`` and ``secs_of`` wait for the device.
 
-Where registering fails copies go through the driver's own buffers (P6): slower, one more host copy,
-and the copying thread waits.
+If registration fails, copies go through the driver's own buffers (P6): this is slower, needs
+one more copy on the host, and the copying thread waits.
 
-Sources need no ``record_stream``: tickets hold them until the side stream is done with them, and
-memory that nothing has freed is not given to anybody else.
+Sources need no ``record_stream``: tickets hold references to them until the side stream has read
+them, and the caching allocator reuses only memory without references.
 """
 
 from __future__ import annotations
@@ -46,24 +46,27 @@ logger = logging.getLogger(__name__)
 
 
 _left_streams: dict[torch.device, list[Any]] = {}
-"""Streams of closed engines, for the next ones of the process. A stream must not be destroyed while
-torch's allocator keeps blocks that were allocated on it: it synchronises the stream when it gives
-them back."""
-_lock = threading.Lock()  # of these
+"""Streams of closed engines, to be reused in this process. A stream must not be destroyed while
+torch's allocator caches blocks that were allocated on it: the allocator synchronizes the stream
+when it frees them."""
+_lock = threading.Lock()  # Guards _left_streams: engines may be created on several threads
 
-# most bytes of one driver call, 32 GiB; below the 64 GiB at which some drivers refuse
+# Most bytes that one driver call registers: 32 GiB. Some drivers refuse 64 GiB.
 CHUNK_BYTES = 2**35
 
 
 class PinnedRanges:
     """Host memory that one device can write to directly: registered ("pinned") with its driver.
 
-    Pinning is done once per arena, in chunks: one call for a very large range fails on some
-    drivers, a call for zero bytes on all. A copy must not cross from one chunk into the
-    next, drivers take them for different allocations; :meth:`split` cuts there. Safe to use from
-    several threads. ``pin``: registers ``(address, nbytes)``; raises what the driver says.
-    ``unpin``: undoes that for a chunk, may raise. ``chunk_bytes``: most bytes per call of ``pin``;
-    a multiple of the page size."""
+    Memory is pinned once per arena, in chunks: one call for a very large range fails on some
+    drivers, a call for zero bytes on all. A copy must not cross from one chunk into the next, since
+    drivers treat them as different allocations; :meth:`split` cuts there. Thread-safe.
+
+    Args:
+        pin: registers ``(address, nbytes)``; raises the driver's error.
+        unpin: unregisters the chunk at an address; may raise.
+        chunk_bytes: most bytes per call of ``pin``; a multiple of the page size.
+    """
 
     def __init__(
         self,
@@ -74,15 +77,24 @@ class PinnedRanges:
         self._pin = pin
         self._unpin = unpin
         self._chunk_bytes = chunk_bytes
+        # Held while memory is pinned and unpinned, so that two threads never register the same
+        # pages, and the driver's state and ``_pinned`` agree.
         self._lock = threading.Lock()
         self._pinned: dict[tuple[int, int], tuple[list[tuple[int, int]], Any]] = {}
-        """Chunks ``(start, stop)`` of each registered memory, and what keeps it mapped."""
+        """Chunks ``(start, stop)`` of each registered memory, and the array that keeps it
+        mapped."""
+        # All chunks in order. Replaced as a whole, so that ``split`` reads it without the lock.
         self._chunks: list[tuple[int, int]] = []
 
     def add(self, memory: memoryview | torch.Tensor) -> None:
-        """Register memory, or nothing of it where the driver refuses, which is raised; the same or
-        a part of it once more changes nothing. Whole pages are registered: memory that others
-        register too must not share a page with it (a mapping never does)."""
+        """Register memory completely, or not at all if the driver refuses a part.
+
+        Registering the same memory or a part of it again has no effect. Whole pages are registered:
+        other registered memory must not share a page with it. A mapping never does.
+
+        Raises:
+            RuntimeError: the driver refused; any other error of ``pin`` is raised too.
+        """
         array = _view_bytes(memory)
         start, stop = _extent(array)
         if start == stop:
@@ -106,8 +118,7 @@ class PinnedRanges:
             self._index()
 
     def remove(self, memory: memoryview | torch.Tensor) -> None:
-        """Unregister memory that was added, exactly as it was added; other memory is left as it
-        is."""
+        """Unregister exactly the memory that was passed to :meth:`add`; any other is ignored."""
         extent = _extent(_view_bytes(memory))
         with self._lock:
             if extent in self._pinned:
@@ -120,7 +131,7 @@ class PinnedRanges:
                 self._forget(next(reversed(self._pinned)))
 
     def _forget(self, extent: tuple[int, int]) -> None:
-        # Out of the index first: no copy may take memory for pinned that is not.
+        # First remove it from the index: a copy must not treat memory as pinned that is not.
         chunks, _kept = self._pinned.pop(extent)
         self._index()
         for at, _ in chunks:
@@ -130,8 +141,11 @@ class PinnedRanges:
         self._chunks = sorted(c for chunks, _ in self._pinned.values() for c in chunks)
 
     def split(self, address: int, nbytes: int) -> list[tuple[int, bool]]:
-        """Cut ``[address, address + nbytes)`` into parts of one chunk each: ``(nbytes, pinned)`` of
-        each, in order."""
+        """Cut ``[address, address + nbytes)`` at the borders of chunks.
+
+        Returns:
+            ``(nbytes, pinned)`` of each part, in order.
+        """
         chunks, parts, stop = self._chunks, [], address + nbytes
         while address < stop:
             at = bisect_right(chunks, (address, sys.maxsize)) - 1
@@ -146,7 +160,7 @@ class PinnedRanges:
 
 
 def _view_bytes(memory: memoryview | torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The memory as bytes; holding it keeps a mapping mapped."""
+    """View memory as bytes. A mapping stays mapped while the view exists."""
     if isinstance(memory, torch.Tensor):
         return memory.detach().reshape(-1).view(torch.uint8).numpy()
     return np.frombuffer(memory, np.uint8)
@@ -158,32 +172,32 @@ def _extent(array: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, int]:
 
 
 _MARGIN_PART, _LEAST_MARGIN_BYTES = 0.05, 512 * 2**20
-"""Device memory that a staging buffer leaves alone: kernels load late, libraries take work
-space."""
+"""Margin that a staging buffer leaves free, as a fraction of device memory and in bytes: kernels
+are loaded late, and libraries allocate workspace."""
 
-_MS = 1e-3  # seconds in the unit of ``Event.elapsed_time``
+_MS = 1e-3  # Seconds per unit of ``Event.elapsed_time``
 
 
 class _DeviceTicket(CopyTicket):
-    """One copy: the event at its end, what it waits for, and the tensors that it needs."""
+    """One copy: the event at its end, the events it waits for, and the tensors it uses."""
 
     def __init__(self, module: Any, pieces: Sequence[Piece], *, drains: bool = False) -> None:
         super().__init__()
-        self.drains = drains  # whether it belongs to a version that was fenced
+        self.drains = drains  # Drains a version that was already fenced
         self.waits: list[Any] = []
         self.queued_secs = time.perf_counter()
         self.ended = module.Event(enable_timing=True, blocking=True)
         self.keep_alive: list[Piece] = list(pieces)
 
     def keep(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Hold the tensors of further pieces too."""
+        """Yield pieces and hold references to their tensors."""
         for piece in pieces:
             for view in byte_views([piece]):
                 self.keep_alive.append(view)
                 yield view
 
     def follow(self, event: Any, stream: Any) -> None:
-        """Have its stream wait for an event before it."""
+        """Make ``stream`` wait for ``event`` before this copy."""
         stream.wait_event(event)
         self.waits.append(event)
 
@@ -194,8 +208,17 @@ class _DeviceTicket(CopyTicket):
         self.ended.synchronize()
 
     def settle(self, secs_of: Callable[[Any], float], free_secs: float) -> float:
-        """Take the times, once all events have passed: it began when it was queued, what it waits
-        for was there, and its stream had come to it, at ``free_secs``. Returns when it ended."""
+        """Compute the times of the copy and release its tensors, after all events have passed.
+
+        The copy began when it was queued, its events had passed, and its stream was free.
+
+        Args:
+            secs_of: time of an event, seconds of ``time.perf_counter()``.
+            free_secs: time at which its stream had finished the copy before.
+
+        Returns:
+            Time at which the copy ended.
+        """
         ended = secs_of(self.ended)
         began = max(self.queued_secs, free_secs, *map(secs_of, self.waits))
         self.secs = (min(began, ended), ended)
@@ -204,11 +227,17 @@ class _DeviceTicket(CopyTicket):
 
 
 class DeviceCopyEngine(CopyEngine):
-    """The copy engine of devices. See :mod:`reft.snapshot.copy_engine`. ``device``: that trains.
-    ``vendor``: its own. ``chunk_bytes``: most bytes registered by one call of the driver."""
+    """The copy engine of devices. See :mod:`reft.snapshot.copy_engine`.
+
+    Args:
+        device: the device that trains.
+        vendor: driver functions of that device.
+        chunk_bytes: most bytes registered by one call of the driver.
+    """
 
     asynchronous = True
-    least_chunk_bytes = 4 * 2**20  # some 40 microseconds of the host; the link takes 75 at 55 GB/s
+    # Queueing takes the host about 40 microseconds, the copy 75 microseconds at 55 GB/s
+    least_chunk_bytes = 4 * 2**20
 
     def __init__(
         self, device: torch.device, vendor: Vendor, *, chunk_bytes: int = CHUNK_BYTES
@@ -219,24 +248,25 @@ class DeviceCopyEngine(CopyEngine):
         self.device = torch.device(vendor.type, index)
         self.name = vendor.name
         self._warned: set[str] = set()
-        self._own: list[Any] = []  # streams that nobody else has
+        self._own: list[Any] = []  # Streams that only this engine uses
         self._side = self._own_stream()
-        # Not the side stream: the next fence waits for that.
+        # Separate from the side stream, since the next fence waits for the side stream.
         self.drain_stream = self._own_stream()
-        self._staged: _DeviceTicket | None = None  # the newest one
-        self._staging_pool: Any = None  # memory of the newest staging buffer
+        self._staged: _DeviceTicket | None = None  # Newest copy to the staging buffer
+        self._staging_pool: Any = None  # Memory pool of the newest staging buffer
         pin = partial(vendor.host_register, self.device)
         self._pinned = PinnedRanges(pin, self._unpin, chunk_bytes)
         self._begun: Any = None
         self._copied_version = 0
         self._tickets: list[_DeviceTicket] = []
+        # Guards _tickets and _copied_version: several threads may copy.
         self._lock = threading.Lock()
 
     # -- streams ---------------------------------------------------------------------------------
 
     def _own_stream(self) -> Any:
-        """A stream that nobody else has, if there is one: one that a closed engine has left, or a
-        new one."""
+        """Reuse the stream of a closed engine, or create one. torch's own pool is the last resort:
+        communicators may use the same stream from it."""
         with _lock:
             left = _left_streams.setdefault(self.device, [])
             if left:
@@ -273,6 +303,7 @@ class DeviceCopyEngine(CopyEngine):
     def unregister(self, memory: memoryview | torch.Tensor) -> None:
         if not self._order.closed:
             self._vendor.enter(self.device)
+            # DMA may still be writing to the memory, which must stay pinned until then.
             self._side.synchronize()
             self.drain_stream.synchronize()
             self._pinned.remove(memory)
@@ -305,8 +336,8 @@ class DeviceCopyEngine(CopyEngine):
         return event
 
     def fence(self) -> None:
-        # ``_order.fence`` closes the version first, and waits for calls that are inside ``copy``:
-        # no copy can be queued behind the event that training's stream waits for.
+        # ``_order.fence`` closes the version first, and waits for calls of ``copy`` in progress:
+        # no copy can be queued after the event that the compute stream waits for.
         if self._order.fence() and self._copied_version:
             event = self._module.Event()
             event.record(self._side)
@@ -326,8 +357,16 @@ class DeviceCopyEngine(CopyEngine):
     def _of_version(
         self, parts: Sequence[tuple[Sequence[Piece], Encode | None]], after: Any = None
     ) -> Iterator[tuple[_DeviceTicket, Iterator[Iterator[Piece]]]]:
-        """Queue pieces of the open version, with one event at their end: each part's, then what it
-        encodes when it is asked for."""
+        """Queue pieces of the open version with one event at their end.
+
+        Args:
+            parts: pieces of each part, and the function that encodes after them.
+            after: the copies start no earlier than at this stamp.
+
+        Yields:
+            The ticket, and for each part an iterator over the device's pieces. The caller queues
+            each piece before it requests the next, since an encoder may reuse its memory.
+        """
         checked = [contiguous(byte_views(pieces)) for pieces, _ in parts]
         views = list(chain.from_iterable(checked))
         for source, _ in views:
@@ -339,6 +378,8 @@ class DeviceCopyEngine(CopyEngine):
             self._vendor.enter(self.device)
             ticket = _DeviceTicket(self._module, views)
             with self._lock:
+                # The first copy of a version waits for the point where the state became final.
+                # Later ones are after it on the same stream, which runs in order.
                 if version != self._copied_version:
                     self._open(version)
                     ticket.follow(self._begun, self._side)
@@ -352,7 +393,7 @@ class DeviceCopyEngine(CopyEngine):
                 yield ticket, handed_over
 
     def _off_host(self, views: Iterable[Piece]) -> Iterator[Piece]:
-        """Those on the device; the others are copied here."""
+        """Yield the pieces on the device; copy those in host memory on this thread."""
         for source, target in views:
             if source.device.type == "cpu":
                 copy_on_host(source, target, self._closed)
@@ -363,7 +404,7 @@ class DeviceCopyEngine(CopyEngine):
 
     @property
     def free_bytes(self) -> int:
-        # What torch has reserved is left to training: it was its peak, and will be again.
+        # Memory that torch has reserved counts as used: training will reach its peak again.
         free, total = self._module.mem_get_info(self.device)
         return max(0, int(free - max(_LEAST_MARGIN_BYTES, _MARGIN_PART * total)))
 
@@ -383,10 +424,10 @@ class DeviceCopyEngine(CopyEngine):
             ) from error
 
     def _new_staging_pool(self) -> AbstractContextManager[None]:
-        """Have torch allocate from a pool of its own, which can be given back.
+        """Make torch allocate from a separate pool, whose memory can be freed.
 
-        Otherwise a buffer that is freed stays in the cache of the side stream, where training
-        cannot use it. torch before 2.5 has no such pools.
+        Otherwise a freed buffer would stay in the cache of the side stream, where training cannot
+        use it. torch before 2.5 has no such pools.
         """
         if not hasattr(self._module, "MemPool"):
             return nullcontext()
@@ -397,7 +438,8 @@ class DeviceCopyEngine(CopyEngine):
         return context
 
     def release_staging(self) -> None:
-        # The pool's destructor frees what no tensor uses. The driver may wait for the device.
+        # The pool's destructor frees memory that no tensor uses. The driver may wait for the
+        # device meanwhile.
         self._staging_pool = None
 
     def stage(self, parts: Sequence[Part]) -> list[list[Piece]]:
@@ -416,6 +458,8 @@ class DeviceCopyEngine(CopyEngine):
         ticket = _DeviceTicket(self._module, views, drains=True)
         with self._order.draining():
             self._vendor.enter(self.device)
+            # The first drain waits until the bytes are in the staging buffer, which the side
+            # stream fills. Later drains are after it on the drain stream.
             if self._staged is not None:
                 ticket.follow(self._staged.ended, self.drain_stream)
                 self._staged = None
@@ -428,7 +472,8 @@ class DeviceCopyEngine(CopyEngine):
 
     @contextmanager
     def _recorded(self, ticket: _DeviceTicket, stream: Any) -> Iterator[None]:
-        """Queue what belongs to a ticket on a stream; what failed half way is waited for too."""
+        """Queue the copies of a ticket on a stream. After an error the event is recorded too, so
+        that ``synchronize`` waits for the part that was queued."""
         try:
             with self._module.stream(stream):
                 yield
@@ -440,18 +485,18 @@ class DeviceCopyEngine(CopyEngine):
     # -- inside a copy ---------------------------------------------------------------------------
 
     def _open(self, version: int) -> None:
-        """The first copy of a version, which waits for the point where its state became final."""
+        """Record the first copy of a version."""
         assert self._begun is not None
         self._copied_version = version
-        # Versions that were given up are never synchronized: do not keep their tensors for that.
+        # Versions that were given up are never synchronized: release the tensors of their copies.
         self._tickets = [t for t in self._tickets if t.drains or not t.done()]
 
     def _copy_piece(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
         at = 0
         for nbytes, pinned in self._pinned.split(target.data_ptr(), target.numel()):
             part = slice(at, at + nbytes)
-            # Queues it, and returns at once where the memory is pinned.
             target[part].copy_(source[part], non_blocking=True)
+            # Only copies to pinned memory can stay queued: wait for each other part.
             if not pinned:
                 stream.synchronize()
             at += nbytes
@@ -466,7 +511,8 @@ class DeviceCopyEngine(CopyEngine):
         for ticket in tickets:
             ticket.wait()
         anchor, anchor_secs = self._anchor()
-        free_secs = {False: 0.0, True: 0.0}  # of the side stream, and of that which drains
+        # Time at which the side stream (False) and the drain stream (True) were free
+        free_secs = {False: 0.0, True: 0.0}
         for ticket in tickets:
             free_secs[ticket.drains] = ticket.settle(
                 lambda event: anchor_secs - event.elapsed_time(anchor) * _MS,
@@ -485,10 +531,14 @@ class DeviceCopyEngine(CopyEngine):
         return [anchor_secs - stamp.elapsed_time(anchor) * _MS for stamp in stamps]
 
     def _anchor(self) -> tuple[Any, float]:
-        """An event that has passed, and when: what ties the device's clock to the host's."""
+        """Record an event that ties the device's clock to the host's.
+
+        Returns:
+            The event, which has passed, and its time, seconds of ``time.perf_counter()``.
+        """
         anchor: Any = self._module.Event(enable_timing=True)
-        # Whoever copies has waited for all it queued there; behind another thread's copies it is
-        # only later.
+        # The caller has waited for its own copies on this stream. Copies of another thread only
+        # delay the event.
         anchor.record(self._side)
         anchor.synchronize()
         return anchor, time.perf_counter()
@@ -498,6 +548,7 @@ class DeviceCopyEngine(CopyEngine):
             return
         try:
             self._vendor.enter(self.device)
+            # Wait for copies in flight before their streams are reused and their targets unpinned.
             self._side.synchronize()
             self.drain_stream.synchronize()
             with _lock:
@@ -509,8 +560,14 @@ class DeviceCopyEngine(CopyEngine):
 
 
 def _into_buffer(views: Iterable[Piece], buffer: torch.Tensor) -> list[Piece]:
-    """Queue each source to its place in a staging buffer, before the next one is asked for. Returns
-    pieces from there to the targets."""
+    """Queue a copy of each source to a staging buffer, before the next source is requested.
+
+    Returns:
+        Pieces from the buffer to the targets.
+
+    Raises:
+        CopyError: the buffer is too small.
+    """
     staged, at = [], 0
     for source, target in views:
         begin, at = at, at + target.numel()
@@ -522,7 +579,8 @@ def _into_buffer(views: Iterable[Piece], buffer: torch.Tensor) -> list[Piece]:
 
 
 def copy_engine_for(device: torch.device | str) -> CopyEngine:
-    """The engine for tensors on ``device``."""
+    """Create the engine for tensors on ``device``. Raises UnsupportedStateError if there is none
+    for its type."""
     device = torch.device(device)
     if device.type == "cpu":
         return CpuCopyEngine()

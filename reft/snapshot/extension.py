@@ -1,8 +1,7 @@
-"""The seam between the snapshot worker and everything a job can do without.
+"""The interface between the snapshot worker and optional features.
 
 The worker takes a version in a fixed order: copy, vote, exchange, seal, vote, commit. A *feature*
-adds to it by overriding methods of :class:`VersionFeature`, which the worker calls at the points of
-that order:
+overrides methods of :class:`VersionFeature`, which the worker calls at these points:
 
 ====================================  ===========================================================
 method                                when
@@ -11,15 +10,15 @@ method                                when
 :meth:`~VersionFeature.inspect`       every own block has its checksum
 :meth:`~VersionFeature.fill`          before peers send their checksums
 :meth:`~VersionFeature.compare`       after that, before peers send what this rank lacks
-:meth:`~VersionFeature.exchanged`     after that
+:meth:`~VersionFeature.exchanged`     all bytes from peers have arrived
 :meth:`~VersionFeature.ballot`        before each of the two votes
 :meth:`~VersionFeature.voted`         after each of the two votes
 :meth:`~VersionFeature.committed`     every rank has sealed the version
 ====================================  ===========================================================
 
-Features are handed to the worker where a session is put together. The core imports none of them: a
-job without any runs through this package alone, with :class:`FixedScheme` and the gate that lets
-every chunk through.
+The session creates the features and hands them to the worker. The core imports none of them: a job
+without features uses only this package, with :class:`FixedScheme` and the gate that admits every
+chunk.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from reft.snapshot.version import SkipCause
 
 @dataclass(frozen=True)
 class Halt:
-    """All ranks have found in one vote that training must not continue with this state.
+    """Result of a vote: training must not continue with this state.
 
     Attributes:
-        why: what was found, for the log and the job's end.
+        why: reason for the log and for the job's error message.
         restarts: whether the newest committed version may be resumed.
     """
 
@@ -54,15 +53,15 @@ class Halt:
 
 @dataclass(frozen=True)
 class CopiedVersion:
-    """A version of which this rank's own blocks lie in its arena.
+    """A version whose own blocks are in this rank's arena.
 
     Attributes:
-        images: the live tensors it was copied from; the next step may be changing them by now.
+        images: live tensors that it was copied from; the next step may already be changing them.
         writer: its arena, with checksums.
-        captured: what features took along on the training thread, by feature.
+        captured: data that features captured on the training thread, by feature.
         variant: when its bytes were copied.
-        is_paced: whether its copy kept to the windows.
-        records: what was copied when.
+        is_paced: its chunks were copied in windows.
+        records: time and size of each copied chunk.
     """
 
     images: LiveImages
@@ -79,12 +78,13 @@ class CopiedVersion:
 
 @dataclass(frozen=True)
 class VoteResult:
-    """What a vote said of a version; the same on all ranks.
+    """Result of a vote on a version; the same on all ranks.
 
     Attributes:
-        ok: every rank has copied it, or, if ``is_final``, sealed it.
+        label: the version.
+        ok: every rank has copied it or, if ``is_final``, sealed it.
         is_final: this was the second vote: ``ok`` commits the version.
-        has_committed: a version was committed since this start of the trainers.
+        has_committed: a version was committed since the trainers started.
     """
 
     label: VersionId
@@ -94,12 +94,12 @@ class VoteResult:
 
 
 class VersionFeature:
-    """Takes part in every version of one rank. Nothing is done here: features override what they
-    need.
+    """Takes part in every version of one rank. The methods here do nothing; features override
+    those they need.
 
     Unless a method says otherwise, the worker thread calls it. Methods marked *collective* are
-    called on every rank for every version, so they may exchange data there; what they raise but a
-    TransferError costs the version.
+    called on every rank for every version, so they may exchange data. If one raises anything but
+    a TransferError, the version is given up.
     """
 
     name = ""
@@ -108,46 +108,56 @@ class VersionFeature:
     # -- training thread ---------------------------------------------------------------------------
 
     def handed_over(self, label: VersionId, *, goes_back: bool) -> None:
-        """The training thread hands a version over. ``goes_back``: it is no successor of the one
-        before, since an older version was loaded meanwhile."""
+        """The training thread hands a version over.
+
+        Args:
+            label: the version.
+            goes_back: an older version was loaded since the previous hand-over.
+        """
 
     # -- the bytes of a version --------------------------------------------------------------------
 
     def read(self, images: LiveImages, label: VersionId, engine: CopyEngine, gate: Gate) -> None:
-        """Read more of the same state. Copies are queued in ``engine``, or made when ``gate``
-        admits them."""
+        """Copy more of the same state, such as tensors that only this feature needs.
+
+        Args:
+            images: live tensors, still unchanged.
+            label: name of the version.
+            engine: copies the bytes; an asynchronous engine queues the copies.
+            gate: admits each copy if the engine is synchronous.
+        """
 
     def inspect(self, version: CopiedVersion) -> SkipCause | None:
-        """Look at the copied bytes. Returns why the version must not be sealed."""
+        """Inspect the copied bytes. Returns why the version must not be sealed, or None."""
         return None
 
     def fill(self, version: CopiedVersion) -> None:
-        """Write blocks that peers would have to send otherwise. Must not raise: peers are
-        waiting."""
+        """Write blocks that peers would otherwise send. Must not raise: peers are waiting."""
 
     def compare(self, version: CopiedVersion) -> SkipCause | None:
-        """Compare with peers; their checksums have arrived. Collective in the sharding group.
-        Returns why the version must not be sealed."""
+        """Compare this rank's checksums with those of its peers. Collective in the sharding group.
+        Returns why the version must not be sealed, or None."""
         return None
 
     def exchanged(self, version: CopiedVersion) -> None:
-        """Everything from peers has arrived. Collective."""
+        """All bytes from peers have arrived. Collective."""
 
     def committed(self, version: CopiedVersion) -> None:
-        """Every rank has sealed the version. An error is logged and costs nothing else."""
+        """Every rank has sealed the version. An error here is only logged."""
 
     # -- votes -------------------------------------------------------------------------------------
 
     def neutral_ballot(self) -> tuple[int, ...]:
-        """Numbers that change nothing; always equally many."""
+        """Numbers with no effect on a vote; always the same count as in :meth:`ballot`."""
         return ()
 
     def ballot(self, cause: SkipCause | None, layout: GroupLayout | None) -> tuple[int, ...]:
-        """Numbers that this rank adds to a vote; :meth:`voted` receives the largest of all ranks.
+        """Numbers that this rank adds to a vote. :meth:`voted` receives the maximum over all ranks
+        of each number.
 
         Args:
             cause: why this rank votes against the version; None if it votes for it.
-            layout: of the version; None before the first agreement.
+            layout: layout of the version; None before the first agreement.
         """
         return self.neutral_ballot()
 
@@ -156,7 +166,15 @@ class VersionFeature:
         return False
 
     def voted(self, result: VoteResult, numbers: tuple[int, ...]) -> Halt | None:
-        """A vote has ended. Collective. ``numbers``: for each number the largest of all ranks."""
+        """A vote has ended. Collective.
+
+        Args:
+            result: the vote on the version.
+            numbers: the maximum over all ranks of each number in their ballots.
+
+        Returns:
+            Why training must stop; None to continue.
+        """
         return None
 
     # -- memory and peers --------------------------------------------------------------------------
@@ -165,11 +183,11 @@ class VersionFeature:
         """All ranks have agreed on a new layout. Collective."""
 
     def forget_arenas(self) -> None:
-        """Keep no arena mapped: their memory is about to be replaced (P9)."""
+        """Release all mappings of arenas: their memory is about to be replaced (P9)."""
 
     def rejoined(self) -> None:
-        """The ranks have met again after a failure and do not know what each has received.
-        Collective."""
+        """The ranks have reconnected after a failure. Some may have missed the last messages, so
+        state that depends on votes is reset. Collective."""
 
 
 class SchemePolicy(VersionFeature, ABC):
@@ -180,7 +198,7 @@ class SchemePolicy(VersionFeature, ABC):
     @property
     @abstractmethod
     def scheme(self) -> Scheme:
-        """What the next layout is planned for."""
+        """Scheme of the next layout."""
 
     def fit(self, label: VersionId, layout: GroupLayout) -> GroupLayout:
         """Fit a new layout to the memory of all nodes, before its memory is reserved.
@@ -188,8 +206,8 @@ class SchemePolicy(VersionFeature, ABC):
         return layout
 
     def change(self, label: VersionId, layout: GroupLayout | None) -> GroupLayout | None:
-        """Change the protection after the version ``label`` if the votes have asked for it.
-        Collective. Returns the layout to go on with."""
+        """Change the protection after the version ``label`` if the votes requested it. Collective.
+        Returns the layout of the next version."""
         return layout
 
     @property

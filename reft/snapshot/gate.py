@@ -1,4 +1,4 @@
-"""The gate that the copying thread passes before every chunk. The core's own admits everything."""
+"""The gate that the copying thread passes before every chunk. The one here admits everything."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ UNLIMITED = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Leave to copy."""
+    """Permission to copy."""
 
-    tier: int  # 1, 2, 3, or 0 for what the fence waits for
-    window: int | None = None  # number of the window; None outside of windows (tier 1)
-    nbytes: int = 1  # how much may be copied before asking again; at least one chunk
-    mark: Any = None  # start no earlier than there
-    # where a copy can be broken off between chunks, it goes on until training makes this anything
-    # but 0
+    tier: int  # 1, 2, 3, or 0 for bytes that the fence waits for
+    window: int | None = None  # Number of the window (tier 1); None outside of windows
+    nbytes: int = 1  # Bytes that may be copied before the next permit; at least one chunk
+    mark: Any = None  # Stamp of the device; the copy starts no earlier
+    # Stop flag shared with the C++ copier: training sets it to nonzero, and the copier reads it
+    # between chunks without a lock. A late read costs at most one more chunk. None: no stop flag.
     until: ctypes.c_int | None = field(default=None, compare=False)
 
 
@@ -28,53 +28,73 @@ EXPEDITED = Permit(0, nbytes=UNLIMITED)
 
 
 class Gate:
-    """What the training thread (T) and the copying thread (W) share.
+    """Shared by the training thread (T) and the copying thread (W).
 
-    This one lets everything through at once: for versions that are not paced, and for the
-    baselines. ``tier``: what chunks count as; 0 where training waits for them. ``hurried``: whether
-    the fence waits by now; then chunks count as tier 0 too."""
+    This class admits everything at once: for versions that are not paced, and for the baselines.
 
-    patience_secs = 0.0  # how long training may be silent before copies go on without a window
-    wanted = False  # whether a version is to be copied, or being copied, through this gate
+    Args:
+        tier: tier that chunks are counted in; 0 if training waits for them.
+        hurried: returns True once the fence waits; chunks then count as tier 0.
+    """
+
+    patience_secs = 0.0  # Silence of training after which copies continue without a window
+    wanted = False  # A version is waiting to be copied, or is being copied, through this gate
 
     def __init__(self, tier: int = 2, hurried: Callable[[], bool] = lambda: False) -> None:
         self._permit = Permit(tier, nbytes=UNLIMITED)
         self._hurried = hurried
 
     def open(self, window: int | None, nbytes: int, mark: Any) -> None:
-        """T: the device will wait now, or, without a window, communicate; ``nbytes`` are planned
-        for that."""
+        """T: the device will be idle now, or communicate.
+
+        Args:
+            window: number of the window; None for communication.
+            nbytes: bytes planned for this time.
+            mark: stamp of the device at its beginning.
+        """
 
     def close(self) -> float:
-        """T: the device goes on. Returns the seconds waited for the chunk in flight, which is not
-        waited for any more once it has lasted too long."""
+        """T: the device computes again. Waits for the chunk in flight, up to a limit, so that no
+        chunk overlaps the next training instruction.
+
+        Returns:
+            Seconds waited.
+        """
         return 0.0
 
     def expedite(self) -> None:
-        """T: let everything through until :meth:`reset`; the fence waits."""
+        """T: the fence waits: admit everything until :meth:`reset`."""
 
     def reset(self) -> None:
-        """T: end of the version: nothing is to be copied until :meth:`enter`."""
+        """T: the version has ended: admit nothing until :meth:`enter`."""
 
     def share(self, part: float, nbytes: int = 0, bytes_per_sec: float = math.inf) -> None:
-        """What may be copied outside of windows. ``part``: of the time in which chunks may run
-        there, 0 to 1, for engines that are done when a call returns. ``nbytes``: of each version,
-        for engines that queue, where the plan has no window to begin in. ``bytes_per_sec``: the
-        pace of these."""
+        """Set how much may be copied outside of windows.
+
+        Args:
+            part: fraction of the time in which chunks may run there, 0 to 1; for synchronous
+                engines.
+            nbytes: bytes of each version; for asynchronous engines, if the plan has no window.
+            bytes_per_sec: rate at which these bytes are admitted.
+        """
 
     def enter(self, draining: bool = False) -> None:
-        """T: a version was handed over; ``draining``: another one is not out yet, and goes on
-        first."""
+        """T: a version was handed over.
+
+        Args:
+            draining: an older version is still being drained, and is copied first.
+        """
 
     def begin(self) -> None:
-        """W: the newest version's copy begins; windows from before it was handed over are not its
-        own."""
+        """W: the newest version's copy begins. It must not use windows that opened before it was
+        handed over."""
 
     def leave(self) -> None:
-        """W: nothing any more."""
+        """W: no version is left to copy."""
 
     def admit(self) -> Permit:
-        """W: wait until a chunk may run. Each permit is given back with :meth:`release`."""
+        """W: wait until a chunk may run. Each permit is returned through :meth:`release`, since
+        :meth:`close` waits for chunks that hold one."""
         return EXPEDITED if self._hurried() else self._permit
 
     def release(self, permit: Permit, secs: float) -> None:
@@ -85,10 +105,10 @@ class Gate:
 class ChunkRecord:
     """One piece of state that was copied."""
 
-    # 1 in a bubble, 2 beside computation, 3 beside communication; 0 at the fence or forced
+    # 1 in a bubble, 2 during computation, 3 during communication; 0 at the fence or forced
     tier: int
     nbytes: int
     begin_secs: float
     end_secs: float
-    window: int | None  # index into the windows of the plan; None outside of windows
-    section: str  # section of the stage image ("replicated", "owned", "host")
+    window: int | None  # Index of the plan's window; None outside of windows
+    section: str  # Section of the stage image: "replicated", "owned" or "host"

@@ -1,17 +1,17 @@
-"""The shard plan: which bytes of the stage image each member copies, and where they go.
+"""The shard plan: which bytes of the stage image each member copies, and their place in its arena.
 
-Pure and deterministic from (section sizes, placement, block size): every rank computes the same
-plan without communication. A *stage image* is the logical bytes of one (pp, tp):
+The plan is a pure function of section sizes, placement and block size: every rank computes the same
+plan without communication. A *stage image* is the state of one (pp, tp) as a sequence of bytes:
 
 - ``replicated``: equal on every data-parallel peer, cut into D contiguous shards, one per member;
-- ``owned``: the ZeRO partition that one member alone holds;
-- ``host``: what only this rank's host knows (RNG, schedulers, counters, client state), encoded,
-  of variable length. It is owned like a partition.
+- ``owned``: the ZeRO partition of a single member;
+- ``host``: encoded host state of one rank (RNG, schedulers, counters, client state), of variable
+  length. It belongs to its member like a partition.
 
-Under an erasure code (AEC of the REFT paper) a member also stores parity blocks of the replicated
-section, computed from its own replica, and the checksums of its replicated blocks go to its ring
-peers with its host block. Where the peers' optimizers are recomputed (AOR of the REFT paper) it
-also has room for the gradients of their partitions, behind everything that is part of the version.
+With an erasure code (AEC of the REFT paper) a member also stores parity blocks of the replicated
+section, computed from its own replica, and sends the checksums of its replicated blocks to its ring
+peers with its host block. If peers' optimizers are recomputed (AOR of the REFT paper), it also
+reserves space for the gradients of their partitions, after all blocks of the version.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ class Block:
     """Unit of placement, checksum and transfer."""
 
     key: BlockKey
-    # offset in the section's image (replicated: of the stage; owned and host: of that member)
+    # Offset in the section's image (replicated: the stage's; owned and host: the member's)
     start_bytes: int
-    nbytes: int  # length; for host blocks the *reserved* length, the true one is known at seal time
+    nbytes: int  # Length; for host blocks the reserved length, the true one is set when sealing
 
 
 @dataclass(frozen=True)
 class SectionSizes:
     """Bytes of every section of one sharding group."""
 
-    replicated_bytes: int  # the image that all members share
+    replicated_bytes: int  # Image that all members share
     owned_bytes: tuple[int, ...]  # ZeRO partition of each member
-    host_bytes: tuple[int, ...]  # capacity reserved for the encoded host state of each member
-    # gradients of each member's partition, if its peers recompute it; else none
+    host_bytes: tuple[int, ...]  # Capacity reserved for the encoded host state of each member
+    # Gradients of each member's partition if peers recompute it; otherwise empty or zeros
     gradient_bytes: tuple[int, ...] = ()
 
     @property
     def recomputed(self) -> bool:
-        """Whether partitions are recomputed by their owners' peers."""
+        """Whether ring peers recompute the partitions of their owners."""
         return any(self.gradient_bytes)
 
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """A block and where it lies in a member's arena (offset from the start of the data region)."""
+    """A block and its offset in bytes from the start of an arena's data region."""
 
     block: Block
     arena_offset: int
@@ -73,18 +73,18 @@ class PlacedBlock:
 
 @dataclass(frozen=True)
 class MemberPlan:
-    """What one member stores: its own blocks first, then the redundant ones."""
+    """Blocks that one member stores: its own first, then the redundant ones."""
 
-    member: int  # dp index
-    own: tuple[PlacedBlock, ...]  # blocks of the member's own shard, partition and host state
-    # blocks kept for ring successors. Replicated ones are cut from the member's own replica; owned,
-    # host and checksum ones arrive from their owner.
+    member: int  # Data-parallel index
+    own: tuple[PlacedBlock, ...]  # Blocks of the member's own shard, partition and host state
+    # Blocks stored for ring successors. Replicated ones are cut from the member's own replica;
+    # owned, host and checksum blocks arrive from their owner.
     redundant: tuple[PlacedBlock, ...]
-    data_bytes: int  # size of the arena's data region
-    parity: tuple[PlacedBlock, ...] = ()  # parity blocks, encoded from the member's own replica
-    # what each parity block is made of
+    data_bytes: int  # Size of the arena's data region
+    parity: tuple[PlacedBlock, ...] = ()  # Parity blocks, encoded from the member's own replica
+    # Source blocks and coefficients of each parity block
     terms: Mapping[BlockKey, CodedBlock] = field(default_factory=dict)
-    # room for the gradients of the kept partitions; no part of the version
+    # Space for the gradients of the peers' partitions; not part of the version
     gradients: tuple[PlacedBlock, ...] = ()
 
     @property
@@ -93,14 +93,14 @@ class MemberPlan:
 
     @cached_property
     def local(self) -> tuple[PlacedBlock, ...]:
-        """Blocks that are copied from the member's own device: all but what only a peer has."""
+        """Blocks that are copied from the member's own device; peers send the others."""
         own = tuple(b for b in self.own if b.key.section is not Section.CHECKSUMS)
         kept = tuple(b for b in self.redundant if b.key.section is Section.REPLICATED)
         return own + kept + self.parity + self.gradients
 
     @cached_property
     def device_bytes(self) -> Mapping[str, int]:
-        """What the member copies from its own device, by section."""
+        """Bytes that the member copies from its own device, by section."""
         found = Counter[str]()
         for placed in self.local:
             if placed.key.section is not Section.HOST:
@@ -124,7 +124,7 @@ class ShardPlan:
     placement: GroupPlacement
     block_bytes: int
     members: tuple[MemberPlan, ...]
-    code: BlockCode | None = None  # the erasure code over the replicated section, if there is one
+    code: BlockCode | None = None  # Erasure code of the replicated section, if there is one
 
     @property
     def size(self) -> int:
@@ -144,8 +144,11 @@ class ShardPlan:
 
 
 def shard_cuts(nbytes: int, parts: int) -> tuple[int, ...]:
-    """``parts + 1`` ascending offsets that cut ``nbytes`` into aligned shards, equal to within one
-    alignment unit."""
+    """Cut ``nbytes`` into aligned shards that differ by at most one alignment unit.
+
+    Returns:
+        ``parts + 1`` ascending offsets in bytes.
+    """
     units = -(-nbytes // ALIGNMENT_BYTES)
     return tuple(min(nbytes, units * i // parts * ALIGNMENT_BYTES) for i in range(parts + 1))
 
@@ -163,8 +166,16 @@ def cut_blocks(
 def make_shard_plan(
     sizes: SectionSizes, placement: GroupPlacement, block_bytes: int = 4 * 2**20
 ) -> ShardPlan:
-    """Build the plan of a sharding group: who keeps which bytes of every section. Raises ValueError
-    if ``block_bytes`` is not a positive multiple of 64."""
+    """Build the plan of a sharding group: the blocks that each member stores.
+
+    Args:
+        sizes: bytes of each section.
+        placement: which members store copies and parities for which.
+        block_bytes: most bytes of a block.
+
+    Raises:
+        ValueError: ``block_bytes`` is not a positive multiple of 64.
+    """
     if block_bytes <= 0 or block_bytes % ALIGNMENT_BYTES:
         raise ValueError(
             f"block_bytes is {block_bytes}; expected a positive multiple of {ALIGNMENT_BYTES}"
@@ -204,7 +215,7 @@ def make_shard_plan(
 def _own_blocks(
     sizes: SectionSizes, count: int, block_bytes: int, code: BlockCode | None, d: int
 ) -> tuple[Block, ...]:
-    """What member ``d`` alone, or first, has to store."""
+    """Blocks that belong to member ``d``: its shard, partition, host state and checksums."""
     owned = cut_blocks(Section.OWNED, d, 0, sizes.owned_bytes[d], block_bytes)
     host = cut_blocks(
         Section.HOST, d, 0, sizes.host_bytes[d], max(block_bytes, sizes.host_bytes[d])
@@ -232,30 +243,30 @@ def _lay_out(blocks: Sequence[Block], offset: int) -> tuple[tuple[PlacedBlock, .
 
 @dataclass(frozen=True)
 class LiveImages:
-    """The stage image of this rank as it lies in the engine's memory."""
+    """The stage image of this rank in the engine's live tensors."""
 
-    replicated: SectionImage  # equal on all DP peers
-    owned: SectionImage  # this rank's ZeRO partition
-    signature: Hashable  # changes when the images would have other tensors
-    # of the newest step, by member whose partition is recomputed here
+    replicated: SectionImage  # Equal on all DP peers
+    owned: SectionImage  # This rank's ZeRO partition
+    signature: Hashable  # Changes if the images consist of different tensors
+    # Gradients of the newest step, by member whose partition is recomputed here
     gradients: Mapping[int, SectionImage] = field(default_factory=dict)
-    # of one partition, if partitions are recomputed at all; the same on all members, and whether or
-    # not this rank keeps any under the scheme in force
+    # Gradient bytes of one partition; 0 if no partition is recomputed. The same on all members,
+    # even if this rank recomputes none under the active scheme.
     gradient_bytes: int = 0
 
     def write_counts(self) -> tuple[list[int], list[int]]:
-        """How often each tensor of both sections was written
+        """torch's write counts of the tensors in both sections
         (:meth:`SectionImage.write_counts`)."""
         return self.replicated.write_counts(), self.owned.write_counts()
 
     def written_since(self, counts: tuple[list[int], list[int]]) -> list[str]:
-        """Names of the tensors that were written since."""
+        """Names of the tensors that were written since :meth:`write_counts` gave ``counts``."""
         return [*self.replicated.written_since(counts[0]), *self.owned.written_since(counts[1])]
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """What the members of one sharding group agreed on."""
+    """The plan that the members of one sharding group agreed on, as seen by one of them."""
 
     plan: ShardPlan
     member: int
@@ -267,9 +278,8 @@ class GroupLayout:
 
     @cached_property
     def table(self) -> NDArray[np.void]:
-        """The packed entries of this member's blocks in arena order,
-        :data:`reft.memory.header.TABLE`. Every version fills in its checksums and the true lengths
-        of the host blocks."""
+        """Block table of this member in arena order, dtype :data:`reft.memory.header.TABLE`.
+        Every version fills in its checksums and the true lengths of the host blocks."""
         sizes = self.plan.sizes
         entries = []
         for placed in self.mine.blocks:
@@ -293,7 +303,7 @@ class GroupLayout:
 
 
 def layout_hash(degrees: Degrees, coordinate: Coordinate, sizes: SectionSizes) -> str:
-    """Identity of a group's layout: versions of another layout are refused at recovery."""
+    """Hash of a group's layout, 32 hex digits. Recovery refuses versions with another hash."""
     text = f"{degrees}|{coordinate.pp}|{coordinate.tp}|{sizes.replicated_bytes}|{sizes.owned_bytes}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -307,8 +317,19 @@ def agree_on_layout(
     block_bytes: int,
     host_bytes: int,
 ) -> GroupLayout:
-    """Gather the section sizes of all ranks and plan this rank's group; equal on all its members.
-    Collective over all ranks."""
+    """Gather the section sizes of all ranks and plan this rank's group. Collective over all ranks.
+
+    Args:
+        control: gathers the sizes.
+        topology: nodes and coordinates of all ranks.
+        images: live tensors of this rank.
+        scheme: copies and parities.
+        block_bytes: most bytes of a block, a multiple of 64.
+        host_bytes: bytes reserved for this rank's host state.
+
+    Returns:
+        The layout; its plan is equal on all members of the group.
+    """
     gathered = control.gather_ints(
         [images.replicated.nbytes, images.owned.nbytes, host_bytes, images.gradient_bytes]
     )
@@ -331,8 +352,8 @@ def agree_on_layout(
 
 
 def layout_under(layout: GroupLayout, scheme: Scheme) -> GroupLayout:
-    """The same sections of the same group, protected in another way. Pure: every member plans the
-    same."""
+    """Plan the same sections of the same group with another scheme. Pure: every member computes
+    the same plan."""
     old = layout.plan
     placement = replace(old.placement, copies=scheme.copies, parities=scheme.parities)
     return replace(layout, plan=make_shard_plan(old.sizes, placement, old.block_bytes))

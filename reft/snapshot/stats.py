@@ -1,4 +1,4 @@
-"""Counters of the snapshots of one rank, and what is said about them."""
+"""Counters of the snapshots of one rank, and the errors of its worker."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 class ByteKind(StrEnum):
-    """What a byte is.
+    """The kind of state by which bytes are counted.
 
-    ``SHARD``: of this rank's own shard of the replicated section. ``COPIES``: of other members'
-    shards, cut from the own replica. ``PARITY``: encoded from it. ``OWNED``: of the ZeRO partition.
-    ``HOST_STATE``: what only the host knows. ``CHECKSUMS``: eight bytes a block, and the length of
-    the host state, with which peers verify. ``GRADIENTS``: of ring peers' partitions, from which
-    these are recomputed. ``MIRROR``: everything once more, under the baseline ``inter_node``.
+    Attributes:
+        SHARD: this rank's own shard of the replicated section.
+        COPIES: other members' shards, cut from this rank's replica.
+        PARITY: parity blocks, encoded from this rank's replica.
+        OWNED: the ZeRO partition.
+        HOST_STATE: encoded state of the host.
+        CHECKSUMS: eight bytes for each block, and the length of the host state.
+        GRADIENTS: gradients from which ring peers' partitions are recomputed.
+        MIRROR: a second copy of everything, with the baseline ``inter_node``.
     """
 
     SHARD = "shard"
@@ -48,7 +52,7 @@ _KINDS = {
 
 
 def find_byte_kind(key: BlockKey, member: int) -> ByteKind:
-    """What a block is to the ``member`` that stores it."""
+    """Kind of a block that ``member`` stores."""
     if key.section is Section.REPLICATED:
         return ByteKind.SHARD if key.member == member else ByteKind.COPIES
     return _KINDS[key.section]
@@ -58,19 +62,19 @@ def find_byte_kind(key: BlockKey, member: int) -> ByteKind:
 class Traffic:
     """Bytes of one version, or of several, on one rank."""
 
-    # copied from the device, or written by the host, to this rank's arena
+    # Copied from the device, or written by the host, to this rank's arena
     to_host: Counter[ByteKind] = field(default_factory=Counter)
-    # sent to ranks on other nodes, once for each of them. What goes to another rank of the same
-    # node is not counted, nor is the byte a block by which peers say what they lack (AOR).
+    # Sent to ranks on other nodes, counted once for each receiver. Not counted: traffic within a
+    # node, and the masks by which peers request blocks (AOR).
     sent: Counter[ByteKind] = field(default_factory=Counter)
 
     def add(self, other: Traffic) -> None:
-        """Count another version's bytes too."""
+        """Add the bytes of another version."""
         self.to_host.update(other.to_host)
         self.sent.update(other.sent)
 
     def to_json(self) -> dict[str, Any]:
-        """Kinds of which there was nothing are left out."""
+        """Bytes by kind; kinds without bytes are left out."""
         return {"to_host": _bytes(self.to_host), "sent": _bytes(self.sent)}
 
 
@@ -79,14 +83,13 @@ def _bytes(counted: Counter[ByteKind]) -> dict[str, int]:
 
 
 class Samples(deque[float]):
-    """The newest values, in order of arrival; the median is asked for with every commit, by any
-    thread."""
+    """The newest values in order of arrival. Any thread may read the median."""
 
     def __init__(self, most: int = 512) -> None:
         super().__init__(maxlen=most)
 
     def add_to_newest(self, value: float) -> None:
-        """More of the newest sample has become known; nothing if there is none."""
+        """Add to the newest sample, if there is one."""
         if self:
             self[-1] += value
 
@@ -96,55 +99,57 @@ class Samples(deque[float]):
 
     @property
     def median(self) -> float | None:
-        """Of the samples kept; None if there are none."""
-        values = list(self)  # another thread may be adding to the newest one
+        """Median of the stored samples; None if there are none."""
+        # A copy, since another thread may append or change a sample meanwhile.
+        values = list(self)
         return median(values) if values else None
 
 
 @dataclass
 class RecomputeStats:
-    """Counters of one rank."""
+    """Counters of recomputed partitions (AOR) on one rank."""
 
-    versions: int = 0  # partitions recomputed for a version, equal to their owner's or accepted
-    # partitions of which the owner had to send something, by cause
+    versions: int = 0  # Partitions recomputed for a version, equal to the owner's or accepted
+    # Partitions of which the owner had to send blocks, by cause
     resynced: dict[str, int] = field(default_factory=dict)
-    secs: float = 0.0  # seconds spent on recomputing, all together
-    cpu_secs: float = 0.0  # processor time of that, of the one thread
+    secs: float = 0.0  # Total seconds spent on recomputing
+    cpu_secs: float = 0.0  # CPU time of the recomputing thread
 
 
 @dataclass
 class SnapshotStats:
-    """What this rank's snapshots did since the start of the incarnation."""
+    """Counters of this rank's snapshots since the start of the incarnation."""
 
-    taken: int = 0  # versions copied to memory in full
-    committed: int = 0  # versions committed globally
-    skipped: Counter[str] = field(default_factory=Counter)  # versions given up, by cause
-    bytes_per_snapshot: int = 0  # bytes this rank keeps per version, own and redundant
-    device_bytes: int = 0  # bytes of a version that are copied from this rank's device
-    peer_bytes: int = 0  # bytes received from ring peers so far
-    # bytes of the newest committed version, to the host and to other nodes
+    taken: int = 0  # Versions copied to memory in full
+    committed: int = 0  # Versions committed globally
+    skipped: Counter[str] = field(default_factory=Counter)  # Versions given up, by cause
+    bytes_per_snapshot: int = 0  # Bytes this rank stores per version, own and redundant
+    device_bytes: int = 0  # Bytes of a version that are copied from this rank's device
+    peer_bytes: int = 0  # Bytes received from ring peers so far
+    # Traffic of the newest committed version
     traffic: Traffic = field(default_factory=Traffic)
-    # the same of all versions so far, those included that were given up
+    # Traffic of all versions so far, including those that were given up
     total_traffic: Traffic = field(default_factory=Traffic)
-    # what became of the partitions that are recomputed for ring peers
+    # Counters of the partitions that are recomputed for ring peers
     recompute: RecomputeStats = field(default_factory=RecomputeStats)
-    # bytes copied in bubbles (1), beside computation (2), beside communication (3), and while
+    # Bytes copied in bubbles (1), during computation (2), during communication (3), and while
     # training waited (0)
     tier_bytes: Counter[int] = field(default_factory=Counter)
-    staged: int = 0  # versions of which a part was staged on the device and drained later
-    staged_bytes: int = 0  # bytes of these parts
-    # seconds each of them took to drain, the newest 512
+    staged: int = 0  # Versions with a part that was staged on the device and drained later
+    staged_bytes: int = 0  # Bytes of these parts
+    # Seconds to drain each of them, the newest 512
     drain_secs: Samples = field(default_factory=Samples)
-    # seconds the training thread spent on each snapshot (capture and fence), the newest 512
+    # Seconds the training thread spent on each snapshot (capture and fence), the newest 512
     stalls_secs: Samples = field(default_factory=Samples)
-    # seconds each copy took on the worker thread, the newest 512
+    # Seconds each copy took on the worker thread, the newest 512
     copy_secs: Samples = field(default_factory=Samples)
-    committed_step: int | None = None  # newest step known to be committed
-    # first step since which no version was committed; None while all is well
+    committed_step: int | None = None  # Newest step known to be committed
+    # First step that was given up after the newest commit; None if no step was
     stale_since_step: int | None = None
-    last_error: str | None = None  # why, if stale
+    last_error: str | None = None  # Why the snapshots are stale
 
     def commit(self, step: int, traffic: Traffic) -> None:
+        """Count a committed version, and its bytes."""
         self.committed += 1
         self.traffic = traffic
         self.total_traffic.add(traffic)
@@ -153,7 +158,16 @@ class SnapshotStats:
         self.last_error = None
 
     def skip(self, step: int, cause: str, error: str | None = None) -> bool:
-        """Count a version that was given up. Returns True the first time this cause is seen."""
+        """Count a version that was given up.
+
+        Args:
+            step: step of the version.
+            cause: kind of the cause, by which it is counted.
+            error: the cause in full.
+
+        Returns:
+            True the first time this kind of cause is counted.
+        """
         self.skipped[cause] += 1
         if self.stale_since_step is None:
             self.stale_since_step = step
@@ -185,13 +199,13 @@ class SnapshotStats:
         }
 
 
-# -- what failed on the worker: said once per cause, here and, at the next vote, by every peer (P6)
+# -- errors of the worker: each is logged once, and sent to the peers with the next vote (P6) ------
 
 
-_REMEMBERED = 256
-_PASSED_ON = 8  # most causes that peers are told of in one vote, the newest
-_CHARACTERS = 300  # most of a cause that peers are told
-_NAMED = 8  # Ranks whose peer_errors are written out; the others are counted
+_REMEMBERED = 256  # Causes that are not logged again
+_PASSED_ON = 8  # Most causes sent with one vote; the newest are kept
+_CHARACTERS = 300  # Most characters sent of a cause
+_NAMED = 8  # Ranks whose errors are logged; of the others only the number
 
 
 class PeerErrors:
@@ -201,15 +215,20 @@ class PeerErrors:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards both queues: the worker and other threads record
         self._logged = deque[str](maxlen=_REMEMBERED)
         self._pending = deque[str](maxlen=_PASSED_ON)
 
     def record(self, what: str, error: Exception) -> None:
-        """Log an error once per cause, with a traceback unless it is one that reft raises
-        itself."""
+        """Log an error once per cause, with a traceback if it is neither a ReftError nor an
+        OSError.
+
+        Args:
+            what: the failure in a few words, which precede the error in the log.
+            error: the error.
+        """
         cause = f"{what}: {type(error).__name__}: {error}"
-        known = re.sub(r"\d+", "0", cause)  # the same cause names another step every time
+        known = re.sub(r"\d+", "0", cause)  # The step differs each time the same cause recurs.
         with self._lock:
             is_new = known not in self._logged
             if is_new:
@@ -221,15 +240,15 @@ class PeerErrors:
             )
 
     def run_guarded(self, what: str, act: Callable[[], object]) -> None:
-        """Run ``act``, on which the protocol of the versions does not depend, and record its
-        error."""
+        """Run ``act`` and record its error instead of raising it. For work on which the protocol
+        of the versions does not depend."""
         try:
             act()
         except Exception as error:
             self.record(what, error)
 
     def pending(self) -> list[str]:
-        """Errors that no peer has received yet, oldest first."""
+        """Errors that were not sent to the peers yet, oldest first."""
         with self._lock:
             return [*self._pending]
 

@@ -7,19 +7,19 @@
 thread and the snapshot worker drive it (:mod:`reft.snapshot.worker`). The model in
 tests/snapshot/version_model.py drives the same function through every order of events, with an
 error at every task and every effect and a crash after every transition. Nothing here reads a clock,
-a file or the network. First come the words (versions, tasks, events, effects) and the slots, then
-the rules that connect them.
+a file or the network. The file defines versions, tasks, events, effects and slots first, then the
+transitions.
 
-All ranks take the same versions in the same order, one at a time, and are in lock step at two
-votes:
+All ranks take the same versions in the same order, one at a time, and synchronize at two votes:
 
 1. every rank that is able copies the version into a slot; vote "copied";
 2. if all did: exchange with the ring peers, hash, seal the slot; vote "sealed" (the prepare phase);
-3. if all did, the version *is committed* at that moment; every rank learns it at its own time.
+3. if all did, the version *is committed* at that moment; each rank may receive the result at a
+   different time.
 
-A slot is seen from two sides. :class:`Slots` is what this rank knows, and says what it may write.
-The header of the arena file is what a recovery finds after a crash, on this node or a peer's. They
-differ once a version is given up:
+The state of a slot is stored twice. :class:`Slots` holds what this rank knows, and decides which
+slot it may write. The header of the arena file is what a recovery reads after a crash, on this node
+or a peer's. The two differ once a version is given up:
 
 =========================  ===============  ===============  ====================================
 what happened              in ``Slots``     in the file      what a recovery may do with it
@@ -35,26 +35,30 @@ Who owns what:
 
 - **The live tensors** belong to training, except while :attr:`Version.holds_training`.
 - **A slot** belongs to the version that is WRITING or SEALED in it, then to the newest commit.
-  :meth:`Slots.choose` alone says which one may be written, :meth:`Slots.given_up` which may go.
-- **The permit to copy** (the gate of the windows) is held from the hand-over of a paced version
-  until nothing of it is left to copy: effects :class:`EnterGate` and :class:`LeaveGate`.
-- **The cause** why a version is not committed is set once, here, and told once (:class:`GiveUp`).
+  Only :meth:`Slots.choose` decides which slot may be written, and only :meth:`Slots.given_up`
+  which memory may be freed.
+- **The gate of the windows** is entered when a paced version is handed over and left when no byte
+  of it remains to be copied: effects :class:`EnterGate` and :class:`LeaveGate`.
+- **The cause** why a version is not committed is set once, here, and reported once
+  (:class:`GiveUp`).
 
 How the promises are kept:
 
-- **P2** A version that is not wholly copied when the tensors change (:attr:`Signal.TENSORS_CHANGE`)
-  gets a cause, at the latest then, and no rank votes for a version that has a cause: what is
-  committed was read from one state. A script may write tensors between the boundary and that
-  signal. So a slot is recorded SEALED, which a recovery would trust, only after the training thread
-  has compared write counts (:class:`TensorsChecked`), here and on the ranks whose bytes it keeps.
-- **P3** :meth:`Slots.choose` never gives the slot of the newest version known here to be committed,
-  of one whose fate is not known, or of what is being recovered. A rank retires a version only when
-  it has *learned* of a newer commit, at which point all ranks have sealed the newer one.
-- **P6** Every version that is handed over is voted on by every rank, whatever became of it. Whoever
-  cannot go on (:class:`ProtocolFailed`) leaves its peers' groups at once, so that they hear of it,
-  and meets them in new ones (:attr:`Task.REJOIN`); a version that all ranks gave up while they met
-  needs no vote. Training waits only for :attr:`Version.holds_training`, and its fence is bounded:
-  :attr:`Signal.TENSORS_CHANGE` is always allowed.
+- **P2** A version that is not completely copied when the tensors change
+  (:attr:`Signal.TENSORS_CHANGE`) gets a cause at that signal at the latest, and a rank votes no on
+  a version with a cause. So a committed version was read from one state. A script may write tensors
+  between the boundary and that signal. So a slot is recorded SEALED, which a recovery would trust,
+  only after the training thread has compared write counts (:class:`TensorsChecked`), here and on
+  the ranks whose bytes are stored here.
+- **P3** :meth:`Slots.choose` never returns the slot of the newest version known here to be
+  committed, of a version whose vote has no known result, or of the version being recovered. A rank
+  overwrites a version only after it has *received* a newer commit; by then all ranks have sealed
+  the newer version.
+- **P6** Every rank votes on every version that is handed over, even if its copy failed. A rank that
+  cannot continue (:class:`ProtocolFailed`) closes its connections at once, so that its peers
+  notice, and all ranks connect again (:attr:`Task.REJOIN`). A version that all ranks gave up during
+  that needs no vote. Training waits only for :attr:`Version.holds_training`, and its fence has a
+  time limit: :attr:`Signal.TENSORS_CHANGE` is always allowed.
 """
 
 from __future__ import annotations
@@ -71,11 +75,11 @@ NONE_YET = VersionId(-1, -1)  # Older than every version
 
 
 class Stage(Enum):
-    """How far a version is on this rank."""
+    """Progress of a version on this rank."""
 
     QUEUED = auto()
     COPYING = auto()
-    RELEASED = auto()  # Training is released: all was read, and is in the slot or staged
+    RELEASED = auto()  # Training is released: every byte is in the slot or staged on the device
     SEALED = auto()
     COMMITTED = auto()
     ABANDONED = auto()
@@ -83,7 +87,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class SkipCause:
-    """Why a version is not committed: a kind, by which it is counted, and what there is to say."""
+    """Why a version is not committed: a kind, by which it is counted, and details for the log."""
 
     kind: str
     detail: str = ""
@@ -93,7 +97,7 @@ class SkipCause:
 
     @classmethod
     def of(cls, error: Exception) -> SkipCause:
-        """An error is counted by its type."""
+        """Make the cause of an error; its kind is the error's type."""
         return cls(type(error).__name__, str(error))
 
 
@@ -101,28 +105,25 @@ class SkipCause:
 class Version:
     """One version on this rank."""
 
-    label: VersionId  # its name
-    # copied whatever it takes: the fence waits until it is (restore, last version before an exit)
+    label: VersionId  # Name of the version
+    # Never cancelled: the fence waits until it is copied (restore, last version before an exit)
     required: bool = False
-    # nothing to take after this step; the ranks only vote, so that what travels in votes gets
-    # around
+    # Nothing is copied after this step; the ranks only vote, so that requests to stop reach all
     vote_only: bool = False
-    paced: bool = False  # its copy keeps to the windows
-    # the training thread has not yet compared what was copied with the state of the boundary (P2);
-    # False where training waits for the version and cannot write meanwhile
+    paced: bool = False  # The copy keeps to the windows
+    # The training thread has not yet compared write counts with those of the boundary (P2).
+    # False if training waits for the version, so that it cannot write meanwhile.
     unchecked: bool = False
-    # why it is not committed; set at the hand-over where the state could not be captured
+    # Why it is not committed; already set at the hand-over if the state could not be captured
     cause: SkipCause | None = None
-    stage: Stage = Stage.QUEUED  # how far it is
-    layout_mismatch: bool = (
-        False  # the layout was not made for its state; the ranks have to agree on another one first
-    )
-    staged: bool = False  # a part of it is kept on the device, to be drained
+    stage: Stage = Stage.QUEUED
+    # The layout does not fit its state; the ranks have to agree on a new layout first
+    layout_mismatch: bool = False
+    staged: bool = False  # A part is staged on the device and has to be drained
 
     @property
     def holds_training(self) -> bool:
-        """Whether it still needs the live tensors as they are: they must not change meanwhile
-        (P2)."""
+        """Whether its copy still reads the live tensors, which must not change meanwhile (P2)."""
         return (
             self.cause is None
             and not self.vote_only
@@ -131,43 +132,43 @@ class Version:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is known what became of it."""
+        """Whether it is committed or abandoned on this rank."""
         return self.stage in (Stage.COMMITTED, Stage.ABANDONED)
 
 
 class Task(Enum):
-    """What the worker thread does. Each ends with one of the events named, or with
-    :class:`ProtocolFailed`."""
+    """Tasks of the worker thread. The comments name the events that end each task;
+    :class:`ProtocolFailed` ends any."""
 
-    WAIT = auto()  # For a version or the end: `TURN`
+    WAIT = auto()  # Wait for a version or the end: `TURN`
     # `UNFIT`; or `BEGIN`, `SlotTaken`, `Released` and then `COPIED`; or, at any point, `CopyFailed`
     COPY = auto()
     VOTE_COPIED = auto()  # `Voted`
-    LAYOUT = auto()  # Agree on a layout anew: `LAID_OUT`
+    LAYOUT = auto()  # Agree on a new layout: `LAID_OUT`
     SEAL = auto()  # `DRAINED` if a part was staged, then `SEALED` or `SealFailed`
     VOTE_SEALED = auto()  # `Voted`
-    SWITCH = auto()  # Between two versions, change the protection if the votes say so: `SWITCHED`
-    REJOIN = auto()  # Leave the groups and meet all ranks in new ones: `Rejoined` or `RejoinFailed`
-    END = auto()  # No version is taken any more
+    SWITCH = auto()  # Between two versions, change the protection if requested: `SWITCHED`
+    REJOIN = auto()  # Close all connections and connect again: `Rejoined` or `RejoinFailed`
+    END = auto()  # No more versions are taken
 
 
 # -- events ----------------------------------------------------------------------------------------
 
 
 class Signal(Enum):
-    """Those without content: of the training thread, then of the worker."""
+    """Events without data: two of the training thread, then those of the worker."""
 
-    # The optimizer writes from here on: the fence has waited, as long as it may (P2)
+    # The optimizer writes from here on; the fence has waited, up to its time limit (P2)
     TENSORS_CHANGE = auto()
     CLOSING = auto()  # The job ends
     TURN = auto()  # The worker is free
-    UNFIT = auto()  # The layout is not made for this state
-    BEGIN = auto()  # The worker would begin to read the live tensors
-    COPIED = auto()  # What was not staged has arrived in the slot
+    UNFIT = auto()  # The layout does not fit this state
+    BEGIN = auto()  # The worker is about to read the live tensors
+    COPIED = auto()  # Every byte that was not staged has arrived in the slot
     LAID_OUT = auto()  # All ranks have agreed on a layout for the version
-    DRAINED = auto()  # Nothing is kept on the device any more, whether or not it arrived
+    DRAINED = auto()  # The staged part has arrived in the slot, or was dropped
     SEALED = auto()  # The slot is recorded SEALED
-    SWITCHED = auto()  # What was due between two versions is done
+    SWITCHED = auto()  # A requested change of protection is done
 
 
 @dataclass(frozen=True)
@@ -177,31 +178,33 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class FenceNear:
-    """The optimizer is about to write: what has not begun is not begun any more; ``ahead``: the
-    host has come there, its device may not have, and versions may begin until it has."""
+    """The optimizer is about to write: copies that have not started are cancelled."""
 
+    # Only the host has reached this point, so copies may still start until the device has
     ahead: bool = False
 
 
 @dataclass(frozen=True)
 class TensorsChecked:
-    """The training thread has looked which tensors were written since the hand-over. Whatever it
-    wrote is counted by now: torch counts a write when the operation returns, so a worker thread
-    could not tell."""
+    """The training thread has compared write counts with those at the hand-over.
 
-    cause: SkipCause | None  # names what was written; None if nothing was
+    Only that thread can do so: torch counts a write when the operation returns, so another thread
+    could miss one in progress.
+    """
+
+    cause: SkipCause | None  # Names the written tensors; None if there are none
 
 
 @dataclass(frozen=True)
 class SlotTaken:
-    """The version will be written there."""
+    """The worker is about to write the version to this slot."""
 
     slot: int
 
 
 @dataclass(frozen=True)
 class Released:
-    """Training may go on: all was copied, or is kept on the device (``staged``)."""
+    """Training may continue: every byte was copied, or is staged on the device."""
 
     staged: bool = False
 
@@ -213,10 +216,10 @@ class CopyFailed:
 
 @dataclass(frozen=True)
 class Voted:
-    """What all ranks said together."""
+    """Result of a vote of all ranks."""
 
-    ok: bool  # all ranks approved
-    relayout: bool = False  # a rank wants another layout
+    ok: bool  # Every rank voted yes
+    relayout: bool = False  # At least one rank needs a new layout
 
 
 @dataclass(frozen=True)
@@ -226,22 +229,22 @@ class SealFailed:
 
 @dataclass(frozen=True)
 class ProtocolFailed:
-    """This rank, or a peer, cannot go on: it has lost its place in the protocol."""
+    """This rank or a peer cannot continue the protocol: a message or a task failed."""
 
     detail: str
 
 
 @dataclass(frozen=True)
 class Rejoined:
-    """All ranks are together again and have told what they know."""
+    """All ranks have connected again and exchanged their :class:`RejoinState`."""
 
-    after: VersionId  # the newest version that any rank was handed
-    committed: VersionId | None  # the newest version that any rank knows to be committed
+    after: VersionId  # Newest version that was handed over on any rank
+    committed: VersionId | None  # Newest version that any rank knows to be committed
 
 
 @dataclass(frozen=True)
 class RejoinFailed:
-    """The ranks did not come together again."""
+    """The ranks could not connect again."""
 
     detail: str
 
@@ -267,24 +270,24 @@ Event = (
 
 @dataclass(frozen=True)
 class EnterGate:
-    """A paced version was handed over; ``draining``: while an older one is drained."""
+    """A paced version was handed over."""
 
-    draining: bool
+    draining: bool  # An older version is still being drained
 
 
 @dataclass(frozen=True)
 class LeaveGate:
-    """Nothing paced is left to copy."""
+    """No paced version is left to copy."""
 
 
 @dataclass(frozen=True)
 class DropStaged:
-    """Forget what is kept on the device."""
+    """Release the staged part on the device."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Note in the slot that its version is committed, and tell of it."""
+    """Record the slot as COMMITTED and report the commit."""
 
     slot: int
     label: VersionId
@@ -292,8 +295,9 @@ class Commit:
 
 @dataclass(frozen=True)
 class Abort:
-    """Free the slot for writing. Its file stays as it is until then. If it is SEALED, it holds the
-    true state of that step, and a recovery may use it if it finds the bytes of every member."""
+    """Free the slot. Its file is unchanged until the slot is written again: if it is SEALED, it
+    holds the true state of that step, and a recovery may use it if it finds every member's bytes.
+    """
 
     slot: int
     label: VersionId
@@ -301,7 +305,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Count the version as skipped, and tell why."""
+    """Count the version as skipped, and report the cause."""
 
     label: VersionId
     cause: SkipCause
@@ -310,62 +314,60 @@ class GiveUp:
 Effect = EnterGate | LeaveGate | DropStaged | Commit | Abort | GiveUp
 
 
-# -- where all ranks go on after a version broke off on one of them --------------------------------
+# -- how all ranks resume after a version failed on one of them ------------------------------------
 
 
 @dataclass(frozen=True)
 class RejoinState:
-    """What one rank knows when the ranks have come together again; and where all of them go on."""
+    """State of one rank after the ranks have connected again, or the state all ranks agree on."""
 
-    # last version that was handed over. Versions up to the last one of any rank are given up
-    # everywhere, without a vote; not by the step alone: a job that goes back to an older checkpoint
-    # takes its steps again, in a new incarnation
+    # Last version that was handed over. All versions up to the newest of any rank are given up
+    # everywhere, without a vote. A step alone would not identify a version: a job that goes back
+    # to an older checkpoint repeats steps in a new incarnation.
     newest: VersionId
-    committed: VersionId | None  # newest version that it knows to be committed
-    stop_step: int | None  # after which it heard that all stop; None: it has heard of none
+    committed: VersionId | None  # Newest version known to be committed
+    stop_step: int | None  # Step after which all ranks stop, if this rank received one
 
 
 def resume_from(standings: Sequence[RejoinState]) -> RejoinState:
-    """What all ranks make of what each has told. Pure: equal everywhere."""
+    """Combine the states of all ranks into the one they agree on. Pure: equal on every rank."""
     newest = max(s.newest for s in standings)
     committed = max((s.committed for s in standings if s.committed is not None), default=None)
     stop_step = min((s.stop_step for s in standings if s.stop_step is not None), default=None)
-    # A step that some rank may have passed is no longer one to stop at: the request is voted on
-    # again.
+    # Some rank may have passed that step already: then the request is voted on again.
     late = stop_step is not None and stop_step <= newest.step + 1
     return RejoinState(newest, committed, None if late else stop_step)
 
 
-# -- what a rank knows about its arenas: which may be written, and which must stay (P3) ------------
+# -- slots: which arenas of a rank may be written, and which must stay (P3) ------------------------
 
 
 @dataclass(frozen=True)
 class Slot:
-    """What a rank knows about one of its arenas in this incarnation."""
+    """State of one arena in this incarnation, as far as this rank knows."""
 
     state: ArenaState = ArenaState.EMPTY
     label: VersionId | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether its version's fate is not known."""
+        """Whether it holds a version that is neither committed nor aborted."""
         return self.state in (ArenaState.WRITING, ArenaState.SEALED)
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Which of a rank's arenas may be written. Those written by earlier incarnations count as
-    EMPTY."""
+    """All slots of a rank. Arenas written by earlier incarnations count as EMPTY."""
 
-    # every slot. With one slot, nothing can be written once a version is committed.
+    # Every slot by number. With only one, no version can follow the first commit.
     held: tuple[Slot, ...]
-    # slots that hold the version being recovered, until a newer one is committed. May name slots
-    # beyond those held, left by an earlier incarnation that had more.
+    # Slots that hold the version being recovered, until a newer one is committed. Numbers beyond
+    # ``held`` were left by an earlier incarnation with more slots.
     frozen: tuple[tuple[int, VersionId], ...] = ()
 
     @classmethod
     def make(cls, count: int, frozen: Mapping[int, VersionId] | None = None) -> Slots:
-        """Nothing is written yet."""
+        """Make ``count`` empty slots. Raises ValueError if ``count`` is less than 1."""
         if count < 1:
             raise ValueError(
                 f"{count} slots; expected at least 1 (2 keep a version while the next is written)"
@@ -386,27 +388,37 @@ class Slots:
 
     @property
     def open_slot(self) -> int | None:
-        """Slot of the version whose fate is not known; there is one at most."""
+        """Slot of the version in progress; there is at most one."""
         return next((i for i, slot in enumerate(self.held) if slot.is_open), None)
 
     @property
     def kept(self) -> frozenset[int]:
-        """Slots that hold what may be needed: they are not written, whatever happens (P3)."""
+        """Slots that may be needed for a recovery and must not be written (P3)."""
         unknown = {i for i, slot in enumerate(self.held) if slot.is_open}
         newest = self.committed_slot
         return frozenset({*unknown, *dict(self.frozen), *(() if newest is None else (newest,))})
 
     def choose(self, pinned: Collection[int] = ()) -> int | None:
-        """Slot to write next: an empty one, else the one with the oldest version; None: this
-        version has to be skipped. ``pinned``: slots that a reader holds, or that must not be used
-        for another reason."""
+        """Choose the slot to write next: an empty one, else the one with the oldest version.
+
+        Args:
+            pinned: slots that a reader holds, or that are out of use.
+
+        Returns:
+            The slot; None if this version has to be skipped.
+        """
         free = [i for i in range(len(self.held)) if i not in self.kept and i not in pinned]
         return min(free, key=self._age, default=None)
 
     def given_up(self, count: int, unused: Collection[int] = ()) -> frozenset[int]:
-        """Slots whose memory is given back where ``count`` versions are to be held: none that is
-        kept, and one that may be written always stays; ``unused`` ones, given up before, rather
-        than one that exists."""
+        """Choose slots whose memory is freed, so that about ``count`` remain.
+
+        Slots in :attr:`kept` remain, and at least one that may be written.
+
+        Args:
+            count: number of slots to use.
+            unused: slots that were freed before; they are preferred.
+        """
         kept = self.kept & {*range(len(self.held))}
         order = sorted(
             range(len(self.held)), key=lambda slot: (slot not in kept, slot in unused, slot)
@@ -414,8 +426,7 @@ class Slots:
         return frozenset(order[max(count, len(kept) + 1) :])
 
     def began(self, slot: int, label: VersionId) -> Slots:
-        """``slot`` is to be recorded WRITING. Raises ValueError if :meth:`choose` would not allow
-        it."""
+        """Record ``slot`` as WRITING. Raises ValueError if :meth:`choose` would not allow it."""
         if self.choose(set(range(len(self.held))) - {slot}) != slot:
             raise ValueError(
                 f"slot {slot} must not be written for {label}: it holds {self._describe(slot)}"
@@ -423,17 +434,20 @@ class Slots:
         return self._with(slot, Slot(ArenaState.WRITING, label))
 
     def sealed(self, slot: int) -> Slots:
-        """``slot`` is recorded SEALED. From here on others may commit it: it stays until the result
-        of the vote is known, also if it never is."""
+        """Record ``slot`` as SEALED. Peers may commit the version from here on, so the slot is
+        kept until the result of the vote is known, even if that never happens."""
         return self._move(slot, ArenaState.WRITING, ArenaState.SEALED)
 
     def committed(self, slot: int) -> Slots:
-        """All ranks sealed the version: what is older may be overwritten, frozen slots included."""
+        """Record ``slot`` as COMMITTED, since all ranks have sealed it. Older versions may be
+        overwritten now, including those in frozen slots."""
         return replace(self._move(slot, ArenaState.SEALED, ArenaState.COMMITTED), frozen=())
 
     def aborted(self, slot: int) -> Slots:
-        """A vote said no, or this rank gave the version up before it voted: the slot is free. Not
-        for a vote whose result was not learned: others may have committed the version."""
+        """Free ``slot`` after a vote said no, or before this rank has voted.
+
+        Not allowed while the result of a vote is unknown: peers may have committed the version.
+        """
         if not self.held[slot].is_open:
             raise ValueError(f"slot {slot} cannot be aborted: it holds {self._describe(slot)}")
         return self._with(slot, Slot())
@@ -462,65 +476,63 @@ class Slots:
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank."""
+    """State of one rank: its slots, and the versions in progress."""
 
-    slots: Slots  # its arenas
-    # those handed over whose end is not known, oldest first. The worker is at the first one.
+    slots: Slots  # Its arenas
+    # Versions handed over and not yet over, oldest first. The worker works on the first one.
     versions: tuple[Version, ...] = ()
-    task: Task = Task.WAIT  # what the worker does
-    newest: VersionId = NONE_YET  # the last version that was handed over
-    after: VersionId = NONE_YET  # versions up to this one were given up by all ranks when they met
-    # the optimizer is about to write. Where the device is there too, no version begins to be
-    # copied, unless it must.
+    task: Task = Task.WAIT  # Current task of the worker
+    newest: VersionId = NONE_YET  # Last version that was handed over
+    after: VersionId = NONE_YET  # All ranks gave up versions up to this one at a rejoin
+    # The optimizer is about to write. Once the device is there too, only required versions start.
     fence_near: bool = False
-    closing: bool = False  # no version is taken any more once those handed over are through
-    broken: str | None = None  # why no version is taken any more; None while they are
+    closing: bool = False  # No version is accepted; the worker ends after those in progress
+    broken: str | None = None  # Why no version is taken any more; None while they are
 
     @property
     def head(self) -> Version:
-        """The version that the worker is at."""
+        """The version that the worker works on."""
         return self.versions[0]
 
     @property
     def accepts(self) -> bool:
-        """Whether versions are taken."""
+        """Whether new versions are accepted."""
         return self.task is not Task.END and not self.closing
 
     @property
     def holds_training(self) -> bool:
-        """Whether some version still needs the live tensors as they are."""
+        """Whether the copy of some version still reads the live tensors."""
         return any(version.holds_training for version in self.versions)
 
     @property
     def may_begin(self) -> bool:
-        """Whether some version is lost if it has not begun before the tensors change."""
+        """Whether some version has not started, and is lost if the tensors change before."""
         return any(version.holds_training and _not_begun(version) for version in self.versions)
 
     @property
     def waits_in_line(self) -> bool:
-        """Whether the worker is busy with an older version than one that has not begun."""
+        """Whether a version that has not started waits for an older one."""
         return any(version.holds_training and _not_begun(version) for version in self.versions[1:])
 
     @property
     def unchecked(self) -> bool:
-        """Whether some version is copied, and waits for the training thread to compare its
-        tensors."""
+        """Whether a copied version waits for the training thread to compare write counts."""
         return any(v.unchecked and v.cause is None and not v.holds_training for v in self.versions)
 
     @property
     def staged(self) -> bool:
-        """Whether a part of some version is kept on the device."""
+        """Whether a part of some version is staged on the device."""
         return any(version.staged for version in self.versions)
 
     @property
     def votes_yes(self) -> bool:
-        """What this rank says in the vote that is due."""
+        """Whether this rank votes yes in the current vote."""
         due = Stage.RELEASED if self.task is Task.VOTE_COPIED else Stage.SEALED
         return self.head.stage is due and self.head.cause is None
 
     @property
     def wants_layout(self) -> bool:
-        """Whether this rank says in the vote that the layout has to be agreed anew."""
+        """Whether this rank requests a new layout in the current vote."""
         return (
             self.task is Task.VOTE_COPIED and self.head.layout_mismatch and self.head.cause is None
         )
@@ -535,7 +547,7 @@ PEER_NOT_SEALED = SkipCause("a peer could not seal it")
 
 Next = tuple[RankState, tuple[Effect, ...]]
 
-# -- parts of transitions --------------------------------------------------------------------------
+# -- helpers of transitions ------------------------------------------------------------------------
 
 
 def _check(head: Version, fits: bool) -> None:
@@ -544,7 +556,7 @@ def _check(head: Version, fits: bool) -> None:
 
 
 def _head(state: RankState, **changes: Any) -> RankState:
-    """The first version changes."""
+    """Change fields of the first version."""
     return replace(state, versions=(replace(state.head, **changes), *state.versions[1:]))
 
 
@@ -553,7 +565,7 @@ def _first_task(head: Version) -> Task:
 
 
 def _freed(state: RankState) -> RankState:
-    """The worker has nothing to do."""
+    """Set the worker's task to WAIT, or to END if the rank is closing and no version is left."""
     ends = state.closing and not state.versions
     return replace(state, task=Task.END if ends else Task.WAIT)
 
@@ -563,7 +575,7 @@ def _not_begun(version: Version) -> bool:
 
 
 def _mark_failed(state: RankState, which: Callable[[Version], bool], cause: SkipCause) -> RankState:
-    """Give those versions a cause that have none; they are voted down when it is their turn."""
+    """Set the cause of all selected versions that have none; this rank votes no on them later."""
 
     def doomed(version: Version) -> bool:
         return version.cause is None and not version.vote_only and which(version)
@@ -574,8 +586,8 @@ def _mark_failed(state: RankState, which: Callable[[Version], bool], cause: Skip
 
 
 def _take_back(state: RankState) -> Next:
-    """Nothing of the first version is kept; before any vote for it as sealed, or after one that
-    said no."""
+    """Drop the first version's staged part and free its slot. Only before this rank has voted
+    "sealed", or after that vote said no."""
     effects: tuple[Effect, ...] = ()
     if state.head.staged:
         effects = (DropStaged(),)
@@ -590,20 +602,19 @@ def _take_back(state: RankState) -> Next:
 
 
 def _given_up(version: Version, cause: SkipCause) -> tuple[Effect, ...]:
-    """Nothing is lost with an idle version: there was nothing to take."""
+    """The effect of giving up a version; a vote-only version has nothing to lose."""
     return () if version.vote_only else (GiveUp(version.label, cause),)
 
 
 def _abandon(state: RankState, cause: SkipCause) -> Next:
-    """Nobody commits the first version."""
+    """Abandon the first version: no rank commits it."""
     state, effects = _take_back(state)
     abandoned = _head(state, stage=Stage.ABANDONED, cause=None if state.head.vote_only else cause)
     return abandoned, (*effects, *_leave_gate(state), *_given_up(state.head, cause))
 
 
 def _leave_gate(state: RankState) -> tuple[Effect, ...]:
-    """Nothing of the first version is to be copied any more; a later one may have been handed
-    over."""
+    """Leave the gate after the first version's last copy, unless a later paced version waits."""
     later = any(v.paced and v.cause is None for v in state.versions[1:])
     return (LeaveGate(),) if state.head.paced and not later else ()
 
@@ -612,10 +623,16 @@ def _leave_gate(state: RankState) -> tuple[Effect, ...]:
 
 
 def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- all that may happen, one by one
-    """The next state and what is to be done, in this order. Raises ValueError: the event cannot
-    happen while the worker is at its task."""
+    """Apply an event.
+
+    Returns:
+        The next state, and the effects to carry out, in this order.
+
+    Raises:
+        ValueError: the event cannot happen during the worker's current task.
+    """
     match state.task, event:
-        # Of the training thread, whatever the worker does.
+        # Events of the training thread, allowed during every task of the worker.
         case _, HandedOver(version):
             return _handed_over(state, version)
         case _, FenceNear(ahead):
@@ -623,19 +640,19 @@ def step(state: RankState, event: Event) -> Next:  # noqa: PLR0911, PLR0912 -- a
             return replace(near, fence_near=True), ()
         case _, TensorsChecked(cause):
             return _checked(state, cause)
-        case _, Signal.TENSORS_CHANGE:  # P2: what still reads them is lost
+        case _, Signal.TENSORS_CHANGE:  # P2: versions that still read the tensors are lost
             late = _mark_failed(state, lambda version: version.holds_training, OVERRUN)
             return replace(late, fence_near=False), ()
         case _, Signal.CLOSING:
             closing = replace(state, closing=True)
             return (_freed(closing) if state.task is Task.WAIT else closing), ()
-        # Of the worker.
+        # Events of the worker.
         case Task.WAIT, Signal.TURN:
             return _turn(state)
         case Task.COPY, Signal.UNFIT:
             state, effects = _take_back(state)
             return replace(_head(state, layout_mismatch=True), task=Task.VOTE_COPIED), effects
-        case Task.COPY, Signal.BEGIN if state.head.cause is not None:  # the fence came first (P2)
+        case Task.COPY, Signal.BEGIN if state.head.cause is not None:  # cancelled at the fence (P2)
             return replace(state, task=Task.VOTE_COPIED), _leave_gate(state)
         case Task.COPY, Signal.BEGIN:
             return _head(state, stage=Stage.COPYING), ()
@@ -695,8 +712,8 @@ def _handed_over(state: RankState, version: Version) -> Next:
 
 
 def _turn(state: RankState) -> Next:
-    """The next version, which every rank votes on (P6); those that all have given up are told
-    of."""
+    """Begin the next version, which every rank votes on (P6). A version that all ranks gave up at
+    a rejoin is abandoned without a vote."""
     if not state.versions:
         return _freed(state), ()
     if state.head.label <= state.after:
@@ -711,7 +728,7 @@ def _voted(state: RankState, ok: bool, relayout: bool) -> Next:
     if relayout:
         effects: tuple[Effect, ...] = ()
         if head.stage is Stage.RELEASED:
-            # Training was let go on: these tensors are no longer the state of this step (P2).
+            # Training was released, so the tensors may have changed: no second copy (P2).
             state, effects = _take_back(_head(state, cause=head.cause or LAID_OUT_ANEW))
             effects = (*effects, *_leave_gate(state))
         return replace(state, task=Task.LAYOUT), effects
@@ -720,15 +737,15 @@ def _voted(state: RankState, ok: bool, relayout: bool) -> Next:
     if not ok:
         state, effects = _abandon(state, head.cause or PEER_SKIPPED)
         return replace(state, task=Task.SWITCH), effects
-    # It may have got a cause since this rank voted; the peers take part in the exchange all the
-    # same.
+    # The version may have failed since this rank voted. Still take part in the exchange: the peers
+    # wait for its blocks.
     _check(head, head.stage is Stage.RELEASED)
     return replace(state, task=Task.SEAL), ()
 
 
 def _checked(state: RankState, cause: SkipCause | None) -> Next:
-    """A version that is wholly copied was read from the state of its boundary, or ``cause`` says
-    why not."""
+    """Write counts were compared: completely copied versions are checked, or fail with ``cause``.
+    Versions that are still being copied stay unchecked."""
 
     def checked(version: Version) -> Version:
         if not version.unchecked or version.cause is not None:
@@ -752,7 +769,7 @@ def _sealed(state: RankState) -> Next:
 
 
 def _decided(state: RankState, ok: bool) -> Next:
-    """The result of the second vote: from here on the version is committed, or it never is."""
+    """The result of the second vote: the version is committed now, or never."""
     head, slot = state.head, state.slots.open_slot
     if not ok:
         state, effects = _abandon(state, head.cause or PEER_NOT_SEALED)
@@ -764,9 +781,10 @@ def _decided(state: RankState, ok: bool) -> Next:
 
 
 def _broke(state: RankState, detail: str) -> Next:
-    """Until the ranks have met, nothing is copied nor waited for. What this rank may have sealed
-    stays as it
-    is: a peer may have learned that all had (P3)."""
+    """The protocol failed: give up all versions until the ranks have connected again.
+
+    A sealed slot is kept: a peer may have received the commit (P3).
+    """
     if state.task in (Task.REJOIN, Task.END):
         return state, ()
     effects: tuple[Effect, ...] = ()
@@ -782,15 +800,15 @@ def _broke(state: RankState, detail: str) -> Next:
 
 
 def _met(state: RankState, after: VersionId, committed: VersionId | None) -> Next:
-    """All ranks are present and have said what they know. If no rank saw the commit of a version,
-    none took place, and the version is given up everywhere. (A rank that is gone may have seen it:
-    then the ranks cannot meet, see :class:`RejoinFailed`.)"""
+    """All ranks have connected again. If no rank saw the commit of a version, the version is
+    aborted everywhere. A lost rank may have seen it, but then the ranks cannot connect again
+    (:class:`RejoinFailed`)."""
     state, slot = replace(state, after=after), state.slots.open_slot
     if slot is None:
         return _freed(state), ()
     label = state.slots.held[slot].label
-    assert label is not None  # of the version that is open in it
+    assert label is not None  # an open slot has a version
     if label == committed:
-        # This rank had sealed it, and a peer has learned that all had.
+        # This rank has sealed the version, and a peer has received the commit.
         return _freed(replace(state, slots=state.slots.committed(slot))), (Commit(slot, label),)
     return _freed(replace(state, slots=state.slots.aborted(slot))), (Abort(slot, label),)

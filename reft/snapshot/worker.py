@@ -1,8 +1,8 @@
 """The snapshot worker: a thread that copies, exchanges, seals and commits while training continues.
 
 The training thread and the worker thread report events to :func:`~reft.snapshot.version.step`, a
-pure function, under one lock, and carry out the effects that it returns. Why a version is
-committed, and when a slot may be overwritten, is decided there; this module is the doing. Both
+pure function, under one lock, and carry out the effects that it returns. That function decides
+whether a version is committed and when a slot may be overwritten; this module acts on it. Both
 votes are all-reduces of the control group.
 
 Training waits for one thing, at the fence: its own copy (P2), to host memory, or within the device
@@ -54,18 +54,17 @@ class SnapshotRequest:
 
     Attributes:
         label: name of the version.
-        images: live tensors, unchanged until ``copied`` is set; None if the state was never
-            captured.
+        images: live tensors, unchanged until ``copied`` is set; None if capturing the state failed.
         host_blob: encoded host state, unless ``encode`` makes it on the worker thread.
         captured: what features captured of this state on the training thread, by feature.
         required: wait for a free slot and never cancel it (after a restore, before an exit).
-        vote_only: there is nothing to take after this step; the ranks only vote, so that a request
-            to stop reaches all of them.
+        vote_only: nothing is copied after this step; the ranks only vote, so that a request to stop
+            reaches all of them.
         written: names of the tensors that were written since the hand-over; None if training waits
             until the version is committed.
         variant: when the bytes are copied; recovery treats all variants alike.
-        cause: why it cannot be taken, though the ranks vote on it; None if it can.
-        copied: set when the live tensors are not needed any more.
+        cause: why it cannot be copied, although the ranks vote on it; None if it can.
+        copied: set when the copy no longer reads the live tensors.
         done: set when the version is committed or given up.
         version: its state in the protocol.
     """
@@ -116,12 +115,12 @@ class SnapshotRequest:
 
     @property
     def given_up(self) -> SkipCause | None:
-        """Why it is not committed; None if it is, or may be yet."""
+        """Why it is not committed; None if it is, or still may be."""
         return self.version.cause
 
     @property
     def committed(self) -> bool:
-        """Whether all ranks have it."""
+        """Whether all ranks have sealed it and this rank knows it."""
         return self.version.stage is Stage.COMMITTED
 
 
@@ -131,7 +130,7 @@ class WorkerCallbacks:
 
     Attributes:
         stats: counters of this rank.
-        faults: disturbs versions, where a test asks for it.
+        faults: injects faults at points of a version, in tests.
         on_commit: called on the worker thread after each global commit.
         on_skip: called with (step, cause) for each version given up.
         peer_errors: unexpected errors, for this rank's log and its peers'.
@@ -144,7 +143,7 @@ class WorkerCallbacks:
     peer_errors: PeerErrors = field(default_factory=PeerErrors)
 
 
-# -- what the ranks agree on in their votes besides the version itself: when to stop
+# -- votes: besides the version, the ranks agree on the step to stop after -------------------------
 
 
 def named_step(proposal: int, *, step: int, newest_step: int, late: bool) -> int:
@@ -177,10 +176,10 @@ def may_lag(holds_up: bool, *, step: int, newest_step: int, late: bool) -> bool:
 class Votes:
     """Casts the ballots of one rank and keeps the results.
 
-    A version of which some rank still drains a staged part, or behind which memory is reserved for
-    another protection, delays the next votes. Training does not wait for those (:attr:`late`), so a
-    request to stop that is voted on then has to name a step that no rank has passed when it
-    receives the result: the one after the next.
+    The next votes are delayed if a rank still drains a staged part, or reserves memory for another
+    protection after a version. Training does not wait for delayed votes (:attr:`late`), so a
+    request to stop then has to name a step that no rank has passed when it receives the result: the
+    one after the next.
     """
 
     def __init__(self, control: WorkerControl, callbacks: WorkerCallbacks) -> None:
@@ -189,29 +188,34 @@ class Votes:
         # Replaced as a whole by the worker thread, so that the training thread reads it without a
         # lock.
         self._given_up: tuple[int, ...] = ()
-        self.late = False  # whether votes may lag behind training, as the last vote agreed
-        self.newest_step = 0  # step of the newest version that was handed over
+        self.late = False  # Votes may lag behind training, as the last vote agreed
+        self.newest_step = 0  # Step of the newest version that was handed over
         self._incarnation = -1
-        self.voted_step = -1  # step of the newest version that was voted on
+        self.voted_step = -1  # Step of the newest version that was voted on
         self.stop_proposal = 0
         """Step after which this rank would stop; set by the training thread; 0: it would not."""
         self.stop_step: int | None = None
         """Step after which all ranks stop: the first that a vote named, the same everywhere."""
         self.halt: Halt | None = None
-        """Found by all ranks in the same vote."""
+        """Why training must not continue; all ranks receive it in the same vote."""
 
     def given_up_step(self, step: int) -> int:
-        """Step of the newest version that all ranks gave up, as far as that counts at ``step``:
-        from the step after the next on, as every vote; -1 if there is none."""
+        """Step of the newest version that all ranks gave up, at least two steps before ``step``;
+        -1 if there is none. Newer votes are ignored: not every rank may have received their
+        results."""
         return max((at for at in self._given_up if at + 2 <= step), default=-1)
 
     def gave_up(self, step: int) -> None:
-        """A vote said no to a version that was to be taken."""
+        """Record that a vote rejected a version."""
         self._given_up = (*self._given_up[-3:], step)
 
     def handed_over(self, version: VersionId) -> bool:
-        """Training hands a version over. Returns whether it goes back: what was agreed for the
-        steps after an older version counts no more."""
+        """Record that training hands a version over.
+
+        Returns:
+            True if training went back to an older version. Results of votes on later steps are
+            dropped then.
+        """
         goes_back = version.incarnation != self._incarnation or version.step < self.newest_step
         if goes_back:
             self._given_up = ()
@@ -222,8 +226,8 @@ class Votes:
         """Vote on a version. Collective.
 
         Args:
-            own: what this rank says of it. ``own.late``: this rank has more to do before the next
-                vote than to seal the version. The rest is filled in here.
+            own: this rank's vote. ``own.late``: this rank has more to do before the next vote than
+                to seal the version. Fields about stopping and errors are filled in here.
 
         Raises:
             TransferError: a peer is gone, or votes on another version.
@@ -252,8 +256,7 @@ class Votes:
         try:
             packed = self._control.gather_bytes(msgpack.packb(pending))
         except TransferError as error:
-            # The vote was taken. A peer that is gone is missing from the next one too, which is
-            # given up for that.
+            # The vote itself succeeded. If a peer is gone, the next vote fails.
             self._peer_errors.record("failures of other ranks cannot be received", error)
             return
         self._peer_errors.mark_sent(pending)
@@ -265,8 +268,8 @@ class Votes:
         log_peer_errors({rank: errors for rank, errors in causes.items() if errors})
 
     def resync(self, stop_step: int | None) -> None:
-        """The ranks have met again and do not know what each has received: take what they agree
-        on."""
+        """Take over the step to stop after on which the ranks have agreed after a rejoin; some may
+        have missed the last result. Votes count as late until the next vote."""
         self.late = True
         self.stop_step = stop_step
 
@@ -278,7 +281,7 @@ class WrittenError(ReftError):
 _STANDING = TypeAdapter(versions.RejoinState)
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
-_POLL_SECS = 0.0005  # poll interval of a host that is ahead of its device
+_POLL_SECS = 0.0005  # Poll interval of a host that is ahead of its device
 LATE_PART = 0.25
 """Fraction of a step. When the device is further past a version's state than this and the worker is
 still busy with an older version, the version is given up. The host is not held any longer, so that
@@ -298,7 +301,7 @@ class SnapshotWorker:
         features: take part in every version, in this order.
         gate: admits the chunks of paced versions.
         block_bytes: most bytes of a block.
-        host_bytes: reserved for the host state of a version; more once it has grown.
+        host_bytes: bytes reserved for the host state of a version; doubled when it outgrows them.
     """
 
     def __init__(
@@ -338,7 +341,7 @@ class SnapshotWorker:
         self._gate = gate or Gate()
         self._writer: ArenaWriter | None = None
         """Writer of the version in progress, until that is committed or given up."""
-        self._version: CopiedVersion | None = None  # the one that was copied last
+        self._version: CopiedVersion | None = None  # Last version that was copied
         self._records: list[ChunkRecord] = []
         # Times of the training thread's last calls, seconds of ``time.perf_counter()``.
         self._handed_over_at = self._fenced_at = time.perf_counter()
@@ -364,8 +367,8 @@ class SnapshotWorker:
         """
         with self._changed:
             before = self._state
-            # The state is immutable and replaced as a whole: other methods read it without the
-            # lock, and see one or the other.
+            # The state is immutable and replaced as a whole: methods that read it without the lock
+            # see the old or the new state, never a mixture.
             self._state, effects = versions.step(before, event)
             self.arenas.slots = self._state.slots
             self._follow(len(before.versions), effects)
@@ -519,10 +522,10 @@ class SnapshotWorker:
     def _await_device(self) -> None:
         """Give waiting versions time to start while the host is ahead of its device.
 
-        The next version in line starts within milliseconds: it may do so until the device has
+        The next version in line starts within milliseconds, and may do so until the device has
         reached the write. A version that waits for an older one may start until the device is
-        :data:`LATE_PART` of a step past the state that it would copy. If the host waited longer, it
-        would lose its lead in every step, and the copy would not end before the write.
+        :data:`LATE_PART` of a step past the state to be copied. If the host waited longer, it would
+        lose its lead in every step, and the copy would not end before the write.
         """
         now = time.perf_counter()
         # A step by the host's clock: the waits of this method keep the host at the device's pace.
@@ -671,7 +674,7 @@ class SnapshotWorker:
             case versions.GiveUp(label, cause):
                 self._tell_given_up(label, cause)
 
-    # -- one version's bytes: from the live tensors into a slot, at once or through staging ------
+    # -- copy of a version from the live tensors into a slot, directly or through staging ----------
 
     def _copy(self, request: SnapshotRequest) -> versions.Event | None:
         """Copy this rank's blocks into a free slot.
@@ -701,10 +704,10 @@ class SnapshotWorker:
             self._forget_arenas()
         self.callbacks.faults.reach(FaultPoint.BEFORE_COPY, request.label.step)
         layout = self.layout
-        if layout is None:  # it went with the files
+        if layout is None:  # dropped because the files were lost
             return Signal.UNFIT
-        # Without a permit: waiting for a reader of the slot, or making a new arena, may take a
-        # minute, and where a window closes training waits for the holder of a permit.
+        # Without a permit, since training waits for the holder of a permit when a window closes,
+        # and waiting for a reader of the slot or creating an arena may take a minute.
         self._writer = self.arenas.begin(
             request.label,
             layout,
@@ -795,7 +798,8 @@ class SnapshotWorker:
     # -- votes -----------------------------------------------------------------------------------
 
     def _vote(self, label: VersionId) -> versions.Voted:
-        """Collective; raises TransferError where a peer is gone, or votes on another version."""
+        """Vote on a version. Collective. Raises TransferError if a peer is gone, or votes on
+        another version."""
         state = self._state
         verdict = self.votes.cast(label, self._ballot(state))
         if not (verdict.ok or verdict.relayout or state.head.vote_only):
@@ -828,7 +832,7 @@ class SnapshotWorker:
             self._peer_errors.record("this rank cannot report its state", error)
             return Ballot(ok=False, features={f.name: f.neutral_ballot() for f in voters})
 
-    # -- from copied bytes to a sealed arena, with what only peers have ----------------------------
+    # -- exchange with peers, and seal -------------------------------------------------------------
 
     def _seal(self, request: SnapshotRequest) -> versions.Event:
         """Exchange with the ring and seal the slot. Collective in the group: a rank that cannot
@@ -854,14 +858,12 @@ class SnapshotWorker:
         except TransferError:
             raise
         except Exception as error:
-            # Peers may be waiting for blocks that this rank has not sent: they can be told only
-            # over new connections.
-            raise TransferError(
-                f"the exchange broke off: {type(error).__name__}: {error}"
-            ) from error
+            # Peers may be waiting for blocks that this rank has not sent. A TransferError closes
+            # the connections, which ends their wait.
+            raise TransferError(f"the exchange failed: {type(error).__name__}: {error}") from error
         failure = failure or differs or self._await_check()
-        # P2: a rank may find out after it has sent its bytes that they are no true state. A peer
-        # that sealed them would have them restored if that rank's node were lost.
+        # P2: a rank may find out only after sending its bytes that they are not the state of the
+        # step. If a peer sealed them, they would be restored when that rank's node is lost.
         refused = self._ring.confirm(writer, is_true=failure is None)
         if refused and failure is None:
             failure = versions.PEER_NOT_SEALED
@@ -879,8 +881,12 @@ class SnapshotWorker:
             return self._state.head.cause
 
     def _exchange(self, version: CopiedVersion) -> tuple[Sequence[PlacedBlock], SkipCause | None]:
-        """Make or receive what only peers have. Collective in the group. Returns the blocks that
-        have arrived, to be checked, and why the version must not be sealed."""
+        """Recompute or receive peers' blocks. Collective in the group.
+
+        Returns:
+            The received blocks, which have to be checked, and why the version must not be sealed
+            (None if it may).
+        """
         for feature in self.features:
             feature.fill(version)
         self._ring.facts(version.writer)
@@ -930,7 +936,7 @@ class SnapshotWorker:
         first = self.callbacks.stats.skip(label.step, cause.kind, str(cause))
         if first and not self._state.closing:
             logger.warning(
-                "the version of step %d is given up (%s). Training goes on; snapshots are stale "
+                "the version of step %d is given up (%s). Training continues; snapshots are stale "
                 "since step %s",
                 *(label.step, cause, self.callbacks.stats.stale_since_step),
             )
@@ -942,8 +948,8 @@ class SnapshotWorker:
     # -- the layout that all ranks have agreed on --------------------------------------------------
 
     def _forget_arenas(self) -> None:
-        """Have copier and features let go of arenas that they have mapped or registered, since that
-        memory is about to be freed (P9). The versions in the arenas stay."""
+        """Make copier and features release their mappings of arenas, since that memory is about to
+        be freed (P9). The versions in the arenas stay."""
         self.copier.forget()
         for feature in self.features:
             feature.forget_arenas()
@@ -982,7 +988,7 @@ class SnapshotWorker:
         return Signal.LAID_OUT
 
     def _switch_layout(self, label: VersionId) -> versions.Event:
-        """Carry out an order that the votes have brought, between two versions. Collective. The
+        """Change the protection between two versions if the votes requested it. Collective. The
         newest committed version stays where it is (P3)."""
         if self.scheme.is_due:
             self._forget_arenas()
@@ -999,11 +1005,13 @@ class SnapshotWorker:
             feature.laid_out(layout)
         logger.info("layout of the snapshots: %s", layout.plan)
 
-    # -- after a version broke off on one rank (P6) ------------------------------------------------
+    # -- after a version failed on one rank (P6) ---------------------------------------------------
 
     def _rejoin(self) -> versions.Event:
-        """Meet all ranks in new groups and agree where to go on. If peers are gone, the job will be
-        restarted; training itself notices on its own. Collective."""
+        """Connect to all ranks again and agree on the version to continue after. Collective.
+
+        If peers are gone, this fails; training notices that on its own, and the job restarts.
+        """
         for _ in range(_REJOINS):
             if self._state.closing:
                 break
@@ -1013,21 +1021,22 @@ class SnapshotWorker:
             except TransferError as error:
                 logger.warning("the snapshot workers could not synchronise again: %s", error)
             except Exception as error:
-                self._peer_errors.record("coming together again failed", error)
+                self._peer_errors.record("connecting to the other workers again failed", error)
         self.control.leave()
         logger.error(
-            "the snapshot worker stopped (%s); training goes on without snapshots", self._broke_off
+            "the snapshot worker stopped (%s); training continues without snapshots",
+            self._broke_off,
         )
         return versions.RejoinFailed(self._broke_off)
 
     def _agree_where_to_go_on(self, state: RankState) -> versions.Rejoined:
-        """Collective."""
+        """Exchange what each rank knows and agree on the version to continue after. Collective."""
         mine = versions.RejoinState(state.newest, state.slots.committed_label, self.votes.stop_step)
         told = self.control.gather_bytes(_STANDING.dump_json(mine))
         agreed = versions.resume_from(list(map(_STANDING.validate_json, told)))
         for feature in self.features:
             feature.rejoined()
-        # Last: training reads that votes lag, and must then see what the features start again with.
+        # After the features: once training reads ``late``, it must see their reset state.
         self.votes.resync(agreed.stop_step)
         self._forget_arenas()
         self._signature = self.layout = None  # the ranks agree on a layout before the next version
@@ -1038,18 +1047,18 @@ class SnapshotWorker:
 
 
 def _attempt(act: Callable[[], object]) -> SkipCause | None:
-    """Why it failed; None if it did not. Only a lost peer (TransferError) is raised."""
+    """Run ``act``. Returns why it failed, or None. Only a TransferError is raised."""
     try:
         act()
     except TransferError:
         raise
-    except Exception as error:  # whatever it is, training and peers go on (P6)
+    except Exception as error:  # any error only costs the version (P6)
         return SkipCause.of(error)
     return None
 
 
 def _encode(request: SnapshotRequest) -> None:
-    """Make the host state of a version, unless it is there."""
+    """Encode the host state of a version, unless that is done."""
     make, request.encode = request.encode, None
     if make is not None:
         try:

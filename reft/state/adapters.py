@@ -416,8 +416,12 @@ class StateAdapter:
         return replicated.nbytes + missing, 0
 
     def coming_host_bytes(self) -> int:
-        """Host memory that the first step takes, where a device trains."""
-        return 0
+        """Host memory that the first step takes, where a device trains: the moments of an offloaded
+        optimizer, and its gradients, which are there but have no pages before they are written."""
+        names = ("cpu_offload", "offload_optimizer")  # of ZeRO-1 and 2, of ZeRO-3
+        offloaded = any(vars(self.wrapper).get(name) for name in names)
+        missing = self.state.missing_bytes() if offloaded else 0
+        return missing + missing // _MOMENTS
 
     def signature(self) -> Hashable:
         return tuple((p.data_ptr(), p.numel()) for p in self._module_params), self.state.pointers()
@@ -716,15 +720,6 @@ class ZeroAdapter(_PartitionedAdapter):
         _check_zero_wrapper(self.wrapper)
         super().check()
 
-    def coming_host_bytes(self) -> int:
-        return _coming_bytes(self.state) if self.wrapper.cpu_offload else 0
-
-
-def _coming_bytes(state: OptimizerState) -> int:
-    """Moments, and gradients, which are there but have no pages before they are written."""
-    missing = state.missing_bytes()
-    return missing + missing // _MOMENTS
-
 
 def _check_zero_wrapper(wrapper: Any) -> None:
     """Refuse what the wrappers of all ZeRO stages may hold but the adapters do not know."""
@@ -819,9 +814,6 @@ class Zero3Adapter(StateAdapter):
         self._idle.end_step()
         tensors = [*self._partitions(), *self._idle.gradients()]
         return tuple((t.data_ptr(), t.numel()) for _, t in tensors), self.state.pointers()
-
-    def coming_host_bytes(self) -> int:
-        return _coming_bytes(self.state) if self.wrapper.offload_optimizer else 0
 
     def prepare(
         self, manifest: Manifest, host_state: dict[str, Any]

@@ -3,15 +3,15 @@
 During training each rank records once what ``engine.save_checkpoint`` would write, as a *template*
 (:mod:`reft.storage.template`) that is in the host block of every version. A process that holds the
 images and host blocks of a version, such as the node daemon or a tool after the job's end, fills
-the templates in. It gets the files that ``save_checkpoint`` would have written at that very step;
+the templates in. The result is the files that ``save_checkpoint`` would have written at that step;
 DeepSpeed loads them without reft.
 
 Every rank records its own files only, as DeepSpeed distributes them: the first replica the model
 files, each replica its ZeRO partition. A version is recoverable only with the host block of every
-rank: so the template of a lost node is available wherever its state is.
+rank, so the template of a lost node is available wherever its state is.
 
-Next to DeepSpeed's files is one file of each rank with the host state (random state, data position,
-buffers). DeepSpeed ignores it; reft restores from it to the bit (P8).
+Next to DeepSpeed's files, each rank has a file with its host state (random state, data position,
+buffers). DeepSpeed ignores it; with it, reft restores training bit for bit (P8).
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _INNER_KEYS = ("optimizer_state_dict", "base_optimizer_state")
 class Template:
     """The checkpoint files of one rank without the bytes."""
 
-    files: Mapping[str, list[Any]]  # node tree of every file, by name within the tag directory
-    client_files: tuple[str, ...]  # files whose top level takes up the user's client state
-    # whether this rank puts DeepSpeed's ZeRO scripts beside the tag directory
+    files: Mapping[str, list[Any]]  # Node tree of each file, by name within the tag directory
+    client_files: tuple[str, ...]  # Files whose top level includes the user's client state
+    # Whether this rank writes DeepSpeed's ZeRO scripts next to the tag directory
     recovery_scripts: bool
-    shape: bytes  # which values the host state must have (`read_shape`)
-    versions: Mapping[str, str]  # DeepSpeed and torch that the engine ran on
+    shape: bytes  # Names of the values that the host state must have (`read_shape`)
+    versions: Mapping[str, str]  # Versions of DeepSpeed and torch that the engine ran on
 
     def encode(self) -> bytes:
         content = {"format": TEMPLATE_FORMAT, **vars(self), "client_files": list(self.client_files)}
@@ -102,17 +102,26 @@ def capture_template(
 ) -> bytes:
     """Record what ``engine.save_checkpoint`` would write on this rank.
 
-    No file is made, no tensor is copied and no collective is entered: a rank can do this alone
+    It writes no file, copies no tensor and enters no collective, so a rank can call it alone
     between two steps. It is needed once for each layout.
 
-    ``host_state``: captured at the same step.
+    Args:
+        engine: DeepSpeed's engine.
+        images: the replicated and the owned image.
+        host_state: captured at the same step.
+
+    Returns:
+        The encoded template.
+
+    Raises:
+        UnsupportedStateError: the engine holds something that a template cannot represent.
     """
     import deepspeed
 
     recorded, model_file, has_scripts = _record(engine)
     per_step, given = _PerStepValues(engine, host_state), client_state(host_state)
-    # Without methods. DeepSpeed since 0.18 saves the module's ``universal_checkpoint_info``, which
-    # is a method of Megatron's models; the client state is written over it.
+    # Methods are dropped. DeepSpeed since 0.18 saves the module's ``universal_checkpoint_info``,
+    # which is a method of Megatron's models and is overwritten by the client state.
     if model := recorded.get(model_file):
         recorded[model_file] = {k: v for k, v in model.items() if k not in given or not callable(v)}
     files = {
@@ -130,7 +139,7 @@ def capture_template(
 
 
 class _RecordingEngine:
-    """Replaces the engine's checkpoint engine, and keeps what it is to save."""
+    """Replaces the engine's checkpoint engine, and records the calls of ``save``."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -140,10 +149,10 @@ class _RecordingEngine:
         return getattr(self._original, name)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Makes nothing."""
+        """Does nothing."""
 
     def create(self, info: Any) -> None:
-        """Begins nothing."""
+        """Does nothing."""
 
     def save(self, state_dict: Any, path: str) -> None:
         self.saved.append((path, state_dict))
@@ -153,8 +162,12 @@ class _RecordingEngine:
 
 
 def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
-    """What the engine would save, by file name; which file is the model's; and whether scripts
-    belong to the checkpoint."""
+    """Record what the engine would save.
+
+    Returns:
+        State dict by file name, the name of the model's file, and whether DeepSpeed would copy its
+        recovery scripts.
+    """
     if getattr(engine, "has_moe_layers", False):
         raise UnsupportedStateError(
             "the model has mixture-of-experts layers, whose checkpoints are distributed by expert; "
@@ -173,7 +186,7 @@ def _record(engine: Any) -> tuple[dict[str, Any], str, bool]:
         swapped.enter_context(_attribute(engine, "module_state_dict", _released(engine)))
         swapped.enter_context(_attribute(engine, "_get_param_fragment_func", _fragment))
         swapped.enter_context(_attribute(pipe, "clone_tensors_for_torch_save", _detach_all))
-        # it would tell of a checkpoint
+        # DeepSpeed would log that it saves a checkpoint
         swapped.enter_context(_attribute(deepspeed_logger, "disabled", True))
         engine._save_checkpoint(str(_NOWHERE), _TAG, client_state={})
         if engine.save_zero_checkpoint:
@@ -212,8 +225,10 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _own_form(engine: Any) -> AbstractContextManager[None]:
-    """Make the module's state dict Megatron's own form, as its ``save_checkpoint`` does, because
-    its models load only that. Models of a pipeline need none."""
+    """Use Megatron's own form of the module's state dict, as its ``save_checkpoint`` does.
+
+    Its models load only that form. Pipeline models have no such form.
+    """
     own = getattr(engine.module, "state_dict_for_save_checkpoint", None)
     if own is None or hasattr(engine, "grid"):
         return nullcontext()
@@ -226,7 +241,10 @@ def _own_form(engine: Any) -> AbstractContextManager[None]:
 
 def _released(engine: Any) -> Callable[..., Any]:
     """The engine's ``module_state_dict`` with empty parameters at ZeRO-3, as in DeepSpeed's files.
-    Persistent ones, and those that the script looks at, are gathered between steps."""
+
+    Without this, parameters that are gathered between steps would have content: persistent ones,
+    and those that the script has gathered.
+    """
     original = engine.module_state_dict
 
     def module_state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -240,15 +258,19 @@ def _released(engine: Any) -> Callable[..., Any]:
 
 
 def _fragment(parameter: torch.Tensor) -> torch.Tensor:
-    """Replaces the function that copies this rank's part of a frozen parameter to the host: a
-    template needs the original."""
+    """This rank's part of a frozen parameter, uncopied, because a template needs the original.
+
+    Replaces DeepSpeed's function that copies it to the host.
+    """
     return getattr(parameter, "ds_tensor", parameter).detach()
 
 
 def _detach_all(item: Any, device: Any = None) -> Any:
-    """Replaces the function that clones a pipeline's tensors: a template needs the originals. The
-    containers are rebuilt as by the cloning, because that shows in the file: it drops a module's
-    ``_metadata``."""
+    """The tensors of a pipeline, uncloned, because a template needs the originals.
+
+    Replaces DeepSpeed's function that clones them. The containers are rebuilt as DeepSpeed does,
+    because that changes the file: it drops a module's ``_metadata``.
+    """
     if isinstance(item, torch.Tensor):
         return item.detach()
     if isinstance(item, (list, tuple)):
@@ -258,10 +280,10 @@ def _detach_all(item: Any, device: Any = None) -> Any:
     return item
 
 
-# --- which values change every step, and where the host state has them ----------------------------
+# --- values that change every step, and their place in the host state -----------------------------
 #
-# A value that is not found here counts as constant for the layout. Anything but tensors in a
-# module's state dict is refused, because it may change.
+# A value that is not found here is treated as constant for the layout. Values other than tensors in
+# a module's state dict are refused, because they may change.
 
 
 def client_state(host_state: HostState) -> dict[str, Any]:
@@ -269,8 +291,7 @@ def client_state(host_state: HostState) -> dict[str, Any]:
 
 
 def find_tracker(host_state: HostState) -> bytes | None:
-    """The content of Megatron-DeepSpeed's tracker file for a version; None for another
-    program's."""
+    """Content of Megatron-DeepSpeed's tracker file for a version; None for other programs."""
     client = client_state(host_state)
     iteration = client.get("iteration")
     is_megatrons = isinstance(client.get("args"), Namespace) and "checkpoint_version" in client
@@ -278,7 +299,7 @@ def find_tracker(host_state: HostState) -> bytes | None:
 
 
 def read_shape(host_state: HostState) -> bytes:
-    """The part of a host state that has to be equal for a template to fit: which values it has."""
+    """The structure of a host state (names of its values), which must match the template's."""
     adapter = host_state["adapter"]
     facts = [adapter["wrapper"], adapter["optimizer"], adapter["layout"]]
     groups = [list(group) for group in adapter["param_groups"]]
@@ -286,7 +307,7 @@ def read_shape(host_state: HostState) -> bytes:
 
 
 class _PerStepValues:
-    """Finds the values of a step that a live engine saves, in the host state of the same step."""
+    """Maps values that a live engine saves to paths in the host state of the same step."""
 
     def __init__(self, engine: Any, host_state: HostState) -> None:
         self._adapter: Mapping[str, Any] = host_state["adapter"]
@@ -358,7 +379,7 @@ class _PerStepValues:
 
     def _parameter_value(self, group: int, position: int, key: Any) -> Keys | None:
         if key not in self._adapter["state"][group][position]:
-            return None  # a tensor of the images
+            return None  # A tensor in the images
         return ("adapter", "state", group, position, key)
 
 
@@ -392,8 +413,20 @@ def write_checkpoint(
 ) -> dict[str, WrittenFile]:
     """Write one rank's files of a version into a tag directory: DeepSpeed's, and the host state.
 
-    A file appears under its name only when it is complete and on storage. ``read`` returns bytes of
-    the rank's images, of which tensors become views.
+    A file appears under its name only when it is complete and on storage.
+
+    Args:
+        template: the rank's template.
+        read: returns bytes of the rank's images; tensors become views of them.
+        host_state: the version's host state of the rank.
+        directory: the tag directory.
+        coordinate: the rank's coordinate.
+
+    Returns:
+        Length and checksum of each file, by name.
+
+    Raises:
+        PersistError: the host state does not match the template.
     """
     if read_shape(host_state) != template.shape:
         raise PersistError(
@@ -415,7 +448,7 @@ def write_checkpoint(
 
 
 class _HashingFile:
-    """A file that is open for writing, with the length and checksum of what was written."""
+    """A file open for writing that counts and hashes the written bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -462,15 +495,21 @@ def host_file_name(coordinate: Coordinate) -> str:
 
 
 def write_host_file(path: Path, host_state: HostState) -> WrittenFile:
-    """Write a rank's host state: magic, checksum, encoded state. The file appears when it is
-    complete and on storage."""
+    """Write a rank's host state: magic number, checksum, encoded state.
+
+    The file appears under its name only when it is complete and on storage.
+    """
     body = codec.encode(dict(host_state))
     content = HOST_FILE_MAGIC + xxhash.xxh3_64_digest(body) + body
     return _write_file(path, lambda file: file.write(content))
 
 
 def read_host_file(path: Path) -> dict[str, Any]:
-    """Read a rank's host state back, verified (P5)."""
+    """Read a rank's host state and verify its checksum (P5).
+
+    Raises:
+        PersistError: the file is damaged.
+    """
     data = path.read_bytes()
     body = data[len(HOST_FILE_MAGIC) + 8 :]
     digest = data[len(HOST_FILE_MAGIC) : len(HOST_FILE_MAGIC) + 8]

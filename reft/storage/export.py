@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoint files of a version, made from its blocks."""
+"""Writes a version's blocks as DeepSpeed's own checkpoint files."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ class Images:
         return next((b.entry.image_bytes for b in self._blocks[section]), 0)
 
     def read(self, section: Section, start: int, nbytes: int) -> memoryview:
-        """Bytes ``[start, start + nbytes)`` of an image. Every block of them is compared with its
-        checksum.
+        """Bytes ``[start, start + nbytes)`` of an image, after verifying their blocks' checksums.
 
         Returns:
-            A view of the blocks' memory if the range is contiguous there, else of a copy.
+            A view of the blocks' memory if the range is contiguous there, otherwise a copy.
 
         Raises:
             PersistError: the image has no such range, or a block differs from its checksum.

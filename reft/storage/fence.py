@@ -1,18 +1,19 @@
-"""Fences a job's checkpoints on shared storage: an incarnation that was replaced changes nothing
+"""Fences a job's checkpoints on shared storage, so that a replaced incarnation cannot change them
 (P3).
 
 Every start of the job has a number, its incarnation, and claims the directory with a file,
-``.incarnation-<job>.<number>``. The highest number holds: a lower one that is written late does no
-harm. A claim then takes away what older incarnations would put in place by renaming it: their
-working directories, and the drafts of ``latest``. A writer proceeds in this order:
+``.incarnation-<job>.<number>``. The highest number counts, so a lower one that is written late does
+no harm. The claiming process then removes everything that older incarnations could still rename
+into place: their working directories, and their drafts of ``latest``. A writer works in this order:
 
-1. It makes what it will rename.
+1. It creates the files that it will rename.
 2. It checks the claims, and stops if there is a newer one.
 3. It renames.
 
-A claim first marks, then takes away. So a writer that was stopped between any two operations, and
-continues after a newer incarnation has claimed the directory, finds at its next rename that there
-is nothing to rename. Or it had renamed before the claim: then the newer incarnation replaces it.
+The claim file is written before anything is removed. A writer may be suspended between any two
+operations, and continue after a newer incarnation has claimed the directory. Its next rename then
+fails, because the source was removed. If it had renamed before the claim, the newer incarnation
+replaces the result.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from reft.grid import VersionId
 _CLAIM = ".incarnation-"
 _POINTER = ".pointer-"
 _WORK = re.compile(r"^\.global_step\d+\.\d+\.(\d+)-([0-9a-f]{8})\.tmp$")
-REMOVED_SUFFIX = ".removed.tmp"  # of directories that were taken away; the next writer removes them
+REMOVED_SUFFIX = ".removed.tmp"  # Suffix of directories that the next writer deletes
 
 
 def short_name(job_id: str) -> str:
@@ -63,7 +64,7 @@ def check(directory: Path, job_id: str, incarnation: int) -> None:
 
 
 def claim(directory: Path, job_id: str, incarnation: int, *, alone: bool = False) -> None:
-    """Keep older incarnations of the job out of the directory from now on.
+    """Claim the directory, which locks out older incarnations of the job.
 
     Args:
         directory: the job's directory.
@@ -110,8 +111,8 @@ def switched(
 
     Yields:
         A function that puts the drafts in place. It raises FileNotFoundError if a newer incarnation
-        has taken them away: so a check made after the drafts still holds. Drafts that are not in
-        place at the end are removed.
+        has removed them, so a check of the claims that is made after the drafts still holds. Drafts
+        that are not in place at the end are removed.
     """
     ready = {}
     for name, content in contents.items():
@@ -156,7 +157,7 @@ def _claims(directory: Path, job_id: str) -> list[int]:
 
 
 def _take_away(directory: Path, job_id: str, incarnation: int) -> None:
-    """Take away what older incarnations would rename, and their claims."""
+    """Remove older incarnations' claims, and the files that they could still rename into place."""
     job = short_name(job_id)
     for number in _claims(directory, job_id):
         if number < incarnation:

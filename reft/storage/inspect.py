@@ -24,17 +24,19 @@ from reft.recover.inventory import ArenaRecord, Inventory, open_job
 from reft.recover.plan import NotRecoverable, format_bytes_from
 from reft.storage.persisted import STORAGE_KEY, find_markers
 
-# Node, name of the arena's file, block: as the recovery plan names them.
+# Node, name of the arena's file and block, as in the recovery plan
 BadBlock = tuple[str, str, BlockKey]
 
 
 @dataclass(frozen=True)
 class ArenaReport:
-    node: str  # node it lies on
+    """The state of one arena file."""
+
+    node: str  # Node that holds it
     path: Path
-    header: ArenaHeader | None  # what it says about itself; None for an EMPTY one
-    nbytes: int  # memory it takes
-    # blocks whose bytes do not match their checksum; None if they were not read
+    header: ArenaHeader | None  # None for an EMPTY arena
+    nbytes: int  # Size of the file
+    # Blocks whose bytes do not match their checksum; None if they were not read
     bad_blocks: tuple[BlockKey, ...] | None = None
 
     @property
@@ -80,11 +82,13 @@ class ArenaReport:
 
 @dataclass(frozen=True)
 class VersionReport:
+    """One version in a job's memory."""
+
     label: VersionId
-    arenas: tuple[ArenaReport, ...]  # every arena that holds it, or was being written for it
-    ranks: int  # of the job
-    recoverable: bool  # every byte is present and, if verified, correct
-    reasons: tuple[str, ...]  # why it is not recoverable, or where its bytes would come from
+    arenas: tuple[ArenaReport, ...]  # Arenas that hold it, or in which it was being written
+    ranks: int  # World size of the job
+    recoverable: bool  # Every byte is present and, if verified, correct
+    reasons: tuple[str, ...]  # Why it is not recoverable, or the sources of its bytes
 
     @property
     def committed(self) -> bool:
@@ -92,7 +96,7 @@ class VersionReport:
 
     @property
     def scheme(self) -> str:
-        """Its protection; "" if its arenas do not tell."""
+        """Protection of the version; "" if its arenas do not record it."""
         return next((a.header.scheme for a in self.arenas if a.header and a.header.scheme), "")
 
     @property
@@ -132,16 +136,18 @@ class VersionReport:
 
 @dataclass(frozen=True)
 class JobReport:
+    """The memory of one job on the inspected nodes."""
+
     job_id: str
-    directories: Mapping[str, Path]  # directory looked at, per node
-    alive_because: Mapping[str, tuple[str, ...]]  # live processes, per node
-    versions: tuple[VersionReport, ...]  # newest first
-    # version that a restart on these nodes would restore; None if none can be
+    directories: Mapping[str, Path]  # Inspected directory of each node
+    alive_because: Mapping[str, tuple[str, ...]]  # Live processes of each node
+    versions: tuple[VersionReport, ...]  # Newest first
+    # Version that a restart on these nodes would restore; None if there is none
     restores: VersionId | None
-    why: tuple[str, ...]  # what the plan says about it
-    empty: tuple[ArenaReport, ...]  # arenas that hold nothing
-    problems: tuple[str, ...]  # arenas that could not be read, and why
-    verified: bool  # whether every stored block was read
+    why: tuple[str, ...]  # Reasons of the recovery plan
+    empty: tuple[ArenaReport, ...]  # EMPTY arenas
+    problems: tuple[str, ...]  # Arenas that could not be read, with the error
+    verified: bool  # Whether every stored block was read
 
     @property
     def arenas(self) -> tuple[ArenaReport, ...]:
@@ -153,7 +159,7 @@ class JobReport:
 
     @property
     def well(self) -> bool:
-        """Whether some version can be restored, and nothing that was read is damaged."""
+        """Whether a version can be restored and no damage was found."""
         return self.restores is not None and not self.problems and not self.bad_blocks
 
     def to_json(self) -> dict[str, Any]:
@@ -256,8 +262,8 @@ def _report(
 
 
 def _report_arena(node: str, path: Path, arena: Arena, verify: bool) -> ArenaReport:
-    # Pinned before the header is read: a live trainer may begin another version at any time, whose
-    # bytes would be compared with the checksums of this one.
+    # The arena is pinned before its header is read. Otherwise a live trainer could overwrite it,
+    # and the new bytes would be compared with the old version's checksums.
     pinned = verify and arena.lock_shared()
     header = arena.header()
     report = ArenaReport(node, path, header, arena.file_bytes)

@@ -1,9 +1,10 @@
-"""Checkpoints on storage: which there are, in what order, and which are sound.
+"""Finds checkpoints on storage, orders them and checks their integrity.
 
-Rank 0 searches, and sends what it found to all ranks. Arenas are recovered as those in memory are:
-their blocks are verified as they are read, or all of them before, if the job has a state to lose.
-Each of DeepSpeed's files is compared with its checksum by one rank before any rank loads it (P5).
-If one rank finds a problem, all ranks refuse the checkpoint (P6), and the next older one is tried.
+Rank 0 searches and sends the result to all ranks. Arenas on storage are recovered like those in
+memory: their blocks are verified while they are read, or all of them before, if the job already has
+state that a failed load would destroy. One rank compares each of DeepSpeed's files with its
+checksum before any rank loads it (P5). If one rank finds a problem, all ranks refuse the checkpoint
+(P6) and try the next older one.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ _HOST_FILE = re.compile(r"reft_host-pp(\d+)\.dp(\d+)\.tp(\d+)\.msgpack")
 
 
 def read_degrees(checkpoint: Path) -> Degrees | None:
-    """Degrees of the job that wrote a checkpoint, by reft's files; None if there is not one for
-    every rank."""
+    """Degrees of the job that wrote a checkpoint, derived from the names of reft's host files.
+
+    Returns:
+        None if there is not one file for every rank.
+    """
     found = {
         tuple(map(int, match.groups()))
         for path in checkpoint.glob("reft_host-*.msgpack")
@@ -54,22 +58,24 @@ def read_degrees(checkpoint: Path) -> Degrees | None:
     return degrees if found == every else None
 
 
-SAVED_BY = "saved_by"  # key of a host file: which job saved it, and its incarnation and step
+SAVED_BY = "saved_by"  # Key in a host file: the job that saved it, with incarnation and step
 _TAG_STEP = re.compile(r"^\.?global_step(\d+)")
 
 
 @dataclass(frozen=True)
 class DiskCheckpoint:
+    """A checkpoint that was found on storage."""
+
     directory: Path  # ``load_dir`` of ``load_checkpoint``
     tag: str
-    step: int  # optimizer steps; -1 if not known without loading it
-    # the version, if this job wrote it; None if another job did, or none with reft
+    step: int  # Optimizer steps; -1 if they are not known without loading it
+    # The version if this job wrote it; None if another job or a job without reft did
     label: VersionId | None = None
-    job_id: str | None = None  # which job wrote it; None if not known
-    files: Mapping[str, FileRecord] | None = None  # checksums; None if there are none
-    # degrees of the job that wrote it as arenas; None: it has DeepSpeed's files
+    job_id: str | None = None  # Job that wrote it; None if unknown
+    files: Mapping[str, FileRecord] | None = None  # Checksums; None if there are none
+    # Degrees of the job that wrote it as arenas; None if it consists of DeepSpeed's files
     arenas: Degrees | None = None
-    # of the job that wrote it, encoded; None if not known
+    # Encoded fingerprint of the job that wrote it; None if unknown
     fingerprint: str | None = None
 
     @property
@@ -80,8 +86,10 @@ class DiskCheckpoint:
         return str(self.path)
 
     def newer_than(self, label: VersionId) -> bool:
-        """Whether it is ahead of a version of this job. What was written before the job went back,
-        by a restart or on purpose, is not, whatever its step. Without a label only the step counts.
+        """Whether it is newer than a version of this job.
+
+        A checkpoint of an older incarnation is never newer, even if its step is higher: the job
+        has gone back to an earlier step since. Without a label, the step decides.
         """
         return self.step > label.step if self.label is None else self.label > label
 
@@ -102,12 +110,14 @@ class LoadedCheckpoint:
 _FOUND = TypeAdapter(LoadedCheckpoint)
 
 
-# --- what is there --------------------------------------------------------------------------------
+# --- searching ------------------------------------------------------------------------------------
 
 
 def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -> LoadedCheckpoint:
-    """The user's checkpoint that ``latest`` names, and what reft persisted of this job. Never
-    raises: the other ranks wait for the rank that searches."""
+    """The user's checkpoint that ``latest`` names, and this job's checkpoints that reft wrote.
+
+    Never raises, because the other ranks wait for the rank that searches.
+    """
     persisted: list[DiskCheckpoint] = []
     problems: list[str] = []
     own: DiskCheckpoint | None = None
@@ -138,8 +148,10 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
 
 
 def find_named(directory: Path, tag: Any, job_id: str) -> LoadedCheckpoint:
-    """The checkpoint of a tag, or the one that ``latest`` names; nothing if there is no such
-    directory. Never raises."""
+    """The checkpoint with a tag; None as ``tag`` selects the one that ``latest`` names.
+
+    The result is empty if there is no such directory. Never raises.
+    """
     try:
         tag = latest_tag(directory) if tag is None else str(tag)
         if tag is None or not (directory / tag).is_dir():
@@ -156,11 +168,13 @@ def _words(error: Exception) -> str:
 def in_order(
     labelled: Iterable[DiskCheckpoint], own: DiskCheckpoint | None
 ) -> tuple[list[DiskCheckpoint], list[str]]:
-    """Checkpoints newest first, and a line for each that is left out since the job went back before
-    it.
+    """Sort checkpoints, and drop those that the job abandoned when it went back.
 
-    A version of an older incarnation whose step a later incarnation has passed belongs to an
-    abandoned future.
+    A version of an older incarnation is abandoned if a later incarnation continued from an earlier
+    step.
+
+    Returns:
+        The checkpoints, newest first, and one line for each that was dropped.
     """
     known = [*labelled, *([] if own is None else [own])]
     ours = [(c.label, not c.tag.startswith("."), c) for c in known if c.label is not None]
@@ -223,7 +237,7 @@ def _read_marker(info: PersistedInfo, job_id: str) -> DiskCheckpoint:
 
 
 def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
-    """What the first readable host file says of the job that saved it, and the step."""
+    """The job that saved a checkpoint, and its step, from the first readable host file."""
     from reft.storage.deepspeed_format import read_host_file
 
     for file in sorted(checkpoint.glob("reft_host-*.msgpack")):
@@ -236,15 +250,15 @@ def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
     return {}, -1
 
 
-# --- whether it is sound --------------------------------------------------------------------------
+# --- integrity ------------------------------------------------------------------------------------
 
 
 class DamagedError(PersistError):
-    """A checkpoint is not as it was written. Raised on all ranks."""
+    """A checkpoint differs from what was written. Raised on all ranks."""
 
 
 class DiskRestorer:
-    """Finds and checks checkpoints on storage. Collective: all methods, on all ranks."""
+    """Finds and checks checkpoints on storage. All methods are collective over all ranks."""
 
     def __init__(
         self, control: ControlGroup, coordinate: Coordinate, job_id: str, persist_dir: Path | None
@@ -256,12 +270,18 @@ class DiskRestorer:
         self._refused: dict[Path, str] = {}
 
     def find(self, load_dir: Path | None) -> LoadedCheckpoint:
-        """What rank 0 finds: all ranks choose the same."""
+        """The result of rank 0's search, so that all ranks choose the same checkpoint."""
         return self._from_rank_zero(lambda: find_on_disk(load_dir, self._persist_dir, self._job_id))
 
     def find_named(self, directory: Path | None, tag: Any) -> DiskCheckpoint | None:
-        """The checkpoint that the script names, or that ``latest`` does without a ``tag``; None if
-        there is none."""
+        """The checkpoint with the script's ``tag``, or without one the one that ``latest`` names.
+
+        Returns:
+            None if there is none.
+
+        Raises:
+            PersistError: it is damaged.
+        """
         if directory is None:
             return None
         found = self._from_rank_zero(lambda: find_named(directory, tag, self._job_id))
@@ -279,25 +299,25 @@ class DiskRestorer:
                 )
 
     def refused(self, found: LoadedCheckpoint) -> tuple[str, ...]:
-        """What should have been a checkpoint and cannot be loaded, so far."""
+        """Reasons of all checkpoints that were refused so far."""
         return (*found.problems, *self._refused.values())
 
     def check(self, checkpoint: DiskCheckpoint, *, whole: bool = True) -> dict[str, Any] | None:
-        """Read the checkpoint's files, each by one rank.
+        """Check the checkpoint's files; each file is read by one rank.
 
         Args:
-            checkpoint: to be checked.
-            whole: whether this rank's host state is read.
+            checkpoint: the checkpoint.
+            whole: also read this rank's host state.
 
         Returns:
             The host state; None if not every rank saved one next to DeepSpeed's files.
 
         Raises:
-            DamagedError: on all ranks.
+            DamagedError: a file is damaged, on any rank; raised on all ranks.
         """
         found: list[str] = []
         state: dict[str, Any] | None = None
-        try:  # any error is sent: the other ranks wait for this rank's message
+        try:  # Every error is sent to the other ranks, which wait for this rank's message
             share = find_share(checkpoint.files or {}, self._control.rank, self._control.world_size)
             if checkpoint.arenas is not None:
                 found += check_arenas(checkpoint.path, share)
@@ -348,8 +368,7 @@ def nothing_sound(refused: Sequence[str]) -> str:
 
 
 def find_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:
-    """The files that ``rank`` reads: one rank reads each file, and all ranks read about the same
-    number of bytes."""
+    """The files that ``rank`` reads. Each file has one reader, and all read about equally much."""
     loads = [(0, r) for r in range(ranks)]
     share = {}
     for name, record in sorted(files.items(), key=lambda item: (-item[1].nbytes, item[0])):

@@ -1,4 +1,4 @@
-"""``reft persist``: the newest recoverable version of a dead job, in DeepSpeed's files."""
+"""``reft persist``: writes a dead job's newest recoverable version as DeepSpeed's files."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ from reft.storage.publish import BlockInFile
 
 logger = logging.getLogger(__name__)
 
-STORED = "storage"  # in place of a node's id
-_HOLD_SECS = 10.0  # to wait for ranks of a running job that are writing
+STORED = "storage"  # Used in place of a node's id
+_HOLD_SECS = 10.0  # Longest wait for ranks of a running job that are writing
 _POLL_SECS = 0.02
 
 
 @dataclass(frozen=True)
 class OfflineResult:
-    checkpoint: PersistedInfo  # what was written
-    plan: RecoveryPlan  # which version, and where its blocks came from
-    corrupt_blocks: int  # blocks that did not match their checksum and were replaced by copies
+    """A version that was written without the job's processes."""
+
+    checkpoint: PersistedInfo  # The checkpoint that was written
+    plan: RecoveryPlan  # The version, and the sources of its blocks
+    corrupt_blocks: int  # Blocks that did not match their checksum and were replaced by copies
 
 
 def persist_offline(
@@ -49,18 +51,21 @@ def persist_offline(
 ) -> OfflineResult:
     """Write the newest recoverable version as a DeepSpeed checkpoint, without the job's processes.
 
-    As in a recovery, a plan decides which version that is and where each block is read: blocks of
-    lost nodes come from their copies. If the job runs, its arenas are pinned until the version is
-    written: training continues, and skips versions for which it has no arena.
+    As in a recovery, a plan selects the version and the source of each block. Blocks of lost nodes
+    are read from their copies. If the job runs, its arenas are pinned until the version is written;
+    training continues, and skips versions for which it has no free arena.
 
     Args:
-        job_dirs: the job's memory directories of all nodes that are left, made reachable here.
+        job_dirs: the job's memory directories of all remaining nodes, reachable from this host.
+        directory: persist directory to write to.
+        keep: number of newest checkpoints that are kept.
+        progress: called while blocks are written, and at each phase.
 
     Raises:
-        ArenaError: the directories are not one job's.
+        ArenaError: the directories belong to different jobs.
         PersistError: the checkpoint cannot be written.
         UnrecoverableError: no version is complete; the message says what is missing.
-        LayoutError: no arena tells the layout.
+        LayoutError: no arena records the layout.
     """
     nodes = open_job(job_dirs)
     jobs = [*nodes.values()]
@@ -88,7 +93,7 @@ def export_stored(
     keep: int = 2,
     progress: Callable[[PersistProgress], None] = lambda progress: None,
 ) -> OfflineResult:
-    """As :func:`persist_offline`, for the newest sound version in a job's directory of persist.dir.
+    """As :func:`persist_offline`, for the newest intact version in a job's persist directory.
 
     Raises:
         PersistError: there is none, or it cannot be written.
@@ -114,12 +119,14 @@ def export_stored(
 
 
 def _hold(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> dict[Path, Arena | None]:
-    """Pin the arenas that no trainer is writing, until they hold a complete version. The job may be
-    running. None stands for an arena that cannot be read.
+    """Pin arenas until the pinned ones hold a complete version. The job may be running.
 
-    Nodes are visited one after another, so that the first visit may pin different versions on
-    different nodes. Pinned arenas stay pinned. That stops the ranks that are ahead, and those
-    behind then complete the same version.
+    Nodes are visited one after another, so the first pass may pin different versions on different
+    nodes. Pinned arenas stay pinned. That stops the ranks that are ahead, and the other ranks then
+    complete the same version.
+
+    Returns:
+        The pinned arenas; None for a file that cannot be read.
     """
     held: dict[Path, Arena | None] = {}
     deadline = time.monotonic() + _HOLD_SECS
@@ -145,7 +152,7 @@ def _is_whole(places: Sequence[ArenaStore], job_id: str, held: Collection[Path])
     inventories = [replace(place, is_wanted=held.__contains__).inventory() for place in places]
     if not any(record.usable for inventory in inventories for record in inventory.arenas):
         return False
-    with suppress(LayoutError):  # too few ranks are pinned yet to tell the layout
+    with suppress(LayoutError):  # Too few ranks are pinned yet to determine the layout
         topology = offline_topology(inventories, job_id)
         return isinstance(plan_recovery(inventories, topology, job_id=job_id), RecoveryPlan)
     return False
@@ -162,8 +169,7 @@ def _release_others(held: Mapping[Path, Arena | None], label: VersionId) -> None
 
 @dataclass(frozen=True)
 class _OpenedPlaces:
-    """Opened stores, and the plan for what can be restored from them. All its blocks were
-    verified."""
+    """Opened stores, and the plan for the version that they can restore, with verified blocks."""
 
     plan: RecoveryPlan | NotRecoverable
     inventories: list[Inventory]
@@ -186,10 +192,10 @@ class _OpenedPlaces:
 
 
 def _find(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> _OpenedPlaces:
-    """Open stores and plan, until all blocks of the plan are verified.
+    """Open stores and plan again until all blocks of the plan are verified.
 
     Raises:
-        LayoutError: no arena tells the layout.
+        LayoutError: no arena records the layout.
     """
     inventories: list[Inventory] = []
     arenas: dict[tuple[str, str], Arena] = {}
@@ -203,7 +209,7 @@ def _find(places: Sequence[ArenaStore], job_id: str, stack: ExitStack) -> _Opene
     topology = offline_topology(inventories, job_id)
     plan, bad = plan_verified(inventories, topology, arenas, job_id=job_id)
     while isinstance(plan, RecoveryPlan) and plan.rebuilds:
-        # Ends: each round stores lost blocks, or finds sources that no later round uses.
+        # The loop ends: each round either stores lost blocks, or excludes bad sources.
         folder = TemporaryDirectory(prefix=".decoded-", dir=places[0].directory.parent)
         scratch = Path(stack.enter_context(folder))
         decoded = ArenaStore(scratch, f"decoded {scratch.name}", places[0].secret)
@@ -222,7 +228,7 @@ def _export(
 ) -> OfflineResult:
     assert isinstance(found.plan, RecoveryPlan)
     target = job_directory(directory, source.job_id)
-    # A user's command may write in the name of whatever incarnation has claimed the directory.
+    # The user's command may write on behalf of any incarnation that has claimed the directory.
     writer = max(fence.claimed(target, source.job_id), source.writer)
     options = PersistOptions(
         directory=target, keep=keep, progress=progress, export=write_deepspeed_files

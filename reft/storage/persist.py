@@ -69,9 +69,11 @@ _KEEP_LONGER = "write less often, or keep one more version in memory (reft.arena
 
 @dataclass(frozen=True)
 class PersistProgress:
+    """How far this node has written a version."""
+
     phase: str  # "writing", "written", "renaming", "renamed" or "latest"
-    nbytes: int = 0  # of blocks written so far
-    total_bytes: int = 0  # of all blocks that this node writes
+    nbytes: int = 0  # Bytes of the blocks written so far
+    total_bytes: int = 0  # Bytes of all blocks that this node writes
 
     def __str__(self) -> str:
         if self.phase != "writing":
@@ -84,12 +86,14 @@ Files = Mapping[str, FileRecord]
 
 @dataclass(frozen=True)
 class PersistOptions:
-    directory: Path  # the job's directory, which all nodes share
-    keep: int = 2  # number of the newest checkpoints that stay
-    timeout_secs: float = 600.0  # without a new part of any peer, after which this node gives up
-    stop: threading.Event = field(default_factory=threading.Event)  # set to give up
+    """Where a version is written, and how."""
+
+    directory: Path  # The job's directory, which all nodes share
+    keep: int = 2  # Number of newest checkpoints that are kept
+    timeout_secs: float = 600.0  # Time without a new part from any node until this node gives up
+    stop: threading.Event = field(default_factory=threading.Event)  # Set to give up
     progress: Callable[[PersistProgress], None] = lambda progress: None
-    export: Export | None = None  # writes DeepSpeed's files; None: arenas are written
+    export: Export | None = None  # Writes DeepSpeed's files; None writes arenas
 
 
 class GivenUpElsewhereError(PersistError):
@@ -105,17 +109,17 @@ class OvertakenElsewhereError(GivenUpElsewhereError, OvertakenError):
 class VersionSource:
     """The part of a version that one process writes."""
 
-    job_id: str  # job whose state it is
+    job_id: str  # Job whose state it is
     label: VersionId
-    degrees: Degrees  # parallel degrees of the job
-    headers: Mapping[Coordinate, ArenaHeader]  # of every coordinate that is written here
+    degrees: Degrees  # Parallel degrees of the job
+    headers: Mapping[Coordinate, ArenaHeader]  # Headers of the coordinates that are written here
     # The coordinate's own blocks: its shard of the replicated image, and its owned and host image.
-    # For an export, the whole replicated image.
+    # For an export, the complete replicated image.
     blocks: Mapping[Coordinate, Sequence[BlockInFile]]
-    secret: bytes  # authenticates the records that the nodes exchange
-    node: str  # this node, for messages
-    fingerprint: str | None = None  # of the job, encoded; None if unknown
-    writer: int = 0  # incarnation that writes, if it is later than the version's
+    secret: bytes  # Authenticates the records that the nodes exchange
+    node: str  # This node, for messages
+    fingerprint: str | None = None  # Encoded fingerprint of the job; None if unknown
+    writer: int = 0  # Incarnation that writes, if it is later than the version's
 
     @property
     def leads(self) -> bool:
@@ -204,7 +208,7 @@ def reason_unwritable(directory: Path) -> str:
         return f"{error.strerror or error} (tried on host {socket.gethostname()})"
 
 
-# --- what this node has ---------------------------------------------------------------------------
+# --- the version's arenas on this node ------------------------------------------------------------
 
 
 class HeldError(OvertakenError):
@@ -215,8 +219,10 @@ class HeldError(OvertakenError):
 def _notify_overtaken(
     job_dir: JobDir, label: VersionId, directory: Path, error: OvertakenError
 ) -> None:
-    """Tell the other nodes not to wait: this node's part will never come. The record is removed
-    with the working directory, when the leader writes a newer version."""
+    """Leave a record for the other nodes, so that they do not wait for this node's part.
+
+    The leader removes it with the working directory when it writes a newer version.
+    """
     writer = max(label.incarnation, job_dir.noted_incarnation())
     work = WorkDir.of(directory, job_dir.job_id, label, writer)
     try:
@@ -249,7 +255,7 @@ def _pin(job_dir: JobDir, label: VersionId, pins: ExitStack) -> VersionSource:
                 newer.add(header.coordinate)
             continue
         pinned = arena.lock_shared()
-        now = arena.header()  # again: it may have changed before the lock
+        now = arena.header()  # Read again: it may have changed before the lock was taken
         there = now is not None and now.label == label and now.state.whole
         if now is None or not pinned or not there:
             kind = HeldError if there else OvertakenError
@@ -300,7 +306,7 @@ def write_version(
 
     Args:
         source: the part of this process.
-        options: where and how.
+        options: see :class:`PersistOptions`.
         unpin: called when the blocks are no longer read.
         reach: called in the middle of writing the blocks of each coordinate, for fault injection.
 
@@ -327,8 +333,8 @@ def write_version(
 
 
 def _make_directory(work: WorkDir) -> None:
-    # The persist directory is made, as DeepSpeed does. If its parent is missing, the file system is
-    # not mounted: then nothing is made.
+    # The persist directory is created, as DeepSpeed does. If its parent is missing, the file system
+    # is not mounted, and nothing is created.
     for directory in (work.root.parent.parent, work.root.parent):
         with suppress(FileExistsError):
             directory.mkdir()
@@ -342,7 +348,7 @@ class _Writing:
         self.source = source
         self.options = options
         self.work = WorkDir.of(options.directory, source.job_id, source.label, source.writer)
-        self.incarnation = max(source.writer, source.label.incarnation)  # that writes
+        self.incarnation = max(source.writer, source.label.incarnation)  # Incarnation that writes
 
     def write(
         self, unpin: Callable[[], None], reach: Callable[[Coordinate], None]
@@ -436,14 +442,16 @@ class _Writing:
         return part
 
     def _give_up(self, error: BaseException) -> None:
-        """Remove this process's files, and tell the other nodes why, so that they do not wait."""
+        """Remove this process's files, and leave the reason, so that other nodes do not wait."""
         work, source = self.work, self.source
         if source.leads and not isinstance(error, OvertakenError):
             shutil.rmtree(work.root, ignore_errors=True)
             return
-        # The reasons of nodes whose memory moved on stay, for nodes that come later.
+        # If memory moved past the version, the leader keeps the directory: nodes that start later
+        # read the reason there.
         for coordinate in source.blocks:
-            # The record before the arena: while it is there, the leader takes the arena.
+            # The record is removed before the arena, because the leader relies on the arena as long
+            # as the record exists.
             for path in (work.part(coordinate), work.root / arena_file(coordinate)):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
@@ -473,7 +481,7 @@ class _Writing:
         )
 
     def _poll(self, find_missing: Callable[[], list[str]], naming: bool = False) -> None:
-        """Wait until nothing is missing. The timeout starts again with everything that appears."""
+        """Wait until nothing is missing. Each part that appears restarts the timeout."""
         poll = Backoff(*_POLL_SECS)
         seen = -1
         deadline = 0.0
@@ -493,7 +501,7 @@ class _Writing:
 
     def _check_others(self, naming: bool) -> None:
         work = self.work
-        # While the leader names the checkpoint, it removes .staging first, and the directory last.
+        # While the leader renames the checkpoint, .staging disappears before the directory does.
         present = work.root if naming else work.staging
         if not present.is_dir() and published(work) is None:
             raise GivenUpElsewhereError(f"{work.label}: given up by the node of {LEADER}")

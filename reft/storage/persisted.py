@@ -4,8 +4,7 @@ A persist directory holds one directory for each job (P7), which ``load_checkpoi
 ``load_dir``. It contains ``latest`` and a tag directory for each checkpoint, with the arenas of all
 coordinates and a marker, ``reft.json``. Exports of ``reft persist``, and checkpoints of format 1,
 have DeepSpeed's own files instead of arenas, and reft's host files next to them. A directory gets
-its final name only when it is complete and on storage: the marker is there exactly if everything
-else is.
+its final name only when it is complete and on storage, so a marker proves that all files are there.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ logger = logging.getLogger(__name__)
 MARKER_NAME = "reft.json"
 LATEST_NAME = "latest"
 MARKER_FORMAT = 2
-# In place of a job's secret, which may be lost with its memory: on storage, digests detect
-# accidents.
+# Key of MACs on storage. A job's secret may be lost with its memory, so the MACs there detect
+# damage, not forgery.
 STORAGE_KEY = b"reft on storage"
 _READ_BYTES = 4 * 2**20
 _TAG = re.compile(r"^\.?global_step\d+")
@@ -46,16 +45,18 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PersistedInfo:
-    directory: Path  # the job's directory, which ``load_checkpoint`` takes as ``load_dir``
-    tag: str  # name of the checkpoint's directory within it
-    job_id: str  # job whose state it is
-    label: VersionId  # incarnation and step of that state
-    degrees: Degrees  # parallel degrees of the job
-    created_unix_secs: float  # when it was completed
-    layouts: Mapping[str, str] = field(default_factory=dict)  # layout hashes, by coordinate
-    files: Mapping[str, FileRecord] = field(default_factory=dict)  # every file but the marker
-    fingerprint: str | None = None  # of the job, encoded; None if it was not known
-    arenas: bool = False  # it holds arenas, not DeepSpeed's files
+    """A checkpoint's marker."""
+
+    directory: Path  # The job's directory, which ``load_checkpoint`` takes as ``load_dir``
+    tag: str  # Name of the checkpoint's directory within it
+    job_id: str  # Job whose state it is
+    label: VersionId  # Incarnation and step of that state
+    degrees: Degrees  # Parallel degrees of the job
+    created_unix_secs: float  # Time at which it was completed
+    layouts: Mapping[str, str] = field(default_factory=dict)  # Layout hashes, by coordinate
+    files: Mapping[str, FileRecord] = field(default_factory=dict)  # All files except the marker
+    fingerprint: str | None = None  # Encoded fingerprint of the job; None if unknown
+    arenas: bool = False  # True if it holds arenas, False if it holds DeepSpeed's files
 
     @property
     def path(self) -> Path:
@@ -100,7 +101,7 @@ def job_directory(directory: Path, job_id: str) -> Path:
 
 
 def format_tag(label: VersionId) -> str:
-    """The tag of a version: DeepSpeed's own of that step."""
+    """The tag of a version, the same as DeepSpeed's for that step."""
     return f"global_step{label.step}"
 
 
@@ -158,8 +159,8 @@ def find_markers(
 ) -> tuple[list[PersistedInfo], list[str]]:
     """Find the checkpoints in a directory.
 
-    A directory that was set aside while its replacement was renamed (``.global_step…``) counts: at
-    that instant it may be the only one.
+    A directory that was renamed to ``.global_step…`` while it is replaced counts, too: until its
+    replacement has the name, it may be the only one.
 
     Returns:
         The checkpoints that reft wrote, complete or not, the oldest first; and the reasons why
@@ -176,7 +177,7 @@ def find_markers(
             continue
         if info is not None and job_id in (None, info.job_id):
             found.append(info)
-    # Of equal labels, the directory with its own name comes last.
+    # Among equal labels, a directory with its final name comes last.
     return sorted(
         found, key=lambda i: (i.label, i.created_unix_secs, not i.tag.startswith("."))
     ), problems
@@ -200,8 +201,9 @@ def list_persisted(directory: Path, job_id: str | None = None) -> list[Persisted
 
 
 def newest_incarnation(directory: Path, job_id: str) -> int:
-    """The newest incarnation of the job that any marker names, or that has claimed the directory; 0
-    if there is none. Damaged checkpoints count, too: the next one must be newer.
+    """The newest incarnation of the job in any marker or claim of the directory; 0 if none.
+
+    Damaged checkpoints count, too, because the next incarnation must be newer than all.
 
     Raises:
         PersistError: the directory cannot be read.
@@ -251,8 +253,11 @@ def check_files(
 
 
 def check_arenas(checkpoint: Path, names: Iterable[str]) -> list[str]:
-    """Compare all blocks of a checkpoint's arenas with their checksums (P5). Returns one line for
-    each that differs."""
+    """Compare all blocks of a checkpoint's arenas with their checksums (P5).
+
+    Returns:
+        One line for each block that differs.
+    """
     problems = []
     for name in names:
         try:

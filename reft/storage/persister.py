@@ -1,4 +1,4 @@
-"""Decides when the daemon writes a version to storage, and what it does when storage fails.
+"""Decides when the daemon writes a version to storage, and handles failures of storage.
 
 One thread writes one version at a time. A version is due if its step is a multiple of
 ``persist.interval_steps``; if that is "auto", the trainers agree on it, the same on every node. A
@@ -42,17 +42,19 @@ _AGAIN_STEPS = 10
 
 @dataclass
 class PersistStatus:
-    dir: str | None = None  # from the block
-    interval_steps: int = 0  # from the block
-    last: VersionId | None = None  # newest version on storage
-    last_path: str | None = None  # of its checkpoint
-    writing: VersionId | None = None  # the version that is being written
-    phase: str | None = None  # see PersistProgress
-    stale_since_step: int | None = None  # since which no version has reached storage
-    error: str | None = None  # why
-    attempts: int = 0  # since the last success
-    lag_steps: int = 0  # by which storage is older than memory
-    overtaken: VersionId | None = None  # newest version that memory moved past unwritten
+    """The daemon's writing to storage, as ``reft status`` shows it."""
+
+    dir: str | None = None  # From the block
+    interval_steps: int = 0  # From the block
+    last: VersionId | None = None  # Newest version on storage
+    last_path: str | None = None  # Path of its checkpoint
+    writing: VersionId | None = None  # Version that is being written
+    phase: str | None = None  # See PersistProgress
+    stale_since_step: int | None = None  # Step since which no version has reached storage
+    error: str | None = None  # Last error
+    attempts: int = 0  # Attempts since the last success
+    lag_steps: int = 0  # Steps by which storage is older than memory
+    overtaken: VersionId | None = None  # Newest version that memory moved past unwritten
 
     def update(self, **fields: Any) -> None:
         vars(self).update(fields)
@@ -84,23 +86,23 @@ class Persister:
     ) -> None:
         self.status = PersistStatus()
         self.config: ReftConfig | None = None
-        self.progress: PersistProgress | None = None  # of the version that is being written
+        self.progress: PersistProgress | None = None  # Progress of the version being written
         self._job_dir = job_dir
         self._persist = persist
         self._on_attempt = on_attempt
-        # Guards what follows, and wakes the writing thread.
+        # Guards the fields below, and wakes the writing thread.
         self._changed = threading.Condition()
         self._closing = False
-        self._stop = threading.Event()  # gives up the version that is being written
+        self._stop = threading.Event()  # Set to give up the version that is being written
         self._due: VersionId | None = None
-        self._requests: dict[VersionId, Future[str]] = {}  # of persist_and_wait
+        self._requests: dict[VersionId, Future[str]] = {}  # Pending calls of persist_and_wait
         self._backoff = Backoff(*_RETRY_SECS)
-        self._newest: VersionId | None = None  # in memory
-        self._logged_lag: VersionId | None = None  # version whose lag was logged
+        self._newest: VersionId | None = None  # Newest version in memory
+        self._logged_lag: VersionId | None = None  # Version whose lag was logged
         # Newest version whose protection is known, and whether it is lost with one node.
         self._unprotected: tuple[VersionId | None, bool] = (None, False)
-        self._fenced = (0, "")  # newest incarnation that fenced this node, and the message
-        self._refused: VersionId | None = None  # version of the last failure of storage
+        self._fenced = (0, "")  # Newest incarnation that fenced this node, and the message
+        self._refused: VersionId | None = None  # Version of the last failure of storage
         # First version that memory moved past since one was written.
         self._missed: VersionId | None = None
 
@@ -131,12 +133,12 @@ class Persister:
     def offer(
         self, label: VersionId, *, unprotected: bool | None = None, due: bool = False
     ) -> None:
-        """A version is committed in memory: take it if it is due and newer than what was taken.
+        """Handle a version that was committed in memory: write it if it is due and newer.
 
         Args:
             label: the version.
             unprotected: memory no longer survives the loss of a node. The first such version is due
-                at once. None if not known: as before.
+                at once. None if unknown: the last known value holds.
             due: the ranks agreed that it goes to storage.
         """
         with self._changed:
@@ -166,7 +168,7 @@ class Persister:
             self._newest = label
             lag, waits = self._lag()
             self.status.update(lag_steps=lag)
-            # else it fails
+            # A failing storage is reported elsewhere; this warns about a slow one.
             slow = interval and lag > interval and self.status.stale_since_step is None
             if slow and waits != self._logged_lag:
                 self._logged_lag = waits
@@ -178,7 +180,7 @@ class Persister:
                 )
 
     def _lag(self) -> tuple[int, VersionId | None]:
-        """Steps from the oldest version that is due to the newest one in memory, and the former."""
+        """Steps from the oldest due version to the newest one in memory, and the due version."""
         newest, stale = self._newest, self.status.stale_since_step
         if newest is None:
             return 0, None
@@ -309,12 +311,12 @@ class Persister:
         gone = isinstance(error, OvertakenElsewhereError) or label not in committed_labels(
             self._job_dir
         )
-        if self._closing:  # nobody tries again
+        if self._closing:  # There will be no further attempt
             logger.info("the job ends before %s is in %s", label, self.status.dir)
             self.status.update(writing=None, phase=None)
         elif isinstance(error, OvertakenError) and label != self._refused:
             self._overtaken(label, message, gone)
-        else:  # storage failed, for as long as memory had it
+        else:  # Storage failed; until now, memory still had the version
             self._refused = label
             self._fail(label, message, since=label)
         with self._changed:
@@ -322,7 +324,7 @@ class Persister:
             if future is not None and not future.cancelled():
                 future.set_exception(PersistError(message))
             if self._due == label and gone:
-                # Overwritten meanwhile: every node goes on with the next version that is due.
+                # The version was overwritten; every node continues with the next due one.
                 self._due = None
             if self._due is not None and self._due <= label:
                 self._changed.wait_for(
@@ -341,8 +343,10 @@ class Persister:
         self.status.update(writing=None, phase=None, stale_since_step=stale, error=message)
 
     def _overtaken(self, label: VersionId, message: str, gone: bool) -> None:
-        """Storage is well: the next version that is due takes the place of this one. Only where
-        none is written in between do checkpoints become stale."""
+        """Skip a version that memory moved past; the next due one is written instead.
+
+        Checkpoints count as stale only if this happens twice without a write in between.
+        """
         if gone:
             self.status.update(overtaken=label)
         if self._missed is not None:

@@ -1,7 +1,6 @@
-"""A checkpoint while it is written, and its publication: it gets its name, ``latest`` is switched,
-old checkpoints are removed.
+"""Publishes a checkpoint: renames its working directory, switches ``latest``, removes old ones.
 
-All nodes share its working directory::
+All nodes share a checkpoint's working directory::
 
     <dir>/.global_step40.2.3-1f0c9ab3.tmp/   tag, incarnation, incarnation that writes, job
         pp0.dp0.tp0.arena ...                the checkpoint's files, of each coordinate
@@ -74,6 +73,8 @@ _PERSON = b"reft-persist"
 
 @dataclass(frozen=True)
 class WorkDir:
+    """The working directory of a version while it is written."""
+
     root: Path
     job_id: str
     label: VersionId
@@ -124,9 +125,11 @@ class WorkDir:
 
 @dataclass(frozen=True)
 class BlockInFile:
-    entry: Entry  # with the checksum taken when the bytes were copied
-    buffer: memoryview  # data region that holds the block at ``entry.arena_offset``
-    origin: str  # of the data region, for messages
+    """A block, and the memory from which it is read."""
+
+    entry: Entry  # Its checksum was computed when the bytes were copied
+    buffer: memoryview  # Data region that holds the block at ``entry.arena_offset``
+    origin: str  # Name of the data region, for messages
 
     @property
     def data(self) -> memoryview:
@@ -178,8 +181,9 @@ def write_arena(
         head = replace(header, state=ArenaState.COMMITTED, entries=(), coding="")
         body = encode_header(head, pack_entries(entries))
         record = encode_record(RecordKind.HEADER, 1, body, STORAGE_KEY)
-        # The order does not matter here, and one fsync suffices: the version gets its name only
-        # after this returns, so a reader never opens a file that is written in part.
+        # The header is written before the superblock, then both are flushed by one fsync. The order
+        # does not matter here: the version gets its name only after this returns, so no reader
+        # opens a file that is partly written.
         _write_all(fd, record, geometry.copy_offset(0))
         _write_all(fd, encode_geometry(geometry, STORAGE_KEY), 0)
         os.ftruncate(fd, geometry.file_bytes)
@@ -269,15 +273,16 @@ def publish(
     }
     try:
         with fence.switched(info.directory, info.job_id, writer, info.label, pointers) as switch:
-            # After the drafts were made: a newer incarnation that claims the directory later takes
-            # them away, so that the check still holds when they are renamed.
+            # Checked after the drafts were made. If a newer incarnation claims the directory later,
+            # it removes the drafts, and renaming them fails.
             fence.check(info.directory, info.job_id, writer)
             refuse_stale(info.directory, info.job_id, info.label)
             for script in _files(work.scripts):
                 script.replace(info.directory / script.name)
-            # Staging goes before the marker is written: a directory with a marker is whole, and
-            # contains nothing else. ``write_durably`` syncs the directory of this node's files; the
-            # other nodes have synced theirs before they reported them as written.
+            # Staging is removed before the marker is written, because a directory with a marker
+            # must contain the complete checkpoint and nothing else. ``write_durably`` syncs the
+            # directory, which covers this node's files; each other node has synced its own files
+            # before it wrote its record.
             shutil.rmtree(work.staging)
             write_durably(
                 work.root / MARKER_NAME, (json.dumps(info.to_json(), indent=1) + "\n").encode()
@@ -380,7 +385,7 @@ def prune(info: PersistedInfo, keep: int) -> None:
     mine = list_persisted(info.directory, info.job_id)
     passed = given_up(i.label for i in mine)
     line = [i for i in mine if i.label not in passed]
-    # A directory that was set aside, while another took its name, is none to fall back to.
+    # A directory that was renamed while it was replaced is not kept as a fallback.
     behind = [i for i in mine if i.label in passed and not i.tag.startswith(".")]
     spared = {latest_tag(info.directory), *(i.tag for i in (*line[-keep:], *behind[-keep:]))}
     for old in mine:

@@ -28,7 +28,7 @@ from reft.state import codec
 from reft.state.catalogue import SectionImage
 from reft.state.codec import class_path
 
-# a kind and its parts. The kinds are part of the stored format: append, never rename.
+# A kind and its parts. The kinds are part of the stored format: append, never rename.
 Node = list[Any]
 Path = tuple[Any, ...]
 HostState = Mapping[str, Any]
@@ -40,8 +40,7 @@ _CLASSES: Final = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
 )
-"""Classes of the objects that DeepSpeed puts into its checkpoints. Their ``__dict__`` is all of
-them."""
+"""Classes of objects in DeepSpeed's checkpoints. Their ``__dict__`` is their complete state."""
 
 _ENUM_PACKAGES: Final = ("deepspeed", "torch")
 
@@ -57,13 +56,11 @@ constant."""
 
 @dataclass(frozen=True)
 class TemplateBuilder:
-    """Turns the recorded state dict of a ``file`` into nodes. Its tensors are views of the live
-    (replicated, owned) ``images``. Every reference into ``host_state`` that ``resolve`` returns is
-    checked."""
+    """Turns the recorded state dict of a file into nodes."""
 
-    file: str
-    images: tuple[SectionImage, SectionImage]
-    resolve: Resolve
+    file: str  # Name of the file, for messages
+    images: tuple[SectionImage, SectionImage]  # Live replicated and owned image
+    resolve: Resolve  # Finds values in the host state; every result is checked
     host_state: HostState
 
     def build(self, value: Any, path: Path = ()) -> Node:
@@ -164,8 +161,8 @@ class TemplateBuilder:
 class Rebuilder:
     """Fills nodes with the bytes and the host state of one version.
 
-    Tensors of the same place share their memory, as DeepSpeed's do. No other storage is shared, so
-    that ``torch.save`` writes exactly the bytes of each tensor.
+    Tensors at the same place share memory, as in DeepSpeed's files. No other memory is shared, so
+    ``torch.save`` writes exactly the bytes of each tensor.
     """
 
     def __init__(self, read: ReadSection, host_state: HostState) -> None:
@@ -254,8 +251,7 @@ class Rebuilder:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether types, values and bits of tensors are equal at all levels. The class of a tensor does
-    not count."""
+    """Whether types, values and tensors' bits are equal at all levels; ignores tensors' classes."""
     try:
         return codec.encode(a) == codec.encode(b)
     except UnsupportedStateError:

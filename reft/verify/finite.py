@@ -1,4 +1,4 @@
-"""A version that would restore a NaN does not take the place of one that would not."""
+"""Refuses versions that contain a NaN, so that they do not replace good ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FiniteCheck(VersionFeature):
     """Refuses versions that hold a NaN or an infinity in a 16-bit or 32-bit float tensor.
 
     Args:
-        most_in_a_row: after so many of them in a row the job is stopped.
+        most_in_a_row: number of consecutive such versions after which the job is stopped.
     """
 
     name = "finite"
@@ -25,7 +25,7 @@ class FiniteCheck(VersionFeature):
         self._in_a_row = 0
 
     def inspect(self, version: CopiedVersion) -> SkipCause | None:
-        """The blocks were searched while they were hashed."""
+        """Evaluate the search for NaN, which was done while the blocks were hashed."""
         names: list[str] = []
         for placed in sorted(version.writer.not_finite, key=lambda placed: placed.key):
             is_owned = placed.key.section is Section.OWNED

@@ -1,4 +1,4 @@
-"""Whether what data-parallel peers must have alike is alike, and whose is not."""
+"""Compares the state that must be equal on data-parallel peers, and finds the rank that differs."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ logger = logging.getLogger(__name__)
 PEERS_DIFFER = "peers differ"
 
 TURNS = 61
-"""Versions after which every block was compared once by turns."""
+"""Number of versions in which every block is compared once, if blocks take turns."""
 
 
-_COLUMNS = 64  # sums of a block, so that what has moved within it is seen
+_COLUMNS = 64  # Sums per block; several sums also detect data that moved within the block
 
 
 class PeerCheck(VersionFeature):
-    """Compares what data-parallel peers must have alike, and finds out whose differs.
+    """Compares replicated state between data-parallel peers, and finds the rank that differs.
 
-    A device that computes wrong, or a bit that flips before the copy, is protected as faithfully as
-    any other state. Each member of a sharding group takes the checksum of the same bytes of its own
-    replica with every version, while training does not change them, and ring neighbours compare:
-    what differs is not committed.
+    Redundancy does not help against a device that computes wrong results, or a bit that flips
+    before the copy: the wrong bytes are protected like any others. With every version, each member
+    of a sharding group therefore computes the checksum of the same bytes of its own replica, while
+    training does not change them. Ring neighbours compare these checksums, and a version that
+    differs is not committed.
 
     Args:
-        by_turns: compare a part of the replicated section's blocks with every version, so that each
-            block has its turn once in :data:`TURNS` versions; else all of them every time.
-        block_bytes: bytes of a block.
+        by_turns: compare only some of the replicated section's blocks with each version, so that
+            each block is compared once in :data:`TURNS` versions; otherwise compare all of them.
+        block_bytes: size of a block.
         chunk_bytes: bytes that are hashed on the host for one permit of the gate.
-        on_difference: ``report``: the version is given up and training continues; ``stop``: the job
-            ends; ``rollback``: it restarts from the newest committed version.
+        on_difference: ``report`` discards the version and training continues; ``stop`` ends the
+            job; ``rollback`` restarts it from the newest committed version.
     """
 
     name = "peers"
@@ -64,23 +65,25 @@ class PeerCheck(VersionFeature):
         self._block_bytes, self._chunk_bytes = block_bytes, chunk_bytes
         self._on_difference = on_difference
         self._differing: frozenset[int] = frozenset()
-        """Blocks that differed: compared with every version until they do not."""
+        """Blocks that differed; they are compared with every version until they are equal."""
         self._turn: int | None = None
-        """Turn of the next version; None: its step, until the ranks have sealed one together."""
-        self._blocks: Sequence[int] = ()  # compared in the newest version
+        """Turn of the next version. None uses its step, until the ranks have voted on a version
+        together."""
+        self._blocks: Sequence[int] = ()  # Blocks compared in the newest version
         self._memory = torch.zeros(0, dtype=torch.int64)
-        self._images: LiveImages | None = None  # of the newest version
+        self._images: LiveImages | None = None  # Images of the newest version
         self._control: WorkerControl | None = None
         self._topology: Topology | None = None
 
     def connect(self, control: WorkerControl, topology: Topology) -> PeerCheck:
-        """Set the connections by which peers compare."""
+        """Set the connections over which peers compare checksums."""
         self._control, self._topology = control, topology
         return self
 
     @property
     def sums(self) -> dict[int, int]:
-        """Checksum by block, of the newest version; of a device once it is waited for."""
+        """Checksum by block of the newest version. On a device, valid only after its stream was
+        waited for."""
         return dict(zip(self._blocks, self._memory.tolist(), strict=False))
 
     # -- checksums of this rank's own replica ------------------------------------------------------
@@ -97,8 +100,7 @@ class PeerCheck(VersionFeature):
             copy_when_admitted(engine, gate, encode=part)
 
     def _choose(self, images: LiveImages, step: int) -> int:
-        """Choose the blocks of a version. Returns how many checksums are needed at most, at any
-        step."""
+        """Choose the blocks to compare in a version; returns the largest number for any version."""
         count = -(-images.replicated.nbytes // self._block_bytes)
         turn = step if self._turn is None else self._turn
         self._blocks = [
@@ -107,8 +109,11 @@ class PeerCheck(VersionFeature):
         return count
 
     def _parts(self, images: LiveImages) -> Iterator[Encode]:
-        """Calls that take the checksums. A device queues all of it on the current stream and
-        returns what is to be copied to the host; on the host each call reads ``chunk_bytes``."""
+        """Calls that compute the checksums.
+
+        For a device, a single call queues all work on the current stream, and returns the copy to
+        the host. On the host, each call reads ``chunk_bytes``.
+        """
         image, size = images.replicated, self._block_bytes
         live = [image.live(b * size, min(image.nbytes, (b + 1) * size)) for b in self._blocks]
         if live and image.device.type != "cpu":
@@ -125,7 +130,7 @@ class PeerCheck(VersionFeature):
     # -- comparison --------------------------------------------------------------------------------
 
     def compare(self, version: CopiedVersion) -> SkipCause | None:
-        """Exchange one checksum of all checksums with the neighbours in the ring."""
+        """Compare one checksum over all checksums with the neighbours in the ring."""
         assert self._control is not None
         ranks, sums = self._members(), self.sums
         if len(ranks) == 1 or not sums:
@@ -151,8 +156,7 @@ class PeerCheck(VersionFeature):
         return (int(cause is not None and cause.kind == PEERS_DIFFER),)
 
     def voted(self, result: VoteResult, numbers: tuple[int, ...]) -> Halt | None:
-        """If any group differs, find out whose blocks do. All ranks that could copy the version go
-        on to the next turn."""
+        """Advance to the next turn and, if any group differs, find the blocks and ranks."""
         if not result.is_final:
             return None
         step = result.label.step
@@ -175,8 +179,11 @@ class PeerCheck(VersionFeature):
         )
 
     def _find_differing(self) -> str:
-        """Find the blocks that differ in this rank's group, and where. Collective. Returns a
-        sentence; empty if none does."""
+        """Find the blocks that differ in this rank's group, and their ranks. Collective.
+
+        Returns:
+            A description; empty if no block differs.
+        """
         assert self._topology is not None
         assert self._control is not None
         assert self._images is not None
@@ -203,8 +210,7 @@ class PeerCheck(VersionFeature):
         return shortened(t.name for b in blocks for t in image.tensors_at(b * size, (b + 1) * size))
 
     def rejoined(self) -> None:
-        """No rank knows what the others have received of the last vote: begin with the step
-        again."""
+        """Use the step as the turn again, because ranks may have missed the last vote's result."""
         self._turn, self._differing = None, frozenset()
 
 
@@ -214,7 +220,7 @@ def _hash(hasher: HashingCopier, view: torch.Tensor) -> Sequence[Piece]:
 
 
 def _on_device(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One number for those bytes: exact, whatever the order in which the device adds."""
+    """A checksum of bytes on a device. Integer sums do not depend on the order of additions."""
     total = torch.zeros(_COLUMNS, dtype=torch.int64, device=views[0].device)
     for view in views:
         wide = view.data_ptr() % 4 == view.numel() % 4 == 0
@@ -226,8 +232,14 @@ def _on_device(views: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def differing(sums: Mapping[int, Mapping[int, int]]) -> dict[int, tuple[int, ...]]:
-    """Blocks that differ among the members of a group, with the members that are not of the
-    majority: all of them where there is none. ``sums``: by member and block."""
+    """Blocks that differ among the members of a group.
+
+    Args:
+        sums: checksums by member and block.
+
+    Returns:
+        For each differing block, the members outside the majority; all members if there is none.
+    """
     found = {}
     for block in next(iter(sums.values())):
         votes = Counter(of[block] for of in sums.values())

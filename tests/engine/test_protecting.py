@@ -55,7 +55,8 @@ def test_p6_a_restored_state_whose_commit_does_not_come_is_waited_for_only_so_lo
     assert not protecting.is_alive(), "training waits for a commit that does not come"
     (record,) = caplog.records
     assert (
-        "step 7 could not be protected again: a peer is silent. Training goes on" in record.message
+        "step 7 could not be protected again: a peer is silent. Training continues"
+        in record.message
     )
 
 

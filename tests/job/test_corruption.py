@@ -68,7 +68,7 @@ def test_state_that_goes_wrong_is_gone_back_from_once(tmp_path: Path) -> None:
     job, codes = run(tmp_path / "always", "nan", 99)
     assert codes == {0: 2, 1: 2}
     assert (job.events_dir / "lives-0").read_text().split() == ["0", "3"]
-    assert "this start has committed nothing" in job.log(0)
+    assert "nothing was committed since this start" in job.log(0)
 
 
 def reft(env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:

@@ -323,10 +323,8 @@ class DemoJob:
 
     def doing(self) -> str:
         """Describe the activity of the job while it completes no step."""
-        states = {
-            self._states.get(node)
-            for node in [node.name for node in self.current.values()] or self._states
-        }
+        names = [node.name for node in self.current.values()] or list(self._states)
+        states = {self._states.get(name) for name in names}
         if not states - {None}:
             return "launchers start"
         if None in states or WAITING in states:

@@ -306,8 +306,10 @@ class WindowPace:
         return max(stage.step_secs for stage in self.stages.values())
 
     def __call__(self, loads: Mapping[int, TrafficEstimate]) -> FitPrediction:
-        plans = [
-            plan_schedule(
+        plans = []
+        for stage_id, load in loads.items():
+            stage = self.stages[stage_id]
+            plan = plan_schedule(
                 {"state": load.to_host_bytes},
                 stage.windows,
                 stage.bandwidth,
@@ -317,8 +319,7 @@ class WindowPace:
                 limits=stage.limits,
                 estimator=self.estimator,
             )
-            for stage, load in ((self.stages[p], load) for p, load in loads.items())
-        ]
+            plans.append(plan)
         waits = max(plan.left_over_secs for plan in plans)
         delays = self._delays_secs(max(load.sent_bytes for load in loads.values()))
         return FitPrediction(
@@ -370,20 +371,20 @@ def measured_pace(profile: ProfileResult, training: Training, compute_share: flo
             "without --without-snapshots"
         )
     ranks = {rank.stage_id: rank for rank in profile.timeline()}
-    stages = {
-        stage.stage_id: StageWindows(
+    stages = {}
+    for stage in profile.stages:
+        computing = [
+            Interval(s.begin_secs, s.end_secs)
+            for s in ranks[stage.stage_id].segments
+            if s.activity in (Activity.FORWARD, Activity.BACKWARD)
+        ]
+        stages[stage.stage_id] = StageWindows(
             windows=profile.windows(stage.stage_id),
             bandwidth=Bandwidth(window=rate, compute=rate),
             step_secs=stage.step_secs.p50,
-            computing=[
-                Interval(s.begin_secs, s.end_secs)
-                for s in ranks[stage.stage_id].segments
-                if s.activity in (Activity.FORWARD, Activity.BACKWARD)
-            ],
+            computing=computing,
             limits=HasLimits(compute_share=compute_share),
         )
-        for stage in profile.stages
-    }
     return WindowPace(stages, f"windows measured in job {profile.job_id}", training)
 
 
@@ -456,7 +457,9 @@ def plan_storage(
     auto_steps = whole_interval(auto_steps, version_steps)
     if most is not None:
         auto_steps = min(auto_steps, max(1, most // 2 // version_steps) * version_steps)
-    steps = 0 if config.dir is None else auto_steps if config.adapts else config.fixed_steps
+    steps = auto_steps if config.adapts else config.fixed_steps
+    if config.dir is None:
+        steps = 0
     overhead = cost_secs / (steps * step_secs) if steps else 0.0
     if config.dir is None:
         text = f'none ("persist" has no "dir"); "auto" would write every {auto_steps:,} step(s)'
