@@ -66,8 +66,8 @@ class EngineState:
         """State of the script that versions hold in addition to the engine's."""
         self.listener: Callable[[VersionId, LiveImages, Encoded], None] | None = None
         """Called with every captured state; used by `reft rehearse`."""
-        # A pipeline engine reads within ``train_batch``, and Megatron-core's step begins before its
-        # batch.
+        # Only a plain engine's script makes the batch before the step begins: a pipeline engine
+        # reads within ``train_batch``, and Megatron-core's step begins before its batch is read.
         repeats_draws = engine.data is not None and not engine.data.is_pipeline
         self.boundary = StepBoundary(
             self._encode_host_state, repeats_draws=repeats_draws, random_states=self._random_states

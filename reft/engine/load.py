@@ -56,13 +56,14 @@ class Restorer:
     ================  =========================  ===========================  ====================
     before the call   the newest state           a checkpoint by its tag      base weights
     ================  =========================  ===========================  ====================
-    nothing           the newest of memory and   that one; versions are       DeepSpeed's load
-                      storage; if there is       taken from the first step
-                      none, DeepSpeed's load     on
-    a state; the job  what is newer than it, or  that one: the job goes back  none over the job's
-    does not train                                                            own state
-    the job trains    the newest on storage:     that one: the job goes back  DeepSpeed's load
-                      the job goes back
+    nothing           the newest of memory and   that checkpoint; versions    DeepSpeed's load
+                      storage; if there is       are taken from the first
+                      none, DeepSpeed's load     step on
+    a state; the job  a newer checkpoint; if     that checkpoint: the job     DeepSpeed's load,
+    does not train    there is none, no change   goes back                    but never over the
+                                                                              job's own state
+    the job trains    the newest on storage:     that checkpoint: the job     DeepSpeed's load
+                      the job goes back          goes back
     ================  =========================  ===========================  ====================
 
     Args:

@@ -82,7 +82,7 @@ class CheckpointLoader:
     def load(
         self, checkpoint: DiskCheckpoint, call: LoadCall, *, start: bool = True
     ) -> tuple[Any, Any]:
-        """Load a checkpoint. A session that was started goes back to it.
+        """Load a checkpoint. If the session is started, the job goes back to it.
 
         Args:
             checkpoint: the checkpoint.

@@ -336,7 +336,8 @@ class Session:
         )
         if self.rates.storage is not None:
             self.daemon.on_storage_state = self.rates.storage.answered
-        context.control.end_pairs()  # connections of the load, with the whole sharding group
+        # The load has connected to all ranks of the sharding group; versions need ring peers only.
+        context.control.end_pairs()
         control = context.control.for_worker(job_dir.secret)
         limit, ranks = config.memory_limit_bytes, context.ranks_here
         arenas = ArenaSet(
@@ -566,6 +567,7 @@ class Session:
         context, request = self.context, self.first_request
         if not context.config.strict or request is None:
             return
+        # Wait for the worker, since the outcome of the vote decides whether training continues.
         request.done.wait(context.config.commit_timeout_secs)
         if not request.committed:
             why = self.stats.last_error or "it did not finish within commit_timeout_secs"

@@ -40,7 +40,7 @@ the last commit. After that the process exits between two steps."""
 
 
 class Persisting(Protocol):
-    """Writes a version to storage at once; the node's daemon does."""
+    """Writes a version to storage at once. Implemented by the client of the node's daemon."""
 
     def persist_now(self, label: VersionId, timeout_secs: float) -> str | None: ...
 

@@ -570,6 +570,16 @@ def find_needs(
     In the same layout these are the replicated image, and the rank's owned and host images. In
     another layout they are the host images that the rank reads, and the blocks with its ``wanted``
     ranges.
+
+    Args:
+        group: (pp, tp) in the layout that wrote the version.
+        sources: usable blocks of the group.
+        written: layout that wrote the version.
+        topology: placement of the running job.
+        wanted: ranges that each rank needs of another layout.
+
+    Raises:
+        LayoutError: a range is outside of its image.
     """
     images = sources.images
     needs: dict[Coordinate, Sequence[SourceBlock]] = {}

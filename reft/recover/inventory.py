@@ -268,6 +268,13 @@ def arenas_to_report(
 
     That is the first rank of the node that reads for the arena's sharding group, or, for arenas
     that cannot be used, the first rank of the node.
+
+    Args:
+        records: arenas of the rank's node.
+        topology: placement of the running job.
+        rank: the rank.
+        job_id: name of the job.
+        any_layout: arenas of other layouts can be used.
     """
     node = topology.nodes[rank]
 

@@ -54,9 +54,9 @@ class Pool:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self._room = most_bytes
+        self._room = most_bytes  # Bytes that may still be allocated
         self._free: dict[int, list[Bytes]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards both
 
     def take(self, nbytes: int) -> Bytes | None:
         with self._lock:
@@ -100,6 +100,8 @@ class Stripe:
         self._kept: dict[BlockKey, Bytes] = {}
         self._rooms: dict[BlockKey, Bytes] = {}
         self._adds_up = False
+        # Held while a term is added, so that the results are not updated by two threads at a time,
+        # and exactly one of them sees the last term.
         self._lock = threading.Lock()
 
     @property
@@ -521,7 +523,7 @@ class ArenaRebuilder:
         self._rooms: Mapping[BlockKey, BlockSlot] = {}
         self._arena: Arena | None = None
         self._arrived: dict[BlockKey, Fetch] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards _arrived; blocks are written without it, in parallel
 
     def begin(self) -> None:
         """Create the arena; its memory is allocated while blocks arrive. If that fails, the version

@@ -126,7 +126,7 @@ class ArenaWriter:
     # -- exchange with ring peers ------------------------------------------------------------------
 
     def own_facts(self) -> torch.Tensor:
-        """What ring peers need to know before the bytes arrive.
+        """Length and checksums, which ring peers receive before the bytes.
 
         Returns:
             1-D int64: the length of the host blob in bytes, then one checksum for each block that
@@ -622,6 +622,9 @@ class ArenaSet:
             pinned = [*self._unused]
             while (slot := self.slots.choose(pinned)) is not None:
                 arena = self._arenas.get(slot)
+                # The exclusive lock is held until the version is committed or aborted: it keeps the
+                # daemon from reading an arena that is being written, and this rank from writing one
+                # that is being read.
                 if arena is None or arena.try_lock_exclusive():
                     return slot
                 pinned.append(slot)

@@ -710,8 +710,15 @@ class Copier:
 def copy_when_admitted(
     engine: CopyEngine, gate: Gate, pieces: Sequence[Piece] = (), encode: Encode | None = None
 ) -> None:
-    """Copy more pieces of the open version: an asynchronous engine queues them; otherwise the copy
-    waits for the gate."""
+    """Copy more pieces of the open version. An asynchronous engine queues them; with any other the
+    call waits for the gate.
+
+    Args:
+        engine: copies the pieces.
+        gate: admits the copy if the engine is synchronous.
+        pieces: sources and targets.
+        encode: encodes further pieces; see :data:`reft.snapshot.copy_engine.Encode`.
+    """
     if engine.asynchronous:
         engine.copy(pieces, encode=encode)
         return

@@ -77,6 +77,8 @@ class PinnedRanges:
         self._pin = pin
         self._unpin = unpin
         self._chunk_bytes = chunk_bytes
+        # Held while memory is pinned and unpinned, so that two threads never register the same
+        # pages, and the driver's state and ``_pinned`` agree.
         self._lock = threading.Lock()
         self._pinned: dict[tuple[int, int], tuple[list[tuple[int, int]], Any]] = {}
         """Chunks ``(start, stop)`` of each registered memory, and the array that keeps it
@@ -546,6 +548,7 @@ class DeviceCopyEngine(CopyEngine):
             return
         try:
             self._vendor.enter(self.device)
+            # Wait for copies in flight before their streams are reused and their targets unpinned.
             self._side.synchronize()
             self.drain_stream.synchronize()
             with _lock:

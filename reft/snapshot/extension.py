@@ -118,8 +118,14 @@ class VersionFeature:
     # -- the bytes of a version --------------------------------------------------------------------
 
     def read(self, images: LiveImages, label: VersionId, engine: CopyEngine, gate: Gate) -> None:
-        """Copy more of the same state. An asynchronous ``engine`` queues the copies; otherwise
-        each waits for ``gate``."""
+        """Copy more of the same state, such as tensors that only this feature needs.
+
+        Args:
+            images: live tensors, still unchanged.
+            label: name of the version.
+            engine: copies the bytes; an asynchronous engine queues the copies.
+            gate: admits each copy if the engine is synchronous.
+        """
 
     def inspect(self, version: CopiedVersion) -> SkipCause | None:
         """Inspect the copied bytes. Returns why the version must not be sealed, or None."""

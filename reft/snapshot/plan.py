@@ -243,7 +243,7 @@ def _lay_out(blocks: Sequence[Block], offset: int) -> tuple[tuple[PlacedBlock, .
 
 @dataclass(frozen=True)
 class LiveImages:
-    """The stage image of this rank as it lies in the engine's memory."""
+    """The stage image of this rank in the engine's live tensors."""
 
     replicated: SectionImage  # Equal on all DP peers
     owned: SectionImage  # This rank's ZeRO partition

@@ -149,6 +149,7 @@ class SnapshotStats:
     last_error: str | None = None  # Why the snapshots are stale
 
     def commit(self, step: int, traffic: Traffic) -> None:
+        """Count a committed version, and its bytes."""
         self.committed += 1
         self.traffic = traffic
         self.total_traffic.add(traffic)
@@ -214,13 +215,18 @@ class PeerErrors:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # Guards both queues: the worker and other threads record
         self._logged = deque[str](maxlen=_REMEMBERED)
         self._pending = deque[str](maxlen=_PASSED_ON)
 
     def record(self, what: str, error: Exception) -> None:
-        """Log an error once per cause, with a traceback if it is unexpected (neither a ReftError
-        nor an OSError)."""
+        """Log an error once per cause, with a traceback if it is neither a ReftError nor an
+        OSError.
+
+        Args:
+            what: the failure in a few words, which precede the error in the log.
+            error: the error.
+        """
         cause = f"{what}: {type(error).__name__}: {error}"
         known = re.sub(r"\d+", "0", cause)  # The step differs each time the same cause recurs.
         with self._lock:

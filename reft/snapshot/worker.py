@@ -281,7 +281,7 @@ class WrittenError(ReftError):
 _STANDING = TypeAdapter(versions.RejoinState)
 FENCE_SECS = 300.0
 """Most that an optimizer step waits for a copy. Then the version is lost, not the job (P6)."""
-_POLL_SECS = 0.0005  # poll interval of a host that is ahead of its device
+_POLL_SECS = 0.0005  # Poll interval of a host that is ahead of its device
 LATE_PART = 0.25
 """Fraction of a step. When the device is further past a version's state than this and the worker is
 still busy with an older version, the version is given up. The host is not held any longer, so that
@@ -706,8 +706,8 @@ class SnapshotWorker:
         layout = self.layout
         if layout is None:  # dropped because the files were lost
             return Signal.UNFIT
-        # Without a permit: waiting for a reader of the slot, or making a new arena, may take a
-        # minute, and where a window closes training waits for the holder of a permit.
+        # Without a permit, since training waits for the holder of a permit when a window closes,
+        # and waiting for a reader of the slot or creating an arena may take a minute.
         self._writer = self.arenas.begin(
             request.label,
             layout,

@@ -416,8 +416,12 @@ class StateAdapter:
         return replicated.nbytes + missing, 0
 
     def coming_host_bytes(self) -> int:
-        """Host memory that the first step takes, where a device trains."""
-        return 0
+        """Host memory that the first step takes, where a device trains: the moments of an offloaded
+        optimizer, and its gradients, which are there but have no pages before they are written."""
+        names = ("cpu_offload", "offload_optimizer")  # of ZeRO-1 and 2, of ZeRO-3
+        offloaded = any(vars(self.wrapper).get(name) for name in names)
+        missing = self.state.missing_bytes() if offloaded else 0
+        return missing + missing // _MOMENTS
 
     def signature(self) -> Hashable:
         return tuple((p.data_ptr(), p.numel()) for p in self._module_params), self.state.pointers()
@@ -715,11 +719,6 @@ class ZeroAdapter(_PartitionedAdapter):
     def check(self) -> None:
         _check_zero_wrapper(self.wrapper)
         super().check()
-
-    def coming_host_bytes(self) -> int:
-        # Moments, and gradients, which are there but have no pages before they are written.
-        missing = self.state.missing_bytes() if self.wrapper.cpu_offload else 0
-        return missing + missing // _MOMENTS
 
 
 def _check_zero_wrapper(wrapper: Any) -> None:
