@@ -336,7 +336,7 @@ class Persister:
         persist = self.status
         if message != persist.error:
             logger.warning(
-                "%s cannot be persisted to %s: %s; training goes on, it is tried again",
+                "%s cannot be persisted to %s: %s; training continues, and it is tried again",
                 *(label, persist.dir, message),
             )
         stale = persist.stale_since_step if persist.stale_since_step is not None else since.step
