@@ -81,8 +81,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: a job without the block finds none of it imported (P10), and commands stay
-    # light.
+    # Imported on first use, so that a job without a ``reft`` block imports none of it (P10) and
+    # commands start quickly.
     if name == "data":
         return import_module("reft.data")
     with uncollected():

@@ -24,7 +24,7 @@ from reft.errors import ConfigError
 from reft.naming import BLOCK_NAME, JOB_ID, make_run_name
 from reft.protect.codes import short_form
 
-if TYPE_CHECKING:  # It imports numpy, which must not be imported in a job without the block (P10)
+if TYPE_CHECKING:  # Imports numpy, which a job without a ``reft`` block must not import (P10)
     from reft.protect.codes import Scheme
 
 logger = logging.getLogger(__name__)

@@ -57,7 +57,7 @@ _ENVIRONMENT = {
 }
 """Keys of ``--rdzv-conf``, named like etcdctl's options, and the variables that replace them."""
 _MAX_PASSWORD_BYTES = 4096
-_MEMBER_SECS = 2.0  # Time-out of one member in the first turn; it doubles with every turn
+_MEMBER_SECS = 2.0  # Time-out per member in the first round through all members; doubles each round
 _PAUSE_SECS = 0.1
 _CHANNEL_OPTIONS = (
     # Connect directly to the members, even if the environment names a proxy.

@@ -3,8 +3,9 @@
     mpiexec -n 16 reft mpi-run train.py ARGUMENTS
 
 There is no launcher and no rendezvous: ranks, nodes and torch's environment come from MPI. An MPI
-job dies with its first process. The batch script then starts the next step on the remaining nodes
-and the spares. Memory and daemons have stayed on the nodes, and the new step continues from there.
+job dies as soon as any of its processes dies. The batch script then starts a new job step on the
+remaining nodes and the spares. Memory and daemons have stayed on the nodes, and the new job step
+continues from there.
 """
 
 from __future__ import annotations

@@ -461,9 +461,9 @@ class ScriptLook:
         return False
 
     def client_states(self) -> Iterator[Finding]:
-        """Values read from a checkpoint's client state.
+        """Find values that the script reads from a checkpoint's client state.
 
-        A version in memory contains only the client state that was passed to reft.
+        A version in memory lacks them, unless the script passes them to reft.
         """
         attached = self._calls("attach", "initialize")
         if any(keyword.arg == "client_state" for call in attached for keyword in call.keywords):
@@ -661,7 +661,7 @@ def _always_loads(test: ast.If) -> bool:
 
 
 def _counted_from_zero(over: ast.expr) -> ast.Call | None:
-    """The call of ``range(steps)`` or ``range(0, steps)``, unless it uses the engine's step."""
+    """Return ``over`` if it is a ``range`` that starts at 0 and ignores the engine's step."""
     if not (isinstance(over, ast.Call) and _name(over) == "range" and over.args) or _reads_step(
         over
     ):

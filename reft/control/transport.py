@@ -634,7 +634,7 @@ class Tree:
             channel: channel whose other side waits for the message.
             body: the message.
             deadline: time on the monotonic clock.
-            others: channels whose other side waits for this rank meanwhile.
+            others: channels of further ranks that wait for this one meanwhile.
         """
         starts = range(0, max(1, len(body)), PART_BYTES)
         for start in starts:

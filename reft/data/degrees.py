@@ -28,8 +28,8 @@ LINES_OWN = """
     loader = reft.data.loader(dataset, batch_size)    # its position is one of the job"""
 
 POSITION_OF_JOB = "position_of_job"
-"""Attribute of a stateful iterator: whether its state is the same on all replicas and valid at
-every degree."""
+"""Attribute of a stateful iterator: true if its state is the same on all replicas and stays valid
+when the data-parallel degree changes."""
 
 LINES_JOB = """
     iterator.position_of_job = True    # if its state is that of all replicas, at every degree"""

@@ -194,7 +194,9 @@ class Loader(TrackedLoader[Progress]):
 
     @property
     def ends_step(self) -> bool | None:
-        """Whether the batch that is trained on now or next is the replica's last of its step.
+        """Whether the current batch is this replica's last of the step.
+
+        Between two batches, the next one counts.
 
         None without ``order="dynamic"``. Reading this property changes nothing.
         """

@@ -348,10 +348,9 @@ class ConsumedSamples:
     """Samples that a batch sampler has given to torch's loader and that were not handed out yet.
 
     Attributes:
-        ahead: for each micro-batch, the position after it, and the end of its step. The latter is
-            None if replicas have the same number of micro-batches. Otherwise the position is the
-            begin of the step, because only the step's last micro-batch advances the job, to its
-            end.
+        ahead: a pair for each micro-batch. If all replicas have the same number of micro-batches:
+            the position after it, and None. Otherwise the start and the end of its step, because
+            only the step's last micro-batch advances the job.
         ledgers: steps of which nothing is left to take: their ends and ledgers.
         failed: why no more samples can be taken, other than errors of the data set.
     """

@@ -287,7 +287,7 @@ class LoaderIterator(PassReader):
         self._renewed = renewed or adopted
         self._read = 0  # Batches that were taken or read ahead
         self._before_read: dict[str, Any] | None = None
-        # Random states for the next batch, if it is not read under those of training
+        # Random states to set while the next batch is read; None: those of training are used
         self._read_under: dict[str, Any] | None = None
         self._first: dict[str, Any] | None = None
         self._notes_first = reads_lazily(loader)
@@ -447,7 +447,7 @@ def finish_pass(loader: Any, position: Position) -> None:
     """Put the loader's own state where the pass of ``position`` leaves it.
 
     That is the state of generators and persistent workers at the end of the pass, or where an
-    evaluation was broken off. At most one batch is loaded.
+    evaluation stopped early. At most one batch is loaded.
     """
     waits = getattr(loader, "persistent_workers", False) and not has_workers(loader)
     own = (

@@ -125,14 +125,16 @@ class DataPosition:
         # Resumable loaders by name. The references keep them for the last version, which is taken
         # when the script's variables are gone.
         self._trained_loaders: dict[str, Any] = {}
-        # Whether the script read batches ahead, in another thread or since the last version
-        self._elsewhere = self._ahead = False
+        self._elsewhere = False  # Whether the script read batches in another thread
+        self._ahead = False  # Whether it has read batches ahead since the last version
         # Whether a step trained on no batch that was read for it, unlike earlier steps
         self._unread = False
         # How much of a pass was trained on when the script left it; None: reported
         self._left_pass: str | None = ""
         self._reported_unread = False
-        self._may_skip = True  # The script may be skipping batches to its position
+        self._may_skip = (
+            True  # The script may still be skipping batches to get back to where it stopped
+        )
         self._pass: PassReader | None = None
         self._known = False
         self._saved: Position | None = None

@@ -105,7 +105,11 @@ class Registry:
         self._waiting = dict[tuple[str, str], dict[str, Any]]()
 
     def add(self, loader: TrackedLoader[Any]) -> dict[str, Any] | None:
-        """Register a loader; returns its position in a version that was loaded before."""
+        """Register a loader.
+
+        Returns:
+            Its position, if a version was loaded before the loader existed; None otherwise.
+        """
         self._named[loader.kind, loader.name] = loader
         return self._waiting.pop((loader.kind, loader.name), None)
 

@@ -108,7 +108,11 @@ class StepBoundary:
             self._candidates[-1].read = read
 
     def before_read(self, read: object) -> None:
-        """A batch of ``read`` is about to be read."""
+        """A batch is about to be read: capture the host state, once for each pass over a loader.
+
+        Args:
+            read: the pass over the loader.
+        """
         # One capture for each evaluation, not for each of its batches.
         seen = [*(candidate.read for candidate in self._candidates), *self._evaluated]
         if self._open and not self._is_marked and all(one is not read for one in seen):

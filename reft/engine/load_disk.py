@@ -134,8 +134,8 @@ class CheckpointLoader:
     def count_beyond(self, *checkpoints: DiskCheckpoint) -> None:
         """Continue with an incarnation above those of the checkpoints (P3).
 
-        The script's directory may have newer incarnations than this node's memory, if that was
-        lost. All ranks have found the same checkpoints.
+        If this node's memory was lost, the directory that the script loads from may hold newer
+        incarnations than this node knows. All ranks have found the same checkpoints.
         """
         seen = (c.label.incarnation for c in checkpoints if c.label is not None)
         self._job_memory.count_on(1 + max(seen, default=0))

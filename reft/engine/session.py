@@ -280,7 +280,7 @@ class Session:
 
     @property
     def tolerance(self) -> int:
-        """Node losses that every sharding group survives, from the real placement (P4)."""
+        """Number of node losses that every sharding group survives, by the real placement (P4)."""
         return self.protection.record.tolerance
 
     # -- what the script may change ----------------------------------------------------------------

@@ -40,8 +40,8 @@ class Flags(HostState):
             "names": self._names,
             "frozen": [name for name, p in self._parameters.items() if not p.requires_grad],
             "evaluating": [name for name, module in self._modules.items() if not module.training],
-            # Sizes from the configuration may differ with another number of replicas, so they are
-            # saved only if the script has changed them.
+            # Batch sizes from the configuration may differ with another number of replicas, so they
+            # are saved only if the script has changed them.
             "batch": None if (now := self._batch()) == self._start else now,
         }
 

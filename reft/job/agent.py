@@ -235,8 +235,9 @@ class Agent:
     def _notify_peers(self, number: int) -> None:
         """Notify the other nodes that this launcher was stopped.
 
-        This precedes the end of the trainers, because the peers' trainers fail with them. A thread
-        talks to the store, so that a store that hangs delays the exit by a second at most.
+        They are notified before the local trainers are stopped, because that makes the peers'
+        trainers fail. A thread talks to the store, so that a store that hangs delays the exit by a
+        second at most.
         """
 
         def notify() -> None:

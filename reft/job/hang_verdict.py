@@ -133,7 +133,7 @@ class HangDetector:
         return TrainerFailure(ExitCause.PEER, local_rank, EX_PEER_FAILED, diagnosis.reason)
 
     def _waits_for_silent_node(self, local: list[TrainerActivity]) -> bool:
-        """Whether trainers have stalled in communication since a node was removed."""
+        """Whether communication has stalled because trainers wait for a removed node."""
         now = time.monotonic()
         if self._silent_since is None:
             self._silent_since = now

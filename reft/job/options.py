@@ -250,7 +250,7 @@ class LaunchOptions:
     grace_secs: float | None  # Time for trainers after a stop signal; None: as in the block
     stop_secs: float  # Time for trainers to end when a round is over
     free_restarts: int  # Restarts after lost peers, without progress in between
-    restarts_renew: bool  # Failures are counted since the last new version
+    restarts_renew: bool  # Whether each new version resets the count of used restarts
     # Whether the others wait for a replacement of a node that is stopped by a signal
     awaits_replacement: bool
     rank_stride: int  # Stride of the round-robin rank assignment; 0: consecutive ranks on a node

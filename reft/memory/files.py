@@ -220,7 +220,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def bounds(directory: Path, process: Path = _PROCESS, root: Path = _CGROUPS) -> list[Bound]:
-    """All limits on a process's memory: the machine, its control groups and a file system.
+    """All limits on a process's memory: the machine's, its control groups', a file system's.
 
     Args:
         directory: a directory in the file system.

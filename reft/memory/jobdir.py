@@ -299,8 +299,8 @@ def make_job_directory(memory_dir: Path, job_id: str) -> Path:
 
     Raises:
         AuthenticationError: it, or the directory above it, belongs to another user, or others can
-            read or exchange it.
-        ConfigError: the job id is no name of a directory.
+            read or replace it.
+        ConfigError: the job id is not valid as the name of a directory.
     """
     if not JOB_ID.fullmatch(job_id):
         raise ConfigError(

@@ -45,9 +45,9 @@ class Degradation:
     """The protection that is kept while memory is too short for the requested one."""
 
     scheme: str
-    versions: int  # that each rank keeps
-    cause: str  # which node has too little memory, and how much would be enough
-    step: int  # of the first such version
+    versions: int  # Number of versions that each rank keeps
+    cause: str  # Which node has too little memory, and how much would be enough
+    step: int  # Step of the first such version
 
 
 @dataclass(frozen=True)

@@ -155,10 +155,10 @@ class JobStatus:
         return read_scheme(self.board.nodes)
 
     def tolerance_left(self, incarnation: int) -> int | None:
-        """How many further node losses the job survives; None until this incarnation has a version.
+        """How many further node losses the job survives.
 
-        See :func:`reft.node.tolerance.tolerance_now`. Every rank must have a version of the
-        incarnation.
+        None until every rank has a version of this incarnation. See
+        :func:`reft.node.tolerance.tolerance_now`.
         """
         nodes = self.board.nodes
         _, holders = find_holders(nodes)

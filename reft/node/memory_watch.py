@@ -87,8 +87,8 @@ class MemorySample:
 
 
 class _Growth(NamedTuple):
-    first: MemorySample  # Ends of the stretch that grows
-    last: MemorySample
+    first: MemorySample  # First sample of the period in which memory grew
+    last: MemorySample  # Last sample of that period
     bytes_per_sec: float
 
 
@@ -251,7 +251,7 @@ class MemoryWatch:
     The values come from the kernel's files and from the trainers' progress pages.
 
     Attributes:
-        uses: every memory that limits the trainers.
+        uses: use of every kind of memory whose limit applies to the trainers.
         runs_out: forecasts of the memories that are running out, the soonest first.
     """
 

@@ -92,7 +92,9 @@ def read_records(ring: Array[StepRecord]) -> Iterator[StepTimes]:
 
 
 class StepClock:
-    """Measures how the current step divides. The training thread uses it at every instruction.
+    """Measures how much of the current step each phase takes.
+
+    The training thread uses it at every instruction.
 
     Args:
         ring: RECORDS records for the completed steps.

@@ -254,7 +254,7 @@ class _CoreOfTraining:
 
 
 def _of_libc(library: Callable[[None], ctypes.CDLL], name: str) -> Callable[[], int] | None:
-    """A function of the C library without arguments; None if it does not exist."""
+    """Look up a C library function that takes no arguments; None if the library lacks it."""
     try:
         function: Callable[[], int] = getattr(library(None), name)
     except (OSError, AttributeError):

@@ -1,1 +1,1 @@
-"""Decisions on protection: its scheme, and how often versions are taken."""
+"""Decides how the state is protected: by which scheme, and how often versions are taken."""

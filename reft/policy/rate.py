@@ -181,7 +181,7 @@ def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
 
 
 def effective_part(interval_secs: float, cost_secs: float, mtbf_secs: float) -> float:
-    """Fraction of time spent on training that is not lost, for instant recovery (L = R = 0)."""
+    """Fraction of time that is training which lasts, if recovery takes no time (L = R = 0)."""
     cycle = (interval_secs + cost_secs) / mtbf_secs
     return 0.0 if cycle > _MOST_EXPONENT else interval_secs / (expm1(cycle) * mtbf_secs)
 

@@ -62,7 +62,7 @@ def learned_risk(
 def dividing(persist_steps: int) -> Callable[[int], int]:
     """A function that rounds intervals up to divisors or multiples of a fixed storage interval.
 
-    A version then exists at every step that is due on storage.
+    So there is a version at every step at which a checkpoint has to be written to storage.
 
     Args:
         persist_steps: interval on storage; 0 if it is not fixed, and nothing is rounded.

@@ -549,7 +549,7 @@ class SchemeSwitch(SchemePolicy):
 
         Args:
             label: the version before the change.
-            cause: why it differs from the requested one; None if it does not.
+            cause: why the protection in force is not the requested one; None if it is.
         """
         level = self._ladder[self.in_force.level]
         degraded = None

@@ -188,8 +188,8 @@ def _find_meetings(
             sends = by_name[sender.rank, number, f"Send{what}"]
             receives = by_name[receiver.rank, number, f"Recv{what}"]
             if not _match(sends, receives):
-                # In a schedule that sends both ways (DualPipeV), the order does not tell on any
-                # stage which send belongs to which receive.
+                # In a schedule that sends both ways (DualPipeV), sends and receives cannot be
+                # paired by their order on any stage.
                 pairs = []
                 break
             error = sender.offset.error_to(receiver.offset)

@@ -520,8 +520,8 @@ class CupyBackend(Backend):
 def _processors(device: int) -> int:
     """Number of multiprocessors (AMD: compute units).
 
-    ``Device.attributes`` lacks it on AMD's devices, because it uses the numbering of an old HIP
-    (CuPy's issue 7676, open in 2026).
+    ``Device.attributes`` lacks it on AMD's devices, because CuPy uses the attribute numbers of an
+    old HIP release (CuPy's issue 7676, open in 2026).
     """
     return int(_usable_cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
@@ -644,7 +644,7 @@ def solve_ragged(
 
     Args:
         rows: coefficients of the sources, one row for each equation.
-        matrix: coefficients of the targets, square and regular.
+        matrix: coefficients of the targets; square and invertible.
         sources: buffers, at most as long as the targets; shorter ones count as zero-padded.
         targets: buffers of equal length, a multiple of 128 bytes; overwritten.
 

@@ -316,7 +316,7 @@ class LinearSystem:
     matrix: Matrix  # Coefficients, shape (parities, unknown), uint8
 
     def solve(self) -> dict[int, dict[int, int]]:
-        """For every determined unknown, the coefficient of each parity in its solution."""
+        """For each unknown that can be solved for, the coefficients of the parities."""
         rows, columns = self.matrix.shape
         reduced, pivots = reduce_rows(
             np.hstack([self.matrix, np.eye(rows, dtype=np.uint8)]), columns

@@ -54,7 +54,7 @@ LOG = {value: i for i, value in enumerate(EXP)}
 
 
 def power(exponent: int) -> int:
-    """2 to the power ``exponent`` (any integer)."""
+    """2 to the power of ``exponent`` (any integer) in GF(2^8)."""
     return EXP[exponent % ORDER]
 
 

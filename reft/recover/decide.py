@@ -24,9 +24,9 @@ from reft.memory.header import Entry
 from reft.protect.codes import parse_block_code
 from reft.recover.inventory import (
     ArenaRecord,
-    ArenaSet,
     Inventory,
     InventorySummary,
+    OpenArenas,
     block_tables,
     find_corrupt,
     listing,
@@ -295,7 +295,7 @@ def offline_topology(inventories: Sequence[Inventory], job_id: str) -> Topology:
 def plan_verified(
     inventories: Sequence[Inventory],
     topology: Topology,
-    arenas: ArenaSet,
+    arenas: OpenArenas,
     *,
     job_id: str,
     bad: frozenset[BlockSource] = frozenset(),
@@ -319,18 +319,18 @@ def plan_verified(
 #
 # Sorted by offset, the blocks of an image must cover [0, image_bytes) without a gap or an overlap.
 
-Variant = tuple[int, int, int]
+BlockVariant = tuple[int, int, int]
 """Start, length and checksum; entries with equal values have the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredVersion:
+class _StoredBlock:
     node: str
     arena: str
     entry: Entry
 
     @property
-    def variant(self) -> Variant:
+    def variant(self) -> BlockVariant:
         return self.entry.start_bytes, self.entry.nbytes, self.entry.checksum
 
     def __str__(self) -> str:
@@ -403,7 +403,7 @@ def _collect_layout(
 
 def _decoding(
     records: Sequence[ArenaRecord],
-    stored: Mapping[Image, Mapping[BlockKey, Sequence[_StoredVersion]]],
+    stored: Mapping[Image, Mapping[BlockKey, Sequence[_StoredBlock]]],
     replicated: Sequence[SourceBlock],
     bad: frozenset[tuple[str, str, BlockKey]],
 ) -> tuple[tuple[LostBlock, ...], Mapping[BlockKey, SourceBlock], str | None]:
@@ -434,8 +434,8 @@ def _decoding(
 
 def _by_image(
     records: Iterable[ArenaRecord], size: int
-) -> dict[Image, dict[BlockKey, list[_StoredVersion]]]:
-    images: dict[Image, dict[BlockKey, list[_StoredVersion]]] = {}
+) -> dict[Image, dict[BlockKey, list[_StoredBlock]]]:
+    images: dict[Image, dict[BlockKey, list[_StoredBlock]]] = {}
     for record in sorted(records, key=lambda r: (r.node, r.path)):
         for entry in record.header.entries:
             key = entry.key
@@ -443,12 +443,12 @@ def _by_image(
                 continue
             image = (key.section, -1 if key.section is Section.REPLICATED else key.member)
             keys = images.setdefault(image, {})
-            keys.setdefault(key, []).append(_StoredVersion(record.node, record.path, entry))
+            keys.setdefault(key, []).append(_StoredBlock(record.node, record.path, entry))
     return images
 
 
 def _usable_blocks(
-    keys: Mapping[BlockKey, Sequence[_StoredVersion]], bad: frozenset[tuple[str, str, BlockKey]]
+    keys: Mapping[BlockKey, Sequence[_StoredBlock]], bad: frozenset[tuple[str, str, BlockKey]]
 ) -> tuple[tuple[SourceBlock, ...], list[tuple[BlockKey, str]], list[str]]:
     """Blocks of one image with an intact source, keys without one and why, and descriptions of
     copies that differ."""
@@ -475,13 +475,13 @@ def _usable_blocks(
     )
 
 
-def _prevailing(sources: Sequence[_StoredVersion]) -> Variant:
+def _prevailing(sources: Sequence[_StoredBlock]) -> BlockVariant:
     """The variant that is restored everywhere if copies differ: the owner's, otherwise the most
     frequent."""
     first = sources[0].variant
     if all(s.variant == first for s in sources):
         return first
-    votes: dict[Variant, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    votes: dict[BlockVariant, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for source in sources:
         owners, copies = votes[source.variant]
         votes[source.variant] = (owners + source.entry.owner, copies + 1)
@@ -489,7 +489,7 @@ def _prevailing(sources: Sequence[_StoredVersion]) -> Variant:
 
 
 def _describe_divergence(
-    key: BlockKey, equal: Sequence[_StoredVersion], good: Sequence[_StoredVersion]
+    key: BlockKey, equal: Sequence[_StoredBlock], good: Sequence[_StoredBlock]
 ) -> str:
     others = ", ".join(str(s) for s in good if s not in equal)
     return (
@@ -499,7 +499,7 @@ def _describe_divergence(
     )
 
 
-def _source_block(key: BlockKey, sources: Sequence[_StoredVersion]) -> SourceBlock:
+def _source_block(key: BlockKey, sources: Sequence[_StoredBlock]) -> SourceBlock:
     nodes: dict[str, tuple[str, int]] = {}
     owners: list[str] = []
     for source in sources:
@@ -514,7 +514,7 @@ def _source_block(key: BlockKey, sources: Sequence[_StoredVersion]) -> SourceBlo
 
 
 def _find_hole(
-    blocks: Sequence[SourceBlock], stored: Mapping[BlockKey, Sequence[_StoredVersion]]
+    blocks: Sequence[SourceBlock], stored: Mapping[BlockKey, Sequence[_StoredBlock]]
 ) -> str | None:
     """Describe the first gap or overlap of the blocks of an image; None if there is none."""
     sizes = {s.entry.image_bytes for sources in stored.values() for s in sources}
@@ -567,9 +567,9 @@ def find_needs(
 ) -> dict[Coordinate, Sequence[SourceBlock]]:
     """Find the blocks of one old sharding group that each rank fetches.
 
-    In the same layout these are the replicated image, and the rank's owned and host images. In
-    another layout they are the host images that the rank reads, and the blocks with its ``wanted``
-    ranges.
+    If the layout is unchanged, a rank fetches the blocks of the replicated image and of its own
+    owned and host images. If it has changed, a rank fetches the host images that it reads, and the
+    blocks that contain its ``wanted`` ranges.
 
     Args:
         group: (pp, tp) in the layout that wrote the version.

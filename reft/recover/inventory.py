@@ -113,7 +113,7 @@ def _unpack_header(head: bytes, packed: bytes) -> ArenaHeader:
     return replace(header, entries=unpack_entries(rows.tobytes()))
 
 
-ArenaSet = Mapping[tuple[str, str], Arena]  # Opened arenas by (node, file name)
+OpenArenas = Mapping[tuple[str, str], Arena]  # Opened arenas by (node, file name)
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class ArenaStore:
                 ).start()
 
 
-def _close(arenas: ArenaSet) -> None:
+def _close(arenas: OpenArenas) -> None:
     for arena in arenas.values():
         arena.close()
 
@@ -213,7 +213,7 @@ def open_job(job_dirs: Sequence[Path]) -> dict[str, JobDir]:
 
 
 def find_corrupt(
-    label: VersionId, fetches: Iterable[Fetch], arenas: ArenaSet
+    label: VersionId, fetches: Iterable[Fetch], arenas: OpenArenas
 ) -> frozenset[BlockSource]:
     """Find sources that cannot be read, or whose bytes no longer match their checksum (P5).
 
@@ -238,7 +238,7 @@ def find_corrupt(
     return frozenset(bad)
 
 
-def stored_bytes(fetch: Fetch, arenas: ArenaSet) -> memoryview:
+def stored_bytes(fetch: Fetch, arenas: OpenArenas) -> memoryview:
     """View the source's bytes in the mapped arena, without a check. Shorter than ``fetch.nbytes``
     if the arena ends before."""
     return arenas[fetch.node, fetch.arena].data[
@@ -246,7 +246,7 @@ def stored_bytes(fetch: Fetch, arenas: ArenaSet) -> memoryview:
     ]
 
 
-def matches(fetch: Fetch, arenas: ArenaSet) -> bool:
+def matches(fetch: Fetch, arenas: OpenArenas) -> bool:
     """Whether the source's bytes match the checksum taken when they were copied."""
     data = stored_bytes(fetch, arenas)
     # P5: compare the length too, since the stored checksum could be that of a shorter block.

@@ -29,7 +29,7 @@ from reft.protect.backend import NumpyBackend, combine_ragged, solve_ragged
 from reft.protect.codes import Scheme, unpack_checksums
 from reft.protect.placement import place_group
 from reft.protect.rs import CELL_BYTES, Row, reduce_rows
-from reft.recover.inventory import ArenaRecord, ArenaSet, ArenaStore, matches, stored_bytes
+from reft.recover.inventory import ArenaRecord, ArenaStore, OpenArenas, matches, stored_bytes
 from reft.recover.plan import (
     BlockSource,
     Fetch,
@@ -379,7 +379,7 @@ class Decoder:
 
 
 def rebuild_offline(
-    plan: RecoveryPlan, arenas: ArenaSet, place: ArenaStore
+    plan: RecoveryPlan, arenas: OpenArenas, place: ArenaStore
 ) -> frozenset[BlockSource]:
     """Decode all lost blocks on this machine, where all arenas can be read. Returns corrupt
     sources, which the next plan has to avoid."""
@@ -407,8 +407,8 @@ def rebuild_offline(
 # the version's own label: the version is then as protected as before the loss. Until then the arena
 # is marked WRITING, and a recovery that starts again ignores it (P3).
 #
-# This is done only for schemes with copies. With a code, recomputation, another scheme or another
-# ring, or after an error, the restored state is taken again as a new version.
+# This is done only for schemes that store copies. With an erasure code or recomputation, if scheme
+# or ring has changed, or after an error, a new version of the restored state is taken instead.
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,10 @@ from reft.recover.decide import (
 )
 from reft.recover.inventory import (
     ArenaRecord,
-    ArenaSet,
     ArenaStore,
     Inventory,
     InventorySummary,
+    OpenArenas,
     Summary,
     arenas_to_report,
     block_tables,
@@ -169,7 +169,7 @@ class Participant:
 
 
 # This rank's part of a stage; returns the sources that it refuses
-Stage = Callable[[], frozenset[BlockSource] | None]
+RecoveryStage = Callable[[], frozenset[BlockSource] | None]
 
 
 class CorruptionKind(StrEnum):
@@ -225,7 +225,7 @@ class BadSources:
         self,
         plans: Mapping[Group, RecoveryPlan],
         parts: Mapping[Group, Iterable[int]],
-        stage: Stage,
+        stage: RecoveryStage,
         flaw: CorruptionKind,
     ) -> bool:
         """Run ``stage`` on every rank and record the sources that any rank refuses. Collective.
@@ -360,7 +360,7 @@ class Recovery:
         self._completing = completing
         self._any_layout = any_layout
         self._ledger = BadSources(me)
-        self._arenas: ArenaSet = {}
+        self._arenas: OpenArenas = {}
         self._moved: list[TransferStats] = []
         self._found: _GroupFindings
 
@@ -408,7 +408,7 @@ class Recovery:
             with self._me.place.opened(found.inventory, wait=False) as self._arenas:
                 decodes = found.decision.decodes
                 if decodes:
-                    self._rebuild()
+                    self._decode_lost()
                 elif self._carry_out(prepare, copy):
                     repairs = self._ledger.repairs(self._found.own)
                     outcome = RecoveryOutcome(self._found.own, self._stats(), repairs, attempt)
@@ -419,7 +419,7 @@ class Recovery:
             self._plan()
         raise AssertionError("unreachable")
 
-    def _rebuild(self) -> None:
+    def _decode_lost(self) -> None:
         """Decode blocks that no node holds, so that the next plan finds them. Collective.
 
         Corrupt sources are recorded; a later round decodes the blocks that need them from others.
@@ -512,13 +512,13 @@ class Recovery:
                 self._ask(pieces)
             return self._all_right(move_state, move_kept, completion.seal)
 
-    def _all_right(self, *stages: Stage) -> bool:
+    def _all_right(self, *stages: RecoveryStage) -> bool:
         """Run the stages in order, until a rank refuses a source. Returns whether none did."""
         known = {group: plan.with_kept() for group, plan in self._found.plans.items()}
         return not any(self._share(known, stage, CorruptionKind.IN_TRANSIT) for stage in stages)
 
     def _share(
-        self, plans: Mapping[Group, RecoveryPlan], stage: Stage, flaw: CorruptionKind
+        self, plans: Mapping[Group, RecoveryPlan], stage: RecoveryStage, flaw: CorruptionKind
     ) -> bool:
         """Call :meth:`BadSources.share`. Blocks that arrived corrupt are then checked in their
         arena, to distinguish damaged memory from a damaged transfer."""

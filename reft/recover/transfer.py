@@ -30,7 +30,7 @@ from reft.errors import ReftError, TransferError
 from reft.faults import FaultPlan
 from reft.grid import BlockKey, Topology
 from reft.memory.header import checksum
-from reft.recover.inventory import ArenaSet
+from reft.recover.inventory import OpenArenas
 from reft.recover.plan import (
     BlockSource,
     Fetch,
@@ -50,7 +50,7 @@ RoomFor = Callable[[Fetch], torch.Tensor | None]
 """Returns separate memory in which a block from another node is received (1-D uint8, CPU, of its
 length), or None to use a buffer that is reused."""
 Arrived = Callable[[int, Fetch, torch.Tensor], None]
-"""Receives a block that has arrived: its number for :meth:`Inbox.used`, the fetch, the bytes."""
+"""Called for each arrived block, with its number for :meth:`Inbox.used`, the fetch, the bytes."""
 
 
 class Inbox:
@@ -279,7 +279,7 @@ def execute(
     plans: Sequence[RecoveryPlan],
     topology: Topology,
     control: ControlGroup,
-    arenas: ArenaSet,
+    arenas: OpenArenas,
     sink: Sink,
     *,
     copy: Copy = lambda fetch, data: checksum(data.numpy().data),
@@ -349,7 +349,7 @@ class _Transfer:
         self._bytes_from: Counter[str] = Counter({str(kind): 0 for kind in SourceKind})
 
     def run(
-        self, arenas: ArenaSet, room_for: RoomFor, window_bytes: int
+        self, arenas: OpenArenas, room_for: RoomFor, window_bytes: int
     ) -> tuple[TransferStats, frozenset[BlockSource]]:
         started = time.perf_counter()
         self._stored = {place: _as_tensor(arena.data) for place, arena in arenas.items()}

@@ -347,7 +347,7 @@ class _Warnings(logging.Handler):
 
 
 def find_cause(key: str) -> str:
-    """The cause to which an item of the captured state belongs."""
+    """The category that explains a difference in this item of the captured state."""
     if ".start." in key:  # A position in the data includes the generators that chose the order
         return GENERATORS
     parts = key.split(".")

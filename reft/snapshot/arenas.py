@@ -529,7 +529,7 @@ class ArenaSet:
                     self._arena(slot, layout).unlock()
                 except OutOfMemoryError:
                     raise
-                # A reader has locked the slot; a version that needs it will try again.
+                # A reader has locked the slot; the next version that needs it tries again.
                 except ArenaError as error:
                     logger.info("memory for snapshots: %s", error)
                     pinned = True
@@ -550,7 +550,7 @@ class ArenaSet:
                 that hold no version that is needed (P3).
         """
         self._wanted = count
-        self._unused = self.slots.given_up(count, self._unused)
+        self._unused = self.slots.slots_to_free(count, self._unused)
         for slot in self._unused:
             arena = self._arenas.pop(slot, None)
             if arena is not None:
@@ -586,7 +586,10 @@ class ArenaSet:
         return free_bytes(self._files.job_dir)
 
     def commit(self, writer: ArenaWriter) -> None:
-        """Record that all ranks have sealed the version. It is committed even if this fails."""
+        """Record that all ranks have sealed the version.
+
+        The version counts as committed even if this record cannot be written.
+        """
         try:
             writer.arena.commit()
             # Remove files of an earlier incarnation with more slots or ranks. Only after a commit:

@@ -375,7 +375,7 @@ class CallOrder:
         self._version = 0
         self._active = 0
         self._draining = 0
-        self._stuck = False  # A call is in progress that was already waited for in vain
+        self._stuck = False  # A call is still running although a wait for it has timed out
         # Guards all fields: once ``fence`` has set ``_open`` to False, no copy can begin, and
         # ``_active`` counts exactly those that it has to wait for.
         self._changed = threading.Condition()

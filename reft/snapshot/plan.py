@@ -8,6 +8,10 @@ plan without communication. A *stage image* is the state of one (pp, tp) as a se
 - ``host``: encoded host state of one rank (RNG, schedulers, counters, client state), of variable
   length. It belongs to its member like a partition.
 
+Schemes: ``arc`` keeps copies, ``aec`` one XOR parity, ``rs:K`` K Reed-Solomon parities, ``X+Y``
+both. :class:`~reft.protect.placement.GroupPlacement` says who keeps whose bytes: ``kept_by(m)`` is
+member m itself, then its successors on the ring; ``holders_of(m)`` is m, then its predecessors.
+
 With an erasure code (AEC of the REFT paper) a member also stores parity blocks of the replicated
 section, computed from its own replica, and sends the checksums of its replicated blocks to its ring
 peers with its host block. If peers' optimizers are recomputed (AOR of the REFT paper), it also

@@ -35,7 +35,7 @@ Who owns what:
 
 - **The live tensors** belong to training, except while :attr:`Version.holds_training`.
 - **A slot** belongs to the version that is WRITING or SEALED in it, then to the newest commit.
-  Only :meth:`Slots.choose` decides which slot may be written, and only :meth:`Slots.given_up`
+  Only :meth:`Slots.choose` decides which slot may be written, and only :meth:`Slots.slots_to_free`
   which memory may be freed.
 - **The gate of the windows** is entered when a paced version is handed over and left when no byte
   of it remains to be copied: effects :class:`EnterGate` and :class:`LeaveGate`.
@@ -143,10 +143,10 @@ class Task(Enum):
     WAIT = auto()  # Wait for a version or the end: `TURN`
     # `UNFIT`; or `BEGIN`, `SlotTaken`, `Released` and then `COPIED`; or, at any point, `CopyFailed`
     COPY = auto()
-    VOTE_COPIED = auto()  # `Voted`
+    VOTE_COPIED = auto()  # Vote on whether all ranks have copied: `Voted`
     LAYOUT = auto()  # Agree on a new layout: `LAID_OUT`
     SEAL = auto()  # `DRAINED` if a part was staged, then `SEALED` or `SealFailed`
-    VOTE_SEALED = auto()  # `Voted`
+    VOTE_SEALED = auto()  # Vote on whether all ranks have sealed: `Voted`
     SWITCH = auto()  # Between two versions, change the protection if requested: `SWITCHED`
     REJOIN = auto()  # Close all connections and connect again: `Rejoined` or `RejoinFailed`
     END = auto()  # No more versions are taken
@@ -410,7 +410,7 @@ class Slots:
         free = [i for i in range(len(self.held)) if i not in self.kept and i not in pinned]
         return min(free, key=self._age, default=None)
 
-    def given_up(self, count: int, unused: Collection[int] = ()) -> frozenset[int]:
+    def slots_to_free(self, count: int, unused: Collection[int] = ()) -> frozenset[int]:
         """Choose slots whose memory is freed, so that about ``count`` remain.
 
         Slots in :attr:`kept` remain, and at least one that may be written.

@@ -873,7 +873,7 @@ class SnapshotWorker:
     def _await_check(self) -> SkipCause | None:
         """Wait until the training thread has compared the write counts, at its fence at the latest.
         A slot that is recorded SEALED before that could be recovered although the script had
-        written to its tensors. Returns why the version must not be sealed."""
+        written to its tensors. Returns why the version must not be sealed; None if it may be."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._state.head.unchecked or self._state.head.cause is not None

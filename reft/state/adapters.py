@@ -130,7 +130,7 @@ class OptimizerState:
         return [
             [
                 {
-                    # Nearly always one counter per parameter: no path is made up for it.
+                    # Usually one counter per parameter, which needs no name for an error message.
                     k: v.detach().clone() if type(v) is torch.Tensor else _copied(v, _name(g, i, k))
                     for k, v in self._entries(p)
                     if _kind(v, p) == _HOST

@@ -32,7 +32,7 @@ def has_attributes(owner: Any) -> bool:
 
 
 def capture(owner: Any) -> dict[str, bytes]:
-    """What its ``state_dict`` returns, or else its attributes that are state; each encoded."""
+    """Encode the state of ``owner``: its ``state_dict``, or else the attributes that hold state."""
     if objects.is_stateful(owner):
         state = _encoded(owner.state_dict())
         return {} if state is None else {_STATE: state}

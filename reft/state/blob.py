@@ -112,7 +112,7 @@ class HostBlob:
                 [name, str(buffer.dtype).removeprefix("torch."), list(buffer.shape), offset]
                 for (name, buffer), offset in zip(late.items(), offsets, strict=True)
             ]
-            # The last one: its bytes are the block's end.
+            # _BYTES is the last key, so that its bytes are the end of the encoded block.
             blob = LateBlob(codec.encode(block | {_BYTES: bytes(nbytes)}))
             blob._land = land
             return blob

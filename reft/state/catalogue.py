@@ -142,7 +142,8 @@ class SectionImage:
     def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         detached = [(name, t.detach()) for name, t in tensors]
         kept = _without_aliases(detached)
-        # Aliases too: a view whose ``.data`` was assigned has a version counter of its own.
+        # Aliases are watched too: a view whose ``.data`` was assigned has a version counter of its
+        # own.
         self._watched = [(name, t) for name, t in detached if not t.is_inference()]
         self.specs: tuple[TensorSpec, ...] = tuple(TensorSpec.of(name, t) for name, t in kept)
         # The memory of each as 1-D uint8, in memory order.
@@ -175,7 +176,7 @@ class SectionImage:
         """The same image, in which copies stand for some tensors.
 
         Args:
-            names: of the tensors that are replaced, which are no longer counted as written.
+            names: tensors to replace. The returned image no longer watches them for writes.
 
         Returns:
             The image, and for every replaced tensor ``(copy, live bytes)``, both 1-D uint8 on its

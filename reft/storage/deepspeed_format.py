@@ -307,7 +307,7 @@ def read_shape(host_state: HostState) -> bytes:
 
 
 class _PerStepValues:
-    """Maps values that a live engine saves to paths in the host state of the same step."""
+    """Finds, for each value that a live engine saves, its path in the host state of that step."""
 
     def __init__(self, engine: Any, host_state: HostState) -> None:
         self._adapter: Mapping[str, Any] = host_state["adapter"]

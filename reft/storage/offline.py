@@ -17,7 +17,7 @@ from reft.memory.arena import Arena, scan
 from reft.memory.fingerprint_record import newest_record
 from reft.memory.header import Entry
 from reft.recover.decide import offline_topology, plan_recovery, plan_verified
-from reft.recover.inventory import ArenaSet, ArenaStore, Inventory, open_job
+from reft.recover.inventory import ArenaStore, Inventory, OpenArenas, open_job
 from reft.recover.plan import Fetch, NotRecoverable, RecoveryPlan
 from reft.recover.rebuild import rebuild_offline
 from reft.storage import fence
@@ -173,7 +173,7 @@ class _OpenedPlaces:
 
     plan: RecoveryPlan | NotRecoverable
     inventories: list[Inventory]
-    arenas: ArenaSet
+    arenas: OpenArenas
     corrupt_blocks: int
 
     def source(self, plan: RecoveryPlan, secret: bytes) -> VersionSource:
@@ -237,7 +237,7 @@ def _export(
     return OfflineResult(written, found.plan, found.corrupt_blocks)
 
 
-def _blocks(plan: RecoveryPlan, at: Coordinate, arenas: ArenaSet) -> list[BlockInFile]:
+def _blocks(plan: RecoveryPlan, at: Coordinate, arenas: OpenArenas) -> list[BlockInFile]:
     sizes = {section: plan.image_bytes(at, section) for section in STATE_SECTIONS}
 
     def block(f: Fetch) -> BlockInFile:

@@ -2,7 +2,8 @@
 
 All nodes share a checkpoint's working directory::
 
-    <dir>/.global_step40.2.3-1f0c9ab3.tmp/   tag, incarnation, incarnation that writes, job
+    <dir>/.global_step40.2.3-1f0c9ab3.tmp/   tag global_step40, a version of incarnation 2, written
+                                             by incarnation 3 of the job 1f0c9ab3
         pp0.dp0.tp0.arena ...                the checkpoint's files, of each coordinate
         .staging/part-<coordinate>.json      complete files of a coordinate, with checksums
         .staging/failed-<node>.json          why a node gave up
@@ -13,9 +14,9 @@ again when they are read (P5, P11). A record appears under its final name only a
 
 The order of operations keeps a checkpoint loadable whatever is killed. All files are on storage
 before the directory gets its name. The name is on storage before ``latest`` refers to it. Nothing
-older is removed before that. An incarnation that was replaced is refused, wherever it was stopped
-(:mod:`reft.storage.fence`). So is a version older than the one that ``latest`` names: a node that
-was cut off must not overwrite what its successors wrote.
+older is removed before that. A replaced incarnation can no longer publish, wherever it was
+interrupted (:mod:`reft.storage.fence`). A version older than the one that ``latest`` names is
+refused, too: a node that was cut off must not overwrite what its successors wrote.
 """
 
 from __future__ import annotations

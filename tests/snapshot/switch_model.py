@@ -1,7 +1,7 @@
 """What a rank keeps, and how it changes: memory short on a rank, room again, an order, a layout agreed anew.
 
 Which level is tried, and whether the ranks move to it, says the real
-:class:`~reft.policy.switching.ActiveProtection`; which slots are given up, the real :meth:`Slots.given_up`; which
+:class:`~reft.policy.switching.ActiveProtection`; which slots are given up, the real :meth:`Slots.slots_to_free`; which
 arenas are made anew, the real :meth:`Slots.choose`. Around them stands what :class:`ArenaSet` and
 :class:`SchemeSwitch` do: one file after the other is removed or made anew, any of which may fail, and after all of it
 the ranks tell each other whether they could. Whose memory is short, and when, is left open: any rank at any vote.
@@ -150,7 +150,7 @@ class SwitchingRank(OneRank):
     @staticmethod
     def _use(rank: Rank, count: int) -> Rank:
         """:meth:`ArenaSet.use`."""
-        unused = rank.state.slots.given_up(count, rank.keeps.unused)
+        unused = rank.state.slots.slots_to_free(count, rank.keeps.unused)
         for slot in unused:
             rank = write(rank, slot, EMPTY)
         return replace(rank, keeps=replace(rank.keeps, unused=unused, count=count))
@@ -197,7 +197,7 @@ class SwitchingRank(OneRank):
     def _try(self, rank: Rank, tried: int) -> Iterator[Move]:
         keeps = replace(rank.keeps, tried=tried, before=len(rank.files) - len(rank.keeps.unused))
         level = self._level(keeps)
-        unused = rank.state.slots.given_up(level.arenas, keeps.unused)
+        unused = rank.state.slots.slots_to_free(level.arenas, keeps.unused)
         keeps = replace(keeps, unused=unused, count=level.arenas)
         yield f"tries {level}, gives up {sorted(unused)}", replace(rank, keeps=keeps)
 

@@ -338,7 +338,7 @@ def test_p3_holds_through_orders_and_short_memory_one_after_the_other() -> None:
 
 
 class GreedySlots(Slots):
-    def given_up(self, count: int, unused: Collection[int] = ()) -> frozenset[int]:
+    def slots_to_free(self, count: int, unused: Collection[int] = ()) -> frozenset[int]:
         order = sorted(range(len(self.held)), key=lambda slot: (slot in unused, slot))
         return frozenset(order[count:])
 

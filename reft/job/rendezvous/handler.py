@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _JOIN_SHARE = 0.9  # Share of ``join_timeout`` after which a waiting node stops hoping for others
 _ALONE_SECS = 5.0
-"""A node that is to be replaced keeps its place if no other node has waited for it this long."""
+"""A node loses its place to another one only after that has waited for the place this long."""
 _RECONNECT_SECS = 0.5
 """Time in which a living node that has lost its connection connects again."""
 _MIN_POLL_SECS, _MAX_POLL_SECS = 0.1, 1.0

@@ -502,7 +502,7 @@ def _read(state: MembershipState, event: StateRead, now: float, rules: JobRules)
     ended = event.ended if state.is_between_rounds else frozenset[str]()
     expired = now - rules.expiry_secs
     lost = {name for name, node in state.nodes.items() if node.alive_at < expired or name in ended}
-    lost.discard(event.node)  # A node that reads is alive
+    lost.discard(event.node)  # A node that has just read the state is alive
     took_part = any(state.role(name) is Role.TRAINS for name in lost)
     for name in lost:
         del state.nodes[name]

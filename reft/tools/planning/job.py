@@ -137,7 +137,7 @@ class PlannedJob:
         return self.training.stage_parameters(stage_id)
 
     def state_bytes(self, stage_id: int) -> int:
-        """All state of one device in bytes, which it would copy without sharding."""
+        """Bytes that one device would copy if the data-parallel ranks did not share the work."""
         sections = self._sections(stage_id)
         return sections.replicated_bytes + self.training.data * sections.owned_bytes
 

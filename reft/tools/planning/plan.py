@@ -144,7 +144,7 @@ def make_plan(
             "secs": step,
             "bubble_fraction": sum(s.idle_secs for _, s in stages) / (len(stages) * step),
             "copy_bytes_per_sec": stages[0][1].bandwidth.window,
-            # Source of step, windows and cost of copies; transfers to peers are estimated.
+            # Where step, windows and copy cost come from; transfers to peers are always estimated.
             "source": pace.estimator,
         },
         "rate": {

@@ -1,4 +1,4 @@
-"""Estimates what failures cost a job without reft and with it, and how likely its memory survives.
+"""Estimates what failures cost a job with and without reft, and how likely versions survive them.
 
 Failures of nodes are assumed to be independent, with a constant rate.
 """
