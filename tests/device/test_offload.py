@@ -170,7 +170,7 @@ def live(root: Path) -> dict[str, Any]:
     [
         ("zero2", [[NAME], ["cpu"]]),
         pytest.param("zero3", [[], [NAME]], marks=pytest.mark.integration),
-        ("zero3_offloaded", [[], ["cpu", NAME]]),
+        pytest.param("zero3_offloaded", [[], ["cpu", NAME]], marks=pytest.mark.integration),
     ],
 )
 def test_p2_p3_p8_a_job_with_state_on_device_and_host_continues_bit_for_bit(

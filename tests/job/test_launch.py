@@ -291,7 +291,8 @@ def test_a_launch_that_cannot_start_is_exit_code_2_and_leaves_no_directory(
 def hang_up_ignored() -> Iterator[None]:
     """As under ``nohup``."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     yield
     for number, handler in before.items():
