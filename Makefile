@@ -64,12 +64,12 @@ wheel-check: wheel  ## dist/*: metadata, and the wheel in an empty environment o
 	$(BIN)/python -c "from setuptools.build_meta import build_sdist; print(build_sdist('dist'))"
 	tests/wheel_check.sh $(PYTHONS)
 
-docs: build/docs-env/.installed  ## the documentation site, in build/site; needs no torch
-	build/docs-env/bin/python -m mkdocs build --strict --quiet
+docs: $(VENV)/docs-env/.installed  ## the documentation site, in build/site; needs no torch
+	$(VENV)/docs-env/bin/python -m mkdocs build --strict --quiet
 
-build/docs-env/.installed: pyproject.toml
-	python3.11 -m venv build/docs-env
-	build/docs-env/bin/python -m pip install -q 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.30'
+$(VENV)/docs-env/.installed: pyproject.toml
+	python3.11 -m venv $(VENV)/docs-env
+	$(VENV)/docs-env/bin/python -m pip install -q 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.30'
 	touch $@
 
 clock: venv  ## from git clone to the first survived loss of a node, by the commands of docs/quickstart.md

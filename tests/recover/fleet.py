@@ -19,9 +19,9 @@ from reft.protect.codes import Scheme, pack_checksums
 from reft.protect.placement import place_group
 from reft.recover.inventory import (
     ArenaRecord,
-    ArenaSet,
     ArenaStore,
     Inventory,
+    OpenArenas,
     matches,
     stored_bytes,
 )
@@ -307,7 +307,7 @@ def expected_level(fetch: Fetch, node: str, holders: Collection[tuple[str, bool]
 
 
 @contextmanager
-def opened(root: Path, nodes: Iterable[str]) -> Iterator[tuple[list[Inventory], ArenaSet]]:
+def opened(root: Path, nodes: Iterable[str]) -> Iterator[tuple[list[Inventory], OpenArenas]]:
     places = [ArenaStore(root / node, node, SECRET) for node in nodes]
     found = [place.inventory() for place in places]
     with ExitStack() as stack:
@@ -316,7 +316,7 @@ def opened(root: Path, nodes: Iterable[str]) -> Iterator[tuple[list[Inventory], 
 
 
 def read_image(
-    plan: RecoveryPlan, arenas: ArenaSet, at: Coordinate, section: Section
+    plan: RecoveryPlan, arenas: OpenArenas, at: Coordinate, section: Section
 ) -> np.ndarray:
     image = np.zeros(plan.image_bytes(at, section), np.uint8)
     for fetch in plan.fetches[at]:
