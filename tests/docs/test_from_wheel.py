@@ -62,20 +62,23 @@ def test_the_wheel_is_installed_where_nothing_else_is(binaries: Path) -> None:
     assert "reft launch" in run((binaries / "reft", "launch", "--help"), binaries)
 
 
+# The page removes these at its end; a run that fails, or takes too long, must not leave them either.
+_AT_EXIT = "trap 'exit 1' TERM\ntrap 'kill $(jobs -p) 2> /dev/null; rm -rf \"${MEMORY:-}\"' EXIT\n"
+
+
 def quickstart(binaries: Path, folder: Path, train: str, commands: str) -> Outcome:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     path = f"{binaries}{os.pathsep}{environment['PATH']}"
     environment |= {"PATH": path, "PORT": str(free_port()), "TRAIN": train, "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("wb") as output:
         done = subprocess.run(
-            ["bash", "-u"],
+            ["timeout", "900", "bash", "-u"],
             cwd=folder,
             env=environment,
-            input=commands.encode(),
+            input=(_AT_EXIT + commands).encode(),
             stdout=output,
             stderr=subprocess.STDOUT,
             check=False,
-            timeout=900,
         )
     logs = {path.name: path.read_text(errors="replace") for path in sorted(folder.glob("*.log"))}
     said = (folder / "output").read_text(errors="replace")
