@@ -33,7 +33,7 @@ class IdleParameters:
         engine: DeepSpeed's, whose optimizer is that of stage 3.
 
     Attributes:
-        known: their names.
+        known: names of the parameters that some step did not use.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -41,8 +41,8 @@ class IdleParameters:
         names = {id(p): name for name, p in engine.module.named_parameters()}
         self._trained = [(names[id(p)], p) for group in self._wrapper.fp16_groups for p in group]
         self.known: set[str] = set()
-        self._reduced: set[int] = set()  # in the first micro-batch of the step
-        self._copied: set[int] = set()  # and in the last one, of an offloaded optimizer
+        self._reduced: set[int] = set()  # Used in the first micro-batch of the step
+        self._copied: set[int] = set()  # Used in the last one; for an offloaded optimizer
         self._step = int(engine.global_steps)
         self._restored = False
         original = self._wrapper.partition_grads
@@ -69,8 +69,7 @@ class IdleParameters:
         return found
 
     def gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """This rank's part of the gradients of those that are known, by their names in an
-        image."""
+        """This rank's part of the gradients of known idle parameters, by name in an image."""
         found, at = [], 0
         for name, p in self._trained:
             numel = p.partition_numel()
@@ -85,7 +84,7 @@ class IdleParameters:
         return found
 
     def prepare(self, names: Collection[str]) -> None:
-        """A version that holds the gradients of these is about to be restored."""
+        """Make room for a version that holds the gradients of the parameters ``names``."""
         self.known = set(names)
         self._wrapper.grad_partitions_flat_buffer.zero_()
         if self._wrapper.offload_optimizer:
