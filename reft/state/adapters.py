@@ -816,6 +816,7 @@ class Zero3Adapter(StateAdapter):
         super().__init__(engine)
         self._idle = IdleParameters.of(engine)
         self._sub_groups = self._name_sub_groups()
+        self._clear_padding()
 
     def _optimizer_state(self) -> OptimizerState:
         return SubGroupState(self.wrapper)
@@ -836,6 +837,25 @@ class Zero3Adapter(StateAdapter):
             )
         _check_zero_wrapper(self.wrapper)
         super().check()
+
+    def _clear_padding(self) -> None:
+        """Zero the padding of partitions and masters. DeepSpeed leaves in it what the memory held,
+        which may be a NaN, and versions with a NaN are refused."""
+        rank = torch.distributed.get_rank(group=self.wrapper.dp_process_group)
+
+        def clear(part: torch.Tensor, parameter: Any) -> None:
+            filled = max(0, parameter.ds_numel - rank * part.numel())
+            part.data[filled:] = 0
+
+        for p in self.engine.module.parameters():
+            if hasattr(p, "ds_tensor"):
+                clear(p.ds_tensor, p)
+        for master, parameters in zip(
+            self.wrapper.fp32_partitioned_groups_flat, self.wrapper.fp16_groups, strict=True
+        ):
+            parts = master.split([p.partition_numel() for p in parameters])
+            for part, p in zip(parts, parameters, strict=True):
+                clear(part, p)
 
     @property
     def written_by_steps(self) -> frozenset[str]:
