@@ -32,15 +32,15 @@ def zero3(precision: str = "", **zero: Any) -> dict[str, Any]:
 
 
 CASES = {
-    "fp32": zero3(sub_group_size=20),
-    "bf16": zero3("bf16", sub_group_size=20, stage3_param_persistence_threshold=20),
+    "fp32": zero3(sub_group_size=25),
+    "bf16": zero3("bf16", sub_group_size=25, stage3_param_persistence_threshold=20),
     "fp16": zero3("fp16", stage3_param_persistence_threshold=0),
     "bf16-offload": zero3("bf16", offload_optimizer=ON_HOST),
     "bf16-offload-weights": zero3(
         "bf16",
         offload_optimizer=ON_HOST,
         offload_param=ON_HOST,
-        sub_group_size=20,
+        sub_group_size=25,
         stage3_param_persistence_threshold=0,
     ),
     "bf16-secondary": zero3("bf16", zero_hpz_partition_size=2),
@@ -58,7 +58,7 @@ class Net(nn.Module):
         self.again.weight = self.first.weight
         self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(not frozen)
         self.second = nn.Linear(31, WIDTH)
-        self.tiny, self.late = nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(5))
+        self.tiny, self.late = nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(26))
         self.step = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
