@@ -201,7 +201,7 @@ def live(root: Path, case: str, life: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(100 + RANK)
     block = resizing.block(root, case) | {"tolerance": life["tolerance"]}
     if life["disk"]:
-        block["persist"] = {"dir": str(root / "persisted" / case)}
+        block["persist"] = {"dir": str(root / case / "persisted")}
     engine = make(case, reft=block)
     reft.attach(engine)
     path, _ = engine.load_checkpoint(str(root / "none"))
@@ -243,7 +243,7 @@ def goes_on(root: Path, replicas: tuple[int, ...], *cases: str, disk: bool = Fal
         for case in cases:
             if disk:
                 folders = sorted((root / case).glob(f"memory*-{until}/{case}"))
-                stored(folders, root / "persisted" / case)
+                stored(folders, root / case / "persisted")
             for rank in (found[case] for found in ranks if before):
                 assert ("persisted" if disk else f"memory:{case}/") in rank["path"]
                 assert rank["begins"] == until - STEPS
@@ -280,7 +280,7 @@ def test_p1_p3_so_it_does_from_storage(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_p1_p3_secondary_partitions_are_made_again(tmp_path: Path) -> None:
-    goes_on(tmp_path, (4, 2), "bf16-secondary")
+    goes_on(tmp_path, (6, 2), "bf16-secondary")
 
 
 if __name__ == "__main__":
