@@ -76,7 +76,7 @@ class RendezvousStore(ABC):
         """``host:port`` of the server that answers the requests."""
 
     def with_prefix(self, prefix: str) -> Self:
-        """Return a view of the store, over the same connection, with ``prefix/`` before its keys."""
+        """Return a view of the store over the same connection, with ``prefix/`` before its keys."""
         view = type(self).__new__(type(self))
         view.__dict__.update(self.__dict__, prefix=f"{self.prefix}{prefix}/")
         return view
