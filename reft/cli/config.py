@@ -1,4 +1,4 @@
-"""``reft config`` and ``reft version``."""
+"""``reft config``: explains or checks the ``reft`` block; ``reft version``: prints the version."""
 
 from __future__ import annotations
 

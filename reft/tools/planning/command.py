@@ -1,6 +1,6 @@
-"""``reft plan``: memory, traffic, overhead and tolerance of a job before it is started.
+"""``reft plan``: predicts memory, traffic, overhead and tolerance of a job before it is started.
 
-The tables fit a terminal of 80 columns; ``--json`` prints everything.
+The tables fit a terminal of 80 columns; ``--json`` prints all results.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def plan_command(
         )
     values = read_object(config, "the DeepSpeed configuration", "an object")
     block = dict(find_part(values, BLOCK_NAME))
-    # Options replace the block's keys.
+    # Options override the keys of the reft block.
     if protection is not None:
         block.pop("copies", None)
         block["protection"] = protection
@@ -261,7 +261,7 @@ def show_plan(job: PlannedJob, plan: Plan, console: Console) -> None:
 
 
 def _savings(plan: Plan) -> str:
-    """Describe what failures cost without reft and with it, including the formulas."""
+    """Describe what failures cost without reft and with it, and the formulas for that."""
     habits, recovery, lost = (plan["savings"][part] for part in ("habits", "recovery", "lost"))
     parts = (
         ("to notice a silent host", recovery["notice_secs"]),
@@ -303,7 +303,7 @@ def _alternatives(plan: Plan) -> Table:
         for a in plan["alternatives"]
     }
     for a in _shown(plan):
-        # A short remark, compared with the protection that ``auto`` chooses.
+        # Add a remark that compares the alternative with the one that ``auto`` would choose.
         more = moved[a["name"]] - moved[plan["protection"]["auto_would_choose"]]
         said = f"moves +{decimal(more)}" if more else "more memory"
         if a["chosen"]:
@@ -362,7 +362,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def numbers_table(title: str, first: str, *numbers: str) -> Table:
-    """A table of text in the first column and numbers in the others, which are never cut off."""
+    """Make an empty table: text in the first column, numbers in the others, never cut off."""
     table = Table(
         title=title,
         title_justify="left",
