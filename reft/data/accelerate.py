@@ -24,13 +24,14 @@ DISPATCHED = (
 
 
 def shard_class() -> Any:
-    """Accelerate's class; None if the script has not imported it, or it has an unknown form."""
+    """Return Accelerate's class; None if the script has not imported it, or it has an unknown
+    form."""
     kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderShard", None)
     return kind if hasattr(kind, "__iter__") else None
 
 
 def is_shard(loader: Any) -> bool:
-    """Whether Accelerate made the loader from a ``DataLoader`` that can be followed."""
+    """Return whether Accelerate made the loader from a ``DataLoader`` that can be followed."""
     kind = shard_class()
     return (
         kind is not None
@@ -42,12 +43,12 @@ def is_shard(loader: Any) -> bool:
 
 
 def is_dispatcher(loader: Any) -> bool:
-    """Whether the loader is Accelerate's dispatcher, which reads on rank 0 for all ranks."""
+    """Return whether the loader is Accelerate's dispatcher, which reads on rank 0 for all ranks."""
     kind = getattr(sys.modules.get("accelerate.data_loader"), "DataLoaderDispatcher", None)
     return kind is not None and issubclass(type(loader), kind)
 
 
 def is_dispatched() -> bool:
-    """Whether the innermost Accelerate loader that the script is reading is a dispatcher."""
+    """Return whether the innermost Accelerate loader that the script is reading is a dispatcher."""
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     return state is not None and is_dispatcher(getattr(state(), "active_dataloader", None))

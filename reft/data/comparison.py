@@ -41,7 +41,7 @@ def difference(ranks: Sequence[Orders]) -> str | None:
 
 
 def dynamic_refused(ranks: Sequence[Orders], why_equal: str | None) -> str | None:
-    """Why ``order="dynamic"`` is refused; None if it is not used, or allowed.
+    """Return why ``order="dynamic"`` is refused; None if it is not used, or allowed.
 
     The result is the same on all ranks. Otherwise stages that read nothing would wait for the
     others.

@@ -84,7 +84,7 @@ def move_data(data: dict[str, Any], resize: Resize) -> dict[str, Any]:
 
 
 def explain_bound_iterator(iterator: Any) -> str | None:
-    """Why the state of a stateful iterator is invalid at another degree, and what to write.
+    """Return why the state of a stateful iterator is invalid at another degree, and what to write.
 
     Returns:
         None if it is valid, or the number of nodes is fixed.
@@ -104,7 +104,7 @@ def _moved(position: dict[str, Any], resize: Resize) -> dict[str, Any] | None:
 
 
 def explain_bound_data(loader: Any, batch: int) -> str | None:
-    """Why the position in a torch loader is invalid at another degree, and what to write.
+    """Return why the position in a torch loader is invalid at another degree, and what to write.
 
     Args:
         loader: a ``DataLoader``.

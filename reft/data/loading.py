@@ -140,7 +140,7 @@ class Loader(TrackedLoader[Progress]):
         return self._batches.partition(self.replica[1])
 
     def __len__(self) -> int:
-        """Number of batches of a complete pass.
+        """Return the number of batches of a complete pass.
 
         Raises:
             TypeError: replicas take different numbers of batches.
@@ -232,7 +232,7 @@ class Loader(TrackedLoader[Progress]):
             )
 
     def _resume_position(self) -> JobPosition | None:
-        """The restored position, at which passes begin until training has continued from it.
+        """Return the restored position, at which passes begin until training has continued from it.
 
         None after a step was trained from it, or its pass was read to the end.
         """
@@ -246,7 +246,8 @@ class Loader(TrackedLoader[Progress]):
         return self._restored
 
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
-        """Facts of the order; None if the script divides samples among other numbers of replicas.
+        """Return facts of the order; None if the script divides samples among other numbers of
+        replicas.
 
         :meth:`wrong` reports that case.
         """
@@ -280,7 +281,7 @@ class Loader(TrackedLoader[Progress]):
             self._loads += 1  # Kept equal to that of ranks that have read something
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for checkpoints of the script; reft does not need it."""
+        """Return the position, for checkpoints of the script; reft does not need it."""
         return self.position() or encode(JobPosition(), self._order)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -369,7 +370,7 @@ class ReadAhead:
         return read.batch
 
     def _is_followed(self, step_end: JobPosition) -> bool:
-        """Whether another readable micro-batch of the same step follows.
+        """Return whether another readable micro-batch of the same step follows.
 
         If not, the next one is the last of its step. Without that knowledge the replica would miss
         the end of the step, and the others would wait for it.
@@ -521,7 +522,7 @@ _current: list[int] = []
 
 
 def sample_seed() -> int:
-    """The seed of the sample that is being read, or of the batch that is being collated.
+    """Return the seed of the sample that is being read, or of the batch that is being collated.
 
     It has 64 bits that depend on (seed, epoch, sample) only. Use it for generators of your own,
     such as a device's; the generators of Python, NumPy and torch are seeded already.

@@ -63,7 +63,9 @@ class Permutation:
         self._round_keys = [np.uint64(_mix(key + index)) for index in range(_ROUNDS)]
 
     def __call__(self, positions: npt.ArrayLike) -> Indices:
-        """Values at ``positions`` (integers in ``0..n-1``, any shape), as int64 of that shape."""
+        """Return values at ``positions`` (integers in ``0..n-1``, any shape), as int64 of that
+        shape.
+        """
         values = np.atleast_1d(np.asarray(positions)).astype(np.uint64)
         outside = np.ones(values.shape, dtype=bool)
         # The domain has fewer than 4n values, so a few repetitions suffice.
@@ -120,7 +122,7 @@ class SampleOrder:
         return list(zip(epochs.tolist(), self.samples(positions).tolist(), strict=True))
 
     def samples(self, positions: Indices) -> Indices:
-        """The sample at each position; positions are counted through all epochs."""
+        """Return the sample at each position; positions are counted through all epochs."""
         epochs, places = np.divmod(positions, self.size)
         if not self.shuffle:
             return places
@@ -175,7 +177,7 @@ class EpochPartition:
         return (at.epoch + 1) * self.size - at.consumed
 
     def next(self, at: JobPosition) -> int:
-        """Samples of the next micro-batch; 0 at the end of the pass."""
+        """Return the number of samples of the next micro-batch; 0 at the end of the pass."""
         left = self.left(at)
         if self.drop_last:
             return self.full if left >= self.full else 0
@@ -186,7 +188,7 @@ class EpochPartition:
         return left if left >= self.dp_size else 0
 
     def after(self, at: JobPosition) -> JobPosition:
-        """The position after the next micro-batch."""
+        """Return the position after the next micro-batch."""
         return JobPosition(at.epoch, at.consumed + self.next(at))
 
     def next_pass(self, at: JobPosition) -> JobPosition:
@@ -198,11 +200,13 @@ class EpochPartition:
         return JobPosition(at.epoch + 1, at.consumed if carried else (at.epoch + 1) * self.size)
 
     def part(self, count: int, dp_rank: int) -> slice:
-        """A replica's part of a micro-batch of ``count`` samples; sizes differ by one at most."""
+        """Return a replica's part of a micro-batch of ``count`` samples; sizes differ by one at
+        most.
+        """
         return slice(count * dp_rank // self.dp_size, count * (dp_rank + 1) // self.dp_size)
 
     def __len__(self) -> int:
-        """Number of micro-batches of a pass that begins at its first sample."""
+        """Return the number of micro-batches of a pass that begins at its first sample."""
         whole, rest = divmod(self.size, self.full)
         if self.drop_last or rest == 0 or (rest < self.dp_size and self.batch_size == 1):
             return whole
@@ -238,7 +242,7 @@ _alone = HashStore()
 
 
 def shares_store() -> bool:
-    """Whether torch.distributed's store is shared with earlier starts of the job.
+    """Return whether torch.distributed's store is shared with earlier starts of the job.
 
     torchrun's store is, the store of ``reft launch`` is not.
     """
@@ -249,7 +253,7 @@ def shares_store() -> bool:
 
 
 def job_store(replicas: int) -> Any:
-    """The store of torch.distributed, which the ranks of this start of the job share.
+    """Return the store of torch.distributed, which the ranks of this start of the job share.
 
     Raises:
         ConfigError: there are several replicas and no store, or earlier starts share it.
@@ -272,12 +276,14 @@ def job_store(replicas: int) -> Any:
 
 
 def readers(replicas: int) -> int:
-    """Number of processes that read the samples of ``replicas``: all of torch.distributed's."""
+    """Return the number of processes that read the samples of ``replicas``: all of
+    torch.distributed's.
+    """
     return max(replicas, process()[1])
 
 
 def explain_refusal(loader: str, why_equal: str | None) -> str | None:
-    """Why ``order="dynamic"`` is wrong if replicas need the same number of micro-batches."""
+    """Return why ``order="dynamic"`` is wrong if replicas need the same number of micro-batches."""
     return why_equal and (
         f'{loader} has order="dynamic", in which replicas train on unequal numbers of '
         f'micro-batches, but {why_equal}. Leave order="dynamic" and step_samples out'

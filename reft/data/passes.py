@@ -88,7 +88,7 @@ def find_distribution(loader: Any) -> DistributedPass | None:
 
 
 def find_order(loader: Any, replicas: int) -> dict[str, Any] | None:
-    """Facts of an order that a ``DistributedSampler`` divides among all replicas.
+    """Return facts of an order that a ``DistributedSampler`` divides among all replicas.
 
     These must be equal on all ranks. None for other orders, which may differ on purpose.
     """
@@ -137,7 +137,9 @@ class Position:
         return self.length is not None and self.taken >= self.length
 
     def fits(self, loader: Any) -> bool:
-        """Whether this may be a position in ``loader``; the script may read other loaders, too."""
+        """Return whether this may be a position in ``loader``; the script may read other loaders,
+        too.
+        """
         return (
             find_length(loader) == self.length
             and find_source(loader) == self.source
@@ -167,7 +169,7 @@ class Position:
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:
-    """The generators of a loader and its samplers, each once, in a fixed order."""
+    """Return the generators of a loader and its samplers, each once, in a fixed order."""
     found = (getattr(holder, "generator", None) for holder in holders(loader))
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
@@ -186,7 +188,7 @@ def _restore_start(loader: Any, start: dict[str, Any]) -> None:
 
 
 def _same_start(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether nothing was drawn from any generator between two captures."""
+    """Return whether nothing was drawn from any generator between two captures."""
     own = zip(one["generators"], other["generators"], strict=True)
     samplers = one.get("samplers") == other.get("samplers")
     return samplers and same_host_rng(one, other) and all(torch.equal(a, b) for a, b in own)
@@ -209,7 +211,8 @@ def described(loader: Any) -> str:
 
 
 def reads_lazily(loader: Any) -> bool:
-    """Whether samples are chosen when batches are requested; workers get theirs in advance."""
+    """Return whether samples are chosen when batches are requested; workers get theirs in
+    advance."""
     return int(getattr(loader, "num_workers", 0)) == 0
 
 
@@ -396,7 +399,7 @@ class LoaderIterator(PassReader):
 
 
 def _has_stateful_items(loader: Any) -> bool:
-    """Whether reading items changes a state of the data set, which skipping would not do."""
+    """Return whether reading items changes a state of the data set, which skipping would not do."""
     data = loader.dataset
     return (
         objects.is_stateful(data) and not isinstance(data, IterableDataset) and reads_here(loader)
@@ -410,7 +413,7 @@ def restore_items(loader: Any, position: Position) -> None:
 
 
 def positioned(loader: Any, position: Position, taken: int) -> Iterator[Any]:
-    """The loader's iterator as it was in the pass of ``position`` after ``taken`` batches."""
+    """Yield the loader's iterator as it was in the pass of ``position`` after ``taken`` batches."""
     here = capture_host_rng()
     try:
         _restore_start(loader, position.start)
@@ -468,12 +471,12 @@ def finish_pass(loader: Any, position: Position) -> None:
 
 
 def has_workers(loader: Any) -> bool:
-    """Whether persistent workers wait for the next pass."""
+    """Return whether persistent workers wait for the next pass."""
     return getattr(loader, "_iterator", None) is not None
 
 
 def is_within(loader: Any) -> bool | None:
-    """Whether the pass that is about to begin was begun before and broken off.
+    """Return whether the pass that is about to begin was begun before and broken off.
 
     This concerns Megatron's random sampler, which continues after the samples that the job has
     consumed. None if unknown.
@@ -491,7 +494,7 @@ ORIGINAL = "_reft_original"  # Attribute of a replaced ``__iter__``: the origina
 
 
 def raw_iterator(loader: Any) -> Iterator[Any]:
-    """The result of torch's own ``DataLoader.__iter__``.
+    """Yield the result of torch's own ``DataLoader.__iter__``.
 
     iter() would be wrong: a subclass with its own ``__iter__`` calls this function, and would be
     called again.
@@ -503,12 +506,13 @@ def raw_iterator(loader: Any) -> Iterator[Any]:
 
 
 def count_received(iterator: Iterator[Any]) -> int | None:
-    """Batches that torch's iterator has received from its workers; None without workers."""
+    """Return how many batches torch's iterator has received from its workers; None without
+    workers."""
     return getattr(iterator, "_rcvd_idx", None)
 
 
 def is_left_out(iterator: Iterator[Any], received: int | None) -> bool:
-    """Whether torch's iterator continues after the batch for which it raised an error.
+    """Return whether torch's iterator continues after the batch for which it raised an error.
 
     It does after an error of the data set, but not after workers died or timed out.
     """
@@ -558,5 +562,6 @@ def get_inner_attribute(outer: Any, inner: str, name: str) -> Any:
 
 
 def iterates_itself(loader: Any) -> bool:
-    """Whether the loader's class has its own ``__iter__``, whose use of batches is unknown."""
+    """Return whether the loader's class has its own ``__iter__``, whose use of batches is
+    unknown."""
     return type(loader).__iter__ is not DataLoader.__iter__

@@ -163,11 +163,12 @@ class DataPosition:
         return bool(self._engine.training) and torch.is_grad_enabled()
 
     def replica(self) -> tuple[int, int] | None:
-        """The replica of this rank and the number of replicas; None if unknown."""
+        """Return the replica of this rank and the number of replicas; None if unknown."""
         return None if self._replica is None else self._replica()
 
     def step_samples(self) -> int | None:
-        """Samples of a step of all replicas; None if unknown."""
+        """Return the number of samples that all replicas together read in a step; None if
+        unknown."""
         return None if self._replica is None else int(self._engine.train_batch_size())
 
     # -- the reads of training ---------------------------------------------------------------------
@@ -214,7 +215,7 @@ class DataPosition:
             self.boundary.began_pass(reader)
 
     def _may_train(self, loader: Any) -> bool:
-        """Whether the script itself reads ``loader``, and may train on the batch.
+        """Return whether the script itself reads ``loader``, and may train on the batch.
 
         This excludes reads in ``train_batch``, in a thread that reads ahead, and in evaluations.
         """
@@ -224,7 +225,7 @@ class DataPosition:
         return self.is_training() or (self._pass is not None and self._pass.loader is loader)
 
     def read_to_train(self) -> PassReader | None:
-        """The pass whose batch is about to be trained on; None if unknown."""
+        """Return the pass whose batch is about to be trained on; None if unknown."""
         if self.is_pipeline:
             return None
         passes = _without_looks(self._reads)
@@ -279,7 +280,7 @@ class DataPosition:
             reader.train()
 
     def orders(self, iterator: Any) -> Orders:
-        """The orders in which this rank reads, for comparison with the other ranks.
+        """Return the orders in which this rank reads, for comparison with the other ranks.
 
         Args:
             iterator: the argument of ``train_batch`` in its first step; None for a plain engine.
@@ -387,7 +388,8 @@ class DataPosition:
         return found | LOADERS.positions(self._upcoming, self._begins)
 
     def _position_of(self, trained: LoaderIterator) -> Position:
-        """The position of the pass that is trained on, before the batch that is read next."""
+        """Return the position of the pass that is trained on, before the batch that is read
+        next."""
         if isinstance(self._upcoming, LoaderIterator) and self._upcoming.loader is trained.loader:
             return self._upcoming.position()
         if self._begins is trained.loader:
@@ -487,7 +489,7 @@ class DataPosition:
         return self._advice_for_loop()
 
     def comes_back(self) -> bool:
-        """Whether a loader that training reads keeps its position itself.
+        """Return whether a loader that training reads keeps its position itself.
 
         Stages that read nothing count as well.
         """
@@ -497,13 +499,13 @@ class DataPosition:
         return True
 
     def _advice_on_degrees(self) -> str | None:
-        """Advice for a job whose number of replicas may change."""
+        """Return advice for a job whose number of replicas may change."""
         if isinstance(self._pass, LoaderIterator) and nodes_may_change():
             return explain_bound_data(self._pass.loader, int(self._engine.train_batch_size()))
         return None
 
     def _advice_for_loop(self) -> str | None:
-        """Advice for a script that reads without a wrapper of reft."""
+        """Return advice for a script that reads without a wrapper of reft."""
         if self._known and self._pass is not None:
             if self.is_pipeline and self._repeating:
                 return self._advice_on_degrees()
@@ -557,7 +559,7 @@ def _without_looks(passes: list[PassReader]) -> list[PassReader]:
 
 
 def _follows(reader: PassReader, expected: Position) -> bool:
-    """Whether the batch just taken is the one that follows ``expected``."""
+    """Return whether the batch just taken is the one that follows ``expected``."""
     begins = expected.complete or expected.evaluates
     return reader.taken == expected.taken + 1 or (begins and reader.taken == 1)
 

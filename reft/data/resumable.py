@@ -60,16 +60,18 @@ class TrackedLoader(ABC, Generic[R]):
         ]
 
     def reads(self, loader: Any) -> bool:
-        """Whether its batches come from this torch loader."""
+        """Return whether its batches come from this torch loader."""
         return False
 
     def wrong(self) -> str | None:
-        """Why samples would not be trained on exactly once, and what to write; None if they are."""
+        """Return why samples would not be trained on exactly once, and what to write; None if they
+        are.
+        """
         return None
 
     @abstractmethod
     def order_facts(self, replicas: int) -> dict[str, Any] | None:
-        """Facts that must be equal on all ranks that share the loader's samples.
+        """Return facts that must be equal on all ranks that share the loader's samples.
 
         Args:
             replicas: number of replicas of the job.
@@ -82,7 +84,7 @@ class TrackedLoader(ABC, Generic[R]):
     def position(
         self, upcoming: PassReader | None = None, *, begins: bool = False
     ) -> dict[str, Any] | None:
-        """The position at which the next step reads; None if no pass was begun.
+        """Return the position at which the next step reads; None if no pass was begun.
 
         Args:
             upcoming: the pass that the script is about to read, of this loader or another one.
@@ -122,18 +124,18 @@ class Registry:
             )
 
     def wrong(self) -> str | None:
-        """The first problem with one of the loaders; None if there is none."""
+        """Return the first problem with one of the loaders; None if there is none."""
         return next(filter(None, (loader.wrong() for loader in self._named.values())), None)
 
     def orders(self, replicas: int) -> dict[str, dict[str, Any]]:
-        """The orders of loaders that must be equal on all ranks, by name."""
+        """Return the orders of loaders that must be equal on all ranks, by name."""
         found = {
             name: loader.order_facts(replicas) for (_, name), loader in sorted(self._named.items())
         }
         return {f"the loader {name!r}": facts for name, facts in found.items() if facts is not None}
 
     def positions(self, upcoming: PassReader | None = None, begins: Any = None) -> dict[str, Any]:
-        """Positions by kind and name.
+        """Return positions by kind and name.
 
         Args:
             upcoming: the pass that is about to be read.
@@ -257,7 +259,8 @@ class ResumableLoader(TrackedLoader[LoaderIterator]):
         return 0 if self._pass is None else self._pass.number + self._pass.counts
 
     def _resume_position(self) -> Position | None:
-        """The restored position, at which passes begin until training has continued from it."""
+        """Return the restored position, at which passes begin until training has continued from
+        it."""
         if self._pass is not None and (
             self._pass.resume_phase is None or self._pass.resume_phase is not WATCH.resuming
         ):

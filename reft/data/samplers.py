@@ -22,7 +22,7 @@ MOST_SAMPLERS = 8
 
 
 def holders(loader: Any) -> list[Any]:
-    """The loader and its samplers, each once, in a fixed order."""
+    """Return the loader and its samplers, each once, in a fixed order."""
     found = [loader]
     for holder in found:  # The list grows meanwhile, because samplers hold samplers
         if len(found) >= MOST_SAMPLERS:
@@ -75,5 +75,7 @@ def _owners(loader: Any) -> Iterator[Any]:
 
 
 def reads_here(loader: Any) -> bool:
-    """Whether the data set is read in this process; workers have copies with their own state."""
+    """Return whether the data set is read in this process; workers have copies with their own
+    state.
+    """
     return int(getattr(loader, "num_workers", 0)) == 0

@@ -91,7 +91,7 @@ class ResumePhase:
         self._at_end = position is not None and (position.complete or position.evaluates)
 
     def _concerns(self, loader: Any) -> bool:
-        """Whether training may read this loader; an evaluation draws its own numbers."""
+        """Return whether training may read this loader; an evaluation draws its own numbers."""
         return self._is_training() if self._position is None else self._position.fits(loader)
 
     def begin(self, loader: Any, watch: LoaderHook) -> LoaderIterator:
@@ -137,7 +137,8 @@ class ResumePhase:
             restore_rng(self._rng)
 
     def after_last(self, reader: LoaderIterator) -> bool:
-        """Whether the end of this pass shows that the script has reached the version's position.
+        """Return whether the end of this pass shows that the script has reached the version's
+        position.
 
         It does for a pass that reft has positioned. The end of another pass of equal length may be
         a coincidence.
@@ -326,7 +327,7 @@ class LoaderHook:
             self.resuming = None
 
     def replica(self) -> tuple[int, int]:
-        """The replica of this rank and the number of replicas.
+        """Return the replica of this rank and the number of replicas.
 
         The engine knows them. Before there is an engine, they are the rank and world size of
         torch.distributed.

@@ -111,14 +111,16 @@ class Program(Protocol):
     data_is_bound: str
 
     def client_state(self) -> dict[str, Any]:
-        """The values that its own checkpoint would store next to the engine's files."""
+        """Return the values that its own checkpoint would store next to the engine's files."""
 
     def join(self, context: JobContext) -> None:
         """Called once on all ranks, before the program loads."""
 
 
 def running_program(engine: Any) -> Program | None:
-    """The program that created the engine, if an integration knows it; None for other scripts."""
+    """Return the program that created the engine, if an integration knows it; None for other
+    scripts.
+    """
     for module, function in integrations.entries("PROGRAMS"):
         if module in sys.modules:
             program: Program | None = integrations.load(function)(engine)

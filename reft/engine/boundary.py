@@ -133,7 +133,7 @@ class StepBoundary:
         self._rng = self._random_states() if self._repeats_draws else None
 
     def take(self, read: object | None) -> Encoded:
-        """The host state with which the step begins. Called once for each version.
+        """Return the host state with which the step begins. Called once for each version.
 
         Args:
             read: the pass whose batch is trained on, if known.

@@ -62,8 +62,9 @@ def abandoned_locks() -> list[tuple[Path, float]]:
 
 
 def _root() -> Path:
-    """torch's folder of compiled operators, as ``torch.utils.cpp_extension`` returns it, without
-    importing torch."""
+    """Return torch's folder of compiled operators, as ``torch.utils.cpp_extension`` returns it,
+    without importing torch.
+    """
     if own := os.environ.get(ENV_EXTENSIONS):
         return Path(own)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -71,8 +72,9 @@ def _root() -> Path:
 
 
 def _open_files() -> Iterator[tuple[int, int]]:
-    """Device and inode of the files that processes of this host have open; processes of other users
-    are skipped."""
+    """Yield device and inode of the files that processes of this host have open; processes of other
+    users are skipped.
+    """
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             status = entry.stat()

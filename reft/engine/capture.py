@@ -134,11 +134,12 @@ class EngineState:
             )
 
     def host_state(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The part of a version that is not in the engine's tensors."""
+        """Return the part of a version that is not in the engine's tensors."""
         return {**self._engine.capture(client_state), "followed": self.followed.capture()}
 
     def _random_states(self) -> dict[str, Any]:
-        """States of this process's random generators, and of those registered by the script."""
+        """Return states of this process's random generators, and of those registered by the
+        script."""
         return {"rng": capture_rng(), "followed": self.followed.generators()}
 
     def _encode_host_state(self, drawn: dict[str, Any] | None) -> Encoded:
@@ -195,7 +196,9 @@ class EngineState:
         return sections
 
     def _captured(self, step: int) -> dict[str, Any]:
-        """Data of the last step for features: its gradients, for peers that recompute it (AOR)."""
+        """Return data of the last step for features: its gradients, for peers that recompute it
+        (AOR).
+        """
         taken = self.gradients.take(step) if self.gradients is not None else None
         if self.gradients is None or taken is None:
             return {}

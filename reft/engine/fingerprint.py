@@ -111,7 +111,8 @@ class Fingerprint:
 
 
 def read_argument_facts(arguments: Sequence[str]) -> dict[str, Fact]:
-    """The arguments of a script that may change its numerical results, as facts ``arguments.NAME``.
+    """Return the arguments of a script that may change its numerical results, as facts
+    ``arguments.NAME``.
 
     The words of an option's name decide:
 
@@ -165,12 +166,12 @@ def _counts(name: str) -> bool:
 
 
 def _last_part(value: str) -> str:
-    """The last part of a path. JSON objects and lists are returned unchanged."""
+    """Return the last part of a path. JSON objects and lists are returned unchanged."""
     return value if value.startswith(("{", "[")) else value.rstrip("/").rpartition("/")[2]
 
 
 def changed(was: Fingerprint, now: Fingerprint) -> list[str]:
-    """Names of the facts that differ or are missing on one side, sorted."""
+    """Return the names of the facts that differ or are missing on one side, sorted."""
     missing = object()
     names = sorted(was.facts.keys() | now.facts.keys())
     return [
@@ -181,7 +182,7 @@ def changed(was: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def differences(was: Fingerprint, now: Fingerprint) -> list[str]:
-    """A line for each fact that differs: ``layout.dp: was 2, is 4``."""
+    """Return a line for each fact that differs: ``layout.dp: was 2, is 4``."""
     return [f"{name}: was {_show(was, name)}, is {_show(now, name)}" for name in changed(was, now)]
 
 
@@ -226,8 +227,9 @@ def _describe_arguments(names: Sequence[str]) -> str:
 
 
 def _describe_batch(was: Fingerprint, names: Sequence[str]) -> str:
-    """Advice on the keys that keep the stored state's batch with any number of replicas; "" if the
-    batch does not differ."""
+    """Return advice on the keys that keep the stored state's batch with any number of replicas; ""
+    if the batch does not differ.
+    """
     if not any(name in names for name in _BATCH):
         return ""
     keys = [

@@ -108,7 +108,7 @@ class GivenState(HostState):
 
 
 def given_name(name: str) -> str:
-    """The key of a given object, in versions and in ``accept_changes``."""
+    """Return the key of a given object, in versions and in ``accept_changes``."""
     return f"state.{name}"
 
 
@@ -134,7 +134,7 @@ class HostStates:
         return name in self._followers
 
     def given(self) -> list[Any]:
-        """The objects of the script's ``state={...}``."""
+        """Return the objects of the script's ``state={...}``."""
         return [f.given for f in self._followers.values() if isinstance(f, GivenState)]
 
     def give(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ class HostStates:
         return captured | saved
 
     def generators(self) -> dict[str, Any]:
-        """States of the random generators given by the script, by name."""
+        """Return states of the random generators given by the script, by name."""
         given = (f for f in self._followers.values() if isinstance(f, GivenState))
         return {f.name: f.capture() for f in given if objects.is_generator(f.given)}
 

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 def name_job(config: ReftConfig, control: ControlGroup) -> ReftConfig:
-    """Add the job's name to the block: the configured one or, without one, a name that rank 0
-    derives. Collective.
+    """Add the job's name to the block: the configured one or, without one, a name that rank
+    0 derives. Collective.
 
     Raises:
         ConfigError: the configured names of the ranks differ, or no name could be derived.

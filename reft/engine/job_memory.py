@@ -260,7 +260,8 @@ class JobMemory:
         self._note()
 
     def describe_save(self, step: int) -> dict[str, Any]:
-        """Description of the saving job for a host file next to DeepSpeed's checkpoint."""
+        """Return the description of the saving job for a host file next to DeepSpeed's
+        checkpoint."""
         return {
             "job_id": self.job_dir.job_id,
             "incarnation": self.incarnation,

@@ -91,7 +91,7 @@ class JobRecord:
             self._lost_until = time.monotonic() + _SILENT_SECS
 
     def newest_commit(self) -> VersionId | None:
-        """The newest commit recorded; None if there is none, or no store.
+        """Return the newest commit recorded; None if there is none, or no store.
 
         Raises:
             TransferError: the store does not answer.

@@ -84,7 +84,7 @@ def describe_restore(
 
 
 def describe_resume_lines(bases: Sequence[LoadCall], tagged: LoadCall | None) -> str:
-    """Advice on the line that makes the script resume the newest state."""
+    """Return advice on the line that makes the script resume the newest state."""
     if "transformers.trainer" in sys.modules:
         return "Write trainer = reft.hf.resumable(trainer) before trainer.train()"
     calls = [tagged] if tagged is not None else bases

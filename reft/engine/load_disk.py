@@ -229,12 +229,13 @@ class CheckpointLoader:
         return path, client_state
 
     def _other_layout(self, checkpoint: DiskCheckpoint) -> Degrees | None:
-        """The checkpoint's layout if it differs from this job's; otherwise None."""
+        """Return the checkpoint's layout if it differs from this job's; otherwise None."""
         return other_layout(self._context.control, self._context.topology, checkpoint.path)
 
     def _every_replica_has_all(self, was: Degrees) -> bool:
-        """Whether this job differs from ``was`` only in the number of replicas, and no state is
-        partitioned among them."""
+        """Return whether this job differs from ``was`` only in the number of replicas, and no state
+        is partitioned among them.
+        """
         return (
             only_replicas_differ(was, self._context.topology.degrees)
             and not self._engine.adapter.images()[1].specs

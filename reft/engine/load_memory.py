@@ -242,7 +242,8 @@ def completing(context: JobContext, record: ProtectionRecord) -> StoreConfig | N
 def is_still_protected(
     context: JobContext, scheme: str, headers: Iterable[ArenaHeader], outcome: RecoveryOutcome
 ) -> bool:
-    """Whether the recovered version is stored as this incarnation would store it. Collective.
+    """Return whether the recovered version is stored as this incarnation would store it.
+    Collective.
 
     That is so if every rank has the complete arena of its own coordinate in its own slots, with the
     same degrees and the active scheme, and no block had to be repaired. Then the version need not
@@ -262,7 +263,8 @@ def is_still_protected(
 
 
 def may_differ(was: Degrees, now: Degrees) -> tuple[str, ...]:
-    """Facts of the fingerprint that may differ when a version of layout ``was`` is restored."""
+    """Return facts of the fingerprint that may differ when a version of layout ``was`` is
+    restored."""
     if was == now:
         return ()
     return BY_REPLICAS if only_replicas_differ(was, now) else BY_LAYOUT

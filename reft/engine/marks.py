@@ -20,7 +20,8 @@ def mark(name: str) -> None:
 
 
 def times() -> dict[str, float]:
-    """Times of the marks, in Unix seconds of this host; marks that were not reached are missing.
+    """Return times of the marks, in Unix seconds of this host; marks that were not reached are
+    missing.
 
     The names: the script begins (BEGAN), process groups are being created (GROUPS) and exist
     (GROUPED), the engine is being created (ENGINE) and exists (BUILT), the survey of memory begins

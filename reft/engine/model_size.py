@@ -17,7 +17,7 @@ how many."""
 
 
 def own_flops_per_token(engine: Any, at: Coordinate) -> int:
-    """Operations per token of the parameters that this rank reports.
+    """Return operations per token of the parameters that this rank reports.
 
     Each parameter is reported by one rank: by the first replica, a tied parameter by the first of
     its stages, and a parameter that all tensor-parallel ranks hold by the first of them.
@@ -51,13 +51,14 @@ def _tied_elsewhere(module: Any) -> Iterator[Any]:
 
 
 def flops_per_token(gathered: Iterable[int]) -> int:
-    """Operations per token of the complete model, from the reports of all ranks."""
+    """Return operations per token of the complete model, from the reports of all ranks."""
     found = list(gathered)
     return EXPERTS if EXPERTS in found else sum(found)
 
 
 def tokens_per_sample(micro_batch: int, inputs: Any) -> int:
-    """Tokens of a sample, from the first micro-batch of token ids in the inputs of a forward pass.
+    """Return the number of tokens of a sample, from the first micro-batch of token ids in the
+    inputs of a forward pass.
 
     Args:
         micro_batch: samples in a micro-batch.

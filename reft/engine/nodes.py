@@ -47,7 +47,7 @@ class NodeIdentity:
 
 
 def read_hosts(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
-    """The failure domain of each rank (P4): its declared node, otherwise its host. Pure.
+    """Return the failure domain of each rank (P4): its declared node, otherwise its host. Pure.
 
     All ranks of a host use the host name of its first rank, since containers may have names of
     their own.
@@ -62,8 +62,9 @@ def read_hosts(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
 
 
 def declared_on_one_host(places: Sequence[NodeIdentity]) -> tuple[str, ...]:
-    """Declared nodes that share a host with another node. Pure. They are declared to fail
-    independently, which cannot be checked, but the tolerance depends on it."""
+    """Return declared nodes that share a host with another node. Pure. They are declared to fail
+    independently, which cannot be checked, but the tolerance depends on it.
+    """
     nodes = {place.node: place.kernel for place in places if place.declared}
     kernels = list(nodes.values())
     return tuple(sorted(node for node, kernel in nodes.items() if kernels.count(kernel) > 1))

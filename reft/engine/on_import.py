@@ -179,7 +179,8 @@ def _initialize(
 
 
 def _has_block(config: Any) -> bool:
-    """Whether the configuration has a block, or ``reft profile`` runs, which needs no block."""
+    """Return whether the configuration has a block, or ``reft profile`` runs, which needs no
+    block."""
     from reft.naming import BLOCK_NAME
 
     return bool(os.environ.get(ENV_PROFILE)) or (
@@ -235,8 +236,9 @@ def _config_among(
 
 
 def _is_likely_wanted() -> bool:
-    """Whether the script or a file on its command line mentions the block; the configuration itself
-    is not read yet."""
+    """Return whether the script or a file on its command line mentions the block; the configuration
+    itself is not read yet.
+    """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     words = [
         main or "",

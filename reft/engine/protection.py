@@ -52,7 +52,7 @@ class Protection:
         )
 
     def kept_members(self) -> tuple[int, ...]:
-        """Other members of the sharding group whose bytes this rank stores."""
+        """Return other members of the sharding group whose bytes this rank stores."""
         at, scheme = self._context.coordinate, Scheme.parse(self.record.in_force)
         nodes = self._context.topology.group_nodes(at.pp, at.tp)
         return place_group(nodes, scheme.copies, scheme.parities).kept_by(at.dp)[1:]

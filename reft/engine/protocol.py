@@ -50,14 +50,15 @@ class TrainingEngine(Protocol):
         """Optimizer steps made so far, including those skipped on overflow."""
 
     def place(self) -> tuple[Coordinate, Degrees]:
-        """The coordinate of this rank, and the degrees of the job.
+        """Return the coordinate of this rank, and the degrees of the job.
 
         Raises:
             LayoutError: the ranks are divided in a way that reft does not support.
         """
 
     def settings(self) -> dict[str, Fact]:
-        """Facts that change the numerical results, for the fingerprint. Rank 0's are used."""
+        """Return facts that change the numerical results, for the fingerprint. Rank 0's are
+        used."""
 
     def shapes(self) -> str:
         """Describe this rank's part of the model, with a digest of names and shapes."""
@@ -116,7 +117,9 @@ def find_coordinate(engine: Any) -> tuple[Coordinate, Degrees]:
 
 
 def flat_facts(name: str, value: Any) -> Iterator[tuple[str, Fact]]:
-    """Numbers, strings and booleans in ``value``, by dotted name. Other objects are left out."""
+    """Yield the numbers, strings and booleans in ``value``, by dotted name. Other objects are left
+    out.
+    """
     if isinstance(value, Mapping):
         for key in value:
             yield from flat_facts(f"{name}.{key}", value[key])

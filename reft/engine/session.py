@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 def _fails() -> bool:
-    """Whether the script ends with an exception, so that its state may be inconsistent."""
+    """Return whether the script ends with an exception, so that its state may be inconsistent."""
     raised = sys.exc_info()[1] or getattr(sys, "last_value", None)
     return raised is not None and not isinstance(raised, SystemExit)
 

@@ -84,7 +84,7 @@ Table = NDArray[np.void]
 
 
 def reserved_bytes(data_bytes: int, max_entries: int) -> int:
-    """Size of the arena file in bytes, with header and block table."""
+    """Return the size of the arena file in bytes, with header and block table."""
     return Geometry.of(data_bytes, max_entries).file_bytes
 
 
@@ -297,14 +297,15 @@ class Arena:
         return self._data
 
     def header(self) -> ArenaHeader | None:
-        """The current header with its block table; None if the arena is EMPTY or unreadable."""
+        """Return the current header with its block table; None if the arena is EMPTY or
+        unreadable."""
         try:
             return self._newest().header()
         except ArenaError:
             return None
 
     def head(self) -> ArenaHeader | None:
-        """The header without its block table; fast even for thousands of blocks."""
+        """Return the header without its block table; fast even for thousands of blocks."""
         try:
             return self._newest().head
         except ArenaError:
@@ -317,7 +318,7 @@ class Arena:
         return ArenaState.EMPTY if head is None else head.state
 
     def lost(self) -> str | None:
-        """Why the next start of the job could not use this file.
+        """Return why the next start of the job could not use this file.
 
         Returns:
             The rest of a sentence that begins with the path ("was removed"); None if all is well.
@@ -339,7 +340,7 @@ class Arena:
         return None
 
     def read_block(self, entry: Entry) -> memoryview:
-        """A block's bytes as a view into the mapping; the checksum is not verified.
+        """Return a block's bytes as a view into the mapping; the checksum is not verified.
 
         Raises:
             ArenaError: the block lies outside the data region.
@@ -348,7 +349,9 @@ class Arena:
         return self._data[entry.arena_offset : entry.arena_offset + entry.nbytes]
 
     def verify(self, entry: Entry) -> bool:
-        """Whether the bytes in memory still match the checksum taken when they were copied (P5)."""
+        """Return whether the bytes in memory still match the checksum taken when they were copied
+        (P5).
+        """
         return checksum(self.read_block(entry)) == entry.checksum
 
     # ---- transitions ----
@@ -599,7 +602,7 @@ _DECODED = "decoded-"
 
 
 def arena_name(local_rank: int, slot: int) -> str:
-    """File name of an arena. Only its header, not its name, identifies the content."""
+    """Return the file name of an arena. Only its header, not its name, identifies the content."""
     return f"rank{local_rank}-slot{slot}{ARENA_SUFFIX}"
 
 
@@ -642,7 +645,7 @@ def scan(
 def headers(
     job_dir: Path, secret: bytes | None, job_id: str | None = None
 ) -> list[tuple[Path, ArenaHeader]]:
-    """Files and headers of a job's arenas, without those that are EMPTY or unreadable."""
+    """Return files and headers of a job's arenas, without those that are EMPTY or unreadable."""
     found = []
     for path, arena in scan(job_dir, secret, job_id):
         if isinstance(arena, Arena):
@@ -656,7 +659,7 @@ def headers(
 def slots_with(
     job_dir: Path, secret: bytes, local_rank: int, label: VersionId
 ) -> dict[int, ArenaHeader]:
-    """The slots of a local rank that hold the complete version ``label`` on this node."""
+    """Return the slots of a local rank that hold the complete version ``label`` on this node."""
     prefix = _prefix(local_rank)
     return {
         int(path.stem.removeprefix(prefix)): header
@@ -683,7 +686,9 @@ class SlotFiles:
         return Arena.create(self.path(slot), data_bytes, max_entries, self.secret)
 
     def coordinate_in(self, path: Path) -> Coordinate | None:
-        """The coordinate whose bytes a file holds; None without a file or a complete version."""
+        """Return the coordinate whose bytes a file holds; None without a file or a complete
+        version.
+        """
         try:
             with Arena.open(path, self.secret) as arena:
                 header = arena.head()

@@ -205,7 +205,7 @@ class Bound:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that can still be allocated in ``directory``.
+    """Return the number of bytes that can still be allocated in ``directory``.
 
     This is the minimum over the file system, the machine and this process's control groups, such as
     a container's or a batch job's.
@@ -220,7 +220,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def bounds(directory: Path, process: Path = _PROCESS, root: Path = _CGROUPS) -> list[Bound]:
-    """All limits on a process's memory: the machine's, its control groups', a file system's.
+    """Return all limits on a process's memory: the machine's, its control groups', a file system's.
 
     Args:
         directory: a directory in the file system.
@@ -239,13 +239,14 @@ def bounds(directory: Path, process: Path = _PROCESS, root: Path = _CGROUPS) -> 
 
 
 def default_margin_bytes(directory: Path) -> int:
-    """Memory to leave free by default: 1/64 of the file system, at most 1 GiB."""
+    """Return the bytes to leave free by default: 1/64 of the file system, at most 1 GiB."""
     stats = os.statvfs(directory)
     return min(stats.f_blocks * stats.f_frsize // 64, 2**30)
 
 
 def cgroup_free_bytes(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[int]:
-    """Free bytes of each limited control group of a process; negative if one is above its limit.
+    """Yield free bytes of each limited control group of a process; negative if one is above its
+    limit.
 
     Args:
         process: see :func:`cgroup_bounds`.
@@ -255,7 +256,7 @@ def cgroup_free_bytes(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterat
 
 
 def cgroup_bounds(process: Path = _PROCESS, root: Path = _CGROUPS) -> Iterator[Bound]:
-    """Every limited control group of a process and its parents, in version 1 or 2.
+    """Yield every limited control group of a process and its parents, in version 1 or 2.
 
     Files in tmpfs count as memory in use; page cache that the kernel can drop does not.
 
@@ -332,8 +333,9 @@ class JobLock:
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def lies_in(self, directory: Path) -> bool:
-        """Whether the locked file is still the one in ``directory``, which may have been removed
-        and created again."""
+        """Return whether the locked file is still the one in ``directory``, which may have been
+        removed and created again.
+        """
         return _lies_in(self._fd, directory)
 
     def close(self) -> None:
@@ -367,7 +369,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def holder(directory: Path) -> dict[str, Any] | None:
-    """The process that holds a job's memory; None if it is free.
+    """Return the process that holds a job's memory; None if it is free.
 
     Returns:
         ``pid``, ``host``, ``since`` (Unix seconds) and ``command``; empty if they are unknown.
@@ -436,8 +438,9 @@ def try_flock(fd: int, kind: int) -> bool:
 
 
 def _lies_in(fd: int, directory: Path) -> bool:
-    """Whether the open file is still the one in the directory; a job that ends normally removes its
-    directory."""
+    """Return whether the open file is still the one in the directory; a job that ends normally
+    removes its directory.
+    """
     try:
         return os.path.samestat(os.fstat(fd), (directory / LOCK_FILE).lstat())
     except OSError:
@@ -453,7 +456,7 @@ def _who(fd: int) -> dict[str, Any]:
 
 
 def margin_bytes(configured: int | None, directory: Path) -> int:
-    """Memory in bytes that versions leave free on a node.
+    """Return the memory in bytes that versions must leave free on a node.
 
     Args:
         configured: ``memory_margin_bytes`` of the ``reft`` block; None if it is not set.

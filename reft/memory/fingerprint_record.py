@@ -24,13 +24,13 @@ def record_fingerprint(directory: Path, incarnation: int, encoded: str) -> None:
 
 
 def recorded_fingerprint(directory: Path, incarnation: int) -> str | None:
-    """The encoded fingerprint of an incarnation's versions; None if none was recorded."""
+    """Return the encoded fingerprint of an incarnation's versions; None if none was recorded."""
     record = newest_record(directory, incarnation)
     return None if record is None else record[1]
 
 
 def newest_record(directory: Path, incarnation: int) -> tuple[int, str] | None:
-    """:func:`recorded_fingerprint`, with the incarnation that recorded it.
+    """Return :func:`recorded_fingerprint`, with the incarnation that recorded it.
 
     Of several nodes, the one with the highest incarnation counts: a node that was away does not
     have the later records.

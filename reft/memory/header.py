@@ -150,7 +150,7 @@ class Record:
     table: bytes  # Packed entries
 
     def header(self) -> ArenaHeader | None:
-        """The header with its entries; slow for thousands of them.
+        """Return the header with its entries; slow for thousands of them.
 
         Raises:
             ArenaError: the block table cannot be decoded. Its digests match, so the cause is a bug
@@ -169,7 +169,8 @@ class TornRecordError(ArenaError):
 
 
 def checksum(data: Buffer) -> int:
-    """xxh3_64 of ``data`` (any contiguous buffer); the GIL is released while it is computed."""
+    """Return xxh3_64 of ``data`` (any contiguous buffer); the GIL is released while it is
+    computed."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -281,7 +282,7 @@ def unpack_entries(table: bytes) -> tuple[Entry, ...]:
 
 
 def encode_header(header: ArenaHeader | None, table: bytes) -> bytes:
-    """Payload of a header copy.
+    """Return the payload of a header copy.
 
     Args:
         header: None for an EMPTY arena; its ``entries`` are ignored.
@@ -334,7 +335,7 @@ def decode_header(payload: bytes) -> tuple[ArenaHeader | None, bytes]:
 
 
 def newest_record(copies: Sequence[memoryview], secret: bytes | None) -> Record:
-    """The valid header copy with the highest sequence number.
+    """Return the valid header copy with the highest sequence number.
 
     Args:
         copies: bytes of both header copies.

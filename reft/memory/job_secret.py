@@ -39,13 +39,14 @@ def parse_secret(text: str, origin: str) -> bytes:
 
 
 def read_environment_secret() -> bytes | None:
-    """The job's secret as the launcher passes it to its trainers; None without a launcher."""
+    """Return the job's secret as the launcher passes it to its trainers; None without a
+    launcher."""
     text = os.environ.get(ENV_SECRET)
     return parse_secret(text, ENV_SECRET) if text else None
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret of a job's directory.
+    """Return the secret of a job's directory.
 
     Raises:
         AuthenticationError: it is missing or malformed, belongs to another user, or others can read
@@ -88,7 +89,8 @@ def ensure_secret(path: Path, expected: bytes | None) -> None:
 
 
 def user_secret() -> bytes:
-    """``REFT_SECRET``, else the user's file ``~/.reft/secret``, which is made at its first use.
+    """Return ``REFT_SECRET``, else the user's file ``~/.reft/secret``, which is made at its first
+    use.
 
     Raises:
         AuthenticationError: it is no secret, or others can read or write the file.

@@ -107,8 +107,9 @@ class JobDir:
         return read_secret(self.path)
 
     def scan(self) -> list[tuple[Path, Arena | str]]:
-        """Every arena, open for reading, or the reason why it cannot be read. The caller closes
-        the arenas."""
+        """Return every arena, open for reading, or the reason why it cannot be read. The caller
+        closes the arenas.
+        """
         return scan(self.path, self.secret, self.job_id)
 
     def note_incarnation(self, number: int) -> None:
@@ -121,14 +122,16 @@ class JobDir:
             write_json(self.path / INCARNATION_FILE, {"incarnation": number})
 
     def noted_incarnation(self) -> int:
-        """The newest incarnation that was recorded here, even if it has written no arena yet; 0 if
-        there is none."""
+        """Return the newest incarnation that was recorded here, even if it has written no arena
+        yet; 0 if there is none.
+        """
         found = (read_json(self.path / INCARNATION_FILE) or {}).get("incarnation")
         return found if isinstance(found, int) else 0
 
     def newest_incarnation(self) -> int:
-        """The newest incarnation in any readable arena, or that was recorded; 0 if there is
-        none."""
+        """Return the newest incarnation in any readable arena, or that was recorded; 0 if there is
+        none.
+        """
         found = headers(self.path, self.secret, self.job_id)
         return max([self.noted_incarnation(), *(header.label.incarnation for _, header in found)])
 
@@ -161,7 +164,9 @@ class JobSummary:
 
 
 def is_job_dir(path: Path) -> bool:
-    """Whether ``path`` is a job's memory: a directory, not a link, with ``job.json`` or arenas."""
+    """Return whether ``path`` is a job's memory: a directory, not a link, with ``job.json`` or
+    arenas.
+    """
     if path.is_symlink() or not path.is_dir():
         return False
     try:
@@ -172,12 +177,12 @@ def is_job_dir(path: Path) -> bool:
 
 
 def find_job_id(path: Path) -> str:
-    """The job whose memory a directory holds, by its ``job.json``, else by its name."""
+    """Return the job whose memory a directory holds, by its ``job.json``, else by its name."""
     return str((read_json(path / JOB_FILE) or {}).get("job_id", path.name))
 
 
 def find_jobs(memory_dir: Path) -> list[Path]:
-    """Jobs' directories under ``memory_dir``, by name; none if it does not exist."""
+    """Return jobs' directories under ``memory_dir``, by name; none if it does not exist."""
     if not memory_dir.is_dir():
         return []
     return [path for path in sorted(memory_dir.iterdir()) if is_job_dir(path)]
@@ -212,8 +217,9 @@ def list_jobs(memory_dir: Path) -> list[JobSummary]:
 
 
 def live_processes(path: Path) -> tuple[str, ...]:
-    """The processes that use a job's directory: its daemon, and those with an arena open for
-    writing. Empty for an orphan."""
+    """Return the processes that use a job's directory: its daemon, and those with an arena open for
+    writing. Empty for an orphan.
+    """
     with _exclusive(path) as free:
         return _live_processes(path, free)
 
@@ -267,7 +273,7 @@ def process_identity(pid: int | None = None) -> dict[str, Any]:
 
 
 def is_running(identity: dict[str, Any]) -> bool:
-    """Whether the process of :func:`process_identity` still runs (zombies do not)."""
+    """Return whether the process of :func:`process_identity` still runs (zombies do not)."""
     try:
         process = psutil.Process(int(identity["pid"]))
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -280,7 +286,7 @@ def is_running(identity: dict[str, Any]) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is none that can be read."""
+    """Return the object in a JSON file; None if there is none that can be read."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):

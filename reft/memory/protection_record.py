@@ -89,7 +89,7 @@ class ProtectionRecord:
 
 
 def parse_request(text: str, *, aor: bool | None = None) -> Scheme:
-    """The scheme that a request names.
+    """Return the scheme that a request names.
 
     Args:
         text: as in the block, also with "+aor".
@@ -138,7 +138,7 @@ def write_request(job_dirs: Sequence[Path], scheme: str) -> ProtectionRequest:
 
 
 def read_request(job_dir: Path) -> ProtectionRequest | None:
-    """The newest request on this node; None if there is none that can be read."""
+    """Return the newest request on this node; None if there is none that can be read."""
     try:
         return TypeAdapter(ProtectionRequest).validate_python(read_json(job_dir / REQUEST_FILE))
     except ValueError:
@@ -150,7 +150,7 @@ def write_record(job_dir: Path, record: ProtectionRecord) -> None:
 
 
 def read_record(job_dir: Path) -> ProtectionRecord | None:
-    """The record on this node; None if there is none that can be read."""
+    """Return the record on this node; None if there is none that can be read."""
     try:
         return ProtectionRecord.from_json(read_json(job_dir / RECORD_FILE))
     except ValueError:
@@ -160,7 +160,7 @@ def read_record(job_dir: Path) -> ProtectionRecord | None:
 def resume_record(
     records: Iterable[ProtectionRecord], configured: str, scheme: str | None = None
 ) -> ProtectionRecord:
-    """The record with which a start of the job begins.
+    """Return the record with which a start of the job begins.
 
     The last switch on any node is continued, unless the block was edited since: then the block is
     the newer request. In both cases, requests that were handled stay handled, and the available

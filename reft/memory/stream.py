@@ -58,7 +58,8 @@ def choose_loop() -> int:
 
 @lru_cache(maxsize=1)
 def copier() -> Callable[[int, int, int], object]:
-    """The function ``copy(target address, source address, bytes)`` for ranges that do not overlap.
+    """Return the function ``copy(target address, source address, bytes)`` for ranges that do not
+    overlap.
 
     It runs on the calling thread and releases the GIL. If the loop was not compiled, this is
     ``memmove``, at two thirds of the speed.
@@ -100,7 +101,7 @@ class CutRanges:
         )
 
     def nbytes(self, first: int, stop: int) -> int:
-        """Bytes of the chunks ``[first, stop)``."""
+        """Return the number of bytes in the chunks ``[first, stop)``."""
         return self.begins_bytes[stop] - self.begins_bytes[first]
 
 
@@ -212,7 +213,7 @@ def _not_finite(data: bytes, exponents: int) -> bool:
 
 @lru_cache(maxsize=1)
 def compiled_hash() -> tuple[Any, Any, Any, Any] | None:
-    """The compiled functions of :class:`HashingCopier`; None if they were not built."""
+    """Return the compiled functions of :class:`HashingCopier`; None if they were not built."""
     try:
         names = ("reft_hash_reset", "reft_copy_and_hash", "reft_copy_chunks", "reft_hash_digest")
         reset, copy, copy_chunks, digest = (compiled("reft.memory._stream", name) for name in names)
@@ -230,6 +231,6 @@ def compiled_hash() -> tuple[Any, Any, Any, Any] | None:
 
 
 def hashing_copier() -> HashingCopier:
-    """A new copier: the compiled one if it was built, otherwise the plain one."""
+    """Return a new copier: the compiled one if it was built, otherwise the plain one."""
     functions = compiled_hash()
     return PlainHashingCopier() if functions is None else HashingCopier(*functions)

@@ -44,7 +44,7 @@ class AgreedRates(VersionFeature):
         thereby decides whether the version goes to storage."""
 
     def interval_steps(self, step: int) -> int:
-        """Steps between versions around ``step``."""
+        """Return the number of steps between versions around ``step``."""
         since, newer, older = self._interval
         return newer if step >= since else older
 

@@ -338,7 +338,7 @@ def _try_copies(engine: DeviceCopyEngine, directory: Path) -> tuple[float, int]:
 
 
 def memory_node(numa_maps: str, address: int) -> int:
-    """The NUMA node that holds most pages of a mapping; -1 if unknown.
+    """Return the NUMA node that holds most pages of a mapping; -1 if unknown.
 
     Args:
         numa_maps: content of ``/proc/PID/numa_maps``.
@@ -352,7 +352,7 @@ def memory_node(numa_maps: str, address: int) -> int:
 
 
 def _parities_alike(device: torch.device) -> bool:
-    """Whether the device computes the same parity bytes as the host.
+    """Return whether the device computes the same parity bytes as the host.
 
     The test covers an XOR and a weighted row, over a complete cell and a partial one.
     """

@@ -133,7 +133,7 @@ class Alternative:
         )
 
     def why_not(self, wanted: int) -> str | None:
-        """Why this alternative does not meet a tolerance of ``wanted``; None if it does."""
+        """Return why this alternative does not meet a tolerance of ``wanted``; None if it does."""
         if not self.available:
             return (
                 f'recomputing is chosen only where "{AOR}" asks for it, or where it is exact and '

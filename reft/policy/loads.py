@@ -58,7 +58,8 @@ class LinkRates:
     free_cores: int  # Cores of a rank that training does not use
 
     def partition_secs(self, parameters: float) -> tuple[float, float]:
-        """Time of one step for sending, and for recomputing, the same number of parameters.
+        """Return the time of one step for sending, and for recomputing, the same number of
+        parameters.
 
         Recomputing copies the gradients. The optimizer step itself counts only if no free core
         completes it in time.
@@ -107,7 +108,7 @@ def group_loads(
     block_bytes: int,
     exact: bool = True,
 ) -> tuple[TrafficEstimate, ...]:
-    """Traffic of the members of one sharding group, by dp index.
+    """Return the traffic of the members of one sharding group, by dp index.
 
     It is an upper bound: every shard and every sub-block counts with the size of the longest.
 
@@ -153,7 +154,9 @@ def group_loads(
 
 
 def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
-    """Bytes of the state that only one member has, in an arena or sent to a peer."""
+    """Return the number of bytes of the state that only one member has, in an arena or sent to a
+    peer.
+    """
     partition = sections.owned_bytes if owned else 0
     return sum(map(aligned, (partition, sections.host_bytes, checksum_bytes)))
 
@@ -161,7 +164,7 @@ def _own(sections: RankSections, checksum_bytes: int, *, owned: bool) -> int:
 def _replicated(
     nbytes: int, scheme: Scheme, size: int, block_bytes: int
 ) -> tuple[int, int, int, int]:
-    """A member's part of the replicated section.
+    """Return a member's part of the replicated section.
 
     Returns:
         Bytes of its shard, redundant bytes, bytes of checksums, and number of blocks.

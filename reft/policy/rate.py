@@ -45,7 +45,7 @@ _MOST_STEPS = 10**9
 def learned_losses_per_sec(
     rounds: Iterable[RoundReport], now_unix_secs: float, mtbf_days: float
 ) -> float:
-    """Losses of one node per second, learned from the job's history.
+    """Return the losses of one node per second, learned from the job's history.
 
     The configured rate counts as one observed loss. A job without losses therefore uses the
     configured rate, and a job with many losses its own.
@@ -67,7 +67,7 @@ def learned_losses_per_sec(
 def memory_losses_per_sec(
     node_losses_per_sec: float, nodes: int, survived: Sequence[int], repair_secs: float
 ) -> float:
-    """Rate at which a job loses more nodes than its memory survives.
+    """Return the rate at which a job loses more nodes than its memory survives.
 
     That happens if too many other nodes of a group are lost before a lost node is replaced and
     protected again.
@@ -103,7 +103,7 @@ def memory_risk(
     survival: float | None,
     causes: Sequence[Weibull],
 ) -> tuple[float, float]:
-    """Risk of a job that is protected by memory alone.
+    """Return the risk of a job that is protected by memory alone.
 
     Args:
         topology: placement of the ranks.
@@ -147,7 +147,7 @@ class RateReason(StrEnum):
 
 
 def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
-    """The interval, in seconds of training, with the largest :func:`effective_part`.
+    """Return the interval, in seconds of training, with the largest :func:`effective_part`.
 
     With a constant rate r of losses, a checkpoint that costs c seconds and an interval of t seconds
     of training, the fraction of time spent on training that is not lost is
@@ -181,7 +181,9 @@ def best_interval_secs(cost_secs: float, mtbf_secs: float) -> float:
 
 
 def effective_part(interval_secs: float, cost_secs: float, mtbf_secs: float) -> float:
-    """Fraction of time that is training which lasts, if recovery takes no time (L = R = 0)."""
+    """Return the fraction of time that is training which lasts, if recovery takes no time (L = R =
+    0).
+    """
     cycle = (interval_secs + cost_secs) / mtbf_secs
     return 0.0 if cycle > _MOST_EXPONENT else interval_secs / (expm1(cycle) * mtbf_secs)
 
@@ -196,7 +198,7 @@ def best_interval(
     survival_secs: float = inf,
     most_steps: int | None = None,
 ) -> tuple[int, RateReason]:
-    """Steps between two checkpoints, and the reason.
+    """Return the number of steps between two checkpoints, and the reason.
 
     It starts with the optimum for the failure rate, and then applies these limits; a later one
     overrides an earlier one:
@@ -256,8 +258,9 @@ def best_interval(
 
 
 def whole_interval(steps: int, version_steps: int) -> int:
-    """``steps``, rounded up to a multiple of the steps between versions, so that a version exists
-    at every due step."""
+    """Return ``steps``, rounded up to a multiple of the steps between versions, so that a version
+    exists at every due step.
+    """
     return -(-steps // version_steps) * version_steps
 
 
@@ -298,7 +301,7 @@ def adapt(
     least_steps: int = 1,
     most_steps: int | None = None,
 ) -> Rate:
-    """The rate after one more window of observation.
+    """Return the rate after one more window of observation.
 
     If the overhead is above p, k is computed again from the observed cost. If it was below p / 2
     for several windows, too, but k is at most halved. Otherwise k stays. The result is always
@@ -425,7 +428,7 @@ class OverheadEstimator:
         return len(self._differences)
 
     def plain_secs(self) -> float | None:
-        """Median duration of the last plain steps; None before the first."""
+        """Return the median duration of the last plain steps; None before the first."""
         return median(self._plain) if self._plain else None
 
     def cost(self) -> Cost | None:
@@ -558,7 +561,8 @@ class IntervalController:
     # -- the interval ------------------------------------------------------------------------------
 
     def wanted_interval(self, windows: int = 1) -> int:
-        """Steps between two versions that this rank proposes now. For the voting thread.
+        """Return the number of steps between two versions that this rank proposes now. For the
+        voting thread.
 
         Args:
             windows: shortest interval at which versions fit into the idle time, as planned.
@@ -642,7 +646,9 @@ class IntervalController:
         self._is_new = True
 
     def _gap(self) -> int:
-        """Steps between two versions such that some steps have none in progress."""
+        """Return the number of steps between two versions such that some steps have none in
+        progress.
+        """
         plain, gap = self._pairs.plain_secs(), _FIRST_GAP
         if plain is None and self._recent:  # All of these steps had a version in progress
             plain = median(self._recent)
@@ -803,7 +809,8 @@ class DueSteps:
     def is_due(
         self, step: int, interval_steps: int, *, ahead_steps: int = 1, given_up: int = -1
     ) -> bool:
-        """Whether ``step`` is due. Must be called for every candidate step, in increasing order.
+        """Return whether ``step`` is due. Must be called for every candidate step, in increasing
+        order.
 
         Args:
             step: the step.

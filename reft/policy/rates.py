@@ -54,13 +54,14 @@ Tier = Literal["memory", "storage"]
 def learned_risk(
     job_dir: Path, topology: Topology, tolerance: int, node_mtbf_days: float, survival: float | None
 ) -> tuple[float, float]:
-    """The :func:`~reft.policy.rate.memory_risk` with the loss rate of the job's history."""
+    """Return the :func:`~reft.policy.rate.memory_risk` with the loss rate of the job's history."""
     losses_per_sec = learned_losses_per_sec(read_history(job_dir), time.time(), node_mtbf_days)
     return memory_risk(topology, tolerance, losses_per_sec, survival, [Weibull(1 / losses_per_sec)])
 
 
 def dividing(persist_steps: int) -> Callable[[int], int]:
-    """A function that rounds intervals up to divisors or multiples of a fixed storage interval.
+    """Return a function that rounds intervals up to divisors or multiples of a fixed storage
+    interval.
 
     So there is a version at every step at which a checkpoint has to be written to storage.
 
@@ -248,8 +249,9 @@ class IntervalRates:
         return due, stats
 
     def takes_version(self, step: int) -> bool:
-        """Whether a version is taken after ``step``. Called once per step by the training
-        thread."""
+        """Return whether a version is taken after ``step``. Called once per step by the training
+        thread.
+        """
         given_up = -1 if self.votes is None else self.votes.given_up_step(step)
         return self._versions.is_due(step, self.version_steps(step), given_up=given_up)
 
@@ -259,12 +261,12 @@ class IntervalRates:
             self.storage.went_to(step)
 
     def version_steps(self, step: int) -> int:
-        """Steps between versions around ``step``, as the ranks agreed."""
+        """Return the number of steps between versions around ``step``, as the ranks agreed."""
         return max(self._config.version_steps, self.agreed.interval_steps(step))
 
 
 def newest_step(config: ReftConfig, until_step: int) -> int:
-    """The newest step on storage up to ``until_step`` that the job has not abandoned.
+    """Return the newest step on storage up to ``until_step`` that the job has not abandoned.
 
     Returns:
         0 if there is none, or storage cannot be listed.
@@ -285,7 +287,7 @@ def newest_step(config: ReftConfig, until_step: int) -> int:
 
 
 def _stored_step(config: ReftConfig, control: ControlGroup, step: int, *, from_memory: bool) -> int:
-    """The newest step on storage up to ``step``, as rank 0 sees it. Collective.
+    """Return the newest step on storage up to ``step``, as rank 0 sees it. Collective.
 
     That is ``step`` itself if the job loaded it from storage or has not trained yet, and 0 if
     storage holds nothing.
@@ -302,7 +304,7 @@ def _cost_facts(
     topology: Topology,
     scheme: str,
 ) -> dict[str, Any]:
-    """The facts on which the cost of versions depends, on this machine."""
+    """Return the facts on which the cost of versions depends, on this machine."""
     vendor = find_vendor(engine.device)
     node = topology.nodes[control.rank]
     return {

@@ -76,7 +76,7 @@ class MemoryGuard:
     def wanted_level(
         self, level: int, levels: int, free_bytes: int, growth: Callable[[], int], now: float
     ) -> int:
-        """The proposed level.
+        """Return the proposed level.
 
         Args:
             level: level in force; 0 is the requested protection.
@@ -123,7 +123,7 @@ class MemoryBudget:
     def of(
         cls, arenas: ArenaSet, layout: GroupLayout, count: int, margin_bytes: int = 0
     ) -> MemoryBudget:
-        """The budget for ``count`` arenas of a layout."""
+        """Return the budget for ``count`` arenas of a layout."""
         limit = _NO_LIMIT if arenas.limit_bytes is None else arenas.limit_bytes
         needed = arenas.needed_bytes(layout, count)
         return cls(needed, arenas.held_bytes(), arenas.free_bytes(), limit, margin_bytes)
@@ -188,7 +188,7 @@ class ActiveProtection:
         return replace(self, heard_order=max(self.heard_order, order), heard_level=level)
 
     def would_change(self, order: int, level: int) -> bool:
-        """Whether a vote with this result is followed by a change."""
+        """Return whether a vote with this result is followed by a change."""
         return order > self.order or level != self.level
 
     @property
@@ -202,7 +202,7 @@ class ActiveProtection:
         return self.heard_order > self.order
 
     def targets(self, levels: int) -> Sequence[int]:
-        """Levels to try in order, until all ranks can reserve one.
+        """Return the levels to try in order, until all ranks can reserve one.
 
         A move up has a single target. A move down may skip levels that cannot be reserved.
         """
@@ -213,7 +213,7 @@ class ActiveProtection:
         )
 
     def moves(self, failed: Sequence[bool]) -> bool:
-        """Whether the ranks move: all of them, or none.
+        """Return whether the ranks move: all of them, or none.
 
         Args:
             failed: for each rank, whether it could not reserve its arenas.
@@ -242,7 +242,7 @@ class RequestPoll:
         self._order: ProtectionRequest | None = None
 
     def newest(self) -> ProtectionRequest | None:
-        """The newest request found so far; unreadable files are ignored."""
+        """Return the newest request found so far; unreadable files are ignored."""
         try:
             info = self._path.stat()
         except OSError:
@@ -341,12 +341,12 @@ class SchemeSwitch(SchemePolicy):
         self.settled = True
 
     def newest_order(self) -> int:
-        """Number of the newest request that this rank has read; part of its ballot."""
+        """Return the number of the newest request that this rank has read; part of its ballot."""
         order = self._orders.newest() if self._orders is not None else None
         return max(self.record.number, order.number if order is not None else 0)
 
     def wanted_level(self, layout: GroupLayout | None) -> int:
-        """The level that this rank's node has memory for; part of its ballot.
+        """Return the level that this rank's node has memory for; part of its ballot.
 
         The memory is checked at most once in ``look_secs``, and only after a version was committed
         under the protection in force, because memory released by the last change is not free
@@ -372,7 +372,9 @@ class SchemeSwitch(SchemePolicy):
         return self._wanted_level
 
     def _growth(self, layout: GroupLayout) -> int:
-        """Bytes that this node needs for the next level up, estimated from this rank's share."""
+        """Return the number of bytes that this node needs for the next level up, estimated from
+        this rank's share.
+        """
         level = self._ladder[self.in_force.level - 1]
         if self._above is None:
             self._above = self._under(layout, level)
@@ -422,7 +424,7 @@ class SchemeSwitch(SchemePolicy):
         return found
 
     def _room(self, layout: GroupLayout, count: int) -> MemoryBudget:
-        """The budget for a layout. It never raises, because the peers wait for it.
+        """Return the budget for a layout. It never raises, because the peers wait for it.
 
         If the node's memory cannot be read, none counts as free.
         """
@@ -573,7 +575,7 @@ class SchemeSwitch(SchemePolicy):
         return layout if same else layout_under(layout, level.scheme)
 
     def _agree_on_order(self) -> ProtectionRequest:
-        """The newest request that any rank has read. Collective."""
+        """Return the newest request that any rank has read. Collective."""
         order = (self._orders.newest() if self._orders is not None else None) or ProtectionRequest(
             0, ""
         )

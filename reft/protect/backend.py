@@ -88,11 +88,11 @@ class Backend(ABC):
 
     @abstractmethod
     def zeros(self, nbytes: int, like: Buffer) -> Buffer:
-        """A new buffer of zeros on the device of ``like``."""
+        """Return a new buffer of zeros on the device of ``like``."""
 
 
 def backend_for(buffer: Buffer) -> Backend:
-    """The fastest available backend for a buffer's class and device.
+    """Return the fastest available backend for a buffer's class and device.
 
     For CUDA and ROCm tensors this is CuPy, if it is installed and a test on the device gave the
     same bytes as torch; otherwise torch. The first call for a device compiles the test's kernel.
@@ -122,7 +122,7 @@ support the device."""
 
 
 def _tried_cupy(like: Buffer) -> Backend | None:
-    """CuPy's backend if it works on the device of ``like``; otherwise None.
+    """Return CuPy's backend if it works on the device of ``like``; otherwise None.
 
     If CuPy is installed and does not work, this is logged.
     """
@@ -281,7 +281,8 @@ class ChunkedBackend(Backend):
 
     @abstractmethod
     def _chunk_bytes(self, target: Buffer) -> int:
-        """Size of a target's chunk that stays in the cache while the sources are read."""
+        """Return the size of a target's chunk that stays in the cache while the sources are
+        read."""
 
     @abstractmethod
     def _xor(self, left: Any, right: Any, out: Any) -> None: ...
@@ -319,7 +320,7 @@ _WORDS = {
 
 
 def find_launch_shape(rows: Sequence[Row], width: int, nbytes: int) -> tuple[int, tuple[int, int]]:
-    """Launch parameters of the kernel.
+    """Return launch parameters of the kernel.
 
     Args:
         rows: coefficients.
@@ -344,7 +345,7 @@ def _tiles(width: int) -> int:
 
 @lru_cache(maxsize=256)
 def kernel_source(rows: tuple[Row, ...], width: int) -> str:
-    """Source of ``reft_combine`` for a coefficient matrix.
+    """Return the source of ``reft_combine`` for a coefficient matrix.
 
     The kernel's arguments are two numbers (see :func:`find_launch_shape`), then the sources and the
     targets as byte pointers.
@@ -518,7 +519,7 @@ class CupyBackend(Backend):
 
 @cache
 def _processors(device: int) -> int:
-    """Number of multiprocessors (AMD: compute units).
+    """Return the number of multiprocessors (AMD: compute units).
 
     ``Device.attributes`` lacks it on AMD's devices, because CuPy uses the attribute numbers of an
     old HIP release (CuPy's issue 7676, open in 2026).
@@ -601,7 +602,7 @@ Run = Callable[[tuple[PacketStep, ...], Sequence[Bytes], Sequence[Bytes]], None]
 
 @lru_cache(maxsize=1)
 def compiled_run() -> Run | None:
-    """The compiled function that executes steps on contiguous buffers of equal length.
+    """Return the compiled function that executes steps on contiguous buffers of equal length.
 
     It releases the GIL. NumPy's version is about two thirds as fast.
 
@@ -630,7 +631,7 @@ def compiled_run() -> Run | None:
 
 @lru_cache(maxsize=256)
 def _table(steps: tuple[PacketStep, ...]) -> npt.NDArray[np.int64]:
-    """The steps as an array of ``struct Step`` of ``packets.cpp``, one row each."""
+    """Return the steps as an array of ``struct Step`` of ``packets.cpp``, one row each."""
     return np.array([(*s.target, s.count, *s.left, *(s.right or (-1, 0))) for s in steps], np.int64)
 
 

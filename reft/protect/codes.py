@@ -88,7 +88,9 @@ class Scheme:
         return max(self.gap, self.copies) + 1 if self.parities or self.copies else 1
 
     def why_no_room(self, size: int) -> str | None:
-        """Why the scheme is impossible in a group of ``size`` members; None if it is possible."""
+        """Return why the scheme is impossible in a group of ``size`` members; None if it is
+        possible.
+        """
         if size < self.least_members:
             return f"needs at least {self.least_members} data-parallel members, found {size}"
         if self.parities > 1 and size - self.gap + self.parities > FIELD_SIZE:
@@ -110,7 +112,7 @@ class Scheme:
         return self.copies + self.parities if self.designed else max(self.copies, self.parities)
 
     def share(self, size: int) -> Fraction:
-        """Fraction of the image that a member stores: its shard, copies and parities.
+        """Return the fraction of the image that a member stores: its shard, copies and parities.
 
         This is (a+1)/D + k/(D(D-k)); in a co-designed scheme, the second term is k/(D(D-a-k)).
         """
@@ -191,7 +193,7 @@ class Code:
         return tuple(map(tuple, found))
 
     def pieces_of(self, member: int) -> tuple[CodeTerm, ...]:
-        """The pieces that a member stores."""
+        """Return the pieces that a member stores."""
         return self._by_member[member]
 
 
@@ -224,7 +226,7 @@ def make_code(scheme: Scheme, ring: Sequence[int]) -> Code:
 def _parities(
     scheme: Scheme, ring: Sequence[int], position: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The parities at a position: for each r, parity r of the stripe that begins r before it.
+    """Yield the parities at a position: for each r, parity r of the stripe that begins r before it.
 
     Column j of a stripe is sub-block j of the shard ``gap + j`` positions after the stripe.
     """
@@ -418,7 +420,7 @@ def plan_decode(
 
 
 def survives(code: Code, lost: Collection[int]) -> bool:
-    """Whether the image can be recovered without the ``lost`` members.
+    """Return whether the image can be recovered without the ``lost`` members.
 
     It tests the rank of each independent system of unknown sub-blocks.
     """
@@ -441,7 +443,7 @@ def fatal_loss(
     gone: Collection[int] = (),
     most: int | None = None,
 ) -> tuple[str, ...]:
-    """The first of the smallest sets of nodes whose loss cannot be recovered.
+    """Return the first of the smallest sets of nodes whose loss cannot be recovered.
 
     Args:
         code: the layout.
@@ -472,7 +474,9 @@ def fatal_loss(
 
 
 def tolerance(code: Code, nodes: Sequence[str] | None = None) -> int:
-    """Largest t such that *every* loss of t nodes is recoverable; less than all of the nodes."""
+    """Return the largest t such that *every* loss of t nodes is recoverable; less than all of the
+    nodes.
+    """
     return len(fatal_loss(code, nodes)) - 1
 
 
@@ -511,7 +515,7 @@ class BlockCode:
         return min(start, self.nbytes), min(stop, self.nbytes)
 
     def piece_bytes(self, piece: CodeTerm) -> int:
-        """Length of a stored piece: without padding for data, aligned for a parity."""
+        """Return the length of a stored piece: without padding for data, aligned for a parity."""
         longest = max(stop - start for start, stop in (self.range_of(b) for b, _ in piece.terms))
         return longest if piece.is_data else aligned(longest, GRAIN_BYTES)
 
@@ -521,7 +525,7 @@ class BlockCode:
         return max(1, -(-self.sub_block_bytes // self.block_bytes))
 
     def data(self, member: int) -> tuple[CodedBlock, ...]:
-        """The blocks of a member's shard, in order of their offsets."""
+        """Return the blocks of a member's shard, in order of their offsets."""
         splits = self.code.splits
         return tuple(
             CodedBlock(self.data_key(b, row), start, nbytes)
@@ -530,12 +534,14 @@ class BlockCode:
         )
 
     def stores_copy(self, member: int, key: BlockKey) -> bool:
-        """Whether a member stores a copy of a replicated block (a parity of one block is one)."""
+        """Return whether a member stores a copy of a replicated block (a parity of one block is
+        one).
+        """
         terms = ((self.place_of(key)[0], 1),)
         return any(piece.terms == terms for piece in self.code.pieces_of(member))
 
     def parities(self, member: int) -> tuple[CodedBlock, ...]:
-        """The parity blocks that a member computes and stores."""
+        """Return the parity blocks that a member computes and stores."""
         return tuple(
             block for piece in self._parity_pieces(member) for block in self._parity_blocks(piece)
         )
@@ -550,11 +556,13 @@ class BlockCode:
         return key.member * self.code.splits + j, row
 
     def nbytes_of(self, piece: CodeTerm, row: int) -> int:
-        """Length of a piece's block in a row of blocks; 0 if it has none, which means zeros."""
+        """Return the length of a piece's block in a row of blocks; 0 if it has none, which means
+        zeros.
+        """
         return max(0, min(self.block_bytes, self.piece_bytes(piece) - row * self.block_bytes))
 
     def key_of(self, piece: CodeTerm, row: int) -> BlockKey | None:
-        """The block of a stored piece in a row of blocks; None if the piece has none."""
+        """Return the block of a stored piece in a row of blocks; None if the piece has none."""
         if not self.nbytes_of(piece, row):
             return None
         if piece.is_data:
@@ -585,7 +593,7 @@ class BlockCode:
             yield row, at, min(self.block_bytes, stop - at)
 
     def describe(self) -> str:
-        """The code as one line without the section's size, for :func:`parse_block_code`."""
+        """Return the code as one line without the section's size, for :func:`parse_block_code`."""
         ring = ",".join(map(str, self.code.ring))
         return f"{self.code.scheme};{ring};{self.block_bytes}"
 
@@ -611,7 +619,8 @@ def parse_block_code(text: str, nbytes: int) -> BlockCode:
 
 
 def pack_checksums(checksums: Iterable[int]) -> bytes:
-    """Content of a CHECKSUMS block: one little-endian uint64 for each replicated block."""
+    """Return the content of a CHECKSUMS block: one little-endian uint64 for each replicated
+    block."""
     return np.array([*checksums], "<u8").tobytes()
 
 

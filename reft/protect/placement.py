@@ -38,7 +38,7 @@ class GroupPlacement:
         return Scheme(self.copies, self.parities)
 
     def code(self) -> Code:
-        """The code of the replicated section.
+        """Return the code of the replicated section.
 
         Raises:
             ConfigError: the group is too small.
@@ -46,13 +46,15 @@ class GroupPlacement:
         return make_code(self.scheme, self.ring)
 
     def kept_by(self, member: int) -> tuple[int, ...]:
-        """Members whose own bytes ``member`` keeps: itself first, then its ring successors."""
+        """Return members whose own bytes ``member`` keeps: itself first, then its ring
+        successors."""
         at = self.ring.index(member)
         return tuple(self.ring[(at + i) % self.size] for i in range(self._span))
 
     def holders_of(self, member: int) -> tuple[int, ...]:
-        """Members that keep the own bytes of ``member``: itself first, then its ring
-        predecessors."""
+        """Return members that keep the own bytes of ``member``: itself first, then its ring
+        predecessors.
+        """
         at = self.ring.index(member)
         return tuple(self.ring[(at - i) % self.size] for i in range(self._span))
 
@@ -75,7 +77,7 @@ def place_group(nodes: Sequence[str], copies: int, parities: int = 0) -> GroupPl
 def fatal_nodes(
     nodes: Sequence[str], placement: GroupPlacement, gone: Collection[int] = ()
 ) -> tuple[str, ...]:
-    """A smallest set of nodes whose loss destroys bytes of the group (P4).
+    """Return a smallest set of nodes whose loss destroys bytes of the group (P4).
 
     It is computed from the real nodes, not from the scheme's name. State that only one member owns
     is lost with all its holders. For replicated state under an erasure code, the rank of the
@@ -115,7 +117,7 @@ def fatal_nodes(
 
 
 def _fullest(nodes: Sequence[str], members: int) -> tuple[str, ...]:
-    """The fewest nodes that hold more than ``members`` members; all nodes if none do."""
+    """Return the fewest nodes that hold more than ``members`` members; all nodes if none do."""
     found: list[str] = []
     for node in sorted(set(nodes), key=lambda n: (-nodes.count(n), nodes.index(n))):
         if sum(nodes.count(n) for n in found) > members:
@@ -127,7 +129,7 @@ def _fullest(nodes: Sequence[str], members: int) -> tuple[str, ...]:
 def tolerance_left(
     nodes: Sequence[str], placement: GroupPlacement, gone: Collection[int] = ()
 ) -> int:
-    """Largest f such that the group survives *every* loss of f further nodes (P4).
+    """Return the largest f such that the group survives *every* loss of f further nodes (P4).
 
     It is 0 if members share a node with their copies. The loss of all nodes of a group is never
     survived.
@@ -153,7 +155,7 @@ def tolerance(topology: Topology, copies: int, parities: int = 0) -> int:
 
 
 def fatal(topology: Topology, copies: int, parities: int = 0) -> tuple[str, ...]:
-    """A smallest set of nodes whose loss some sharding group of the job does not survive.
+    """Return a smallest set of nodes whose loss some sharding group of the job does not survive.
 
     Raises:
         ConfigError: the groups are too small for the scheme.
@@ -168,7 +170,7 @@ def fatal(topology: Topology, copies: int, parities: int = 0) -> tuple[str, ...]
 
 
 def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
-    """Nodes of one sharding group for each distinct pattern in which members share nodes.
+    """Return nodes of one sharding group for each distinct pattern in which members share nodes.
 
     Tolerance depends only on that pattern, and most groups of a job have the same.
     """
@@ -180,7 +182,8 @@ def group_patterns(topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 
 def surviving_schemes(topology: Topology) -> tuple[Scheme, ...]:
-    """The cheapest schemes that survive the loss of any node, if members of a group share nodes.
+    """Return the cheapest schemes that survive the loss of any node, if members of a group share
+    nodes.
 
     Three schemes are tested: copies, copies with parities, and parities alone.
     """
@@ -205,7 +208,7 @@ class ProtectionLevel:
 
 
 def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[ProtectionLevel, ...]:
-    """Levels of protection, from the requested one down to the cheapest.
+    """Return the levels of protection, from the requested one down to the cheapest.
 
     Args:
         scheme: requested scheme.
@@ -218,7 +221,7 @@ def ladder(scheme: Scheme, arenas: int, members: int) -> tuple[ProtectionLevel, 
 
 
 def _cheaper(scheme: Scheme, members: int) -> Iterator[Scheme]:
-    """Schemes in decreasing order of memory.
+    """Yield schemes in decreasing order of memory.
 
     Each keeps less of the replicated section than the previous one, and no more copies of owned
     state. Among these, the one that survives most losses comes next, then the most expensive one.
@@ -267,7 +270,7 @@ class Weibull:
             raise ConfigError(f"found {self}; expected a positive scale and a positive shape")
 
     def survival(self, secs: float) -> float:
-        """Probability that a node still works after ``secs`` seconds."""
+        """Return the probability that a node still works after ``secs`` seconds."""
         return exp(-((max(0.0, secs) / self.scale_secs) ** self.shape))
 
 
@@ -277,7 +280,9 @@ def node_survival(secs: float, causes: Sequence[Weibull]) -> float:
 
 
 def losses_within(size: int, tolerance: int) -> tuple[int, ...]:
-    """Number of survived sets for each number of lost nodes, if exactly up to ``tolerance`` are."""
+    """Return the number of survived sets for each number of lost nodes, if exactly up to
+    ``tolerance`` are.
+    """
     return tuple(comb(size, j) if j <= tolerance else 0 for j in range(size + 1))
 
 
@@ -299,7 +304,8 @@ def protected_survival(q: float, nodes: int, survived: Sequence[int]) -> float:
 def persist_interval_secs(
     target: float, causes: Sequence[Weibull], nodes: int, survived: Sequence[int]
 ) -> float:
-    """Advised interval between checkpoints on storage: the t at which P_reft(t) = ``target``.
+    """Return advised interval between checkpoints on storage: the t at which P_reft(t) =
+    ``target``.
 
     During it, memory alone survives with at least that probability.
 

@@ -59,12 +59,12 @@ def power(exponent: int) -> int:
 
 
 def multiply(a: int, b: int) -> int:
-    """Product of two elements."""
+    """Return the product of two elements."""
     return EXP[(LOG[a] + LOG[b]) % ORDER] if a and b else 0
 
 
 def inverse(a: int) -> int:
-    """The multiplicative inverse of ``a``.
+    """Return the multiplicative inverse of ``a``.
 
     Raises:
         ZeroDivisionError: ``a`` is 0.
@@ -81,7 +81,7 @@ TABLE.flags.writeable = False
 
 
 def reduce_rows(matrix: Matrix, columns: int | None = None) -> tuple[Matrix, tuple[int, ...]]:
-    """Reduced row echelon form.
+    """Return the reduced row echelon form.
 
     Rows become pivots in the given order if possible, so preferred equations come first.
 
@@ -138,7 +138,7 @@ _POWER_ROWS = 3
 
 
 def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
-    """Coefficients c[r][j] of the parities, as rows.
+    """Return coefficients c[r][j] of the parities, as rows.
 
     Any ``parities`` losses among the blocks and the parities can be decoded (MDS).
 
@@ -163,7 +163,7 @@ def parity_rows(parities: int, blocks: int) -> tuple[Row, ...]:
 
 
 def needs_packets(rows: Sequence[Row]) -> bool:
-    """Whether any coefficient is neither 0 nor 1."""
+    """Return whether any coefficient is neither 0 nor 1."""
     return any(c > 1 for row in rows for c in row)
 
 
@@ -234,7 +234,8 @@ class _Elimination:
 def packet_program(
     rows: tuple[Row, ...], matrix: tuple[Row, ...] | None = None
 ) -> tuple[PacketStep, ...]:
-    """The steps for one cell that compute X with ``matrix · X = rows · sources`` over GF(2^8).
+    """Return the steps for one cell that compute X with ``matrix · X = rows · sources`` over
+    GF(2^8).
 
     Args:
         rows: coefficients of the sources, one row for each equation; no row is all zeros.
@@ -382,7 +383,8 @@ class _Packets:
         return own
 
     def steps(self) -> tuple[PacketStep, ...]:
-        """The recorded steps with every packet in its final position, adjacent ones merged."""
+        """Return the recorded steps with every packet in its final position, adjacent ones
+        merged."""
         for target, bits in enumerate(self._bits):
             copied = []
             for bit, operand in enumerate(bits):
@@ -417,7 +419,7 @@ def _merge(group: list[PacketStep]) -> list[PacketStep]:
 
 
 def _follows(last: PacketStep, step: PacketStep) -> bool:
-    """Whether the packets of ``step`` directly follow those of ``last``."""
+    """Return whether the packets of ``step`` directly follow those of ``last``."""
 
     def after(operand: Operand | None) -> Operand | None:
         return None if operand is None else (operand[0], operand[1] + last.count)

@@ -240,7 +240,8 @@ def _own_form(engine: Any) -> AbstractContextManager[None]:
 
 
 def _released(engine: Any) -> Callable[..., Any]:
-    """The engine's ``module_state_dict`` with empty parameters at ZeRO-3, as in DeepSpeed's files.
+    """Return the engine's ``module_state_dict`` with empty parameters at ZeRO-3, as in DeepSpeed's
+    files.
 
     Without this, parameters that are gathered between steps would have content: persistent ones,
     and those that the script has gathered.
@@ -266,7 +267,7 @@ def _fragment(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _detach_all(item: Any, device: Any = None) -> Any:
-    """The tensors of a pipeline, uncloned, because a template needs the originals.
+    """Return the tensors of a pipeline, uncloned, because a template needs the originals.
 
     Replaces DeepSpeed's function that clones them. The containers are rebuilt as DeepSpeed does,
     because that changes the file: it drops a module's ``_metadata``.
@@ -291,7 +292,9 @@ def client_state(host_state: HostState) -> dict[str, Any]:
 
 
 def find_tracker(host_state: HostState) -> bytes | None:
-    """Content of Megatron-DeepSpeed's tracker file for a version; None for other programs."""
+    """Return the content of Megatron-DeepSpeed's tracker file for a version; None for other
+    programs.
+    """
     client = client_state(host_state)
     iteration = client.get("iteration")
     is_megatrons = isinstance(client.get("args"), Namespace) and "checkpoint_version" in client
@@ -299,7 +302,8 @@ def find_tracker(host_state: HostState) -> bytes | None:
 
 
 def read_shape(host_state: HostState) -> bytes:
-    """The structure of a host state (names of its values), which must match the template's."""
+    """Return the structure of a host state (names of its values), which must match the
+    template's."""
     adapter = host_state["adapter"]
     facts = [adapter["wrapper"], adapter["optimizer"], adapter["layout"]]
     groups = [list(group) for group in adapter["param_groups"]]
@@ -317,7 +321,7 @@ class _PerStepValues:
         self._positions = _positions(engine)
 
     def resolver(self, content: Any) -> Resolve:
-        """The resolver for one file's state dict."""
+        """Return the resolver for one file's state dict."""
         if isinstance(content, dict):
             if "global_steps" in content and "module" in content:
                 return self._model_file
@@ -350,7 +354,9 @@ class _PerStepValues:
         return None
 
     def _wrapper(self, path: Keys) -> Keys | None:
-        """``path`` within the state dict of DeepSpeed's wrapper, or of a torch optimizer itself."""
+        """Return ``path`` within the state dict of DeepSpeed's wrapper, or of a torch optimizer
+        itself.
+        """
         if not path:
             return None
         if path[0] in _INNER_KEYS:
@@ -365,7 +371,7 @@ class _PerStepValues:
         return self._inner(path)
 
     def _inner(self, path: Keys) -> Keys | None:
-        """``path`` within the state dict of a torch optimizer."""
+        """Return ``path`` within the state dict of a torch optimizer."""
         match path:
             case ("param_groups", group, key) if key != "params":
                 return ("adapter", "param_groups", group, key)
@@ -490,7 +496,9 @@ def write_recovery_scripts(directory: Path) -> None:
 
 
 def host_file_name(coordinate: Coordinate) -> str:
-    """Name of a rank's host state within a tag directory. DeepSpeed's patterns do not match it."""
+    """Return the name of a rank's host state within a tag directory. DeepSpeed's patterns do not
+    match it.
+    """
     return f"reft_host-{coordinate}.msgpack"
 
 

@@ -36,7 +36,8 @@ class Images:
         return next((b.entry.image_bytes for b in self._blocks[section]), 0)
 
     def read(self, section: Section, start: int, nbytes: int) -> memoryview:
-        """Bytes ``[start, start + nbytes)`` of an image, after verifying their blocks' checksums.
+        """Return bytes ``[start, start + nbytes)`` of an image, after verifying their blocks'
+        checksums.
 
         Returns:
             A view of the blocks' memory if the range is contiguous there, otherwise a copy.

@@ -41,8 +41,9 @@ def short_name(job_id: str) -> str:
 
 
 def claimed(directory: Path, job_id: str) -> int:
-    """The newest incarnation of the job that has claimed the directory; 0 if none has, or there is
-    no directory."""
+    """Return the newest incarnation of the job that has claimed the directory; 0 if none has, or
+    there is no directory.
+    """
     return max(_claims(directory, job_id), default=0)
 
 

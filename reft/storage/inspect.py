@@ -183,7 +183,9 @@ class JobReport:
 
 
 def find_job_dirs(memory_dirs: Sequence[Path]) -> dict[str, list[Path]]:
-    """Jobs' directories by job id. Each path is a memory directory, or a job's directory itself."""
+    """Return jobs' directories by job id. Each path is a memory directory, or a job's directory
+    itself.
+    """
     found: dict[str, list[Path]] = {}
     for memory_dir in memory_dirs:
         for path in [memory_dir] if is_job_dir(memory_dir) else find_jobs(memory_dir):
@@ -295,7 +297,9 @@ def _report_versions(
 def _judge(
     inventories: Sequence[Inventory], job_id: str, bad: Collection[BadBlock]
 ) -> tuple[VersionId | None, tuple[str, ...]]:
-    """The version that a restart would restore from these inventories, and the plan's reasons."""
+    """Return the version that a restart would restore from these inventories, and the plan's
+    reasons.
+    """
     if not any(record.usable for inventory in inventories for record in inventory.arenas):
         return None, ("no rank finished writing it",)
     try:

@@ -41,7 +41,8 @@ _HOST_FILE = re.compile(r"reft_host-pp(\d+)\.dp(\d+)\.tp(\d+)\.msgpack")
 
 
 def read_degrees(checkpoint: Path) -> Degrees | None:
-    """Degrees of the job that wrote a checkpoint, derived from the names of reft's host files.
+    """Return the degrees of the job that wrote a checkpoint, derived from the names of reft's host
+    files.
 
     Returns:
         None if there is not one file for every rank.
@@ -86,7 +87,7 @@ class DiskCheckpoint:
         return str(self.path)
 
     def newer_than(self, label: VersionId) -> bool:
-        """Whether it is newer than a version of this job.
+        """Return whether it is newer than a version of this job.
 
         A checkpoint of an older incarnation is never newer, even if its step is higher: the job
         has gone back to an earlier step since. Without a label, the step decides.
@@ -114,7 +115,8 @@ _FOUND = TypeAdapter(LoadedCheckpoint)
 
 
 def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -> LoadedCheckpoint:
-    """The user's checkpoint that ``latest`` names, and this job's checkpoints that reft wrote.
+    """Return the user's checkpoint that ``latest`` names, and this job's checkpoints that reft
+    wrote.
 
     Never raises, because the other ranks wait for the rank that searches.
     """
@@ -148,7 +150,7 @@ def find_on_disk(load_dir: Path | None, persist_dir: Path | None, job_id: str) -
 
 
 def find_named(directory: Path, tag: Any, job_id: str) -> LoadedCheckpoint:
-    """The checkpoint with a tag; None as ``tag`` selects the one that ``latest`` names.
+    """Return the checkpoint with a tag; None as ``tag`` selects the one that ``latest`` names.
 
     The result is empty if there is no such directory. Never raises.
     """
@@ -237,7 +239,7 @@ def _read_marker(info: PersistedInfo, job_id: str) -> DiskCheckpoint:
 
 
 def _saved_by(checkpoint: Path) -> tuple[Mapping[str, Any], int]:
-    """The job that saved a checkpoint, and its step, from the first readable host file."""
+    """Return the job that saved a checkpoint, and its step, from the first readable host file."""
     from reft.storage.deepspeed_format import read_host_file
 
     for file in sorted(checkpoint.glob("reft_host-*.msgpack")):
@@ -270,11 +272,12 @@ class DiskRestorer:
         self._refused: dict[Path, str] = {}
 
     def find(self, load_dir: Path | None) -> LoadedCheckpoint:
-        """The result of rank 0's search, so that all ranks choose the same checkpoint."""
+        """Return the result of rank 0's search, so that all ranks choose the same checkpoint."""
         return self._from_rank_zero(lambda: find_on_disk(load_dir, self._persist_dir, self._job_id))
 
     def find_named(self, directory: Path | None, tag: Any) -> DiskCheckpoint | None:
-        """The checkpoint with the script's ``tag``, or without one the one that ``latest`` names.
+        """Return the checkpoint with the script's ``tag``, or without one the one that ``latest``
+        names.
 
         Returns:
             None if there is none.
@@ -299,7 +302,7 @@ class DiskRestorer:
                 )
 
     def refused(self, found: LoadedCheckpoint) -> tuple[str, ...]:
-        """Reasons of all checkpoints that were refused so far."""
+        """Return reasons of all checkpoints that were refused so far."""
         return (*found.problems, *self._refused.values())
 
     def check(self, checkpoint: DiskCheckpoint, *, whole: bool = True) -> dict[str, Any] | None:
@@ -368,7 +371,9 @@ def nothing_sound(refused: Sequence[str]) -> str:
 
 
 def find_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[str, FileRecord]:
-    """The files that ``rank`` reads. Each file has one reader, and all read about equally much."""
+    """Return the files that ``rank`` reads. Each file has one reader, and all read about equally
+    much.
+    """
     loads = [(0, r) for r in range(ranks)]
     share = {}
     for name, record in sorted(files.items(), key=lambda item: (-item[1].nbytes, item[0])):
@@ -380,7 +385,7 @@ def find_share(files: Mapping[str, FileRecord], rank: int, ranks: int) -> dict[s
 
 
 def host_file(checkpoint: Path, coordinate: Coordinate) -> Path:
-    """The file of a rank's host state, next to DeepSpeed's own files, which ignore it."""
+    """Return the file of a rank's host state, next to DeepSpeed's own files, which ignore it."""
     from reft.storage.deepspeed_format import host_file_name
 
     return checkpoint / host_file_name(coordinate)

@@ -196,7 +196,8 @@ def _fault_points(config: ReftConfig, source: VersionSource) -> Callable[[Coordi
 
 
 def reason_unwritable(directory: Path) -> str:
-    """Why this host cannot write to a persist directory; "" if it can. Nothing is left there.
+    """Return why this host cannot write to a persist directory; "" if it can. Nothing is left
+    there.
 
     The directory may not exist yet: the first write makes it. If its parent is missing, the file
     system is not mounted.
@@ -541,7 +542,7 @@ def _leave_reason(work: WorkDir, node: str, error: BaseException, secret: bytes)
 
 
 def published(work: WorkDir) -> PersistedInfo | None:
-    """The complete checkpoint of exactly this version; None if there is none."""
+    """Return the complete checkpoint of exactly this version; None if there is none."""
     info = read_marker(work.root.parent / format_tag(work.label))
     if info is None or (info.job_id, info.label) != (work.job_id, work.label):
         return None

@@ -88,7 +88,7 @@ class PersistedInfo:
 
 
 def job_directory(directory: Path, job_id: str) -> Path:
-    """A job's own directory in a persist directory (P7).
+    """Return a job's own directory in a persist directory (P7).
 
     Raises:
         PersistError: the job id is no name of a directory.
@@ -101,12 +101,12 @@ def job_directory(directory: Path, job_id: str) -> Path:
 
 
 def format_tag(label: VersionId) -> str:
-    """The tag of a version, the same as DeepSpeed's for that step."""
+    """Return the tag of a version, the same as DeepSpeed's for that step."""
     return f"global_step{label.step}"
 
 
 def read_marker(checkpoint: Path) -> PersistedInfo | None:
-    """The marker in a checkpoint's directory; None if reft did not write the directory.
+    """Return the marker in a checkpoint's directory; None if reft did not write the directory.
 
     Raises:
         PersistError: the marker cannot be read, or is of a later format.
@@ -184,7 +184,9 @@ def find_markers(
 
 
 def list_persisted(directory: Path, job_id: str | None = None) -> list[PersistedInfo]:
-    """The complete checkpoints in ``directory``, the oldest first; incomplete ones are logged."""
+    """Return the complete checkpoints in ``directory``, the oldest first; incomplete ones are
+    logged.
+    """
     found, skipped = find_markers(directory, job_id)
     for problem in skipped:
         logger.warning("skipped: %s", problem)
@@ -201,7 +203,7 @@ def list_persisted(directory: Path, job_id: str | None = None) -> list[Persisted
 
 
 def newest_incarnation(directory: Path, job_id: str) -> int:
-    """The newest incarnation of the job in any marker or claim of the directory; 0 if none.
+    """Return the newest incarnation of the job in any marker or claim of the directory; 0 if none.
 
     Damaged checkpoints count, too, because the next incarnation must be newer than all.
 
@@ -218,7 +220,7 @@ def newest_incarnation(directory: Path, job_id: str) -> int:
 
 
 def latest_tag(directory: Path) -> str | None:
-    """The tag in the file ``latest``; None if there is no such file, or it holds no tag."""
+    """Return the tag in the file ``latest``; None if there is no such file, or it holds no tag."""
     try:
         tag = (directory / LATEST_NAME).read_text(errors="replace").strip()
         return _file(tag)

@@ -180,7 +180,9 @@ class Persister:
                 )
 
     def _lag(self) -> tuple[int, VersionId | None]:
-        """Steps from the oldest due version to the newest one in memory, and the due version."""
+        """Return steps from the oldest due version to the newest one in memory, and the due
+        version.
+        """
         newest, stale = self._newest, self.status.stale_since_step
         if newest is None:
             return 0, None
@@ -192,8 +194,9 @@ class Persister:
         return (0 if waits is None else max(0, newest.step - waits.step)), waits
 
     def _becomes_unprotected(self, label: VersionId, unprotected: bool | None) -> bool:
-        """Whether ``label`` is the first version that does not survive the loss of a node. Every
-        trainer of the node reports it; a late report of an older version does not count."""
+        """Return whether ``label`` is the first version that does not survive the loss of a node.
+        Every trainer of the node reports it; a late report of an older version does not count.
+        """
         since, before = self._unprotected
         if unprotected is None or self.config is None or (since is not None and label < since):
             return False
@@ -201,13 +204,15 @@ class Persister:
         return unprotected and not before
 
     def _replaces_memory(self, label: VersionId) -> bool:
-        """Whether ``label`` is to be tried because memory does not survive the loss of a node, and
-        no version since then has reached storage (P3)."""
+        """Return whether ``label`` is to be tried because memory does not survive the loss of a
+        node, and no version since then has reached storage (P3).
+        """
         failing = self._missed is not None or self.status.stale_since_step is not None
         return failing and self._unprotected[1] and label.step % _AGAIN_STEPS == 0
 
     def fenced(self, incarnation: int) -> str:
-        """Why a node of this incarnation has to end: a newer one has fenced it; "" if none has.
+        """Return why a node of this incarnation has to end: a newer one has fenced it; "" if none
+        has.
 
         A newer incarnation in which this node takes part does not count: it refuses the version
         that the daemon has been writing since before the restart.
@@ -216,7 +221,9 @@ class Persister:
         return why if newest > max(incarnation, self._job_dir.noted_incarnation()) else ""
 
     def wants(self, label: VersionId) -> bool:
-        """Whether versions are persisted, and ``label`` is newer than the newest one on storage."""
+        """Return whether versions are persisted, and ``label`` is newer than the newest one on
+        storage.
+        """
         last = self.status.last
         return bool(self.config and self.config.persist.dir is not None) and (
             last is None or label > last

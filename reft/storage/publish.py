@@ -82,7 +82,7 @@ class WorkDir:
 
     @classmethod
     def of(cls, directory: Path, job_id: str, label: VersionId, writer: int = 0) -> WorkDir:
-        """The working directory of a version.
+        """Return the working directory of a version.
 
         Args:
             directory: the job's directory.

@@ -251,7 +251,9 @@ class Rebuilder:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether types, values and tensors' bits are equal at all levels; ignores tensors' classes."""
+    """Return whether types, values and tensors' bits are equal at all levels; ignores tensors'
+    classes.
+    """
     try:
         return codec.encode(a) == codec.encode(b)
     except UnsupportedStateError:
