@@ -34,7 +34,8 @@ MAGIC = b"REFTARNA"
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096
 DATA_ALIGNMENT_BYTES = 65536
-"""The data region starts on a page boundary of every page size in use (arm64 has 64 KiB pages)."""
+"""The data region starts at a multiple of this, which is a multiple of every page size in use
+(arm64 has 64 KiB pages)."""
 
 _CORE = struct.Struct("<IIQQ")  # format version, kind, sequence, payload bytes
 _DIGESTS = struct.Struct("<Q16s")  # xxh3_64, MAC
@@ -53,7 +54,8 @@ TABLE = np.dtype(
     ]
 )
 """dtype of the packed block table. It has no padding, because NumPy does not copy padding bytes."""
-# Room in a header copy for all fields except the block table; names have at most 255 characters
+# Bytes reserved in a header copy for all fields but the block table; names have at most 255
+# characters
 _HEAD_BYTES = 4096
 
 _SECTIONS = tuple(Section)
